@@ -1,0 +1,1 @@
+"""Reading activations from stock vLLM while it serves: the lowest layer of headgate."""

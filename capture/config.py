@@ -1,0 +1,170 @@
+"""Every knob of capture, with its unit and what it costs.
+
+The operator's document is ``additional_config={"headgate": {"capture": {...}}}`` (or vLLM's
+``--additional-config``); its keys are the fields below, and unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from headgate.capture.errors import ConfigError
+
+Overload = Literal["block", "drop", "spill"]
+
+MIB = 1 << 20
+
+
+class CaptureConsumerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One configured consumer.
+
+    Attributes:
+        name: Its entry point's name in the group ``vllm.capture_consumers``.
+        instance_name: What requests call it; `name` if None. Needed to configure one consumer twice.
+        params: Passed to the consumer, which checks them.
+        overload: What happens to rows while the consumer's queue is full: ``block`` holds up the forward pass
+            (nothing is lost), ``drop`` loses them (counted, and said in the result), ``spill`` writes them to
+            local disk and delivers them later, in order.
+        queue_bytes: Host memory that rows waiting for this consumer may take.
+        max_stall_s: Seconds one delivery may take, or hold up the engine, before the consumer counts as hung:
+            its requests then end with an error and the engine goes on without it.
+    """
+
+    name: str
+    instance_name: str | None = None
+    params: dict[str, Any] = {}
+    overload: Overload = "block"
+    queue_bytes: int = 256 * MIB
+    max_stall_s: float = 30.0
+
+    @property
+    def instance(self) -> str:
+        """The name that requests use."""
+        return self.instance_name or self.name
+
+
+class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Capture as the operator configured it. No consumers: capture does nothing at all.
+
+    Attributes:
+        consumers: The consumers to load.
+        sites: ``{hook point: layers}`` that can be captured; requests choose any subset. Changes the compiled
+            graph. Each site costs ``ring_rows * hidden_size`` elements of device memory.
+        ring_rows: Rows of the staging ring on the device, at least ``max_num_batched_tokens``; that if None.
+        staging_bytes: Pinned host memory that the device copies rows into.
+        spill_dir: Folder for ``overload="spill"``; the system's temporary folder if None.
+        self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
+        fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
+        result_wait_s: Seconds a finished request waits for its results before they are ``pending``; requests
+            with ``capture_wait`` wait up to `result_timeout_s`.
+        result_timeout_s: Upper limit of that wait, and of `LLM`'s.
+        close_timeout_s: Seconds that shutting down may take to deliver what is still queued.
+    """
+
+    consumers: tuple[CaptureConsumerSpec, ...] = ()
+    sites: dict[str, Any] = {"post_mlp": "all"}
+    ring_rows: int | None = None
+    staging_bytes: int = 256 * MIB
+    spill_dir: str | None = None
+    self_test: bool = True
+    fire_counter: bool = False
+    result_wait_s: float = 0.05
+    result_timeout_s: float = 60.0
+    close_timeout_s: float = 10.0
+
+
+def parse_config(document: Mapping[str, Any] | None) -> CaptureConsumersConfig:
+    """Read the value of ``additional_config["headgate"]["capture"]``.
+
+    Raises:
+        ConfigError: On an unknown key, a wrong type, a value out of range, or two consumers of one name.
+    """
+    try:
+        config = msgspec.convert(document or {}, CaptureConsumersConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"additional_config['headgate']['capture']: {error}") from error
+    _check(config)
+    return config
+
+
+def _check(config: CaptureConsumersConfig) -> None:
+    instances = [consumer.instance for consumer in config.consumers]
+    twice = {name for name in instances if instances.count(name) > 1}
+    if twice:
+        raise ConfigError(
+            f"consumers: {sorted(twice)} configured more than once; give each its own instance_name"
+        )
+    if len(instances) > MAX_CONSUMERS:
+        raise ConfigError(f"consumers: {len(instances)} configured, at most {MAX_CONSUMERS} are supported")
+    if not config.sites:
+        raise ConfigError("sites: name at least one hook point, such as {'post_mlp': 'all'}")
+    positive = {
+        "ring_rows": config.ring_rows,
+        "staging_bytes": config.staging_bytes,
+        "result_timeout_s": config.result_timeout_s,
+        "close_timeout_s": config.close_timeout_s,
+        **{f"{c.instance}.queue_bytes": c.queue_bytes for c in config.consumers},
+        **{f"{c.instance}.max_stall_s": c.max_stall_s for c in config.consumers},
+    }
+    for name, value in positive.items():
+        if value is not None and value <= 0:
+            raise ConfigError(f"{name}: must be above 0, got {value}")
+
+
+MAX_CONSUMERS = 63
+"""A row's consumer mask is one int64."""
+
+
+def parse_shorthand(text: str) -> CaptureConsumerSpec:
+    """Read ``name:key=val,key=val``; values are typed as JSON where they are JSON, else taken as text.
+
+    The keys of `CaptureConsumerSpec` (``instance_name``, ``overload``, ``queue_bytes``, ``max_stall_s``) set
+    those; every other key is a parameter of the consumer.
+
+    Raises:
+        ConfigError: If it is not of that form; the message shows the form.
+    """
+    name, _, rest = text.partition(":")
+    if not name.strip():
+        raise ConfigError(f"consumer {text!r}: expected name:key=val,key=val")
+    own: dict[str, Any] = {"name": name.strip(), "params": {}}
+    for pair in _split_pairs(rest):
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"consumer {text!r}: {pair!r} is not key=val")
+        target = own if key.strip() in _OWN_KEYS else own["params"]
+        target[key.strip()] = _typed(value.strip())
+    try:
+        return msgspec.convert(own, CaptureConsumerSpec)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"consumer {text!r}: {error}") from error
+
+
+_OWN_KEYS = {"instance_name", "overload", "queue_bytes", "max_stall_s"}
+
+
+def _split_pairs(text: str) -> list[str]:
+    """Split at commas that are not inside brackets or quotes, so that values may be JSON lists and objects."""
+    pairs, depth, quoted, start = [], 0, False, 0
+    for at, char in enumerate(text):
+        if char == '"':
+            quoted = not quoted
+        elif not quoted and char in "[{":
+            depth += 1
+        elif not quoted and char in "]}":
+            depth -= 1
+        elif char == "," and depth == 0 and not quoted:
+            pairs.append(text[start:at])
+            start = at + 1
+    pairs.append(text[start:])
+    return [pair for pair in pairs if pair.strip()]
+
+
+def _typed(value: str) -> Any:
+    try:
+        return msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return {"True": True, "False": False, "None": None}.get(value, value)

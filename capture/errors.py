@@ -1,0 +1,46 @@
+"""Every exception headgate raises on purpose.
+
+::
+
+    HeadgateError
+    ├── ConfigError          what the operator configured cannot be served (ValueError)
+    ├── RequestError         what one request asked for cannot be served; HTTP 400 (ValueError)
+    ├── UnsupportedError     this vLLM, this model or this engine setting cannot be served (RuntimeError)
+    ├── SelfTestError        a site did not respond at start-up: refuse to serve (RuntimeError)
+    └── ConsumerError        a consumer failed; goes into the request's result, never into the engine
+"""
+
+from __future__ import annotations
+
+
+class HeadgateError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(HeadgateError, ValueError):
+    """The operator's configuration is wrong; the message names the field and what it accepts."""
+
+
+class RequestError(HeadgateError, ValueError):
+    """A request's own fields are wrong.
+
+    Attributes:
+        field: Path of the offending field as the client wrote it, for example
+            ``capture.filesystem.hooks.post_mlp``.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class UnsupportedError(HeadgateError, RuntimeError):
+    """Something headgate needs is missing or works differently here; refused before serving."""
+
+
+class SelfTestError(HeadgateError, RuntimeError):
+    """A configured site did not deliver its rows in the start-up self-test."""
+
+
+class ConsumerError(HeadgateError, RuntimeError):
+    """A consumer raised, hung or lost rows; reported in the request's `CaptureResult`."""
