@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
-
 from headgate.capture.errors import ConfigError
 
 Overload = Literal["block", "drop", "spill"]
@@ -35,7 +34,7 @@ class CaptureConsumerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
     name: str
     instance_name: str | None = None
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = msgspec.field(default_factory=dict)
     overload: Overload = "block"
     queue_bytes: int = 256 * MIB
     max_stall_s: float = 30.0
@@ -65,7 +64,7 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     """
 
     consumers: tuple[CaptureConsumerSpec, ...] = ()
-    sites: dict[str, Any] = {"post_mlp": "all"}
+    sites: dict[str, Any] = msgspec.field(default_factory=lambda: {"post_mlp": "all"})
     ring_rows: int | None = None
     staging_bytes: int = 256 * MIB
     spill_dir: str | None = None

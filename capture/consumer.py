@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-
 from headgate.capture.batch import FinalState
 from headgate.capture.errors import RequestError
 from headgate.capture.positions import parse_positions
@@ -250,7 +249,7 @@ class BatchedConsumer(CaptureConsumer):
 class StreamingConsumer(CaptureConsumer):
     """A consumer that gets rows as they arrive. Calls for one request: `begin`, any `write`, `finish`."""
 
-    def begin(self, request: RequestInfo) -> None:  # noqa: B027  (optional)
+    def begin(self, request: RequestInfo) -> None:
         """A request that wants something of this consumer was taken."""
 
     @abstractmethod

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
 from headgate.capture.errors import RequestError
 
 Int64Array = npt.NDArray[np.int64]
