@@ -93,9 +93,7 @@ def _check(config: CaptureConsumersConfig) -> None:
     instances = [consumer.instance for consumer in config.consumers]
     twice = {name for name in instances if instances.count(name) > 1}
     if twice:
-        raise ConfigError(
-            f"consumers: {sorted(twice)} configured more than once; give each its own instance_name"
-        )
+        raise ConfigError(f"consumers: {sorted(twice)} configured more than once; give each its own instance_name")
     if len(instances) > MAX_CONSUMERS:
         raise ConfigError(f"consumers: {len(instances)} configured, at most {MAX_CONSUMERS} are supported")
     if not config.sites:

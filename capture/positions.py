@@ -85,9 +85,7 @@ class Indices:
     def resolve(self, num_prompt: int, field: str) -> Indices:
         low = [value for value in self.values if value < -num_prompt]
         if low:
-            raise RequestError(
-                field, f"position {low[0]} lies before the prompt, which has {num_prompt} tokens"
-            )
+            raise RequestError(field, f"position {low[0]} lies before the prompt, which has {num_prompt} tokens")
         return Indices(tuple(sorted({v if v >= 0 else v + num_prompt for v in self.values})))
 
     def mask(self, positions: Int64Array, num_prompt: Int64Array) -> BoolArray:
@@ -149,9 +147,7 @@ class Message:
     index: int
 
     def resolve(self, num_prompt: int, field: str) -> PositionSelector:
-        raise RequestError(
-            field, "a message selector needs a chat request (LLM.chat or /v1/chat/completions)"
-        )
+        raise RequestError(field, "a message selector needs a chat request (LLM.chat or /v1/chat/completions)")
 
     def mask(self, positions: Int64Array, num_prompt: Int64Array) -> BoolArray:
         raise AssertionError("a message selector is resolved to a span in the front end")

@@ -206,6 +206,4 @@ def _bound(bound: object, num_layers: int, field: str) -> int:
 
 def _check_final_norm(layers: object, field: str) -> None:
     if layers not in ("all", True, None, []) and layers != ():
-        raise RequestError(
-            field, f'final_norm has no layers: expected "all", true, null or [], got {layers!r}'
-        )
+        raise RequestError(field, f'final_norm has no layers: expected "all", true, null or [], got {layers!r}')

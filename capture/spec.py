@@ -36,11 +36,7 @@ class CaptureSpec:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> CaptureSpec:
         """Read `to_wire`'s form. The front end made and checked it: a malformed one is a bug, not bad input."""
-        sites = [
-            Site(layer, HookPoint(hook))
-            for hook, layers in wire["sites"].items()
-            for layer in (layers or (-1,))
-        ]
+        sites = [Site(layer, HookPoint(hook)) for hook, layers in wire["sites"].items() for layer in (layers or (-1,))]
         return cls(
             sites=sort_sites(sites),
             positions=selector_from_wire(wire["positions"]),
