@@ -1,0 +1,215 @@
+"""Puts actions into the forward pass: per-instance subclasses of the modules around each site.
+
+A module's class is replaced by a subclass whose `forward` calls the actions of its sites and the original `forward`.
+That happens after the weights are loaded and before anything is traced, so torch.compile and CUDA graphs see plain
+tensor code. Only the instances of the served model change, never a class that others share.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from headgate.capture.engine.discover import LayerLayout
+from headgate.capture.engine.seam import SiteAction, SiteValue
+from headgate.capture.errors import UnsupportedError
+from headgate.capture.sites import HookPoint, Site
+
+Run = Callable[[nn.Module, str, SiteValue], Tensor]
+Runs = Mapping[HookPoint, tuple[Run, ...]]
+ForwardFactory = Callable[[type[nn.Module]], Callable[..., Any]]
+
+
+def attach(module: nn.Module, hook: HookPoint, actions: Sequence[SiteAction]) -> tuple[Run, ...]:
+    """Give `module` the static tensors of `actions`; return what to run there, in order.
+
+    Plain attributes, not buffers: vLLM's sleep mode and weight reloading save and rebuild buffers.
+    """
+    ordered = sorted(actions, key=lambda action: action.order)
+    for action in ordered:
+        for name, tensor in action.tensors.items():
+            object.__setattr__(module, tensor_attribute(name, hook.value), tensor)
+    return tuple(action.run for action in ordered)
+
+
+def tensor_attribute(name: str, hook: str) -> str:
+    """Attribute under which an action finds its tensor `name` for the site at `hook` of its module."""
+    return f"_headgate_{name}_{hook}"
+
+
+def swap_class(module: nn.Module, where: str, factory: ForwardFactory) -> None:
+    """Make `module` run ``factory(its class)`` as its forward.
+
+    Raises:
+        UnsupportedError: If the module carries a forward of its own (weight offloading installs one), which would
+            hide ours.
+    """
+    if "forward" in vars(module):
+        raise UnsupportedError(
+            f"{where} ({type(module).__name__}) has a forward of its own instance, so hooks on its class would be "
+            "bypassed; turn off weight offloading (--cpu-offload-gb, --offload-*) to use headgate"
+        )
+    base = type(module)
+    subclass = type(
+        f"Headgate{base.__name__}", (base,), {"forward": factory(base), "__module__": __name__}
+    )
+    module.__class__ = subclass
+
+
+def run_all(runs: tuple[Run, ...], module: nn.Module, hook: HookPoint, site: SiteValue) -> Tensor:
+    """Run a site's actions in order; each sees the pristine value and the carry as the previous one left it."""
+    for run in runs:
+        site = SiteValue(site.value, site.addend, run(module, hook.value, site))
+    return site.carry
+
+
+def layer_forward(layout: LayerLayout, runs: Runs, params: Sequence[str]) -> ForwardFactory:
+    """Forward of a decoder layer with `pre_attn` at its input, and `mlp_out` and `post_mlp` at its output."""
+    pre = runs.get(HookPoint.PRE_ATTN, ())
+    post = runs.get(HookPoint.POST_MLP, ())
+    out_runs = runs.get(HookPoint.MLP_OUT, ())
+    is_pair, hidden_name, residual_name = layout.style == "pair", layout.hidden, layout.residual
+    hidden_at = params.index(hidden_name)
+    residual_at = params.index(residual_name) if residual_name else -1
+
+    def factory(base: type[nn.Module]) -> Callable[..., Any]:
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if pre:
+                args, kwargs = enter(self, args, kwargs)
+            out = base.forward(self, *args, **kwargs)
+            return leave(self, out)
+
+        return forward
+
+    def enter(self: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        hidden = _argument(args, kwargs, hidden_at, hidden_name)
+        residual = _argument(args, kwargs, residual_at, residual_name) if is_pair else None
+        if residual is None:
+            carry = run_all(pre, self, HookPoint.PRE_ATTN, SiteValue(hidden, None, hidden))
+            return _replace(args, kwargs, hidden_at, hidden_name, carry)
+        carry = run_all(pre, self, HookPoint.PRE_ATTN, SiteValue(hidden, residual, residual))
+        return _replace(args, kwargs, residual_at, residual_name, carry)
+
+    def leave(self: nn.Module, out: Any) -> Any:
+        if is_pair:
+            hidden, residual = out
+            if out_runs:
+                residual = run_all(out_runs, self, HookPoint.MLP_OUT, SiteValue(hidden, None, residual))
+            if post:
+                residual = run_all(post, self, HookPoint.POST_MLP, SiteValue(hidden, residual, residual))
+            return hidden, residual
+        stream = out[0] if isinstance(out, tuple) else out
+        if post:
+            stream = run_all(post, self, HookPoint.POST_MLP, SiteValue(stream, None, stream))
+        return (stream, *out[1:]) if isinstance(out, tuple) else stream
+
+    return factory
+
+
+def pair_norm_forward(runs: Runs) -> ForwardFactory:
+    """Forward of the norm that adds the attention branch to the stream: called as ``norm(branch, residual)``."""
+    branch_runs = runs.get(HookPoint.ATTN_OUT, ())
+    mid_runs = runs.get(HookPoint.POST_ATTN, ())
+    normed_runs = runs.get(HookPoint.MLP_IN, ())
+
+    def factory(base: type[nn.Module]) -> Callable[..., Any]:
+        def forward(self: nn.Module, x: Tensor, residual: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if branch_runs:
+                residual = run_all(branch_runs, self, HookPoint.ATTN_OUT, SiteValue(x, None, residual))
+            if mid_runs:
+                residual = run_all(mid_runs, self, HookPoint.POST_ATTN, SiteValue(x, residual, residual))
+            normed, carried = base.forward(self, x, residual, *args, **kwargs)
+            if normed_runs:
+                normed = run_all(normed_runs, self, HookPoint.MLP_IN, SiteValue(normed, None, normed))
+            return normed, carried
+
+        return forward
+
+    return factory
+
+
+def single_norm_forward(runs: Runs) -> ForwardFactory:
+    """Forward of the norm that reads the mid stream: called as ``norm(stream)``."""
+    mid_runs = runs.get(HookPoint.POST_ATTN, ())
+    normed_runs = runs.get(HookPoint.MLP_IN, ())
+
+    def factory(base: type[nn.Module]) -> Callable[..., Any]:
+        def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if mid_runs:
+                x = run_all(mid_runs, self, HookPoint.POST_ATTN, SiteValue(x, None, x))
+            normed = base.forward(self, x, *args, **kwargs)
+            if normed_runs:
+                normed = run_all(normed_runs, self, HookPoint.MLP_IN, SiteValue(normed, None, normed))
+            return normed
+
+        return forward
+
+    return factory
+
+
+def branch_forward(hook: HookPoint, runs: tuple[Run, ...], scale: float | None) -> ForwardFactory:
+    """Forward of the last module of a branch in a single-stream layer; `scale` is the residual multiplier, if any."""
+
+    def factory(base: type[nn.Module]) -> Callable[..., Any]:
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            out = base.forward(self, *args, **kwargs)
+            branch = out[0] if isinstance(out, tuple) else out
+            value = branch if scale is None else branch * scale
+            carry = run_all(runs, self, hook, SiteValue(value, None, branch))
+            return (carry, *out[1:]) if isinstance(out, tuple) else carry
+
+        return forward
+
+    return factory
+
+
+def input_forward(hook: HookPoint, runs: tuple[Run, ...]) -> ForwardFactory:
+    """Forward of a module whose first tensor argument is the site's value (an MLP without a norm before it)."""
+
+    def factory(base: type[nn.Module]) -> Callable[..., Any]:
+        parameter = list(inspect.signature(base.forward).parameters)[1]
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            value = _argument(args, kwargs, 0, parameter)
+            carry = run_all(runs, self, hook, SiteValue(value, None, value))
+            args, kwargs = _replace(args, kwargs, 0, parameter, carry)
+            return base.forward(self, *args, **kwargs)
+
+        return forward
+
+    return factory
+
+
+def final_norm_forward(runs: tuple[Run, ...]) -> ForwardFactory:
+    """Forward of the model's last norm, called with the stream or with ``(branch, residual)``."""
+
+    def factory(base: type[nn.Module]) -> Callable[..., Any]:
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            out = base.forward(self, *args, **kwargs)
+            normed = out[0] if isinstance(out, tuple) else out
+            normed = run_all(runs, self, HookPoint.FINAL_NORM, SiteValue(normed, None, normed))
+            return (normed, *out[1:]) if isinstance(out, tuple) else normed
+
+        return forward
+
+    return factory
+
+
+def sites_by_hook(actions: Mapping[Site, Sequence[SiteAction]], layer: int) -> dict[HookPoint, list[SiteAction]]:
+    """The actions of one layer, by hook point."""
+    return {site.hook: list(found) for site, found in actions.items() if site.layer == layer}
+
+
+def _argument(args: Any, kwargs: Any, at: int, name: str | None) -> Any:
+    if 0 <= at < len(args):
+        return args[at]
+    return kwargs.get(name)
+
+
+def _replace(args: Any, kwargs: Any, at: int, name: str | None, value: Any) -> tuple[Any, Any]:
+    if at < len(args):
+        return (*args[:at], value, *args[at + 1 :]), kwargs
+    return args, {**kwargs, name: value}

@@ -1,0 +1,276 @@
+"""Installs headgate in a vLLM worker, right after its model was loaded and before anything is traced."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from importlib.metadata import entry_points
+from typing import Any
+
+import pluggy
+import torch
+from torch import nn
+
+from headgate.capture.consumer import ModelInfo
+from headgate.capture.engine import graph
+from headgate.capture.engine.discover import (
+    LayerLayout,
+    analyse_layer,
+    find_decoder_stack,
+    find_final_norm,
+)
+from headgate.capture.engine.refusals import refuse_unsupported_settings
+from headgate.capture.engine.runner import RunnerSeam
+from headgate.capture.engine.seam import SiteAction, WorkerFacts, make_hooks
+from headgate.capture.engine.settings import model_info, section, sections
+from headgate.capture.errors import ConfigError, UnsupportedError
+from headgate.capture.sites import FINAL_NORM_SITE, HookPoint, Site
+
+logger = logging.getLogger("headgate")
+
+ENGINE_GROUP = "headgate.engine"
+ENGINE_ATTRIBUTE = "headgate_worker"
+GRAPH_ABI = 1
+"""Part of the compile-cache key: raise it whenever the code in `graph` or an action changes what is traced."""
+
+
+def patch_worker(module: Any) -> None:
+    """Let every worker of ``vllm.v1.worker.worker_base`` install headgate when its model is loaded."""
+    wrapper = module.WorkerWrapperBase
+    if "load_model" in vars(wrapper):
+        if getattr(vars(wrapper)["load_model"], "headgate", False):
+            return
+        raise UnsupportedError("WorkerWrapperBase.load_model is taken: another plugin or a newer vLLM defines it")
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self.worker.load_model(*args, **kwargs)
+        if sections(self.worker.vllm_config):
+            install(self.worker)
+        return result
+
+    load_model.headgate = True  # type: ignore[attr-defined]
+    wrapper.load_model = load_model
+    module.WorkerBase.headgate_stats = _stats
+
+
+def _stats(self: Any) -> dict[str, Any]:
+    """Worker RPC: counters of every part, by name."""
+    return getattr(self, ENGINE_ATTRIBUTE).stats()  # type: ignore[no-any-return]
+
+
+def install(worker: Any) -> InstalledWorker:
+    """Put the configured parts into `worker`.
+
+    Raises:
+        ConfigError: If a section of the configuration is unknown or wrong.
+        UnsupportedError: If the model or a setting cannot be served.
+    """
+    config = worker.vllm_config
+    refuse_unsupported_settings(config)
+    hooks = make_hooks({name: _open_part(name, config) for name in sections(config)})
+    model = worker.model_runner.get_model()
+    parent, stack_name, layers = find_decoder_stack(model)
+    facts = _facts(worker, model_info(config), [index for index, _ in layers])
+    actions = _collect_actions(hooks, facts)
+    install_actions(parent, stack_name, layers, actions)
+    _account(worker, hooks)
+    _key_graph(config, hooks)
+    installed = InstalledWorker(worker, facts, hooks)
+    setattr(worker, ENGINE_ATTRIBUTE, installed)
+    return installed
+
+
+class InstalledWorker:
+    """The parts at work in one vLLM worker, and the moments of its life that they follow."""
+
+    def __init__(self, worker: Any, facts: WorkerFacts, hooks: pluggy.PluginManager) -> None:
+        self.facts = facts
+        self.hooks = hooks
+        self._seam = RunnerSeam(worker.model_runner, hooks)
+        _after(worker, "compile_or_warm_up_model", self._self_test)
+        _before(worker, "shutdown", self.close)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of every part."""
+        return {key: value for found in self.hooks.hook.headgate_stats() for key, value in found.items()}
+
+    def close(self) -> None:
+        """Close every part; idempotent, since the parts are."""
+        self.hooks.hook.headgate_close()
+
+    def _self_test(self) -> None:
+        self.hooks.hook.headgate_self_test(facts=self.facts, run=self._seam.run_dummy)
+
+
+def install_actions(
+    parent: nn.Module,
+    stack_name: str,
+    layers: Sequence[tuple[int, nn.Module]],
+    actions: Mapping[Site, Sequence[SiteAction]],
+) -> None:
+    """Put `actions` into the modules of one decoder stack.
+
+    Raises:
+        UnsupportedError: If a site does not exist in the model; the message says which there are.
+    """
+    for index, layer in layers:
+        wanted = graph.sites_by_hook(actions, index)
+        if wanted:
+            _install_layer(f"{stack_name}.{index}", layer, wanted)
+    if FINAL_NORM_SITE in actions:
+        _install_final_norm(parent, actions[FINAL_NORM_SITE])
+
+
+def _install_layer(where: str, layer: nn.Module, wanted: Mapping[HookPoint, Sequence[SiteAction]]) -> None:
+    layout = analyse_layer(type(layer))
+    parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
+    for module_name, hooks in places(layout, where, type(layer).__name__, tuple(wanted)).items():
+        module = layer.get_submodule(module_name) if module_name else layer
+        runs = {hook: graph.attach(module, hook, wanted[hook]) for hook in hooks}
+        factory = _factory(layout, module_name, runs, parameters, layer)
+        graph.swap_class(module, f"{where}.{module_name}".rstrip("."), factory)
+
+
+def places(
+    layout: LayerLayout, where: str, layer_class: str, hooks: Sequence[HookPoint]
+) -> dict[str, list[HookPoint]]:
+    """Attribute of the module at which each hook point is taken ("" is the layer itself), by module.
+
+    Raises:
+        UnsupportedError: If the layer has no such hook point.
+    """
+    found: dict[str, list[HookPoint]] = {}
+    known = hook_modules(layout)
+    for hook in hooks:
+        if hook not in known:
+            raise UnsupportedError(
+                f"{where} ({layer_class}) has no hook point {hook}; it has {', '.join(sorted(known))}. "
+                f"Take {hook} out of capture.sites"
+            )
+        found.setdefault(known[hook], []).append(hook)
+    return found
+
+
+def hook_modules(layout: LayerLayout) -> dict[HookPoint, str]:
+    """The hook points a layer has, each with the attribute of the module where it is taken."""
+    is_pair = layout.style == "pair"
+    modules: dict[HookPoint, str | None] = {
+        HookPoint.PRE_ATTN: "",
+        HookPoint.POST_MLP: "",
+        HookPoint.POST_ATTN: layout.mid_norm,
+        HookPoint.ATTN_OUT: layout.mid_norm if is_pair else layout.attn_branch,
+        HookPoint.MLP_OUT: "" if is_pair and layout.mid_norm else layout.mlp_branch,
+        HookPoint.MLP_IN: layout.mid_norm if layout.mlp_in_is_norm_output else layout.mlp,
+    }
+    return {hook: module for hook, module in modules.items() if module is not None}
+
+
+def _factory(
+    layout: LayerLayout, module_name: str, runs: graph.Runs, parameters: Sequence[str], layer: nn.Module
+) -> graph.ForwardFactory:
+    if not module_name:
+        return graph.layer_forward(layout, runs, parameters)
+    if module_name == layout.mid_norm:
+        return graph.pair_norm_forward(runs) if layout.style == "pair" else graph.single_norm_forward(runs)
+    scale = float(getattr(layer, layout.branch_scale)) if layout.branch_scale else None
+
+    def factory(base: type[nn.Module]) -> Callable[..., Any]:
+        for hook, run in runs.items():
+            place = (
+                graph.input_forward(hook, run)
+                if hook in (HookPoint.MLP_IN, HookPoint.POST_ATTN)
+                else graph.branch_forward(hook, run, scale)
+            )
+            base = type(base.__name__, (base,), {"forward": place(base)})
+        return base.forward
+
+    return factory
+
+
+def _install_final_norm(parent: nn.Module, actions: Sequence[SiteAction]) -> None:
+    found = find_final_norm(parent)
+    if found is None:
+        raise UnsupportedError(
+            f"no final norm was found in {type(parent).__name__}.forward; take final_norm out of capture.sites"
+        )
+    module = parent.get_submodule(found[0])
+    runs = graph.attach(module, HookPoint.FINAL_NORM, actions)
+    graph.swap_class(module, found[0], graph.final_norm_forward(runs))
+
+
+def _open_part(name: str, vllm_config: Any) -> object:
+    found = entry_points(group=ENGINE_GROUP)
+    if name not in found.names:
+        known = ", ".join(sorted(found.names))
+        raise ConfigError(f"additional_config['headgate'] has no section {name!r}; known: {known}")
+    return found[name].load()(vllm_config, section(vllm_config, name))
+
+
+def _facts(worker: Any, model: ModelInfo, owned_layers: list[int]) -> WorkerFacts:
+    from vllm.config import CompilationMode
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    config = worker.vllm_config
+    sizes = config.compilation_config.cudagraph_capture_sizes or [0]
+    return WorkerFacts(
+        model=model,
+        owned_layers=tuple(owned_layers),
+        device=torch.device(worker.device),
+        dtype=config.model_config.dtype,
+        max_tokens=max(config.scheduler_config.max_num_batched_tokens, *sizes, 1),
+        is_compiled=config.compilation_config.mode != CompilationMode.NONE,
+        tp_rank=get_tp_group().rank_in_group,
+        pp_rank=get_pp_group().rank_in_group,
+        pp_size=get_pp_group().world_size,
+    )
+
+
+def _collect_actions(hooks: pluggy.PluginManager, facts: WorkerFacts) -> dict[Site, list[SiteAction]]:
+    collected: dict[Site, list[SiteAction]] = {}
+    for found in hooks.hook.headgate_actions(facts=facts):
+        for site, action in found.items():
+            collected.setdefault(site, []).append(action)
+    return collected
+
+
+def _account(worker: Any, hooks: pluggy.PluginManager) -> None:
+    """vLLM 0.26 sizes the KV cache by this figure; later releases measure free memory. CPU runners have none."""
+    if hasattr(worker.model_runner, "model_memory_usage"):
+        worker.model_runner.model_memory_usage += sum(hooks.hook.headgate_device_bytes())
+
+
+def _key_graph(vllm_config: Any, hooks: pluggy.PluginManager) -> None:
+    """Make vLLM's compile caches tell our graphs from stock's and from each other's.
+
+    `additional_config` is hashed into every compile-cache key. The operator's own section is taken out of it here,
+    so that a consumer's output folder does not force a compilation; `settings` has read it before.
+    """
+    key: dict[str, Any] = {"abi": GRAPH_ABI}
+    for found in hooks.hook.headgate_graph_key():
+        key.update(found)
+    vllm_config.additional_config = {**vllm_config.additional_config, "headgate": {"graph": key}}
+
+
+def _after(owner: Any, name: str, call: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        call()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _before(owner: Any, name: str, call: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)

@@ -1,0 +1,177 @@
+"""Watches one model runner of vLLM and tells the engine hooks what it does.
+
+Instance methods of the runner are wrapped, never its class: draft models and other runners stay as they are. The
+V1 and the V2 runner differ in one thing only, where the layout of a step's batch can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Protocol
+
+import numpy as np
+import pluggy
+
+from headgate.capture.batch import BatchView, FinalState, NewRequest
+from headgate.capture.errors import UnsupportedError
+
+WIRE_KEY = "headgate"
+FINAL_ATTRIBUTE = "headgate_final"
+_V2_MODULES = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")
+
+
+class BatchLayout(Protocol):
+    """How one generation of the model runner lays out its batch."""
+
+    method: str
+    """Name of the runner's method that lays out a step's inputs."""
+
+    def view(self, runner: Any, args: tuple[Any, ...], result: Any) -> BatchView:
+        """Read the layout after ``runner.method(*args)`` returned `result`."""
+        ...
+
+
+class V1Layout:
+    """``vllm.v1.worker.gpu_model_runner``: the persistent batch holds the layout."""
+
+    method = "_prepare_inputs"
+
+    def view(self, runner: Any, args: tuple[Any, ...], result: Any) -> BatchView:
+        batch = runner.input_batch
+        num_reqs = batch.num_reqs
+        return BatchView(
+            req_ids=tuple(batch.req_ids[:num_reqs]),
+            starts=runner.query_start_loc.np[:num_reqs].astype(np.int64),
+            num_scheduled=np.asarray(args[1][:num_reqs], dtype=np.int64),
+            num_computed=batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64),
+        )
+
+
+class V2Layout:
+    """``vllm.v1.worker.gpu.model_runner``: the returned input batch holds the layout."""
+
+    method = "prepare_inputs"
+
+    def view(self, runner: Any, args: tuple[Any, ...], result: Any) -> BatchView:
+        num_reqs = result.num_reqs
+        return BatchView(
+            req_ids=tuple(result.req_ids[:num_reqs]),
+            starts=np.asarray(result.query_start_loc_np[:num_reqs], dtype=np.int64),
+            num_scheduled=np.asarray(result.num_scheduled_tokens[:num_reqs], dtype=np.int64),
+            num_computed=np.asarray(result.num_computed_tokens_np[:num_reqs], dtype=np.int64),
+        )
+
+
+def layout_of(runner: Any) -> BatchLayout:
+    """The layout reader for `runner`'s generation."""
+    return V2Layout() if type(runner).__module__.startswith(_V2_MODULES) else V1Layout()
+
+
+class RunnerSeam:
+    """Calls the hooks for one runner. All on the step thread.
+
+    A request that carries no wire dict is never looked at again: steps without any capturing or steering request
+    cost one comparison.
+    """
+
+    def __init__(self, runner: Any, hooks: pluggy.PluginManager) -> None:
+        self._runner = runner
+        self._hook = hooks.hook
+        self._layout = layout_of(runner)
+        self._live: set[str] = set()
+        self._was_active = False
+        self._in_self_test = False
+        self._watch("execute_model", self._execute_model)
+        self._watch("_dummy_run", self._dummy_run)
+        self._watch(self._layout.method, self._lay_out)
+
+    def run_dummy(self, num_tokens: int, **kwargs: Any) -> None:
+        """Drive a dummy forward without resetting the step state first: for the self-test."""
+        self._in_self_test = True
+        try:
+            self._runner._dummy_run(num_tokens, **kwargs)
+        finally:
+            self._in_self_test = False
+
+    def _watch(self, name: str, replacement: Callable[..., Any]) -> None:
+        original = getattr(self._runner, name, None)
+        if original is None:
+            raise UnsupportedError(
+                f"{type(self._runner).__name__} has no method {name!r}; this vLLM's model runner is not supported"
+            )
+
+        @wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        setattr(self._runner, name, watched)
+
+    def _execute_model(
+        self, original: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
+            return original(scheduler_output, *args, **kwargs)
+        self._follow(scheduler_output)
+        result = original(scheduler_output, *args, **kwargs)
+        if self._was_active:
+            self._hook.headgate_step_ends()
+        return result
+
+    def _dummy_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._in_self_test:
+            self._rest()
+        return original(*args, **kwargs)
+
+    def _lay_out(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if self._live:
+            self._was_active = True
+            self._hook.headgate_step_begins(view=self._layout.view(self._runner, args, result))
+        else:
+            self._rest()
+        return result
+
+    def _rest(self) -> None:
+        """Leave nothing behind that a forward without live requests could act on."""
+        if self._was_active:
+            self._was_active = False
+            self._hook.headgate_step_begins(view=None)
+
+    def _follow(self, scheduler_output: Any) -> None:
+        """Finished first: an id may end and begin again in one step."""
+        finals = getattr(scheduler_output, FINAL_ATTRIBUTE, None) or {}
+        for req_id in scheduler_output.finished_req_ids:
+            if req_id in self._live:
+                self._live.remove(req_id)
+                self._hook.headgate_request_finished(req_id=req_id, final=_final(finals.get(req_id)))
+        for data in scheduler_output.scheduled_new_reqs:
+            wire = _wire(data)
+            # A known id comes back after preemption (V2 runner): its state, and what it has captured, stay.
+            if wire is not None and data.req_id not in self._live:
+                self._live.add(data.req_id)
+                self._hook.headgate_request_added(new=_new_request(data, wire))
+
+
+def _wire(data: Any) -> Any:
+    params = data.sampling_params
+    return None if params is None or not params.extra_args else params.extra_args.get(WIRE_KEY)
+
+
+def _new_request(data: Any, wire: Any) -> NewRequest:
+    if data.prompt_token_ids is None:
+        raise UnsupportedError(
+            f"request {data.req_id}: prompts given as embeddings cannot be captured; the front end refuses them"
+        )
+    return NewRequest(
+        req_id=data.req_id, prompt_token_ids=np.asarray(data.prompt_token_ids, dtype=np.int64), wire=wire
+    )
+
+
+def _final(noted: Any) -> FinalState | None:
+    if noted is None:
+        return None
+    num_prompt, token_ids, status = noted
+    return FinalState(
+        num_prompt_tokens=num_prompt, token_ids=np.asarray(token_ids, dtype=np.int64), status=status
+    )

@@ -1,0 +1,41 @@
+"""The action that captures: scatters the value at a site into the staging ring.
+
+Rows that nobody wants go to the ring's trash row, so the traced code is the same for every batch.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from headgate.capture.engine.graph import tensor_attribute
+from headgate.capture.engine.seam import SiteValue
+
+ROWS = "rows"
+SLOTS = "slots"
+FIRES = "fires"
+
+
+def stored_value(site: SiteValue) -> Tensor:
+    """The site's value, ``[num_tokens, hidden]``, rounded as the norm that consumes it rounds it.
+
+    The sum is taken in fp32 and rounded once to the stream's dtype.
+    """
+    value = site.value
+    if site.addend is not None:
+        value = (value.float() + site.addend.float()).to(value.dtype)
+    return value.reshape(-1, value.shape[-1])
+
+
+def capture_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Capture where torch.compile fuses the sum and the scatter into the kernel of the following norm."""
+    rows = getattr(module, tensor_attribute(ROWS, hook))
+    slots = getattr(module, tensor_attribute(SLOTS, hook))
+    value = stored_value(site)
+    rows.index_put_((slots[: value.shape[0]],), value)
+    return site.carry
+
+
+def count_fire(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Count on the device that the site ran: one for each forward, also for each graph replay."""
+    getattr(module, tensor_attribute(FIRES, hook)).add_(1)
+    return site.carry
