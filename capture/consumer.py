@@ -69,6 +69,19 @@ class ConsumerContext:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a request's results go.
+
+    Attributes:
+        reply: Address of the result hub of the front end that owns the request; None if nobody waits.
+        key: Random per request: what the hub knows it by.
+    """
+
+    reply: str | None
+    key: str = field(repr=False)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestInfo:
     """One request as a consumer knows it.
@@ -79,6 +92,7 @@ class RequestInfo:
         sample_index: Which of the ``n`` samples.
         prompt_token_ids: int64 ``[num_prompt_tokens]``.
         spec: What the request wants of this consumer; the sites are those of this worker.
+        origin: Where its results go; of no use to consumers.
     """
 
     request_id: str
@@ -86,6 +100,7 @@ class RequestInfo:
     sample_index: int = 0
     prompt_token_ids: Int64Array = field(repr=False)
     spec: CaptureSpec
+    origin: Origin | None = field(default=None, repr=False)
 
     @property
     def num_prompt_tokens(self) -> int:
