@@ -169,9 +169,7 @@ def capture_action(facts: WorkerFacts) -> Callable[[torch.nn.Module, str, SiteVa
     """The variant for this worker: traced, or one fused kernel where the forward runs as written on a GPU."""
     if facts.is_compiled or facts.device.type != "cuda":
         return tap.capture_traced
-    from headgate.capture.engine.tap_kernel import capture_with_kernel
-
-    return capture_with_kernel
+    return tap.capture_with_kernel
 
 
 def counted(

@@ -53,9 +53,7 @@ def swap_class(module: nn.Module, where: str, factory: ForwardFactory) -> None:
             "bypassed; turn off weight offloading (--cpu-offload-gb, --offload-*) to use headgate"
         )
     base = type(module)
-    subclass = type(
-        f"Headgate{base.__name__}", (base,), {"forward": factory(base), "__module__": __name__}
-    )
+    subclass = type(f"Headgate{base.__name__}", (base,), {"forward": factory(base), "__module__": __name__})
     module.__class__ = subclass
 
 

@@ -133,9 +133,7 @@ def _install_layer(where: str, layer: nn.Module, wanted: Mapping[HookPoint, Sequ
         graph.swap_class(module, f"{where}.{module_name}".rstrip("."), factory)
 
 
-def places(
-    layout: LayerLayout, where: str, layer_class: str, hooks: Sequence[HookPoint]
-) -> dict[str, list[HookPoint]]:
+def places(layout: LayerLayout, where: str, layer_class: str, hooks: Sequence[HookPoint]) -> dict[str, list[HookPoint]]:
     """Attribute of the module at which each hook point is taken ("" is the layer itself), by module.
 
     Raises:

@@ -81,6 +81,7 @@ class RunnerSeam:
         self._layout = layout_of(runner)
         self._live: set[str] = set()
         self._was_active = False
+        self._is_laid_out = False
         self._in_self_test = False
         self._watch("execute_model", self._execute_model)
         self._watch("_dummy_run", self._dummy_run)
@@ -107,14 +108,13 @@ class RunnerSeam:
 
         setattr(self._runner, name, watched)
 
-    def _execute_model(
-        self, original: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _execute_model(self, original: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
             return original(scheduler_output, *args, **kwargs)
         self._follow(scheduler_output)
+        self._is_laid_out = False
         result = original(scheduler_output, *args, **kwargs)
-        if self._was_active:
+        if self._is_laid_out:
             self._hook.headgate_step_ends()
         return result
 
@@ -126,7 +126,7 @@ class RunnerSeam:
     def _lay_out(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if self._live:
-            self._was_active = True
+            self._was_active = self._is_laid_out = True
             self._hook.headgate_step_begins(view=self._layout.view(self._runner, args, result))
         else:
             self._rest()
@@ -163,15 +163,11 @@ def _new_request(data: Any, wire: Any) -> NewRequest:
         raise UnsupportedError(
             f"request {data.req_id}: prompts given as embeddings cannot be captured; the front end refuses them"
         )
-    return NewRequest(
-        req_id=data.req_id, prompt_token_ids=np.asarray(data.prompt_token_ids, dtype=np.int64), wire=wire
-    )
+    return NewRequest(req_id=data.req_id, prompt_token_ids=np.asarray(data.prompt_token_ids, dtype=np.int64), wire=wire)
 
 
 def _final(noted: Any) -> FinalState | None:
     if noted is None:
         return None
     num_prompt, token_ids, status = noted
-    return FinalState(
-        num_prompt_tokens=num_prompt, token_ids=np.asarray(token_ids, dtype=np.int64), status=status
-    )
+    return FinalState(num_prompt_tokens=num_prompt, token_ids=np.asarray(token_ids, dtype=np.int64), status=status)

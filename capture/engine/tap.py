@@ -35,6 +35,17 @@ def capture_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     return site.carry
 
 
+def capture_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Capture in one kernel where the forward runs as written on a GPU; only wanted rows are read."""
+    from headgate.capture.kernels.scatter_rows import scatter_rows
+
+    value = site.value.reshape(-1, site.value.shape[-1])
+    addend = None if site.addend is None else site.addend.reshape(-1, value.shape[-1])
+    slots = getattr(module, tensor_attribute(SLOTS, hook))
+    scatter_rows(value, addend, slots[: value.shape[0]], getattr(module, tensor_attribute(ROWS, hook)))
+    return site.carry
+
+
 def count_fire(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Count on the device that the site ran: one for each forward, also for each graph replay."""
     getattr(module, tensor_attribute(FIRES, hook)).add_(1)
