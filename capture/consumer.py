@@ -8,6 +8,10 @@ A consumer is a class published under the entry-point group ``vllm.capture_consu
 Threads: `validate_client_spec` runs in the front end, on the event loop, and must be quick. Everything else of one
 instance runs on one thread of its own, in order, so a slow consumer holds up nobody else. Whatever it raises ends
 the request it was working for with an error and nothing else.
+
+A consumer that does slow work on threads of its own returns a `concurrent.futures.Future` in place of the payload:
+the request's result is reported when it completes, with its exception as the error, and the consumer's thread goes
+on meanwhile. `CaptureConsumer.close` completes every future that was handed out.
 """
 
 from __future__ import annotations
@@ -90,6 +94,7 @@ class RequestInfo:
         request_id: Internal id, unique among running requests; with ``n > 1`` each sample has its own.
         client_request_id: The id that the client or vLLM's front end gave; shared by the samples of ``n > 1``.
         sample_index: Which of the ``n`` samples.
+        num_samples: ``n``: how many requests share `client_request_id`.
         prompt_token_ids: int64 ``[num_prompt_tokens]``.
         spec: What the request wants of this consumer; the sites are those of this worker.
         origin: Where its results go; of no use to consumers.
@@ -98,6 +103,7 @@ class RequestInfo:
     request_id: str
     client_request_id: str
     sample_index: int = 0
+    num_samples: int = 1
     prompt_token_ids: Int64Array = field(repr=False)
     spec: CaptureSpec
     origin: Origin | None = field(default=None, repr=False)
@@ -258,7 +264,7 @@ class BatchedConsumer(CaptureConsumer):
 
     @abstractmethod
     def on_capture(self, captured: CapturedRequest) -> Any:
-        """Take one finished request; what is returned becomes ``CaptureResult.payload``."""
+        """Take one finished request; what is returned, or a future's result, becomes ``CaptureResult.payload``."""
 
 
 class StreamingConsumer(CaptureConsumer):
@@ -273,7 +279,11 @@ class StreamingConsumer(CaptureConsumer):
 
     @abstractmethod
     def finish(self, finished: FinishedRequest) -> Any:
-        """The request ended and all its rows were written; return ``CaptureResult.payload``."""
+        """The request ended and all its rows were written.
+
+        Returns:
+            ``CaptureResult.payload``, or a `concurrent.futures.Future` of it.
+        """
 
 
 def parse_client_spec(raw: object, context: SpecContext, *, options: Sequence[str]) -> CaptureSpec:

@@ -7,7 +7,8 @@
     ├── RequestError         what one request asked for cannot be served; HTTP 400 (ValueError)
     ├── UnsupportedError     this vLLM, this model or this engine setting cannot be served (RuntimeError)
     ├── SelfTestError        a site did not respond at start-up: refuse to serve (RuntimeError)
-    └── ConsumerError        a consumer failed; goes into the request's result, never into the engine
+    ├── ConsumerError        a consumer failed; goes into the request's result, never into the engine
+    └── CaptureFileError     a file of captured rows is partial, damaged or not ours (ValueError)
 """
 
 from __future__ import annotations
@@ -44,3 +45,7 @@ class SelfTestError(HeadgateError, RuntimeError):
 
 class ConsumerError(HeadgateError, RuntimeError):
     """A consumer raised, hung or lost rows; reported in the request's `CaptureResult`."""
+
+
+class CaptureFileError(HeadgateError, ValueError):
+    """A file of captured rows cannot be read: partial, damaged, or of another format; the message names it."""

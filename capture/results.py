@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -29,3 +29,12 @@ class CaptureResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     num_rows: int = 0
     num_bytes: int = 0
     dropped_rows: int = 0
+
+
+@runtime_checkable
+class SupportsSummary(Protocol):
+    """A payload that is a live object: what it looks like where only JSON can go, over HTTP for instance."""
+
+    def summary(self) -> dict[str, Any]:
+        """JSON values that describe the payload; never its rows."""
+        ...
