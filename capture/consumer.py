@@ -268,7 +268,7 @@ class BatchedConsumer(CaptureConsumer):
 
 
 class StreamingConsumer(CaptureConsumer):
-    """A consumer that gets rows as they arrive. Calls for one request: `begin`, any `write`, `finish`."""
+    """A consumer that gets rows as they arrive. Calls for one request: `begin`, any `write`, `finish` or `abandon`."""
 
     def begin(self, request: RequestInfo) -> None:
         """A request that wants something of this consumer was taken."""
@@ -283,6 +283,13 @@ class StreamingConsumer(CaptureConsumer):
 
         Returns:
             ``CaptureResult.payload``, or a `concurrent.futures.Future` of it.
+        """
+
+    def abandon(self, request: RequestInfo) -> None:  # noqa: B027  (optional)
+        """The request failed after `begin` and will never be finished: let go of what is kept for it.
+
+        Its result is an error already. It comes after a `begin` or `write` that raised, a call that took too long,
+        or an end of the request that nobody can account for.
         """
 
 
