@@ -285,7 +285,7 @@ class StreamingConsumer(CaptureConsumer):
             ``CaptureResult.payload``, or a `concurrent.futures.Future` of it.
         """
 
-    def abandon(self, request: RequestInfo) -> None:  # noqa: B027  (optional)
+    def abandon(self, request: RequestInfo) -> None:
         """The request failed after `begin` and will never be finished: let go of what is kept for it.
 
         Its result is an error already. It comes after a `begin` or `write` that raised, a call that took too long,
