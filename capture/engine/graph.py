@@ -7,13 +7,11 @@ tensor code. Only the instances of the served model change, never a class that o
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
-
-from headgate.capture.engine.discover import LayerLayout
+from headgate.capture.engine.discover import Key, LayerLayout
 from headgate.capture.engine.seam import SiteAction, SiteValue
 from headgate.capture.errors import UnsupportedError
 from headgate.capture.sites import HookPoint, Site
@@ -107,93 +105,65 @@ def layer_forward(layout: LayerLayout, runs: Runs, params: Sequence[str]) -> For
     return factory
 
 
-def pair_norm_forward(runs: Runs) -> ForwardFactory:
-    """Forward of the norm that adds the attention branch to the stream: called as ``norm(branch, residual)``."""
-    branch_runs = runs.get(HookPoint.ATTN_OUT, ())
-    mid_runs = runs.get(HookPoint.POST_ATTN, ())
-    normed_runs = runs.get(HookPoint.MLP_IN, ())
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where one hook point is taken at a submodule: an argument of its call, or its (first) result.
 
-    def factory(base: type[nn.Module]) -> Callable[..., Any]:
-        def forward(self: nn.Module, x: Tensor, residual: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if branch_runs:
-                residual = run_all(branch_runs, self, HookPoint.ATTN_OUT, SiteValue(x, None, residual))
-            if mid_runs:
-                residual = run_all(mid_runs, self, HookPoint.POST_ATTN, SiteValue(x, residual, residual))
-            normed, carried = base.forward(self, x, residual, *args, **kwargs)
-            if normed_runs:
-                normed = run_all(normed_runs, self, HookPoint.MLP_IN, SiteValue(normed, None, normed))
-            return normed, carried
+    Attributes:
+        module: Dotted path of the submodule within the layer.
+        value: Argument that holds the site's value; None: the result does.
+        addend: Argument that is added to it, if the stream is carried as a pair.
+        carry: Argument that a vector is added to; `value` if None.
+        scale: Multiplier between the result and what is added to the stream.
+    """
 
-        return forward
-
-    return factory
+    module: str
+    value: Key | None = None
+    addend: Key | None = None
+    carry: Key | None = None
+    scale: float | None = None
 
 
-def single_norm_forward(runs: Runs) -> ForwardFactory:
-    """Forward of the norm that reads the mid stream: called as ``norm(stream)``."""
-    mid_runs = runs.get(HookPoint.POST_ATTN, ())
-    normed_runs = runs.get(HookPoint.MLP_IN, ())
-
-    def factory(base: type[nn.Module]) -> Callable[..., Any]:
-        def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if mid_runs:
-                x = run_all(mid_runs, self, HookPoint.POST_ATTN, SiteValue(x, None, x))
-            normed = base.forward(self, x, *args, **kwargs)
-            if normed_runs:
-                normed = run_all(normed_runs, self, HookPoint.MLP_IN, SiteValue(normed, None, normed))
-            return normed
-
-        return forward
-
-    return factory
-
-
-def branch_forward(hook: HookPoint, runs: tuple[Run, ...], scale: float | None) -> ForwardFactory:
-    """Forward of the last module of a branch in a single-stream layer; `scale` is the residual multiplier, if any."""
+def module_forward(taken: Sequence[tuple[HookPoint, Place, tuple[Run, ...]]]) -> ForwardFactory:
+    """Forward of a submodule with hook points at its arguments and at its result, in the order given."""
+    at_entry = tuple(entry for entry in taken if entry[1].value is not None)
+    at_exit = tuple(entry for entry in taken if entry[1].value is None)
 
     def factory(base: type[nn.Module]) -> Callable[..., Any]:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            for hook, place, runs in at_entry:
+                args, kwargs = _at_entry(self, hook, place, runs, args, kwargs)
             out = base.forward(self, *args, **kwargs)
-            branch = out[0] if isinstance(out, tuple) else out
-            value = branch if scale is None else branch * scale
-            carry = run_all(runs, self, hook, SiteValue(value, None, branch))
-            return (carry, *out[1:]) if isinstance(out, tuple) else carry
+            for hook, place, runs in at_exit:
+                out = _at_exit(self, hook, place, runs, out)
+            return out
 
         return forward
 
     return factory
 
 
-def input_forward(hook: HookPoint, runs: tuple[Run, ...]) -> ForwardFactory:
-    """Forward of a module whose first tensor argument is the site's value (an MLP without a norm before it)."""
-
-    def factory(base: type[nn.Module]) -> Callable[..., Any]:
-        parameter = list(inspect.signature(base.forward).parameters)[1]
-
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            value = _argument(args, kwargs, 0, parameter)
-            carry = run_all(runs, self, hook, SiteValue(value, None, value))
-            args, kwargs = _replace(args, kwargs, 0, parameter, carry)
-            return base.forward(self, *args, **kwargs)
-
-        return forward
-
-    return factory
+def _at_entry(
+    module: nn.Module, hook: HookPoint, place: Place, runs: tuple[Run, ...], args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    value = _at(args, kwargs, place.value)
+    addend = None if place.addend is None else _at(args, kwargs, place.addend)
+    key = place.value if place.carry is None else place.carry
+    carry = run_all(runs, module, hook, SiteValue(value, addend, _at(args, kwargs, key)))
+    if isinstance(key, int):
+        return (*args[:key], carry, *args[key + 1 :]), kwargs
+    return args, {**kwargs, key: carry}
 
 
-def final_norm_forward(runs: tuple[Run, ...]) -> ForwardFactory:
-    """Forward of the model's last norm, called with the stream or with ``(branch, residual)``."""
+def _at_exit(module: nn.Module, hook: HookPoint, place: Place, runs: tuple[Run, ...], out: Any) -> Any:
+    result = out[0] if isinstance(out, tuple) else out
+    value = result if place.scale is None else result * place.scale
+    carry = run_all(runs, module, hook, SiteValue(value, None, result))
+    return (carry, *out[1:]) if isinstance(out, tuple) else carry
 
-    def factory(base: type[nn.Module]) -> Callable[..., Any]:
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            out = base.forward(self, *args, **kwargs)
-            normed = out[0] if isinstance(out, tuple) else out
-            normed = run_all(runs, self, HookPoint.FINAL_NORM, SiteValue(normed, None, normed))
-            return (normed, *out[1:]) if isinstance(out, tuple) else normed
 
-        return forward
-
-    return factory
+def _at(args: Any, kwargs: Any, key: Key | None) -> Any:
+    return args[key] if isinstance(key, int) else kwargs[key]
 
 
 def sites_by_hook(actions: Mapping[Site, Sequence[SiteAction]], layer: int) -> dict[HookPoint, list[SiteAction]]:

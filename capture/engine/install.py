@@ -124,67 +124,50 @@ def install_actions(
 
 
 def _install_layer(where: str, layer: nn.Module, wanted: Mapping[HookPoint, Sequence[SiteAction]]) -> None:
-    layout = analyse_layer(type(layer))
+    layout = analyse_layer(type(layer), layer)
+    missing = [hook for hook in wanted if hook not in layout.hooks]
+    if missing:
+        raise UnsupportedError(
+            f"{where} ({type(layer).__name__}) has no hook point {missing[0]}; it has "
+            f"{', '.join(sorted(layout.hooks))}. Take {missing[0]} out of capture.sites"
+        )
     parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
-    for module_name, hooks in places(layout, where, type(layer).__name__, tuple(wanted)).items():
-        module = layer.get_submodule(module_name) if module_name else layer
-        runs = {hook: graph.attach(module, hook, wanted[hook]) for hook in hooks}
-        factory = _factory(layout, module_name, runs, parameters, layer)
-        graph.swap_class(module, f"{where}.{module_name}".rstrip("."), factory)
+    places = submodule_places(layout, layer)
+    for name in dict.fromkeys(place.module for place in places.values()):
+        module = layer.get_submodule(name)
+        taken = [
+            (hook, place, graph.attach(module, hook, wanted[hook]))
+            for hook, place in places.items()
+            if hook in wanted and place.module == name
+        ]
+        if taken:
+            graph.swap_class(module, f"{where}.{name}", graph.module_forward(taken))
+    own = {hook: graph.attach(layer, hook, wanted[hook]) for hook in wanted if hook not in places}
+    if own:
+        graph.swap_class(layer, where, graph.layer_forward(layout, own, parameters))
 
 
-def places(layout: LayerLayout, where: str, layer_class: str, hooks: Sequence[HookPoint]) -> dict[str, list[HookPoint]]:
-    """Attribute of the module at which each hook point is taken ("" is the layer itself), by module.
-
-    Raises:
-        UnsupportedError: If the layer has no such hook point.
-    """
-    found: dict[str, list[HookPoint]] = {}
-    known = hook_modules(layout)
-    for hook in hooks:
-        if hook not in known:
-            raise UnsupportedError(
-                f"{where} ({layer_class}) has no hook point {hook}; it has {', '.join(sorted(known))}. "
-                f"Take {hook} out of capture.sites"
-            )
-        found.setdefault(known[hook], []).append(hook)
-    return found
-
-
-def hook_modules(layout: LayerLayout) -> dict[HookPoint, str]:
-    """The hook points a layer has, each with the attribute of the module where it is taken."""
+def submodule_places(layout: LayerLayout, layer: nn.Module) -> dict[HookPoint, graph.Place]:
+    """The hook points taken at submodules of `layer`, in the order of the forward; the others at `layer` itself."""
+    places: dict[HookPoint, graph.Place] = {}
     is_pair = layout.style == "pair"
-    modules: dict[HookPoint, str | None] = {
-        HookPoint.PRE_ATTN: "",
-        HookPoint.POST_MLP: "",
-        HookPoint.POST_ATTN: layout.mid_norm,
-        HookPoint.ATTN_OUT: layout.mid_norm if is_pair else layout.attn_branch,
-        HookPoint.MLP_OUT: "" if is_pair and layout.mid_norm else layout.mlp_branch,
-        HookPoint.MLP_IN: layout.mid_norm if layout.mlp_in_is_norm_output else layout.mlp,
-    }
-    return {hook: module for hook, module in modules.items() if module is not None}
-
-
-def _factory(
-    layout: LayerLayout, module_name: str, runs: graph.Runs, parameters: Sequence[str], layer: nn.Module
-) -> graph.ForwardFactory:
-    if not module_name:
-        return graph.layer_forward(layout, runs, parameters)
-    if module_name == layout.mid_norm:
-        return graph.pair_norm_forward(runs) if layout.style == "pair" else graph.single_norm_forward(runs)
     scale = float(getattr(layer, layout.branch_scale)) if layout.branch_scale else None
-
-    def factory(base: type[nn.Module]) -> Callable[..., Any]:
-        for hook, run in runs.items():
-            place = (
-                graph.input_forward(hook, run)
-                if hook in (HookPoint.MLP_IN, HookPoint.POST_ATTN)
-                else graph.branch_forward(hook, run, scale)
-            )
-            base = type(base.__name__, (base,), {"forward": place(base)})
-        return base.forward
-
-    return factory
+    if layout.attn_branch and not is_pair:
+        places[HookPoint.ATTN_OUT] = graph.Place(module=layout.attn_branch, scale=scale)
+    if layout.mid:
+        addend = layout.mid_residual if is_pair else None
+        if is_pair:
+            places[HookPoint.ATTN_OUT] = graph.Place(module=layout.mid, value=layout.mid_input, carry=addend)
+        places[HookPoint.POST_ATTN] = graph.Place(
+            module=layout.mid, value=layout.mid_input, addend=addend, carry=addend
+        )
+    if layout.mlp_in_is_norm_output and layout.mid_norm:
+        places[HookPoint.MLP_IN] = graph.Place(module=layout.mid_norm)
+    elif layout.mlp:
+        places[HookPoint.MLP_IN] = graph.Place(module=layout.mlp, value=layout.mlp_input)
+    if layout.mlp_branch and not is_pair:
+        places[HookPoint.MLP_OUT] = graph.Place(module=layout.mlp_branch, scale=scale)
+    return {hook: place for hook, place in places.items() if hook in layout.hooks}
 
 
 def _install_final_norm(parent: nn.Module, actions: Sequence[SiteAction]) -> None:
@@ -195,7 +178,8 @@ def _install_final_norm(parent: nn.Module, actions: Sequence[SiteAction]) -> Non
         )
     module = parent.get_submodule(found[0])
     runs = graph.attach(module, HookPoint.FINAL_NORM, actions)
-    graph.swap_class(module, found[0], graph.final_norm_forward(runs))
+    taken = [(HookPoint.FINAL_NORM, graph.Place(module=found[0]), runs)]
+    graph.swap_class(module, found[0], graph.module_forward(taken))
 
 
 def _open_part(name: str, vllm_config: Any) -> object:
