@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor, nn
+
 from headgate.capture.engine.discover import Key, LayerLayout
 from headgate.capture.engine.seam import SiteAction, SiteValue
 from headgate.capture.errors import UnsupportedError
