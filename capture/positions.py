@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
 from headgate.capture.errors import RequestError
 
 Int64Array = npt.NDArray[np.int64]
@@ -19,6 +20,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 NAMED = ("last_prompt", "all_prompt", "all_generated", "all")
 MAX_POSITION = 2**31 - 1
+_NO_END = MAX_POSITION + 1
 
 
 class PositionSelector(Protocol):
@@ -36,6 +38,14 @@ class PositionSelector(Protocol):
         """Which of `positions` are wanted; `num_prompt` is the prompt length of each one's request.
 
         Only for resolved selectors.
+        """
+        ...
+
+    def wanted(self, num_prompt: int) -> range | tuple[int, ...]:
+        """Every wanted position in ascending order: a `range` if they are evenly spaced.
+
+        One without an end, which goes on into the generated positions, stops above `MAX_POSITION`.
+        Only for resolved selectors; it agrees with `mask`.
         """
         ...
 
@@ -67,7 +77,16 @@ class Named:
             return positions < num_prompt
         if self.name == "all_generated":
             return positions >= num_prompt
-        return positions == num_prompt - 1
+        return np.equal(positions, num_prompt - 1)
+
+    def wanted(self, num_prompt: int) -> range:
+        if self.name == "all":
+            return range(_NO_END)
+        if self.name == "all_prompt":
+            return range(num_prompt)
+        if self.name == "all_generated":
+            return range(num_prompt, _NO_END)
+        return range(num_prompt - 1, num_prompt)
 
     def needs_prompt(self, num_prompt: int) -> bool:
         return self.name in ("all", "all_prompt") and num_prompt > 1
@@ -90,6 +109,13 @@ class Indices:
 
     def mask(self, positions: Int64Array, num_prompt: Int64Array) -> BoolArray:
         return np.isin(positions, np.asarray(self.values, dtype=np.int64))
+
+    def wanted(self, num_prompt: int) -> range | tuple[int, ...]:
+        first, last = self.values[0], self.values[-1]
+        assert first >= 0, f"{self} is not resolved"
+        step = self.values[1] - first if len(self.values) > 1 else 1
+        spaced = range(first, last + 1, step)
+        return spaced if len(spaced) == len(self.values) and tuple(spaced) == self.values else self.values
 
     def needs_prompt(self, num_prompt: int) -> bool:
         return any(value < num_prompt - 1 for value in self.values)
@@ -124,8 +150,12 @@ class Span:
         return Span(start, stop, self.step)
 
     def mask(self, positions: Int64Array, num_prompt: Int64Array) -> BoolArray:
-        chosen = (positions >= self.start) & ((positions - self.start) % self.step == 0)
+        chosen: BoolArray = (positions >= self.start) & ((positions - self.start) % self.step == 0)
         return chosen if self.stop is None else chosen & (positions < self.stop)
+
+    def wanted(self, num_prompt: int) -> range:
+        assert self.start >= 0, f"{self} is not resolved"
+        return range(self.start, _NO_END if self.stop is None else self.stop, self.step)
 
     def needs_prompt(self, num_prompt: int) -> bool:
         return self.start < num_prompt - 1
@@ -150,6 +180,9 @@ class Message:
         raise RequestError(field, "a message selector needs a chat request (LLM.chat or /v1/chat/completions)")
 
     def mask(self, positions: Int64Array, num_prompt: Int64Array) -> BoolArray:
+        raise AssertionError("a message selector is resolved to a span in the front end")
+
+    def wanted(self, num_prompt: int) -> range:
         raise AssertionError("a message selector is resolved to a span in the front end")
 
     def needs_prompt(self, num_prompt: int) -> bool:
@@ -178,7 +211,7 @@ def parse_positions(raw: object, field: str) -> PositionSelector:
             return _parse_span(raw, field)
         if keys and keys <= {"role", "index"}:
             return _parse_message(raw, field)
-    elif isinstance(raw, Sequence) and not isinstance(raw, str) and raw:
+    elif isinstance(raw, Sequence) and not isinstance(raw, str | bytes | bytearray) and raw:
         return Indices(tuple(sorted({_integer(value, f"{field}[{i}]") for i, value in enumerate(raw)})))
     raise RequestError(
         field,

@@ -1,0 +1,328 @@
+"""Which batch rows of a step somebody wants, at which sites, and for whom. Numpy only: no torch, no vLLM.
+
+Letters in shape comments: B requests of the step, N rows of a group, K rows wanted by anybody, S sites, T terms
+(distinct selectors) of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from headgate.capture.batch import BatchView, Int64Array
+from headgate.capture.sites import Site
+from headgate.capture.spec import CaptureSpec
+from headgate.capture.wants import BoolArray, Chosen, Shape, SiteSet, WantReader, Wants, list_keys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackGroup:
+    """Rows of one step that share a set of sites. Each wanted (row, site) pair is in exactly one group.
+
+    Attributes:
+        sites: ``S`` sites, in ring order.
+        site_ids: int64 ``[S]``, read-only: their indices in the worker's site list. The same array object step
+            after step while any request wants exactly these sites, so it can serve as a cache key.
+        rows: int64 ``[N]``, offsets into `StepPlan.token_rows`.
+        positions: int64 ``[N]``, absolute; ascending within a request.
+        masks: int64 ``[N]``, never 0; bit i: consumer i wants the row at these sites.
+        spans: ``(req_id, start, stop)``: rows ``start : stop`` of the group are that request's. In batch order,
+            one per request, together covering ``0 : N``.
+    """
+
+    sites: tuple[Site, ...]
+    site_ids: Int64Array
+    rows: Int64Array
+    positions: Int64Array
+    masks: Int64Array
+    spans: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """What to keep of one step.
+
+    Attributes:
+        token_rows: int64 ``[K]``, ascending: the flat batch rows that somebody wants. Staging slot k of the step
+            holds batch row ``token_rows[k]``.
+        groups: What is wanted of them, at least one; no two have the same sites.
+    """
+
+    token_rows: Int64Array
+    groups: tuple[PackGroup, ...]
+
+
+class StepPlanner:
+    """Turns each step's batch into the rows to keep. One thread: the step thread.
+
+    A request's positions count as taken once they are scheduled, wanted or not: what is computed again after a
+    preemption is not taken twice. So a request stays known while it is preempted; `add` starts it afresh.
+    A request of which nothing more can be wanted (``last_prompt`` after the prompt) is forgotten by itself.
+
+    Cost of a step: numpy over its wanted tokens, and a Python loop over the distinct shapes in it; see `Shape`.
+
+    Args:
+        sites: The sites that this worker owns, in ring order.
+    """
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self._wants = WantReader(sites)
+        self._table = _RequestTable()
+
+    def add(self, req_id: str, num_prompt: int, specs: Mapping[int, CaptureSpec]) -> None:
+        """Take a request, or start a known id afresh.
+
+        Args:
+            req_id: Internal id.
+            num_prompt: Length of the prompt.
+            specs: Consumer bit, below ``MAX_CONSUMERS``, to what that consumer wants; selectors are resolved.
+                Sites that this worker does not own are left out; a request with no site left costs nothing.
+        """
+        self._table.remove(req_id)
+        wants = self._wants.read(num_prompt, specs)
+        if wants is not None:
+            self._table.insert(req_id, wants)
+
+    def remove(self, req_id: str) -> None:
+        """Forget a request. An id that is not known is one that wanted nothing, or nothing more."""
+        self._table.remove(req_id)
+
+    def plan(self, view: BatchView) -> StepPlan | None:
+        """Plan one step. To be called once for each, in order. None if nobody wants anything of it."""
+        slots = self._table.slots_of(view.req_ids)
+        if slots is None:
+            return None
+        fresh = self._table.advance(slots, view)
+        parts: dict[SiteSet, list[_WantedRows]] = {}
+        for shape, members in self._table.by_shape(slots, fresh.members):
+            rows = fresh.rows_of(members)
+            for chosen in self._choose(shape, rows, slots):
+                parts.setdefault(chosen.site_set, []).append(rows.take(chosen))
+        for member in fresh.ended:
+            self._table.remove(view.req_ids[member])
+        return _assemble(view.req_ids, parts) if parts else None
+
+    def _choose(self, shape: Shape, rows: _Rows, slots: Int64Array) -> Iterator[Chosen]:
+        if shape.is_run:
+            return shape.choose_all(len(rows.positions))
+        return shape.choose(self._table.hits(shape, slots[rows.owners], rows.positions))
+
+
+class _Rows(NamedTuple):
+    """Rows of a step, each array int64 ``[N]``. A request's are next to each other, by ascending position."""
+
+    owners: Int64Array
+    """Index into ``BatchView.req_ids``, ascending."""
+    batch_rows: Int64Array
+    positions: Int64Array
+
+    def take(self, chosen: Chosen) -> _WantedRows:
+        """Those that are chosen, with the reasons."""
+        if (picks := chosen.picks) is None:
+            return _WantedRows(self.owners, self.batch_rows, self.positions, chosen.masks)
+        return _WantedRows(self.owners[picks], self.batch_rows[picks], self.positions[picks], chosen.masks)
+
+
+class _WantedRows(NamedTuple):
+    """`_Rows` of which it is known who wants them."""
+
+    owners: Int64Array
+    batch_rows: Int64Array
+    positions: Int64Array
+    masks: Int64Array
+
+
+class _Fresh(NamedTuple):
+    """What a step computes for the first time, cut to the reach of each request's wants.
+
+    The arrays are int64 ``[B]``, one entry for each request of the step.
+    """
+
+    begin: Int64Array
+    """First position."""
+    num_rows: Int64Array
+    """How many positions; not above 0 where there is nothing."""
+    batch_row: Int64Array
+    """Batch row of `begin`."""
+    members: Int64Array
+    """Ascending indices of the requests with something."""
+    ended: list[int]
+    """Indices of the requests that can want nothing after this step."""
+
+    def rows_of(self, members: Int64Array) -> _Rows:
+        """The rows of some of the members."""
+        begin, num_rows, batch_row = self.begin[members], self.num_rows[members], self.batch_row[members]
+        total = int(num_rows.sum())
+        if total == len(members):
+            return _Rows(members, batch_row, begin)
+        index = np.arange(total)
+        before = np.cumsum(num_rows) - num_rows
+        return _Rows(
+            owners=np.repeat(members, num_rows),
+            batch_rows=index + np.repeat(batch_row - before, num_rows),
+            positions=index + np.repeat(begin - before, num_rows),
+        )
+
+
+class _RequestTable:
+    """The state of each request, in arrays that a step indexes by slot.
+
+    Slot 0 belongs to no request: it stands for all that want nothing and lies out of any reach.
+    """
+
+    _NOWHERE = 2**62
+
+    def __init__(self) -> None:
+        self._slots: dict[str, int] = {}
+        self._free: list[int] = []
+        self._wants: dict[int, Wants] = {}
+        self._next = np.full(1, self._NOWHERE)
+        self._end = np.full(1, self._NOWHERE)
+        self._numbers = np.zeros(1, dtype=np.int64)
+        self._bounds = np.zeros((1, 3, 1), dtype=np.int64)
+        self._batch: tuple[tuple[str, ...], Int64Array | None] | None = None
+
+    def insert(self, req_id: str, wants: Wants) -> None:
+        """Take a request that is not in the table."""
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        num_terms = len(wants.bounds)
+        if num_terms > len(self._bounds):
+            self._bounds = _enlarged(self._bounds, axis=0, size=num_terms)
+        self._slots[req_id] = slot
+        self._wants[slot] = wants
+        self._numbers[slot] = wants.shape.number
+        self._next[slot], self._end[slot] = wants.bounds[:, 0].min(), wants.bounds[:, 1].max()
+        self._bounds[:num_terms, :, slot] = wants.bounds
+        self._batch = None
+
+    def remove(self, req_id: str) -> None:
+        """Forget a request; nothing happens if it is not in the table."""
+        slot = self._slots.pop(req_id, None)
+        if slot is not None:
+            del self._wants[slot]
+            self._free.append(slot)
+            self._batch = None
+
+    def slots_of(self, req_ids: tuple[str, ...]) -> Int64Array | None:
+        """Slot of each request, int64 ``[B]``; None if none of them is in the table.
+
+        Decode steps repeat the batch of the step before, so the last answer is kept.
+        """
+        if not self._slots:
+            return None
+        if self._batch is None or self._batch[0] != req_ids:
+            slots = [self._slots.get(req_id, 0) for req_id in req_ids]
+            self._batch = (req_ids, np.array(slots, dtype=np.int64) if any(slots) else None)
+        return self._batch[1]
+
+    def advance(self, slots: Int64Array, view: BatchView) -> _Fresh:
+        """Count the step's positions as taken and return those that were not before."""
+        stop = view.num_computed + view.num_scheduled
+        taken, end = self._next[slots], self._end[slots]
+        begin = np.maximum(view.num_computed, taken)
+        self._next[slots] = np.maximum(stop, taken)
+        num_rows = np.minimum(stop, end) - begin
+        return _Fresh(
+            begin=begin,
+            num_rows=num_rows,
+            batch_row=view.starts + (begin - view.num_computed),
+            members=np.flatnonzero(num_rows > 0),
+            ended=np.flatnonzero(stop >= end).tolist(),
+        )
+
+    def by_shape(self, slots: Int64Array, members: Int64Array) -> Iterator[tuple[Shape, Int64Array]]:
+        """Split members by shape; those of one shape stay in batch order."""
+        if not len(members):
+            return
+        numbers = self._numbers[slots[members]]
+        if (numbers != numbers[0]).any():
+            order = np.argsort(numbers, kind="stable")
+            members, numbers = members[order], numbers[order]
+        cuts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(members)]
+        for start, stop in pairwise(cuts):
+            yield self._wants[int(slots[members[start]])].shape, members[start:stop]
+
+    def hits(self, shape: Shape, slots: Int64Array, positions: Int64Array) -> BoolArray:
+        """Which rows each term of their requests selects, bool ``[T, N]``.
+
+        Args:
+            shape: That of all the rows' requests.
+            slots: Of each row's request, int64 ``[N]``.
+            positions: int64 ``[N]``.
+        """
+        is_hit = np.empty((len(shape.kinds), len(positions)), dtype=np.bool_)
+        for term, kind in enumerate(shape.kinds):
+            start, stop, step = self._bounds[term][:, slots]
+            if kind == "list":
+                is_hit[term] = self._is_listed(term, step, slots, positions)
+                continue
+            np.logical_and(positions >= start, positions < stop, out=is_hit[term])
+            if kind == "stride":
+                is_hit[term] &= (positions - start) % step == 0
+        return is_hit
+
+    def _is_listed(self, term: int, numbers: Int64Array, slots: Int64Array, positions: Int64Array) -> BoolArray:
+        """Whether each row's position is in the list with that row's number; one search for all lists."""
+        _, one_of_each = np.unique(numbers, return_index=True)
+        lists = [self._wants[slot].lists[term] for slot in slots[one_of_each].tolist()]
+        keys = np.concatenate([listed.keys for listed in lists if listed])
+        wanted = list_keys(positions, numbers)
+        is_listed: BoolArray = keys[np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)] == wanted
+        return is_listed
+
+    def _grow(self) -> None:
+        size = len(self._next)
+        self._next = _enlarged(self._next, axis=0, size=2 * size)
+        self._end = _enlarged(self._end, axis=0, size=2 * size)
+        self._numbers = _enlarged(self._numbers, axis=0, size=2 * size)
+        self._bounds = _enlarged(self._bounds, axis=2, size=2 * size)
+        self._free.extend(range(2 * size - 1, size - 1, -1))
+
+
+def _enlarged(array: Int64Array, *, axis: int, size: int) -> Int64Array:
+    missing = list(array.shape)
+    missing[axis] = size - array.shape[axis]
+    return np.concatenate([array, np.zeros(missing, dtype=np.int64)], axis=axis)
+
+
+def _assemble(req_ids: tuple[str, ...], parts: Mapping[SiteSet, Sequence[_WantedRows]]) -> StepPlan:
+    packed = {site_set: _in_batch_order(rows) for site_set, rows in parts.items()}
+    is_wanted = np.zeros(1 + max(int(rows.batch_rows.max()) for rows in packed.values()), dtype=np.bool_)
+    for rows in packed.values():
+        is_wanted[rows.batch_rows] = True
+    token_rows = np.flatnonzero(is_wanted)
+    offsets = np.cumsum(is_wanted) - 1
+    groups = (
+        PackGroup(
+            sites=site_set.sites,
+            site_ids=site_set.ids,
+            rows=offsets[rows.batch_rows],
+            positions=rows.positions,
+            masks=rows.masks,
+            spans=_spans(req_ids, rows.owners),
+        )
+        for site_set, rows in packed.items()
+    )
+    return StepPlan(token_rows, tuple(groups))
+
+
+def _in_batch_order(parts: Sequence[_WantedRows]) -> _WantedRows:
+    """One set of rows out of those of several shapes, each of which is in batch order and has its own requests."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = _WantedRows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    order = np.argsort(rows.owners, kind="stable")
+    return _WantedRows(*(array[order] for array in rows))
+
+
+def _spans(req_ids: tuple[str, ...], owners: Int64Array) -> tuple[tuple[str, int, int], ...]:
+    """Where each owner's rows are; see `PackGroup.spans`."""
+    starts = [0, *(np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist()]
+    stops = [*starts[1:], len(owners)]
+    return tuple(zip([req_ids[owner] for owner in owners[starts].tolist()], starts, stops, strict=True))
