@@ -31,6 +31,13 @@ class BatchView:
     num_scheduled: Int64Array
     num_computed: Int64Array
 
+    def __post_init__(self) -> None:
+        for name in ("starts", "num_scheduled", "num_computed"):
+            array = getattr(self, name)
+            # A longer array, such as vLLM's query_start_loc with its closing entry, would broadcast over one request.
+            assert array.shape == (len(self.req_ids),), f"{name}: {array.shape} for {len(self.req_ids)} requests"
+            assert array.dtype == np.int64, f"{name}: {array.dtype}, expected int64"
+
     @property
     def num_tokens(self) -> int:
         """Batch rows of the step, padding excluded."""
@@ -64,8 +71,8 @@ class FinalState:
 
     Attributes:
         num_prompt_tokens: Length of the prompt.
-        token_ids: All tokens, prompt and output, int64 ``[num_tokens]``. The last one was sampled but never
-            forwarded, so valid rows have positions below ``num_tokens - 1``.
+        token_ids: All tokens, prompt and output, int64 ``[num_tokens]``. The last output token was sampled but
+            never forwarded, so valid rows of the output have positions below ``num_tokens - 1``.
         status: ``stop``, ``length``, ``abort``, ``error`` ...: the finish reason.
     """
 
@@ -75,5 +82,8 @@ class FinalState:
 
     @property
     def num_rows(self) -> int:
-        """Rows that a capture of everything holds: one for each forwarded token."""
-        return max(len(self.token_ids) - 1, 0)
+        """Rows that a capture of everything holds: one for each token but the last sampled one.
+
+        The whole prompt counts also when nothing was sampled (an abort), whether or not all of it was forwarded.
+        """
+        return max(len(self.token_ids) - 1, self.num_prompt_tokens)

@@ -6,10 +6,13 @@ The operator's document is ``additional_config={"headgate": {"capture": {...}}}`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from threading import TIMEOUT_MAX
 from typing import Any, Literal
 
 import msgspec
+
 from headgate.capture.errors import ConfigError
 
 Overload = Literal["block", "drop", "spill"]
@@ -81,12 +84,17 @@ def parse_config(document: Mapping[str, Any] | None) -> CaptureConsumersConfig:
     Raises:
         ConfigError: On an unknown key, a wrong type, a value out of range, or two consumers of one name.
     """
+    if document is not None and not isinstance(document, Mapping):
+        raise ConfigError(f"{_WHERE}: expected an object, got {document!r}")
     try:
         config = msgspec.convert(document or {}, CaptureConsumersConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"additional_config['headgate']['capture']: {error}") from error
+        raise ConfigError(f"{_WHERE}: {error}") from error
     _check(config)
     return config
+
+
+_WHERE = "additional_config['headgate']['capture']"
 
 
 def _check(config: CaptureConsumersConfig) -> None:
@@ -96,19 +104,28 @@ def _check(config: CaptureConsumersConfig) -> None:
         raise ConfigError(f"consumers: {sorted(twice)} configured more than once; give each its own instance_name")
     if len(instances) > MAX_CONSUMERS:
         raise ConfigError(f"consumers: {len(instances)} configured, at most {MAX_CONSUMERS} are supported")
+    if not all(consumer.name for consumer in config.consumers):
+        raise ConfigError("consumers: name is empty; expected the name of an entry point")
     if not config.sites:
         raise ConfigError("sites: name at least one hook point, such as {'post_mlp': 'all'}")
-    positive = {
+    sizes = {
         "ring_rows": config.ring_rows,
         "staging_bytes": config.staging_bytes,
+        **{f"{c.instance}.queue_bytes": c.queue_bytes for c in config.consumers},
+    }
+    for name, size in sizes.items():
+        if size is not None and size <= 0:
+            raise ConfigError(f"{name}: must be above 0, got {size}")
+    waits = {
         "result_timeout_s": config.result_timeout_s,
         "close_timeout_s": config.close_timeout_s,
-        **{f"{c.instance}.queue_bytes": c.queue_bytes for c in config.consumers},
         **{f"{c.instance}.max_stall_s": c.max_stall_s for c in config.consumers},
     }
-    for name, value in positive.items():
-        if value is not None and value <= 0:
-            raise ConfigError(f"{name}: must be above 0, got {value}")
+    if not 0 <= config.result_wait_s <= TIMEOUT_MAX:
+        raise ConfigError(f"result_wait_s: must be from 0 to {TIMEOUT_MAX:.0f} seconds, got {config.result_wait_s}")
+    for name, seconds in waits.items():
+        if not 0 < seconds <= TIMEOUT_MAX:
+            raise ConfigError(f"{name}: must be above 0 and at most {TIMEOUT_MAX:.0f} seconds, got {seconds}")
 
 
 MAX_CONSUMERS = 63
@@ -118,8 +135,9 @@ MAX_CONSUMERS = 63
 def parse_shorthand(text: str) -> CaptureConsumerSpec:
     """Read ``name:key=val,key=val``; values are typed as JSON where they are JSON, else taken as text.
 
-    The keys of `CaptureConsumerSpec` (``instance_name``, ``overload``, ``queue_bytes``, ``max_stall_s``) set
-    those; every other key is a parameter of the consumer.
+    ``True``, ``False`` and ``None`` are read as in Python. A text with a comma, a quote or a bracket in it is
+    written as JSON: ``root="/data/a,b"``. The keys of `CaptureConsumerSpec` (``instance_name``, ``overload``,
+    ``queue_bytes``, ``max_stall_s``) set those; every other key is a parameter of the consumer.
 
     Raises:
         ConfigError: If it is not of that form; the message shows the form.
@@ -128,12 +146,14 @@ def parse_shorthand(text: str) -> CaptureConsumerSpec:
     if not name.strip():
         raise ConfigError(f"consumer {text!r}: expected name:key=val,key=val")
     own: dict[str, Any] = {"name": name.strip(), "params": {}}
-    for pair in _split_pairs(rest):
-        key, equals, value = pair.partition("=")
-        if not equals or not key.strip():
+    for pair in _split_pairs(rest, text):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not key:
             raise ConfigError(f"consumer {text!r}: {pair!r} is not key=val")
-        target = own if key.strip() in _OWN_KEYS else own["params"]
-        target[key.strip()] = _typed(value.strip())
+        target = own if key in _OWN_KEYS else own["params"]
+        if key in target:
+            raise ConfigError(f"consumer {text!r}: {key} is given twice")
+        target[key] = _typed(value)
     try:
         return msgspec.convert(own, CaptureConsumerSpec)
     except msgspec.ValidationError as error:
@@ -143,21 +163,30 @@ def parse_shorthand(text: str) -> CaptureConsumerSpec:
 _OWN_KEYS = {"instance_name", "overload", "queue_bytes", "max_stall_s"}
 
 
-def _split_pairs(text: str) -> list[str]:
+def _split_pairs(rest: str, text: str) -> list[str]:
     """Split at commas that are not inside brackets or quotes, so that values may be JSON lists and objects."""
-    pairs, depth, quoted, start = [], 0, False, 0
-    for at, char in enumerate(text):
-        if char == '"':
-            quoted = not quoted
-        elif not quoted and char in "[{":
+    pairs, depth, start = [], 0, 0
+    for match in _STRUCTURE.finditer(rest):
+        mark = match[0]
+        if mark in "[{":
             depth += 1
-        elif not quoted and char in "]}":
+        elif mark in "]}":
             depth -= 1
-        elif char == "," and depth == 0 and not quoted:
-            pairs.append(text[start:at])
-            start = at + 1
-    pairs.append(text[start:])
-    return [pair for pair in pairs if pair.strip()]
+        elif mark == "," and depth == 0:
+            pairs.append(rest[start : match.start()])
+            start = match.end()
+        if depth < 0 or mark == '"':
+            break
+    else:
+        if depth == 0:
+            return [pair for pair in (*pairs, rest[start:]) if pair.strip()]
+    raise ConfigError(
+        f'consumer {text!r}: quotes or brackets do not match; write such a text as JSON, for example name:key="a[b"'
+    )
+
+
+_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},"]')
+"""A whole JSON string, or a character that matters outside of one; a quote of its own has no partner."""
 
 
 def _typed(value: str) -> Any:

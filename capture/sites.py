@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
 
 from headgate.capture.errors import RequestError
 
@@ -147,13 +149,13 @@ def _forward_order(site: Site) -> tuple[bool, int, int]:
 
 def parse_layers(layers: object, num_layers: int, field: str) -> tuple[int, ...]:
     """Resolve one hook point's layers; see `parse_sites`."""
-    if layers == "all":
+    if isinstance(layers, str) and layers == "all":
         return tuple(range(num_layers))
     if isinstance(layers, Mapping):
         return _layers_and_ranges(layers, num_layers, field)
-    if isinstance(layers, int) and not isinstance(layers, bool):
+    if isinstance(layers, int | np.integer) and not isinstance(layers, bool):
         layers = [layers]
-    if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
+    if not _is_list(layers) or not layers:
         raise RequestError(
             field,
             f'expected "all", a layer, a non-empty list of layers or {{"layers": [...], "ranges": [...]}}, '
@@ -176,12 +178,10 @@ def _layers_and_ranges(layers: Mapping[Any, Any], num_layers: int, field: str) -
     unknown = set(layers) - {"layers", "ranges"}
     if unknown or not layers:
         raise RequestError(field, f"expected the keys 'layers' and 'ranges', got {sorted(map(str, layers))}")
-    chosen: set[int] = set()
-    if layers.get("layers"):
-        chosen.update(parse_layers(layers["layers"], num_layers, f"{field}.layers"))
-    for index, pair in enumerate(layers.get("ranges") or ()):
+    chosen = {_layer(layer, num_layers, f"{field}.layers") for layer in _listed(layers, "layers", field)}
+    for index, pair in enumerate(_listed(layers, "ranges", field)):
         where = f"{field}.ranges[{index}]"
-        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+        if not _is_list(pair) or len(pair) != 2:
             raise RequestError(where, f"expected [start, stop] with stop exclusive, got {pair!r}")
         start, stop = (_bound(bound, num_layers, where) for bound in pair)
         if start >= stop:
@@ -192,18 +192,32 @@ def _layers_and_ranges(layers: Mapping[Any, Any], num_layers: int, field: str) -
     return tuple(sorted(chosen))
 
 
+def _listed(layers: Mapping[Any, Any], key: str, field: str) -> Sequence[Any]:
+    value = layers.get(key)
+    if value is None:
+        return ()
+    if not _is_list(value):
+        raise RequestError(f"{field}.{key}", f"expected a list, got {value!r}")
+    return value
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
 def _layer(layer: object, num_layers: int, field: str) -> int:
-    if isinstance(layer, bool) or not isinstance(layer, int) or not -num_layers <= layer < num_layers:
+    if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not -num_layers <= layer < num_layers:
         raise RequestError(field, f"layer {layer!r} is not an integer from {-num_layers} to {num_layers - 1}")
-    return layer % num_layers
+    return int(layer) % num_layers
 
 
 def _bound(bound: object, num_layers: int, field: str) -> int:
-    if isinstance(bound, bool) or not isinstance(bound, int) or not -num_layers <= bound <= num_layers:
+    if isinstance(bound, bool) or not isinstance(bound, int | np.integer) or not -num_layers <= bound <= num_layers:
         raise RequestError(field, f"bound {bound!r} is not an integer from {-num_layers} to {num_layers}")
-    return bound if bound >= 0 else bound + num_layers
+    return int(bound) if bound >= 0 else int(bound) + num_layers
 
 
 def _check_final_norm(layers: object, field: str) -> None:
-    if layers not in ("all", True, None, []) and layers != ():
+    is_empty_list = _is_list(layers) and not layers
+    if not (layers is None or layers is True or is_empty_list or (isinstance(layers, str) and layers == "all")):
         raise RequestError(field, f'final_norm has no layers: expected "all", true, null or [], got {layers!r}')

@@ -1,7 +1,7 @@
 """What requests want, reduced to what the planner computes with. Numpy only: no torch, no vLLM.
 
-Letters in shape comments: N rows, S sites, C covers, T terms. A term is a distinct selector of a request; consumers with
-equal selectors share it.
+Letters in shape comments: N rows, S sites, C covers, T terms. A term is a distinct selector of a request; consumers
+with equal selectors share it.
 """
 
 from __future__ import annotations
