@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from torch import nn
+
 from headgate.capture.engine.symbols import Atom, Call, Items, NotUnderstoodError, Path, Sum, is_norm
 from headgate.capture.engine.walk import parse_function, walk_paths
 from headgate.capture.errors import UnsupportedError
 from headgate.capture.sites import HookPoint
-from torch import nn
 
 HIDDEN_NAMES = ("hidden_states", "x", "hidden", "inputs", "h", "hidden_state")
 RESIDUAL_NAMES = ("residual", "residuals")

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+
 from headgate.capture.engine.symbols import (
     UNKNOWN,
     Atom,
@@ -33,7 +35,6 @@ from headgate.capture.engine.symbols import (
     is_norm,
 )
 from headgate.capture.errors import UnsupportedError
-from torch import nn
 
 MAX_PATHS = 1024
 MAX_DEPTH = 5
@@ -101,12 +102,12 @@ def walk_paths(owner: type[nn.Module], layer: object | None, inputs: Mapping[str
     raise UnsupportedError(f"{owner.__name__}.forward has more than {MAX_PATHS} paths")
 
 
-class _Return(Exception):  # noqa: N818  (ends the walk of one function)
+class _Return(Exception):
     def __init__(self, value: Value) -> None:
         self.value = value
 
 
-class _DeadEnd(Exception):  # noqa: N818  (the path raises: nothing leaves the layer this way)
+class _DeadEnd(Exception):
     pass
 
 
