@@ -130,6 +130,7 @@ def prefill(llm: Any, make: Any) -> float:
 
 def bench(mode: str, llm: Any) -> dict[str, float]:
     """TPOT at 1, 16 and 64 in flight, prefill; idle, and for mode ``all`` also while capturing everything."""
+
     def idle(tokens: int) -> Any:
         return params("stock", max_tokens=tokens)
 

@@ -1,0 +1,202 @@
+"""What the hooks are told of a model runner, from batches laid out as vLLM's two generations lay them out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from headgate.capture.engine.runner import RunnerSeam, layout_of
+from headgate.capture.engine.seam import hookimpl, make_hooks
+from headgate.capture.errors import UnsupportedError
+
+
+class Recorder:
+    """Writes down every hook call."""
+
+    def __init__(self):
+        self.calls = []
+
+    @hookimpl
+    def headgate_request_added(self, new):
+        self.calls.append(("added", new.req_id, new.num_prompt_tokens))
+
+    @hookimpl
+    def headgate_request_finished(self, req_id, final):
+        self.calls.append(("finished", req_id, None if final is None else (final.num_rows, final.status)))
+
+    @hookimpl
+    def headgate_step_begins(self, view):
+        if view is None:
+            self.calls.append(("begins", None))
+        else:
+            columns = (view.starts, view.num_scheduled, view.num_computed)
+            self.calls.append(("begins", view.req_ids, *(column.tolist() for column in columns)))
+
+    @hookimpl
+    def headgate_step_ends(self):
+        self.calls.append(("ends",))
+
+
+class V1Runner:
+    """The V1 runner as the seam sees it: a persistent batch that `_prepare_inputs` has filled."""
+
+    def execute_model(self, scheduler_output, intermediate_tensors=None):
+        if scheduler_output.total_num_scheduled_tokens:
+            self._prepare_inputs(scheduler_output, np.array(scheduler_output.counts, dtype=np.int32))
+
+    def _prepare_inputs(self, scheduler_output, num_scheduled_tokens):
+        starts = np.concatenate([[0], np.cumsum(num_scheduled_tokens)])
+        self.query_start_loc = SimpleNamespace(np=np.pad(starts, (0, 5), constant_values=starts[-1]))
+        self.input_batch = SimpleNamespace(
+            req_ids=scheduler_output.order,
+            num_reqs=len(scheduler_output.order),
+            num_computed_tokens_cpu=np.array([*scheduler_output.computed, 99, 99], dtype=np.int32),
+        )
+        return "logits_indices", None
+
+    def _dummy_run(self, num_tokens):
+        return num_tokens
+
+
+class V2Runner:
+    """The V2 runner as the seam sees it: `prepare_inputs` returns an input batch; dummy runs go through execute_model."""
+
+    def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run=False):
+        if not dummy_run and scheduler_output.total_num_scheduled_tokens:
+            self.prepare_inputs(scheduler_output, "batch_desc")
+
+    def prepare_inputs(self, scheduler_output, batch_desc):
+        counts = np.array(scheduler_output.counts, dtype=np.int32)
+        return SimpleNamespace(
+            req_ids=scheduler_output.order,
+            num_reqs=len(counts),
+            num_scheduled_tokens=counts,
+            query_start_loc_np=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            num_computed_tokens_np=np.array(scheduler_output.computed, dtype=np.int32),
+        )
+
+    def _dummy_run(self, num_tokens):
+        self.execute_model(step(), dummy_run=True)
+
+
+V2Runner.__module__ = "vllm.v1.worker.gpu.model_runner"
+
+
+def request(req_id, num_prompt, wire="asks"):
+    params = SimpleNamespace(extra_args={"headgate": {"capture": wire}} if wire else {})
+    return SimpleNamespace(req_id=req_id, prompt_token_ids=list(range(num_prompt)), sampling_params=params)
+
+
+def step(order=(), counts=(), computed=(), new=(), finished=(), finals=None):
+    made = SimpleNamespace(
+        order=list(order),
+        counts=list(counts),
+        computed=list(computed),
+        total_num_scheduled_tokens=sum(counts),
+        scheduled_new_reqs=list(new),
+        finished_req_ids=set(finished),
+    )
+    if finals is not None:
+        made.headgate_final = finals
+    return made
+
+
+@pytest.fixture(params=[V1Runner, V2Runner], ids=["v1", "v2"])
+def runner(request):
+    return request.param()
+
+
+@pytest.fixture
+def recorder(runner):
+    recorder = Recorder()
+    runner.seam = RunnerSeam(runner, make_hooks({"recorder": recorder}))
+    return recorder
+
+
+def test_the_view_is_the_batch_as_the_runner_laid_it_out(runner, recorder):
+    runner.execute_model(step(["b", "a"], [1, 5], [7, 0], new=[request("a", 5), request("b", 3)]))
+
+    assert recorder.calls == [
+        ("added", "a", 5),
+        ("added", "b", 3),
+        ("begins", ("b", "a"), [0, 1], [1, 5], [7, 0]),
+        ("ends",),
+    ]
+
+
+def test_steps_without_our_requests_are_not_told(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4, wire=None)]))
+    runner.execute_model(step(["a"], [1], [4], finished=["unknown"]))
+
+    assert recorder.calls == []
+
+
+def test_after_the_last_of_our_requests_one_empty_step_is_told(runner, recorder):
+    runner.execute_model(step(["a", "x"], [4, 2], [0, 0], new=[request("a", 4), request("x", 2, wire=None)]))
+    recorder.calls.clear()
+
+    runner.execute_model(step(["x"], [1], [2], finished=["a"], finals={"a": (4, [1, 2, 3, 4, 5], "length")}))
+    runner.execute_model(step(["x"], [1], [3]))
+
+    assert recorder.calls == [("finished", "a", (4, "length")), ("begins", None)]
+
+
+def test_an_id_that_ends_and_begins_again_in_one_step_ends_first(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    recorder.calls.clear()
+
+    runner.execute_model(step(["a"], [2], [0], new=[request("a", 2)], finished=["a"]))
+
+    assert [call[0] for call in recorder.calls] == ["finished", "added", "begins", "ends"]
+
+
+def test_a_preempted_request_that_comes_back_as_new_keeps_its_state(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    recorder.calls.clear()
+
+    runner.execute_model(step(["a"], [3], [0], new=[request("a", 4)]))
+
+    assert recorder.calls == [("begins", ("a",), [0], [3], [0]), ("ends",)]
+
+
+def test_a_step_without_tokens_ends_nothing_twice(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    recorder.calls.clear()
+
+    runner.execute_model(step())
+
+    assert recorder.calls == []
+
+
+def test_dummy_runs_see_no_request(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    recorder.calls.clear()
+
+    runner._dummy_run(8)
+
+    assert recorder.calls == [("begins", None)]
+
+
+def test_the_self_test_may_prepare_its_own_step(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    recorder.calls.clear()
+
+    runner.seam.run_dummy(8)
+
+    assert recorder.calls == []
+
+
+def test_a_runner_without_the_expected_method_is_refused():
+    class Other:
+        def execute_model(self):
+            """Not a runner that we know."""
+
+    with pytest.raises(UnsupportedError, match="_dummy_run"):
+        RunnerSeam(Other(), make_hooks({}))
+
+
+def test_the_generation_is_told_by_the_module():
+    assert layout_of(V1Runner()).method == "_prepare_inputs"
+    assert layout_of(V2Runner()).method == "prepare_inputs"
