@@ -1,0 +1,125 @@
+"""Tiny random models of many families, as Hugging Face folders that vLLM serves: no download, made in a second.
+
+Sizes are the smallest that vLLM's CPU attention takes (heads of 32). Norm weights and biases are perturbed, so that
+leaving out a norm, a post-norm or a bias shows up. There is no tokenizer: serve them with ``skip_tokenizer_init``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from examples.model import cache_dir
+
+MAKER = 1
+"""Raised when the weights change without the configuration changing."""
+
+VOCABULARY = 512
+HIDDEN = 64
+LAYERS = 3
+MAX_LENGTH = 256
+
+_COMMON = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA = {
+    **_COMMON,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": MAX_LENGTH,
+    "initializer_range": 0.2,
+}
+_WIDE_HEADS = {**_LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+_GEMMA_2_3 = {**_WIDE_HEADS, "sliding_window": 16, "query_pre_attn_scalar": 32}
+_NEOX = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
+
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("LlamaConfig", _LLAMA),
+    "mistral": ("MistralConfig", {**_LLAMA, "sliding_window": None}),
+    "qwen2": ("Qwen2Config", _LLAMA),
+    "qwen3": ("Qwen3Config", _WIDE_HEADS),
+    "gemma": ("GemmaConfig", _WIDE_HEADS),
+    "gemma2": ("Gemma2Config", _GEMMA_2_3),
+    "gemma3": ("Gemma3TextConfig", _GEMMA_2_3),
+    "granite": (
+        "GraniteConfig",
+        {
+            **_LLAMA,
+            "residual_multiplier": 0.22,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "olmo2": ("Olmo2Config", _LLAMA),
+    "mixtral": ("MixtralConfig", {**_WIDE_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**_WIDE_HEADS, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "gpt_neox": ("GPTNeoXConfig", {**_NEOX, "use_parallel_residual": True}),
+    "gpt_neox_sequential": ("GPTNeoXConfig", {**_NEOX, "use_parallel_residual": False}),
+    "phi": ("PhiConfig", _NEOX),
+    "opt": (
+        "OPTConfig",
+        {
+            **_COMMON,
+            "hidden_size": HIDDEN,
+            "word_embed_proj_dim": HIDDEN,
+            "ffn_dim": 128,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 2,
+            "max_position_embeddings": MAX_LENGTH,
+            "init_std": 0.2,
+        },
+    ),
+    "gpt2": (
+        "GPT2Config",
+        {
+            **_COMMON,
+            "n_embd": HIDDEN,
+            "n_layer": LAYERS,
+            "n_head": 2,
+            "n_positions": MAX_LENGTH,
+            "initializer_range": 0.2,
+        },
+    ),
+}
+"""Family -> name of its configuration class in transformers, and the configuration."""
+
+
+def tiny_model(family: str, cache: Path | None = None) -> Path:
+    """Folder of the tiny model of `family`, made on first use; `cache` is the models' cache folder if None."""
+    cache = cache or cache_dir() / "models"
+    name, settings = FAMILIES[family]
+    recipe = json.dumps([MAKER, name, settings], sort_keys=True).encode()
+    folder = cache / f"tiny-{family}-{hashlib.sha256(recipe).hexdigest()[:12]}"
+    if not folder.exists():
+        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+        _make(name, settings, unfinished)
+        try:
+            unfinished.rename(folder)
+        except OSError:  # another process made it meanwhile, from the same seed
+            shutil.rmtree(unfinished)
+    return folder
+
+
+def _make(name: str, settings: Mapping[str, Any], folder: Path) -> None:
+    import torch
+    import transformers
+
+    config = getattr(transformers, name)(**settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:  # norms and biases: initialised to ones and zeros
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
