@@ -151,8 +151,8 @@ def install_torch(python: Path, index: Mapping[str, str]) -> None:
 
 def install_pinned(python: Path, index: Mapping[str, str]) -> None:
     """Install what requirements.in names, in the versions of requirements.lock, and headgate as an editable package."""
-    wanted = ["-r", HERE / "requirements.in", "-e", ROOT]
-    pinned = ["-c", HERE / "requirements.lock", "--overrides", HERE / "overrides.txt"]
+    wanted = ["-r", f"{HERE}/requirements.in", "-e", str(ROOT)]
+    pinned = ["-c", f"{HERE}/requirements.lock", "--overrides", f"{HERE}/overrides.txt"]
     install(python, index, [*wanted, *pinned], "the packages could not be installed: does the index carry them all?")
 
 
