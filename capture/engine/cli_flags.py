@@ -1,0 +1,133 @@
+"""``--capture-consumers`` and ``--capture-sites`` on vLLM's own command line, and their translation.
+
+vLLM hands its parsed arguments on to other processes and parses configurations anew in them, so the flags are turned
+into ``additional_config`` in the arguments themselves, once: whoever reads those sees the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import msgspec
+
+from headgate.capture.config import CaptureConsumerSpec, parse_config, parse_shorthand
+from headgate.capture.engine.settings import OUR_KEY
+from headgate.capture.errors import ConfigError
+
+Consumer = str | Mapping[str, Any] | CaptureConsumerSpec
+
+
+def additional_config(
+    *,
+    consumers: Sequence[Consumer] = (),
+    sites: Mapping[str, Any] | None = None,
+    base: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """``additional_config`` for `EngineArgs`, `AsyncEngineArgs` or vLLM's `LLM`, with capture configured.
+
+    Args:
+        consumers: Each a `CaptureConsumerSpec`, its shorthand ``name:key=val,key=val``, or its fields as a dict.
+            They are added to those in `base`.
+        sites: ``{hook point: layers}`` that can be captured.
+        base: What else stands in ``additional_config``; it is not changed.
+        settings: Other fields of `CaptureConsumersConfig`.
+
+    Raises:
+        ConfigError: If anything is wrong.
+    """
+    merged = dict(base or {})
+    ours = dict(merged.get(OUR_KEY) or {})
+    capture = {**(ours.get("capture") or {}), **settings}
+    if consumers:
+        capture["consumers"] = [*capture.get("consumers", ()), *(_plain_consumer(consumer) for consumer in consumers)]
+    if sites is not None:
+        capture["sites"] = dict(sites)
+    parse_config(capture)
+    return {**merged, OUR_KEY: {**ours, "capture": capture}}
+
+
+def _plain_consumer(consumer: Consumer) -> dict[str, Any]:
+    if isinstance(consumer, str):
+        consumer = parse_shorthand(consumer)
+    if isinstance(consumer, CaptureConsumerSpec):
+        return msgspec.to_builtins(consumer)  # type: ignore[no-any-return]
+    return dict(consumer)
+
+
+def add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``EngineArgs.add_cli_args``."""
+
+    @wraps(original)
+    def wrapped(parser: Any) -> Any:
+        parser = original(parser)
+        group = parser.add_argument_group(
+            title="headgate", description="Capture of activations while the model is served."
+        )
+        group.add_argument(
+            "--capture-consumers",
+            type=_shorthand,
+            nargs="+",
+            action="extend",
+            default=None,
+            metavar="NAME:key=val,...",
+            help="Consumers of captured activations, such as filesystem:root=/data/run1. May be repeated.",
+        )
+        group.add_argument(
+            "--capture-sites",
+            type=_json_object,
+            default=None,
+            metavar="JSON",
+            help='What can be captured, as {hook point: layers}; {"post_mlp": "all"} if not given.',
+        )
+        return parser
+
+    return wrapped
+
+
+def from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``EngineArgs.from_cli_args``."""
+
+    @wraps(original)
+    def wrapped(cls: Any, args: argparse.Namespace) -> Any:
+        translate_flags(args)
+        return original(cls, args)
+
+    return wrapped
+
+
+def translate_flags(args: argparse.Namespace) -> None:
+    """Move our flags into ``args.additional_config``; a second call changes nothing.
+
+    Raises:
+        ConfigError: If the result is wrong.
+    """
+    consumers, sites = getattr(args, "capture_consumers", None), getattr(args, "capture_sites", None)
+    if consumers is None and sites is None:
+        return
+    args.additional_config = additional_config(
+        consumers=consumers or (), sites=sites, base=getattr(args, "additional_config", None)
+    )
+    args.capture_consumers = args.capture_sites = None
+
+
+def _shorthand(text: str) -> str:
+    try:
+        parse_shorthand(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'expected an object such as {{"post_mlp": "all"}}, got {text!r}')
+    return value

@@ -1,0 +1,39 @@
+"""Our errors about requests, as errors that vLLM knows how to answer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from headgate.capture.errors import RequestError
+
+
+@contextmanager
+def as_client_error() -> Iterator[None]:
+    """Turn a `RequestError` into one that vLLM's servers answer with HTTP 400, naming the field as ``param``."""
+    try:
+        yield
+    except RequestError as error:
+        if isinstance(error, _client_error()):
+            raise
+        raise _client_error()(error) from None
+
+
+@functools.cache
+def _client_error() -> Any:
+    """The class, made on first use: plugins are loaded before vLLM's own modules."""
+    from vllm.exceptions import VLLMValidationError
+
+    class CaptureRequestError(VLLMValidationError, RequestError):  # type: ignore[misc]
+        """A `RequestError` and `ValueError` for Python callers, a `VLLMValidationError` for the server."""
+
+        def __init__(self, error: RequestError) -> None:
+            VLLMValidationError.__init__(self, str(error), parameter=error.field)
+            self.field = error.field
+
+        def __str__(self) -> str:
+            return str(self.args[0])
+
+    return CaptureRequestError

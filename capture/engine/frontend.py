@@ -1,0 +1,125 @@
+"""Capture in the process that owns requests: what they ask, what they are told, the consumers that live here."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from headgate.capture.config import CaptureConsumersConfig
+from headgate.capture.consumer import CaptureConsumer, ModelInfo
+from headgate.capture.engine.requests import Ask, Door
+from headgate.capture.engine.turns import LLMChat
+from headgate.capture.hub import ResultHub
+from headgate.capture.merge import CaptureResults
+
+logger = logging.getLogger("headgate")
+
+FRONT_END = "_headgate_front_end"
+"""Attribute of vLLM's `InputProcessor`: its `FrontEnd`, or None when capture is not configured."""
+
+
+class FrontEnd:
+    """One engine's front end, as far as capture is concerned.
+
+    Nothing is opened before the first request that captures: neither the hub's socket and thread nor the consumers
+    that are located here. Any thread; the waits are the caller's own.
+
+    Args:
+        config: The operator's configuration.
+        model: The model being served.
+        consumers: The class of each configured consumer, by instance name.
+        num_stages: Pipeline stages of the engine.
+        open_drivers: Opens the consumers that are located here, for a hub.
+
+    Attributes:
+        last_chat: The conversation that `LLM.chat` rendered last; it adds each as a request right afterwards.
+    """
+
+    def __init__(
+        self,
+        config: CaptureConsumersConfig,
+        model: ModelInfo,
+        consumers: Mapping[str, type[CaptureConsumer]],
+        *,
+        num_stages: int,
+        open_drivers: Callable[[ResultHub], None],
+    ) -> None:
+        self.config = config
+        self.door = Door(config, model, consumers)
+        self._drivers = frozenset(name for name, consumer in consumers.items() if consumer.location == "driver")
+        self._num_stages = num_stages
+        self._open_drivers = open_drivers
+        self._lock = threading.Lock()
+        self._hub: ResultHub | None = None
+        self.last_chat: LLMChat | None = None
+
+    def read(self, params: Any, request_id: str, *, is_offline: bool) -> Ask | None:
+        """What a request asks, with the address that answers go to; see `Door.read`.
+
+        Online, a request that did not ask for anything must not wait for the global consumers that look at it: it is
+        answered only if one of them is located here, and gets its rows that way.
+        """
+        ask = self.door.read(params, request_id)
+        if ask is None or not (is_offline or ask.is_explicit or ask.wait or self._drivers & set(ask.specs)):
+            return ask
+        return replace(ask, reply=self.hub.address)
+
+    @property
+    def hub(self) -> ResultHub:
+        """Collects results; the first use opens the consumers that are located here."""
+        with self._lock:
+            if self._hub is None:
+                self._hub = ResultHub()
+                self._open_drivers(self._hub)
+            return self._hub
+
+    def expect(self, ask: Ask, num_samples: int) -> None:
+        """Collect results from now on, if the request is answered."""
+        if ask.reply is not None:
+            self.hub.expect(ask.key, instances=tuple(ask.specs), num_samples=num_samples, num_stages=self._num_stages)
+
+    def forget(self, ask: Ask) -> None:
+        """Nobody waits for `ask` any more; idempotent."""
+        if self._hub is not None:
+            self._hub.close(ask.key)
+
+    def wait(self, ask: Ask, *, deadline: float) -> CaptureResults:
+        """Results of a finished request, waited for until `deadline` (monotonic clock)."""
+        try:
+            return self.hub.wait(ask.key, max(deadline - time.monotonic(), 0))
+        finally:
+            self.forget(ask)
+
+    async def wait_async(self, ask: Ask) -> CaptureResults:
+        """Results of a finished request, waited for as long as it asked for."""
+        timeout_s = self.config.result_timeout_s if ask.wait else self.config.result_wait_s
+        try:
+            return await self.hub.wait_async(ask.key, timeout_s)
+        finally:
+            self.forget(ask)
+
+    def close(self) -> None:
+        """Close the hub and the consumers that are located here; idempotent."""
+        with self._lock:
+            hub, self._hub = self._hub, None
+        if hub is not None and not hub.shutdown(self.config.close_timeout_s):
+            logger.warning(
+                "capture: consumers in this process did not close within %.0f s (capture.close_timeout_s)",
+                self.config.close_timeout_s,
+            )
+
+
+def attach_results(output: Any, results: CaptureResults) -> None:
+    """Put results on a `RequestOutput`, and each sample's on its `CompletionOutput`."""
+    output.capture_results = results.merged
+    for completion in output.outputs:
+        completion.capture_results = results.per_sample[completion.index]
+
+
+def front_end_of(engine: Any) -> FrontEnd | None:
+    """The front end of an `LLMEngine` or `AsyncLLM`; None when capture is not configured."""
+    return vars(engine.input_processor).get(FRONT_END)  # type: ignore[no-any-return]

@@ -1,0 +1,109 @@
+"""Opens capture in a front end or an engine core that is configured for it, or refuses to start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from importlib.metadata import entry_points
+from typing import Any
+
+from headgate.capture.config import CaptureConsumersConfig
+from headgate.capture.consumer import CaptureConsumer
+from headgate.capture.engine.frontend import FrontEnd
+from headgate.capture.engine.refusals import refuse_unsupported_settings
+from headgate.capture.engine.settings import capture_config, model_info, sections
+from headgate.capture.engine.support import check_version, versions
+from headgate.capture.errors import ConfigError
+
+ENGINE_GROUP = "headgate.engine"
+
+
+def open_front_end(vllm_config: Any) -> FrontEnd | None:
+    """Capture's front end for an engine; None if it is not configured.
+
+    Raises:
+        ConfigError: If the configuration is wrong.
+        UnsupportedError: If this vLLM or a setting cannot be served.
+    """
+    check_servable(vllm_config)
+    config = capture_config(vllm_config)
+    if config is None:
+        return None
+    from headgate.capture.driver import open_drivers
+
+    model = model_info(vllm_config)
+    return FrontEnd(
+        config,
+        model,
+        load_consumers(config),
+        num_stages=vllm_config.parallel_config.pipeline_parallel_size,
+        open_drivers=partial(open_drivers, config=config, model=model, versions=versions()),
+    )
+
+
+def load_consumers(config: CaptureConsumersConfig) -> dict[str, type[CaptureConsumer]]:
+    """The class of each configured consumer, by instance name, its parameters checked.
+
+    Raises:
+        ConfigError: On an unknown consumer or wrong parameters.
+    """
+    from headgate.capture.registry import load_consumer
+
+    consumers: dict[str, type[CaptureConsumer]] = {}
+    for spec in config.consumers:
+        consumer = consumers[spec.instance] = load_consumer(spec.name)
+        consumer.check_params(spec.params)
+    return consumers
+
+
+def check_servable(vllm_config: Any) -> None:
+    """Refuse to start an engine that is configured for headgate but cannot serve it.
+
+    Raises:
+        ConfigError: If a section of the configuration is unknown.
+        UnsupportedError: If this vLLM or a setting cannot be served.
+    """
+    found = sections(vllm_config)
+    if not found:
+        return
+    known = entry_points(group=ENGINE_GROUP).names
+    for name in found:
+        if name not in known:
+            raise ConfigError(
+                f"additional_config['headgate'] has no section {name!r}; known: {', '.join(sorted(known))}"
+            )
+    import vllm
+
+    from headgate.capture.engine.plugin import installed_patches
+
+    check_version(vllm.__version__)
+    installed_patches().require()
+    refuse_unsupported_settings(vllm_config)
+
+
+def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``EngineArgs.create_engine_config``: refuse before any process is started."""
+
+    @wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vllm_config = original(self, *args, **kwargs)
+        check_servable(vllm_config)
+        return vllm_config
+
+    return wrapped
+
+
+def initialize_kv_caches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``EngineCore._initialize_kv_caches``: refuse in this process too, and make sure every worker took part.
+
+    It is what an engine core calls next after it has loaded plugins and started its workers.
+    """
+
+    @wraps(original)
+    def wrapped(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        check_servable(vllm_config)
+        if sections(vllm_config):
+            self.model_executor.collective_rpc("headgate_stats")
+        return original(self, vllm_config, *args, **kwargs)
+
+    return wrapped

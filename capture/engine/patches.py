@@ -1,0 +1,204 @@
+"""Every attribute of vLLM that headgate replaces outside the model's forward pass."""
+
+from __future__ import annotations
+
+from headgate.capture.engine import cli_flags, http, inputs, offline, online, opening, outputs, params, scheduler
+from headgate.capture.engine.patching import Patch
+
+_INPUT = "vllm.v1.engine.input_processor"
+_OUTPUT = "vllm.v1.engine.output_processor"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_CHAT = "vllm.entrypoints.openai.chat_completion"
+_COMPLETION = "vllm.entrypoints.openai.completion"
+
+PATCHES = (
+    Patch(
+        module="vllm.sampling_params",
+        target="SamplingParams.__repr__",
+        wrap=params.short_repr,
+        why="logs and crash dumps print every request's parameters: not whole wire dicts, nor their keys",
+        parameters=("self",),
+    ),
+    Patch(
+        module="vllm.engine.arg_utils",
+        target="EngineArgs.add_cli_args",
+        wrap=cli_flags.add_cli_args,
+        why="adds --capture-consumers and --capture-sites to vLLM's own commands",
+        parameters=("parser",),
+    ),
+    Patch(
+        module="vllm.engine.arg_utils",
+        target="EngineArgs.from_cli_args",
+        wrap=cli_flags.from_cli_args,
+        why="turns those flags into additional_config; without it they would be read and ignored",
+        parameters=("cls", "args"),
+    ),
+    Patch(
+        module="vllm.engine.arg_utils",
+        target="EngineArgs.create_engine_config",
+        wrap=opening.create_engine_config,
+        why="refuses what cannot be served before any process is started",
+        parameters=("self",),
+    ),
+    Patch(
+        module=_INPUT,
+        target="InputProcessor.__init__",
+        wrap=inputs.open_with_engine,
+        why="opens capture's front end with the engine's",
+        parameters=("self", "vllm_config"),
+    ),
+    Patch(
+        module=_INPUT,
+        target="InputProcessor.process_inputs",
+        wrap=inputs.process_inputs,
+        why="writes what a request captures into what is sent to the engine; nothing else is captured",
+        parameters=("self", "request_id", "prompt", "params"),
+    ),
+    Patch(
+        module="vllm.v1.engine.async_llm",
+        target="AsyncLLM.generate",
+        wrap=online.generate,
+        why="checks requests in the call, for a real HTTP 400, and puts results on the last output",
+        parameters=("self", "prompt", "sampling_params", "request_id"),
+    ),
+    Patch(
+        module="vllm.v1.engine.async_llm",
+        target="AsyncLLM.shutdown",
+        wrap=online.shutdown,
+        why="closes the result hub and the consumers that live in this process",
+        parameters=("self",),
+    ),
+    Patch(
+        module="vllm.v1.engine.llm_engine",
+        target="LLMEngine.add_request",
+        wrap=offline.add_request,
+        why="checks requests, and remembers whose results to hand out",
+        parameters=("self", "request_id", "prompt", "params"),
+    ),
+    Patch(
+        module="vllm.v1.engine.llm_engine",
+        target="LLMEngine.step",
+        wrap=offline.step,
+        why="puts results on finished outputs",
+        parameters=("self",),
+    ),
+    Patch(
+        module="vllm.v1.engine.llm_engine",
+        target="LLMEngine.abort_request",
+        wrap=offline.abort_request,
+        why="forgets what an aborted request would have waited for",
+        parameters=("self", "request_ids"),
+    ),
+    Patch(
+        module="vllm.entrypoints.llm",
+        target="LLM._run_engine",
+        wrap=offline.run_engine,
+        why="waits once, after the last request, and not once a request",
+        parameters=("self",),
+    ),
+    Patch(
+        module="vllm.entrypoints.llm",
+        target="LLM._preprocess_chat_one",
+        wrap=offline.keep_chat,
+        why="remembers the conversation behind a prompt, for selectors of one message",
+        parameters=("self", "conversation"),
+    ),
+    Patch(
+        module=_OUTPUT,
+        target="OutputProcessor.add_request",
+        wrap=outputs.add_request,
+        why="notes capturing requests with stop strings, whose end the engine cannot see",
+        parameters=("self", "request"),
+    ),
+    Patch(
+        module=_OUTPUT,
+        target="OutputProcessor.process_outputs",
+        wrap=outputs.process_outputs,
+        why="tells the engine how many tokens such a request kept; it would capture too many",
+        parameters=("self", "engine_core_outputs"),
+    ),
+    Patch(
+        module=_OUTPUT,
+        target="OutputProcessor.abort_requests",
+        wrap=outputs.forget_aborted,
+        why="forgets such a request when it is aborted",
+        parameters=("self", "request_ids"),
+    ),
+    Patch(
+        module="vllm.v1.engine.core_client",
+        target="DPLBAsyncMPClient.abort_requests_async",
+        wrap=scheduler.route_marks,
+        why="with data parallelism, passes those counts on to the engines",
+        parameters=("self", "request_ids"),
+    ),
+    Patch(
+        module="vllm.v1.engine.core",
+        target="EngineCore._initialize_kv_caches",
+        wrap=opening.initialize_kv_caches,
+        why="refuses to start an engine core or worker that headgate is not installed in",
+        parameters=("self", "vllm_config"),
+    ),
+    Patch(
+        module="vllm.v1.engine.core",
+        target="EngineCore.abort_requests",
+        wrap=scheduler.abort_requests,
+        why="takes the front end's counts out of the requests to abort",
+        parameters=("self", "request_ids"),
+    ),
+    Patch(
+        module=_SCHEDULER,
+        target="Scheduler._free_request",
+        wrap=scheduler.free_request,
+        why="notes a request's tokens and why it ended: the worker sees its id only",
+        parameters=("self", "request"),
+    ),
+    Patch(
+        module=_SCHEDULER,
+        target="Scheduler._update_after_schedule",
+        wrap=scheduler.update_after_schedule,
+        why="sends those notes to the worker with the finished ids",
+        parameters=("self", "scheduler_output"),
+    ),
+    Patch(
+        module=_SCHEDULER,
+        target="Scheduler.has_finished_requests",
+        wrap=scheduler.has_finished_requests,
+        why="an idle engine takes one more step while a note is still to be sent",
+        parameters=("self",),
+    ),
+    Patch(
+        module=f"{_COMPLETION}.protocol",
+        target="CompletionRequest.to_sampling_params",
+        wrap=http.to_sampling_params,
+        why="takes 'capture' from the body of /v1/completions",
+        parameters=("self", "max_tokens", "default_sampling_params"),
+    ),
+    Patch(
+        module=f"{_CHAT}.protocol",
+        target="ChatCompletionRequest.to_sampling_params",
+        wrap=http.to_sampling_params,
+        why="takes 'capture' from the body of /v1/chat/completions",
+        parameters=("self", "max_tokens", "default_sampling_params"),
+    ),
+    Patch(
+        module="vllm.entrypoints.openai.responses.protocol",
+        target="ResponsesRequest.to_sampling_params",
+        wrap=http.refuse_capture,
+        why="refuses 'capture' in the body of /v1/responses, which would be ignored",
+        parameters=("self", "default_max_tokens", "default_sampling_params"),
+    ),
+    Patch(
+        module=f"{_COMPLETION}.serving",
+        target="OpenAIServingCompletion.create_completion",
+        wrap=http.create_completion,
+        why="puts 'capture_results' into the response",
+        parameters=("self", "request", "raw_request"),
+    ),
+    Patch(
+        module=f"{_CHAT}.serving",
+        target="OpenAIServingChat.create_chat_completion",
+        wrap=http.create_chat_completion,
+        why="puts 'capture_results' into the response, and finds the messages of the chat for selectors",
+        parameters=("self", "request", "raw_request"),
+    ),
+)

@@ -1,0 +1,162 @@
+"""Replacing attributes of vLLM: what one patch is, putting a table of them in, and taking them out.
+
+A replacement wraps whatever is there, so patches of other plugins stay in force below it. A patch whose target is
+missing, or takes other parameters than expected, is not installed and is remembered: whoever needs it refuses.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from headgate.capture.engine.importhook import ImportHook
+from headgate.capture.engine.support import WORKS_WITH
+from headgate.capture.errors import UnsupportedError
+
+logger = logging.getLogger("headgate")
+
+Wrap = Callable[[Any], Any]
+_MARK = "headgate_patch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patch:
+    """One attribute of vLLM that headgate wraps.
+
+    Attributes:
+        module: Where the attribute's owner is imported from; the same in every supported version.
+        target: Path below the module: a function, or ``Class.method``.
+        wrap: Makes the replacement from the original.
+        why: What the replacement does, and what would go wrong without it.
+        parameters: The original's first parameters, by name and order. More may follow: versions differ there,
+            and replacements pass them on.
+    """
+
+    module: str
+    target: str
+    wrap: Wrap
+    why: str
+    parameters: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Module and target, as one reads them."""
+        return f"{self.module}.{self.target}"
+
+    def problem(self, module: ModuleType) -> str | None:
+        """What keeps the patch from being installed in `module`; None if nothing does."""
+        owner, attribute = self._locate(module)
+        if owner is None or not hasattr(owner, attribute):
+            return f"{self.name} does not exist"
+        found = tuple(inspect.signature(_function(owner, attribute)).parameters)
+        if found[: len(self.parameters)] != self.parameters:
+            return f"{self.name} takes ({', '.join(found)}), expected ({', '.join(self.parameters)}, ...)"
+        return None
+
+    def install(self, module: ModuleType) -> Callable[[], bool]:
+        """Put the replacement in; return its undo, which says whether it could take it out again."""
+        owner, attribute = self._locate(module)
+        inherited = attribute not in vars(owner)
+        held = inspect.getattr_static(owner, attribute)
+        replacement = self.wrap(_function(owner, attribute))
+        setattr(replacement, _MARK, self.name)
+        installed = staticmethod(replacement) if isinstance(held, staticmethod) else replacement
+        installed = classmethod(replacement) if isinstance(held, classmethod) else installed
+        setattr(owner, attribute, installed)
+
+        def undo() -> bool:
+            if inspect.getattr_static(owner, attribute) is not installed:
+                return False
+            if inherited:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, held)
+            return True
+
+        return undo
+
+    def is_installed(self, module: ModuleType) -> bool:
+        """Whether the attribute, or something it wraps, is already our replacement."""
+        owner, attribute = self._locate(module)
+        current = getattr(owner, attribute, None)
+        while current is not None:
+            if getattr(current, _MARK, None) == self.name:
+                return True
+            current = getattr(current, "__wrapped__", None)
+        return False
+
+    def _locate(self, module: ModuleType) -> tuple[Any, str]:
+        *path, attribute = self.target.split(".")
+        owner: Any = module
+        for name in path:
+            owner = getattr(owner, name, None)
+        return owner, attribute
+
+
+def _function(owner: Any, attribute: str) -> Any:
+    """The plain function: an inherited class method must not stay bound to the class it was found on."""
+    held = inspect.getattr_static(owner, attribute)
+    return held.__func__ if isinstance(held, staticmethod | classmethod) else held
+
+
+class PatchSet:
+    """A table of patches at work in this process.
+
+    Attributes:
+        problems: What could not be patched so far, and why.
+    """
+
+    def __init__(self, patches: Iterable[Patch]) -> None:
+        self._patches = tuple(patches)
+        self._hook = ImportHook()
+        self._undo: list[tuple[Patch, Callable[[], bool]]] = []
+        self.problems: list[str] = []
+
+    def install(self) -> None:
+        """Patch what is imported, and the rest as soon as it is. Idempotent."""
+        for patch in self._patches:
+            self._hook.when_imported(patch.module, partial(self._install, patch))
+
+    def when_imported(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        """Call `call` with module `name` when that is imported; its failure counts as a problem."""
+
+        def guarded(module: ModuleType) -> None:
+            try:
+                call(module)
+            except Exception as error:  # noqa: BLE001  (an import of vLLM's must not fail by our doing)
+                self._note(f"{name}: {error}")
+
+        self._hook.when_imported(name, guarded)
+
+    def undo(self) -> list[str]:
+        """Take the patches out, last first; return those that another patch lies on top of."""
+        self._hook.forget()
+        stuck = [patch.name for patch, undo in reversed(self._undo) if not undo()]
+        self._undo.clear()
+        return stuck
+
+    def require(self) -> None:
+        """Refuse if anything could not be patched.
+
+        Raises:
+            UnsupportedError: Naming what differs and the versions that work.
+        """
+        if self.problems:
+            lines = "\n".join(f"- {problem}" for problem in self.problems)
+            raise UnsupportedError(f"this vLLM differs from those headgate was made for:\n{lines}\n{WORKS_WITH}")
+
+    def _install(self, patch: Patch, module: ModuleType) -> None:
+        problem = patch.problem(module)
+        if problem is not None:
+            self._note(problem)
+        elif not patch.is_installed(module):
+            self._undo.append((patch, patch.install(module)))
+
+    def _note(self, problem: str) -> None:
+        self.problems.append(problem)
+        logger.warning("headgate: %s; capture is not available in this process. %s", problem, WORKS_WITH)

@@ -1,0 +1,59 @@
+"""Entry point of the group ``vllm.general_plugins``: vLLM calls `register` in every one of its processes."""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType
+
+from headgate.capture.engine.patching import PatchSet
+
+logger = logging.getLogger("headgate")
+
+_installed: PatchSet | None = None
+"""Patches are made to classes, so they are a matter of the process and not of one engine."""
+
+
+def register() -> None:
+    """Install headgate's patches, each when its module is imported. Idempotent; imports nothing of vLLM.
+
+    It never raises, since vLLM would not start: an engine that is configured for capture refuses by itself if
+    anything could not be installed.
+    """
+    installed_patches()
+
+
+def installed_patches() -> PatchSet:
+    """What is installed in this process, installing it first if it is not."""
+    global _installed
+    if _installed is None:
+        _installed = _install()
+    return _installed
+
+
+def _install() -> PatchSet:
+    try:
+        from headgate.capture.engine.params import add_properties
+        from headgate.capture.engine.patches import PATCHES
+    except Exception as error:
+        logger.exception("headgate could not be installed; engines that are configured for it will not start")
+        patches = PatchSet(())
+        patches.problems.append(f"headgate could not be installed: {error!r}")
+        return patches
+    patches = PatchSet(PATCHES)
+    patches.install()
+    patches.when_imported("vllm.sampling_params", add_properties)
+    patches.when_imported("vllm.v1.worker.worker_base", _patch_worker)
+    return patches
+
+
+def _patch_worker(module: ModuleType) -> None:
+    from headgate.capture.engine.install import patch_worker
+
+    patch_worker(module)
+
+
+def unregister() -> list[str]:
+    """Take everything out again that can be, for tests; return what another plugin's patch lies on top of."""
+    global _installed
+    patches, _installed = _installed, None
+    return patches.undo() if patches is not None else []

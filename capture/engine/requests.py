@@ -1,0 +1,264 @@
+"""What a request wants captured: read, checked and resolved in the front end, then folded into its parameters.
+
+From the front end on, a request carries one dict under ``extra_args["headgate"]``, of plain values only::
+
+    {"v": 1, "id": client's request id, "n": samples, "key": random, "reply": the hub's address or None,
+     "capture": {instance: CaptureSpec.to_wire()}}
+
+The dict is written by `Door.fold` alone. A request that arrives with one is refused: it could name a reply address of
+its own choice.
+"""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import msgspec
+
+from headgate.capture.config import CaptureConsumersConfig
+from headgate.capture.consumer import CaptureConsumer, ModelInfo, SpecContext
+from headgate.capture.engine.params import CAPTURE, CAPTURE_WAIT, FIELDS, WIRE_KEY, read_field
+from headgate.capture.errors import ConsumerError, RequestError
+from headgate.capture.positions import Message, PositionSelector
+from headgate.capture.spec import CaptureSpec
+
+WIRE_VERSION = 1
+_ASK = "_headgate_ask"
+
+FindMessage = Callable[[Message, str], PositionSelector]
+"""Resolves a message selector of the request at hand; the text is the field, for errors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """What one request asks of capture, checked.
+
+    Attributes:
+        specs: By consumer instance.
+        wait: The client waits for results as long as it takes (``capture_wait``).
+        is_explicit: The client named a consumer itself; otherwise only global consumers look at the request.
+        key: Random; results for the request must carry it.
+        reply: Address of the result hub; None if nobody waits.
+    """
+
+    specs: Mapping[str, CaptureSpec]
+    wait: bool
+    is_explicit: bool
+    key: str
+    reply: str | None = None
+
+
+class Door:
+    """Checks what requests ask for, against the configured consumers. Stateless; any thread.
+
+    Args:
+        config: The operator's configuration.
+        model: The model being served.
+        consumers: The class of each configured consumer, by instance name.
+    """
+
+    def __init__(
+        self, config: CaptureConsumersConfig, model: ModelInfo, consumers: Mapping[str, type[CaptureConsumer]]
+    ) -> None:
+        self._model = model
+        self._consumers = consumers
+        self._params = {spec.instance: spec.params for spec in config.consumers}
+
+    def read(self, params: Any, request_id: str) -> Ask | None:
+        """Check the fields of a `SamplingParams`; None if nothing is to be captured.
+
+        Raises:
+            RequestError: Naming the field that is wrong.
+            ConsumerError: If a consumer's own check failed.
+        """
+        refuse_forged(params)
+        raw = read_field(params, CAPTURE)
+        wait = read_field(params, CAPTURE_WAIT)
+        if wait is not None and not isinstance(wait, bool):
+            raise RequestError(CAPTURE_WAIT, f"expected true or false, got {wait!r}")
+        specs = {} if raw is None else self._client_specs(raw, request_id)
+        is_explicit = bool(specs)
+        for instance in self._consumers:
+            if instance not in specs and (spec := self._global_spec(instance, request_id)) is not None:
+                specs[instance] = spec
+        if not specs:
+            return None
+        return Ask(specs=specs, wait=bool(wait), is_explicit=is_explicit, key=secrets.token_hex(16))
+
+    def _client_specs(self, raw: object, request_id: str) -> dict[str, CaptureSpec]:
+        if not isinstance(raw, Mapping) or not raw:
+            raise RequestError(CAPTURE, f"expected a non-empty object of consumer name to spec, got {raw!r}")
+        specs = {}
+        for instance, wanted in raw.items():
+            consumer = self._consumers.get(instance)
+            if consumer is None:
+                raise RequestError(f"{CAPTURE}.{instance}", f"no such consumer; configured: {self._names()}")
+            if not consumer.reads_client_spec:
+                raise RequestError(
+                    f"{CAPTURE}.{instance}", "requests cannot choose what this consumer gets; leave it out"
+                )
+            specs[instance] = self._checked(instance, consumer.validate_client_spec, wanted, request_id)
+        return specs
+
+    def _global_spec(self, instance: str, request_id: str) -> CaptureSpec | None:
+        context = self._context(instance, request_id)
+        return self._consumers[instance].global_capture_spec(context)
+
+    def _checked(
+        self, instance: str, validate: Callable[[object, SpecContext], CaptureSpec], raw: object, request_id: str
+    ) -> CaptureSpec:
+        context = self._context(instance, request_id)
+        try:
+            spec = validate(raw, context)
+        except RequestError:
+            raise
+        except Exception as error:
+            raise ConsumerError(f"consumer {instance!r} failed to check {context.field}: {error!r}") from error
+        try:
+            msgspec.msgpack.encode(spec.to_wire())
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RequestError(context.field, f"only JSON values can be given here: {error}") from error
+        return spec
+
+    def _context(self, instance: str, request_id: str) -> SpecContext:
+        return SpecContext(
+            instance_name=instance,
+            model=self._model,
+            params=self._params[instance],
+            client_request_id=request_id,
+        )
+
+    def _names(self) -> str:
+        return ", ".join(sorted(name for name, consumer in self._consumers.items() if consumer.reads_client_spec))
+
+
+def refuse_forged(params: Any) -> None:
+    """Refuse a request that brings the wire dict along.
+
+    Raises:
+        RequestError: If it does.
+    """
+    if params.extra_args and WIRE_KEY in params.extra_args:
+        raise RequestError(f"extra_args.{WIRE_KEY}", "this key is headgate's own; set 'capture' instead")
+
+
+def refuse_unconfigured(params: Any) -> None:
+    """Refuse what a request asks of an engine without capture.
+
+    Raises:
+        RequestError: If it asks for anything.
+    """
+    refuse_forged(params)
+    for field in FIELDS:
+        if read_field(params, field) is not None:
+            raise RequestError(
+                field,
+                "this engine was started without capture. Start it with --capture-consumers NAME:key=val, with "
+                "headgate.capture.LLM(..., capture_consumers=[...]), or with "
+                "additional_config={'headgate': {'capture': {'consumers': [...]}}}",
+            )
+
+
+def resolve(ask: Ask, num_prompt: int, find_message: FindMessage | None) -> Ask:
+    """Make every position absolute, now that the prompt is known.
+
+    Args:
+        ask: As `Door.read` returned it; resolving it again changes nothing.
+        num_prompt: Tokens of the prompt.
+        find_message: For chat requests: resolves message selectors.
+
+    Raises:
+        RequestError: If a selector can select nothing of this prompt.
+    """
+    return replace(
+        ask, specs={name: _resolve(name, spec, num_prompt, find_message) for name, spec in ask.specs.items()}
+    )
+
+
+def _resolve(instance: str, spec: CaptureSpec, num_prompt: int, find_message: FindMessage | None) -> CaptureSpec:
+    field = f"{CAPTURE}.{instance}.positions"
+    positions = spec.positions
+    if isinstance(positions, Message) and find_message is not None:
+        positions = find_message(positions, field)
+    return replace(spec, positions=positions.resolve(num_prompt, field))
+
+
+def messages_of(ask: Ask) -> dict[Message, str]:
+    """The message selectors of a request that are not yet resolved, each with its field."""
+    return {
+        spec.positions: f"{CAPTURE}.{instance}.positions"
+        for instance, spec in ask.specs.items()
+        if isinstance(spec.positions, Message)
+    }
+
+
+def attach(params: Any, ask: Ask) -> Any:
+    """A copy of `params` that carries `ask` to the place where the request is made; the caller's stays as it is."""
+    carrier = copy.copy(params)
+    # Copying dropped it if it was set before the properties were there; nobody may see it half gone.
+    for field in FIELDS:
+        setattr(carrier, field, read_field(params, field))
+    setattr(carrier, _ASK, ask)
+    return carrier
+
+
+def attached(params: Any) -> Ask | None:
+    """What `attach` attached."""
+    return vars(params).get(_ASK)  # type: ignore[no-any-return]
+
+
+def fold(request: Any, ask: Ask, request_id: str) -> None:
+    """Write the wire dict into an `EngineCoreRequest`, whose parameters are the front end's own copy.
+
+    Raises:
+        RequestError: If requests of this kind cannot be captured.
+    """
+    refuse_kind(request, ask)
+    params = request.sampling_params
+    num_prompt = len(request.prompt_token_ids)
+    wire = {
+        "v": WIRE_VERSION,
+        "id": request_id,
+        "n": params.n,
+        "key": ask.key,
+        "reply": ask.reply,
+        "capture": {instance: spec.to_wire() for instance, spec in ask.specs.items()},
+    }
+    kept = {key: value for key, value in (params.extra_args or {}).items() if key not in FIELDS}
+    params.extra_args = {**kept, WIRE_KEY: wire}
+    if needs_prompt(ask, num_prompt):
+        params.skip_reading_prefix_cache = True
+
+
+def needs_prompt(ask: Ask, num_prompt: int) -> bool:
+    """Whether prompt rows other than the last are wanted, which a hit in the prefix cache would skip."""
+    return any(spec.positions.needs_prompt(num_prompt) for spec in ask.specs.values())
+
+
+def refuse_kind(request: Any, ask: Ask) -> None:
+    """Refuse kinds of requests whose rows cannot be told apart.
+
+    Raises:
+        RequestError: Naming the field of the first consumer.
+    """
+    field = f"{CAPTURE}.{next(iter(ask.specs))}"
+    if request.sampling_params is None:
+        raise RequestError(field, "pooling requests cannot be captured")
+    if request.prompt_embeds is not None or request.prompt_token_ids is None:
+        raise RequestError(field, "a prompt given as embeddings cannot be captured: its rows belong to no token")
+    if request.resumable:
+        refuse_streamed_input(ask)
+
+
+def refuse_streamed_input(ask: Ask) -> NoReturn:
+    """Refuse a session whose input arrives in parts.
+
+    Raises:
+        RequestError: Always.
+    """
+    field = f"{CAPTURE}.{next(iter(ask.specs))}"
+    raise RequestError(field, "a session with streamed input cannot be captured: its prompt is not known yet")
