@@ -1,0 +1,385 @@
+"""The planner against a loop that is too simple to be wrong, over random schedules; and what it promises besides."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headgate.capture.batch import BatchView
+from headgate.capture.config import MAX_CONSUMERS
+from headgate.capture.plan import PackGroup, StepPlan, StepPlanner
+from headgate.capture.positions import Indices, Named, PositionSelector, Span
+from headgate.capture.sites import Site
+from headgate.capture.spec import CaptureSpec
+from tests.strategies import SITES, Step, schedules, site_sets
+
+ALL, LAST_PROMPT, GENERATED = Named("all"), Named("last_prompt"), Named("all_generated")
+
+Wanted = dict[tuple[Site, int], tuple[str, int, int]]
+"""``{(site, batch row): (request, position, mask)}``"""
+
+
+@cache
+def is_wanted(selector: PositionSelector, position: int, num_prompt: int) -> bool:
+    return bool(selector.mask(np.array([position]), np.array([num_prompt]))[0])
+
+
+class SlowPlanner:
+    """What `StepPlanner` computes, one row, one consumer and one site at a time."""
+
+    def __init__(self, sites: tuple[Site, ...]) -> None:
+        self.sites = sites
+        self.requests: dict[str, tuple[int, Mapping[int, CaptureSpec]]] = {}
+        self.taken: dict[str, int] = {}
+
+    def add(self, req_id: str, num_prompt: int, specs: Mapping[int, CaptureSpec]) -> None:
+        self.requests[req_id], self.taken[req_id] = (num_prompt, specs), 0
+
+    def remove(self, req_id: str) -> None:
+        self.requests.pop(req_id, None)
+
+    def plan(self, view: BatchView) -> Wanted:
+        wanted: Wanted = {}
+        for i, req_id in enumerate(view.req_ids):
+            if req_id not in self.requests:
+                continue
+            for offset in range(int(view.num_scheduled[i])):
+                position = int(view.num_computed[i]) + offset
+                if position >= self.taken[req_id]:
+                    self.taken[req_id] = position + 1
+                    self._want(wanted, req_id, position, int(view.starts[i]) + offset)
+        return wanted
+
+    def _want(self, wanted: Wanted, req_id: str, position: int, batch_row: int) -> None:
+        num_prompt, specs = self.requests[req_id]
+        for bit, spec in specs.items():
+            if is_wanted(spec.positions, position, num_prompt):
+                for site in set(spec.sites) & set(self.sites):
+                    mask = wanted.get((site, batch_row), (req_id, position, 0))[2]
+                    wanted[site, batch_row] = (req_id, position, mask | 1 << bit)
+
+
+def unpacked(plan: StepPlan | None) -> Wanted:
+    """The plan as a flat table; fails if a (site, row) pair is in it twice."""
+    wanted: Wanted = {}
+    for group in plan.groups if plan else ():
+        for req_id, start, stop in group.spans:
+            for k in range(start, stop):
+                batch_row = int(plan.token_rows[group.rows[k]])
+                for site in group.sites:
+                    assert (site, batch_row) not in wanted
+                    wanted[site, batch_row] = (req_id, int(group.positions[k]), int(group.masks[k]))
+    return wanted
+
+
+def check_form(plan: StepPlan, view: BatchView, sites: tuple[Site, ...]) -> None:
+    """Everything that `StepPlan` and `PackGroup` say about themselves."""
+    assert plan.groups
+    assert len({group.sites for group in plan.groups}) == len(plan.groups)
+    for group in plan.groups:
+        assert [sites[index] for index in group.site_ids] == list(group.sites)
+        assert (np.diff(group.site_ids) > 0).all()
+        assert len(group.rows) == len(group.positions) == len(group.masks) == group.spans[-1][2]
+        assert {array.dtype for array in (plan.token_rows, group.site_ids, *group_arrays(group))} == {np.dtype("int64")}
+        assert group.spans[0][1] == 0
+        assert all(before[2] == after[1] for before, after in pairwise(group.spans))
+        order = [view.req_ids.index(req_id) for req_id, _, _ in group.spans]
+        assert order == sorted(set(order))
+        for _, start, stop in group.spans:
+            assert start < stop
+            assert (np.diff(group.positions[start:stop]) > 0).all()
+
+
+def group_arrays(group: PackGroup) -> tuple[np.ndarray, ...]:
+    return group.rows, group.positions, group.masks
+
+
+def follow(planner: StepPlanner | SlowPlanner, step: Step) -> StepPlan | Wanted | None:
+    for req_id in step.left:
+        planner.remove(req_id)
+    for arrival in step.arrived:
+        planner.add(arrival.req_id, arrival.num_prompt, arrival.specs)
+    return planner.plan(step.view)
+
+
+@settings(max_examples=1500)
+@given(steps=schedules(), sites=site_sets() | st.just(SITES))
+def test_every_row_goes_to_its_own_request_position_and_consumers(steps: list[Step], sites: tuple[Site, ...]) -> None:
+    planner, reference = StepPlanner(sites), SlowPlanner(sites)
+
+    for step in steps:
+        plan, expected = follow(planner, step), follow(reference, step)
+
+        assert unpacked(plan) == expected
+        assert (plan is None) == (not expected)
+        if plan is not None:
+            check_form(plan, step.view, sites)
+            assert plan.token_rows.tolist() == sorted({row for _, row in expected})
+
+
+@settings(max_examples=400)
+@given(steps=schedules())
+def test_a_position_is_captured_once_however_often_it_is_computed(steps: list[Step]) -> None:
+    planner, captured = StepPlanner(SITES), Counter()
+    lives: Counter[str] = Counter()
+
+    for step in steps:
+        lives.update(arrival.req_id for arrival in step.arrived)
+        for (site, _), (req_id, position, _) in unpacked(follow(planner, step)).items():
+            captured[site, req_id, lives[req_id], position] += 1
+
+    assert not [row for row, times in captured.items() if times > 1]
+
+
+@settings(max_examples=200)
+@given(steps=schedules())
+def test_requests_of_other_ids_change_nothing_for_a_request(steps: list[Step]) -> None:
+    """A neighbour, whatever it wants, neither takes nor gives rows."""
+    together, alone = StepPlanner(SITES), StepPlanner(SITES)
+
+    for step in steps:
+        kept = [arrival for arrival in step.arrived if arrival.req_id == "request-0"]
+        plan = unpacked(follow(together, step))
+        expected = unpacked(follow(alone, Step(step.left, tuple(kept), step.view)))
+
+        assert {key: row for key, row in plan.items() if row[0] == "request-0"} == expected
+
+
+def spec(positions: PositionSelector, sites: tuple[Site, ...] = SITES) -> CaptureSpec:
+    return CaptureSpec(sites=sites, positions=positions)
+
+
+def batch(**scheduled: tuple[int, int]) -> BatchView:
+    """``request=(num_computed, num_scheduled)``, one after the other."""
+    computed, counts = np.array(list(scheduled.values()), dtype=np.int64).reshape(-1, 2).T
+    return BatchView(tuple(scheduled), np.cumsum(counts) - counts, counts.copy(), computed.copy())
+
+
+def positions_of(plan: StepPlan | None) -> dict[str, list[int]]:
+    """``{request: positions}`` of a plan with one group."""
+    if plan is None:
+        return {}
+    (group,) = plan.groups
+    return {req_id: group.positions[start:stop].tolist() for req_id, start, stop in group.spans}
+
+
+def test_a_chunked_prompt_is_taken_chunk_by_chunk() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 5, {0: spec(Named("all_prompt"))})
+
+    plans = [planner.plan(batch(a=(0, 3))), planner.plan(batch(a=(3, 1))), planner.plan(batch(a=(4, 1)))]
+
+    assert [positions_of(plan) for plan in plans] == [{"a": [0, 1, 2]}, {"a": [3]}, {"a": [4]}]
+
+
+def test_positions_in_the_prefix_cache_are_left_out_and_those_after_them_are_right() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 9, {0: spec(ALL)})
+
+    plan = planner.plan(batch(other=(0, 4), a=(6, 3)))
+
+    assert positions_of(plan) == {"a": [6, 7, 8]}
+    assert plan.token_rows.tolist() == [4, 5, 6]
+
+
+def test_recomputation_after_a_preemption_is_dropped_up_to_the_first_new_position() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 4, {0: spec(ALL)})
+    for computed, scheduled in ((0, 4), (4, 1), (5, 1)):
+        planner.plan(batch(a=(computed, scheduled)))
+
+    plans = [planner.plan(batch(a=(0, 5))), planner.plan(batch(b=(0, 2), a=(5, 2)))]
+
+    assert [positions_of(plan) for plan in plans] == [{}, {"a": [6]}]
+    assert plans[1].token_rows.tolist() == [3]
+
+
+def test_a_position_counts_as_taken_also_when_it_was_not_wanted_where_it_was_computed() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 2, {0: spec(Indices((1, 5)))})
+    for computed, scheduled in ((0, 2), (2, 1), (3, 1)):
+        planner.plan(batch(a=(computed, scheduled)))
+
+    assert positions_of(planner.plan(batch(a=(0, 6)))) == {"a": [5]}
+
+
+def test_an_id_that_is_added_again_starts_afresh() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 3, {0: spec(ALL)})
+    planner.plan(batch(a=(0, 3)))
+
+    planner.add("a", 2, {0: spec(LAST_PROMPT)})
+
+    assert positions_of(planner.plan(batch(a=(0, 2)))) == {"a": [1]}
+
+
+def test_an_id_that_is_added_again_without_wants_is_forgotten() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 3, {0: spec(ALL)})
+
+    planner.add("a", 3, {})
+
+    assert planner.plan(batch(a=(0, 3))) is None
+
+
+def test_removing_an_unknown_id_changes_nothing() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 3, {0: spec(ALL)})
+
+    planner.remove("b")
+
+    assert positions_of(planner.plan(batch(b=(0, 1), a=(0, 3)))) == {"a": [0, 1, 2]}
+
+
+def test_one_row_wanted_by_three_consumers_is_packed_once() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 3, {0: spec(ALL), 2: spec(LAST_PROMPT), MAX_CONSUMERS - 1: spec(Span(1))})
+
+    (group,) = planner.plan(batch(a=(0, 3))).groups
+
+    highest = 1 << (MAX_CONSUMERS - 1)
+    assert group.sites == SITES
+    assert group.masks.tolist() == [1, 1 | highest, 1 | 4 | highest]
+
+
+def test_sites_are_grouped_by_who_wants_them_and_where() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 3, {0: spec(ALL, SITES[:3]), 1: spec(LAST_PROMPT, SITES[2:4]), 2: spec(ALL, SITES[:1])})
+
+    groups = {
+        group.sites: (group.positions.tolist(), group.masks.tolist()) for group in planner.plan(batch(a=(0, 3))).groups
+    }
+
+    assert groups == {
+        SITES[:1]: ([0, 1, 2], [5, 5, 5]),
+        SITES[1:2]: ([0, 1, 2], [1, 1, 1]),
+        SITES[2:3]: ([0, 1, 2], [1, 1, 3]),
+        SITES[3:4]: ([2], [2]),
+    }
+
+
+def test_requests_that_want_the_same_sites_share_one_group_in_batch_order() -> None:
+    """Whatever their positions: a decode step of many requests is one gather."""
+    planner = StepPlanner(SITES)
+    selectors = {"a": ALL, "b": Span(2, None, 3), "c": Indices((0, 4, 5)), "d": GENERATED, "e": Indices((1, 3, 5))}
+    for req_id, positions in selectors.items():
+        planner.add(req_id, 4, {0: spec(positions)})
+
+    (group,) = planner.plan(batch(e=(5, 1), d=(5, 1), a=(5, 1), none=(7, 1), c=(5, 1), b=(5, 1))).groups
+
+    assert group.spans == (("e", 0, 1), ("d", 1, 2), ("a", 2, 3), ("c", 3, 4), ("b", 4, 5))
+    assert group.positions.tolist() == [5] * 5
+
+
+def test_more_requests_than_ever_before_keep_their_own_state() -> None:
+    """The tables grow while requests are under way."""
+    planner, num_requests = StepPlanner(SITES), 300
+    ids = [f"r{i}" for i in range(num_requests)]
+    for i, req_id in enumerate(ids):
+        planner.add(req_id, 10, {bit: spec(Span(i, i + 2), SITES[bit : bit + 1]) for bit in range(1 + i % 3)})
+
+    plan = planner.plan(batch(**{req_id: (0, i + 1) for i, req_id in enumerate(ids)}))
+
+    first = next(group for group in plan.groups if group.sites == SITES[:1])
+    assert first.positions.tolist() == list(range(num_requests))
+    assert first.spans == tuple((req_id, i, i + 1) for i, req_id in enumerate(ids))
+    assert {row[:2] for row in unpacked(planner.plan(batch(r7=(8, 1)))).values()} == {("r7", 8)}
+
+
+def test_sites_of_other_pipeline_stages_are_ignored() -> None:
+    planner = StepPlanner(SITES[4:6])
+    planner.add("a", 3, {0: spec(ALL, SITES[:5]), 1: spec(ALL, SITES[:2])})
+    planner.add("b", 3, {0: spec(ALL, SITES[:4])})
+
+    (group,) = planner.plan(batch(b=(0, 3), a=(0, 1))).groups
+
+    assert (group.sites, group.site_ids.tolist()) == (SITES[4:5], [0])
+    assert (group.spans, group.masks.tolist()) == ((("a", 0, 1),), [1])
+
+
+@pytest.mark.parametrize(
+    ("specs", "scheduled"),
+    [
+        pytest.param({}, (0, 3), id="no-spec"),
+        pytest.param({0: spec(ALL, SITES[2:])}, (0, 3), id="no-site-of-this-worker"),
+        pytest.param({0: spec(LAST_PROMPT, SITES[:1])}, (0, 3), id="last-prompt-is-over"),
+        pytest.param({0: spec(Indices((0, 2)), SITES[:1])}, (0, 3), id="list-is-over"),
+        pytest.param({0: spec(Span(0, 3), SITES[:1]), 1: spec(Named("all_prompt"), SITES[:1])}, (1, 2), id="both-over"),
+    ],
+)
+def test_a_batch_of_which_nothing_can_be_wanted_any_more_is_not_even_looked_at(
+    specs: dict[int, CaptureSpec], scheduled: tuple[int, int]
+) -> None:
+    planner = StepPlanner(SITES[:2])
+    planner.add("a", 3, specs)
+    planner.plan(batch(a=scheduled))
+    unreadable = SimpleNamespace(req_ids=("a",))  # any use of the arrays raises
+
+    assert planner.plan(unreadable) is None
+
+
+def test_a_batch_without_capturing_requests_is_not_looked_at_while_one_waits() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 3, {0: spec(ALL)})
+
+    assert planner.plan(SimpleNamespace(req_ids=("b", "c"))) is None
+
+
+def test_a_request_without_tokens_in_the_step_has_no_span() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 3, {0: spec(ALL)})
+
+    assert planner.plan(batch(a=(0, 0))) is None
+    assert positions_of(planner.plan(batch(a=(0, 3)))) == {"a": [0, 1, 2]}
+
+
+def test_equal_site_sets_have_the_same_ids_object_from_step_to_step() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 1, {0: spec(ALL)})
+    planner.add("b", 1, {1: spec(GENERATED), 2: spec(Span(0, None, 2))})
+
+    first = planner.plan(batch(a=(0, 1))).groups[0].site_ids
+    second = planner.plan(batch(b=(0, 2))).groups[0].site_ids
+
+    assert first is second
+    assert not first.flags.writeable
+
+
+def test_nothing_is_kept_of_requests_that_left() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 2, {0: spec(Indices((0, 2, 7)), SITES[1:3])})
+    kept = weakref.ref(planner.plan(batch(a=(0, 1))).groups[0].site_ids)
+
+    planner.remove("a")
+    gc.collect()
+
+    assert kept() is None
+
+
+def test_a_batch_view_with_one_start_too_many_is_refused() -> None:
+    """vLLM's ``query_start_loc`` has a closing entry; over a single request it would broadcast."""
+    one = np.array([1], dtype=np.int64)
+
+    with pytest.raises(AssertionError, match="starts"):
+        BatchView(("a",), np.array([0, 1], dtype=np.int64), one, one)
+
+
+def test_mistakes_of_ours_are_found_where_they_are_made() -> None:
+    planner = StepPlanner(SITES)
+
+    with pytest.raises(AssertionError, match="listed twice"):
+        StepPlanner((SITES[0], SITES[0]))
+    with pytest.raises(AssertionError, match="does not fit a mask"):
+        planner.add("a", 3, {MAX_CONSUMERS: spec(ALL)})
+    with pytest.raises(AssertionError, match="not resolved"):
+        planner.add("a", 3, {0: spec(Indices((-1,)))})
