@@ -74,7 +74,8 @@ class FrontEnd:
         with self._lock:
             if self._hub is None:
                 self._hub = ResultHub()
-                self._open_drivers(self._hub)
+                if self._drivers:
+                    self._open_drivers(self._hub)
             return self._hub
 
     def expect(self, ask: Ask, num_samples: int) -> None:

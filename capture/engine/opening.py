@@ -8,12 +8,13 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from headgate.capture.config import CaptureConsumersConfig
-from headgate.capture.consumer import CaptureConsumer
+from headgate.capture.consumer import CaptureConsumer, ModelInfo
 from headgate.capture.engine.frontend import FrontEnd
 from headgate.capture.engine.refusals import refuse_unsupported_settings
 from headgate.capture.engine.settings import capture_config, model_info, sections
 from headgate.capture.engine.support import check_version, versions
 from headgate.capture.errors import ConfigError
+from headgate.capture.hub import ResultHub
 
 ENGINE_GROUP = "headgate.engine"
 
@@ -29,16 +30,20 @@ def open_front_end(vllm_config: Any) -> FrontEnd | None:
     config = capture_config(vllm_config)
     if config is None:
         return None
-    from headgate.capture.driver import open_drivers
-
     model = model_info(vllm_config)
     return FrontEnd(
         config,
         model,
         load_consumers(config),
         num_stages=vllm_config.parallel_config.pipeline_parallel_size,
-        open_drivers=partial(open_drivers, config=config, model=model, versions=versions()),
+        open_drivers=partial(_open_drivers, config, model),
     )
+
+
+def _open_drivers(config: CaptureConsumersConfig, model: ModelInfo, hub: ResultHub) -> None:
+    from headgate.capture.driver import open_drivers
+
+    open_drivers(hub, config=config, model=model, versions=versions())
 
 
 def load_consumers(config: CaptureConsumersConfig) -> dict[str, type[CaptureConsumer]]:
