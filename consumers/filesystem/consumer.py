@@ -1,0 +1,196 @@
+"""The consumer that writes captured rows to files."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headgate.capture.consumer import (
+    ConsumerContext,
+    FinishedRequest,
+    RequestInfo,
+    RowBlock,
+    SpecContext,
+    StreamingConsumer,
+)
+from headgate.capture.errors import ConsumerError
+from headgate.capture.spec import CaptureSpec
+from headgate.consumers.filesystem.layout import Layout
+from headgate.consumers.filesystem.local import LocalStore
+from headgate.consumers.filesystem.params import FilesystemParams, parse_global, parse_params, parse_request
+from headgate.consumers.filesystem.partition import Outcome, Partition
+from headgate.consumers.filesystem.raw_layout import RawLayout
+from headgate.consumers.filesystem.remote import RemoteStore
+from headgate.consumers.filesystem.request_layout import RequestLayout
+from headgate.consumers.filesystem.shard_layout import ShardLayout
+from headgate.consumers.filesystem.sidecar import LayoutName
+from headgate.consumers.filesystem.spool import Chunk
+from headgate.consumers.filesystem.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+
+class FilesystemConsumer(StreamingConsumer):
+    """Writes each request's rows to files; `FilesystemParams` lists the parameters.
+
+    A request asks with ``{"hooks", "positions", "tag", "request_id", "layout"}``; only ``hooks`` is required. Its
+    result's payload lists the files (see `payload_of`) and comes once they are in place and, with fsync on, on the
+    disk.
+
+    Threads: the consumer's own thread cuts rows per request and hands them to `threads` writer threads, always the same
+    one for a request; each of those keeps its requests to itself. When the disk does not keep up, the queues before
+    the writers fill and `write` waits, so that the consumer's overload policy decides.
+
+    Raises:
+        ConfigError: If the root cannot be written to.
+    """
+
+    location = "worker"
+
+    def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
+        super().__init__(params, context)
+        self._settings = parse_params(params)
+        self._store = _open_store(self._settings)
+        self._dtype: torch.dtype = getattr(torch, context.model.dtype)
+        self._outstanding: set[Outcome] = set()
+        self._outstanding_lock = threading.Lock()  # guards _outstanding, which writer threads take from
+        self._partitions = [self._new_partition() for _ in range(self._settings.threads)]
+        queue_bytes = self._settings.memory_bytes // 4 // self._settings.threads
+        self._writers = [
+            Writer(
+                f"headgate-{context.instance_name}-{index}",
+                queue_bytes=queue_bytes,
+                settle=partition.settle,
+                ended=partition.close,
+            )
+            for index, partition in enumerate(self._partitions)
+        ]
+
+    @classmethod
+    def check_params(cls, params: Mapping[str, Any]) -> None:
+        parse_params(params)
+
+    @classmethod
+    def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
+        return parse_request(raw, context)
+
+    @classmethod
+    def global_capture_spec(cls, context: SpecContext) -> CaptureSpec | None:
+        return parse_global(context)
+
+    def begin(self, request: RequestInfo) -> None:
+        if request.spec.sites:
+            index = self._index(request.request_id)
+            self._writers[index].submit(partial(self._partitions[index].begin, request))
+
+    def write(self, blocks: Sequence[RowBlock]) -> None:
+        cut: dict[int, list[tuple[str, Chunk]]] = defaultdict(list)
+        for block in blocks:
+            data = self._bytes_of(block)
+            for span in block.spans:
+                request_id = span.request.request_id
+                chunk = Chunk(block.sites, block.positions[span.start : span.stop], _take(data, span.start, span.stop))
+                cut[self._index(request_id)].append((request_id, chunk))
+        for index, chunks in cut.items():
+            num_bytes = sum(chunk.num_bytes for _, chunk in chunks)
+            self._writers[index].submit(partial(self._partitions[index].append, chunks), num_bytes)
+
+    def finish(self, finished: FinishedRequest) -> Any:
+        if not finished.request.spec.sites:
+            return None  # all of its sites belong to other pipeline stages
+        outcome: Outcome = Future()
+        with self._outstanding_lock:
+            self._outstanding.add(outcome)
+        outcome.add_done_callback(self._no_longer_outstanding)
+        index = self._index(finished.request.request_id)
+        self._writers[index].submit(partial(self._partitions[index].finish, finished, outcome))
+        return outcome
+
+    def abandon(self, request: RequestInfo) -> None:
+        index = self._index(request.request_id)
+        self._writers[index].submit(partial(self._partitions[index].abandon, request))
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is queued, within `timeout_s` seconds; what is left then ends with an error. Any thread."""
+        deadline = time.monotonic() + timeout_s
+        for writer in self._writers:
+            writer.close()
+        ended = [writer.join(max(deadline - time.monotonic(), 0.0)) for writer in self._writers]
+        with self._outstanding_lock:
+            left = list(self._outstanding)
+        for outcome in left:
+            _give_up(outcome, timeout_s)
+        if all(ended):
+            self._store.close()
+        else:  # the hanging threads may still write there; the next start removes the folder
+            logger.error("%d writer threads did not end within %.1f s", ended.count(False), timeout_s)
+
+    def _new_partition(self) -> Partition:
+        settings = self._settings
+        return Partition(
+            self.context,
+            _layouts(self._store, settings),
+            self._store.temp_path,
+            max_request_bytes=settings.max_request_bytes,
+            memory_bytes=settings.memory_bytes * 3 // 4 // settings.threads,
+        )
+
+    def _index(self, request_id: str) -> int:
+        return zlib.crc32(request_id.encode("utf-8", "surrogatepass")) % len(self._writers)
+
+    def _bytes_of(self, block: RowBlock) -> npt.NDArray[np.uint8]:
+        """A block's rows as uint8 ``[S, N, row_bytes]``."""
+        hidden_size = self.context.model.hidden_size
+        if block.rows.dtype != self._dtype or block.rows.shape[2] != hidden_size:
+            given = f"{block.rows.dtype} and width {block.rows.shape[2]}"
+            raise ConsumerError(f"rows of {given}; the model has {self._dtype} and width {hidden_size}")
+        return block.rows.contiguous().view(torch.uint8).numpy()
+
+    def _no_longer_outstanding(self, outcome: Outcome) -> None:
+        with self._outstanding_lock:
+            self._outstanding.discard(outcome)
+
+
+def _open_store(settings: FilesystemParams) -> LocalStore | RemoteStore:
+    numbering = settings.if_exists == "number"
+    if settings.is_remote:
+        return RemoteStore(settings.root, numbering=numbering)
+    return LocalStore(settings.local_root, fsync=settings.fsync, numbering=numbering)
+
+
+def _layouts(store: LocalStore | RemoteStore, settings: FilesystemParams) -> dict[LayoutName, Layout]:
+    if isinstance(store, RemoteStore):
+        return {"request": RequestLayout(store, durable=None), "raw": RawLayout(store, durable=None)}
+    return {
+        "request": RequestLayout(store, durable=settings.fsync),
+        "raw": RawLayout(store, durable=settings.fsync),
+        "shards": ShardLayout(store, shard_bytes=settings.shard_bytes),
+    }
+
+
+def _take(data: npt.NDArray[np.uint8], start: int, stop: int) -> npt.NDArray[np.uint8]:
+    """Rows ``start : stop`` of every site.
+
+    A copy if they are the smaller part of the block: a view would keep the rows of all the other requests in memory
+    until this one ends.
+    """
+    rows = data[:, start:stop]
+    return rows.copy() if 2 * rows.shape[1] < data.shape[1] else rows
+
+
+def _give_up(outcome: Outcome, timeout_s: float) -> None:
+    try:
+        outcome.set_exception(ConsumerError(f"not written within the {timeout_s:.1f} s that closing may take"))
+    except InvalidStateError:
+        return  # written in the last moment

@@ -1,0 +1,128 @@
+"""What the operator configures and what a request may ask for, checked at the door."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from headgate.capture.consumer import SpecContext, parse_client_spec
+from headgate.capture.errors import ConfigError, RequestError
+from headgate.capture.positions import parse_positions
+from headgate.capture.sites import parse_hook
+from headgate.capture.spec import CaptureSpec
+from headgate.consumers.filesystem.names import check_name, slug
+from headgate.consumers.filesystem.sidecar import LayoutName
+
+MIB = 1 << 20
+GIB = 1 << 30
+LAYOUTS: tuple[LayoutName, ...] = ("request", "shards", "raw")
+OPTIONS = ("tag", "request_id", "layout")
+
+
+class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of the filesystem consumer.
+
+    Attributes:
+        root: Folder, or fsspec URL (``s3://bucket/run``), that everything is written under.
+        layout: For requests that name none.
+        tag: For requests that name none.
+        threads: Writer threads; all rows of one request go through the same one.
+        fsync: Put files and their folders on the disk before a request's result says so. Without it a killed process
+            still leaves only whole files, a power cut may not.
+        if_exists: When a file of that tag and request id is there already: ``error`` ends the request with an error,
+            ``number`` writes ``{request_id}~2``. Nothing is ever overwritten.
+        shard_bytes: Size at which a shard is full.
+        max_request_bytes: Rows of one request held in memory before they move to a temporary file in the root.
+        memory_bytes: The same for all requests together, with what is queued for the writer threads.
+        hooks: ``{hook point: layers}`` to record of every request, whether it asks or not.
+        positions: Which positions of those.
+    """
+
+    root: str
+    layout: LayoutName = "request"
+    tag: str = "default"
+    threads: int = 4
+    fsync: bool = True
+    if_exists: Literal["error", "number"] = "error"
+    shard_bytes: int = GIB
+    max_request_bytes: int = 256 * MIB
+    memory_bytes: int = GIB
+    hooks: dict[str, Any] | None = None
+    positions: Any = "all"
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the root is written through fsspec."""
+        return "://" in self.root and not self.root.startswith("file://")
+
+    @property
+    def local_root(self) -> Path:
+        """The root as a local path."""
+        return Path(self.root.removeprefix("file://")).expanduser()
+
+
+def parse_params(params: Mapping[str, Any]) -> FilesystemParams:
+    """Read and check the consumer's parameters; touches no disk.
+
+    Raises:
+        ConfigError: Naming the parameter.
+    """
+    plain = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in params.items()}
+    try:
+        parsed = msgspec.convert(plain, FilesystemParams)
+        check_name(parsed.tag, "tag")
+        parse_positions(parsed.positions, "positions")
+        for hook in parsed.hooks or ():
+            parse_hook(hook, f"hooks.{hook}")
+    except (msgspec.ValidationError, RequestError) as error:
+        raise ConfigError(f"filesystem: {error}") from error
+    for name in ("threads", "shard_bytes", "max_request_bytes", "memory_bytes"):
+        if getattr(parsed, name) < 1:
+            raise ConfigError(f"filesystem: {name} must be at least 1, got {getattr(parsed, name)}")
+    if not parsed.root:
+        raise ConfigError("filesystem: root must name a folder or an fsspec URL")
+    if parsed.is_remote and parsed.layout == "shards":
+        raise ConfigError(f"filesystem: {_no_remote_shards(parsed.root)}")
+    return parsed
+
+
+def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
+    """Check and resolve ``{"hooks", "positions", "tag", "request_id", "layout"}``; only ``hooks`` is required.
+
+    Returns:
+        The spec; its options are ``tag``, ``request_id``, ``layout`` and ``name``, the file's name.
+
+    Raises:
+        RequestError: Naming the field.
+    """
+    params = parse_params(context.params)
+    spec = parse_client_spec(raw, context, options=OPTIONS)
+    options = spec.options
+    tag = check_name(options.get("tag", params.tag), f"{context.field}.tag")
+    layout = options.get("layout", params.layout)
+    if layout not in LAYOUTS:
+        raise RequestError(f"{context.field}.layout", f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
+    if layout == "shards" and params.is_remote:
+        raise RequestError(f"{context.field}.layout", _no_remote_shards(params.root))
+    if "request_id" in options:
+        request_id = name = check_name(options["request_id"], f"{context.field}.request_id")
+    else:  # made by the front end or a proxy: the client may not even know it, so it is no reason to refuse
+        request_id, name = context.client_request_id, slug(context.client_request_id)
+    resolved = {"tag": tag, "request_id": request_id, "name": name, "layout": layout}
+    return CaptureSpec(sites=spec.sites, positions=spec.positions, options=resolved)
+
+
+def parse_global(context: SpecContext) -> CaptureSpec | None:
+    """The spec of every request, if the parameters have ``hooks``."""
+    params = parse_params(context.params)
+    if params.hooks is None:
+        return None
+    return parse_request({"hooks": params.hooks, "positions": params.positions}, context)
+
+
+def _no_remote_shards(root: str) -> str:
+    return f"layout 'shards' appends to files, which {root} does not offer; use 'request' or 'raw'"

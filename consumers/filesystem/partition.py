@@ -1,0 +1,204 @@
+"""The requests of one writer thread, from their first row to their files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headgate.capture.consumer import ConsumerContext, FinishedRequest, RequestInfo
+from headgate.capture.errors import ConsumerError
+from headgate.consumers.filesystem.layout import Finished, Layout, Stored
+from headgate.consumers.filesystem.names import Target, stem_of
+from headgate.consumers.filesystem.sidecar import ITEM_SIZES, LayoutName, sidecar_of
+from headgate.consumers.filesystem.spool import Chunk, Spool
+from headgate.consumers.filesystem.store import Settling
+
+logger = logging.getLogger(__name__)
+
+Outcome = Future[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that has not ended; with `error`, its further rows are thrown away."""
+
+    request: RequestInfo
+    spool: Spool = field(default_factory=Spool)
+    error: ConsumerError | None = None
+
+
+class Partition:
+    """Collects rows per request, spills them when they are many, stores them when the request ends.
+
+    Used by one writer thread. What goes wrong with a request ends that request, in its outcome, and nothing else.
+
+    Args:
+        context: Of the consumer.
+        layouts: The layouts that requests may name; for this thread alone.
+        temp_path: Gives paths for temporary files.
+        max_request_bytes: Rows of one request held in memory.
+        memory_bytes: Rows of all requests held in memory.
+    """
+
+    def __init__(
+        self,
+        context: ConsumerContext,
+        layouts: Mapping[LayoutName, Layout],
+        temp_path: Callable[[], Path],
+        *,
+        max_request_bytes: int,
+        memory_bytes: int,
+    ) -> None:
+        self._context = context
+        self._layouts = layouts
+        self._temp_path = temp_path
+        self._max_request_bytes = max_request_bytes
+        self._memory_bytes = memory_bytes
+        self._running: dict[str, _Running] = {}
+        self._held_bytes = 0
+        self._stored: list[tuple[Stored, Outcome]] = []
+        self._row_bytes = context.model.hidden_size * ITEM_SIZES[context.model.dtype]
+
+    def begin(self, request: RequestInfo) -> None:
+        """A request that this thread will write."""
+        running = self._running[request.request_id] = _Running(request)
+        try:
+            self._layout(request).check_free(self._target(request))
+        except (ConsumerError, OSError) as error:
+            self._fail(running, error)
+
+    def append(self, chunks: Sequence[tuple[str, Chunk]]) -> None:
+        """Take rows: request ids, and rows of each."""
+        for request_id, chunk in chunks:
+            running = self._running.get(request_id)
+            if running is None or running.error is not None:
+                continue  # failed before, and said so in the log; its outcome will say so too
+            running.spool.append(chunk)
+            self._held_bytes += chunk.num_bytes
+            if running.spool.held_bytes > self._max_request_bytes:
+                self._spill(running)
+        if self._held_bytes > self._memory_bytes:
+            self._make_room()
+
+    def finish(self, finished: FinishedRequest, outcome: Outcome) -> None:
+        """The request ended: write it; `outcome` completes with `settle`, or here if writing fails."""
+        running = self._running.pop(finished.request.request_id, None)
+        if running is None:
+            _complete(outcome, ConsumerError(f"request {finished.request.request_id} was never begun"))
+        elif running.error is not None:
+            _complete(outcome, running.error)
+        else:
+            self._held_bytes -= running.spool.held_bytes
+            try:
+                self._stored.append((self._store(finished, running.spool), outcome))
+            except Exception as error:  # noqa: BLE001  (whatever it is, it is this request's outcome)
+                _complete(outcome, _failure(finished.request, error))
+            finally:
+                running.spool.discard()
+
+    def abandon(self, request: RequestInfo) -> None:
+        """The request will never be finished: let go of its rows."""
+        running = self._running.pop(request.request_id, None)
+        if running is not None:
+            self._held_bytes -= running.spool.held_bytes
+            running.spool.discard()
+
+    def settle(self) -> None:
+        """Put what was written since the last call on the disk, then say so."""
+        waiting: dict[Settling, list[tuple[Stored, Outcome]]] = {}
+        for stored, outcome in self._stored:
+            waiting.setdefault(stored.settling, []).append((stored, outcome))
+        self._stored.clear()
+        for settling, group in waiting.items():
+            try:
+                settling.settle()
+            except Exception as error:  # noqa: BLE001  (whatever it is, it is these requests' outcome)
+                for stored, outcome in group:
+                    _complete(outcome, ConsumerError(f"cannot write {stored.payload['paths']}: {error}"))
+            else:
+                for stored, outcome in group:
+                    _complete(outcome, stored.payload)
+
+    def close(self) -> None:
+        """Throw away the rows of requests that never ended, and close the layouts."""
+        for running in self._running.values():
+            logger.warning("request %s had not ended; its rows are thrown away", running.request.request_id)
+            running.spool.discard()
+        self._running.clear()
+        for layout in self._layouts.values():
+            layout.close()
+
+    def _layout(self, request: RequestInfo) -> Layout:
+        return self._layouts[request.spec.options["layout"]]
+
+    def _target(self, request: RequestInfo) -> Target:
+        stage = (self._context.pp_rank, self._context.pp_size)
+        options = request.spec.options
+        stem = stem_of(options["name"], sample=(request.sample_index, request.num_samples), stage=stage)
+        return Target((options["tag"],), stem)
+
+    def _store(self, finished: FinishedRequest, spool: Spool) -> Stored:
+        request, final = finished.request, finished.final
+        rows = spool.assemble(
+            request.spec.sites,
+            num_rows=final.num_rows,
+            row_bytes=self._row_bytes,
+            has_gaps=finished.dropped_rows > 0,
+        )
+        sidecar = sidecar_of(
+            finished,
+            self._context,
+            num_rows=rows.num_rows,
+            num_prefill_rows=int(np.searchsorted(rows.positions, final.num_prompt_tokens)),
+            name=stem_of(
+                request.spec.options["name"], sample=(request.sample_index, request.num_samples), stage=(0, 1)
+            ),
+        )
+        token_ids = final.token_ids[rows.positions]
+        whole = Finished(target=self._target(request), sidecar=sidecar, rows=rows, token_ids=token_ids)
+        return self._layout(request).store(whole)
+
+    def _make_room(self) -> None:
+        """Spill the largest requests until half of the memory is free: few large writes, not many small ones."""
+        by_size = sorted(self._running.values(), key=lambda running: running.spool.held_bytes, reverse=True)
+        for running in by_size:
+            if self._held_bytes <= self._memory_bytes // 2:
+                break
+            self._spill(running)
+
+    def _spill(self, running: _Running) -> None:
+        before = running.spool.held_bytes
+        try:
+            running.spool.spill(self._temp_path())
+        except (ConsumerError, OSError) as error:
+            self._fail(running, error)
+        self._held_bytes -= before - running.spool.held_bytes
+
+    def _fail(self, running: _Running, error: Exception) -> None:
+        running.error = _failure(running.request, error)
+        running.spool.discard()
+        logger.warning("%s", running.error)
+
+
+def _failure(request: RequestInfo, error: Exception) -> ConsumerError:
+    if isinstance(error, ConsumerError):
+        return error
+    failure = ConsumerError(f"cannot write the capture of request {request.client_request_id}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _complete(outcome: Outcome, result: dict[str, Any] | ConsumerError) -> None:
+    try:
+        if isinstance(result, ConsumerError):
+            outcome.set_exception(result)
+        else:
+            outcome.set_result(result)
+    except InvalidStateError:
+        logger.warning("written after closing gave it up: %s", result)

@@ -1,0 +1,179 @@
+"""Layout ``shards``: many small requests, one after the other in few files that only grow.
+
+``{root}/{tag}/_shards/{shard}/`` holds, for requests that wanted the same sites,
+
+* ``shard.json``: the fields of `Sidecar` that its requests share, above all ``sites``, ``dtype`` and ``hidden_size``;
+* ``{layer}_{hook}.bin``: one flat array ``[all rows, hidden]`` per site, in the model's dtype;
+* ``positions.bin`` and ``token_ids.bin``: int64 ``[all rows]``;
+* ``index.jsonl``: one line per request: ``rows``, its range ``[start, stop]`` in those arrays, and the other fields of
+  `Sidecar`; ``check`` is the CRC-32 of the rest of the line.
+
+A line is appended once the rows it speaks of are on the disk, so the index tells what is whole: whatever a killed
+process left behind it is not there. No shard is ever appended to by a second process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import datetime, timezone
+
+import msgspec
+
+from headgate.capture.sites import Site
+from headgate.consumers.filesystem.layout import Finished, Stored, payload_of
+from headgate.consumers.filesystem.local import LocalStore
+from headgate.consumers.filesystem.names import Target, site_file
+from headgate.consumers.filesystem.shard_index import COLUMN_SUFFIX, INDEX, SHARD, SHARED_FIELDS, index_line
+from headgate.consumers.filesystem.sidecar import ITEM_SIZES, POSITIONS, SHARD_FOLDER, TOKEN_IDS, Sidecar
+from headgate.consumers.filesystem.spool import bytes_of, write_all
+from headgate.consumers.filesystem.store import Published
+
+logger = logging.getLogger(__name__)
+
+_MAX_SHARDS = 256
+"""Shards that can still grow, per writer thread; beyond that the one used longest ago is left as it is."""
+
+
+class ShardLayout:
+    """Appends requests to shards of their tag and sites; see `Layout`.
+
+    Args:
+        store: A local root.
+        shard_bytes: Size at which a shard is full; one request is never cut, so a shard can be larger.
+    """
+
+    def __init__(self, store: LocalStore, *, shard_bytes: int) -> None:
+        self._store = store
+        self._shard_bytes = shard_bytes
+        self._growing: OrderedDict[tuple[str, ...], Shard] = OrderedDict()
+
+    def check_free(self, target: Target) -> None:
+        """Every request has room: equal names are entries of their own."""
+
+    def store(self, finished: Finished) -> Stored:
+        key = (finished.sidecar.tag, *finished.sidecar.sites)
+        shard = self._growing.get(key)
+        if shard is None or shard.num_bytes >= self._shard_bytes or shard.is_damaged:
+            shard = self._growing[key] = Shard(self._store, finished.sidecar)
+        self._growing.move_to_end(key)
+        if len(self._growing) > _MAX_SHARDS:
+            self._growing.popitem(last=False)
+        return shard.add(finished)
+
+    def close(self) -> None:
+        """Nothing stays open between two batches; the next request would begin a new shard."""
+        self._growing.clear()
+
+
+class Shard:
+    """One shard while it grows. Used by one thread.
+
+    Attributes:
+        num_bytes: Of rows, those that `settle` has yet to write included.
+        is_damaged: After a failure that left the index in doubt; such a shard is not appended to again.
+
+    Raises:
+        OSError: If its folder cannot be made.
+    """
+
+    def __init__(self, store: LocalStore, sidecar: Sidecar) -> None:
+        name = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
+        folder = (sidecar.tag, SHARD_FOLDER)
+        sites = [site_file(Site.parse(site)) for site in sidecar.sites]
+        columns = [f"{column}{COLUMN_SUFFIX}" for column in (*sites, POSITIONS, TOKEN_IDS)]
+        shared = {key: value for key, value in msgspec.to_builtins(sidecar).items() if key in SHARED_FIELDS}
+        files: dict[str, Iterable[memoryview]] = dict.fromkeys((*columns, INDEX), ())
+        store.publish_folder(
+            Target(folder, name), files | {SHARD: [memoryview(msgspec.json.encode(shared))]}
+        ).settling.settle()
+        self.num_bytes = 0
+        self.is_damaged = False
+        self._store = store
+        self._folder = (*folder, name)
+        self._path = str(store.root.joinpath(*self._folder))
+        self._sites = sidecar.sites
+        self._row_bytes = sidecar.hidden_size * ITEM_SIZES[sidecar.dtype]
+        self._num_rows = 0  # on the disk
+        self._index_bytes = 0  # on the disk
+        self._pending: list[Finished] = []
+        self._pending_rows = 0
+
+    def add(self, finished: Finished) -> Stored:
+        """Take a request; `settle` writes it."""
+        start = self._num_rows + self._pending_rows
+        num_rows = finished.rows.num_rows
+        self._pending.append(finished)
+        self._pending_rows += num_rows
+        num_bytes = num_rows * (self._row_bytes * len(self._sites) + 2 * ITEM_SIZES["int64"])
+        self.num_bytes += num_bytes
+        published = Published((self._path,), num_bytes, self)
+        payload = payload_of("shards", finished, published, durable=self._store.fsync)
+        return Stored(payload | {"rows": [start, start + num_rows]}, self)
+
+    def settle(self) -> None:
+        """Write what was added since the last call: rows, then the index.
+
+        Raises:
+            OSError: If the disk takes no more: none of it is in the shard then.
+        """
+        if not self._pending:
+            return
+        lines = b"".join(self._lines())
+        try:
+            with self._store.open_folder(*self._folder, make=False) as folder:
+                for name, buffers, width in self._columns():
+                    self._write(folder, name, buffers, self._num_rows * width)
+                self._write(folder, INDEX, [memoryview(lines)], self._index_bytes)
+        except OSError:
+            self._roll_back()
+            raise
+        else:
+            self._num_rows += self._pending_rows
+            self._index_bytes += len(lines)
+        finally:
+            self._pending.clear()
+            self._pending_rows = 0
+
+    def _columns(self) -> Iterator[tuple[str, Iterable[memoryview], int]]:
+        """Each file's name, what to append to it, and its bytes per row."""
+        for name in self._sites:
+            site = Site.parse(name)
+            buffers = (buffer for finished in self._pending for buffer in finished.rows.buffers(site))
+            yield f"{site_file(site)}{COLUMN_SUFFIX}", buffers, self._row_bytes
+        width = ITEM_SIZES["int64"]
+        positions = [bytes_of(finished.rows.positions) for finished in self._pending]
+        yield f"{POSITIONS}{COLUMN_SUFFIX}", positions, width
+        yield f"{TOKEN_IDS}{COLUMN_SUFFIX}", [bytes_of(finished.token_ids) for finished in self._pending], width
+
+    def _lines(self) -> Iterator[bytes]:
+        start = self._num_rows
+        for finished in self._pending:
+            stop = start + finished.rows.num_rows
+            yield index_line(finished.sidecar, start, stop)
+            start = stop
+
+    def _write(self, folder: int, name: str, buffers: Iterable[memoryview], offset: int) -> None:
+        file = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            write_all(file, buffers, offset)
+            if self._store.fsync:
+                os.fsync(file)
+        finally:
+            os.close(file)
+
+    def _roll_back(self) -> None:
+        """Cut the files back to what the index spoke of before; space comes free, and no half line stays."""
+        self.num_bytes = self._num_rows * (self._row_bytes * len(self._sites) + 2 * ITEM_SIZES["int64"])
+        try:
+            os.truncate(f"{self._path}/{INDEX}", self._index_bytes)
+        except OSError as error:
+            logger.warning("%s is not appended to again: %s", self._path, error)
+            self.is_damaged = True
+        for name, _, width in self._columns():
+            with suppress(OSError):  # rows beyond the index are nobody's; the next ones overwrite them
+                os.truncate(f"{self._path}/{name}", self._num_rows * width)

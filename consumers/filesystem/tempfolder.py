@@ -1,0 +1,117 @@
+"""A process's own folder for files in the making, and the removal of what killed processes left."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headgate.capture.errors import ConsumerError
+from headgate.consumers.filesystem.names import slug
+from headgate.consumers.filesystem.sidecar import TEMP_FOLDER
+
+logger = logging.getLogger(__name__)
+
+_OWN = re.compile(r"(?P<host>.+)\.(?P<pid>\d+)\.[0-9a-f]{8}")
+_LOCK = "lock"
+
+
+class TempFolder:
+    """``{root}/.tmp/{host}.{pid}.{token}``, locked as long as its process lives.
+
+    Opening one removes the folders of processes of this host that are gone: the lock, which the kernel drops with the
+    process, tells, so a reused process id does not matter. Any thread may call.
+
+    Raises:
+        OSError: If the root cannot be written to.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._parent = root / TEMP_FOLDER
+        self._parent.mkdir(exist_ok=True)
+        self._host = slug(socket.gethostname())
+        self._path = self._parent / f"{self._host}.{os.getpid()}.{secrets.token_hex(4)}"
+        self._count = itertools.count()
+        self._lock_file: int | None = None
+        self._opening = threading.Lock()  # guards _lock_file and the making of _path
+        with self._exclusively():
+            self._remove_stale()
+            self._make()
+
+    def new_path(self) -> Path:
+        """A path that nobody else uses, on the file system of the root.
+
+        Raises:
+            ConsumerError: If the root is gone.
+        """
+        with self._opening:
+            if not self._path.is_dir():
+                # `.tmp` vouches for the root: a folder without it is not the one that was opened, but for instance the
+                # empty mount point of a volume that went away.
+                if not self._parent.is_dir():
+                    raise ConsumerError(
+                        f"{self._parent.parent} is gone or is not mounted; bring it back, or make {self._parent} to go "
+                        "on in an empty folder"
+                    )
+                with self._exclusively():
+                    self._make()
+        return self._path / str(next(self._count))
+
+    def close(self) -> None:
+        """Remove the folder with everything in it. May be called again."""
+        with self._opening:
+            if self._lock_file is not None:
+                shutil.rmtree(self._path, onerror=_log_failure)
+                os.close(self._lock_file)
+                self._lock_file = None
+
+    def _make(self) -> None:
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+        self._path.mkdir()
+        self._lock_file = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """Keep other processes from looking while folders are made but not yet locked."""
+        file = os.open(self._parent / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
+    def _remove_stale(self) -> None:
+        for path in sorted(self._parent.iterdir()):
+            match = _OWN.fullmatch(path.name)
+            if match and match["host"] == self._host and not path.is_symlink() and _is_abandoned(path):
+                logger.info("removing %s, left by process %s, which is gone", path, match["pid"])
+                shutil.rmtree(path, onerror=_log_failure)
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        file = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True  # its process was killed before it could lock
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+def _log_failure(function: object, path: str, error: object) -> None:
+    logger.warning("cannot remove %s: %s", path, error)

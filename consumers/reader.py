@@ -1,0 +1,269 @@
+"""Reading what the filesystem consumer wrote, in all its layouts, as numpy or torch. Needs no vLLM.
+
+::
+
+    for capture in open_captures("captures"):
+        print(capture.tag, capture.request_id, capture["12.post_mlp"].shape, capture.positions)
+
+Files are mapped: nothing is read before it is used. What a killed process left behind is not there; a file that is
+damaged is refused with `CaptureFileError`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headgate.capture.errors import CaptureFileError
+from headgate.capture.sites import Site, sort_sites
+from headgate.consumers.filesystem.layout import StoredPart
+from headgate.consumers.filesystem.names import slug
+from headgate.consumers.filesystem.raw_layout import read_raw_folder
+from headgate.consumers.filesystem.request_layout import SUFFIX, read_request_file
+from headgate.consumers.filesystem.shard_index import read_shard
+from headgate.consumers.filesystem.sidecar import SHARD_FOLDER, LayoutName
+from headgate.consumers.filesystem.source import Source, open_source
+from headgate.consumers.filesystem.tensorfile import TensorRef
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CaptureFolder", "StoredCapture", "open_capture", "open_captures"]
+
+logger = logging.getLogger(__name__)
+
+
+class StoredCapture:
+    """One request's rows on disk.
+
+    Under pipeline parallelism each stage writes the sites of its own layers; here they are together again.
+
+    Attributes:
+        layout: ``request``, ``shards`` or ``raw``.
+        tag: Its folder.
+        request_id: What the client called it, or the request's own id.
+        name: `request_id` as a file name, with the sample's number if there were several.
+        sites: In the order of the forward pass.
+        num_rows: Rows per site.
+        num_bytes: Bytes of the rows of all sites.
+        metadata: The sidecar: see `headgate.consumers.filesystem.sidecar.Sidecar`.
+        paths: Its files; for ``shards`` the folder of its shard.
+    """
+
+    def __init__(self, source: Source, parts: list[StoredPart]) -> None:
+        first = parts[0]
+        self._source = source
+        self._first = first
+        self._tensors = {name: ref for part in parts for name, ref in part.tensors.items()}
+        self.layout: LayoutName = first.layout
+        self.tag = first.sidecar.tag
+        self.request_id = first.sidecar.request_id
+        self.name = first.sidecar.name
+        self.sites = sort_sites(Site.parse(name) for name in self._tensors)
+        self.num_rows = first.sidecar.num_rows
+        self.num_bytes = sum(ref.num_bytes for ref in self._tensors.values())
+        self.paths = tuple(dict.fromkeys(path for part in parts for path in part.paths))
+        self.metadata: dict[str, Any] = msgspec.to_builtins(first.sidecar)
+        self.metadata["sites"] = [site.name for site in self.sites]
+        for part in parts[1:]:
+            if not np.array_equal(self.positions, self._int64(part.positions)):
+                raise CaptureFileError(f"{part.paths[0]}: not the positions that {first.paths[0]} has")
+
+    def __repr__(self) -> str:
+        sites = ", ".join(site.name for site in self.sites[:3]) + (", ..." if len(self.sites) > 3 else "")
+        return f"<StoredCapture {self.tag}/{self.name} ({self.layout}): {self.num_rows} rows of {sites}>"
+
+    def __getitem__(self, site: Site | str) -> Tensor:
+        """The same as `tensor`."""
+        return self.tensor(site)
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """int64 ``[rows]``, ascending: the absolute position of each row."""
+        return self._int64(self._first.positions)
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        """int64 ``[rows]``: the token whose forward gave the row."""
+        return self._int64(self._first.token_ids)
+
+    @property
+    def is_prefill(self) -> npt.NDArray[np.bool_]:
+        """bool ``[rows]``: True where the row's token was part of the prompt."""
+        return self.positions < self._first.sidecar.num_prompt_tokens
+
+    def tensor(self, site: Site | str) -> Tensor:
+        """``[rows, hidden]`` in the model's own dtype.
+
+        Writing to it changes this copy alone, never the file.
+
+        Args:
+            site: ``"12.post_mlp"``, ``"final_norm"``, an alias such as ``"12.resid_post"``, or a `Site`.
+
+        Raises:
+            KeyError: If the site was not captured; the message lists those that were.
+        """
+        import torch  # reading positions, metadata or numpy needs none
+
+        ref = self._ref(site)
+        data = torch.from_numpy(self._source.array(ref.path, ref.offset, ref.num_bytes))
+        return data.view(getattr(torch, ref.dtype)).reshape(ref.shape)
+
+    def numpy(self, site: Site | str) -> npt.NDArray[Any]:
+        """``[rows, hidden]`` as numpy: float16 and float32 as they are, bfloat16 as float32, which holds it exactly.
+
+        Raises:
+            KeyError: As `tensor` does.
+        """
+        ref = self._ref(site)
+        data = self._source.array(ref.path, ref.offset, ref.num_bytes)
+        if ref.dtype == "bfloat16":
+            return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(ref.shape)
+        return data.view(ref.dtype).reshape(ref.shape)
+
+    def _ref(self, site: Site | str) -> TensorRef:
+        try:
+            name = (site if isinstance(site, Site) else Site.parse(site)).name
+            return self._tensors[name]
+        except (KeyError, ValueError):
+            raise KeyError(f"{site}: not captured; {self!r} has {', '.join(s.name for s in self.sites)}") from None
+
+    def _int64(self, column: npt.NDArray[np.int64] | TensorRef) -> npt.NDArray[np.int64]:
+        if isinstance(column, TensorRef):
+            return self._source.array(column.path, column.offset, column.num_bytes).view(np.int64)
+        return column
+
+
+class CaptureFolder:
+    """All requests in a root of the filesystem consumer. Iterating reads it anew: tags, then names, in their order.
+
+    Attributes:
+        damaged: What the last iteration came across and left out, if the folder was opened with ``strict=False``.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, strict: bool) -> None:
+        self._source, self._root = open_source(os.fspath(root))
+        if not self._source.is_folder(self._root):
+            raise CaptureFileError(f"{root}: no such folder")
+        self._strict = strict
+        self.damaged: list[CaptureFileError] = []
+
+    def __iter__(self) -> Iterator[StoredCapture]:
+        return self._captures(self.tags, "")
+
+    @property
+    def tags(self) -> list[str]:
+        """The tags that have a folder."""
+        names = self._source.names(self._root)
+        return [name for name, is_folder in names if is_folder and not name.startswith((".", "_"))]
+
+    def find(self, request_id: str, tag: str | None = None) -> list[StoredCapture]:
+        """Every capture of `request_id`: one per tag, sample and, in shards, request that used the id again."""
+        tags = self.tags if tag is None else [tag]
+        return [
+            capture
+            for capture in self._captures(tags, slug(request_id))
+            if request_id in (capture.request_id, capture.name)
+        ]
+
+    def __getitem__(self, request_id: str) -> StoredCapture:
+        """The one capture of `request_id`.
+
+        Raises:
+            KeyError: If there is none, or more than one; `find` returns them all.
+        """
+        found = self.find(request_id)
+        if len(found) != 1:
+            what = f"{len(found)} captures, use find(): {found}" if found else "no such capture"
+            raise KeyError(f"{request_id}: {what}")
+        return found[0]
+
+    def _captures(self, tags: list[str], prefix: str) -> Iterator[StoredCapture]:
+        self.damaged = []
+        for tag in tags:
+            stages: dict[tuple[object, ...], list[StoredPart]] = {}
+            seen: Counter[tuple[object, ...]] = Counter()
+            for part in self._parts(f"{self._root}/{tag}", prefix):
+                if part.sidecar.pp_size == 1:
+                    yield StoredCapture(self._source, [part])
+                else:
+                    # An id that was used twice comes twice from each stage, in the same order.
+                    key = _request_key(part)
+                    stages.setdefault((*key, seen[(*key, part.sidecar.pp_rank)]), []).append(part)
+                    seen[(*key, part.sidecar.pp_rank)] += 1
+            for parts in stages.values():
+                yield StoredCapture(self._source, parts)
+
+    def _parts(self, folder: str, prefix: str) -> Iterator[StoredPart]:
+        """What lies in a tag's folder under names that begin with `prefix`, and all that is in its shards."""
+        for name, is_folder in self._source.names(folder):
+            if name == SHARD_FOLDER and is_folder:
+                for shard, _ in self._source.names(f"{folder}/{name}"):
+                    yield from self._shard(f"{folder}/{name}/{shard}")
+            elif name.startswith(prefix) and not name.startswith("."):
+                part = self._file(f"{folder}/{name}", is_folder)
+                if part is not None:
+                    yield part
+
+    def _file(self, path: str, is_folder: bool) -> StoredPart | None:
+        try:
+            return _read_part(self._source, path, is_folder)
+        except CaptureFileError as error:
+            self._note(error)
+            return None
+
+    def _shard(self, path: str) -> Iterator[StoredPart]:
+        try:
+            yield from read_shard(self._source, path)
+        except CaptureFileError as error:
+            self._note(error)
+
+    def _note(self, error: CaptureFileError) -> None:
+        if self._strict:
+            raise error
+        self.damaged.append(error)
+
+
+def open_captures(root: str | os.PathLike[str], *, strict: bool = True) -> CaptureFolder:
+    """Open a root of the filesystem consumer, a folder or an fsspec URL, while it is written to or afterwards.
+
+    Args:
+        root: The consumer's ``root``.
+        strict: Raise on a damaged file; otherwise leave it out and note it in `CaptureFolder.damaged`.
+
+    Raises:
+        CaptureFileError: If there is no such folder.
+    """
+    return CaptureFolder(root, strict=strict)
+
+
+def open_capture(path: str | os.PathLike[str]) -> StoredCapture:
+    """Open one file of the layout ``request`` or one folder of the layout ``raw``.
+
+    Raises:
+        CaptureFileError: If it is neither, or damaged.
+    """
+    source, where = open_source(os.fspath(path))
+    part = _read_part(source, where, source.is_folder(where))
+    if part is None:
+        raise CaptureFileError(f"{path}: not written by headgate's filesystem consumer")
+    return StoredCapture(source, [part])
+
+
+def _read_part(source: Source, path: str, is_folder: bool) -> StoredPart | None:
+    if is_folder:
+        return read_raw_folder(source, path)
+    return read_request_file(source, path) if path.endswith(SUFFIX) else None
+
+
+def _request_key(part: StoredPart) -> tuple[str, ...]:
+    """What the stages of one request have in common."""
+    sidecar = part.sidecar
+    return part.layout, sidecar.name, sidecar.engine_request_id, sidecar.client_request_id
