@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,6 +74,7 @@ def examine(model: str) -> ModelReport:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     config = EngineArgs(model=model, enforce_eager=True, skip_tokenizer_init=True).create_engine_config()
     with _single_process(config), torch.device("meta"):
         built = initialize_model(config)
@@ -113,8 +115,8 @@ def _single_process(config: Any) -> Iterator[None]:
         init_distributed_environment,
     )
 
-    with set_current_vllm_config(config), tempfile.NamedTemporaryFile() as store:
-        init_distributed_environment(1, 0, f"file://{store.name}", 0, "gloo")
+    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
+        init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
         try:
             ensure_model_parallel_initialized(1, 1)
             yield

@@ -1,4 +1,6 @@
-"""One engine run per process, for the GPU tests: ``python engine_runs.py MODE OUT.pt`` with MODE stock, graphs, eager, all.
+"""One engine run per process, for the GPU tests: ``python engine_runs.py MODE OUT.pt``.
+
+MODE is stock (no headgate), graphs (all hook points of four layers), eager (the same) or all (post_mlp of all layers).
 
 Every mode serves the same model folder with random weights and the same prompts; what it saw goes to OUT.pt.
 """
