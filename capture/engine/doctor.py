@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Annotated, Any, NamedTuple
 
@@ -51,6 +52,7 @@ def doctor(
     model: Annotated[str | None, typer.Argument(help="Model folder or name; its sites are listed.")] = None,
 ) -> None:
     """Say what is installed, what would be patched, and what MODEL offers: its sites and the memory they cost."""
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     console = Console()
     healthy = _report_versions(console)
     healthy &= _report_patches(console)
@@ -74,7 +76,6 @@ def examine(model: str) -> ModelReport:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    logging.getLogger("vllm").setLevel(logging.ERROR)
     config = EngineArgs(model=model, enforce_eager=True, skip_tokenizer_init=True).create_engine_config()
     with _single_process(config), torch.device("meta"):
         built = initialize_model(config)
@@ -128,7 +129,7 @@ def _report_versions(console: Console) -> bool:
     for name, version in versions().items():
         console.print(f"[bold]{name}[/] {version}")
     try:
-        check_version()
+        check_version(versions()["vllm"])
     except HeadgateError as error:
         console.print(f"[red]{error}")
         return False
@@ -136,14 +137,14 @@ def _report_versions(console: Console) -> bool:
 
 
 def _report_patches(console: Console) -> bool:
-    from headgate.capture.engine.patches import check_patches
+    from headgate.capture.engine.patches import PATCHES
 
-    table = Table("vLLM attribute", "why headgate wraps it", "state", title="Patches", title_justify="left")
-    checked = check_patches()
-    for patch in checked:
-        table.add_row(patch.target, patch.why, "[green]fits" if patch.problem is None else f"[red]{patch.problem}")
+    table = Table("vLLM attribute", "what headgate's wrapper does", "state", title="Patches", title_justify="left")
+    problems = [patch.problem(import_module(patch.module)) for patch in PATCHES]
+    for patch, problem in zip(PATCHES, problems, strict=True):
+        table.add_row(patch.target, patch.why, "[green]fits" if problem is None else f"[red]{problem}")
     console.print(table)
-    return all(patch.problem is None for patch in checked)
+    return not any(problems)
 
 
 def _report_consumers(console: Console) -> None:

@@ -1,7 +1,8 @@
 """Two ways to capture inside a compiled graph, measured against stock: a traced scatter, and an opaque op.
 
 ``python bench_tap_variants.py VARIANT MODEL`` on a GPU host, VARIANT being stock, traced or opaque: one engine
-each. Every layer's `post_mlp` is a site. Idle: every row goes to the trash row. Active: every row is wanted. Prints one line.
+each. Every layer's `post_mlp` is a site. Idle: every row goes to the trash row. Active: every row is wanted.
+Prints one line.
 """
 
 from __future__ import annotations
