@@ -1,0 +1,122 @@
+"""The dispatch thread: takes rows off the staging memory and deals them out to the consumers' lanes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from headgate.capture.batch import FinalState
+from headgate.capture.handoff import Handoff
+from headgate.capture.lanes import Lane
+from headgate.capture.ledger import LaneRequest
+from headgate.capture.packets import BlockPart, Packet, join, split_by_consumer
+from headgate.capture.sparselog import SparseLog
+from headgate.capture.staging import StagedRows
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBegins:
+    """A request that wants something.
+
+    Attributes:
+        req_id: Internal id. If it is known already, the request under it is given up for this one.
+        requests: Consumer bit to the request in that consumer's lane.
+        is_same_client: That request's results go where this one's go, so that one result is enough for both.
+    """
+
+    req_id: str
+    requests: Mapping[int, LaneRequest]
+    is_same_client: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnds:
+    """Its last rows went ahead of this."""
+
+    req_id: str
+    final: FinalState | None
+
+
+Dispatched = StagedRows | RequestBegins | RequestEnds
+
+
+class Dispatcher:
+    """Deals out what comes through the hand-off, in order, on one daemon thread.
+
+    Rows are copied out of the staging memory once, into memory of their own that all consumers share read-only, and
+    the staging memory is free again before anybody is waited for. Lanes with room are served before it waits for one
+    without.
+
+    Args:
+        handoff: Where the step thread puts; closing it ends the thread, once it is empty.
+        lanes: Consumer bit to lane.
+    """
+
+    def __init__(self, handoff: Handoff[Dispatched], lanes: Mapping[int, Lane]) -> None:
+        self._handoff = handoff
+        self._lanes = lanes
+        self._requests: dict[str, Mapping[int, LaneRequest]] = {}
+        self._log = SparseLog("capture dispatch")
+        self._thread = threading.Thread(target=self._run, name="headgate-dispatch", daemon=True)
+        self.num_errors = 0
+        """Items that could not be dealt out; a bug of ours, logged. Their requests miss the rows and say so."""
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def join(self, close_by: float) -> bool:
+        """Wait for the thread until `close_by` on the monotonic clock; False if it is still at work."""
+        self._thread.join(max(close_by - time.monotonic(), 0))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            item = self._handoff.take(self._patience_s())
+            if item is not None:
+                try:
+                    self._deal(item)
+                except Exception as error:  # noqa: BLE001  the thread must live: staging memory is freed here alone
+                    self.num_errors += 1
+                    self._log.error("rows could not be dispatched; report it as a bug", cause=error)
+            elif self._handoff.is_done:
+                return
+
+    def _patience_s(self) -> float | None:
+        """Seconds until a consumer's call takes too long: finished requests get their error then, come what may."""
+        looks = [look for lane in self._lanes.values() if (look := lane.watch()) is not None]
+        return max(min(looks) - time.monotonic(), 0) if looks else None
+
+    def _deal(self, item: Dispatched) -> None:
+        if isinstance(item, StagedRows):
+            self._deal_rows(item)
+        elif isinstance(item, RequestBegins):
+            for bit, request in self._requests.pop(item.req_id, {}).items():
+                self._lanes[bit].replace(request, is_silent=bit in item.requests and item.is_same_client)
+            self._requests[item.req_id] = item.requests
+            for bit, request in item.requests.items():
+                self._lanes[bit].begin(request)
+        else:
+            for bit, request in self._requests.pop(item.req_id).items():
+                self._lanes[bit].finish(request, item.final)
+
+    def _deal_rows(self, staged: StagedRows) -> None:
+        parts: dict[int, list[BlockPart]] = {}
+        try:
+            staged.wait()
+            copies = [(group, torch.empty_like(rows, device="cpu").copy_(rows)) for group, rows in staged.groups]
+        finally:
+            staged.release()
+        for group, rows in copies:
+            for bit, part in split_by_consumer(group, rows, self._requests):
+                parts.setdefault(bit, []).append(part)
+        packets = [(self._lanes[bit], join(found)) for bit, found in parts.items()]
+        waiting: list[tuple[Lane, Packet]] = [
+            (lane, packet) for lane, packet in packets if not lane.offer(packet, may_wait=False)
+        ]
+        for lane, packet in waiting:
+            lane.offer(packet, may_wait=True)

@@ -1,0 +1,155 @@
+"""What of one request has reached one consumer: the reason why no result says ``ok`` when something is missing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headgate.capture.batch import FinalState, Int64Array
+from headgate.capture.consumer import RequestInfo
+from headgate.capture.results import CaptureResult
+
+SPARE_POSITIONS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """The balance of a finished request. Positions that were computed in vain count for nothing.
+
+    Attributes:
+        wanted: Positions that its selector wants.
+        complete: Those of them that were delivered at every site.
+        dropped: Those of them that overload has cost.
+        surplus: Deliveries that nobody asked for, or that came twice: above 0 only if headgate has a bug.
+    """
+
+    wanted: int
+    complete: int
+    dropped: int
+    surplus: int
+
+    @property
+    def missing(self) -> int:
+        """Wanted positions that are not complete."""
+        return self.wanted - self.complete
+
+
+class Ledger:
+    """Counts, position by position, at how many sites a request's row was delivered.
+
+    The expected positions come from the request's selector and its final length alone, not from what was planned:
+    rows that were never computed (read from the prefix cache, for instance) are found out too.
+
+    Args:
+        request: The request; its sites are those of this worker.
+    """
+
+    def __init__(self, request: RequestInfo) -> None:
+        self._request = request
+        self._num_sites = np.zeros(request.num_prompt_tokens + SPARE_POSITIONS, dtype=np.int32)
+        self._dropped: list[Int64Array] = []
+
+    def deliver(self, positions: Int64Array, num_sites: int) -> None:
+        """Note rows at `positions`, each once, of `num_sites` sites."""
+        top = int(positions[-1]) + 1
+        if top > len(self._num_sites):
+            grown = np.zeros(max(top, 2 * len(self._num_sites)), dtype=np.int32)
+            grown[: len(self._num_sites)] = self._num_sites
+            self._num_sites = grown
+        self._num_sites[positions] += num_sites
+
+    def drop(self, positions: Int64Array) -> None:
+        """Note that rows at `positions` were lost to overload."""
+        self._dropped.append(positions.copy())
+
+    def close(self, final: FinalState) -> Account:
+        """Compare what was delivered with what the request wanted, now that its length is known."""
+        num_rows = final.num_rows
+        positions = np.arange(num_rows, dtype=np.int64)
+        num_prompt = np.full(num_rows, self._request.num_prompt_tokens, dtype=np.int64)
+        is_wanted = self._request.spec.positions.mask(positions, num_prompt)
+        delivered = np.zeros(num_rows, dtype=np.int64)
+        counted = self._num_sites[:num_rows]
+        delivered[: len(counted)] = counted
+        expected = np.where(is_wanted, len(self._request.spec.sites), 0)
+        is_complete = is_wanted & (delivered == expected)
+        lost = np.unique(np.concatenate(self._dropped)) if self._dropped else positions[:0]
+        lost = lost[lost < num_rows]
+        return Account(
+            wanted=int(is_wanted.sum()),
+            complete=int(is_complete.sum()),
+            dropped=int((is_wanted & ~is_complete)[lost].sum()),
+            surplus=int(np.maximum(delivered - expected, 0).sum()),
+        )
+
+
+class LaneRequest:
+    """One request on its way to one consumer.
+
+    Attributes:
+        info: What the consumer knows of it.
+        ledger: What was delivered; written by the consumer's thread, its drops under the lane's lock.
+        failure: Why it ends in ``error``; None so far. This and the rest are guarded by the lane's lock.
+        drop_reason: Why rows of it were dropped, for people.
+        is_begun: The consumer was told of it, and not yet that it is over.
+        is_ended: It got its last row; its result is due.
+        is_reported: Its result is out.
+    """
+
+    __slots__ = ("drop_reason", "failure", "info", "is_begun", "is_ended", "is_reported", "ledger")
+
+    def __init__(self, info: RequestInfo) -> None:
+        self.info = info
+        self.ledger = Ledger(info)
+        self.failure: str | None = None
+        self.drop_reason = ""
+        self.is_begun = False
+        self.is_ended = False
+        self.is_reported = False
+
+
+def judge(request: LaneRequest, account: Account, final: FinalState, *, instance: str, row_bytes: int) -> CaptureResult:
+    """The result of a request that its consumer took, without the payload.
+
+    Args:
+        request: The request.
+        account: Its balance.
+        final: How it ended.
+        instance: The consumer, for the text.
+        row_bytes: Bytes of one row at one site.
+    """
+    result = CaptureResult(
+        status="ok",
+        num_rows=account.complete,
+        num_bytes=account.complete * len(request.info.spec.sites) * row_bytes,
+        dropped_rows=account.dropped,
+    )
+    if account.surplus:
+        result.status = "error"
+        result.error = (
+            f"{instance}: {account.surplus} rows were delivered twice or unasked for; do not use this capture, and "
+            "report it as a bug of headgate"
+        )
+    elif account.missing:
+        result.status = "partial_error"
+        result.error = f"{instance}: {_missing_text(request, account, final)}"
+    return result
+
+
+def _missing_text(request: LaneRequest, account: Account, final: FinalState) -> str:
+    causes = []
+    if account.dropped:
+        causes.append(f"{account.dropped} dropped ({request.drop_reason})")
+    not_computed = account.missing - account.dropped
+    if not_computed:
+        causes.append(
+            f"{not_computed} never captured: not computed before the request ended (status {final.status!r}) or "
+            "read from the prefix cache"
+        )
+    return f"{account.missing} of {account.wanted} wanted positions are missing: {'; '.join(causes)}"
+
+
+def failed(text: str | None) -> CaptureResult:
+    """The result of a request that failed."""
+    return CaptureResult(status="error", error=text)

@@ -1,0 +1,214 @@
+"""How rows get from the memory of the forward pass into host memory: one way for each kind of device.
+
+Shapes: F rows of the flat ring (all sites' slots), D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headgate.capture.batch import Int64Array
+from headgate.capture.config import MIB
+
+PACK_BYTES = 16 * MIB
+NUM_HOST_BUFFERS = 4
+"""Steps that may be under way before the step thread has to wait for the oldest one's small copies."""
+
+
+class Copied(Protocol):
+    """A copy into host memory that may still be under way."""
+
+    def wait(self) -> None:
+        """Wait until the rows are there."""
+        ...
+
+    def release(self) -> None:
+        """Nobody waits for it any more."""
+        ...
+
+
+class Link(Protocol):
+    """Moves slots to the device and rows off it. Step thread only, except for `Copied`."""
+
+    def slots_to_fill(self) -> Int64Array:
+        """Host memory for the next slots, int64 ``[max_tokens]``."""
+        ...
+
+    def send_slots(self, count: int) -> None:
+        """Bring the first `count` slots that were filled in to the device, before the next forward."""
+        ...
+
+    def reserve(self, start: int, stop: int) -> None:
+        """Let the next forward wait until slots ``start : stop`` of the ring were packed, if they still are."""
+        ...
+
+    def follow_forward(self) -> None:
+        """Let what follows wait for the forward that was launched."""
+        ...
+
+    def index_to_fill(self) -> Int64Array:
+        """Host memory for the next flat row indices, int64 ``[max_piece_rows]``."""
+        ...
+
+    def gather(self, count: int, target_ND: Tensor) -> Copied:
+        """Copy the flat rows at the first `count` indices into `target_ND`, which is host memory."""
+        ...
+
+    def mark_packed(self, start: int, stop: int) -> None:
+        """Slots ``start : stop`` are free once everything that was gathered so far is packed."""
+        ...
+
+
+class HostLink:
+    """For a forward pass on the CPU: everything has happened when the call returns."""
+
+    device_bytes = 0
+
+    def __init__(self, flat_FD: Tensor, slots: Tensor, max_piece_rows: int) -> None:
+        self._flat_FD = flat_FD
+        self._slots: Int64Array = slots.numpy()
+        self._index = torch.empty(max_piece_rows, dtype=torch.int64)
+
+    def slots_to_fill(self) -> Int64Array:
+        return self._slots
+
+    def send_slots(self, count: int) -> None:
+        pass
+
+    def reserve(self, start: int, stop: int) -> None:
+        pass
+
+    def follow_forward(self) -> None:
+        pass
+
+    def index_to_fill(self) -> Int64Array:
+        index: Int64Array = self._index.numpy()
+        return index
+
+    def gather(self, count: int, target_ND: Tensor) -> Copied:
+        torch.index_select(self._flat_FD, 0, self._index[:count], out=target_ND)
+        return _DONE
+
+    def mark_packed(self, start: int, stop: int) -> None:
+        pass
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+_DONE = _Done()
+
+
+class CudaLink:
+    """For a forward pass on a GPU: a side stream gathers and copies while the next forward runs.
+
+    All memory is allocated here; a step allocates none. The side stream works in order, so its buffers need no
+    guard against itself; host buffers that the GPU reads are taken in turn, each with an event.
+
+    Args:
+        flat_FD: The ring.
+        slots: int64 ``[max_tokens]`` on the device.
+        max_piece_rows: Upper limit of rows in one `gather`.
+    """
+
+    def __init__(self, flat_FD: Tensor, slots: Tensor, max_piece_rows: int) -> None:
+        device, row_bytes = flat_FD.device, flat_FD.shape[1] * flat_FD.element_size()
+        self._flat_FD = flat_FD
+        self._slots = slots
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._host_slots = _HostBuffers(len(slots))
+        self._host_index = _HostBuffers(max_piece_rows)
+        self._index = torch.empty(max_piece_rows, dtype=torch.int64, device=device)
+        pack_rows = min(max(PACK_BYTES // row_bytes, 1), max_piece_rows)
+        self._pack_PD = torch.empty(pack_rows, flat_FD.shape[1], dtype=flat_FD.dtype, device=device)
+        self._packing: deque[tuple[int, int, torch.cuda.Event]] = deque()
+        self._idle_events: deque[torch.cuda.Event] = deque()
+        self.device_bytes = self._index.nbytes + self._pack_PD.nbytes
+
+    def slots_to_fill(self) -> Int64Array:
+        return self._host_slots.next()
+
+    def send_slots(self, count: int) -> None:
+        self._host_slots.send(self._slots, count, self._compute_stream())
+
+    def reserve(self, start: int, stop: int) -> None:
+        while self._packing and self._packing[0][2].query():  # type: ignore[no-untyped-call]
+            self._idle_events.append(self._packing.popleft()[2])
+        for begin, end, packed in self._packing:
+            if begin < stop and start < end:
+                self._compute_stream().wait_event(packed)
+
+    def follow_forward(self) -> None:
+        self._launched.record(self._compute_stream())
+        self._side.wait_event(self._launched)
+
+    def index_to_fill(self) -> Int64Array:
+        return self._host_index.next()
+
+    def gather(self, count: int, target_ND: Tensor) -> Copied:
+        with torch.cuda.stream(self._side):
+            self._host_index.send(self._index, count, self._side)
+            for start in range(0, count, len(self._pack_PD)):
+                stop = min(start + len(self._pack_PD), count)
+                packed_ND = self._pack_PD[: stop - start]
+                torch.index_select(self._flat_FD, 0, self._index[start:stop], out=packed_ND)
+                target_ND[start:stop].copy_(packed_ND, non_blocking=True)
+        return _CudaCopied(self._record(), self._idle_events)
+
+    def mark_packed(self, start: int, stop: int) -> None:
+        self._packing.append((start, stop, self._record()))
+
+    def _compute_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._slots.device)
+
+    def _record(self) -> torch.cuda.Event:
+        event = self._idle_events.popleft() if self._idle_events else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._side)
+        return event
+
+
+class _CudaCopied:
+    """Dispatch thread. `idle` takes the event back; a deque's ends are safe to use from two threads."""
+
+    __slots__ = ("_event", "_idle")
+
+    def __init__(self, event: torch.cuda.Event, idle: deque[torch.cuda.Event]) -> None:
+        self._event = event
+        self._idle = idle
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def release(self) -> None:
+        self._idle.append(self._event)
+
+
+class _HostBuffers:
+    """Pinned int64 buffers that are filled, sent and used again in turn."""
+
+    def __init__(self, size: int) -> None:
+        self._buffers = [torch.empty(size, dtype=torch.int64, pin_memory=True) for _ in range(NUM_HOST_BUFFERS)]
+        self._sent = [torch.cuda.Event(blocking=True) for _ in range(NUM_HOST_BUFFERS)]  # type: ignore[no-untyped-call]
+        self._at = 0
+
+    def next(self) -> Int64Array:
+        """The next buffer, once the GPU has read what it held last."""
+        self._at = (self._at + 1) % NUM_HOST_BUFFERS
+        self._sent[self._at].synchronize()
+        array: Int64Array = self._buffers[self._at].numpy()
+        return array
+
+    def send(self, target: Tensor, count: int, stream: torch.cuda.Stream) -> None:
+        """Copy the first `count` values of that buffer into `target`. `stream` is the current one."""
+        target[:count].copy_(self._buffers[self._at][:count], non_blocking=True)
+        self._sent[self._at].record(stream)

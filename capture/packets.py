@@ -1,0 +1,135 @@
+"""The rows of one step for one consumer, and how they are cut out of what everybody shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headgate.capture.batch import Int64Array
+from headgate.capture.consumer import RowBlock, RowSpan
+from headgate.capture.ledger import LaneRequest
+from headgate.capture.plan import PackGroup
+from headgate.capture.spans import take_spans
+
+
+class Portion(NamedTuple):
+    """The rows of one request in one block."""
+
+    request: LaneRequest
+    positions: Int64Array
+    num_sites: int
+    num_new: int
+    """How many of the positions no other block of the packet counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """The rows of one step for one consumer.
+
+    Attributes:
+        blocks: The rows.
+        owners: Whose they are: one request for each span of each block.
+    """
+
+    blocks: tuple[RowBlock, ...]
+    owners: tuple[tuple[LaneRequest, ...], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows."""
+        return sum(block.rows.nbytes for block in self.blocks)
+
+    @property
+    def num_rows(self) -> int:
+        """Positions, each once however many sites it has."""
+        return sum(portion.num_new for portion in self.portions())
+
+    def portions(self) -> Iterator[Portion]:
+        """Every request's part of every block."""
+        for block, owners in zip(self.blocks, self.owners, strict=True):
+            for span, request in zip(block.spans, owners, strict=True):
+                # A position may lie in several blocks, one for each set of sites: the first site counts it.
+                is_first = request.info.spec.sites[0] in block.sites
+                num_new = span.stop - span.start if is_first else 0
+                positions = block.positions[span.start : span.stop]
+                yield Portion(request, positions, len(block.sites), num_new)
+
+    def requests(self) -> list[LaneRequest]:
+        """Whose rows these are, each once."""
+        return list(dict.fromkeys(request for owners in self.owners for request in owners))
+
+    def without_failed(self) -> Packet | None:
+        """Leave out the rows of requests that have failed; None if nothing remains."""
+        if all(request.failure is None for request in self.requests()):
+            return self
+        parts = [
+            part
+            for block, owners in zip(self.blocks, self.owners, strict=True)
+            if (part := _keep_spans(block, owners)) is not None
+        ]
+        return join(parts) if parts else None
+
+
+BlockPart = tuple[RowBlock, tuple[LaneRequest, ...]]
+"""A block and the request of each of its spans."""
+
+
+def join(parts: list[BlockPart]) -> Packet:
+    """Make a packet of `parts`."""
+    return Packet(tuple(block for block, _ in parts), tuple(owners for _, owners in parts))
+
+
+def _keep_spans(block: RowBlock, owners: tuple[LaneRequest, ...]) -> BlockPart | None:
+    kept = [(span, owner) for span, owner in zip(block.spans, owners, strict=True) if owner.failure is None]
+    if not kept:
+        return None
+    index = np.concatenate([np.arange(span.start, span.stop) for span, _ in kept])
+    spans, stop = [], 0
+    for span, _ in kept:
+        start, stop = stop, stop + span.stop - span.start
+        spans.append(replace(span, start=start, stop=stop))
+    rows = block.rows.index_select(1, torch.from_numpy(index))
+    kept_block = replace(block, rows=rows, positions=block.positions[index], spans=tuple(spans))
+    return kept_block, tuple(owner for _, owner in kept)
+
+
+def split_by_consumer(
+    group: PackGroup, rows: Tensor, requests: Mapping[str, Mapping[int, LaneRequest]]
+) -> Iterator[tuple[int, BlockPart]]:
+    """Cut the rows of `group` for each consumer that wants any, by its bit.
+
+    Consumers that want every row share the tensor; so do consecutive rows. Others get a copy of theirs.
+
+    Args:
+        group: What the rows are.
+        rows: ``[S, N, hidden]``.
+        requests: Request id, then consumer bit, to the request in that consumer's lane.
+    """
+    wanted = int(np.bitwise_or.reduce(group.masks))
+    wanted_of_all = int(np.bitwise_and.reduce(group.masks))
+    for bit in range(wanted.bit_length()):
+        if not wanted >> bit & 1:
+            continue
+        if wanted_of_all >> bit & 1:
+            positions, spans, chosen = group.positions, group.spans, rows
+        else:
+            index = np.flatnonzero(group.masks >> bit & 1)
+            positions, spans, chosen = group.positions[index], take_spans(group.spans, index), _select(rows, index)
+        owners = tuple(requests[req_id][bit] for req_id, _, _ in spans)
+        row_spans = tuple(
+            RowSpan(request=owner.info, start=start, stop=stop)
+            for owner, (_, start, stop) in zip(owners, spans, strict=True)
+        )
+        yield bit, (RowBlock(sites=group.sites, rows=chosen, positions=positions, spans=row_spans), owners)
+
+
+def _select(rows: Tensor, index: Int64Array) -> Tensor:
+    first, last = int(index[0]), int(index[-1])
+    if last - first + 1 == len(index):
+        return rows[:, first : last + 1]
+    return rows.index_select(1, torch.from_numpy(index))

@@ -1,0 +1,295 @@
+"""Capture in one worker, put together: what is planned, staged, dispatched and delivered, from start to close."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from headgate.capture.assemble import Assembler
+from headgate.capture.batch import BatchView, FinalState, NewRequest
+from headgate.capture.config import CaptureConsumersConfig
+from headgate.capture.consumer import BatchedConsumer, ConsumerContext, ModelInfo, Origin, RequestInfo
+from headgate.capture.dispatch import Dispatched, Dispatcher, RequestBegins, RequestEnds
+from headgate.capture.handoff import Handoff
+from headgate.capture.lanes import Lane, LaneLeft
+from headgate.capture.ledger import LaneRequest
+from headgate.capture.plan import StepPlan, StepPlanner
+from headgate.capture.registry import OpenConsumer, close_consumers, open_consumers
+from headgate.capture.results import CaptureResult
+from headgate.capture.sites import Site
+from headgate.capture.spec import CaptureSpec
+from headgate.capture.staging import StagingRing
+from headgate.capture.stats import CaptureStats
+
+if TYPE_CHECKING:
+    from headgate.capture.transport import ResultOutlet
+
+logger = logging.getLogger("headgate")
+
+WIRE_VERSION = 1
+
+STAGING_GRACE_S = 60.0
+"""Patience with the dispatch thread beyond that with all consumers together: copies, and the GPU."""
+
+DISPATCH_SHARE, LANE_SHARE = 0.5, 0.9
+"""Parts of the time to close after which the dispatch thread, then the consumers, must be through."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CloseReport:
+    """What was left when capture was closed.
+
+    Attributes:
+        lanes: By instance.
+        is_dispatch_stuck: Rows were still being dispatched when time was up.
+        num_unsent: Results and messages that their front end did not acknowledge.
+    """
+
+    lanes: Mapping[str, LaneLeft] = field(default_factory=dict)
+    is_dispatch_stuck: bool = False
+    num_unsent: int = 0
+
+    @property
+    def is_clean(self) -> bool:
+        """Nothing was left."""
+        return not self.is_dispatch_stuck and not self.num_unsent and set(self.lanes.values()) <= {LaneLeft()}
+
+
+class CaptureSession:
+    """Follows the steps of one worker and delivers what its requests want.
+
+    The step thread calls `request_added`, `request_finished`, `step_begins` and `step_ends`, in the engine's order.
+    It never waits for a consumer there, except under ``overload="block"`` and then through the staging memory alone,
+    whose lock no consumer ever holds. `stats` and `close` are for any one other thread.
+
+    Args:
+        config: As configured.
+        model: The model being served.
+        sites: Those that this worker owns, in the order of the ring.
+        consumers: In any order; their bits are their places in ``config.consumers``.
+        staging: The memory that the forward pass writes to.
+        outlet: Where results go.
+        close_outlet: Called last, with the seconds it may take; returns how many messages did not arrive.
+        pp_rank: Pipeline stage of this worker.
+        pp_size: Number of stages.
+
+    Raises:
+        ConfigError: If a spill file cannot be made.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: CaptureConsumersConfig,
+        model: ModelInfo,
+        sites: Sequence[Site],
+        consumers: Sequence[OpenConsumer],
+        staging: StagingRing,
+        outlet: ResultOutlet,
+        close_outlet: Callable[[float], int] | None = None,
+        pp_rank: int = 0,
+        pp_size: int = 1,
+    ) -> None:
+        self.model = model
+        self._sites = frozenset(sites)
+        self._bits = {consumer.spec.instance: consumer.bit for consumer in consumers}
+        self._staging = staging
+        self._outlet = outlet
+        self._close_outlet = close_outlet
+        self._stage = {"stage": pp_rank, "num_stages": pp_size}
+        self._keys: dict[str, str] = {}
+        self._plan: StepPlan | None = None
+        self._planner = StepPlanner(sites)
+        self._patience_s = min(
+            sum(consumer.spec.max_stall_s for consumer in consumers) + STAGING_GRACE_S, threading.TIMEOUT_MAX
+        )
+        self._lanes = {consumer.bit: self._make_lane(consumer, config) for consumer in consumers}
+        self._handoff: Handoff[Dispatched] = Handoff()
+        self._dispatcher = Dispatcher(self._handoff, self._lanes)
+        self._close_report: CloseReport | None = None
+        for lane in self._lanes.values():
+            lane.start()
+        self._dispatcher.start()
+
+    def request_added(self, new: NewRequest) -> None:
+        """Take a request; one that is known under its id is given up for it.
+
+        Raises:
+            RuntimeError: If it names a consumer that this worker does not have: front end and worker disagree.
+        """
+        if new.wire is None or not new.wire["capture"]:
+            return
+        requests = {self._bit(instance): self._request(new, raw) for instance, raw in new.wire["capture"].items()}
+        specs = {bit: request.info.spec for bit, request in requests.items()}
+        key = new.wire["key"]
+        begins = RequestBegins(new.req_id, requests, is_same_client=self._keys.get(new.req_id) == key)
+        if self._handoff.put(begins):
+            self._keys[new.req_id] = key
+            self._planner.add(new.req_id, new.num_prompt_tokens, specs)
+
+    def request_finished(self, req_id: str, final: FinalState | None) -> None:
+        """The request got its last step. One that asked for nothing is not known here.
+
+        Args:
+            req_id: Internal id.
+            final: How it ended; None if nobody knows, which makes its results errors.
+        """
+        if self._keys.pop(req_id, None) is not None:
+            self._planner.remove(req_id)
+            self._handoff.put(RequestEnds(req_id, final))
+
+    def step_begins(self, view: BatchView | None) -> None:
+        """Before the forward of a step; None if it computes nothing for requests."""
+        is_idle = view is None or not self._keys or self._close_report is not None
+        self._plan = None if is_idle or view is None else self._planner.plan(view)
+        self._staging.begin(self._plan)
+
+    def step_ends(self) -> None:
+        """After the forward of the step was launched."""
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            for staged in self._staging.collect(plan, patience_s=self._patience_s):
+                if not self._handoff.put(staged):
+                    staged.release()
+
+    def stats(self) -> CaptureStats:
+        """Counters as of now."""
+        return CaptureStats(
+            **asdict(self._staging.counters),
+            dispatch_errors=self._dispatcher.num_errors,
+            staged_bytes=self._staging.staged_bytes,
+            consumers=tuple(self._lanes[bit].stats() for bit in sorted(self._lanes)),
+        )
+
+    def close(self, timeout_s: float) -> CloseReport:
+        """Take nothing more, deliver what is there, close the consumers, and end every thread.
+
+        What is not through after `timeout_s` seconds is given up: its requests get an error, and a consumer that is
+        still in a call keeps its thread, a daemon, until the call returns. Closing again changes nothing.
+        """
+        if self._close_report is not None:
+            return self._close_report
+        started = time.monotonic()
+        self._handoff.close()
+        if not self._dispatcher.join(started + DISPATCH_SHARE * timeout_s):
+            for lane in self._lanes.values():
+                lane.stop_holding_up()
+        close_by = started + LANE_SHARE * timeout_s
+        is_dispatch_stuck = not self._dispatcher.join(close_by)
+        for lane in self._lanes.values():
+            lane.close(close_by)
+        lanes = {lane.instance: lane.join(close_by) for lane in self._lanes.values()}
+        left_s = max(started + timeout_s - time.monotonic(), 0)
+        num_unsent = 0 if self._close_outlet is None else self._close_outlet(left_s)
+        report = CloseReport(lanes=lanes, is_dispatch_stuck=is_dispatch_stuck, num_unsent=num_unsent)
+        if not report.is_clean:
+            logger.warning("capture was closed before everything was delivered: %s", report)
+        self._close_report = report
+        return report
+
+    def _make_lane(self, consumer: OpenConsumer, config: CaptureConsumersConfig) -> Lane:
+        instance = consumer.consumer
+        return Lane(
+            consumer.spec,
+            Assembler(instance) if isinstance(instance, BatchedConsumer) else instance,
+            partial(self._send, consumer.spec.instance),
+            row_bytes=self._staging.row_bytes,
+            spill_dir=config.spill_dir,
+            takes_siteless=instance.location == "driver",
+        )
+
+    def _bit(self, instance: str) -> int:
+        bit = self._bits.get(instance)
+        if bit is None:
+            raise RuntimeError(
+                f"a request names the consumer {instance!r}, which this worker does not have; it has "
+                f"{', '.join(sorted(self._bits))}. Front end and worker have different configurations: a bug"
+            )
+        return bit
+
+    def _request(self, new: NewRequest, raw: Mapping[str, Any]) -> LaneRequest:
+        """The request as one consumer knows it, with the sites of this worker."""
+        wire = new.wire
+        if wire is None or wire["v"] != WIRE_VERSION:
+            raise RuntimeError(f"request {new.req_id}: expected wire version {WIRE_VERSION}, got {wire}")
+        spec = CaptureSpec.from_wire(raw)
+        num_samples = int(wire["n"])
+        return LaneRequest(
+            RequestInfo(
+                request_id=new.req_id,
+                client_request_id=wire["id"],
+                # With n > 1 vLLM calls the samples "0_ID", "1_ID", ...
+                sample_index=int(new.req_id.split("_", 1)[0]) if num_samples > 1 else 0,
+                num_samples=num_samples,
+                prompt_token_ids=new.prompt_token_ids,
+                spec=replace(spec, sites=tuple(site for site in spec.sites if site in self._sites)),
+                origin=Origin(reply=wire["reply"], key=wire["key"]),
+            )
+        )
+
+    def _send(self, instance: str, request: RequestInfo, result: CaptureResult) -> None:
+        origin = request.origin
+        if origin is None:
+            raise RuntimeError(f"request {request.request_id} has no origin")
+        self._outlet.send_result(
+            reply=origin.reply,
+            key=origin.key,
+            req_id=request.request_id,
+            sample_index=request.sample_index,
+            instance=instance,
+            result=result,
+            **self._stage,
+        )
+
+
+def open_session(
+    *,
+    config: CaptureConsumersConfig,
+    model: ModelInfo,
+    sites: Sequence[Site],
+    staging: StagingRing,
+    pp_rank: int = 0,
+    pp_size: int = 1,
+    versions: Mapping[str, str] | None = None,
+) -> CaptureSession:
+    """Open the configured consumers and a session that sends results over ZMQ. For the arguments see both.
+
+    Raises:
+        ConfigError: If a consumer cannot be opened; those that were are closed.
+    """
+    from headgate.capture.transport import RemoteSink, ZmqOutlet
+
+    opened = open_consumers(config, model=model, location="worker", pp_rank=pp_rank, pp_size=pp_size, versions=versions)
+    outlet = ZmqOutlet()
+    here = {consumer.bit for consumer in opened}
+    stand_ins = []
+    for bit, spec in enumerate(config.consumers):
+        if bit not in here:
+            context = ConsumerContext(
+                instance_name=spec.instance,
+                model=model,
+                pp_rank=pp_rank,
+                pp_size=pp_size,
+                versions=dict(versions or {}),
+            )
+            stand_ins.append(OpenConsumer(bit, spec, RemoteSink(spec, context, outlet)))
+    try:
+        return CaptureSession(
+            config=config,
+            model=model,
+            sites=sites,
+            consumers=[*opened, *stand_ins],
+            staging=staging,
+            outlet=outlet,
+            close_outlet=outlet.close,
+            pp_rank=pp_rank,
+            pp_size=pp_size,
+        )
+    except BaseException:
+        close_consumers(opened, config.close_timeout_s)
+        raise

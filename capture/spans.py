@@ -1,0 +1,24 @@
+"""Spans over rows of a batch: which of consecutive rows are whose."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headgate.capture.batch import Int64Array
+
+RequestSpans = tuple[tuple[str, int, int], ...]
+"""``(req_id, start, stop)``, next to each other, in order."""
+
+
+def take_spans(spans: RequestSpans, index: Int64Array) -> RequestSpans:
+    """The spans of the rows that are left when only those at `index` are kept.
+
+    Args:
+        spans: Together covering ``0 : N``.
+        index: Ascending, each in ``0 : N``.
+    """
+    starts = np.searchsorted(index, [start for _, start, _ in spans]).tolist()
+    stops = np.searchsorted(index, [stop for _, _, stop in spans]).tolist()
+    return tuple(
+        (req_id, start, stop) for (req_id, _, _), start, stop in zip(spans, starts, stops, strict=True) if start < stop
+    )

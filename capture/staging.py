@@ -1,0 +1,249 @@
+"""Static device memory that the forward pass scatters wanted rows into, and the copies out of it.
+
+Shapes: S sites, R ring slots of a site, N rows of a group, D hidden size, A rows of the arena.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headgate.capture.arena import Arena, Lease, round_up
+from headgate.capture.batch import Int64Array
+from headgate.capture.errors import ConfigError
+from headgate.capture.links import Copied, CudaLink, HostLink, Link
+from headgate.capture.plan import PackGroup, StepPlan
+from headgate.capture.sites import Site
+from headgate.capture.spans import take_spans
+from headgate.capture.sparselog import SparseLog
+from headgate.capture.stats import StagingCounters
+
+
+class StagedRows:
+    """Rows of one step, or of a part of it, on their way into host memory. For the dispatch thread.
+
+    Their memory is leased: `wait`, read `groups`, copy out, `release`.
+    """
+
+    def __init__(self, groups: Sequence[PackGroup], arena_AD: Tensor, arena: Arena, lease: Lease, copied: Copied):
+        self._groups = groups
+        self._arena_AD = arena_AD
+        self._arena = arena
+        self._lease = lease
+        self._copied = copied
+
+    def wait(self) -> None:
+        """Wait until the rows have arrived."""
+        self._copied.wait()
+
+    @property
+    def groups(self) -> list[tuple[PackGroup, Tensor]]:
+        """What is there, and its rows: ``[S, N, D]``, a view of the leased memory."""
+        views, start = [], self._lease.start
+        for group in self._groups:
+            shape = len(group.site_ids), len(group.rows), self._arena_AD.shape[1]
+            stop = start + shape[0] * shape[1]
+            views.append((group, self._arena_AD[start:stop].view(shape)))
+            start = stop
+        return views
+
+    def release(self) -> None:
+        """Give the memory back. The views of `groups` are void from here on."""
+        self._copied.release()
+        self._arena.release(self._lease)
+
+
+class StagingRing:
+    """The memory that the forward pass writes captured rows to, and the way out of it.
+
+    A step's rows get consecutive slots of every site's ring, and each step the ones behind the last step's. So the
+    forward of a step waits for the packing of an earlier one only when the ring has gone round. All methods are for
+    the step thread, with the stream of the forward pass current. Nothing is allocated after construction.
+
+    Attributes:
+        buffers: ``[S, R + 1, D]`` on the device; the last slot of each site takes rows that nobody wants. Never moves.
+        slots: int64 ``[max_tokens]`` on the device: the slot of each batch row, ``R`` for one that nobody wants. Never
+            moves; the graph reads ``slots[:n]``.
+        counters: What passed through.
+
+    Args:
+        sites: The worker's sites, in the order of the planner's site ids.
+        num_rows: ``R``; at least `max_tokens`.
+        max_tokens: Upper limit of batch rows in one forward, padding included.
+        hidden_size: ``D``.
+        dtype: Of the rows.
+        device: Where the forward pass runs.
+        staging_bytes: Size of the host memory; pinned if the device is a GPU.
+
+    Raises:
+        ConfigError: If that cannot hold one row of every site.
+    """
+
+    def __init__(
+        self,
+        *,
+        sites: Sequence[Site],
+        num_rows: int,
+        max_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        staging_bytes: int,
+    ) -> None:
+        if num_rows < max_tokens:
+            raise ConfigError(f"capture.ring_rows: {num_rows} rows cannot hold a step of {max_tokens} tokens")
+        self.row_bytes = hidden_size * dtype.itemsize
+        self._num_rows = num_rows
+        self._arena = Arena(staging_bytes // self.row_bytes)
+        self._max_piece_rows = max(self._arena.num_rows // 2, round_up(len(sites)))
+        if self._max_piece_rows > self._arena.num_rows:
+            raise ConfigError(
+                f"capture.staging_bytes: {staging_bytes} bytes cannot hold one row of each of {len(sites)} sites; "
+                f"at least {round_up(len(sites)) * self.row_bytes} are needed"
+            )
+        # Tensors that are made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            self.buffers = torch.zeros(len(sites), num_rows + 1, hidden_size, dtype=dtype, device=device)
+            self.slots = torch.full((max_tokens,), num_rows, dtype=torch.int64, device=device)
+            is_cuda = device.type == "cuda"
+            self._arena_AD = torch.empty(self._arena.num_rows, hidden_size, dtype=dtype, pin_memory=is_cuda)
+            make_link = CudaLink if is_cuda else HostLink
+            link = make_link(self.buffers.view(-1, hidden_size), self.slots, self._max_piece_rows)
+        self._link: Link = link
+        self.device_bytes = self.buffers.nbytes + self.slots.nbytes + link.device_bytes
+        self.counters = StagingCounters()
+        self._log = SparseLog("capture staging")
+        self._next_slot = 0
+        self._base = 0
+        self._num_set = 0
+        self._is_open = False
+
+    @property
+    def staged_bytes(self) -> int:
+        """Host memory in use now. Any thread."""
+        return self._arena.num_leased * self.row_bytes
+
+    def reset(self) -> None:
+        """As new: no row is wanted, and the ring holds zeros."""
+        self.buffers.zero_()
+        self.slots.fill_(self._num_rows)
+        self._next_slot = self._num_set = 0
+        self._is_open = False
+
+    def begin(self, plan: StepPlan | None) -> None:
+        """Choose the slots of a step before its forward; None if nobody wants anything of it.
+
+        Idle steps after an idle step cost a comparison.
+        """
+        self._is_open = plan is not None
+        if plan is None:
+            if self._num_set:
+                self.slots[: self._num_set].fill_(self._num_rows)
+                self._num_set = 0
+            return
+        num_wanted = len(plan.token_rows)
+        self._base = self._next_slot if self._next_slot + num_wanted <= self._num_rows else 0
+        self._next_slot = self._base + num_wanted
+        self._link.reserve(self._base, self._next_slot)
+        num_set = int(plan.token_rows[-1]) + 1
+        num_sent = max(num_set, self._num_set)
+        slots = self._link.slots_to_fill()
+        slots[:num_sent] = self._num_rows
+        slots[plan.token_rows] = np.arange(self._base, self._next_slot)
+        self._link.send_slots(num_sent)
+        self._num_set = num_set
+
+    def collect(self, plan: StepPlan, *, patience_s: float) -> Iterator[StagedRows]:
+        """Start the copies of a step whose forward was launched, and yield them.
+
+        A step that needs more than half of the host memory comes in several parts; each holds all sites of its rows.
+        Each part has to be handed on before the next is asked for, since the next may wait for its memory.
+
+        Args:
+            plan: What `begin` got.
+            patience_s: Seconds to wait without any host memory becoming free; then the rest of the step is lost,
+                which is counted and logged.
+        """
+        if not self._is_open:
+            raise RuntimeError("collect: the step was not begun, or was collected already")
+        self._is_open = False
+        self._link.follow_forward()
+        pieces = self._cut(plan)
+        self.counters.steps += 1
+        for number, groups in enumerate(pieces):
+            count = sum(len(group.site_ids) * len(group.rows) for group in groups)
+            lease = self._lease(count, patience_s)
+            if lease is None:
+                self._count_lost(pieces[number:], patience_s)
+                break
+            yield self._copy(groups, count, lease)
+        self._link.mark_packed(self._base, self._next_slot)
+
+    def _copy(self, groups: Sequence[PackGroup], count: int, lease: Lease) -> StagedRows:
+        index, start = self._link.index_to_fill(), 0
+        stride = self._num_rows + 1
+        for group in groups:
+            num_sites, num_rows = len(group.site_ids), len(group.rows)
+            stop = start + num_sites * num_rows
+            into = index[start:stop].reshape(num_sites, num_rows)
+            np.add.outer(group.site_ids * stride, group.rows + self._base, out=into)
+            start = stop
+        copied = self._link.gather(count, self._arena_AD[lease.start : lease.start + count])
+        self.counters.bytes += count * self.row_bytes
+        self.counters.rows += _num_distinct(groups)
+        return StagedRows(groups, self._arena_AD, self._arena, lease, copied)
+
+    def _lease(self, count: int, patience_s: float) -> Lease | None:
+        lease = self._arena.try_lease(count)
+        if lease is None:
+            started = time.monotonic()
+            lease = self._arena.lease(count, patience_s)
+            self.counters.stalls += 1
+            self.counters.stall_s += time.monotonic() - started
+        return lease
+
+    def _cut(self, plan: StepPlan) -> list[tuple[PackGroup, ...]]:
+        """Groups of `plan` in parts that fit; all sites of a row are in one part."""
+        num_copies = np.zeros(len(plan.token_rows), dtype=np.int64)
+        for group in plan.groups:
+            num_copies[group.rows] += len(group.site_ids)
+        total = np.cumsum(num_copies)
+        if total[-1] <= self._max_piece_rows:
+            return [plan.groups]
+        pieces, start = [], 0
+        while start < len(total):
+            before = int(total[start - 1]) if start else 0
+            stop = int(np.searchsorted(total, before + self._max_piece_rows, side="right"))
+            parts = (_rows_between(group, start, stop) for group in plan.groups)
+            pieces.append(tuple(group for group in parts if group is not None))
+            start = stop
+        return pieces
+
+    def _count_lost(self, pieces: Sequence[Sequence[PackGroup]], patience_s: float) -> None:
+        self.counters.dropped_rows += sum(_num_distinct(groups) for groups in pieces)
+        self._log.error(f"rows were dropped: no staging memory became free for {patience_s:g} s")
+
+
+def _num_distinct(groups: Sequence[PackGroup]) -> int:
+    if len(groups) == 1:
+        return len(groups[0].rows)
+    return len(np.unique(np.concatenate([group.rows for group in groups])))
+
+
+def _rows_between(group: PackGroup, start: int, stop: int) -> PackGroup | None:
+    """The group's rows at offsets ``start : stop`` of the step's wanted rows."""
+    index: Int64Array = np.flatnonzero((group.rows >= start) & (group.rows < stop))
+    if not len(index):
+        return None
+    return replace(
+        group,
+        rows=group.rows[index],
+        positions=group.positions[index],
+        masks=group.masks[index],
+        spans=take_spans(group.spans, index),
+    )
