@@ -113,8 +113,11 @@ class StoredCapture:
         import torch  # reading positions, metadata or numpy needs none
 
         ref = self._ref(site)
+        dtype = getattr(torch, ref.dtype)
+        if not ref.num_bytes:
+            return torch.empty(ref.shape, dtype=dtype)
         data = torch.from_numpy(self._source.array(ref.path, ref.offset, ref.num_bytes))
-        return data.view(getattr(torch, ref.dtype)).reshape(ref.shape)
+        return data.view(dtype).reshape(ref.shape)
 
     def numpy(self, site: Site | str) -> npt.NDArray[Any]:
         """``[rows, hidden]`` as numpy: float16 and float32 as they are, bfloat16 as float32, which holds it exactly.

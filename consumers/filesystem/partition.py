@@ -70,7 +70,7 @@ class Partition:
         running = self._running[request.request_id] = _Running(request)
         try:
             self._layout(request).check_free(self._target(request))
-        except (ConsumerError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  (whatever it is, it is this request's outcome)
             self._fail(running, error)
 
     def append(self, chunks: Sequence[tuple[str, Chunk]]) -> None:
@@ -79,8 +79,8 @@ class Partition:
             running = self._running.get(request_id)
             if running is None or running.error is not None:
                 continue  # failed before, and said so in the log; its outcome will say so too
-            running.spool.append(chunk)
             self._held_bytes += chunk.num_bytes
+            running.spool.append(chunk)
             if running.spool.held_bytes > self._max_request_bytes:
                 self._spill(running)
         if self._held_bytes > self._memory_bytes:
@@ -176,7 +176,7 @@ class Partition:
         before = running.spool.held_bytes
         try:
             running.spool.spill(self._temp_path())
-        except (ConsumerError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  (whatever it is, it is this request's outcome)
             self._fail(running, error)
         self._held_bytes -= before - running.spool.held_bytes
 

@@ -78,7 +78,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     def to_strings(self) -> dict[str, str]:
         """The form that safetensors metadata takes: text as it is, everything else as JSON."""
         return {
-            key: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+            key: value if key in _TEXT_FIELDS else msgspec.json.encode(value).decode()
             for key, value in msgspec.to_builtins(self).items()
         }
 

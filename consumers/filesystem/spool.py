@@ -96,7 +96,7 @@ class Spool:
             self._path = path
         for chunk in self._chunks:
             if chunk.data is not None:
-                write_all(self._file, [bytes_of(chunk.data)], self._file_bytes)
+                write_all(self._file, [bytes_of(np.ascontiguousarray(chunk.data))], self._file_bytes)
                 chunk.offset = self._file_bytes
                 self._file_bytes += chunk.num_bytes
                 self.held_bytes -= chunk.num_bytes

@@ -1,0 +1,177 @@
+"""Example requests with known rows, and a feed that drives a consumer with them as headgate does, without threads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headgate.capture.assemble import Assembler
+from headgate.capture.batch import FinalState, Int64Array
+from headgate.capture.consumer import (
+    BatchedConsumer,
+    CaptureConsumer,
+    CapturedRequest,
+    FinishedRequest,
+    ModelInfo,
+    RequestInfo,
+    RowBlock,
+    RowSpan,
+    StreamingConsumer,
+)
+from headgate.capture.sites import FINAL_NORM_SITE, HookPoint, Site, sort_sites
+from headgate.capture.spec import CaptureSpec
+
+EXAMPLE_MODEL = ModelInfo(
+    name="example-model",
+    num_layers=4,
+    hidden_size=16,
+    dtype="bfloat16",
+    sites=sort_sites(
+        [
+            *(Site(layer, hook) for layer in range(4) for hook in (HookPoint.PRE_ATTN, HookPoint.POST_MLP)),
+            FINAL_NORM_SITE,
+        ]
+    ),
+)
+"""A model that exists only here: `pre_attn` and `post_mlp` of four layers, and the final norm, can be captured."""
+
+TIMEOUT_S = 60.0
+"""How long anything may take before a test says that it hangs."""
+
+
+class ExampleRequest:
+    """A request with known rows: each value follows from the request's id, the site and the position alone.
+
+    Args:
+        spec: What it wants.
+        request_id: Its id inside the engine.
+        prompt: Tokens of the prompt.
+        output: Tokens that were generated; the last one has no row.
+        status: How it ended.
+        model: The model's shape.
+    """
+
+    def __init__(
+        self,
+        spec: CaptureSpec,
+        request_id: str = "request-1",
+        *,
+        prompt: int = 5,
+        output: int = 4,
+        status: str = "stop",
+        model: ModelInfo = EXAMPLE_MODEL,
+    ) -> None:
+        self._model = model
+        self._seed = list(request_id.encode())
+        token_ids = np.random.default_rng(self._seed).integers(0, 50_000, prompt + output, dtype=np.int64)
+        self.final = FinalState(num_prompt_tokens=prompt, token_ids=token_ids, status=status)
+        self.info = RequestInfo(
+            request_id=request_id,
+            client_request_id=f"client-{request_id}",
+            prompt_token_ids=token_ids[:prompt],
+            spec=CaptureSpec(
+                sites=spec.sites,
+                positions=spec.positions.resolve(prompt, "positions"),
+                options=spec.options,
+            ),
+        )
+
+    def wanted(self, start: int = 0, stop: int | None = None) -> Int64Array:
+        """The positions from `start` up to `stop`, by default the request's end, that its selector selects."""
+        positions = np.arange(start, self.final.num_rows if stop is None else stop, dtype=np.int64)
+        num_prompt = np.full(len(positions), self.info.num_prompt_tokens, dtype=np.int64)
+        return positions[self.info.spec.positions.mask(positions, num_prompt)]
+
+    def rows(self, site: Site, positions: Int64Array) -> Tensor:
+        """``[len(positions), hidden]`` in the model's dtype."""
+        model = self._model
+        rows = np.empty((len(positions), model.hidden_size))
+        for index, position in enumerate(positions):
+            seed = [*self._seed, model.sites.index(site), int(position)]
+            rows[index] = np.random.default_rng(seed).normal(size=model.hidden_size)
+        return torch.from_numpy(rows).to(getattr(torch, model.dtype))
+
+    def expected(self) -> CapturedRequest:
+        """What a consumer should have of it at the end."""
+        positions = self.wanted()
+        return CapturedRequest(
+            request=self.info,
+            final=self.final,
+            sites=self.info.spec.sites,
+            rows={site: self.rows(site, positions) for site in self.info.spec.sites},
+            positions=positions,
+            token_ids=self.final.token_ids[positions],
+        )
+
+
+class Feed:
+    """Drives one consumer on the calling thread: `begin`, `step` as often as need be, `finish`."""
+
+    def __init__(self, consumer: CaptureConsumer) -> None:
+        assert isinstance(consumer, BatchedConsumer | StreamingConsumer), "subclass one of these two"
+        self.consumer = consumer
+        self._sink = Assembler(consumer) if isinstance(consumer, BatchedConsumer) else consumer
+
+    def begin(self, *requests: ExampleRequest) -> None:
+        """Announce requests."""
+        for request in requests:
+            self._sink.begin(request.info)
+
+    def step(self, spans: Mapping[ExampleRequest, tuple[int, int]], *, sites_per_block: int | None = None) -> None:
+        """One step of the model: for each request the positions ``start : stop``, as far as they are wanted.
+
+        Args:
+            spans: By request, in the order of the batch; requests that want the same sites share a block.
+            sites_per_block: Cut blocks so that none has more sites; None leaves them whole.
+        """
+        groups: dict[tuple[Site, ...], list[tuple[ExampleRequest, Int64Array]]] = {}
+        for request, (start, stop) in spans.items():
+            positions = request.wanted(start, stop)
+            if len(positions):
+                groups.setdefault(request.info.spec.sites, []).append((request, positions))
+        blocks = [
+            make_block(sites[first : first + (sites_per_block or len(sites))], group)
+            for sites, group in groups.items()
+            for first in range(0, len(sites), sites_per_block or len(sites))
+        ]
+        before = [block.rows.clone() for block in blocks]
+        if blocks:
+            self._sink.write(blocks)
+        for block, rows in zip(blocks, before, strict=True):
+            assert torch.equal(block.rows.view(torch.uint8), rows.view(torch.uint8)), "rows are shared: do not write"
+
+    def finish(self, request: ExampleRequest, *, dropped_rows: int = 0) -> Any:
+        """End a request; return its payload, waiting for it if the consumer gave a future."""
+        finished = FinishedRequest(request=request.info, final=request.final, dropped_rows=dropped_rows)
+        payload = self._sink.finish(finished)
+        return payload.result(TIMEOUT_S) if isinstance(payload, Future) else payload
+
+    def finish_later(self, request: ExampleRequest) -> Any:
+        """End a request; return what the consumer returned, be it a payload or a future."""
+        return self._sink.finish(FinishedRequest(request=request.info, final=request.final))
+
+    def abandon(self, request: ExampleRequest) -> None:
+        """Tell the consumer that a request failed and will not be finished."""
+        self._sink.abandon(request.info)
+
+    def whole(self, request: ExampleRequest) -> Any:
+        """A request from beginning to end, its rows in one step; return its payload."""
+        self.begin(request)
+        self.step({request: (0, request.final.num_rows)})
+        return self.finish(request)
+
+
+def make_block(sites: Sequence[Site], group: Sequence[tuple[ExampleRequest, Int64Array]]) -> RowBlock:
+    """One block with the rows of several requests, one after the other."""
+    spans, stop = [], 0
+    for request, positions in group:
+        start, stop = stop, stop + len(positions)
+        spans.append(RowSpan(request=request.info, start=start, stop=stop))
+    rows = torch.stack([torch.cat([request.rows(site, positions) for request, positions in group]) for site in sites])
+    positions = np.concatenate([positions for _, positions in group])
+    return RowBlock(sites=tuple(sites), rows=rows, positions=positions, spans=tuple(spans))

@@ -1,0 +1,125 @@
+"""Every built-in consumer holds to the contract that plugin authors are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from headgate.capture.consumer import CapturedRequest
+from headgate.consumers.filesystem import FilesystemConsumer
+from headgate.consumers.logging import LoggingConsumer
+from headgate.consumers.memory import CapturedRows, MemoryConsumer
+from headgate.consumers.reader import open_captures
+from headgate.consumers.testing import ConsumerContract
+
+
+class TestLogging(ConsumerContract):
+    consumer_class = LoggingConsumer
+
+    def check_payload(self, payload: Any, expected: CapturedRequest) -> None:
+        shapes = {site.name: list(rows.shape) for site, rows in expected.rows.items()}
+        assert payload == {"num_rows": len(expected.positions), "shapes": shapes}
+
+
+class TestMemory(ConsumerContract):
+    consumer_class = MemoryConsumer
+
+    def check_payload(self, payload: Any, expected: CapturedRequest) -> None:
+        assert isinstance(payload, CapturedRows)
+        assert payload.sites == expected.sites
+        for site in expected.sites:
+            assert payload[site].dtype == expected.rows[site].dtype
+            assert torch.equal(payload[site.name], expected.rows[site])
+        assert np.array_equal(payload.positions, expected.positions)
+        assert np.array_equal(payload.token_ids, expected.token_ids)
+        assert np.array_equal(payload.is_prefill, expected.is_prefill)
+        assert payload.status == expected.final.status
+
+
+class FilesystemContract(ConsumerContract):
+    consumer_class = FilesystemConsumer
+    layout: ClassVar[str]
+    further: ClassVar[Mapping[str, Any]] = {}
+
+    def params(self, folder: Path) -> Mapping[str, Any]:
+        self.root = folder / "captures"
+        return {"root": str(self.root), "layout": self.layout, "threads": 2, **self.further}
+
+    def bad_specs(self) -> Mapping[str, Any]:
+        hooks = {"post_mlp": [1]}
+        return {
+            "tag": {"hooks": hooks, "tag": "../elsewhere"},
+            "request_id": {"hooks": hooks, "request_id": "a/b"},
+            "layout": {"hooks": hooks, "layout": "parquet"},
+        }
+
+    def check_payload(self, payload: Any, expected: CapturedRequest) -> None:
+        assert payload["layout"] == self.layout
+        assert payload["num_rows"] == len(expected.positions)
+        assert all(Path(path).exists() for path in payload["paths"])
+        capture = open_captures(self.root)[expected.request.client_request_id]
+        assert capture.sites == expected.sites
+        for site in expected.sites:
+            assert torch.equal(capture[site], expected.rows[site])
+        assert np.array_equal(capture.positions, expected.positions)
+        assert np.array_equal(capture.token_ids, expected.token_ids)
+        assert capture.metadata["status"] == expected.final.status
+
+
+class TestFilesystemRequest(FilesystemContract):
+    layout = "request"
+
+
+class TestFilesystemRaw(FilesystemContract):
+    layout = "raw"
+
+
+class TestFilesystemShards(FilesystemContract):
+    layout = "shards"
+
+
+class TestFilesystemSpilling(FilesystemContract):
+    """Every row goes through a temporary file."""
+
+    layout = "request"
+    further: ClassVar[Mapping[str, Any]] = {"max_request_bytes": 1, "fsync": False}
+
+
+class TestFilesystemShortOfMemory(FilesystemContract):
+    """Requests take turns in going to their temporary files, and shards hold one request each."""
+
+    layout = "shards"
+    further: ClassVar[Mapping[str, Any]] = {"memory_bytes": 1, "shard_bytes": 1, "fsync": False}
+
+
+class TestFilesystemRemote(FilesystemContract):
+    layout = "request"
+
+    @pytest.fixture(autouse=True)
+    def empty_memory(self) -> None:
+        import fsspec
+
+        files = fsspec.filesystem("memory")
+        if files.exists("/captures"):
+            files.rm("/captures", recursive=True)
+
+    def params(self, folder: Path) -> Mapping[str, Any]:
+        self.root = "memory://captures"
+        return {"root": self.root, "layout": self.layout}
+
+    def check_payload(self, payload: Any, expected: CapturedRequest) -> None:
+        capture = open_captures(self.root)[expected.request.client_request_id]
+        assert len(payload["paths"]) == (1 if self.layout == "request" else 2 * len(expected.sites))
+        for site in expected.sites:
+            assert torch.equal(capture[site], expected.rows[site])
+        assert np.array_equal(capture.positions, expected.positions)
+        assert np.array_equal(capture.token_ids, expected.token_ids)
+
+
+class TestFilesystemRemoteRaw(TestFilesystemRemote):
+    layout = "raw"
