@@ -1,0 +1,1 @@
+"""The demo of the README: `make demo`."""

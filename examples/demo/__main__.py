@@ -1,0 +1,87 @@
+"""``make demo``: serve a chat model with stock vLLM, capture activations of real requests, show them, check them.
+
+Usage, from the repository: ``.venv/bin/python -m examples.demo [--out FOLDER] [--dtype float32|bfloat16]``. Everything
+goes into ``demo-output/``. The exit status is 1 if a capture failed or differs from Hugging Face's activations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from examples.demo.account import console, section, show_check, show_files, show_requests
+from examples.demo.check import compare
+from examples.demo.picture import draw
+from examples.demo.requests import ASKS, EVERY_HOOK, Answer, send_all
+from examples.demo.server import Server, ServerError
+from examples.model import ModelError, ensure_model
+from headgate.consumers.reader import open_captures
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+"""Largest relative error of one vector: order of summation in fp32, 8 bits of mantissa in bf16."""
+
+
+def main() -> int:
+    """Run the demo."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for everything that is written")
+    parser.add_argument("--dtype", choices=sorted(TOLERANCE), default="float32", help="what the model is served in")
+    options = parser.parse_args()
+    try:
+        model = ensure_model()
+        return run(model, options.out, options.dtype)
+    except (ModelError, ServerError) as error:
+        console.print(f"[red]demo failed:[/red] {error}")
+        return 1
+
+
+def run(model: Path, out: Path, dtype: str) -> int:
+    """Serve, ask, show; returns the exit status."""
+    captures = out / "captures"
+    shutil.rmtree(captures, ignore_errors=True)
+    captures.mkdir(parents=True)
+    answers = serve_and_ask(model, out, captures, dtype)
+    folder = open_captures(captures)
+    show_requests(answers)
+    show_files(folder, captures)
+    failed = [answer for answer in answers if answer.ask.capture and answer.result.get("status") != "ok"]
+    for answer in failed:
+        console.print(f"[red]{answer.ask.name}: {answer.result or 'no capture_results in the response'}[/red]")
+    if failed:
+        return 1
+    section("Check", "the request 'capital' again in Hugging Face transformers, with forward hooks")
+    errors = compare(model, folder["capital"], dtype)
+    is_right = show_check(errors, TOLERANCE[dtype])
+    picture = out / "residual-stream.png"
+    draw(folder["sea"], model, picture)
+    section("Picture", f"{picture}: the residual stream of the request 'sea'")
+    return 0 if is_right else 1
+
+
+def serve_and_ask(model: Path, out: Path, captures: Path, dtype: str) -> list[Answer]:
+    """Start the server, send the requests, stop the server."""
+    capture = {
+        "consumers": [{"name": "filesystem", "params": {"root": str(captures.resolve())}}],
+        "sites": EVERY_HOOK,
+    }
+    server = Server(model, capture=capture, dtype=dtype, log=out / "server.log")
+    section("Serve", f"{model.name} in {dtype} with stock vLLM; every hook point of every layer can be captured")
+    started = time.monotonic()
+    with console.status("vllm serve is starting ..."), server:
+        console.print(f"ready after {time.monotonic() - started:.0f} s at {server.url} (log: {server.log})")
+        console.print(f"sending {len(ASKS)} chat requests at once ...")
+        asked = time.monotonic()
+        answers = asyncio.run(send_all(server.url, model.name))
+        took = time.monotonic() - asked
+    num_prompt = sum(answer.num_prompt_tokens for answer in answers)
+    num_answer = sum(answer.num_answer_tokens for answer in answers)
+    console.print(f"served {num_prompt} prompt tokens and {num_answer} answer tokens in {took:.1f} s")
+    return answers
+
+
+if __name__ == "__main__":
+    sys.exit(main())

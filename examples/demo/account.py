@@ -1,0 +1,77 @@
+"""What the demo prints."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from examples.demo.check import EXPLAINED, HookError
+from examples.demo.requests import Answer
+from headgate.consumers.reader import CaptureFolder
+
+console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+
+
+def section(title: str, line: str) -> None:
+    """A heading and what follows it."""
+    console.print(f"\n[bold cyan]{title}[/bold cyan]  {line}")
+
+
+def table_of(*columns: str) -> Table:
+    """An empty table; a column whose name begins with ``>`` is aligned to the right."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
+    return table
+
+
+def show_requests(answers: list[Answer]) -> None:
+    """Who asked what, and what was captured of it."""
+    section("Requests", "each with its own selection")
+    table = table_of("request", "question and answer", "captured", ">rows")
+    for answer in answers:
+        text = f"{answer.ask.question}\n[green]{shorten(answer.text)}[/green]"
+        table.add_row(answer.ask.name, text, answer.ask.wants, str(answer.result.get("num_rows", "")))
+    console.print(table)
+
+
+def show_files(folder: CaptureFolder, root: Path) -> None:
+    """What lies on the disk now, as the reader sees it."""
+    section("Files", f"under {root}, read back with open_captures()")
+    table = table_of("file", ">sites", ">rows", "dtype", ">size")
+    num_vectors = num_bytes = 0
+    for capture in folder:
+        name = Path(capture.paths[0]).relative_to(root.resolve())
+        if capture.layout == "raw":
+            name = name.parent / f"{name.name} and {len(capture.paths) - 1} more"
+        counts = (str(len(capture.sites)), str(capture.num_rows), str(capture.metadata["dtype"]))
+        table.add_row(str(name), *counts, f"{capture.num_bytes / 1e6:.2f} MB")
+        num_vectors += len(capture.sites) * capture.num_rows
+        num_bytes += capture.num_bytes
+    console.print(table)
+    console.print(f"{num_vectors} vectors, {num_bytes / 1e6:.1f} MB")
+
+
+def show_check(errors: list[HookError], tolerance: float) -> bool:
+    """The largest error of each hook point; returns whether all of them are within `tolerance`."""
+    table = table_of("hook point", "", ">layers", ">vectors", ">max error", ">max relative error")
+    for error in errors:
+        layers = "-" if error.hook == "final_norm" else str(error.num_sites)
+        numbers = (str(error.num_rows), f"{error.largest:.1e}", f"{error.relative:.1e}")
+        table.add_row(error.hook, EXPLAINED[error.hook], layers, *numbers)
+    console.print(table)
+    worst = max(error.relative for error in errors)
+    verdict = "[green]equal[/green]" if worst <= tolerance else "[red]NOT EQUAL[/red]"
+    console.print(
+        f"{verdict}: the largest relative error of a vector is {worst:.1e} (at most {tolerance:.0e} is allowed)"
+    )
+    return worst <= tolerance
+
+
+def shorten(text: str, width: int = 60) -> str:
+    """The beginning of `text` in one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else f"{line[: width - 3]}..."

@@ -1,0 +1,69 @@
+"""One request as a picture: how long the residual stream is at each layer and token, and where it turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import numpy.typing as npt
+from transformers import AutoTokenizer
+
+from headgate.consumers.reader import StoredCapture
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+Float64Array = npt.NDArray[np.float64]
+
+
+def draw(capture: StoredCapture, model: Path, target: Path) -> None:
+    """Draw `post_mlp` of every layer of `capture` into the PNG file `target`."""
+    stream = np.stack([capture.numpy(site) for site in capture.sites if str(site.hook) == "post_mlp"])  # [L, N, D]
+    tokens = token_labels(capture, model)
+    num_prompt = int(capture.is_prefill.sum())
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(17, 7.5), width_ratios=(2.1, 1), layout="constrained", facecolor="white"
+    )
+    figure.suptitle(f"Residual stream of one chat request, captured while vLLM served it: {model.name}", fontsize=14)
+    draw_norms(figure, left, np.linalg.norm(stream.astype(np.float64), axis=-1), tokens, num_prompt)
+    draw_similarity(figure, right, layer_similarity(stream[:, 1:].astype(np.float64)))
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
+def draw_norms(figure: Any, axes: Any, norm_LN: Float64Array, tokens: list[str], num_prompt: int) -> None:
+    """Heat map of vector lengths, layer by token; the answer begins at the white line."""
+    image = axes.imshow(np.log10(norm_LN), origin="lower", aspect="auto", cmap="viridis", interpolation="nearest")
+    axes.axvline(num_prompt - 0.5, color="white", linewidth=1.5)
+    axes.text(num_prompt - 1, len(norm_LN) - 1.2, "prompt", color="white", ha="right", va="top")
+    axes.text(num_prompt, len(norm_LN) - 1.2, "answer", color="white", ha="left", va="top")
+    axes.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=6.5, family="monospace")
+    axes.set_ylabel("layer")
+    axes.set_title("Length of the stream leaving each layer (post_mlp), by token")
+    bar = figure.colorbar(image, ax=axes, pad=0.01)
+    bar.set_label("log10 of the Euclidean length")
+
+
+def draw_similarity(figure: Any, axes: Any, similarity_LL: Float64Array) -> None:
+    """Heat map of the mean cosine between the stream at two layers."""
+    image = axes.imshow(similarity_LL, origin="lower", cmap="magma", interpolation="nearest")
+    axes.set_xlabel("layer")
+    axes.set_ylabel("layer")
+    axes.set_title("Cosine between layers, mean over tokens\n(without the first, an attention sink)")
+    figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
+
+
+def layer_similarity(stream_LND: Float64Array) -> Float64Array:
+    """``[L, L]``: mean over tokens of the cosine between two layers' vectors of the same token."""
+    unit_LND = stream_LND / np.linalg.norm(stream_LND, axis=-1, keepdims=True)
+    similarity: Float64Array = np.einsum("and,bnd->ab", unit_LND, unit_LND) / stream_LND.shape[1]
+    return similarity
+
+
+def token_labels(capture: StoredCapture, model: Path) -> list[str]:
+    """The text of each row's token, with spaces and line breaks made visible."""
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    texts = tokenizer.batch_decode([[token] for token in capture.token_ids.tolist()])
+    return [text.replace("\n", "\\n").replace(" ", "\u2423") for text in texts]
