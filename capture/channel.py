@@ -7,8 +7,10 @@ death of either end is noticed by the other or of no concern to it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +24,9 @@ logger = logging.getLogger("headgate")
 
 MAX_IPC_PATH = 107
 """Bytes that Linux allows for the path of a Unix socket."""
+
+CLOSING_INTERVAL_S = 0.1
+"""How often a waiting `Channel.send` looks whether the channel is being closed."""
 
 
 class Channel:
@@ -41,6 +46,7 @@ class Channel:
         self._messages_on_the_way = 0
         self._is_stuck = False
         self._is_dead = False
+        self._is_closing = False
         self._lock = threading.Lock()
         self._socket = context.socket(zmq.DEALER)
         # The window is the limit, not ZMQ's high-water marks, which would also drop acknowledgements.
@@ -75,32 +81,31 @@ class Channel:
             return True
 
     def close(self, timeout_s: float) -> int:
-        """Wait until everything sent was acknowledged; return how many messages never were."""
+        """Wait until everything sent was acknowledged; return how many messages never were. Ends a waiting `send`."""
         deadline = time.monotonic() + timeout_s
-        if not self._lock.acquire(timeout=max(timeout_s, 0)):
-            return self._messages_on_the_way
-        try:
+        self._is_closing = True
+        with self._lock:
             while self._messages_on_the_way and not self._is_dead and (left := deadline - time.monotonic()) > 0:
                 self._receive(left)
             unacknowledged = self._messages_on_the_way
             self._disconnect()
             return unacknowledged
-        finally:
-            self._lock.release()
 
     def _has_room(self, num_bytes: int, timeout_s: float | None) -> bool:
         if timeout_s is not None:
             # One timeout is enough: until it moves again, nobody waits for it.
             deadline = time.monotonic() + (0 if self._is_stuck else timeout_s)
-            while (
-                not self._is_dead and self._bytes_on_the_way and num_bytes > self._window_bytes - self._bytes_on_the_way
-            ):
+            while self._is_full(num_bytes) and not self._is_dead:
                 left = deadline - time.monotonic()
-                if left <= 0:
+                if left <= 0 or self._is_closing:
                     self._is_stuck = True
                     return False
-                self._receive(left)
+                self._receive(min(left, CLOSING_INTERVAL_S))
         return not self._is_dead
+
+    def _is_full(self, num_bytes: int) -> bool:
+        """One message that is larger than the window goes alone."""
+        return self._bytes_on_the_way > 0 and self._bytes_on_the_way + num_bytes > self._window_bytes
 
     def _receive(self, timeout_s: float) -> None:
         """Take in acknowledgements, and the news that the other end is gone, waiting for the first."""
@@ -109,8 +114,9 @@ class Channel:
         ready = self._poller.poll(math.ceil(timeout_s * 1000))
         while ready:
             if any(socket is self._peer_gone for socket, _ in ready):
-                self._lose(self._messages_on_the_way)
+                num_lost = self._messages_on_the_way
                 self._disconnect()
+                self._lose(num_lost)
                 return
             self._bytes_on_the_way -= acknowledged(self._socket.recv())
             self._messages_on_the_way -= 1
@@ -124,10 +130,13 @@ class Channel:
         self.lost += num_messages
 
     def _disconnect(self) -> None:
+        if self._is_dead:
+            return
         self._is_dead = True
         self._bytes_on_the_way = self._messages_on_the_way = 0
         self._poller = zmq.Poller()
         self._socket.disable_monitor()
+        self._peer_gone.close(linger=0)
         self._socket.close(linger=0)
 
 
@@ -143,8 +152,22 @@ class Inbox:
         malformed: Messages that `handle` refused or failed on; each was dropped.
     """
 
-    def __init__(self, address: str, handle: Callable[[Sequence[zmq.Frame]], None], *, name: str) -> None:
+    def __init__(
+        self,
+        address: str,
+        handle: Callable[[Sequence[zmq.Frame]], None],
+        *,
+        name: str,
+        watch: Callable[[], float | None] | None = None,
+    ) -> None:
         """Listen at `address` (``ipc://PATH``) and start the thread, called `name`.
+
+        Args:
+            address: Where.
+            handle: Takes the frames of one message.
+            name: Of the thread.
+            watch: Called on the thread after each message, and when the time on the monotonic clock has come that
+                it returned; None for "after the next message".
 
         Raises:
             UnsupportedError: If the address cannot be bound.
@@ -157,6 +180,7 @@ class Inbox:
         self.address = address
         self.malformed = 0
         self._handle = handle
+        self._watch = watch
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -183,26 +207,35 @@ class Inbox:
 
         Called once. The thread then ends by itself when the handler returns.
         """
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)  # ZMQ leaves it behind
         self._stop_sender.send(b"")
         self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return False
-        self._stop_sender.close(linger=0)
-        self._context.term()
-        return True
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._stop_receiver, zmq.POLLIN)
         poller.register(self._socket, zmq.POLLIN)
-        while not any(socket is self._stop_receiver for socket, _ in poller.poll()):
-            identity, *frames = self._socket.recv_multipart(copy=False)
-            self._take(frames)
-            num_bytes = sum(len(frame) for frame in frames)
-            self._socket.send_multipart([identity, acknowledgement(num_bytes)])
-            del frames  # a consumer may keep them; this thread must not while it waits
-        self._socket.close(linger=0)
-        self._stop_receiver.close(linger=0)
+        while True:
+            ready = [socket for socket, _ in poller.poll(self._time_left_ms())]
+            if self._stop_receiver in ready:
+                break
+            if ready:
+                self._read()
+        # Here and not in `close`, which may have given up waiting. Nobody else uses the sockets any more.
+        for socket in (self._socket, self._stop_receiver, self._stop_sender):
+            socket.close(linger=0)
+        self._context.term()
+
+    def _read(self) -> None:
+        identity, *frames = self._socket.recv_multipart(copy=False)
+        self._take(frames)
+        self._socket.send_multipart([identity, acknowledgement(sum(len(frame) for frame in frames))])
+
+    def _time_left_ms(self) -> int | None:
+        due = None if self._watch is None else self._watch()
+        return None if due is None else max(math.ceil((due - time.monotonic()) * 1000), 0)
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
         try:

@@ -188,7 +188,7 @@ class ZmqOutlet:
             channels = [*self._results.values(), *self._rows.values()]
         unacknowledged = sum(channel.close(max(deadline - time.monotonic(), 0)) for channel in channels)
         if self._context is not None:
-            self._context.destroy(linger=0)
+            self._context.term()
         return unacknowledged
 
     def _send(self, channels: dict[str, Channel], address: str, frames: Frames, *, timeout_s: float | None) -> bool:
