@@ -35,8 +35,8 @@ class BatchView:
         for name in ("starts", "num_scheduled", "num_computed"):
             array = getattr(self, name)
             # A longer array, such as vLLM's query_start_loc with its closing entry, would broadcast over one request.
-            assert array.shape == (len(self.req_ids),), f"{name}: {array.shape} for {len(self.req_ids)} requests"
-            assert array.dtype == np.int64, f"{name}: {array.dtype}, expected int64"
+            if array.shape != (len(self.req_ids),) or array.dtype != np.int64:
+                raise AssertionError(f"{name}: {array.dtype} {array.shape}, expected int64 ({len(self.req_ids)},)")
 
     @property
     def num_tokens(self) -> int:

@@ -112,7 +112,8 @@ class Indices:
 
     def wanted(self, num_prompt: int) -> range | tuple[int, ...]:
         first, last = self.values[0], self.values[-1]
-        assert first >= 0, f"{self} is not resolved"
+        if first < 0:
+            raise AssertionError(f"{self} is not resolved")
         step = self.values[1] - first if len(self.values) > 1 else 1
         spaced = range(first, last + 1, step)
         return spaced if len(spaced) == len(self.values) and tuple(spaced) == self.values else self.values
@@ -154,7 +155,8 @@ class Span:
         return chosen if self.stop is None else chosen & (positions < self.stop)
 
     def wanted(self, num_prompt: int) -> range:
-        assert self.start >= 0, f"{self} is not resolved"
+        if self.start < 0 or (self.stop is not None and self.stop < 0):
+            raise AssertionError(f"{self} is not resolved")
         return range(self.start, _NO_END if self.stop is None else self.stop, self.step)
 
     def needs_prompt(self, num_prompt: int) -> bool:

@@ -139,7 +139,8 @@ class WantReader:
     def __init__(self, sites: Sequence[Site]) -> None:
         self._sites = tuple(sites)
         self._ids = {site: index for index, site in enumerate(sites)}
-        assert len(self._ids) == len(self._sites), f"a site is listed twice: {sites}"
+        if len(self._ids) != len(self._sites):
+            raise AssertionError(f"a site is listed twice: {sites}")
         self._site_sets: WeakValueDictionary[tuple[int, ...], SiteSet] = WeakValueDictionary()
         self._lists: WeakValueDictionary[tuple[int, ...], PositionList] = WeakValueDictionary()
         self._shapes: WeakValueDictionary[object, Shape] = WeakValueDictionary()
@@ -166,7 +167,8 @@ class WantReader:
         """In the order of the lowest consumer of each."""
         terms: _Terms = {}
         for bit, spec in sorted(specs.items()):
-            assert 0 <= bit < MAX_CONSUMERS, f"consumer bit {bit} does not fit a mask"
+            if not 0 <= bit < MAX_CONSUMERS:
+                raise AssertionError(f"consumer bit {bit} does not fit a mask")
             owned = [self._ids[site] for site in spec.sites if site in self._ids]
             wanted = spec.positions.wanted(num_prompt)
             if owned and wanted:

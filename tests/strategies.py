@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from headgate.capture.batch import BatchView
+from headgate.capture.batch import BatchView, Int64Array
 from headgate.capture.errors import RequestError
 from headgate.capture.positions import NAMED, Indices, Named, PositionSelector, Span
 from headgate.capture.sites import FINAL_NORM_SITE, HookPoint, Site, sort_sites
@@ -177,13 +177,13 @@ class _Simulation:
             return 1
         return num_left if self.tape.below(2) == 0 else 1 + self.tape.below(num_left)
 
-    def _starts(self, counts: np.ndarray) -> np.ndarray:
+    def _starts(self, counts: Int64Array) -> Int64Array:
         """Mostly one request after the other; now and then with rows between them, or not in the batch's order."""
         if self.tape.seldom():
             gaps = np.array([self.tape.below(3) for _ in counts], dtype=np.int64)
-            ends = np.cumsum((counts + gaps)[::-1])[::-1]
+            ends: Int64Array = np.cumsum((counts + gaps)[::-1])[::-1]
             return ends - counts
-        return np.cumsum(counts) - counts
+        return (np.cumsum(counts) - counts).astype(np.int64)
 
 
 @st.composite
