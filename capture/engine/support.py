@@ -17,7 +17,7 @@ def versions() -> dict[str, str]:
     import torch
     import vllm
 
-    return {"headgate": version("headgate"), "vllm": vllm.__version__, "torch": torch.__version__}
+    return {"headgate": version("headgate"), "vllm": str(vllm.__version__), "torch": str(torch.__version__)}
 
 
 def check_version(found: str) -> None:
