@@ -1,25 +1,40 @@
 """What a layer's source computes with, as symbols: tensors as sums of atoms, and everything else as is.
 
-Additions stay visible, every other operation makes a new atom that remembers which sums it read.
+Additions stay visible, every other operation makes a new atom that remembers which sums it read. A `Tape` holds what
+one path through the source computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch
 from torch import nn
+
+NO_TENSOR = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "is_contiguous", "stride"}
+"""Attributes and methods of a tensor that are none themselves."""
+
+_SAME_VALUES = {"contiguous", "clone", "view", "reshape", "flatten", "squeeze", "unsqueeze", "type_as"}
+_PURE = (isinstance, len, hasattr, getattr, bool, type, min, max)
+_IDENTITIES = (torch.clone, torch.dropout, nn.functional.dropout)
+_ROW_SHARDING = ("reduce_scatter", "all_gather", "sequence_parallel")
 
 
 class Unknown:
-    """What cannot be known from the source: the value of an attribute without an instance, a shape, ..."""
+    """What the source does not tell: the value of an attribute without an instance, a shape, ..."""
 
     def __repr__(self) -> str:
         return "UNKNOWN"
 
 
 UNKNOWN: Final = Unknown()
+SELF: Final = object()
+"""The layer itself."""
+
+Key = int | str
+"""An argument of a call: its position or its keyword."""
 
 Reads = frozenset[frozenset[int]]
 
@@ -34,6 +49,7 @@ class Atom:
         element: Which element of the module's tuple it is; 0 also if it returned no tuple.
         argument: Name of the layer's parameter if it is one, else "".
         reads: The sums holding the layer's input stream that it was computed from, as sets of atom numbers.
+        text: The source of the operation, if it is no module's.
     """
 
     number: int
@@ -41,6 +57,7 @@ class Atom:
     element: int = 0
     argument: str = ""
     reads: Reads = frozenset()
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +81,13 @@ class Sum:
         """Whether an atom is in it twice."""
         return len(self.numbers) < len(self.terms)
 
+    def plus(self, other: Sum) -> Sum:
+        """The sum of both."""
+        return Sum(self.terms + other.terms)
+
     def scaled(self, factor: str) -> Sum:
         """The same with every atom multiplied by `factor`."""
         return Sum(tuple((atom, (*factors, factor)) for atom, factors in self.terms))
-
-    def reads(self, stream: Iterable[int]) -> Reads:
-        """What an operation on it reads: itself if it holds the stream, else what its atoms had read."""
-        if not self.numbers.isdisjoint(stream):
-            return frozenset([self.numbers])
-        return frozenset[frozenset[int]]().union(*(atom.reads for atom, _ in self.terms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,43 +108,21 @@ class Plain:
 Value = Sum | Items | Plain
 
 
-@dataclass(slots=True)
-class Cell:
-    """What a name is bound to: two names share one after ``a = b``, so that ``a += c`` is seen through both."""
-
-    value: Value
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of a submodule, or of something else that made a new tensor.
 
     Attributes:
         module: Path of the module, below the layer; "" if it is none.
-        inputs: Its tensor arguments; the key is a position or a keyword.
+        inputs: Its tensor arguments.
         output: What it returned; of a fused add and norm the normed tensor.
         added: Of a fused add and norm, ``x, residual = norm(x, residual)``, the new residual; else None.
     """
 
     module: str
-    inputs: Mapping[int | str, Sum]
+    inputs: Mapping[Key, Sum]
     output: Atom
     added: Sum | None = None
-
-
-@dataclass(slots=True)
-class Path:
-    """One way through ``forward``.
-
-    Attributes:
-        inputs: Atoms of the parameters that carry the stream.
-        calls: In order.
-        result: What it returns.
-    """
-
-    inputs: dict[str, Atom] = field(default_factory=dict)
-    calls: list[Call] = field(default_factory=list)
-    result: Value = field(default_factory=lambda: Plain(None))
 
 
 class NotUnderstoodError(Exception):
@@ -138,7 +131,8 @@ class NotUnderstoodError(Exception):
 
 def is_norm(path: str, module: object = UNKNOWN) -> bool:
     """Whether a submodule normalises: by its class where there is one, or by its name."""
-    name = path.rpartition(".")[2].lower()
+    words = [word for word in path.lower().split(".") if not word.isdecimal()]
+    name = words[-1] if words else ""
     by_name = "norm" in name or name.startswith(("ln_", "ln1", "ln2")) or name.endswith("_ln") or name == "ln"
     return by_name or (isinstance(module, nn.Module) and "norm" in type(module).__name__.lower())
 
@@ -147,3 +141,127 @@ def is_identity(path: str, module: object = UNKNOWN) -> bool:
     """Whether a submodule returns its input unchanged when serving."""
     name = path.rpartition(".")[2].lower()
     return isinstance(module, nn.Dropout | nn.Identity) or "dropout" in name or "drop_path" in name
+
+
+@dataclass(slots=True)
+class Tape:
+    """What one path through ``forward`` computed.
+
+    Attributes:
+        inputs: Atoms of the parameters that carry the stream, by name.
+        calls: In order.
+    """
+
+    inputs: dict[str, Atom] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    _count: int = 0
+
+    def argument(self, name: str, *, is_stream: bool) -> Sum:
+        """A parameter of the layer."""
+        atom = self._atom(argument=name)
+        if is_stream:
+            self.inputs[name] = atom
+        return Sum(((atom, ()),))
+
+    def operation(self, text: str, *values: Value) -> Sum:
+        """The result of something that is no module and no sum."""
+        inputs: dict[Key, Sum] = {index: value for index, value in enumerate(values) if isinstance(value, Sum)}
+        return self._call("", inputs, self.reads(*values), text=text)
+
+    def module(self, path: str, module: object, args: Mapping[Key, Value]) -> Value:
+        """The result of calling the submodule at `path`; a fused add and norm returns two."""
+        inputs = {key: value for key, value in args.items() if isinstance(value, Sum)}
+        first, residual = inputs.get(0), inputs.get(1, inputs.get("residual"))
+        if first is None or residual is None or not is_norm(path, module):
+            return self._call(path, inputs, self.reads(*args.values()))
+        # A norm that is handed one tensor twice cannot mean to add them: it hands the second one through.
+        added = residual if residual == first else first.plus(residual)
+        return Items((self._call(path, inputs, self.reads(added), added), added))
+
+    def function(self, called: Value, args: Sequence[Value], text: str) -> Value:
+        """The result of calling something that is no module of the layer, written `text`."""
+        function: Any = called.value if isinstance(called, Plain) else UNKNOWN
+        known = [arg.value for arg in args if isinstance(arg, Plain) and not _is_symbol(arg.value)]
+        if len(known) == len(args) and any(function is pure for pure in _PURE):
+            return Plain(function(*known))
+        if len(known) == len(args) and function is range:
+            return Items(tuple(Plain(index) for index in range(*known)))
+        if args and any(function is identity for identity in _IDENTITIES):
+            return args[0]
+        if function is torch.add and len(args) == 2 and isinstance(args[0], Sum) and isinstance(args[1], Sum):
+            return args[0].plus(args[1])
+        self.check_deferred(text, args)
+        if self.reads(*args) and any(word in text for word in _ROW_SHARDING):
+            raise NotUnderstoodError(f"{text}(...) spreads the rows of the batch over ranks")
+        return self.operation(f"{text}(...)", *args)
+
+    def method(self, name: str, value: Value, args: Sequence[Value], text: str) -> Value:
+        """The result of a tensor's method, written `text`."""
+        if name in NO_TENSOR:
+            return Plain()
+        if name in _SAME_VALUES:
+            return value
+        if name in ("add", "add_") and isinstance(value, Sum) and len(args) == 1 and isinstance(args[0], Sum):
+            return value.plus(args[0])
+        return self.operation(text, value, *args)
+
+    def element(self, value: Value, index: int) -> Value:
+        """Element `index` of a tuple."""
+        if isinstance(value, Items) and -len(value.values) <= index < len(value.values):
+            return value.values[index]
+        atom = value.atom if isinstance(value, Sum) else None
+        if atom is None or not atom.module:
+            return self.operation("an element of a result", value)
+        if index == atom.element:
+            return value
+        return Sum(((self._atom(module=atom.module, element=index, reads=atom.reads), ()),))
+
+    def elements(self, value: Value, count: int) -> list[Value]:
+        """What ``a, b, ... = value`` binds to `count` names."""
+        if isinstance(value, Items) and len(value.values) == count:
+            return list(value.values)
+        return [self.element(value, index) for index in range(count)]
+
+    def reads(self, *values: Value) -> Reads:
+        """What an operation on `values` reads of the stream."""
+        stream = {atom.number for atom in self.inputs.values()}
+        found: set[frozenset[int]] = set()
+        for value in values:
+            if isinstance(value, Items):
+                found |= self.reads(*value.values)
+            elif isinstance(value, Sum) and not value.numbers.isdisjoint(stream):
+                found.add(value.numbers)
+            elif isinstance(value, Sum):
+                found |= {reads for atom, _ in value.terms for reads in atom.reads}
+        return frozenset(found)
+
+    def is_tensor(self, value: Value) -> bool:
+        """Whether it cannot be None; an optional argument, or a module's second result, may be."""
+        if not isinstance(value, Sum):
+            return isinstance(value, Items)
+        atom = value.atom
+        return atom is None or atom.argument in self.inputs or (bool(atom.module) and atom.element == 0)
+
+    def check_deferred(self, called: str, values: Sequence[Value]) -> None:
+        """Refuse a call that is handed a norm, or the layer: it may call it, or do its work, where no hook sees it."""
+        for value in values:
+            if not isinstance(value, Plain):
+                continue
+            is_callable = value.value is UNKNOWN or callable(value.value)
+            if value.value is SELF or (is_callable and value.path and is_norm(value.path, value.value)):
+                raise NotUnderstoodError(f"{called}(...) is handed {value.path or 'the layer'} and may bypass it")
+
+    def _call(
+        self, path: str, inputs: Mapping[Key, Sum], reads: Reads, added: Sum | None = None, text: str = ""
+    ) -> Sum:
+        output = self._atom(module=path, reads=reads, text=text)
+        self.calls.append(Call(path, inputs, output, added))
+        return Sum(((output, ()),))
+
+    def _atom(self, **known: Any) -> Atom:
+        self._count += 1
+        return Atom(self._count, **known)
+
+
+def _is_symbol(value: object) -> bool:
+    return value is UNKNOWN or value is SELF
