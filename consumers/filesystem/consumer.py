@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from headgate.capture.consumer import (
     ConsumerContext,
@@ -59,10 +58,12 @@ class FilesystemConsumer(StreamingConsumer):
     location = "worker"
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
+        import torch  # not at the top: reading captures loads this module and needs no torch
+
         super().__init__(params, context)
         self._settings = parse_params(params)
         self._store = _open_store(self._settings)
-        self._dtype: torch.dtype = getattr(torch, context.model.dtype)
+        self._dtype = getattr(torch, context.model.dtype)
         self._outstanding: set[Outcome] = set()
         self._outstanding_lock = threading.Lock()  # guards _outstanding, which writer threads take from
         self._partitions = [self._new_partition() for _ in range(self._settings.threads)]
@@ -151,6 +152,8 @@ class FilesystemConsumer(StreamingConsumer):
 
     def _bytes_of(self, block: RowBlock) -> npt.NDArray[np.uint8]:
         """A block's rows as uint8 ``[S, N, row_bytes]``."""
+        import torch
+
         hidden_size = self.context.model.hidden_size
         if block.rows.dtype != self._dtype or block.rows.shape[2] != hidden_size:
             given = f"{block.rows.dtype} and width {block.rows.shape[2]}"

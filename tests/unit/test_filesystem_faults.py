@@ -249,6 +249,20 @@ def test_what_was_reported_survives_kill_9(tmp_path: Path, layout: str) -> None:
         check(tmp_path, *(files.request(client_id=name) for name in found))
 
 
+@each_layout
+def test_a_real_full_disk_is_survived(tmp_path: Path, layout: str) -> None:
+    fill = f"{sys.executable} -m tests.unit.filling {tmp_path} {layout}"
+    script = f"mount -t tmpfs -o size=800k none {tmp_path} && exec {fill}"
+    may_mount = ["unshare", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", str(tmp_path)]
+    if shutil.which("unshare") is None or subprocess.run(may_mount, check=False, capture_output=True).returncode:
+        pytest.skip("needs a mount namespace of its own")
+
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", script]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=300)
+
+    assert done.returncode == 0, done.stderr
+
+
 def run(module: str, *args: object) -> str:
     """Run a module of the tests in a process of its own; return what it prints."""
     command = [sys.executable, "-m", module, *map(str, args)]
