@@ -179,6 +179,7 @@ class Inbox:
             )
         self.address = address
         self.malformed = 0
+        self._is_closing = False
         self._handle = handle
         self._watch = watch
         self._context = zmq.Context()
@@ -205,11 +206,13 @@ class Inbox:
     def close(self, timeout_s: float) -> bool:
         """Stop listening; False if the handler did not return within `timeout_s` seconds.
 
-        Called once. The thread then ends by itself when the handler returns.
+        The thread then ends by itself when the handler returns; closing again waits for it again.
         """
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)  # ZMQ leaves it behind
-        self._stop_sender.send(b"")
+        if not self._is_closing:
+            self._is_closing = True
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)  # ZMQ leaves it behind
+            self._stop_sender.send(b"")
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -113,7 +113,7 @@ class ResultHub:
         """`folder`: where the private folder is made; the system's folder for temporary files if None."""
         self._parent_folder = folder
         self._openers: list[Opener] = []
-        self._of_parent: list[Inbox] = []
+        self._of_parent: list[object] = []
         self._single: set[str] = set()
         self._inbox: Inbox | None = None
         self._closers: list[Closer] = []
@@ -291,7 +291,8 @@ class ResultHub:
         self._lock = threading.Lock()
         self._open_lock = threading.Lock()
         if self._inbox is not None:
-            self._of_parent.append(self._inbox)  # its sockets are the parent's: never closed, nor collected, here
+            # Their sockets are the parent's: never closed here, nor collected.
+            self._of_parent += [self._inbox, *self._closers]
         self._inbox = None
         self._closers = []
         self._expected: dict[str, _Expected] = {}
