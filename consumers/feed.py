@@ -139,9 +139,13 @@ class Feed:
             for sites, group in groups.items()
             for first in range(0, len(sites), sites_per_block or len(sites))
         ]
-        before = [block.rows.clone() for block in blocks]
         if blocks:
-            self._sink.write(blocks)
+            self.write(blocks)
+
+    def write(self, blocks: Sequence[RowBlock]) -> None:
+        """Hand over blocks as they are; `step` makes them."""
+        before = [block.rows.clone() for block in blocks]
+        self._sink.write(blocks)
         for block, rows in zip(blocks, before, strict=True):
             assert torch.equal(block.rows.view(torch.uint8), rows.view(torch.uint8)), "rows are shared: do not write"
 

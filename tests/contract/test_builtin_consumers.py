@@ -47,7 +47,7 @@ class FilesystemContract(ConsumerContract):
     further: ClassVar[Mapping[str, Any]] = {}
 
     def params(self, folder: Path) -> Mapping[str, Any]:
-        self.root = folder / "captures"
+        self.root: Path | str = folder / "captures"
         return {"root": str(self.root), "layout": self.layout, "threads": 2, **self.further}
 
     def bad_specs(self) -> Mapping[str, Any]:

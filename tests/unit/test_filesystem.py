@@ -249,7 +249,7 @@ def test_after_drops_the_positions_that_every_site_has_are_kept(tmp_path: Path) 
         files.feed.begin(request)
         files.feed.step({request: (0, 2)})
         # Of position 2 one site is lost, of position 3 every site.
-        files.feed.consumer.write([make_block(sites[1:], [(request, np.array([2]))])])  # type: ignore[attr-defined]
+        files.feed.write([make_block(sites[1:], [(request, np.array([2]))])])
         files.feed.step({request: (4, 6)})
         files.feed.finish(request, dropped_rows=2)
 
@@ -277,7 +277,7 @@ def test_a_missing_row_that_was_not_dropped_is_an_error_and_not_a_file(tmp_path:
     with capturing(tmp_path) as files:
         request = files.request()
         files.feed.begin(request)
-        files.feed.consumer.write([make_block(request.info.spec.sites[1:], [(request, np.array([0]))])])  # type: ignore[attr-defined]
+        files.feed.write([make_block(request.info.spec.sites[1:], [(request, np.array([0]))])])
 
         with pytest.raises(ConsumerError, match="differ in their positions"):
             files.feed.finish(request)
@@ -298,4 +298,4 @@ def test_rows_that_are_not_the_model_s_are_refused(tmp_path: Path, shape: tuple[
         )
 
         with pytest.raises(ConsumerError, match="the model has"):
-            files.feed.consumer.write([wrong])  # type: ignore[attr-defined]
+            files.feed.write([wrong])

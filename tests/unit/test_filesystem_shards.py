@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_damage_can_be_left_out_and_noted(tmp_path: Path) -> None:
 
 
 def test_requests_with_other_sites_or_tags_have_shards_of_their_own(tmp_path: Path) -> None:
-    wishes = [
+    wishes: list[dict[str, Any]] = [
         {"hooks": {"post_mlp": [1]}},
         {"hooks": {"post_mlp": [2]}},
         {"hooks": {"post_mlp": [1]}, "tag": "other"},
