@@ -116,6 +116,20 @@ class DriverHost:
         return partial(_close, feeds)
 
 
+def open_drivers(
+    hub: ResultHub, *, config: CaptureConsumersConfig, model: ModelInfo, versions: Mapping[str, str] | None = None
+) -> DriverHost:
+    """Put the driver-located consumers of `config` to work beside `hub`, now.
+
+    Raises:
+        ConfigError: If one cannot be loaded or opened.
+        UnsupportedError: If the hub cannot listen.
+    """
+    host = DriverHost(config, model=model, hub=hub, versions=versions)
+    _ = hub.address
+    return host
+
+
 class _Feed:
     """One consumer: where its rows come in, what is arriving, and its lane."""
 

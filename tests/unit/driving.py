@@ -21,7 +21,7 @@ from headgate.capture.consumer import (
     Origin,
     RequestInfo,
 )
-from headgate.capture.driver import DriverHost
+from headgate.capture.driver import DriverHost, open_drivers
 from headgate.capture.errors import ConfigError
 from headgate.capture.hub import ResultHub
 from headgate.capture.registry import GROUP
@@ -89,8 +89,7 @@ def config(*consumers: CaptureConsumerSpec) -> CaptureConsumersConfig:
 def hosting(folder: Path, *consumers: CaptureConsumerSpec) -> Iterator[tuple[ResultHub, DriverHost]]:
     """A front end with some consumers, which ends cleanly."""
     hub = ResultHub(folder=str(folder))
-    host = DriverHost(config(*consumers), model=MODEL, hub=hub)
-    assert hub.address
+    host = open_drivers(hub, config=config(*consumers), model=MODEL)
     try:
         yield hub, host
     finally:

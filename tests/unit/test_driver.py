@@ -11,10 +11,11 @@ import zmq
 
 from headgate.capture.config import CaptureConsumerSpec
 from headgate.capture.consumer import CapturedRequest, Origin
+from headgate.capture.ledger import LaneRequest
 from headgate.capture.results import CaptureResult
 from headgate.capture.transport import ZmqOutlet, rows_address
 from tests.unit.driving import FLOW, WHOLE, Worker, assert_rows, expect, flow, hosting, result, whole
-from tests.unit.pipeline import ROW_BYTES, TIMEOUT_S, Gate, at_gate
+from tests.unit.pipeline import ROW_BYTES, TIMEOUT_S, Gate, Reports, at_gate, final_state, packet, running
 
 pytestmark = pytest.mark.usefixtures("driver_consumers")
 
@@ -185,6 +186,28 @@ def test_rows_lost_on_the_way_are_in_the_result(folder: Path, outlet: ZmqOutlet)
             str(answer.error)
         )
         assert_rows(whole(host).captured[0], 1, [0, 1])
+
+
+def test_rows_that_the_workers_queue_dropped_are_in_the_result(folder: Path) -> None:
+    outlet, gate, num_steps = ZmqOutlet(window_bytes=1), Gate(), 50
+    with hosting(folder, CaptureConsumerSpec(name="flow", queue_bytes=1)) as (hub, host):
+        flow(host).behave = at_gate(gate, "write")
+        worker = Worker(hub, outlet, "flow")
+        request = LaneRequest(worker.request())
+        expect(hub, "flow")
+        with running(worker.sink, Reports(), overload="drop", queue_bytes=5 * 3 * ROW_BYTES) as lane:
+            lane.begin(request)
+            for position in range(num_steps):
+                lane.offer(packet([(request, [position])]), may_wait=True)
+            lane.finish(request, final_state(num_tokens=num_steps + 1))
+            gate.opened.set()
+            answer = result(hub, "flow")
+
+        delivered = [p for name, detail in flow(host).calls if name == "write" for _, part in detail for p in part]
+        assert answer.status == "partial_error"
+        assert len(delivered) == answer.num_rows == num_steps - answer.dropped_rows
+        assert 5 <= answer.num_rows < num_steps
+    assert outlet.close(TIMEOUT_S) == 0
 
 
 def test_a_request_that_is_abandoned_by_its_worker_is_let_go_of_and_not_answered_twice(

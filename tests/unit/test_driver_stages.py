@@ -19,7 +19,7 @@ POSITIONS = [0, 1, 2, 3]
 
 
 def stages(hub: object, outlet: ZmqOutlet, instance: str, count: int = 2) -> list[Worker]:
-    return [Worker(hub, outlet, instance, stage=stage, num_stages=count) for stage in range(count)]  # type: ignore[arg-type]
+    return [Worker(hub, outlet, instance, stage=stage, num_stages=count) for stage in range(count)]
 
 
 def test_a_whole_request_has_the_sites_of_all_stages_however_they_are_interleaved(

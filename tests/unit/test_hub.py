@@ -128,7 +128,7 @@ def test_a_consumer_that_answers_once_is_complete_with_any_stage(hub: ResultHub)
 def test_an_answer_that_fits_no_question_is_ignored_and_counted(hub: ResultHub, strange: dict[str, object]) -> None:
     hub.expect("k", instances=["files"], num_samples=2, num_stages=2)
 
-    taken = answer(hub, **{"key": "k", "result": ok("forged"), **strange})  # type: ignore[arg-type]
+    taken = answer(hub, **{"key": "k", "result": ok("forged"), **strange})
 
     assert not taken
     assert hub.wait("k", 0).merged["files"].status == "pending"
@@ -322,8 +322,8 @@ def test_what_opens_with_the_hub_closes_with_it_and_a_failure_leaves_nothing(fol
             raise RuntimeError("no")
         return lambda timeout_s: False
 
-    hub.on_open(open_one)  # type: ignore[arg-type]
-    hub.on_open(open_two)  # type: ignore[arg-type]
+    hub.on_open(open_one)
+    hub.on_open(open_two)
     with pytest.raises(RuntimeError, match="no"):
         print(hub.address)
     assert events == [True, "closed"]

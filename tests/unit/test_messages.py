@@ -139,16 +139,16 @@ def test_begin_and_finish_arrive_as_sent() -> None:
     finish = frames_of(encode_finish(FinishedRequest(request=request(), final=final, dropped_rows=4), stage=1))
 
     begun, finished = decode(begin), decode(finish)
-    received = read_begin(begun, begin)  # type: ignore[arg-type]
-    received_final = read_final(finished, finish)  # type: ignore[arg-type]
+    received = read_begin(begun, begin)
+    received_final = read_final(finished, finish)
 
-    assert (begun.stage, begun.num_stages) == (1, 2)  # type: ignore[union-attr]
+    assert (begun.stage, begun.num_stages) == (1, 2)
     assert received.spec == request().spec
     assert received.origin == Origin(None, "k")
     assert (received.request_id, received.client_request_id) == ("r0", "client-r0")
     assert (received.sample_index, received.num_samples) == (1, 2)
     assert np.array_equal(received.prompt_token_ids, request().prompt_token_ids)
-    assert finished.dropped_rows == 4  # type: ignore[union-attr]
+    assert finished.dropped_rows == 4
     assert np.array_equal(received_final.token_ids, final.token_ids)
     assert (received_final.num_prompt_tokens, received_final.status) == (5, "stop")
 
@@ -188,7 +188,7 @@ def test_rows_whose_header_and_frames_differ_are_refused(
     changes: dict[str, object], arrays: list[bytes | memoryview], complaint: str
 ) -> None:
     message = RowsMessage(stage=0, blocks=[msgspec.structs.replace(HEADER, **changes)])
-    frames = frames_of(encode(message, arrays))  # type: ignore[arg-type]
+    frames = frames_of(encode(message, arrays))
 
     with pytest.raises(MalformedMessage, match=complaint):
         read_rows(message, frames, {("k", "r0"): request()})
@@ -210,7 +210,7 @@ def test_a_begin_that_makes_no_sense_is_refused(changes: dict[str, object]) -> N
     message = msgspec.structs.replace(decode(frames), **changes)
 
     with pytest.raises(MalformedMessage):
-        read_begin(message, frames)  # type: ignore[arg-type]
+        read_begin(message, frames)
 
 
 @given(st.binary(max_size=300))
