@@ -30,8 +30,10 @@ def _client_error() -> Any:
         """A `RequestError` and `ValueError` for Python callers, a `VLLMValidationError` for the server."""
 
         def __init__(self, error: RequestError) -> None:
-            VLLMValidationError.__init__(self, str(error), parameter=error.field)
-            self.field = error.field
+            # Both bases hand their arguments on to the next class, and do not take the same ones.
+            Exception.__init__(self, str(error))
+            self.field = self.parameter = error.field
+            self.value = None
 
         def __str__(self) -> str:
             return str(self.args[0])

@@ -95,9 +95,13 @@ class FrontEnd:
         finally:
             self.forget(ask)
 
-    async def wait_async(self, ask: Ask) -> CaptureResults:
-        """Results of a finished request, waited for as long as it asked for."""
-        timeout_s = self.config.result_timeout_s if ask.wait else self.config.result_wait_s
+    async def wait_async(self, ask: Ask, *, is_aborted: bool) -> CaptureResults:
+        """Results of a finished request, waited for as long as it asked for.
+
+        An aborted request may never have reached a worker that could answer, so it does not wait long.
+        """
+        is_patient = ask.wait and not is_aborted
+        timeout_s = self.config.result_timeout_s if is_patient else self.config.result_wait_s
         try:
             return await self.hub.wait_async(ask.key, timeout_s)
         finally:

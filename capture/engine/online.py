@@ -46,7 +46,8 @@ async def _with_results(
     try:
         async for output in outputs:
             if output.finished and (ask.is_explicit or ask.wait):
-                results = await front.wait_async(ask)
+                is_aborted = all(completion.finish_reason == "abort" for completion in output.outputs)
+                results = await front.wait_async(ask, is_aborted=is_aborted)
                 attach_results(output, results)
                 if slot is not None:
                     slot.results = results
