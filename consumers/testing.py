@@ -63,7 +63,7 @@ class ConsumerContract(ABC):
         return {}
 
     def client_spec(self) -> Any:
-        """What a request asks for in these tests: two sites or more."""
+        """What a request asks for in these tests, every position and, if it can choose sites, two or more."""
         return {"hooks": {"post_mlp": [1, -1], "final_norm": "all"}, "positions": "all"}
 
     def bad_specs(self) -> Mapping[str, Any]:
@@ -238,7 +238,7 @@ class ConsumerContract(ABC):
     def test_bad_specs_are_refused_by_the_name_of_their_field(self, spec_context: SpecContext) -> None:
         if not self.consumer_class.reads_client_spec:
             pytest.skip("no request can name this consumer")
-        for field, spec in {**_BAD_SPECS, **self.bad_specs()}.items():
+        for field, spec in {**_bad_specs(self.client_spec()), **self.bad_specs()}.items():
             with pytest.raises(RequestError) as caught:
                 self.consumer_class.validate_client_spec(spec, spec_context)
 
@@ -252,15 +252,19 @@ class ConsumerContract(ABC):
             self.consumer_class.check_params({**params, "no_such_parameter": 1})
 
 
-_BAD_SPECS: Mapping[str, Any] = {
-    "": "post_mlp",
-    "hooks": {"positions": "all"},
-    "no_such_field": {"hooks": {"post_mlp": [1]}, "no_such_field": 1},
-    "hooks.no_such_hook": {"hooks": {"no_such_hook": [1]}},
-    "hooks.post_mlp": {"hooks": {"post_mlp": [99]}},
-    "hooks.mlp_out": {"hooks": {"mlp_out": [1]}},
-    "positions": {"hooks": {"post_mlp": [1]}, "positions": "some"},
-}
+def _bad_specs(good: Any) -> dict[str, Any]:
+    """Specs made wrong in one field each: its name -> the spec. `good` is one that is right."""
+    bad: dict[str, Any] = {"": "nonsense"}
+    if isinstance(good, Mapping):
+        bad["no_such_field"] = {**good, "no_such_field": 1}
+        if "positions" in good:
+            bad["positions"] = {**good, "positions": "some"}
+        if "hooks" in good:
+            bad["hooks"] = {key: value for key, value in good.items() if key != "hooks"}
+            bad["hooks.no_such_hook"] = {**good, "hooks": {"no_such_hook": [1]}}
+            bad["hooks.post_mlp"] = {**good, "hooks": {"post_mlp": [99]}}
+            bad["hooks.mlp_out"] = {**good, "hooks": {"mlp_out": [1]}}
+    return bad
 
 
 class _NanRequest(ExampleRequest):

@@ -1,0 +1,33 @@
+"""The example of a consumer in a package of its own: installed as its readme says, its tests pass."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "consumer_plugin"
+
+
+def test_the_example_plugin_installs_and_passes_its_tests(tmp_path: Path) -> None:
+    source, installed = tmp_path / "source", tmp_path / "installed"
+    shutil.copytree(EXAMPLE, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", str(installed)]
+    run("pip", "install", *options, str(source))
+    shutil.rmtree(source / "headgate_cosine")
+
+    output = run("pytest", "-q", "-p", "no:cacheprovider", str(source), path=installed)
+
+    assert " passed" in output
+    assert "skipped" not in output
+
+
+def run(module: str, *arguments: str, path: Path | None = None) -> str:
+    """Run a module in a process of its own, with `path` on the import path; return what it prints."""
+    environment = {**os.environ, **({"PYTHONPATH": str(path)} if path else {})}
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
