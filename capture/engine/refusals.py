@@ -58,6 +58,12 @@ REFUSALS = (
         "start without --speculative-config",
     ),
     Refusal(
+        lambda config: config.kv_transfer_config is not None,
+        "KV connectors (--kv-transfer-config)",
+        "rows can come from keys and values that were computed elsewhere, or be computed again after a failed load",
+        "start without --kv-transfer-config",
+    ),
+    Refusal(
         lambda config: config.model_config.is_encoder_decoder,
         "encoder-decoder models",
         "positions of encoder and decoder would share one axis",
