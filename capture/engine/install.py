@@ -88,7 +88,7 @@ class InstalledWorker:
     def __init__(self, worker: Any, facts: WorkerFacts, hooks: pluggy.PluginManager) -> None:
         self.facts = facts
         self.hooks = hooks
-        self._seam = RunnerSeam(worker.model_runner, hooks)
+        self._seam = RunnerSeam(worker.model_runner, hooks, has_token_ids=facts.pp_rank == 0)
         _after(worker, "compile_or_warm_up_model", self._self_test)
         _before(worker, "shutdown", self.close)
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import pluggy
+from torch import Tensor
 
 from headgate.capture.batch import BatchView, FinalState, NewRequest
 from headgate.capture.errors import UnsupportedError
@@ -31,6 +32,10 @@ class BatchLayout(Protocol):
         """Read the layout after ``runner.method(*args)`` returned `result`."""
         ...
 
+    def token_ids(self, runner: Any, result: Any) -> Tensor:
+        """The token of each batch row, as the forward will read them: int32 on the device."""
+        ...
+
 
 class V1Layout:
     """``vllm.v1.worker.gpu_model_runner``: the persistent batch holds the layout."""
@@ -47,6 +52,9 @@ class V1Layout:
             num_computed=batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64),
         )
 
+    def token_ids(self, runner: Any, result: Any) -> Tensor:
+        return runner.input_ids.gpu  # type: ignore[no-any-return]
+
 
 class V2Layout:
     """``vllm.v1.worker.gpu.model_runner``: the returned input batch holds the layout."""
@@ -62,6 +70,9 @@ class V2Layout:
             num_computed=np.asarray(result.num_computed_tokens_np[:num_reqs], dtype=np.int64),
         )
 
+    def token_ids(self, runner: Any, result: Any) -> Tensor:
+        return result.input_ids  # type: ignore[no-any-return]
+
 
 def layout_of(runner: Any) -> BatchLayout:
     """The layout reader for `runner`'s generation."""
@@ -73,10 +84,16 @@ class RunnerSeam:
 
     A request that carries no wire dict is never looked at again: steps without any capturing or steering request
     cost one comparison.
+
+    Args:
+        runner: vLLM's model runner.
+        hooks: Who is told.
+        has_token_ids: Whether `runner` knows the tokens of its batch: only on the first pipeline stage.
     """
 
-    def __init__(self, runner: Any, hooks: pluggy.PluginManager) -> None:
+    def __init__(self, runner: Any, hooks: pluggy.PluginManager, *, has_token_ids: bool) -> None:
         self._runner = runner
+        self._has_token_ids = has_token_ids
         self._hook = hooks.hook
         self._layout = layout_of(runner)
         self._live: set[str] = set()
@@ -127,7 +144,9 @@ class RunnerSeam:
         result = original(*args, **kwargs)
         if self._live:
             self._was_active = self._is_laid_out = True
-            self._hook.headgate_step_begins(view=self._layout.view(self._runner, args, result))
+            view = self._layout.view(self._runner, args, result)
+            token_ids = self._layout.token_ids(self._runner, result) if self._has_token_ids else None
+            self._hook.headgate_step_begins(view=view, token_ids=token_ids)
         else:
             self._rest()
         return result
@@ -136,7 +155,7 @@ class RunnerSeam:
         """Leave nothing behind that a forward without live requests could act on."""
         if self._was_active:
             self._was_active = False
-            self._hook.headgate_step_begins(view=None)
+            self._hook.headgate_step_begins(view=None, token_ids=None)
 
     def _follow(self, scheduler_output: Any) -> None:
         """Finished first: an id may end and begin again in one step."""

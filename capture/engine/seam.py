@@ -116,8 +116,14 @@ class EngineHooks:
         """It ended, however it ended; all its steps were seen. `final` is None if the scheduler did not say how."""
 
     @hookspec
-    def headgate_step_begins(self, view: BatchView | None) -> None:
-        """The inputs of a step are laid out and its forward follows; None for dummy and idle steps."""
+    def headgate_step_begins(self, view: BatchView | None, token_ids: Tensor | None) -> None:
+        """The inputs of a step are laid out and its forward follows.
+
+        Args:
+            view: The layout; None for dummy and idle steps.
+            token_ids: What the forward reads: the token of each batch row, int32 on the device, static memory that
+                the next step overwrites. None where this worker does not have them (later pipeline stages).
+        """
 
     @hookspec
     def headgate_step_ends(self) -> None:

@@ -27,7 +27,8 @@ class Recorder:
         self.calls.append(("finished", req_id, None if final is None else (final.num_rows, final.status)))
 
     @hookimpl
-    def headgate_step_begins(self, view):
+    def headgate_step_begins(self, view, token_ids):
+        self.token_ids = token_ids
         if view is None:
             self.calls.append(("begins", None))
         else:
@@ -47,6 +48,7 @@ class V1Runner:
             self._prepare_inputs(scheduler_output, np.array(scheduler_output.counts, dtype=np.int32))
 
     def _prepare_inputs(self, scheduler_output, num_scheduled_tokens):
+        self.input_ids = SimpleNamespace(gpu="tokens on the device")
         starts = np.concatenate([[0], np.cumsum(num_scheduled_tokens)])
         self.query_start_loc = SimpleNamespace(np=np.pad(starts, (0, 5), constant_values=starts[-1]))
         self.input_batch = SimpleNamespace(
@@ -61,7 +63,7 @@ class V1Runner:
 
 
 class V2Runner:
-    """The V2 runner as the seam sees it: `prepare_inputs` returns an input batch; dummy runs go through execute_model."""
+    """The V2 runner as the seam sees it: `prepare_inputs` returns a batch; dummy runs go through execute_model."""
 
     def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run=False):
         if not dummy_run and scheduler_output.total_num_scheduled_tokens:
@@ -72,6 +74,7 @@ class V2Runner:
         return SimpleNamespace(
             req_ids=scheduler_output.order,
             num_reqs=len(counts),
+            input_ids="tokens on the device",
             num_scheduled_tokens=counts,
             query_start_loc_np=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
             num_computed_tokens_np=np.array(scheduler_output.computed, dtype=np.int32),
@@ -111,7 +114,7 @@ def runner(request):
 @pytest.fixture
 def recorder(runner):
     recorder = Recorder()
-    runner.seam = RunnerSeam(runner, make_hooks({"recorder": recorder}))
+    runner.seam = RunnerSeam(runner, make_hooks({"recorder": recorder}), has_token_ids=True)
     return recorder
 
 
@@ -124,6 +127,7 @@ def test_the_view_is_the_batch_as_the_runner_laid_it_out(runner, recorder):
         ("begins", ("b", "a"), [0, 1], [1, 5], [7, 0]),
         ("ends",),
     ]
+    assert recorder.token_ids == "tokens on the device"
 
 
 def test_steps_without_our_requests_are_not_told(runner, recorder):
@@ -194,7 +198,7 @@ def test_a_runner_without_the_expected_method_is_refused():
             """Not a runner that we know."""
 
     with pytest.raises(UnsupportedError, match="_dummy_run"):
-        RunnerSeam(Other(), make_hooks({}))
+        RunnerSeam(Other(), make_hooks({}), has_token_ids=True)
 
 
 def test_the_generation_is_told_by_the_module():
