@@ -122,11 +122,11 @@ class CaptureSession:
         Raises:
             RuntimeError: If it names a consumer that this worker does not have: front end and worker disagree.
         """
-        if new.wire is None or not new.wire["capture"]:
+        capture, key = ({}, "") if new.wire is None else (new.wire["capture"], new.wire["key"])
+        if not capture and new.req_id not in self._keys:
             return
-        requests = {self._bit(instance): self._request(new, raw) for instance, raw in new.wire["capture"].items()}
+        requests = {self._bit(instance): self._request(new, raw) for instance, raw in capture.items()}
         specs = {bit: request.info.spec for bit, request in requests.items()}
-        key = new.wire["key"]
         begins = RequestBegins(new.req_id, requests, is_same_client=self._keys.get(new.req_id) == key)
         if self._handoff.put(begins):
             self._keys[new.req_id] = key
