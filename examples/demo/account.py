@@ -12,7 +12,7 @@ from examples.demo.check import EXPLAINED, HookError
 from examples.demo.requests import Answer
 from headgate.consumers.reader import CaptureFolder
 
-console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+console = Console(width=None if sys.stdout.isatty() else 118, highlight=False)
 
 
 def section(title: str, line: str) -> None:
@@ -46,7 +46,7 @@ def show_files(folder: CaptureFolder, root: Path) -> None:
     for capture in folder:
         name = Path(capture.paths[0]).relative_to(root.resolve())
         if capture.layout == "raw":
-            name = name.parent / f"{name.name} and {len(capture.paths) - 1} more"
+            name = name.parent / "*"
         counts = (str(len(capture.sites)), str(capture.num_rows), str(capture.metadata["dtype"]))
         table.add_row(str(name), *counts, f"{capture.num_bytes / 1e6:.2f} MB")
         num_vectors += len(capture.sites) * capture.num_rows
@@ -57,10 +57,10 @@ def show_files(folder: CaptureFolder, root: Path) -> None:
 
 def show_check(errors: list[HookError], tolerance: float) -> bool:
     """The largest error of each hook point; returns whether all of them are within `tolerance`."""
-    table = table_of("hook point", "", ">layers", ">vectors", ">max error", ">max relative error")
+    table = table_of("hook point", "", ">layers", ">vectors", ">values up to", ">max error", ">max relative error")
     for error in errors:
         layers = "-" if error.hook == "final_norm" else str(error.num_sites)
-        numbers = (str(error.num_rows), f"{error.largest:.1e}", f"{error.relative:.1e}")
+        numbers = (str(error.num_rows), f"{error.scale:.0f}", f"{error.largest:.1e}", f"{error.relative:.1e}")
         table.add_row(error.hook, EXPLAINED[error.hook], layers, *numbers)
     console.print(table)
     worst = max(error.relative for error in errors)
@@ -71,7 +71,7 @@ def show_check(errors: list[HookError], tolerance: float) -> bool:
     return worst <= tolerance
 
 
-def shorten(text: str, width: int = 60) -> str:
+def shorten(text: str, width: int = 52) -> str:
     """The beginning of `text` in one line."""
     line = " ".join(text.split())
     return line if len(line) <= width else f"{line[: width - 3]}..."

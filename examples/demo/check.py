@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from headgate.consumers.reader import StoredCapture
 
@@ -34,6 +35,7 @@ class HookError:
         hook: The hook point.
         num_sites: Layers compared.
         num_rows: Rows compared, over all layers.
+        scale: Largest element of theirs; the stream of the first token is far longer than the others.
         largest: Largest difference of one element.
         relative: Largest ``|ours - theirs| / |theirs|`` (Euclidean lengths) of one row.
     """
@@ -41,6 +43,7 @@ class HookError:
     hook: str
     num_sites: int
     num_rows: int
+    scale: float
     largest: float
     relative: float
 
@@ -64,6 +67,7 @@ def hook_error(hook: str, pairs: list[tuple[Tensor, Tensor]]) -> HookError:
         hook=hook,
         num_sites=len(pairs),
         num_rows=sum(len(ours) for ours, _ in pairs),
+        scale=max(float(theirs.abs().max()) for _, theirs in differences),
         largest=max(float(difference.abs().max()) for difference, _ in differences),
         relative=max(
             float((difference.norm(dim=-1) / theirs.norm(dim=-1)).max()) for difference, theirs in differences
@@ -79,6 +83,7 @@ def reference(model: Path, token_ids: Tensor, dtype: torch.dtype) -> dict[str, T
         token_ids: int64 ``[tokens]``.
         dtype: Of the forward pass.
     """
+    logging.disable_progress_bar()
     llama = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True).eval()
     with recorded(llama.model) as rows, torch.inference_mode():
         llama(token_ids[None])

@@ -38,13 +38,13 @@ ASKS = (
     Ask("capital", "What is the capital of France?", "every hook point, every token", {"hooks": EVERY_HOOK}),
     Ask("sea", "Write one sentence about the sea.", "post_mlp, every token", {"hooks": {"post_mlp": "all"}}, 40),
     Ask(
-        "probe-true",
-        "Is the sky blue? Answer yes or no.",
+        "probe-japan",
+        "Is Paris in Japan? Answer yes or no.",
         "post_mlp at the last prompt token",
         {"hooks": {"post_mlp": "all"}, "positions": "last_prompt", "tag": "probe"},
     ),
     Ask(
-        "probe-false",
+        "probe-fire",
         "Is fire cold? Answer yes or no.",
         "post_mlp at the last prompt token",
         {"hooks": {"post_mlp": "all"}, "positions": "last_prompt", "tag": "probe"},
@@ -57,7 +57,7 @@ ASKS = (
     ),
     Ask(
         "user-turn",
-        "How do I boil an egg?",
+        "How do plants make food?",
         "the last 4 layers, the user's message",
         {"hooks": {"post_mlp": {"ranges": [[-4, 30]]}}, "positions": {"role": "user", "index": -1}},
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ POLL_S = 0.25
 
 
 class ServerError(RuntimeError):
-    """The server did not start; the message ends with the last lines of its log."""
+    """The server did not start; the message has the first error and the last lines of its log."""
 
 
 class Server:
@@ -43,6 +44,7 @@ class Server:
             *("--dtype", dtype),
             *("--max-model-len", "1024", "--max-num-batched-tokens", "512", "--max-num-seqs", "16"),
             *("--block-size", "32"),  # what vLLM's CPU attention needs
+            *("--shutdown-timeout", "20"),  # time to write what is still queued; vLLM's default is to kill at once
             "--enforce-eager",  # torch.compile works as well; it only takes longer to start
             *("--additional-config", json.dumps({"headgate": {"capture": capture}})),
         ]
@@ -78,11 +80,11 @@ class Server:
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise ServerError(f"the server ended with status {self._process.returncode}:\n{self._last_lines()}")
+                raise ServerError(f"the server ended with status {self._process.returncode}:\n{self._reason()}")
             if self._is_healthy():
                 return
             time.sleep(POLL_S)
-        raise ServerError(f"the server was not ready after {READY_S:.0f} s:\n{self._last_lines()}")
+        raise ServerError(f"the server was not ready after {READY_S:.0f} s:\n{self._reason()}")
 
     def _is_healthy(self) -> bool:
         try:
@@ -91,9 +93,10 @@ class Server:
         except (urllib.error.URLError, OSError):
             return False  # not listening yet
 
-    def _last_lines(self, count: int = 25) -> str:
+    def _reason(self, num_lines: int = 15) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
-        return "\n".join([*lines[-count:], f"(all of it: {self.log})"])
+        causes = [line.rpartition("] ")[2] for line in lines if re.search(r"\b\w+(Error|Exception): ", line)]
+        return "\n".join([*causes[:1], "...", *lines[-num_lines:], f"(all of it: {self.log})"])
 
 
 def _free_port() -> int:
