@@ -168,6 +168,10 @@ class Delivery:
             return
         account = request.ledger.close(final)
         result = judge(request, account, final, instance=self._instance, row_bytes=self._row_bytes)
+        if result.status == "error":
+            self._fail([request], str(result.error))
+            self._lane.settle(request, result)
+            return
         finished = FinishedRequest(request=request.info, final=final, dropped_rows=account.dropped)
         request.is_begun = False
         try:

@@ -14,8 +14,10 @@ from headgate.capture.handoff import Handoff
 from headgate.capture.lanes import Lane
 from headgate.capture.ledger import LaneRequest
 from headgate.capture.packets import BlockPart, Packet, join, split_by_consumer
+from headgate.capture.plan import PackGroup
 from headgate.capture.sparselog import SparseLog
 from headgate.capture.staging import StagedRows
+from headgate.capture.tokens import Int32Array, TokenBook
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +26,13 @@ class RequestBegins:
 
     Attributes:
         req_id: Internal id. If it is known already, the request under it is given up for this one.
+        num_prompt: Length of its prompt.
         requests: Consumer bit to the request in that consumer's lane.
         is_same_client: That request's results go where this one's go, so that one result is enough for both.
     """
 
     req_id: str
+    num_prompt: int
     requests: Mapping[int, LaneRequest]
     is_same_client: bool = False
 
@@ -60,6 +64,7 @@ class Dispatcher:
         self._handoff = handoff
         self._lanes = lanes
         self._requests: dict[str, Mapping[int, LaneRequest]] = {}
+        self._books: dict[str, TokenBook] = {}
         self._log = SparseLog("capture dispatch")
         self._thread = threading.Thread(target=self._run, name="headgate-dispatch", daemon=True)
         self.num_errors = 0
@@ -98,17 +103,27 @@ class Dispatcher:
             for bit, request in self._requests.pop(item.req_id, {}).items():
                 self._lanes[bit].replace(request, is_silent=bit in item.requests and item.is_same_client)
             self._requests[item.req_id] = item.requests
+            self._books[item.req_id] = TokenBook(item.num_prompt)
             for bit, request in item.requests.items():
                 self._lanes[bit].begin(request)
         else:
+            book = self._books.pop(item.req_id)
+            contradiction = None if item.final is None else book.contradiction(item.final)
             for bit, request in self._requests.pop(item.req_id).items():
-                self._lanes[bit].finish(request, item.final)
+                self._lanes[bit].finish(request, item.final, contradiction=contradiction)
+
+    def _note_tokens(self, group: PackGroup, token_ids: Int32Array | None) -> None:
+        if token_ids is not None:
+            for req_id, start, stop in group.spans:
+                self._books[req_id].note(group.positions[start:stop], token_ids[start:stop])
 
     def _deal_rows(self, staged: StagedRows) -> None:
         parts: dict[int, list[BlockPart]] = {}
         try:
             staged.wait()
             copies = [(group, torch.empty_like(rows, device="cpu").copy_(rows)) for group, rows in staged.groups]
+            for group, _ in copies:
+                self._note_tokens(group, staged.token_ids(group))
         finally:
             staged.release()
         for group, rows in copies:

@@ -137,14 +137,23 @@ class Lane:
             self._spill_over(packet, self._spill)
         return True
 
-    def finish(self, request: LaneRequest, final: FinalState | None) -> None:
-        """Say that `request` got its last row; its result follows the rows that are queued."""
+    def finish(self, request: LaneRequest, final: FinalState | None, *, contradiction: str | None = None) -> None:
+        """Say that `request` got its last row; its result follows the rows that are queued.
+
+        Args:
+            request: The request.
+            final: How it ended; None if nobody knows.
+            contradiction: Why its rows must not be used, if so: the consumer is to let go of them.
+        """
         with self._changed:
             request.is_ended = True
             is_left_out = self._is_left_out(request)
             if not is_left_out and request.failure is None:
-                self._append(Finish(request, final))
-                return
+                if contradiction is None:
+                    self._append(Finish(request, final))
+                    return
+                request.failure = f"{self.instance}: {contradiction}"
+                self._append(Abandon(request))
         self.settle(request, CaptureResult(status="ok") if is_left_out else failed(request.failure))
 
     def replace(self, request: LaneRequest, *, is_silent: bool) -> None:

@@ -50,6 +50,10 @@ class Link(Protocol):
         """Let what follows wait for the forward that was launched."""
         ...
 
+    def fetch(self, source: Tensor, target: Tensor) -> None:
+        """Copy `source` from the device into `target`, which is host memory, before what is gathered next."""
+        ...
+
     def index_to_fill(self) -> Int64Array:
         """Host memory for the next flat row indices, int64 ``[max_piece_rows]``."""
         ...
@@ -84,6 +88,9 @@ class HostLink:
 
     def follow_forward(self) -> None:
         pass
+
+    def fetch(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
 
     def index_to_fill(self) -> Int64Array:
         index: Int64Array = self._index.numpy()
@@ -151,6 +158,10 @@ class CudaLink:
     def follow_forward(self) -> None:
         self._launched.record(self._compute_stream())
         self._side.wait_event(self._launched)
+
+    def fetch(self, source: Tensor, target: Tensor) -> None:
+        with torch.cuda.stream(self._side):
+            target.copy_(source, non_blocking=True)
 
     def index_to_fill(self) -> Int64Array:
         return self._host_index.next()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from headgate.capture.assemble import Assembler
 from headgate.capture.batch import BatchView, FinalState, NewRequest
-from headgate.capture.config import CaptureConsumersConfig
+from headgate.capture.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.consumer import BatchedConsumer, ConsumerContext, ModelInfo, Origin, RequestInfo
 from headgate.capture.dispatch import Dispatched, Dispatcher, RequestBegins, RequestEnds
 from headgate.capture.handoff import Handoff
@@ -27,6 +27,8 @@ from headgate.capture.staging import StagingRing
 from headgate.capture.stats import CaptureStats
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from headgate.capture.transport import ResultOutlet
 
 logger = logging.getLogger("headgate")
@@ -127,7 +129,8 @@ class CaptureSession:
             return
         requests = {self._bit(instance): self._request(new, raw) for instance, raw in capture.items()}
         specs = {bit: request.info.spec for bit, request in requests.items()}
-        begins = RequestBegins(new.req_id, requests, is_same_client=self._keys.get(new.req_id) == key)
+        is_same_client = self._keys.get(new.req_id) == key
+        begins = RequestBegins(new.req_id, new.num_prompt_tokens, requests, is_same_client)
         if self._handoff.put(begins):
             self._keys[new.req_id] = key
             self._planner.add(new.req_id, new.num_prompt_tokens, specs)
@@ -143,11 +146,17 @@ class CaptureSession:
             self._planner.remove(req_id)
             self._handoff.put(RequestEnds(req_id, final))
 
-    def step_begins(self, view: BatchView | None) -> None:
-        """Before the forward of a step; None if it computes nothing for requests."""
+    def step_begins(self, view: BatchView | None, token_ids: Tensor | None = None) -> None:
+        """Before the forward of a step.
+
+        Args:
+            view: Its layout; None if it computes nothing for requests.
+            token_ids: The token of each batch row on the device, as the forward will read it. Where it is known, rows
+                that were not computed from their request's own tokens end the request with an error.
+        """
         is_idle = view is None or not self._keys or self._close_report is not None
         self._plan = None if is_idle or view is None else self._planner.plan(view)
-        self._staging.begin(self._plan)
+        self._staging.begin(self._plan, token_ids)
 
     def step_ends(self) -> None:
         """After the forward of the step was launched."""
@@ -262,28 +271,21 @@ def open_session(
     Raises:
         ConfigError: If a consumer cannot be opened; those that were are closed.
     """
-    from headgate.capture.transport import RemoteSink, ZmqOutlet
+    from headgate.capture.transport import ZmqOutlet
 
     opened = open_consumers(config, model=model, location="worker", pp_rank=pp_rank, pp_size=pp_size, versions=versions)
     outlet = ZmqOutlet()
     here = {consumer.bit for consumer in opened}
-    stand_ins = []
-    for bit, spec in enumerate(config.consumers):
-        if bit not in here:
-            context = ConsumerContext(
-                instance_name=spec.instance,
-                model=model,
-                pp_rank=pp_rank,
-                pp_size=pp_size,
-                versions=dict(versions or {}),
-            )
-            stand_ins.append(OpenConsumer(bit, spec, RemoteSink(spec, context, outlet)))
+    far = {bit: spec for bit, spec in enumerate(config.consumers) if bit not in here}
+    context = ConsumerContext(
+        instance_name="", model=model, pp_rank=pp_rank, pp_size=pp_size, versions=dict(versions or {})
+    )
     try:
         return CaptureSession(
             config=config,
             model=model,
             sites=sites,
-            consumers=[*opened, *stand_ins],
+            consumers=[*opened, *_stand_ins(far, context, outlet)],
             staging=staging,
             outlet=outlet,
             close_outlet=outlet.close,
@@ -293,3 +295,15 @@ def open_session(
     except BaseException:
         close_consumers(opened, config.close_timeout_s)
         raise
+
+
+def _stand_ins(
+    specs: Mapping[int, CaptureConsumerSpec], context: ConsumerContext, outlet: ResultOutlet
+) -> list[OpenConsumer]:
+    """What stands in for driver-located consumers, by their bits."""
+    from headgate.capture.transport import RemoteSink
+
+    return [
+        OpenConsumer(bit, spec, RemoteSink(spec, replace(context, instance_name=spec.instance), outlet))
+        for bit, spec in specs.items()
+    ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,21 @@ from headgate.capture.sites import Site
 from headgate.capture.spans import take_spans
 from headgate.capture.sparselog import SparseLog
 from headgate.capture.stats import StagingCounters
+from headgate.capture.tokens import Int32Array
+
+
+class _Piece(NamedTuple):
+    """What is copied in one go: some of the step's wanted rows, at all their sites."""
+
+    groups: tuple[PackGroup, ...]
+    start: int
+    """The first of the step's wanted rows."""
+    num_rows: int
+    """How many of them."""
+    num_copies: int
+    """Rows to copy, over all sites."""
+    num_token_rows: int = 0
+    """Rows of the arena that the tokens of the rows take, ahead of the rows; 0 if they are not known."""
 
 
 class StagedRows:
@@ -30,8 +46,8 @@ class StagedRows:
     Their memory is leased: `wait`, read `groups`, copy out, `release`.
     """
 
-    def __init__(self, groups: Sequence[PackGroup], arena_AD: Tensor, arena: Arena, lease: Lease, copied: Copied):
-        self._groups = groups
+    def __init__(self, piece: _Piece, arena_AD: Tensor, arena: Arena, lease: Lease, copied: Copied) -> None:
+        self._piece = piece
         self._arena_AD = arena_AD
         self._arena = arena
         self._lease = lease
@@ -44,13 +60,20 @@ class StagedRows:
     @property
     def groups(self) -> list[tuple[PackGroup, Tensor]]:
         """What is there, and its rows: ``[S, N, D]``, a view of the leased memory."""
-        views, start = [], self._lease.start
-        for group in self._groups:
+        views, start = [], self._lease.start + self._piece.num_token_rows
+        for group in self._piece.groups:
             shape = len(group.site_ids), len(group.rows), self._arena_AD.shape[1]
             stop = start + shape[0] * shape[1]
             views.append((group, self._arena_AD[start:stop].view(shape)))
             start = stop
         return views
+
+    def token_ids(self, group: PackGroup) -> Int32Array | None:
+        """The token that each row of `group` was computed from, int32 ``[N]``; None if nobody knows."""
+        if not self._piece.num_token_rows:
+            return None
+        token_ids: Int32Array = _as_int32(self._arena_AD, self._lease.start, self._piece.num_rows).numpy()
+        return token_ids[group.rows - self._piece.start]
 
     def release(self) -> None:
         """Give the memory back. The views of `groups` are void from here on."""
@@ -100,28 +123,25 @@ class StagingRing:
         self.row_bytes = hidden_size * dtype.itemsize
         self._num_rows = num_rows
         self._arena = Arena(staging_bytes // self.row_bytes)
-        self._max_piece_rows = max(self._arena.num_rows // 2, round_up(len(sites)))
-        if self._max_piece_rows > self._arena.num_rows:
-            raise ConfigError(
-                f"capture.staging_bytes: {staging_bytes} bytes cannot hold one row of each of {len(sites)} sites; "
-                f"at least {round_up(len(sites)) * self.row_bytes} are needed"
-            )
+        self._max_piece_rows = _half_of(self._arena, len(sites), self.row_bytes)
         # Tensors that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             self.buffers = torch.zeros(len(sites), num_rows + 1, hidden_size, dtype=dtype, device=device)
             self.slots = torch.full((max_tokens,), num_rows, dtype=torch.int64, device=device)
+            self._token_ids = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
             is_cuda = device.type == "cuda"
             self._arena_AD = torch.empty(self._arena.num_rows, hidden_size, dtype=dtype, pin_memory=is_cuda)
             make_link = CudaLink if is_cuda else HostLink
             link = make_link(self.buffers.view(-1, hidden_size), self.slots, self._max_piece_rows)
         self._link: Link = link
-        self.device_bytes = self.buffers.nbytes + self.slots.nbytes + link.device_bytes
+        self.device_bytes = self.buffers.nbytes + self.slots.nbytes + self._token_ids.nbytes + link.device_bytes
         self.counters = StagingCounters()
         self._log = SparseLog("capture staging")
         self._next_slot = 0
         self._base = 0
         self._num_set = 0
         self._is_open = False
+        self._has_token_ids = False
 
     @property
     def staged_bytes(self) -> int:
@@ -135,10 +155,12 @@ class StagingRing:
         self._next_slot = self._num_set = 0
         self._is_open = False
 
-    def begin(self, plan: StepPlan | None) -> None:
-        """Choose the slots of a step before its forward; None if nobody wants anything of it.
+    def begin(self, plan: StepPlan | None, token_ids: Tensor | None = None) -> None:
+        """Choose the slots of a step before its forward. Idle steps after an idle step cost a comparison.
 
-        Idle steps after an idle step cost a comparison.
+        Args:
+            plan: What is wanted of it; None for nothing.
+            token_ids: On the device: the token of each batch row, as the forward will read it, if that is known.
         """
         self._is_open = plan is not None
         if plan is None:
@@ -157,6 +179,9 @@ class StagingRing:
         slots[plan.token_rows] = np.arange(self._base, self._next_slot)
         self._link.send_slots(num_sent)
         self._num_set = num_set
+        self._has_token_ids = token_ids is not None
+        if token_ids is not None:
+            self._token_ids.index_put_((self.slots[:num_set],), token_ids[:num_set].to(torch.int32))
 
     def collect(self, plan: StepPlan, *, patience_s: float) -> Iterator[StagedRows]:
         """Start the copies of a step whose forward was launched, and yield them.
@@ -175,28 +200,32 @@ class StagingRing:
         self._link.follow_forward()
         pieces = self._cut(plan)
         self.counters.steps += 1
-        for number, groups in enumerate(pieces):
-            count = sum(len(group.site_ids) * len(group.rows) for group in groups)
-            lease = self._lease(count, patience_s)
+        for number, piece in enumerate(pieces):
+            lease = self._lease(piece.num_copies + piece.num_token_rows, patience_s)
             if lease is None:
                 self._count_lost(pieces[number:], patience_s)
                 break
-            yield self._copy(groups, count, lease)
+            yield self._copy(piece, lease)
         self._link.mark_packed(self._base, self._next_slot)
 
-    def _copy(self, groups: Sequence[PackGroup], count: int, lease: Lease) -> StagedRows:
+    def _copy(self, piece: _Piece, lease: Lease) -> StagedRows:
         index, start = self._link.index_to_fill(), 0
         stride = self._num_rows + 1
-        for group in groups:
+        for group in piece.groups:
             num_sites, num_rows = len(group.site_ids), len(group.rows)
             stop = start + num_sites * num_rows
             into = index[start:stop].reshape(num_sites, num_rows)
             np.add.outer(group.site_ids * stride, group.rows + self._base, out=into)
             start = stop
-        copied = self._link.gather(count, self._arena_AD[lease.start : lease.start + count])
-        self.counters.bytes += count * self.row_bytes
-        self.counters.rows += _num_distinct(groups)
-        return StagedRows(groups, self._arena_AD, self._arena, lease, copied)
+        if piece.num_token_rows:
+            slot = self._base + piece.start
+            target = _as_int32(self._arena_AD, lease.start, piece.num_rows)
+            self._link.fetch(self._token_ids[slot : slot + piece.num_rows], target)
+        first = lease.start + piece.num_token_rows
+        copied = self._link.gather(piece.num_copies, self._arena_AD[first : first + piece.num_copies])
+        self.counters.bytes += piece.num_copies * self.row_bytes
+        self.counters.rows += piece.num_rows
+        return StagedRows(piece, self._arena_AD, self._arena, lease, copied)
 
     def _lease(self, count: int, patience_s: float) -> Lease | None:
         lease = self._arena.try_lease(count)
@@ -207,32 +236,51 @@ class StagingRing:
             self.counters.stall_s += time.monotonic() - started
         return lease
 
-    def _cut(self, plan: StepPlan) -> list[tuple[PackGroup, ...]]:
-        """Groups of `plan` in parts that fit; all sites of a row are in one part."""
+    def _cut(self, plan: StepPlan) -> list[_Piece]:
+        """`plan` in parts that fit; all sites of a row are in one part."""
         num_copies = np.zeros(len(plan.token_rows), dtype=np.int64)
         for group in plan.groups:
             num_copies[group.rows] += len(group.site_ids)
         total = np.cumsum(num_copies)
         if total[-1] <= self._max_piece_rows:
-            return [plan.groups]
+            return [self._piece(plan.groups, 0, total)]
         pieces, start = [], 0
         while start < len(total):
             before = int(total[start - 1]) if start else 0
             stop = int(np.searchsorted(total, before + self._max_piece_rows, side="right"))
             parts = (_rows_between(group, start, stop) for group in plan.groups)
-            pieces.append(tuple(group for group in parts if group is not None))
+            groups = tuple(group for group in parts if group is not None)
+            pieces.append(self._piece(groups, start, total[start:stop] - before))
             start = stop
         return pieces
 
-    def _count_lost(self, pieces: Sequence[Sequence[PackGroup]], patience_s: float) -> None:
-        self.counters.dropped_rows += sum(_num_distinct(groups) for groups in pieces)
+    def _piece(self, groups: tuple[PackGroup, ...], start: int, total: Int64Array) -> _Piece:
+        num_token_rows = -(-4 * len(total) // self.row_bytes) if self._has_token_ids else 0
+        return _Piece(groups, start, len(total), int(total[-1]), num_token_rows)
+
+    def _count_lost(self, pieces: Sequence[_Piece], patience_s: float) -> None:
+        self.counters.dropped_rows += sum(piece.num_rows for piece in pieces)
         self._log.error(f"rows were dropped: no staging memory became free for {patience_s:g} s")
 
 
-def _num_distinct(groups: Sequence[PackGroup]) -> int:
-    if len(groups) == 1:
-        return len(groups[0].rows)
-    return len(np.unique(np.concatenate([group.rows for group in groups])))
+def _half_of(arena: Arena, num_sites: int, row_bytes: int) -> int:
+    """Rows of one part of a step: half of the host memory, so that one part is dispatched while the next is copied.
+
+    It also leaves room for the rows' tokens.
+    """
+    half, needed = arena.num_rows // 2, round_up(num_sites)
+    if half < needed:
+        raise ConfigError(
+            f"capture.staging_bytes: {arena.num_rows * row_bytes} bytes cannot hold two rows of each of {num_sites} "
+            f"sites; at least {2 * needed * row_bytes} are needed"
+        )
+    return half
+
+
+def _as_int32(arena_AD: Tensor, start: int, count: int) -> Tensor:
+    """`count` integers in the arena, from row `start` on."""
+    first = start * arena_AD.shape[1] * arena_AD.element_size()
+    return arena_AD.view(-1).view(torch.uint8)[first : first + 4 * count].view(torch.int32)
 
 
 def _rows_between(group: PackGroup, start: int, stop: int) -> PackGroup | None:

@@ -218,10 +218,31 @@ def test_an_id_that_begins_again_and_asks_for_nothing_ends_the_capture_of_the_on
     assert it.session.stats().steps == 0
 
 
+def test_rows_that_are_not_of_the_requests_own_tokens_are_an_error_and_go_nowhere() -> None:
+    keeper = Keeper()
+
+    with world((keeper, {})) as it:
+        for req_id in ("a", "b"):
+            it.add(req_id, {"c0": want()})
+        tokens = torch.tensor([100, 101, 102, 103, 100, 101, 7, 103], dtype=torch.int32)
+        it.step(token_ids=tokens, a=(0, 4), b=(0, 4))
+        for req_id in ("a", "b"):
+            it.session.request_finished(req_id, final_state(4))
+        it.outlet.wait(2)
+
+    results = {message["req_id"]: message["result"] for message in it.outlet.sent}
+    assert results["a"].status == "ok"
+    assert results["b"].status == "error"
+    assert "1 captured rows were not computed from the request's own tokens (position 2: token 7, expected 102)" in (
+        results["b"].error
+    )
+    assert [captured.request.request_id for captured in keeper.captured] == ["a"]
+
+
 def test_a_step_larger_than_the_staging_memory_is_captured_whole() -> None:
     keeper = Keeper()
 
-    with world((keeper, {}), staging=make_staging(staging_rows=16)) as it:
+    with world((keeper, {}), staging=make_staging(staging_rows=32)) as it:
         it.add("a", {"c0": want()}, num_prompt=60)
         it.step(a=(0, 60))
         it.session.request_finished("a", final_state(60))

@@ -112,7 +112,7 @@ def test_a_full_queue_does_not_keep_the_dispatch_thread_from_closing(monkeypatch
 
 
 def test_a_stalled_engine_goes_on_when_the_consumer_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, staging = Gate(), make_staging(staging_rows=16)
+    gate, staging = Gate(), make_staging(staging_rows=32)
     slow = Recorder(at_gate(gate, "write"))
     stalls = when_it_waits(staging._arena._freed, monkeypatch)
     thread = threading.Thread(target=lambda: stalls.wait(TIMEOUT_S) and gate.opened.set())

@@ -112,7 +112,7 @@ class Driven:
             self.alive[arrival.req_id] = life = Life(len(self.lives), arrival.num_prompt, arrival.specs)
             self.lives.append(life)
             self._announce(arrival.req_id, life)
-        self.session.step_begins(step.view)
+        self.session.step_begins(step.view, self._token_ids(step.view))
         self._forward(step.view)
         self.session.step_ends()
 
@@ -129,6 +129,16 @@ class Driven:
 
     def _end(self, req_id: str) -> None:
         self.session.request_finished(req_id, self.alive.pop(req_id).end())
+
+    def _token_ids(self, view: BatchView) -> torch.Tensor:
+        """What the forward reads: position p of a request is token ``1000 * its number + p``."""
+        token_ids = torch.full((MAX_TOKENS,), -1, dtype=torch.int32)
+        for req_id, start, count, first in zip(
+            view.req_ids, view.starts, view.num_scheduled, view.num_computed, strict=True
+        ):
+            ids = 1000 * self.alive[req_id].number + torch.arange(first, first + count)
+            token_ids[start : start + count] = ids.to(torch.int32)
+        return token_ids
 
     def _forward(self, view: BatchView) -> None:
         batch = list(zip(view.req_ids, view.starts, view.num_scheduled, view.num_computed, strict=True))

@@ -21,7 +21,7 @@ from tests.unit.pipeline import HIDDEN, ROW_BYTES, SITES, TIMEOUT_S, request_num
 
 MAX_TOKENS = 256
 LARGE = 1 << 20
-MIN_ROWS = 16
+MIN_ROWS = 32
 """The smallest host memory there can be for a few sites."""
 
 
@@ -159,42 +159,72 @@ def test_a_step_that_does_not_fit_comes_in_parts_each_with_all_sites_of_its_rows
     assert parts == 1 if staging_rows == 1000 else parts > 1
 
 
-def test_a_full_arena_holds_up_the_step_and_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = make_ring(num_rows=32, max_tokens=16, staging_bytes=MIN_ROWS * ROW_BYTES)
-    plan = plan_of(range(10), (SITES[:1], range(10)))
-    ring.begin(plan)
-    forward(ring, 10)
-    (held,) = collect(ring, plan)
+def filled_ring() -> tuple[StagingRing, StepPlan, list[StagedRows]]:
+    """A ring whose host memory two steps have filled, the plan of each, and what holds the memory."""
+    ring = make_ring(num_rows=64, max_tokens=16, staging_bytes=MIN_ROWS * ROW_BYTES)
+    plan = plan_of(range(16), (SITES[:1], range(16)))
+    held = []
+    for _ in range(2):
+        ring.begin(plan)
+        forward(ring, 16)
+        held += collect(ring, plan)
+    return ring, plan, held
+
+
+def test_full_host_memory_holds_up_the_step_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, plan, held = filled_ring()
     waits = when_it_waits(ring._arena._freed, monkeypatch)
-    thread = threading.Thread(target=lambda: waits.wait(TIMEOUT_S) and contents([held]))
+    thread = threading.Thread(target=lambda: waits.wait(TIMEOUT_S) and contents(held))
     thread.start()
 
     ring.begin(plan)
-    forward(ring, 10, step=2)
+    forward(ring, 16, step=2)
     found = contents(list(ring.collect(plan, patience_s=TIMEOUT_S)), step=2)
     thread.join(TIMEOUT_S)
 
-    assert len(found) == 10
+    assert len(found) == 16
     assert ring.counters.stalls == 1
     assert ring.counters.dropped_rows == 0
 
 
 def test_rows_are_lost_and_counted_when_nothing_becomes_free_in_time() -> None:
-    ring = make_ring(num_rows=32, max_tokens=16, staging_bytes=MIN_ROWS * ROW_BYTES)
-    plan = plan_of(range(10), (SITES[:1], range(10)), (SITES[1:2], range(4)))
-    ring.begin(plan)
-    (held,) = collect(ring, plan)
+    ring, plan, held = filled_ring()
     ring.begin(plan)
 
     assert collect(ring, plan) == []
 
-    assert ring.counters.dropped_rows == 10
-    held.release()
+    assert ring.counters.dropped_rows == 16
+    for part in held:
+        part.release()
     assert ring.staged_bytes == 0
 
 
+@pytest.mark.parametrize("staging_rows", [MIN_ROWS, 1000])
+def test_rows_come_with_the_tokens_they_were_computed_from(staging_rows: int) -> None:
+    ring = make_ring(num_rows=64, max_tokens=64, staging_bytes=staging_rows * ROW_BYTES)
+    plan = plan_of(range(0, 64, 3), (SITES[:1], range(22)), (SITES[1:], range(0, 22, 2)))
+    token_ids = torch.arange(1000, 1064, dtype=torch.int32)
+
+    ring.begin(plan, token_ids)
+    token_ids.fill_(-5)  # the next step's tokens take the same memory
+    forward(ring, 64)
+    for part in ring.collect(plan, patience_s=0):
+        part.wait()
+        for group, _ in part.groups:
+            assert np.array_equal(part.token_ids(group), 1000 + group.positions)
+        contents([part])
+
+
+def test_tokens_that_nobody_knows_are_none() -> None:
+    ring, plan = make_ring(), plan_of([0], (SITES, [0]))
+    ring.begin(plan)
+    (part,) = collect(ring, plan)
+
+    assert part.token_ids(plan.groups[0]) is None
+
+
 @settings(max_examples=60)
-@given(schedules(MANY_SITES), st.sampled_from([32, 200, 100_000]), st.sampled_from([MAX_TOKENS, MAX_TOKENS + 50]))
+@given(schedules(MANY_SITES), st.sampled_from([MIN_ROWS, 200, 100_000]), st.sampled_from([MAX_TOKENS, MAX_TOKENS + 50]))
 def test_over_random_schedules_every_planned_row_arrives_as_it_was_computed(
     steps: list[Step], staging_rows: int, num_rows: int
 ) -> None:
@@ -295,8 +325,8 @@ def test_a_step_is_collected_once() -> None:
 
 
 def test_memory_that_cannot_hold_a_row_of_every_site_is_refused_with_what_is_needed() -> None:
-    with pytest.raises(ConfigError, match=f"at least {16 * ROW_BYTES} are needed"):
-        make_ring(staging_bytes=15 * ROW_BYTES)
+    with pytest.raises(ConfigError, match=f"at least {MIN_ROWS * ROW_BYTES} are needed"):
+        make_ring(staging_bytes=(MIN_ROWS - 1) * ROW_BYTES)
 
 
 def test_a_ring_that_cannot_hold_a_step_is_refused() -> None:

@@ -84,13 +84,10 @@ class World:
         computed = np.array([start for start, _ in spans.values()], dtype=np.int64)
         return BatchView(tuple(spans), np.cumsum(counts) - counts, counts, computed)
 
-    def step(self, **spans: tuple[int, int]) -> None:
+    def step(self, *, token_ids: torch.Tensor | None = None, **spans: tuple[int, int]) -> None:
         """One step of such a batch."""
-        self.run(self.view(**spans))
-
-    def run(self, view: BatchView) -> None:
-        """One step, laid out like that."""
-        self.session.step_begins(view)
+        view = self.view(**spans)
+        self.session.step_begins(view, token_ids)
         rows = list(zip(view.req_ids, view.starts, view.num_scheduled, view.num_computed, strict=True))
         for index, buffer in enumerate(self.staging.buffers):
             for req_id, start, count, first in rows:
