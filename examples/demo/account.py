@@ -65,9 +65,7 @@ def show_check(errors: list[HookError], tolerance: float) -> bool:
     console.print(table)
     worst = max(error.relative for error in errors)
     verdict = "[green]equal[/green]" if worst <= tolerance else "[red]NOT EQUAL[/red]"
-    console.print(
-        f"{verdict}: the largest relative error of a vector is {worst:.1e} (allowed: {tolerance:.0e} is allowed)"
-    )
+    console.print(f"{verdict}: the largest relative error of a vector is {worst:.1e} (allowed: {tolerance:.0e})")
     return worst <= tolerance
 
 
