@@ -25,6 +25,7 @@ from headgate.capture.consumer import (
 )
 from headgate.capture.errors import ConsumerError
 from headgate.capture.spec import CaptureSpec
+from headgate.consumers.filesystem.gather import RowGatherer
 from headgate.consumers.filesystem.layout import Layout
 from headgate.consumers.filesystem.local import LocalStore
 from headgate.consumers.filesystem.params import FilesystemParams, parse_global, parse_params, parse_request
@@ -38,6 +39,9 @@ from headgate.consumers.filesystem.spool import Chunk
 from headgate.consumers.filesystem.writer import Writer
 
 logger = logging.getLogger(__name__)
+
+MAX_GATHERED_BYTES = 32 << 20
+"""Rows kept for a few steps, so that they can be cut out of their blocks together."""
 
 
 class FilesystemConsumer(StreamingConsumer):
@@ -64,6 +68,7 @@ class FilesystemConsumer(StreamingConsumer):
         self._settings = parse_params(params)
         self._store = _open_store(self._settings)
         self._dtype = getattr(torch, context.model.dtype)
+        self._gatherer = RowGatherer(min(self._settings.memory_bytes // 8, MAX_GATHERED_BYTES))
         self._outstanding: set[Outcome] = set()
         self._outstanding_lock = threading.Lock()  # guards _outstanding, which writer threads take from
         self._partitions = [self._new_partition() for _ in range(self._settings.threads)]
@@ -96,20 +101,15 @@ class FilesystemConsumer(StreamingConsumer):
             self._writers[index].submit(partial(self._partitions[index].begin, request))
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
-        cut: dict[int, list[tuple[str, Chunk]]] = defaultdict(list)
         for block in blocks:
-            data = self._bytes_of(block)
-            for span in block.spans:
-                request_id = span.request.request_id
-                chunk = Chunk(block.sites, block.positions[span.start : span.stop], _take(data, span.start, span.stop))
-                cut[self._index(request_id)].append((request_id, chunk))
-        for index, chunks in cut.items():
-            num_bytes = sum(chunk.num_bytes for _, chunk in chunks)
-            self._writers[index].submit(partial(self._partitions[index].append, chunks), num_bytes)
+            self._gatherer.add(block, self._bytes_of(block))
+        if self._gatherer.is_full:
+            self._hand_over(self._gatherer.take_all())
 
     def finish(self, finished: FinishedRequest) -> Any:
         if not finished.request.spec.sites:
             return None  # all of its sites belong to other pipeline stages
+        self._hand_over({finished.request.request_id: self._gatherer.take(finished.request.request_id)})
         outcome: Outcome = Future()
         with self._outstanding_lock:
             self._outstanding.add(outcome)
@@ -119,6 +119,7 @@ class FilesystemConsumer(StreamingConsumer):
         return outcome
 
     def abandon(self, request: RequestInfo) -> None:
+        self._gatherer.take(request.request_id)
         index = self._index(request.request_id)
         self._writers[index].submit(partial(self._partitions[index].abandon, request))
 
@@ -144,8 +145,18 @@ class FilesystemConsumer(StreamingConsumer):
             _layouts(self._store, settings),
             self._store.temp_path,
             max_request_bytes=settings.max_request_bytes,
-            memory_bytes=settings.memory_bytes * 3 // 4 // settings.threads,
+            memory_bytes=settings.memory_bytes * 5 // 8 // settings.threads,
         )
+
+    def _hand_over(self, chunks: Mapping[str, Sequence[Chunk]]) -> None:
+        """Queue rows for the writers of their requests; wait for room."""
+        by_writer: dict[int, list[tuple[str, Chunk]]] = defaultdict(list)
+        for request_id, of_request in chunks.items():
+            if of_request:
+                by_writer[self._index(request_id)] += [(request_id, chunk) for chunk in of_request]
+        for index, pairs in by_writer.items():
+            num_bytes = sum(chunk.num_bytes for _, chunk in pairs)
+            self._writers[index].submit(partial(self._partitions[index].append, pairs), num_bytes)
 
     def _index(self, request_id: str) -> int:
         return zlib.crc32(request_id.encode("utf-8", "surrogatepass")) % len(self._writers)
@@ -180,16 +191,6 @@ def _layouts(store: LocalStore | RemoteStore, settings: FilesystemParams) -> dic
         "raw": RawLayout(store, durable=settings.fsync),
         "shards": ShardLayout(store, shard_bytes=settings.shard_bytes),
     }
-
-
-def _take(data: npt.NDArray[np.uint8], start: int, stop: int) -> npt.NDArray[np.uint8]:
-    """Rows ``start : stop`` of every site.
-
-    A copy if they are the smaller part of the block: a view would keep the rows of all the other requests in memory
-    until this one ends.
-    """
-    rows = data[:, start:stop]
-    return rows.copy() if 2 * rows.shape[1] < data.shape[1] else rows
 
 
 def _give_up(outcome: Outcome, timeout_s: float) -> None:

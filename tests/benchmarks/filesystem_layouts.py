@@ -148,10 +148,8 @@ def main() -> None:
                 ]
                 disk_s, taken_s = (float(np.median(column)) for column in zip(*pairs, strict=True))
                 rate, disk_rate = load.num_bytes / taken_s / 1e6, load.num_bytes / disk_s / 1e6
-                per_second = load.num_requests / taken_s
-                echo(
-                    f"{load.name:26}{layout:9}{'on' if fsync else 'off':7}{per_second:12,.0f}{rate:8,.0f}{disk_rate:23,.0f}"
-                )
+                per_second, sync = load.num_requests / taken_s, "on" if fsync else "off"
+                echo(f"{load.name:26}{layout:9}{sync:7}{per_second:12,.0f}{rate:8,.0f}{disk_rate:23,.0f}")
 
 
 if __name__ == "__main__":
