@@ -102,11 +102,26 @@ def test_a_hook_at_the_wrong_place_contradicts_its_neighbours(ring, model, facts
         check_capture(ring, SITES, facts, model.run)
 
 
-def test_values_that_are_not_numbers_contradict_themselves(ring, model, facts):
+def test_what_a_dummy_step_leaves_uninitialised_proves_nothing_either_way(ring, model, facts):
     original = model.write
-    model.write = lambda site, value: original(site, value * torch.nan)
 
-    with pytest.raises(SelfTestError):
+    def write(site, value):
+        original(site, value if site.layer == 0 and site.hook is HookPoint.PRE_ATTN else value * torch.nan)
+
+    model.write = write
+
+    check_capture(ring, SITES, facts, model.run)
+
+
+def test_a_value_that_is_not_finite_at_one_site_alone_contradicts_its_neighbours(ring, model, facts):
+    original = model.write
+
+    def write(site, value):
+        original(site, value * torch.inf if site == Site(1, HookPoint.POST_ATTN) else value)
+
+    model.write = write
+
+    with pytest.raises(SelfTestError, match=r"1\.post_attn"):
         check_capture(ring, SITES, facts, model.run)
 
 
