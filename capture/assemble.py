@@ -1,4 +1,7 @@
-"""Turns the rows of many steps into whole requests: how a `BatchedConsumer` is fed."""
+"""Turns the rows of many steps into whole requests: how a `BatchedConsumer` is fed.
+
+Shapes: S sites, N rows of a block, C rows that there is room for, D hidden size, B bytes of a row.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,9 +21,10 @@ from headgate.capture.consumer import (
     ModelInfo,
     RequestInfo,
     RowBlock,
-    RowSpan,
 )
 from headgate.capture.sites import Site
+
+Bytes = npt.NDArray[np.uint8]
 
 GROWTH = 1.5
 MIN_ROWS = 16
@@ -48,8 +53,9 @@ class Assembler:
     def write(self, blocks: Sequence[RowBlock]) -> None:
         """Copy out the rows of every span."""
         for block in blocks:
+            rows_SNB: Bytes = block.rows.view(torch.uint8).numpy()
             for span in block.spans:
-                self._requests[span.request.request_id].add(block, span)
+                self._requests[span.request.request_id].add(block, rows_SNB, span.start, span.stop)
 
     def finish(self, finished: FinishedRequest) -> Any:
         """Hand the request over, without the rows that were computed in vain; return what the consumer returns."""
@@ -77,59 +83,82 @@ class Assembler:
 
 
 class _CollectedRows:
-    """The rows of one request so far: `S` sites, room for `C` rows of each, which grows."""
+    """The rows of one request so far, by the sets of sites that they came in."""
 
     def __init__(self, request: RequestInfo, model: ModelInfo) -> None:
         self._sites = request.spec.sites
-        self._index = {site: index for index, site in enumerate(self._sites)}
-        self._num_rows = [0] * len(self._sites)
+        self._dtype: torch.dtype = getattr(torch, model.dtype)
+        self._hidden_size = model.hidden_size
         prompt = np.arange(request.num_prompt_tokens, dtype=np.int64)
-        num_wanted = int(request.spec.positions.mask(prompt, np.full_like(prompt, len(prompt))).sum())
-        capacity = max(num_wanted, MIN_ROWS)
-        # Memory that is not written to yet costs nothing: the system backs it page by page.
-        self._rows = torch.empty(len(self._sites), capacity, model.hidden_size, dtype=getattr(torch, model.dtype))
-        self._positions = np.empty((len(self._sites), capacity), dtype=np.int64)
+        self._num_expected = int(request.spec.positions.mask(prompt, np.full_like(prompt, len(prompt))).sum())
+        self._parts: dict[int, _Part] = {}
 
-    def add(self, block: RowBlock, span: RowSpan) -> None:
-        """Append the rows of `span` to each of the block's sites."""
-        positions = block.positions[span.start : span.stop]
-        if block.sites == self._sites and len(set(self._num_rows)) == 1:
-            self._append(slice(None), self._num_rows[0], positions, block.rows[:, span.start : span.stop])
-            self._num_rows = [self._num_rows[0] + len(positions)] * len(self._sites)
-            return
-        for rows, site in zip(block.rows, block.sites, strict=True):
-            index = self._index[site]
-            self._append(slice(index, index + 1), self._num_rows[index], positions, rows[span.start : span.stop])
-            self._num_rows[index] += len(positions)
+    def add(self, block: RowBlock, rows_SNB: Bytes, start: int, stop: int) -> None:
+        """Append rows ``start : stop`` of `block`, whose rows are `rows_SNB`."""
+        # Blocks of one kind share the tuple of their sites; a part keeps it, so that no other takes its id.
+        part = self._parts.get(id(block.sites))
+        if part is None:
+            part = self._parts[id(block.sites)] = _Part(block.sites, rows_SNB.shape[2], self._num_expected)
+        part.add(rows_SNB, block.positions, start, stop)
 
     def below(self, num_positions: int) -> tuple[Int64Array, dict[Site, Tensor]]:
         """Positions below `num_positions` that every site has, and each site's rows of them."""
-        kept = [
-            positions[: np.searchsorted(positions[:count], num_positions)]
-            for positions, count in zip(self._positions, self._num_rows, strict=True)
-        ]
-        common = kept[0]
-        if all(np.array_equal(common, positions) for positions in kept[1:]):
-            rows = self._rows[:, : len(common)]
-            return common.copy(), {site: rows[index] for site, index in self._index.items()}
-        # Stages drop rows independently under overload: only what is complete can be handed over.
-        for positions in kept[1:]:
+        pieces: dict[Site, list[tuple[Int64Array, Tensor]]] = {site: [] for site in self._sites}
+        for part in self._parts.values():
+            positions, rows_SND = part.below(num_positions, self._dtype)
+            for site, rows_ND in zip(part.sites, rows_SND, strict=True):
+                pieces[site].append((positions, rows_ND))
+        sites = {site: self._join(found) for site, found in pieces.items()}
+        common = sites[self._sites[0]][0]
+        if all(positions is common or np.array_equal(positions, common) for positions, _ in sites.values()):
+            return common, {site: rows for site, (_, rows) in sites.items()}
+        # Rows of some sites were lost on their way: only what is complete can be handed over.
+        for positions, _ in sites.values():
             common = np.intersect1d(common, positions, assume_unique=True)
-        places = [torch.from_numpy(np.searchsorted(positions, common)) for positions in kept]
-        return common, {site: self._rows[index].index_select(0, places[index]) for site, index in self._index.items()}
+        return common, {
+            site: rows[torch.from_numpy(np.searchsorted(positions, common))]
+            for site, (positions, rows) in sites.items()
+        }
 
-    def _append(self, sites: slice, start: int, positions: Int64Array, rows: Tensor) -> None:
-        stop = start + len(positions)
-        if stop > self._rows.shape[1]:
-            self._grow(stop)
-        self._rows[sites, start:stop] = rows
-        self._positions[sites, start:stop] = positions
+    def _join(self, pieces: list[tuple[Int64Array, Tensor]]) -> tuple[Int64Array, Tensor]:
+        """One site's rows in the order of their positions."""
+        if not pieces:
+            return np.empty(0, dtype=np.int64), torch.empty(0, self._hidden_size, dtype=self._dtype)
+        if len(pieces) == 1:
+            return pieces[0]
+        positions = np.concatenate([positions for positions, _ in pieces])
+        order = np.argsort(positions)
+        return positions[order], torch.cat([rows for _, rows in pieces])[torch.from_numpy(order)]
+
+
+class _Part:
+    """Rows that came with the same sites: as bytes, since numpy copies single rows ten times as fast as torch."""
+
+    def __init__(self, sites: tuple[Site, ...], row_bytes: int, num_expected: int) -> None:
+        self.sites = sites
+        capacity = max(num_expected, MIN_ROWS)
+        # Memory that is not written to yet costs nothing: the system backs it page by page.
+        self._rows_SCB: Bytes = np.empty((len(sites), capacity, row_bytes), dtype=np.uint8)
+        self._positions: Int64Array = np.empty(capacity, dtype=np.int64)
+        self._num_rows = 0
+
+    def add(self, rows_SNB: Bytes, positions: Int64Array, start: int, stop: int) -> None:
+        first, end = self._num_rows, self._num_rows + stop - start
+        if end > len(self._positions):
+            self._grow(end)
+        self._rows_SCB[:, first:end] = rows_SNB[:, start:stop]
+        self._positions[first:end] = positions[start:stop]
+        self._num_rows = end
+
+    def below(self, num_positions: int, dtype: torch.dtype) -> tuple[Int64Array, Tensor]:
+        """Positions below `num_positions`, and their rows at every site."""
+        count = int(np.searchsorted(self._positions[: self._num_rows], num_positions))
+        return self._positions[:count], torch.from_numpy(self._rows_SCB).view(dtype)[:, :count]
 
     def _grow(self, num_rows: int) -> None:
-        capacity = max(num_rows, int(self._rows.shape[1] * GROWTH))
-        used = max(self._num_rows)
-        rows = torch.empty(len(self._sites), capacity, self._rows.shape[2], dtype=self._rows.dtype)
-        rows[:, :used] = self._rows[:, :used]
-        positions = np.empty((len(self._sites), capacity), dtype=np.int64)
-        positions[:, :used] = self._positions[:, :used]
-        self._rows, self._positions = rows, positions
+        capacity, used = max(num_rows, int(len(self._positions) * GROWTH)), self._num_rows
+        rows_SCB = np.empty((len(self.sites), capacity, self._rows_SCB.shape[2]), dtype=np.uint8)
+        rows_SCB[:, :used] = self._rows_SCB[:, :used]
+        positions = np.empty(capacity, dtype=np.int64)
+        positions[:used] = self._positions[:used]
+        self._rows_SCB, self._positions = rows_SCB, positions

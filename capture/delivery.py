@@ -42,8 +42,8 @@ class LaneState(Protocol):
         """Wait for the next item; None when the lane is closed and empty."""
         ...
 
-    def free(self, rows: Rows, delivered: Packet | None) -> None:
-        """The consumer has returned from taking `rows`; `delivered` are those that it took."""
+    def free(self, rows: Rows, delivered: tuple[int, int]) -> None:
+        """The consumer has returned from taking `rows`; it took so many positions and bytes of them."""
         ...
 
     def drop(self, packet: Packet, reason: str) -> None:
@@ -133,7 +133,7 @@ class Delivery:
                 self._fail([item.request], str(error))
 
     def _write(self, rows: Rows) -> None:
-        delivered = None
+        delivered = 0, 0
         try:
             packet = self._load(rows)
             live = None if packet is None else packet.without_failed()
@@ -144,9 +144,7 @@ class Delivery:
             except ConsumerError as error:
                 self._fail(live.requests(), str(error))
                 return
-            for portion in live.portions():
-                portion.request.ledger.deliver(portion.positions, portion.num_sites)
-            delivered = live
+            delivered = live.deliver(), live.num_bytes
         finally:
             self._lane.free(rows, delivered)
 

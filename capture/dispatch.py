@@ -7,14 +7,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from headgate.capture.batch import FinalState
 from headgate.capture.handoff import Handoff
 from headgate.capture.lanes import Lane
 from headgate.capture.ledger import LaneRequest
-from headgate.capture.packets import BlockPart, Packet, join, split_by_consumer
+from headgate.capture.packets import BlockPart, Packet, Splitter, join
 from headgate.capture.plan import PackGroup
+from headgate.capture.pool import RowPool
 from headgate.capture.sparselog import SparseLog
 from headgate.capture.staging import StagedRows
 from headgate.capture.tokens import Int32Array, TokenBook
@@ -58,12 +57,14 @@ class Dispatcher:
     Args:
         handoff: Where the step thread puts; closing it ends the thread, once it is empty.
         lanes: Consumer bit to lane.
+        keep_bytes: Memory that may be kept for later rows while nobody uses it.
     """
 
-    def __init__(self, handoff: Handoff[Dispatched], lanes: Mapping[int, Lane]) -> None:
+    def __init__(self, handoff: Handoff[Dispatched], lanes: Mapping[int, Lane], *, keep_bytes: int) -> None:
         self._handoff = handoff
         self._lanes = lanes
-        self._requests: dict[str, Mapping[int, LaneRequest]] = {}
+        self._splitter = Splitter()
+        self._pool = RowPool(keep_bytes)
         self._books: dict[str, TokenBook] = {}
         self._log = SparseLog("capture dispatch")
         self._thread = threading.Thread(target=self._run, name="headgate-dispatch", daemon=True)
@@ -100,34 +101,38 @@ class Dispatcher:
         if isinstance(item, StagedRows):
             self._deal_rows(item)
         elif isinstance(item, RequestBegins):
-            for bit, request in self._requests.pop(item.req_id, {}).items():
+            for bit, request in self._splitter.end(item.req_id).items():
                 self._lanes[bit].replace(request, is_silent=bit in item.requests and item.is_same_client)
-            self._requests[item.req_id] = item.requests
+            self._splitter.begin(item.req_id, item.requests)
             self._books[item.req_id] = TokenBook(item.num_prompt)
             for bit, request in item.requests.items():
                 self._lanes[bit].begin(request)
         else:
             book = self._books.pop(item.req_id)
             contradiction = None if item.final is None else book.contradiction(item.final)
-            for bit, request in self._requests.pop(item.req_id).items():
+            for bit, request in self._splitter.end(item.req_id).items():
                 self._lanes[bit].finish(request, item.final, contradiction=contradiction)
 
     def _note_tokens(self, group: PackGroup, token_ids: Int32Array | None) -> None:
         if token_ids is not None:
+            positions, ids = group.positions, token_ids.tolist()
             for req_id, start, stop in group.spans:
-                self._books[req_id].note(group.positions[start:stop], token_ids[start:stop])
+                if stop - start == 1:
+                    self._books[req_id].note_one(int(positions[start]), ids[start])
+                else:
+                    self._books[req_id].note(positions[start:stop], token_ids[start:stop])
 
     def _deal_rows(self, staged: StagedRows) -> None:
         parts: dict[int, list[BlockPart]] = {}
         try:
             staged.wait()
-            copies = [(group, torch.empty_like(rows, device="cpu").copy_(rows)) for group, rows in staged.groups]
+            copies = [(group, self._pool.empty(rows.shape, rows.dtype).copy_(rows)) for group, rows in staged.groups]
             for group, _ in copies:
                 self._note_tokens(group, staged.token_ids(group))
         finally:
             staged.release()
         for group, rows in copies:
-            for bit, part in split_by_consumer(group, rows, self._requests):
+            for bit, part in self._splitter.split(group, rows):
                 parts.setdefault(bit, []).append(part)
         packets = [(self._lanes[bit], join(found)) for bit, found in parts.items()]
         waiting: list[tuple[Lane, Packet]] = [

@@ -310,11 +310,10 @@ class Lane:
             self._changed.wait_for(lambda: self._backlog or self._close_by is not None)
             return self._backlog.pop() if self._backlog else None
 
-    def free(self, rows: Rows, delivered: Packet | None) -> None:
+    def free(self, rows: Rows, delivered: tuple[int, int]) -> None:
         with self._changed:
-            if delivered is not None:
-                self._counters.rows += delivered.num_rows
-                self._counters.bytes += delivered.num_bytes
+            self._counters.rows += delivered[0]
+            self._counters.bytes += delivered[1]
             self._backlog.free(rows)
             self._changed.notify_all()
 

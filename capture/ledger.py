@@ -48,16 +48,28 @@ class Ledger:
     def __init__(self, request: RequestInfo) -> None:
         self._request = request
         self._num_sites = np.zeros(request.num_prompt_tokens + SPARE_POSITIONS, dtype=np.int32)
+        self._runs: dict[int, tuple[int, int]] = {}
+        """By number of sites: consecutive positions that are not counted in yet. Most rows prolong one."""
         self._dropped: list[Int64Array] = []
 
     def deliver(self, positions: Int64Array, num_sites: int) -> None:
-        """Note rows at `positions`, each once, of `num_sites` sites."""
-        top = int(positions[-1]) + 1
-        if top > len(self._num_sites):
-            grown = np.zeros(max(top, 2 * len(self._num_sites)), dtype=np.int32)
-            grown[: len(self._num_sites)] = self._num_sites
-            self._num_sites = grown
-        self._num_sites[positions] += num_sites
+        """Note rows at `positions`, ascending, of `num_sites` sites."""
+        first, last = int(positions[0]), int(positions[-1])
+        if last - first + 1 == len(positions):
+            self.deliver_run(first, last + 1, num_sites)
+        else:
+            self._make_room(last + 1)
+            self._num_sites[positions] += num_sites
+
+    def deliver_run(self, start: int, stop: int, num_sites: int) -> None:
+        """Note rows at positions ``start : stop``."""
+        before = self._runs.get(num_sites)
+        if before is not None:
+            if before[1] == start:
+                start = before[0]
+            else:
+                self._count_in(*before, num_sites)
+        self._runs[num_sites] = (start, stop)
 
     def drop(self, positions: Int64Array) -> None:
         """Note that rows at `positions` were lost to overload."""
@@ -65,6 +77,9 @@ class Ledger:
 
     def close(self, final: FinalState) -> Account:
         """Compare what was delivered with what the request wanted, now that its length is known."""
+        for num_sites, run in self._runs.items():
+            self._count_in(*run, num_sites)
+        self._runs.clear()
         num_rows = final.num_rows
         positions = np.arange(num_rows, dtype=np.int64)
         num_prompt = np.full(num_rows, self._request.num_prompt_tokens, dtype=np.int64)
@@ -83,6 +98,16 @@ class Ledger:
             surplus=int(np.maximum(delivered - expected, 0).sum()),
         )
 
+    def _count_in(self, start: int, stop: int, num_sites: int) -> None:
+        self._make_room(stop)
+        self._num_sites[start:stop] += num_sites
+
+    def _make_room(self, size: int) -> None:
+        if size > len(self._num_sites):
+            grown = np.zeros(max(size, 2 * len(self._num_sites)), dtype=np.int32)
+            grown[: len(self._num_sites)] = self._num_sites
+            self._num_sites = grown
+
 
 class LaneRequest:
     """One request on its way to one consumer.
@@ -90,17 +115,20 @@ class LaneRequest:
     Attributes:
         info: What the consumer knows of it.
         ledger: What was delivered; written by the consumer's thread, its drops under the lane's lock.
-        failure: Why it ends in ``error``; None so far. This and the rest are guarded by the lane's lock.
+        failure: Why it ends in ``error``; None so far. This and the others are guarded by the lane's lock.
+        first_site: The site by which its positions are counted: a position may lie in several blocks of a step, one
+            for each set of sites.
         drop_reason: Why rows of it were dropped, for people.
-        is_begun: The consumer was told of it, and not yet that it is over.
+        is_begun: The consumer was told of it, and not yet that it is over; the consumer's thread's own.
         is_ended: It got its last row; its result is due.
         is_reported: Its result is out.
     """
 
-    __slots__ = ("drop_reason", "failure", "info", "is_begun", "is_ended", "is_reported", "ledger")
+    __slots__ = ("drop_reason", "failure", "first_site", "info", "is_begun", "is_ended", "is_reported", "ledger")
 
     def __init__(self, info: RequestInfo) -> None:
         self.info = info
+        self.first_site = info.spec.sites[0] if info.spec.sites else None
         self.ledger = Ledger(info)
         self.failure: str | None = None
         self.drop_reason = ""

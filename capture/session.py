@@ -112,7 +112,7 @@ class CaptureSession:
         )
         self._lanes = {consumer.bit: self._make_lane(consumer, config) for consumer in consumers}
         self._handoff: Handoff[Dispatched] = Handoff()
-        self._dispatcher = Dispatcher(self._handoff, self._lanes)
+        self._dispatcher = Dispatcher(self._handoff, self._lanes, keep_bytes=config.staging_bytes)
         self._close_report: CloseReport | None = None
         for lane in self._lanes.values():
             lane.start()

@@ -27,10 +27,14 @@ class TokenBook:
         """Rows at `positions`, ascending, were computed from `token_ids`."""
         top = int(positions[-1]) + 1
         if top > len(self._token_ids):
-            grown = np.full(max(top, 2 * len(self._token_ids)), _UNKNOWN, dtype=np.int32)
-            grown[: len(self._token_ids)] = self._token_ids
-            self._token_ids = grown
+            self._grow(top)
         self._token_ids[positions] = token_ids
+
+    def note_one(self, position: int, token_id: int) -> None:
+        """The same for a single row."""
+        if position >= len(self._token_ids):
+            self._grow(position + 1)
+        self._token_ids[position] = token_id
 
     def contradiction(self, final: FinalState) -> str | None:
         """What is wrong with the rows, for people; None if every one is of the request's own token."""
@@ -44,3 +48,8 @@ class TokenBook:
             f"{len(wrong)} captured rows were not computed from the request's own tokens (position {first}: token "
             f"{noted[first]}, expected {expected[first]}), so none of them is given out; report it as a bug of headgate"
         )
+
+    def _grow(self, size: int) -> None:
+        grown = np.full(max(size, 2 * len(self._token_ids)), _UNKNOWN, dtype=np.int32)
+        grown[: len(self._token_ids)] = self._token_ids
+        self._token_ids = grown

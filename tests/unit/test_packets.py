@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.ledger import LaneRequest
-from headgate.capture.packets import split_by_consumer
+from headgate.capture.packets import BlockPart, Splitter
 from headgate.capture.plan import PackGroup
 from headgate.capture.spans import take_spans
 from tests.unit.pipeline import HIDDEN, SITES, info, lane_request, packet
@@ -35,6 +38,13 @@ def group_of(members: list[tuple[str, int]], masks: list[int]) -> tuple[PackGrou
     return group, rows, {req_id: {bit: LaneRequest(info(req_id)) for bit in bits} for req_id, _ in members}
 
 
+def split(group: PackGroup, rows: torch.Tensor, requests: Requests) -> Iterator[tuple[int, BlockPart]]:
+    splitter = Splitter()
+    for req_id, by_bit in requests.items():
+        splitter.begin(req_id, by_bit)
+    return splitter.split(group, rows)
+
+
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[list[tuple[str, int]], list[int]]:
     counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
@@ -53,7 +63,7 @@ def test_each_consumer_gets_the_rows_whose_masks_have_its_bit(drawn: tuple[list[
     }
 
     got = {}
-    for bit, (block, found) in split_by_consumer(group, rows, requests):
+    for bit, (block, found) in split(group, rows, requests):
         assert list(found) == [requests[span.request.request_id][bit] for span in block.spans]
         assert [span.start for span in block.spans] == [0, *(span.stop for span in block.spans[:-1])]
         assert all(torch.equal(block.rows[0], block.rows[site]) for site in range(len(SITES)))
@@ -69,7 +79,7 @@ def test_each_consumer_gets_the_rows_whose_masks_have_its_bit(drawn: tuple[list[
 def test_consumers_that_want_everything_share_the_tensor() -> None:
     group, rows, requests = group_of([("request-1", 3)], [3, 3, 3])
 
-    blocks = [block for _, (block, _) in split_by_consumer(group, rows, requests)]
+    blocks = [block for _, (block, _) in split(group, rows, requests)]
 
     assert [block.rows is rows for block in blocks] == [True, True]
     assert all(block.positions is group.positions for block in blocks)
@@ -78,12 +88,31 @@ def test_consumers_that_want_everything_share_the_tensor() -> None:
 def test_consecutive_rows_are_a_slice_and_others_a_copy() -> None:
     group, rows, requests = group_of([("request-1", 4)], [1 | 2, 2, 2, 1 | 4])
 
-    found = {bit: block.rows for bit, (block, _) in split_by_consumer(group, rows, requests)}
+    found = {bit: block.rows for bit, (block, _) in split(group, rows, requests)}
 
     storage = rows.untyped_storage().data_ptr()
     assert found[1].untyped_storage().data_ptr() == storage
     assert found[2].untyped_storage().data_ptr() == storage
     assert found[0].untyped_storage().data_ptr() != storage
+
+
+def test_an_id_that_lives_again_owns_its_rows_from_then_on() -> None:
+    group, rows, requests = group_of([("request-1", 1), ("request-2", 1)], [1, 1])
+    splitter, reborn = Splitter(), LaneRequest(info("request-1"))
+    for req_id, by_bit in requests.items():
+        splitter.begin(req_id, by_bit)
+
+    def owners(of: PackGroup) -> list[LaneRequest]:
+        return [owner for _, (_, found) in splitter.split(of, rows) for owner in found]
+
+    first, second = requests["request-1"][0], requests["request-2"][0]
+    assert owners(group) == owners(group) == [first, second]
+    assert splitter.end("request-1") is requests["request-1"]
+    splitter.begin("request-1", {0: reborn})
+    assert owners(group) == [reborn, second]
+    swapped = replace(group, spans=(("request-2", 0, 1), ("request-1", 1, 2)))
+    assert owners(swapped) == [second, reborn]
+    assert splitter.end("nobody") == {}
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.data())
