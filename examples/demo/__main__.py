@@ -14,8 +14,6 @@ import time
 from pathlib import Path
 
 from examples.demo.account import console, section, show_check, show_files, show_requests
-from examples.demo.check import compare
-from examples.demo.picture import draw
 from examples.demo.requests import ASKS, EVERY_HOOK, Answer, send_all
 from examples.demo.server import Server, ServerError
 from examples.model import ModelError, ensure_model
@@ -41,6 +39,7 @@ def main() -> int:
 
 def run(model: Path, out: Path, dtype: str) -> int:
     """Serve, ask, show; returns the exit status."""
+    section("Serve", f"{model.name} in {dtype} with stock vLLM; every hook point of every layer can be captured")
     captures = out / "captures"
     shutil.rmtree(captures, ignore_errors=True)
     captures.mkdir(parents=True)
@@ -53,6 +52,9 @@ def run(model: Path, out: Path, dtype: str) -> int:
         console.print(f"[red]{answer.ask.name}: {answer.result or 'no capture_results in the response'}[/red]")
     if failed:
         return 1
+    from examples.demo.check import compare  # torch and transformers take seconds to import: not before they are needed
+    from examples.demo.picture import draw
+
     section("Check", "the request 'capital' again in Hugging Face transformers, with forward hooks")
     errors = compare(model, folder["capital"], dtype)
     is_right = show_check(errors, TOLERANCE[dtype])
@@ -69,7 +71,6 @@ def serve_and_ask(model: Path, out: Path, captures: Path, dtype: str) -> list[An
         "sites": EVERY_HOOK,
     }
     server = Server(model, capture=capture, dtype=dtype, log=out / "server.log")
-    section("Serve", f"{model.name} in {dtype} with stock vLLM; every hook point of every layer can be captured")
     started = time.monotonic()
     with console.status("vllm serve is starting ..."), server:
         console.print(f"ready after {time.monotonic() - started:.0f} s at {server.url} (log: {server.log})")

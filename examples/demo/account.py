@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from examples.demo.check import EXPLAINED, HookError
 from examples.demo.requests import Answer
-from headgate.consumers.reader import CaptureFolder
+
+if TYPE_CHECKING:
+    from examples.demo.check import HookError
+    from headgate.consumers.reader import CaptureFolder
+
+EXPLAINED = {
+    "pre_attn": "stream into the layer",
+    "attn_out": "what attention adds to it",
+    "post_attn": "stream between attention and MLP",
+    "mlp_in": "normed input of the MLP",
+    "mlp_out": "what the MLP adds",
+    "post_mlp": "stream out of the layer",
+    "final_norm": "into the LM head",
+}
 
 console = Console(width=None if sys.stdout.isatty() else 118, highlight=False)
 

@@ -13,18 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from examples.demo.requests import EVERY_HOOK
 from headgate.consumers.reader import StoredCapture
-
-EXPLAINED = {
-    "pre_attn": "stream into the layer",
-    "attn_out": "what attention adds to it",
-    "post_attn": "stream between attention and MLP",
-    "mlp_in": "normed input of the MLP",
-    "mlp_out": "what the MLP adds",
-    "post_mlp": "stream out of the layer",
-    "final_norm": "into the LM head",
-}
-"""Every hook point, in the order of the forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +46,7 @@ def compare(model: Path, capture: StoredCapture, dtype: str) -> list[HookError]:
     theirs = reference(model, torch.from_numpy(capture.token_ids.copy()), getattr(torch, dtype))
     return [
         hook_error(hook, [(capture[site], theirs[site.name]) for site in capture.sites if str(site.hook) == hook])
-        for hook in EXPLAINED
+        for hook in EVERY_HOOK
     ]
 
 

@@ -13,6 +13,7 @@ EVERY_HOOK = {
     **dict.fromkeys(("pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_mlp"), "all"),
     "final_norm": "all",
 }
+"""In the order of the forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
