@@ -95,7 +95,7 @@ class Server:
 
     def _reason(self, num_lines: int = 15) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
-        causes = [line.rpartition("] ")[2] for line in lines if re.search(r"\b\w+(Error|Exception): ", line)]
+        causes = [line.partition("] ")[2] for line in lines if re.search(r"ERROR .*\b\w+(Error|Exception): ", line)]
         return "\n".join([*causes[:1], "...", *lines[-num_lines:], f"(all of it: {self.log})"])
 
 
