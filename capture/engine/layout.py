@@ -85,7 +85,7 @@ def analyse_layer(cls: type[nn.Module], layer: object | None = None) -> LayerLay
     inputs = {hidden: True} | ({residual: True} if residual else {})
     try:
         layouts = [_Reading(path, hidden, residual, None).layout() for path in walk_paths(cls, layer, inputs)]
-        if residual and layouts and layouts[0].style == "pair":
+        if residual and {layout.style for layout in layouts} == {"pair"}:
             first_layer = walk_paths(cls, layer, {hidden: True, residual: False})
             layouts += [_Reading(path, hidden, residual, "pair").layout() for path in first_layer]
     except NotUnderstoodError as error:

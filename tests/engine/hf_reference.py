@@ -8,8 +8,10 @@ are handed out, so a wrong entry in the table fails here and not in a comparison
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,9 @@ ANATOMIES: Mapping[str, Anatomy] = {
     "qwen3": PRE_NORM,
     "gemma": PRE_NORM,
     "mixtral": PRE_NORM,
+    "mixtral_all": PRE_NORM,
     "qwen3_moe": PRE_NORM,
+    "qwen3_moe_all": PRE_NORM,
     "gemma2": SANDWICH,
     "gemma3": SANDWICH,
     "granite": Anatomy(multiplier="residual_multiplier"),
@@ -189,3 +193,18 @@ def min_cosine(got: Tensor, expected: Tensor) -> float:
 def _assert_same(got: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
     error = relative_error(got, expected)
     assert error <= tolerance, f"{what}: relative error {error:.2g}, at most {tolerance:.2g} expected"
+
+
+def reference_rows(
+    folder: Path, family: str, dtype: torch.dtype, requests: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[Reference]:
+    """One reference for each ``(prompt, output)``; for a process of its own, see `own_process`."""
+    model = HFReference(folder, family, dtype)
+    return [model.run(prompt, output) for prompt, output in requests]
+
+
+@contextmanager
+def own_process() -> Iterator[ProcessPoolExecutor]:
+    """A process for `reference_rows`: an engine in this one may have decorated Hugging Face's classes for vLLM."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as executor:
+        yield executor

@@ -33,7 +33,7 @@ _LLAMA = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": MAX_LENGTH,
-    "initializer_range": 0.2,
+    "initializer_range": 0.1,
 }
 _WIDE_HEADS = {**_LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _GEMMA_2_3 = {**_WIDE_HEADS, "sliding_window": 16, "query_pre_attn_scalar": 32}
@@ -63,6 +63,11 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "Qwen3MoeConfig",
         {**_WIDE_HEADS, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
     ),
+    "mixtral_all": ("MixtralConfig", {**_WIDE_HEADS, "num_local_experts": 2, "num_experts_per_tok": 2}),
+    "qwen3_moe_all": (
+        "Qwen3MoeConfig",
+        {**_WIDE_HEADS, "moe_intermediate_size": 64, "num_experts": 2, "num_experts_per_tok": 2},
+    ),
     "gpt_neox": ("GPTNeoXConfig", {**_NEOX, "use_parallel_residual": True}),
     "gpt_neox_sequential": ("GPTNeoXConfig", {**_NEOX, "use_parallel_residual": False}),
     "phi": ("PhiConfig", _NEOX),
@@ -76,7 +81,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "num_hidden_layers": LAYERS,
             "num_attention_heads": 2,
             "max_position_embeddings": MAX_LENGTH,
-            "init_std": 0.2,
+            "init_std": 0.1,
         },
     ),
     "gpt2": (
@@ -87,7 +92,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "n_layer": LAYERS,
             "n_head": 2,
             "n_positions": MAX_LENGTH,
-            "initializer_range": 0.2,
+            "initializer_range": 0.1,
         },
     ),
 }
