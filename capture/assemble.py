@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.batch import Int64Array
+from headgate.capture.config import MIB
 from headgate.capture.consumer import (
     BatchedConsumer,
     CapturedRequest,
@@ -22,12 +23,15 @@ from headgate.capture.consumer import (
     RequestInfo,
     RowBlock,
 )
+from headgate.capture.pool import RowPool
 from headgate.capture.sites import Site
 
 Bytes = npt.NDArray[np.uint8]
 
-GROWTH = 1.5
-MIN_ROWS = 16
+CHUNK_ROWS = 32
+"""Rows of a chunk, beside a first one with room for the wanted part of the prompt."""
+KEEP_BYTES = 64 * MIB
+"""Host memory kept for later requests while nobody uses it."""
 
 
 class Assembler:
@@ -44,11 +48,12 @@ class Assembler:
 
     def __init__(self, consumer: BatchedConsumer) -> None:
         self._consumer = consumer
+        self._pool = RowPool(KEEP_BYTES)
         self._requests: dict[str, _CollectedRows] = {}
 
     def begin(self, request: RequestInfo) -> None:
         """Expect rows of `request`."""
-        self._requests[request.request_id] = _CollectedRows(request, self._consumer.context.model)
+        self._requests[request.request_id] = _CollectedRows(request, self._consumer.context.model, self._pool)
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
         """Copy out the rows of every span."""
@@ -85,7 +90,8 @@ class Assembler:
 class _CollectedRows:
     """The rows of one request so far, by the sets of sites that they came in."""
 
-    def __init__(self, request: RequestInfo, model: ModelInfo) -> None:
+    def __init__(self, request: RequestInfo, model: ModelInfo, pool: RowPool) -> None:
+        self._pool = pool
         self._sites = request.spec.sites
         self._dtype: torch.dtype = getattr(torch, model.dtype)
         self._hidden_size = model.hidden_size
@@ -98,7 +104,7 @@ class _CollectedRows:
         # Blocks of one kind share the tuple of their sites; a part keeps it, so that no other takes its id.
         part = self._parts.get(id(block.sites))
         if part is None:
-            part = self._parts[id(block.sites)] = _Part(block.sites, rows_SNB.shape[2], self._num_expected)
+            part = self._parts[id(block.sites)] = _Part(block.sites, rows_SNB.shape[2], self._num_expected, self._pool)
         part.add(rows_SNB, block.positions, start, stop)
 
     def below(self, num_positions: int) -> tuple[Int64Array, dict[Site, Tensor]]:
@@ -132,33 +138,52 @@ class _CollectedRows:
 
 
 class _Part:
-    """Rows that came with the same sites: as bytes, since numpy copies single rows ten times as fast as torch."""
+    """Rows that came with the same sites, in chunks of host memory; a request's prompt goes into the first.
 
-    def __init__(self, sites: tuple[Site, ...], row_bytes: int, num_expected: int) -> None:
+    As bytes, since numpy copies single rows ten times as fast as torch does.
+    """
+
+    def __init__(self, sites: tuple[Site, ...], row_bytes: int, num_expected: int, pool: RowPool) -> None:
         self.sites = sites
-        capacity = max(num_expected, MIN_ROWS)
-        # Memory that is not written to yet costs nothing: the system backs it page by page.
-        self._rows_SCB: Bytes = np.empty((len(sites), capacity, row_bytes), dtype=np.uint8)
-        self._positions: Int64Array = np.empty(capacity, dtype=np.int64)
+        self._row_bytes = row_bytes
+        self._pool = pool
+        self._chunks = [self._chunk(num_expected or CHUNK_ROWS)]
+        self._num_free = self._chunks[0].shape[1]
+        self._positions: Int64Array = np.empty(self._num_free, dtype=np.int64)
         self._num_rows = 0
 
     def add(self, rows_SNB: Bytes, positions: Int64Array, start: int, stop: int) -> None:
         first, end = self._num_rows, self._num_rows + stop - start
         if end > len(self._positions):
-            self._grow(end)
-        self._rows_SCB[:, first:end] = rows_SNB[:, start:stop]
+            grown = np.empty(2 * end, dtype=np.int64)
+            grown[:first] = self._positions[:first]
+            self._positions = grown
         self._positions[first:end] = positions[start:stop]
         self._num_rows = end
+        while start < stop:
+            if not self._num_free:
+                self._chunks.append(self._chunk(max(stop - start, CHUNK_ROWS)))
+                self._num_free = self._chunks[-1].shape[1]
+            count = min(stop - start, self._num_free)
+            at = self._chunks[-1].shape[1] - self._num_free
+            self._chunks[-1][:, at : at + count] = rows_SNB[:, start : start + count]
+            self._num_free -= count
+            start += count
 
     def below(self, num_positions: int, dtype: torch.dtype) -> tuple[Int64Array, Tensor]:
         """Positions below `num_positions`, and their rows at every site."""
         count = int(np.searchsorted(self._positions[: self._num_rows], num_positions))
-        return self._positions[:count], torch.from_numpy(self._rows_SCB).view(dtype)[:, :count]
+        positions = self._positions[:count].copy()
+        if count == self._chunks[0].shape[1]:
+            return positions, torch.from_numpy(self._chunks[0]).view(dtype)
+        rows_SCB = self._pool.empty((len(self.sites), count, self._row_bytes), torch.uint8)
+        at = 0
+        for chunk in self._chunks:
+            taken = torch.from_numpy(chunk)[:, : count - at]
+            rows_SCB[:, at : at + taken.shape[1]] = taken
+            at += taken.shape[1]
+        return positions, rows_SCB.view(dtype)
 
-    def _grow(self, num_rows: int) -> None:
-        capacity, used = max(num_rows, int(len(self._positions) * GROWTH)), self._num_rows
-        rows_SCB = np.empty((len(self.sites), capacity, self._rows_SCB.shape[2]), dtype=np.uint8)
-        rows_SCB[:, :used] = self._rows_SCB[:, :used]
-        positions = np.empty(capacity, dtype=np.int64)
-        positions[:used] = self._positions[:used]
-        self._rows_SCB, self._positions = rows_SCB, positions
+    def _chunk(self, num_rows: int) -> Bytes:
+        chunk: Bytes = self._pool.empty((len(self.sites), num_rows, self._row_bytes), torch.uint8).numpy()
+        return chunk

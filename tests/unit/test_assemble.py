@@ -100,6 +100,19 @@ def test_what_is_kept_of_a_request_does_not_hold_the_rows_of_its_neighbours() ->
     assert kept < shared.rows.nbytes / 10
 
 
+@pytest.mark.parametrize("num_tokens", [5, 6, 200])
+def test_what_is_handed_over_takes_no_more_memory_than_its_rows(num_tokens: int) -> None:
+    keeper, request = Keeper(), lane_request(num_prompt=4)
+    assembler = Assembler(keeper)
+
+    assembler.begin(request.info)
+    assembler.write([block([(request, range(num_tokens))])])
+    assembler.finish(finished(request.info, num_tokens))
+
+    (captured,) = keeper.captured
+    assert captured.rows[SITES[0]].untyped_storage().nbytes() == len(SITES) * (num_tokens - 1) * HIDDEN * 4
+
+
 def test_rows_of_several_requests_do_not_mix() -> None:
     keeper = Keeper()
     assembler = Assembler(keeper)
