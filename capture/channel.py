@@ -26,7 +26,7 @@ MAX_IPC_PATH = 107
 """Bytes that Linux allows for the path of a Unix socket."""
 
 CLOSING_INTERVAL_S = 0.1
-"""How often a waiting `Channel.send` looks whether the channel is being closed."""
+"""How often a waiting channel looks whether it is being closed, and how much time is left."""
 
 
 class Channel:
@@ -86,7 +86,7 @@ class Channel:
         self._is_closing = True
         with self._lock:
             while self._messages_on_the_way and not self._is_dead and (left := deadline - time.monotonic()) > 0:
-                self._receive(left)
+                self._receive(min(left, CLOSING_INTERVAL_S))
             unacknowledged = self._messages_on_the_way
             self._disconnect()
             return unacknowledged

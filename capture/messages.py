@@ -17,6 +17,7 @@ Both ends run on one host, so arrays are in its byte order. bfloat16 rows are se
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias, cast
 
 import msgspec
@@ -277,9 +278,15 @@ def _read_sites(header: BlockHeader) -> tuple[Site, ...]:
     if len(header.sites) != header.shape[0]:
         raise MalformedMessage(f"{len(header.sites)} sites for rows of shape {header.shape}")
     try:
-        return tuple(Site.parse(name) for name in header.sites)
+        return _parse_sites(tuple(header.sites))
     except ValueError as error:
         raise MalformedMessage(str(error)) from error
+
+
+@lru_cache(maxsize=256)
+def _parse_sites(names: tuple[str, ...]) -> tuple[Site, ...]:
+    """The same tuple for the same names: a consumer may tell from it that blocks are of one kind."""
+    return tuple(Site.parse(name) for name in names)
 
 
 def _read_positions(header: BlockHeader, frame: zmq.Frame) -> Int64Array:

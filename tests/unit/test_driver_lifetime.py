@@ -40,7 +40,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_killed_worker_takes_only_its_own_requests_with_it(folder: Path, outlet: ZmqOutlet) -> None:
     with hosting(folder, WHOLE) as (hub, host):
         expect(hub, "whole", "request-1", "request-2")
-        done = subprocess.run([sys.executable, "-c", KILLED, hub.address], timeout=2 * TIMEOUT_S)
+        done = subprocess.run([sys.executable, "-c", KILLED, hub.address], timeout=4 * TIMEOUT_S)
         worker = Worker(hub, outlet, "whole")
         request = worker.request("request-2")
 

@@ -89,6 +89,17 @@ def test_rows_arrive_bit_for_bit_wherever_zmq_places_them(dtype: torch.dtype, of
         ]
 
 
+def test_blocks_of_the_same_sites_share_them_so_that_consumers_can_tell() -> None:
+    received = []
+    for _ in range(2):
+        frames = frames_of(encode_rows([block([request("a")], [2])], stage=0))
+        message = decode(frames)
+        assert isinstance(message, RowsMessage)
+        received += read_rows(message, frames, {("k", "a"): request("a")})
+
+    assert received[0].sites is received[1].sites
+
+
 def test_rows_that_are_not_contiguous_are_sent_as_they_are_read() -> None:
     whole = torch.randn(3, 10, 7)
     sent = RowBlock(
