@@ -124,3 +124,53 @@ def test_a_consumer_that_cannot_be_opened_says_so_and_leaves_nothing(folder: Pat
 
     assert os.listdir(folder) == []
     assert set(threading.enumerate()) == before
+
+
+FORKS = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+from headgate.capture.hub import ResultHub
+from headgate.capture.driver import open_drivers
+from headgate.capture.transport import ZmqOutlet
+from tests.unit.driving import WHOLE, Worker, config, expect, result, whole
+from tests.unit.pipeline import MODEL
+
+def use(hub, host, req_id):
+    outlet = ZmqOutlet()
+    worker = Worker(hub, outlet, "whole")
+    request = worker.request(req_id)
+    expect(hub, "whole", req_id)
+    worker.begin(request)
+    worker.write((request, [0, 1, 2, 3]))
+    worker.finish(request)
+    assert result(hub, "whole", req_id).payload is whole(host).captured[-1]
+    assert outlet.close(30) == 0
+
+hub = ResultHub(folder=sys.argv[1])
+host = open_drivers(hub, config=config(WHOLE), model=MODEL)
+use(hub, host, "request-1")
+child = os.fork()
+if child == 0:
+    use(hub, host, "request-2")
+    assert len(whole(host).captured) == 1
+    assert hub.shutdown(30)
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+use(hub, host, "request-3")
+assert len(whole(host).captured) == 2
+assert hub.shutdown(30)
+assert os.listdir(sys.argv[1]) == []
+print("done")
+"""
+
+
+def test_a_forked_child_has_consumers_of_its_own(folder: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, str(folder), str(tmp_path / "plugins")],
+        capture_output=True,
+        text=True,
+        timeout=4 * TIMEOUT_S,
+    )
+
+    assert done.stderr == ""
+    assert done.stdout == "done\n"
