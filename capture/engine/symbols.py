@@ -133,6 +133,8 @@ def is_norm(path: str, module: object = UNKNOWN) -> bool:
     """Whether a submodule normalises: by its class where there is one, or by its name."""
     words = [word for word in path.lower().split(".") if not word.isdecimal()]
     name = words[-1] if words else ""
+    if name.endswith(("eps", "epsilon", "weight", "bias")):
+        return False
     by_name = "norm" in name or name.startswith(("ln_", "ln1", "ln2")) or name.endswith("_ln") or name == "ln"
     return by_name or (isinstance(module, nn.Module) and "norm" in type(module).__name__.lower())
 
