@@ -104,14 +104,14 @@ class _CollectedRows:
         # Blocks of one kind share the tuple of their sites; a part keeps it, so that no other takes its id.
         part = self._parts.get(id(block.sites))
         if part is None:
-            part = self._parts[id(block.sites)] = _Part(block.sites, rows_SNB.shape[2], self._num_expected, self._pool)
+            part = self._parts[id(block.sites)] = _Part(block, self._num_expected, self._pool)
         part.add(rows_SNB, block.positions, start, stop)
 
     def below(self, num_positions: int) -> tuple[Int64Array, dict[Site, Tensor]]:
         """Positions below `num_positions` that every site has, and each site's rows of them."""
         pieces: dict[Site, list[tuple[Int64Array, Tensor]]] = {site: [] for site in self._sites}
         for part in self._parts.values():
-            positions, rows_SND = part.below(num_positions, self._dtype)
+            positions, rows_SND = part.below(num_positions)
             for site, rows_ND in zip(part.sites, rows_SND, strict=True):
                 pieces[site].append((positions, rows_ND))
         sites = {site: self._join(found) for site, found in pieces.items()}
@@ -143,9 +143,10 @@ class _Part:
     As bytes, since numpy copies single rows ten times as fast as torch does.
     """
 
-    def __init__(self, sites: tuple[Site, ...], row_bytes: int, num_expected: int, pool: RowPool) -> None:
-        self.sites = sites
-        self._row_bytes = row_bytes
+    def __init__(self, block: RowBlock, num_expected: int, pool: RowPool) -> None:
+        self.sites = block.sites
+        self._dtype = block.rows.dtype
+        self._row_bytes = block.rows.shape[2] * self._dtype.itemsize
         self._pool = pool
         self._chunks = [self._chunk(num_expected or CHUNK_ROWS)]
         self._num_free = self._chunks[0].shape[1]
@@ -170,19 +171,19 @@ class _Part:
             self._num_free -= count
             start += count
 
-    def below(self, num_positions: int, dtype: torch.dtype) -> tuple[Int64Array, Tensor]:
+    def below(self, num_positions: int) -> tuple[Int64Array, Tensor]:
         """Positions below `num_positions`, and their rows at every site."""
         count = int(np.searchsorted(self._positions[: self._num_rows], num_positions))
         positions = self._positions[:count].copy()
         if count == self._chunks[0].shape[1]:
-            return positions, torch.from_numpy(self._chunks[0]).view(dtype)
+            return positions, torch.from_numpy(self._chunks[0]).view(self._dtype)
         rows_SCB = self._pool.empty((len(self.sites), count, self._row_bytes), torch.uint8)
         at = 0
         for chunk in self._chunks:
             taken = torch.from_numpy(chunk)[:, : count - at]
             rows_SCB[:, at : at + taken.shape[1]] = taken
             at += taken.shape[1]
-        return positions, rows_SCB.view(dtype)
+        return positions, rows_SCB.view(self._dtype)
 
     def _chunk(self, num_rows: int) -> Bytes:
         chunk: Bytes = self._pool.empty((len(self.sites), num_rows, self._row_bytes), torch.uint8).numpy()

@@ -1,0 +1,357 @@
+"""The staging ring on a GPU: streams in order, graphs replayed, nothing allocated, and waiting only where it must.
+
+Needs a CUDA GPU; a few seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from headgate.capture.batch import BatchView, NewRequest
+from headgate.capture.plan import PackGroup, StepPlan
+from headgate.capture.sites import HookPoint, Site
+from headgate.capture.staging import StagedRows, StagingRing
+from tests.unit.pipeline import TIMEOUT_S
+
+HIDDEN = 256
+NUM_SITES = 6
+MAX_TOKENS = 192
+SITES = tuple(Site(layer, HookPoint.POST_MLP) for layer in range(NUM_SITES))
+LONG_SLEEP_CYCLES = 400_000_000
+"""About a fifth of a second on the device: longer than anything else in a test."""
+
+
+def make_ring(*, num_rows: int = MAX_TOKENS, staging_rows: int = 1 << 14, dtype: torch.dtype = torch.bfloat16):
+    return StagingRing(
+        sites=SITES,
+        num_rows=num_rows,
+        max_tokens=MAX_TOKENS,
+        hidden_size=HIDDEN,
+        dtype=dtype,
+        device=torch.device("cuda", torch.cuda.current_device()),
+        staging_bytes=staging_rows * HIDDEN * dtype.itemsize,
+    )
+
+
+def plan_of(token_rows: Sequence[int], *groups: tuple[Sequence[int], Sequence[int]]) -> StepPlan:
+    """A plan of one request whose positions are its batch rows: ``(site ids, rows)`` for each group."""
+    rows = np.array(sorted(token_rows), dtype=np.int64)
+    made = []
+    for site_ids, chosen in groups:
+        index = np.array(chosen, dtype=np.int64)
+        made.append(
+            PackGroup(
+                sites=tuple(SITES[site] for site in site_ids),
+                site_ids=np.array(site_ids, dtype=np.int64),
+                rows=index,
+                positions=rows[index],
+                masks=np.ones(len(index), dtype=np.int64),
+                spans=(("request-1", 0, len(index)),),
+            )
+        )
+    return StepPlan(token_rows=rows, groups=tuple(made))
+
+
+def random_plan(random: Random) -> StepPlan:
+    """Anything from one row at one site to every row at every site."""
+    num_tokens = random.choice([1, 2, 17, MAX_TOKENS])
+    token_rows = random.sample(range(num_tokens), random.randint(1, num_tokens))
+    num_split = random.randint(1, NUM_SITES)
+    first, second = range(num_split), range(num_split, NUM_SITES)
+    chosen = sorted(random.sample(range(len(token_rows)), random.randint(1, len(token_rows))))
+    groups = [(first, range(len(token_rows))), (second, chosen)]
+    return plan_of(token_rows, *[(sites, rows) for sites, rows in groups if len(sites)])
+
+
+class Model:
+    """The forward pass: each row says its step, its batch row and its site. As written, or as a CUDA graph."""
+
+    def __init__(self, ring: StagingRing, *, is_graph: bool) -> None:
+        self._ring = ring
+        device = ring.slots.device
+        self._step = torch.zeros((), device=device)
+        self._tokens = torch.arange(MAX_TOKENS, device=device).float()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.forward_eagerly()
+        if is_graph:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.forward_eagerly()
+            self._graph = graph
+
+    def forward(self, step: int) -> None:
+        self._step.fill_(step)
+        if self._graph is None:
+            self.forward_eagerly()
+        else:
+            self._graph.replay()
+
+    def forward_eagerly(self) -> None:
+        for index, buffer in enumerate(self._ring.buffers):
+            values = torch.zeros(MAX_TOKENS, HIDDEN, device=buffer.device, dtype=buffer.dtype)
+            values[:, 0] = self._step.to(buffer.dtype)
+            values[:, 1] = self._tokens.to(buffer.dtype)
+            values[:, 2:] = index
+            buffer.index_put_((self._ring.slots,), values)
+
+
+def check(staged: Sequence[StagedRows], plan: StepPlan, step: int) -> None:
+    """Every planned row arrived once, with the values of its step. Steps and rows are below 256: exact in bf16."""
+    found: dict[tuple[Site, int], int] = {}
+    for part in staged:
+        part.wait()
+        for group, rows in part.groups:
+            for site, values in zip(group.sites, rows.float(), strict=True):
+                assert (values[:, 0] == step).all()
+                assert values[:, 1].tolist() == group.positions.tolist()
+                assert (values[:, 2:] == SITES.index(site)).all()
+                for position in group.positions.tolist():
+                    found[site, position] = found.get((site, position), 0) + 1
+        part.release()
+    assert found == {(site, p): 1 for group in plan.groups for site in group.sites for p in group.positions.tolist()}
+
+
+@pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("num_rows", [MAX_TOKENS, 3 * MAX_TOKENS + 5], ids=["one-step-ring", "three-step-ring"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_are_those_of_their_own_step_with_many_steps_under_way(
+    is_graph: bool, num_rows: int, dtype: torch.dtype
+) -> None:
+    ring = make_ring(num_rows=num_rows, dtype=dtype)
+    model, random = Model(ring, is_graph=is_graph), Random(0)
+    under_way: list[tuple[list[StagedRows], StepPlan, int]] = []
+
+    for step in range(1, 200):
+        plan = random_plan(random) if random.random() < 0.9 else None
+        ring.begin(plan)
+        model.forward(step)
+        if plan is not None:
+            under_way.append((list(ring.collect(plan, patience_s=0)), plan, step))
+        while len(under_way) > random.choice([1, 3]):
+            check(*under_way.pop(0))
+
+    for parts in under_way:
+        check(*parts)
+    assert ring.counters.dropped_rows == 0
+
+
+def test_a_dispatch_thread_that_lags_behind_still_reads_the_right_rows() -> None:
+    ring = make_ring(staging_rows=4096)
+    model, random = Model(ring, is_graph=True), Random(1)
+    waiting: list[tuple[StagedRows, StepPlan, int] | None] = []
+    changed, wrong = threading.Condition(), []
+
+    def dispatch() -> None:
+        while True:
+            with changed:
+                assert changed.wait_for(lambda: waiting, TIMEOUT_S)
+                item = waiting.pop(0)
+            if item is None:
+                return
+            part, _, step = item
+            part.wait()
+            steps = {float(rows[:, :, 0].float().min()) for _, rows in part.groups}
+            part.release()
+            if steps != {float(step)}:
+                wrong.append((step, steps))
+
+    thread = threading.Thread(target=dispatch)
+    thread.start()
+    for step in range(1, 250):
+        plan = random_plan(random)
+        ring.begin(plan)
+        model.forward(step)
+        for part in ring.collect(plan, patience_s=TIMEOUT_S):
+            with changed:
+                waiting.append((part, plan, step))
+                changed.notify_all()
+    with changed:
+        waiting.append(None)
+        changed.notify_all()
+    thread.join(TIMEOUT_S)
+
+    assert wrong == []
+
+
+def test_tokens_are_those_that_the_forward_read() -> None:
+    ring = make_ring()
+    model, token_ids = Model(ring, is_graph=True), torch.zeros(MAX_TOKENS, dtype=torch.int32, device="cuda")
+    plan, under_way = plan_of(range(0, 100, 3), (range(NUM_SITES), range(34))), []
+
+    for step in range(20):
+        token_ids.copy_(1000 * step + torch.arange(MAX_TOKENS, device="cuda"))
+        ring.begin(plan, token_ids)
+        model.forward(step)
+        under_way += [(step, part) for part in ring.collect(plan, patience_s=0)]
+
+    for step, part in under_way:
+        part.wait()
+        assert part.token_ids(plan.groups[0]).tolist() == (1000 * step + plan.groups[0].positions).tolist()
+        part.release()
+
+
+def busy_side_stream(ring: StagingRing) -> None:
+    """Keep the copies of what is collected next waiting."""
+    with torch.cuda.stream(ring._link._side):
+        torch.cuda._sleep(LONG_SLEEP_CYCLES)
+
+
+def run_step(ring: StagingRing, model: Model, plan: StepPlan, step: int) -> torch.cuda.Event:
+    """One step; return an event after its forward."""
+    ring.begin(plan)
+    model.forward(step)
+    done = torch.cuda.Event()
+    done.record()
+    return done
+
+
+def test_the_next_forward_does_not_wait_for_copies_of_other_slots() -> None:
+    ring = make_ring(num_rows=2 * MAX_TOKENS)
+    model, plan = Model(ring, is_graph=True), plan_of(range(MAX_TOKENS), (range(NUM_SITES), range(MAX_TOKENS)))
+    torch.cuda.synchronize()
+
+    run_step(ring, model, plan, 1)
+    busy_side_stream(ring)
+    (first,) = ring.collect(plan, patience_s=0)
+    run_step(ring, model, plan, 2).synchronize()
+
+    assert not first._copied._event.query()
+    (second,) = ring.collect(plan, patience_s=0)
+    check([first], plan, 1)
+    check([second], plan, 2)
+
+
+def test_the_next_forward_waits_for_the_packing_of_its_slots() -> None:
+    ring = make_ring(num_rows=MAX_TOKENS)
+    model, plan = Model(ring, is_graph=True), plan_of(range(MAX_TOKENS), (range(NUM_SITES), range(MAX_TOKENS)))
+    torch.cuda.synchronize()
+
+    run_step(ring, model, plan, 1)
+    busy_side_stream(ring)
+    (first,) = ring.collect(plan, patience_s=0)
+    run_step(ring, model, plan, 2).synchronize()
+
+    assert first._copied._event.query()
+    (second,) = ring.collect(plan, patience_s=0)
+    check([first], plan, 1)
+    check([second], plan, 2)
+
+
+def test_a_step_does_not_wait_for_the_device() -> None:
+    ring = make_ring(num_rows=2 * MAX_TOKENS)
+    model, plan = Model(ring, is_graph=True), plan_of(range(9), (range(NUM_SITES), range(9)))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG_SLEEP_CYCLES)
+    behind = torch.cuda.Event()
+    behind.record()
+
+    parts = []
+    for step in (1, 2):
+        ring.begin(plan)
+        model.forward(step)
+        parts += ring.collect(plan, patience_s=0)
+
+    assert not behind.query()
+    for step, part in enumerate(parts, 1):
+        check([part], plan, step)
+
+
+def test_nothing_is_allocated_once_it_is_warm() -> None:
+    ring = make_ring()
+    model, random = Model(ring, is_graph=True), Random(2)
+    token_ids = torch.zeros(MAX_TOKENS, dtype=torch.int32, device="cuda")
+
+    def run(num_steps: int) -> None:
+        for step in range(1, num_steps):
+            plan = random_plan(random)
+            ring.begin(plan, token_ids)
+            model.forward(step)
+            check(list(ring.collect(plan, patience_s=0)), plan, step)
+        ring.begin(None)
+
+    run(20)
+    before = allocations()
+    run(100)
+
+    assert allocations() == before
+
+
+def allocations() -> tuple[int, int]:
+    """Device memory that was asked of the driver so far, and pinned host memory likewise."""
+    device = torch.cuda.memory_stats()["segment.all.allocated"]
+    return device, torch.cuda.host_memory_stats()["num_host_alloc"]
+
+
+def test_idle_steps_launch_nothing_and_can_be_recorded_in_a_graph() -> None:
+    ring = make_ring()
+    ring.begin(plan_of([3], (range(NUM_SITES), [0])))
+    ring.begin(None)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+
+    with torch.cuda.graph(graph):
+        ring.begin(None)
+        torch.zeros(1, device="cuda")
+
+    assert (ring.slots == MAX_TOKENS).all()
+
+
+def test_steps_larger_than_the_host_memory_come_in_parts() -> None:
+    ring = make_ring(staging_rows=64)
+    model, plan = Model(ring, is_graph=True), plan_of(range(MAX_TOKENS), (range(NUM_SITES), range(MAX_TOKENS)))
+
+    ring.begin(plan)
+    model.forward(5)
+    seen = 0
+    for part in ring.collect(plan, patience_s=TIMEOUT_S):
+        part.wait()
+        for group, rows in part.groups:
+            assert (rows[:, :, 0] == 5).all()
+            assert rows[0, :, 1].tolist() == group.positions.tolist()
+            seen += len(group.positions)
+        part.release()
+
+    assert seen == MAX_TOKENS
+
+
+def test_a_session_on_a_gpu_delivers_the_rows_of_each_request() -> None:
+    from tests.unit.pipeline import final_state
+    from tests.unit.world import Keeper, make_world, want
+
+    keeper = Keeper()
+    ring = make_ring()
+    it = make_world((keeper, {}), sites=SITES, staging=ring)
+    model = Model(ring, is_graph=True)
+    spec = want(sites=SITES).to_wire()
+    for req_id in ("a", "b"):
+        wire = {"v": 1, "id": req_id, "n": 1, "key": req_id, "reply": None, "capture": {"c0": spec}}
+        it.session.request_added(NewRequest(req_id=req_id, prompt_token_ids=np.arange(4), wire=wire))
+
+    for step in range(40):
+        first, count = (0, 4) if step == 0 else (step + 3, 1)
+        counts = np.full(2, count)
+        view = BatchView(("a", "b"), np.array([0, count]), counts, np.full(2, first))
+        it.session.step_begins(view)
+        model.forward(step)
+        it.session.step_ends()
+    for req_id in ("a", "b"):
+        it.session.request_finished(req_id, final_state(4, num_tokens=44))
+    report = it.session.close(TIMEOUT_S)
+
+    assert report.is_clean
+    assert [message["result"].status for message in it.outlet.sent] == ["ok", "ok"]
+    for captured, batch_row in zip(keeper.captured, (0, 4), strict=True):
+        steps = [0] * 4 + list(range(1, 40))
+        rows = [batch_row + position for position in range(4)] + [batch_row // 4] * 39
+        for index, site in enumerate(SITES):
+            values = captured.rows[site].float()
+            assert values[:, 0].tolist() == steps
+            assert values[:, 1].tolist() == rows
+            assert (values[:, 2:] == index).all()
