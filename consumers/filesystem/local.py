@@ -153,7 +153,7 @@ class FolderSync:
         """Put the entries on the disk; does nothing with fsync off."""
         if self.store.fsync:
             for depth in range(len(self.names), -1, -1):
-                with self.store.open_folder(*self.names[:depth]) as folder:
+                with self.store.open_folder(*self.names[:depth], make=False) as folder:
                     os.fsync(folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import logging
@@ -29,7 +30,8 @@ class TempFolder:
     """``{root}/.tmp/{host}.{pid}.{token}``, locked as long as its process lives.
 
     Opening one removes the folders of processes of this host that are gone: the lock, which the kernel drops with the
-    process, tells, so a reused process id does not matter. Any thread may call.
+    process, tells, so a reused process id does not matter. Without locks (some network file systems) nothing is
+    removed. Any thread may call.
 
     Raises:
         OSError: If the root cannot be written to.
@@ -70,7 +72,7 @@ class TempFolder:
         """Remove the folder with everything in it. May be called again."""
         with self._opening:
             if self._lock_file is not None:
-                shutil.rmtree(self._path, onerror=_log_failure)
+                _remove(self._path)
                 os.close(self._lock_file)
                 self._lock_file = None
 
@@ -79,14 +81,14 @@ class TempFolder:
             os.close(self._lock_file)
         self._path.mkdir()
         self._lock_file = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+        _lock(self._lock_file, wait=True)
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
         """Keep other processes from looking while folders are made but not yet locked."""
         file = os.open(self._parent / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _lock(file, wait=True)
             yield
         finally:
             os.close(file)
@@ -96,7 +98,7 @@ class TempFolder:
             match = _OWN.fullmatch(path.name)
             if match and match["host"] == self._host and not path.is_symlink() and _is_abandoned(path):
                 logger.info("removing %s, left by process %s, which is gone", path, match["pid"])
-                shutil.rmtree(path, onerror=_log_failure)
+                _remove(path)
 
 
 def _is_abandoned(path: Path) -> bool:
@@ -105,13 +107,23 @@ def _is_abandoned(path: Path) -> bool:
     except FileNotFoundError:
         return True  # its process was killed before it could lock
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return _lock(file, wait=False)
     finally:
         os.close(file)
+
+
+def _lock(file: int, *, wait: bool) -> bool:
+    """Lock an open file; False if somebody else holds it, or if the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        return False
     return True
 
 
-def _log_failure(function: object, path: str, error: object) -> None:
-    logger.warning("cannot remove %s: %s", path, error)
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        logger.warning("cannot remove %s; delete it by hand", path)

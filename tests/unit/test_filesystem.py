@@ -242,6 +242,24 @@ def test_a_stage_without_any_of_the_sites_writes_nothing(tmp_path: Path) -> None
     assert list(open_captures(tmp_path)) == []
 
 
+def test_rows_of_a_long_request_leave_memory(tmp_path: Path) -> None:
+    with capturing(tmp_path, threads=1, max_request_bytes=500, memory_bytes=8000) as files:
+        long, short = files.request(client_id="long", prompt=200), files.request(client_id="short", prompt=1, output=1)
+        files.feed.begin(long)
+        files.feed.step({long: (0, 150)})
+        files.feed.whole(short)  # through the same writer, so what came before is done
+
+        (spool,) = (tmp_path / ".tmp").glob("*/[0-9]*")
+        assert spool.stat().st_size == 150 * 3 * 16 * 2
+        files.feed.step({long: (150, long.final.num_rows)})
+        files.feed.finish(long)
+        assert files.temporary() == []
+
+    capture = open_captures(tmp_path)["long"]
+    for site, rows in long.expected().rows.items():
+        assert torch.equal(capture[site], rows)
+
+
 def test_after_drops_the_positions_that_every_site_has_are_kept(tmp_path: Path) -> None:
     with capturing(tmp_path) as files:
         request = files.request(prompt=4, output=3)
