@@ -96,9 +96,9 @@ class CapturePart:
             self._session.request_finished(req_id, final)
 
     @hookimpl
-    def headgate_step_begins(self, view: BatchView | None) -> None:
+    def headgate_step_begins(self, view: BatchView | None, token_ids: torch.Tensor | None) -> None:
         if self._session is not None:
-            self._session.step_begins(view)
+            self._session.step_begins(view, token_ids)
 
     @hookimpl
     def headgate_step_ends(self) -> None:
