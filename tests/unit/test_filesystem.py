@@ -17,6 +17,7 @@ from headgate.capture.errors import ConfigError, ConsumerError, RequestError
 from headgate.capture.sites import Site
 from headgate.consumers.feed import EXAMPLE_MODEL, make_block
 from headgate.consumers.filesystem import FilesystemConsumer
+from headgate.consumers.filesystem.gather import MAX_BLOCKS
 from headgate.consumers.reader import open_captures
 from tests.unit.capturing import HOOKS, capturing, spec_context
 
@@ -242,22 +243,46 @@ def test_a_stage_without_any_of_the_sites_writes_nothing(tmp_path: Path) -> None
     assert list(open_captures(tmp_path)) == []
 
 
+ROW_BYTES = 3 * 16 * 2  # three sites, hidden size 16, bfloat16
+
+
+def spooled(root: Path) -> list[int]:
+    """Sizes of the files that hold rows of running requests."""
+    return [path.stat().st_size for path in (root / ".tmp").glob("*/[0-9]*")]
+
+
 def test_rows_of_a_long_request_leave_memory(tmp_path: Path) -> None:
-    with capturing(tmp_path, threads=1, max_request_bytes=500, memory_bytes=8000) as files:
+    with capturing(tmp_path, threads=1, max_request_bytes=500) as files:
         long, short = files.request(client_id="long", prompt=200), files.request(client_id="short", prompt=1, output=1)
         files.feed.begin(long)
-        files.feed.step({long: (0, 150)})
+        for position in range(MAX_BLOCKS):
+            files.feed.step({long: (position, position + 1)})
         files.feed.whole(short)  # through the same writer, so what came before is done
 
-        (spool,) = (tmp_path / ".tmp").glob("*/[0-9]*")
-        assert spool.stat().st_size == 150 * 3 * 16 * 2
-        files.feed.step({long: (150, long.final.num_rows)})
+        assert spooled(tmp_path) == [MAX_BLOCKS * ROW_BYTES]
+        files.feed.step({long: (MAX_BLOCKS, long.final.num_rows)})
         files.feed.finish(long)
-        assert files.temporary() == []
+        assert spooled(tmp_path) == []
 
     capture = open_captures(tmp_path)["long"]
     for site, rows in long.expected().rows.items():
         assert torch.equal(capture[site], rows)
+
+
+def test_rows_leave_memory_only_while_all_together_are_too_many(tmp_path: Path) -> None:
+    with capturing(tmp_path, threads=1, memory_bytes=4000) as files:
+        large, small = files.request(client_id="large", prompt=200), files.request(client_id="small", prompt=20)
+        files.feed.begin(large)
+        files.feed.step({large: (0, 150)})
+        files.feed.whole(files.request(client_id="first"))
+        assert spooled(tmp_path) == [150 * ROW_BYTES]
+        files.feed.abandon(large)
+
+        files.feed.begin(small)
+        files.feed.step({small: (0, 10)})
+        files.feed.whole(files.request(client_id="second"))
+
+        assert spooled(tmp_path) == []
 
 
 def test_after_drops_the_positions_that_every_site_has_are_kept(tmp_path: Path) -> None:

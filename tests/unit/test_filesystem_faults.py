@@ -131,6 +131,30 @@ def test_a_failed_fsync_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     check(tmp_path, before, after)
 
 
+@pytest.mark.parametrize("num_good", range(6), ids=["site-1", "site-2", "site-3", "positions", "tokens", "index"])
+def test_a_request_whose_shard_cannot_be_synced_is_not_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_good: int
+) -> None:
+    real, good = os.fsync, iter(range(num_good))
+
+    def fail_in_the_end(file: int) -> None:
+        if next(good, None) is None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(file)
+
+    with capturing(tmp_path, layout="shards", threads=1) as files:
+        before, lost, after = (files.request(client_id=name) for name in ("before", "lost", "after"))
+        files.feed.whole(before)
+        monkeypatch.setattr(os, "fsync", fail_in_the_end)
+        with pytest.raises(ConsumerError, match="Input/output error"):
+            files.feed.whole(lost)
+        check(tmp_path, before)
+        monkeypatch.setattr(os, "fsync", real)
+        files.feed.whole(after)
+
+    check(tmp_path, before, after)
+
+
 @each_layout
 def test_a_root_that_went_away_is_not_made_anew(tmp_path: Path, layout: str) -> None:
     root = tmp_path / "volume"
