@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
+
 from headgate.capture.batch import FinalState
 from headgate.capture.errors import RequestError
 from headgate.capture.positions import parse_positions
@@ -210,7 +211,7 @@ class SpecContext:
         return f"capture.{self.instance_name}"
 
 
-class CaptureConsumer(ABC):
+class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the two kinds below)
     """What every consumer has; subclass `BatchedConsumer` or `StreamingConsumer`.
 
     Class attributes:

@@ -191,4 +191,4 @@ def unaliased(view: torch.Tensor) -> torch.Tensor:
     slices that are written to for aliases of each other and copy the whole ring around every graph piece; through
     DLPack each is an input of its own. The ring must outlive it: `StagingRing` and the module hold both.
     """
-    return torch.from_dlpack(view)
+    return torch.utils.dlpack.from_dlpack(view)  # type: ignore[no-untyped-call,unused-ignore]
