@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
 import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,14 +23,11 @@ SOURCES = [*LIBRARY, *TESTS, *sorted((ROOT / "examples").rglob("*.py")), *sorted
 WITHOUT_TORCH = ("batch", "config", "consumer", "errors", "handoff", "plan", "positions", "results", "sites", "spec")
 """Modules of `capture` that are used and tested where there is no torch."""
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
 
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
-
-
-each_source = pytest.mark.parametrize("path", SOURCES, ids=name_of)
-each_library_file = pytest.mark.parametrize("path", LIBRARY, ids=name_of)
-each_test_file = pytest.mark.parametrize("path", [path for path in TESTS if path.name.startswith("test_")], ids=name_of)
 
 
 @cache
@@ -39,65 +35,93 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Every module that is imported, anywhere in the file; ``from a import b`` gives ``a`` and ``a.b``."""
+def offences(paths: Iterable[Path], rule: Callable[[ast.Module], Iterable[tuple[int, str]]]) -> list[str]:
+    """``FILE:LINE what`` for everything that `rule` finds in the files."""
+    return [f"{name_of(path)}:{line} {what}" for path in paths for line, what in rule(tree_of(path))]
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """``(line, module)`` of every import, anywhere in a file; ``from a import b`` gives ``a`` and ``a.b``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"relative import in line {node.lineno}: write the package's name"
-            yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            module = "." * node.level + (node.module or "")
+            yield node.lineno, module
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
 
-def inside(module: str, *packages: str) -> bool:
-    return any(module == package or module.startswith(f"{package}.") for package in packages)
+def imports_of(*packages: str) -> Callable[[ast.Module], list[tuple[int, str]]]:
+    """The rule against importing any of `packages` or what is in them."""
+
+    def rule(tree: ast.Module) -> list[tuple[int, str]]:
+        return [
+            (line, module)
+            for line, module in imports(tree)
+            if any(module == package or module.startswith(f"{package}.") for package in packages)
+        ]
+
+    return rule
 
 
-def test_every_package_is_there() -> None:
-    assert {path.relative_to(ROOT).parts[0] for path in LIBRARY} == set(PACKAGES)
+def calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """``(line, name)`` of every call whose callee is a name or a dotted name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            yield node.lineno, ast.unparse(node.func)
 
 
-@each_library_file
-def test_vllm_is_imported_in_the_engine_folder_alone(path: Path) -> None:
-    if not name_of(path).startswith("capture/engine/"):
-        assert [module for module in imports(tree_of(path)) if inside(module, "vllm")] == []
+def calls_of(*names: str) -> Callable[[ast.Module], list[tuple[int, str]]]:
+    """The rule against calling any of `names`."""
+    return lambda tree: [(line, name) for line, name in calls(tree) if name in names]
 
 
-@each_library_file
-def test_triton_is_imported_in_kernel_folders_alone(path: Path) -> None:
-    if path.parent.name != "kernels":
-        assert [module for module in imports(tree_of(path)) if inside(module, "triton")] == []
+def within(*folders: str) -> list[Path]:
+    """Files of the library whose path begins with one of `folders`."""
+    return [path for path in LIBRARY if name_of(path).startswith(folders)]
 
 
-@each_library_file
-def test_packages_import_downwards_only(path: Path) -> None:
-    forbidden = {
-        "capture": ("headgate.steering", "headgate.consumers"),
-        "steering": ("headgate.consumers",),
-        "consumers": ("headgate.steering", "headgate.capture.engine", "headgate.capture.kernels"),
-    }[path.relative_to(ROOT).parts[0]]
-
-    assert [module for module in imports(tree_of(path)) if inside(module, *forbidden)] == []
+def outside(*folders: str) -> list[Path]:
+    """The other files of the library."""
+    return [path for path in LIBRARY if not name_of(path).startswith(folders)]
 
 
-@each_library_file
-def test_pytest_is_imported_by_the_contract_tests_alone(path: Path) -> None:
-    if name_of(path) != "consumers/testing.py":
-        assert [module for module in imports(tree_of(path)) if inside(module, "pytest")] == []
+def test_vllm_is_imported_in_the_engine_folder_alone() -> None:
+    assert within("capture/engine/") != []
+    assert offences(outside("capture/engine/"), imports_of("vllm")) == []
 
 
-@each_library_file
-def test_capture_outside_the_engine_folder_does_not_know_it(path: Path) -> None:
-    if name_of(path).startswith("capture/") and not name_of(path).startswith(
-        ("capture/engine/", "capture/cli.py", "capture/__init__.py")
-    ):
-        assert [module for module in imports(tree_of(path)) if inside(module, "headgate.capture.engine")] == []
+def test_triton_is_imported_in_kernel_folders_alone() -> None:
+    assert offences([path for path in LIBRARY if path.parent.name != "kernels"], imports_of("triton")) == []
+
+
+def test_packages_import_downwards_only() -> None:
+    engine = ("headgate.capture.engine", "headgate.capture.kernels")
+
+    assert offences(within("capture/"), imports_of("headgate.steering", "headgate.consumers")) == []
+    assert offences(within("steering/"), imports_of("headgate.consumers")) == []
+    assert offences(within("consumers/"), imports_of("headgate.steering", *engine)) == []
+
+
+def test_capture_knows_the_engine_folder_at_its_doors_alone() -> None:
+    doors = ("capture/engine/", "capture/cli.py", "capture/__init__.py")
+    inner = [path for path in within("capture/") if not name_of(path).startswith(doors)]
+
+    assert offences(inner, imports_of("headgate.capture.engine")) == []
+
+
+def test_pytest_is_imported_by_the_contract_tests_alone() -> None:
+    assert offences(outside("consumers/testing.py"), imports_of("pytest", "_pytest")) == []
+
+
+def test_imports_say_the_whole_name() -> None:
+    relative = offences(SOURCES, lambda tree: [(line, name) for line, name in imports(tree) if name.startswith(".")])
+
+    assert relative == []
 
 
 def test_plain_modules_load_without_torch() -> None:
-    names = [name for name in WITHOUT_TORCH if (ROOT / "capture" / f"{name}.py").exists()]
-    program = "".join(f"import headgate.capture.{name}\n" for name in names)
+    program = "".join(f"import headgate.capture.{name}\n" for name in WITHOUT_TORCH)
     program += "import sys; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -105,23 +129,22 @@ def test_plain_modules_load_without_torch() -> None:
     assert done.returncode == 0, done.stderr or "torch or vllm was imported"
 
 
-@each_source
-def test_a_file_has_at_most_400_lines(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_FILE_LINES
+def test_a_file_has_at_most_400_lines() -> None:
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+
+    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
 
 
-@each_source
-def test_a_function_has_at_most_40_lines_beside_its_docstring(path: Path) -> None:
-    long = {
-        f"{node.name}, line {node.lineno}": length_of(node)
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and length_of(node) > MAX_FUNCTION_LINES
-    }
+def test_a_function_has_at_most_40_lines_beside_its_docstring() -> None:
+    def long_functions(tree: ast.Module) -> Iterator[tuple[int, str]]:
+        for node in ast.walk(tree):
+            if isinstance(node, Function) and length_of(node) > MAX_FUNCTION_LINES:
+                yield node.lineno, f"{node.name}: {length_of(node)} lines"
 
-    assert long == {}
+    assert offences(SOURCES, long_functions) == []
 
 
-def length_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def length_of(function: Function) -> int:
     assert function.end_lineno is not None
     length = function.end_lineno - function.lineno + 1
     if ast.get_docstring(function, clean=False) is not None:
@@ -131,82 +154,73 @@ def length_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return length
 
 
-@each_library_file
-def test_a_public_module_class_and_function_says_what_it_is(path: Path) -> None:
-    tree = tree_of(path)
-    nodes = (node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
-    silent = [node.name for node in nodes if not node.name.startswith("_") and ast.get_docstring(node) is None]
+def test_public_modules_classes_and_functions_say_what_they_are() -> None:
+    def undocumented(tree: ast.Module) -> Iterator[tuple[int, str]]:
+        if tree.body and ast.get_docstring(tree) is None:
+            yield 1, "the module"
+        public = [n for n in tree.body if isinstance(n, Function | ast.ClassDef) and not n.name.startswith("_")]
+        yield from ((node.lineno, node.name) for node in public if ast.get_docstring(node) is None)
 
-    assert silent == []
-    assert ast.get_docstring(tree) is not None or not tree.body
-
-
-@each_library_file
-def test_names_say_what_a_thing_is(path: Path) -> None:
-    vague = ("Manager", "Helper", "Utils", "Mixin")
-    classes = [node.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]
-
-    assert [name for name in classes if name.endswith(vague)] == []
-    assert path.stem not in ("utils", "helpers", "misc", "common")
+    assert offences(LIBRARY, undocumented) == []
 
 
-@each_library_file
-def test_the_library_does_not_print(path: Path) -> None:
-    assert [line for line, name in calls(tree_of(path)) if name == "print"] == []
+def test_names_say_what_a_thing_is() -> None:
+    def vague(tree: ast.Module) -> Iterator[tuple[int, str]]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.name.endswith(("Manager", "Helper", "Utils", "Mixin")):
+                yield node.lineno, node.name
+
+    assert offences(LIBRARY, vague) == []
+    assert [name_of(path) for path in LIBRARY if path.stem in ("utils", "helpers", "misc", "common")] == []
 
 
-@each_library_file
-def test_importing_starts_no_thread_and_reads_no_environment(path: Path) -> None:
-    """Only what runs at import counts: bodies of functions do not."""
-    statements = [node for node in tree_of(path).body if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    at_import = [node for statement in statements for node in walk_outside_functions(statement)]
-
-    environment = [
-        node.lineno
-        for node in at_import
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
-    ]
-    threads = [
-        node.lineno
-        for node in at_import
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Thread", "ThreadPoolExecutor"))
-    ]
-
-    assert environment == []
-    assert threads == []
+def test_the_library_does_not_print() -> None:
+    assert offences(LIBRARY, calls_of("print")) == []
 
 
-def walk_outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+def test_importing_starts_no_thread_and_reads_no_environment() -> None:
+    def at_import(tree: ast.Module) -> Iterator[tuple[int, str]]:
+        for node in outside_functions(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv"):
+                yield node.lineno, ast.unparse(node)
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Thread", "ThreadPoolExecutor")):
+                yield node.lineno, ast.unparse(node.func)
+
+    assert offences(LIBRARY, at_import) == []
+
+
+def outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    """`node` and what is in it, without bodies of functions, which do not run at import."""
     yield node
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            yield from walk_outside_functions(child)
+        if not isinstance(child, Function | ast.Lambda):
+            yield from outside_functions(child)
 
 
-@each_source
-def test_no_unknown_exception_is_dropped_in_silence(path: Path) -> None:
-    silent = [
-        node.lineno
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.ExceptHandler)
-        and (node.type is None or ast.unparse(node.type) in ("Exception", "BaseException"))
-        and all(isinstance(line, ast.Pass | ast.Continue) for line in node.body)
-    ]
+def test_no_unknown_exception_is_dropped_in_silence() -> None:
+    def silent(tree: ast.Module) -> Iterator[tuple[int, str]]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ExceptHandler) and all(isinstance(n, ast.Pass | ast.Continue) for n in node.body):
+                caught = "everything" if node.type is None else ast.unparse(node.type)
+                if caught in ("everything", "Exception", "BaseException"):
+                    yield node.lineno, caught
 
-    assert silent == []
+    assert offences(SOURCES, silent) == []
 
 
-@each_test_file
-def test_tests_wait_for_events_and_never_sleep(path: Path) -> None:
-    assert [line for line, name in calls(tree_of(path)) if name in ("time.sleep", "sleep")] == []
+def test_tests_wait_for_events_and_never_sleep() -> None:
+    assert offences([path for path in TESTS if path.name.startswith("test_")], calls_of("time.sleep", "sleep")) == []
 
 
-@each_source
-def test_public_names_are_listed_in_order(path: Path) -> None:
-    for node in tree_of(path).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            names = ast.literal_eval(node.value)
-            assert list(names) == sorted(names, key=ruff_order)
+def test_public_names_are_listed_in_order() -> None:
+    def unsorted(tree: ast.Module) -> Iterator[tuple[int, str]]:
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                names = list(ast.literal_eval(node.value))
+                if names != sorted(names, key=ruff_order):
+                    yield node.lineno, "__all__"
+
+    assert offences(SOURCES, unsorted) == []
 
 
 def ruff_order(name: str) -> tuple[int, str]:
@@ -216,15 +230,8 @@ def ruff_order(name: str) -> tuple[int, str]:
 
 def test_the_distribution_ships_every_folder() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    folders = {path.parent for path in LIBRARY if path.name == "__init__.py"}
+    folders = {path.parent for path in LIBRARY}
     named = {"headgate." + folder.relative_to(ROOT).as_posix().replace("/", ".") for folder in folders}
 
     assert set(project["tool"]["setuptools"]["packages"]) == named
-    assert {path.parent for path in LIBRARY} == folders, "a folder without __init__.py"
-
-
-def calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """``(line, name)`` of every call whose callee is a name or a dotted name."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-            yield node.lineno, ast.unparse(node.func)
+    assert [name_of(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
