@@ -125,7 +125,8 @@ class Backlog:
         self.queued_bytes -= rows.num_bytes
 
     def discard(self, reason: str) -> None:
-        """Empty the queue and drop its rows."""
+        """Empty the queue and drop its rows. What the consumer has to let go of stays: it would keep that for ever."""
+        kept = [item for item in self._items if isinstance(item, Abandon)]
         while self._items:
             item = self.pop()
             if isinstance(item, Rows):
@@ -133,3 +134,4 @@ class Backlog:
                 self.free(item)
                 if item.spilled is not None and self._spill is not None:
                     self._spill.discard(item.spilled)
+        self._items.extend(kept)

@@ -107,8 +107,10 @@ class Delivery:
                 self._handle(item)
             except Exception as error:  # noqa: BLE001
                 # A bug of ours must not end the thread: this consumer's later requests would wait for ever.
-                self._log.error("delivery failed inside headgate; report it as a bug", cause=error)
+                self._log.error("delivery failed inside headgate; please report it", cause=error)
                 self._fail(requests_of(item), f"{self._instance}: internal error: {error!r}")
+                if isinstance(item, Finish):
+                    self._lane.settle(item.request, failed(item.request.failure))
 
     def close(self, timeout_s: float) -> str | None:
         """Close the consumer; return what it raised, as text."""

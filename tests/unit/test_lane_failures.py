@@ -118,70 +118,6 @@ def test_a_consumer_that_fails_to_let_go_fails_nothing_else() -> None:
     assert left == LaneLeft(close_error="c: ValueError: close")
 
 
-def test_payloads_may_come_later_from_another_thread() -> None:
-    later: Future[str] = Future()
-    reports, first, second = Reports(), lane_request("request-1"), lane_request("request-2")
-
-    def behave(name: str, detail: Any) -> Any:
-        return later if (name, detail) == ("finish", "request-1") else None
-
-    with running(Recorder(behave), reports) as lane:
-        for request in (first, second):
-            lane.begin(request)
-            send(lane, request, [0, 1, 2, 3])
-            lane.finish(request, final_state())
-        assert set(reports.wait(1)) == {"request-2"}
-        later.set_result("written")
-        results = reports.wait(2)
-
-    assert (results["request-1"].status, results["request-1"].payload) == ("ok", "written")
-
-
-@pytest.mark.parametrize("is_cancelled", [False, True], ids=["failed", "cancelled"])
-def test_a_payload_that_fails_later_is_the_requests_error(is_cancelled: bool) -> None:
-    later: Future[str] = Future()
-    reports, request = Reports(), lane_request()
-
-    with running(Recorder(lambda name, _detail: later if name == "finish" else None), reports) as lane:
-        lane.begin(request)
-        lane.finish(request, final_state())
-        _ = later.cancel() if is_cancelled else later.set_exception(OSError("disk"))
-        result = reports.wait()["request-1"]
-
-    assert result.status == "error"
-    assert result.error == ("c: CancelledError: " if is_cancelled else "c: OSError: disk")
-
-
-def test_a_payload_that_never_comes_is_an_error_once_the_consumer_is_closed() -> None:
-    reports, request = Reports(), lane_request()
-    lane = open_lane(Recorder(lambda name, _detail: Future() if name == "finish" else None), reports)
-
-    lane.begin(request)
-    lane.finish(request, final_state())
-    left = close_lane(lane)
-
-    assert left == LaneLeft(unfinished=1)
-    assert reports.wait()["request-1"].status == "error"
-
-
-def test_an_outlet_that_fails_costs_one_result_and_is_counted() -> None:
-    reports = Reports()
-
-    def send_or_fail(request: Any, result: Any) -> None:
-        if request.request_id == "request-1":
-            raise OSError("gone")
-        reports(request, result)
-
-    with running(Recorder(), send_or_fail) as lane:  # type: ignore[arg-type]
-        for number in (1, 2):
-            request = lane_request(f"request-{number}")
-            lane.begin(request)
-            lane.finish(request, final_state())
-        assert set(reports.wait()) == {"request-2"}
-
-    assert lane.stats().lost_reports == 1
-
-
 def test_a_call_that_takes_too_long_ends_finished_requests_with_an_error_though_nothing_else_comes(
     clock: SimpleNamespace,
 ) -> None:
@@ -300,6 +236,56 @@ def test_payloads_that_are_under_way_elsewhere_survive_a_hang(clock: SimpleNames
         lane.finish(stuck, final_state())
 
     assert reports.wait(2)["request-2"].status == "error"
+
+
+def test_what_a_consumer_has_to_let_go_of_survives_a_hang(clock: SimpleNamespace) -> None:
+    gate, reports = Gate(), Reports()
+    sink = Recorder(lambda name, detail: gate.pass_through() if (name, detail) == ("begin", "request-2") else None)
+    wrong, stuck = lane_request("request-1"), lane_request("request-2")
+
+    with running(sink, reports, max_stall_s=5) as lane:
+        lane.begin(wrong)
+        lane.begin(stuck)
+        gate.wait_reached()
+        lane.finish(wrong, final_state(), contradiction="its rows are another's")
+        clock.now += 5
+        lane.watch()
+        gate.opened.set()
+        lane.finish(stuck, final_state())
+        results = reports.wait(2)
+
+    assert results["request-1"].error == "c: its rows are another's"
+    assert sorted(detail for name, detail in sink.calls if name == "abandon") == ["request-1", "request-2"]
+
+
+def test_a_bug_of_ours_fails_its_request_and_the_lane_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink, reports = Recorder(), Reports()
+    first, second = lane_request("request-1"), lane_request("request-2")
+    monkeypatch.setattr(first.ledger, "close", lambda _final: 1 / 0)
+
+    with running(sink, reports) as lane:
+        for request in (first, second):
+            lane.begin(request)
+            send(lane, request, [0, 1, 2, 3])
+            lane.finish(request, final_state())
+        results = reports.wait(2)
+
+    assert results["request-1"].error == "c: internal error: ZeroDivisionError('division by zero')"
+    assert results["request-2"].status == "ok"
+    assert ("abandon", "request-1") in sink.calls
+
+
+def test_rows_that_came_twice_are_not_given_to_the_consumer_as_a_whole() -> None:
+    sink, reports, request = Recorder(), Reports(), lane_request()
+
+    with running(sink, reports) as lane:
+        lane.begin(request)
+        for positions in ([0, 1, 2, 3], [3]):
+            send(lane, request, positions)
+        lane.finish(request, final_state())
+
+    assert "rows were delivered twice or unasked for" in str(reports.wait()["request-1"].error)
+    assert sink.names() == ["begin", "write", "write", "abandon", "close"]
 
 
 def test_nothing_is_watched_while_nothing_is_under_way(clock: SimpleNamespace) -> None:

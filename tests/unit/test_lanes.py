@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from headgate.capture.transport import DEFERRED
 from tests.unit.pipeline import (
     SITES,
     TIMEOUT_S,
@@ -223,19 +222,6 @@ def test_rows_that_cannot_be_read_back_are_counted_as_lost(monkeypatch: pytest.M
     result = reports.wait()["request-1"]
     assert (result.status, result.dropped_rows) == ("partial_error", 2)
     assert "reading back from disk failed" in str(result.error)
-
-
-def test_a_result_that_comes_from_elsewhere_is_not_reported_here() -> None:
-    reports, remote, local = Reports(), lane_request("request-1"), lane_request("request-2")
-    sink = Recorder(lambda name, detail: DEFERRED if (name, detail) == ("finish", "request-1") else None)
-
-    with running(sink, reports) as lane:
-        for request in (remote, local):
-            lane.begin(request)
-            lane.finish(request, final_state())
-        results = reports.wait()
-
-    assert set(results) == {"request-2"}
 
 
 def test_requests_without_sites_here_are_blank_unless_the_consumer_wants_to_hear_of_them() -> None:
