@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.frontend import fake_plugin
-
 ROOT = Path(__file__).resolve().parents[2]
 
 ENTRY_POINTS = """
@@ -51,13 +49,11 @@ def fake_packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     sys.path[:0] = added
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*added, *([before] if before else [])])
-    worker_half = sys.modules.get(fake_plugin.WORKER_HALF)
-    fake_plugin.register()
+    from headgate.capture.engine import install
+
+    real = install.install
     yield
-    if worker_half is None:
-        del sys.modules[fake_plugin.WORKER_HALF]
-    else:
-        sys.modules[fake_plugin.WORKER_HALF] = worker_half
+    install.install = real
     for path in added:
         sys.path.remove(path)
 

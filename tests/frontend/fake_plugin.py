@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import sys
-from types import ModuleType
 from typing import Any
-
-WORKER_HALF = "headgate.capture.engine.install"
 
 
 def register() -> None:
-    """Runs beside headgate's own plugin, before any worker is imported."""
-    nothing = ModuleType(WORKER_HALF)
-    nothing.patch_worker = lambda module: None  # type: ignore[attr-defined]
-    sys.modules[WORKER_HALF] = nothing
+    """Runs beside headgate's own plugin, before any model is loaded."""
+    from headgate.capture.engine import install
+
+    install.install = _install_unless_fake  # type: ignore[assignment]
     if os.environ.get("FAKE_ASYNC_SCHEDULING") == "1":
         _allow_async_scheduling()
+
+
+def _install_unless_fake(worker: Any) -> None:
+    assert hasattr(worker, "headgate_stats"), "only the fake worker is known to do without"
 
 
 def _allow_async_scheduling() -> None:

@@ -1,0 +1,85 @@
+"""A server process for tests: started, awaited by its own log, stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+
+READY = "Application startup complete."
+
+
+@dataclass
+class Server:
+    """A running server.
+
+    Attributes:
+        url: Its address.
+        log: Its last lines of output.
+    """
+
+    url: str
+    log: deque[str] = field(default_factory=lambda: deque(maxlen=400))
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        """POST a JSON body."""
+        return httpx.post(f"{self.url}{path}", json=body, timeout=60)
+
+
+@contextmanager
+def serving(command: Sequence[str], num_servers: int = 1) -> Iterator[Server]:
+    """Run ``python command --port ...`` until the block ends.
+
+    Raises:
+        AssertionError: If it ends before it is ready; the message holds its output.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = Server(f"http://127.0.0.1:{port}")
+    process = subprocess.Popen(
+        [sys.executable, *command, "--host", "127.0.0.1", "--port", str(port)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            server.log.append(line)
+            num_servers -= READY in line
+            if num_servers == 0:
+                break
+        assert num_servers == 0, "the server did not start:\n" + "".join(server.log)
+        reader = threading.Thread(target=server.log.extend, args=(process.stdout,))
+        reader.start()
+        yield server
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        finally:
+            # Whatever it has started is in its session, and must not outlive the test.
+            kill_session(process.pid)
+            process.wait()
+    reader.join()
+    process.stdout.close()
+
+
+def kill_session(pid: int) -> None:
+    """Kill every process of the session that `pid` led."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
