@@ -39,8 +39,8 @@ gpu-test: ## The tests that need a CUDA GPU, in the Python that holds your vLLM:
 
 lint: setup types ## ruff and mypy --strict
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && \
-	MYPYPATH=.types $(BIN)/mypy -p headgate && MYPYPATH=.types:. $(BIN)/mypy -p examples.demo && \
-	$(BIN)/mypy .ci/setup_env.py examples/model.py examples/capture_to_files.py tests/conftest.py tests/test_*.py
+	MYPYPATH=.types $(BIN)/mypy -p headgate && \
+	MYPYPATH=.types:. $(BIN)/mypy --explicit-package-bases .ci/*.py examples/*.py examples/demo tests/*.py
 
 format: setup ## Format and sort the imports
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
