@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	done || true)
 VENV ?= .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest --durations=10
+PYTEST := $(BIN)/python -m pytest --durations=10 --timeout=600
 NAMESPACE := .types/headgate
 
 .DEFAULT_GOAL := help
