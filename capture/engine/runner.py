@@ -97,6 +97,8 @@ class RunnerSeam:
         self._hook = hooks.hook
         self._layout = layout_of(runner)
         self._live: set[str] = set()
+        self._ended: set[str] = set()
+        """Without further steps; how they ended is said later, since only the front end knows."""
         self._was_active = False
         self._is_laid_out = False
         self._in_self_test = False
@@ -163,13 +165,24 @@ class RunnerSeam:
         for req_id in scheduler_output.finished_req_ids:
             if req_id in self._live:
                 self._live.remove(req_id)
-                self._hook.headgate_request_finished(req_id=req_id, final=_final(finals.get(req_id)))
+                self._ended.add(req_id)
+                if req_id not in finals:
+                    self._finish(req_id, None)
+        for req_id, final in finals.items():
+            if req_id in self._ended and final is not None:
+                self._finish(req_id, final)
         for data in scheduler_output.scheduled_new_reqs:
             wire = _wire(data)
             # A known id comes back after preemption (V2 runner): its state, and what it has captured, stay.
             if wire is not None and data.req_id not in self._live:
+                if data.req_id in self._ended:
+                    self._finish(data.req_id, None)
                 self._live.add(data.req_id)
                 self._hook.headgate_request_added(new=_new_request(data, wire))
+
+    def _finish(self, req_id: str, noted: Any) -> None:
+        self._ended.remove(req_id)
+        self._hook.headgate_request_finished(req_id=req_id, final=_final(noted))
 
 
 def _wire(data: Any) -> Any:

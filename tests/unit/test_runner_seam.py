@@ -147,6 +147,27 @@ def test_after_the_last_of_our_requests_one_empty_step_is_told(runner, recorder)
     assert recorder.calls == [("finished", "a", (4, "length")), ("begins", None)]
 
 
+def test_a_request_whose_end_only_the_front_end_knows_is_finished_when_it_has_said_so(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    recorder.calls.clear()
+
+    runner.execute_model(step(finished=["a"], finals={"a": None}))
+    assert recorder.calls == []
+
+    runner.execute_model(step(finals={"a": (4, [1, 2, 3, 4, 5, 6], "stop")}))
+    assert recorder.calls == [("finished", "a", (5, "stop"))]
+
+
+def test_a_request_that_begins_again_before_its_end_is_known_has_no_known_end(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    runner.execute_model(step(finished=["a"], finals={"a": None}))
+    recorder.calls.clear()
+
+    runner.execute_model(step(["a"], [2], [0], new=[request("a", 2)]))
+
+    assert recorder.calls[:2] == [("finished", "a", None), ("added", "a", 2)]
+
+
 def test_an_id_that_ends_and_begins_again_in_one_step_ends_first(runner, recorder):
     runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
     recorder.calls.clear()
