@@ -46,7 +46,7 @@ class FrontEnd:
         consumers: Mapping[str, type[CaptureConsumer]],
         *,
         num_stages: int,
-        open_drivers: Callable[[ResultHub], None],
+        open_drivers: Callable[[ResultHub], object],
     ) -> None:
         self.config = config
         self.door = Door(config, model, consumers)
@@ -70,12 +70,18 @@ class FrontEnd:
 
     @property
     def hub(self) -> ResultHub:
-        """Collects results; the first use opens the consumers that are located here."""
+        """Collects results; the first use opens the consumers that are located here.
+
+        Raises:
+            ConfigError: If one of them cannot be opened.
+            UnsupportedError: If the hub cannot listen.
+        """
         with self._lock:
             if self._hub is None:
-                self._hub = ResultHub()
+                hub = ResultHub()
                 if self._drivers:
-                    self._open_drivers(self._hub)
+                    self._open_drivers(hub)
+                self._hub = hub
             return self._hub
 
     def expect(self, ask: Ask, num_samples: int) -> None:

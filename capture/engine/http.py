@@ -71,10 +71,15 @@ def current_call() -> Call | None:
 
 
 def to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``to_sampling_params`` of a request model: pass our fields of the body on."""
+    """Wrap ``to_sampling_params`` of a request model: pass our fields of the body on.
+
+    Other routes use these models too (batches, rendering); their answers have no place for results.
+    """
 
     @wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_call() is None:
+            _refuse_fields(self)
         params = original(self, *args, **kwargs)
         for name in FIELDS:
             if (value := (self.model_extra or {}).get(name)) is not None:
@@ -89,13 +94,17 @@ def refuse_capture(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with as_client_error():
-            for name in FIELDS:
-                if (self.model_extra or {}).get(name) is not None:
-                    raise RequestError(name, "use /v1/completions or /v1/chat/completions to capture")
+        _refuse_fields(self)
         return original(self, *args, **kwargs)
 
     return wrapped
+
+
+def _refuse_fields(request: Any) -> None:
+    with as_client_error():
+        for name in FIELDS:
+            if (request.model_extra or {}).get(name) is not None:
+                raise RequestError(name, "use /v1/completions or /v1/chat/completions to capture")
 
 
 def create_completion(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,8 +130,9 @@ def create_chat_completion(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _asks(request):
             return await original(self, request, *args, **kwargs)
         _refuse_beam_search(request)
-        call = Call(turns=await _find_turns(self, request))
+        call = Call()
         _call.set(call)
+        call.turns = await _find_turns(self, request)
         return _answer(await original(self, request, *args, **kwargs), call)
 
     return wrapped

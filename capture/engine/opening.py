@@ -8,13 +8,14 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from headgate.capture.config import CaptureConsumersConfig
-from headgate.capture.consumer import CaptureConsumer, ModelInfo
+from headgate.capture.consumer import CaptureConsumer
+from headgate.capture.driver import open_drivers
 from headgate.capture.engine.frontend import FrontEnd
 from headgate.capture.engine.refusals import refuse_unsupported_settings
 from headgate.capture.engine.settings import capture_config, model_info, sections
 from headgate.capture.engine.support import check_version, versions
 from headgate.capture.errors import ConfigError
-from headgate.capture.hub import ResultHub
+from headgate.capture.registry import load_consumer
 
 ENGINE_GROUP = "headgate.engine"
 
@@ -36,14 +37,8 @@ def open_front_end(vllm_config: Any) -> FrontEnd | None:
         model,
         load_consumers(config),
         num_stages=vllm_config.parallel_config.pipeline_parallel_size,
-        open_drivers=partial(_open_drivers, config, model),
+        open_drivers=partial(open_drivers, config=config, model=model, versions=versions()),
     )
-
-
-def _open_drivers(config: CaptureConsumersConfig, model: ModelInfo, hub: ResultHub) -> None:
-    from headgate.capture.driver import open_drivers
-
-    open_drivers(hub, config=config, model=model, versions=versions())
 
 
 def load_consumers(config: CaptureConsumersConfig) -> dict[str, type[CaptureConsumer]]:
@@ -52,8 +47,6 @@ def load_consumers(config: CaptureConsumersConfig) -> dict[str, type[CaptureCons
     Raises:
         ConfigError: On an unknown consumer or wrong parameters.
     """
-    from headgate.capture.registry import load_consumer
-
     consumers: dict[str, type[CaptureConsumer]] = {}
     for spec in config.consumers:
         consumer = consumers[spec.instance] = load_consumer(spec.name)

@@ -1,4 +1,4 @@
-"""Tells the engine core how many tokens the front end kept of requests with stop strings; see `scheduler`."""
+"""Tells the engine core how many tokens the front end kept of requests that it ended itself; see `scheduler`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,30 @@ from functools import wraps
 from typing import Any
 
 from headgate.capture.engine.params import WIRE_KEY
-from headgate.capture.engine.scheduler import mark_kept
+from headgate.capture.engine.scheduler import Kept, mark_kept
 
 _WATCHED = "_headgate_watched"
+"""Attribute of `OutputProcessor`: the `RequestState` of each capturing request that runs, and whether it has stop
+strings."""
 
 
 def add_request(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``OutputProcessor.add_request``: remember capturing requests whose end only the front end can see."""
+    """Wrap ``OutputProcessor.add_request``: remember requests that capture."""
 
     @wraps(original)
     def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, request, *args, **kwargs)
         params = request.sampling_params
-        if params is not None and params.stop and WIRE_KEY in (params.extra_args or {}):
-            vars(self).setdefault(_WATCHED, {})[request.request_id] = self.request_states[request.request_id]
+        if params is not None and WIRE_KEY in (params.extra_args or {}):
+            state = self.request_states[request.request_id]
+            vars(self).setdefault(_WATCHED, {})[request.request_id] = (state, bool(params.stop))
         return result
 
     return wrapped
 
 
 def process_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``OutputProcessor.process_outputs``: say how many tokens were kept, in the list of requests to abort."""
+    """Wrap ``OutputProcessor.process_outputs``: say what was kept of requests whose stop string was looked for."""
 
     @wraps(original)
     def wrapped(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -36,23 +39,26 @@ def process_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
             for output in engine_core_outputs:
                 req_id = output.request_id
                 if req_id in watched and req_id not in self.request_states:
-                    state = watched.pop(req_id)
-                    kept = state.prompt_len + state.detokenizer.num_output_tokens()
-                    processed.reqs_to_abort.append(mark_kept(req_id, kept))
+                    state, has_stop_strings = watched.pop(req_id)
+                    if has_stop_strings:
+                        processed.reqs_to_abort.append(mark_kept(req_id, _kept(state, "stop")))
         return processed
 
     return wrapped
 
 
-def forget_aborted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``OutputProcessor.abort_requests``: an aborted request keeps what the engine counted."""
+def abort_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``OutputProcessor.abort_requests``: say what was kept of the requests that the engine is to abort."""
 
     @wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if watched := vars(self).get(_WATCHED):
-            for req_id in [req_id for req_id in watched if req_id not in self.request_states]:
-                del watched[req_id]
-        return result
+        to_abort = original(self, *args, **kwargs)
+        watched = vars(self).get(_WATCHED, {})
+        ended = [req_id for req_id in to_abort if req_id in watched]
+        return [*to_abort, *(mark_kept(req_id, _kept(watched.pop(req_id)[0], "abort")) for req_id in ended)]
 
     return wrapped
+
+
+def _kept(state: Any, status: str) -> Kept:
+    return Kept(state.prompt_len + state.detokenizer.num_output_tokens(), status)

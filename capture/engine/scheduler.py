@@ -5,6 +5,8 @@ strings the front end alone, since it has the text. While it looks, the engine r
 for a reason of its own; so the final state of a request with stop strings is held back until the front end has said
 how many tokens it kept.
 
+The same goes for requests that the front end aborts: the user has fewer tokens than the engine.
+
 What the front end says travels in its list of requests to abort, which keeps the order with everything else it sends
 and takes no round trip. Finals travel as the attribute `FINAL_ATTRIBUTE` of a `SchedulerOutput`: for each request
 ``(num_prompt_tokens, all_token_ids, status)``, or None when the request ended and its final state follows later.
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 from headgate.capture.engine.params import WIRE_KEY
 
@@ -24,22 +26,34 @@ _MARK = "\0headgate\0"
 _ENDS = "_headgate_ends"
 
 
-def mark_kept(req_id: str, num_tokens: int) -> str:
-    """An entry for the list of requests to abort: the front end kept `num_tokens` (prompt included) of `req_id`.
+class Kept(NamedTuple):
+    """What the front end kept of a request that it ended.
+
+    Attributes:
+        num_tokens: Prompt and output.
+        status: Why: ``stop`` for a stop string, ``abort``.
+    """
+
+    num_tokens: int
+    status: str
+
+
+def mark_kept(req_id: str, kept: Kept) -> str:
+    """An entry for the list of requests to abort that says what the front end kept of `req_id`.
 
     Stock vLLM takes it for the id of an unknown request, which it ignores.
     """
-    return f"{_MARK}{num_tokens}\0{req_id}"
+    return f"{_MARK}{kept.num_tokens}\0{kept.status}\0{req_id}"
 
 
-def split_marks(request_ids: Sequence[str]) -> tuple[list[str], dict[str, int]]:
+def split_marks(request_ids: Sequence[str]) -> tuple[list[str], dict[str, Kept]]:
     """Part a list of requests to abort into the ids and what `mark_kept` said."""
     ids = [entry for entry in request_ids if not entry.startswith(_MARK)]
     kept = {}
     for entry in request_ids:
         if entry.startswith(_MARK):
-            num_tokens, _, req_id = entry.removeprefix(_MARK).partition("\0")
-            kept[req_id] = int(num_tokens)
+            num_tokens, status, req_id = entry.removeprefix(_MARK).split("\0", 2)
+            kept[req_id] = Kept(int(num_tokens), status)
     return ids, kept
 
 
@@ -52,7 +66,7 @@ class RequestEnds:
 
     def __init__(self) -> None:
         self.finals: dict[str, Final | None] = {}
-        self._kept: dict[str, int] = {}
+        self._kept: dict[str, Kept] = {}
         self._held: dict[str, Final] = {}
 
     def end(self, req_id: str, final: Final, *, is_decided: bool) -> None:
@@ -64,12 +78,12 @@ class RequestEnds:
             self._held[req_id] = final
             self.finals[req_id] = None
 
-    def front_end_kept(self, req_id: str, num_tokens: int, *, is_running: bool) -> None:
-        """The front end ended `req_id` with `num_tokens` tokens. Said twice (vLLM delivers aborts twice): ignored."""
+    def front_end_kept(self, req_id: str, kept: Kept, *, is_running: bool) -> None:
+        """The front end ended `req_id`. Said twice (vLLM delivers aborts twice): ignored."""
         if req_id in self._held:
-            self.finals[req_id] = _trim(self._held.pop(req_id), num_tokens)
+            self.finals[req_id] = _trim(self._held.pop(req_id), kept)
         elif is_running:
-            self._kept[req_id] = num_tokens
+            self._kept[req_id] = kept
 
     def front_end_left(self, req_id: str) -> None:
         """The front end gave up on `req_id` and will not say more."""
@@ -82,12 +96,12 @@ class RequestEnds:
         return finals
 
 
-def _trim(final: Final, num_tokens: int | None) -> Final:
-    """The front end ends a request for a stop string only: to the engine that looks like an abort."""
+def _trim(final: Final, kept: Kept | None) -> Final:
+    """What the front end said counts, unless the engine ended the request at the very same token, and knows better."""
     num_prompt, token_ids, status = final
-    if num_tokens is None or (num_tokens >= len(token_ids) and status != "abort"):
+    if kept is None or (kept.num_tokens >= len(token_ids) and status != "abort"):
         return final
-    return num_prompt, token_ids[:num_tokens], "stop"
+    return num_prompt, token_ids[: kept.num_tokens], kept.status
 
 
 def _ends(scheduler: Any) -> RequestEnds:
@@ -143,10 +157,10 @@ def abort_requests(original: Callable[..., Any]) -> Callable[..., Any]:
         ids, kept = split_marks(request_ids)
         if kept or _ENDS in vars(self.scheduler):
             ends = _ends(self.scheduler)
-            for req_id, num_tokens in kept.items():
+            for req_id, said in kept.items():
                 request = self.scheduler.requests.get(req_id)
                 is_running = request is not None and not request.is_finished()
-                ends.front_end_kept(req_id, num_tokens, is_running=is_running)
+                ends.front_end_kept(req_id, said, is_running=is_running)
             for req_id in ids:
                 ends.front_end_left(req_id)
         return original(self, ids)
