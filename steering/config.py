@@ -1,0 +1,105 @@
+"""Every knob of steering, with its unit and what it costs.
+
+The operator's document is ``additional_config={"headgate": {"steering": {...}}}`` (or vLLM's
+``--additional-config``); its keys are the fields below, and unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headgate.capture.errors import ConfigError, RequestError
+from headgate.capture.sites import parse_sites
+from headgate.steering.parse import check_name
+from headgate.steering.vectors import Steerable
+
+
+def _stream_sites() -> dict[str, Any]:
+    return {"pre_attn": "all", "post_attn": "all", "post_mlp": "all"}
+
+
+class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Steering as the operator configured it.
+
+    Attributes:
+        max_steering_slots: Vectors that are on the device at a time, for all requests, modules and global vectors
+            together; slot 0 is the zero vector. Costs ``max_steering_slots * hidden_size`` elements of the model's
+            dtype of device memory: 8192 slots are 42 MB for a hidden size of 2560, 134 MB for 8192, in bfloat16.
+            Requests whose vectors find no slot wait for one.
+        max_vectors_per_request: Vectors that one request may bring: one for each site and phase, counted once if
+            both phases are alike. If None, every site in both phases, as far as the slots reach. Each costs
+            ``hidden_size`` elements of host memory while the request lives.
+        sites: ``{hook point: layers}`` that can be steered; requests choose any subset. Changes the compiled graph.
+            A site costs 8 bytes of device memory for each batch row.
+        modules: ``{name: path}`` of named modules to load at start (``.safetensors``, ``.json``, ``.gguf``). Each
+            vector of a module takes a slot for as long as it is registered.
+        self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
+        fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
+    """
+
+    max_steering_slots: int = 8192
+    max_vectors_per_request: int | None = None
+    sites: dict[str, Any] = msgspec.field(default_factory=_stream_sites)
+    modules: dict[str, str] = msgspec.field(default_factory=dict)
+    self_test: bool = True
+    fire_counter: bool = False
+
+    def steerable(self, *, num_layers: int, hidden_size: int, dtype: str) -> Steerable:
+        """Resolve the configured sites and limits for a model.
+
+        Raises:
+            ConfigError: If the model has no such sites.
+        """
+        try:
+            sites = parse_sites(self.sites, num_layers, "sites")
+        except RequestError as error:
+            raise ConfigError(f"{_WHERE}.{error}") from error
+        limit = self.max_vectors_per_request or 2 * len(sites)
+        return Steerable(
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            dtype=dtype,
+            sites=sites,
+            max_vectors=min(limit, self.max_steering_slots - 1),
+        )
+
+
+_WHERE = "additional_config['headgate']['steering']"
+
+
+def parse_config(document: Mapping[str, Any] | None) -> SteeringConfig:
+    """Read the value of ``additional_config["headgate"]["steering"]``.
+
+    Raises:
+        ConfigError: On an unknown key, a wrong type or a value out of range.
+    """
+    if document is not None and not isinstance(document, Mapping):
+        raise ConfigError(f"{_WHERE}: expected an object, got {document!r}")
+    try:
+        config = msgspec.convert(document or {}, SteeringConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{_WHERE}: {error}") from error
+    _check(config)
+    return config
+
+
+def _check(config: SteeringConfig) -> None:
+    slots, limit = config.max_steering_slots, config.max_vectors_per_request
+    if slots < 2:
+        raise ConfigError(f"{_WHERE}: max_steering_slots must be at least 2 (slot 0 is the zero vector), got {slots}")
+    if limit is not None and not 0 < limit < slots:
+        raise ConfigError(
+            f"{_WHERE}: max_vectors_per_request must be from 1 to max_steering_slots - 1 = {slots - 1}, got {limit}"
+        )
+    if not config.sites:
+        raise ConfigError(f"{_WHERE}: sites: name at least one hook point, such as {{'post_mlp': 'all'}}")
+    for name, path in config.modules.items():
+        try:
+            check_name(name, "modules")
+        except RequestError as error:
+            raise ConfigError(f"{_WHERE}.{error}") from error
+        if not path:
+            raise ConfigError(f"{_WHERE}.modules.{name}: the path is empty")

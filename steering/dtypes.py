@@ -1,0 +1,92 @@
+"""Element types of steering vectors: how rows are stored, widened, narrowed and measured. numpy only.
+
+numpy has no bfloat16, so rows of that type are held as their raw bits in uint16; the upper half of a float32 is exactly
+the bfloat16 of the same value.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+StoredType = Literal["bfloat16", "float16", "float32"]
+"""Types that a vector is kept and sent in."""
+
+Rows = npt.NDArray[Any]
+"""``[n, hidden]`` in a stored type: uint16 bits for bfloat16, else float16 or float32."""
+
+Float32Rows = npt.NDArray[np.float32]
+
+STORAGE: dict[StoredType, np.dtype[Any]] = {
+    "bfloat16": np.dtype("<u2"),
+    "float16": np.dtype("<f2"),
+    "float32": np.dtype("<f4"),
+}
+"""The numpy type that holds each: little-endian, as on the wire and in files."""
+
+_BITS: dict[StoredType, tuple[str, int]] = {
+    "bfloat16": ("<u2", 0x7FFF),
+    "float16": ("<u2", 0x7FFF),
+    "float32": ("<u4", 0x7FFFFFFF),
+}
+"""The unsigned view of each, and the mask that takes the sign away."""
+
+OVERFLOW: dict[str, float] = {
+    "float16": 65520.0,
+    "bfloat16": float(np.array(0x7F7F8000, np.uint32).view(np.float32)),
+    "float32": float("inf"),
+}
+"""The smallest magnitude that rounds to infinity in a model of that type."""
+
+
+def widen(rows: Rows, dtype: StoredType) -> Float32Rows:
+    """The same values in float32; `rows` itself if it is float32 already."""
+    if dtype == "float32":
+        return cast("Float32Rows", rows)
+    if dtype == "float16":
+        return rows.astype(np.float32)
+    return np.left_shift(rows, 16, dtype=np.uint32).view(np.float32)
+
+
+def narrowest(rows: Rows, dtype: StoredType) -> tuple[Rows, StoredType]:
+    """The rows in the first of bfloat16, float16, float32 that holds every value exactly, and its name.
+
+    The result depends on the values alone, not on the type they came in: what has equal values has equal bytes.
+    The first row is tried alone first, so the common case of no exact form costs next to nothing.
+    """
+    if dtype == "bfloat16" or not len(rows):
+        return rows, dtype
+    if _as_bfloat16(rows[:1], dtype) is not None:
+        bits = _as_bfloat16(rows, dtype)
+        if bits is not None:
+            return bits, "bfloat16"
+    if dtype == "float16":
+        return rows, dtype
+    if _as_float16(rows[:1]) is not None:
+        halves = _as_float16(rows)
+        if halves is not None:
+            return halves, "float16"
+    return rows, "float32"
+
+
+def _as_bfloat16(rows: Rows, dtype: StoredType) -> Rows | None:
+    bits = np.ascontiguousarray(widen(rows, dtype)).view(np.uint32)
+    if (bits & np.uint32(0xFFFF)).any():
+        return None
+    return np.right_shift(bits, np.uint32(16)).astype(np.uint16)
+
+
+def _as_float16(rows: Rows) -> Rows | None:
+    with np.errstate(over="ignore", under="ignore"):
+        halves = rows.astype(np.float16)
+    is_exact = np.array_equal(halves.astype(np.float32).view(np.uint32), rows.view(np.uint32))
+    return halves if is_exact else None
+
+
+def peaks(rows: Rows, dtype: StoredType) -> npt.NDArray[np.float32]:
+    """The largest magnitude of each row, ``[n]``; not finite if any of its values is not. 0 for a row of zeros."""
+    view, mask = _BITS[dtype]
+    largest = (rows.view(view) & np.array(mask, view)).max(axis=1)
+    return widen(largest.view(STORAGE[dtype]), dtype)
