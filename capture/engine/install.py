@@ -21,6 +21,7 @@ from headgate.capture.engine.discover import (
     find_decoder_stack,
     find_final_norm,
 )
+from headgate.capture.engine.logs import speak_through_vllm
 from headgate.capture.engine.refusals import refuse_unsupported_settings
 from headgate.capture.engine.runner import RunnerSeam
 from headgate.capture.engine.seam import SiteAction, WorkerFacts, make_hooks
@@ -68,6 +69,7 @@ def install(worker: Any) -> InstalledWorker:
         UnsupportedError: If the model or a setting cannot be served.
     """
     config = worker.vllm_config
+    speak_through_vllm()
     refuse_unsupported_settings(config)
     hooks = make_hooks({name: _open_part(name, config) for name in sections(config)})
     model = worker.model_runner.get_model()

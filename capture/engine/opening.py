@@ -11,6 +11,7 @@ from headgate.capture.config import CaptureConsumersConfig
 from headgate.capture.consumer import CaptureConsumer
 from headgate.capture.driver import open_drivers
 from headgate.capture.engine.frontend import FrontEnd
+from headgate.capture.engine.logs import speak_through_vllm
 from headgate.capture.engine.refusals import refuse_unsupported_settings
 from headgate.capture.engine.settings import capture_config, model_info, sections
 from headgate.capture.engine.support import check_version, versions
@@ -31,6 +32,7 @@ def open_front_end(vllm_config: Any) -> FrontEnd | None:
     config = capture_config(vllm_config)
     if config is None:
         return None
+    speak_through_vllm()
     model = model_info(vllm_config)
     return FrontEnd(
         config,
