@@ -151,7 +151,7 @@ def test_what_differs_is_not_patched_and_refused(module: Any, wrong: Patch, prob
 
     assert patches.problems == [problem]
     assert module.Thing().method(3) == 6, "the other patches are in force"
-    with pytest.raises(UnsupportedError, match="works with vLLM 0.26 to 0.33") as caught:
+    with pytest.raises(UnsupportedError, match=r"works with vLLM 0\.26 to 0\.33") as caught:
         patches.require()
     assert problem in str(caught.value)
 

@@ -1,0 +1,65 @@
+"""The table of patches against the installed vLLM, in a process of its own, since patches are a process's matter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import importlib, json, sys
+import headgate.capture
+told = {"by importing capture": sorted({"vllm", "torch"} & set(sys.modules))}
+from headgate.capture.engine.plugin import installed_patches, register, unregister
+from headgate.capture.engine.patches import PATCHES
+register()
+told["by registering"] = sorted({"vllm"} & set(sys.modules))
+modules = {patch.name: importlib.import_module(patch.module) for patch in PATCHES}
+importlib.import_module("vllm.v1.worker.worker_base")
+register()
+patches = installed_patches()
+told["problems"] = patches.problems
+told["missing"] = [patch.name for patch in PATCHES if not patch.is_installed(modules[patch.name])]
+told["stuck"] = unregister()
+told["left"] = [patch.name for patch in PATCHES if patch.is_installed(modules[patch.name])]
+register()
+told["missing again"] = [patch.name for patch in PATCHES if not patch.is_installed(modules[patch.name])]
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_capture_imports_neither_vllm_nor_torch(told: dict[str, Any]) -> None:
+    assert told["by importing capture"] == []
+
+
+def test_registering_imports_nothing_of_vllm(told: dict[str, Any]) -> None:
+    assert told["by registering"] == []
+
+
+def test_every_patch_fits_and_is_installed(told: dict[str, Any]) -> None:
+    assert told["problems"] == []
+    assert told["missing"] == []
+
+
+def test_every_patch_can_be_taken_out_and_put_in_again(told: dict[str, Any]) -> None:
+    assert told["stuck"] == []
+    assert told["left"] == []
+    assert told["missing again"] == []
+
+
+def test_every_patch_says_why() -> None:
+    from headgate.capture.engine.patches import PATCHES
+
+    names = [patch.name for patch in PATCHES]
+    assert len(set(names)) == len(names)
+    assert all(patch.why and patch.parameters for patch in PATCHES)

@@ -1,0 +1,98 @@
+"""An engine that is configured for capture and cannot serve it does not start; others are none of our business."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headgate.capture.engine import opening, plugin, support
+from headgate.capture.engine.patching import PatchSet
+from headgate.capture.errors import ConfigError, UnsupportedError
+from tests.frontend.conftest import ENGINE, capture_settings
+
+pytestmark = pytest.mark.engine
+
+
+def config(additional: Any) -> Any:
+    return SimpleNamespace(additional_config=additional)
+
+
+@pytest.fixture
+def broken_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    patches = PatchSet(())
+    patches.problems.append("vllm.thing.is_gone does not exist")
+    monkeypatch.setattr(plugin, "_installed", patches)
+
+
+@pytest.mark.usefixtures("broken_patches")
+def test_a_vllm_that_differs_is_refused_with_the_versions_that_work() -> None:
+    with pytest.raises(UnsupportedError, match=r"(?s)vllm\.thing\.is_gone.*works with vLLM 0\.26 to 0\.33"):
+        opening.check_servable(config(capture_settings()))
+
+
+@pytest.mark.usefixtures("broken_patches")
+@pytest.mark.parametrize("additional", [None, {}, {"other plugin": 1}, {"headgate": {}}])
+def test_without_a_configuration_a_vllm_that_differs_is_served(additional: Any) -> None:
+    opening.check_servable(config(additional))
+
+    assert opening.open_front_end(config(additional)) is None
+
+
+def test_a_vllm_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "NEWEST", (0, 25))
+
+    with pytest.raises(UnsupportedError, match="found"):
+        opening.check_servable(config(capture_settings()))
+
+
+def start(model_dir: Path, **settings: Any) -> None:
+    from vllm import LLM
+
+    from headgate.capture.engine.plugin import register
+
+    register()
+    LLM(str(model_dir), **{**ENGINE, **settings})
+
+
+@pytest.mark.parametrize(
+    ("additional", "reason"),
+    [
+        ({"headgate": {"captur": {}}}, "no section 'captur'; known: capture"),
+        (capture_settings(consumers=[{"name": "nobody"}]), "consumer 'nobody' is not installed; installed: .*rows"),
+        (capture_settings(consumers=[{"name": "rows", "params": {"sise": 1}}]), "rows takes 'size' alone"),
+        (capture_settings(sites={"post_mlp": [99]}), r"capture\.sites\.post_mlp: layer 99"),
+        (capture_settings(ring_row=3), "ring_row"),
+    ],
+    ids=["section", "consumer", "parameter", "site", "setting"],
+)
+def test_a_wrong_configuration_is_refused_before_any_process_starts(
+    model_dir: Path, additional: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        start(model_dir, additional_config=additional)
+
+
+def test_a_setting_that_cannot_be_served_is_refused_before_any_process_starts(model_dir: Path) -> None:
+    with pytest.raises(UnsupportedError, match="pooling models"):
+        start(model_dir, additional_config=capture_settings(), runner="pooling")
+
+
+def test_an_engine_without_configuration_is_stock_and_refuses_capture(model_dir: Path) -> None:
+    from vllm import LLM
+
+    from headgate.capture import SamplingParams
+    from headgate.capture.engine.frontend import front_end_of
+    from tests.frontend.conftest import stop
+
+    llm = LLM(str(model_dir), **ENGINE)
+    plain = {"prompt_token_ids": [1, 2, 3]}
+    (output,) = llm.generate(plain, SamplingParams(max_tokens=3), use_tqdm=False)
+    with pytest.raises(ValueError, match="capture: this engine was started without capture"):
+        llm.generate(plain, SamplingParams(capture={"rows": {}}), use_tqdm=False)
+    stop(llm.llm_engine)
+
+    assert front_end_of(llm.llm_engine) is None
+    assert len(output.outputs[0].token_ids) == 3
