@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import msgspec
 import numpy as np
 import pytest
@@ -191,3 +194,13 @@ def test_the_caller_may_change_its_array_afterwards() -> None:
     array[:] = 7
 
     assert as_rows(vectors) == {SITE: [1.0] * HIDDEN}
+
+
+def test_reading_needs_no_torch() -> None:
+    modules = ("config", "parse", "wire", "files", "directions")
+    program = "".join(f"import headgate.steering.{name}\n" for name in modules)
+    program += "import sys; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr or "torch or vllm was imported"

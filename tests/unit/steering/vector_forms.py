@@ -67,7 +67,7 @@ def forms(rows: Rows, dtype: str) -> dict[str, Mapping[str, Any]]:
     """The same vectors in every form, given that `dtype` holds their values exactly."""
     import torch
 
-    found = {
+    found: dict[str, Mapping[str, Any]] = {
         "list": nested(rows, lambda row: row.astype(np.float64).tolist()),
         "scalars": nested(rows, list),
         "texts": {
