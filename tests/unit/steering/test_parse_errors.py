@@ -69,7 +69,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (one(np.ones((1, HIDDEN))), f"{BASE}.post_mlp.1", "shape [1, 6]"),
     (one(np.ones(HIDDEN, np.int64)), f"{BASE}.post_mlp.1", "array of int64"),
     (one(np.array([*ONES[1:], None])), f"{BASE}.post_mlp.1", "array of object"),
-    (one(np.ma.masked_equal(ONES, 1.0)), f"{BASE}.post_mlp.1", "masked"),
+    (one(np.ma.masked_equal(ONES, 1.0)), f"{BASE}.post_mlp.1", "masked"),  # type: ignore[no-untyped-call]
     (one(np.full(HIDDEN, np.nan, np.float16)), f"{BASE}.post_mlp.1", "value 0 is not finite"),
     (one(torch.ones(HIDDEN, dtype=torch.int32)), f"{BASE}.post_mlp.1", "tensor of int32"),
     (one(torch.ones(2, HIDDEN)), f"{BASE}.post_mlp.1", "shape [2, 6]"),
