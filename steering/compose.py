@@ -120,6 +120,8 @@ def effective(
     present = [(part.sites, part.float32()) for part in parts if part is not None]
     owned = [[(site_ids[s], rank) for rank, s in enumerate(sites) if s in site_ids] for sites, _ in present]
     ids = np.array(sorted({site_id for pairs in owned for site_id, _ in pairs}), dtype=np.int64)
+    if len(present) == 1 and len(ids) == len(present[0][0]) and [site_id for site_id, _ in owned[0]] == ids.tolist():
+        return ids, round_to(present[0][1], dtype)
     total = np.zeros((len(ids), present[0][1].shape[1]), dtype=np.float32)
     for (_, rows), pairs in zip(present, owned, strict=True):
         if pairs:

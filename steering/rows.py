@@ -145,6 +145,11 @@ class RowTable:
         columns = [entry.column for entry in self._entries.values() if entry.users]
         return len(set(np.concatenate(columns).tolist()) - {ZERO_SLOT}) if columns else 0
 
+    @property
+    def num_slots_used(self) -> int:
+        """Slots in use, those that are kept for later included."""
+        return self._pool.num_used
+
     def add(self, req_id: str, num_prompt: int, prefill: Vectors | None = None, decode: Vectors | None = None) -> None:
         """Take a request, or start a known id afresh. Unsteered ones too: global vectors act on them."""
         if req_id in self._requests:
