@@ -72,6 +72,8 @@ class _Effective:
     """Effective vectors that are in the pool."""
 
     key: _Key
+    own: Vectors | None
+    """The request's part of it: to make it anew under other global vectors."""
     column: Int32Array
     """Slot at each site, int32 ``[num_sites]``."""
     users: int = 0
@@ -87,8 +89,13 @@ _NOBODY: _Entries = (None, None)
 @dataclass(slots=True, eq=False)
 class _Request:
     num_prompt: int
-    vectors: _Phases
     entries: _Entries
+
+    @property
+    def vectors(self) -> _Phases:
+        """Of its own; one object for all requests with equal vectors."""
+        prefill, decode = self.entries
+        return (prefill.own if prefill else None), (decode.own if decode else None)
 
 
 class RowTable:
@@ -127,7 +134,7 @@ class RowTable:
         self._bound: dict[int, _Effective] = {}
         self._free_rows = list(range(1, num_rows))
         self._dirty: set[int] = set()
-        self._to_hold: list[str] = []
+        self._to_hold: dict[str, _Phases] = {}
         self._is_stale = False
         self._next_global: _Phases = (None, None)
         self._global: _Phases = (None, None)
@@ -155,8 +162,7 @@ class RowTable:
         if req_id in self._requests:
             self.remove(req_id)
         self.settle()
-        vectors = (prefill, decode)
-        request = _Request(num_prompt, vectors, self._hold(vectors))
+        request = _Request(num_prompt, self._hold((prefill, decode)))
         self._requests[req_id] = request
         self._num_steered += request.entries != _NOBODY
         self.version += 1
@@ -186,14 +192,13 @@ class RowTable:
         """
         if name in self._kept:
             raise AssertionError(f"{name!r} is kept already")
-        self._kept[name] = _Request(0, (prefill, decode), _NOBODY)
-        self._to_hold.append(name)
+        self._kept[name] = _Request(0, _NOBODY)
+        self._to_hold[name] = (prefill, decode)
 
     def let_go(self, name: str) -> None:
         """Undo `keep`; requests that use the vectors are not affected."""
         self._release(self._kept.pop(name).entries)
-        if name in self._to_hold:
-            self._to_hold.remove(name)
+        self._to_hold.pop(name, None)
 
     def settle(self) -> None:
         """Take slots for what `set_global` and `keep` were told since.
@@ -203,9 +208,9 @@ class RowTable:
         """
         if self._is_stale:
             self._make_anew()
-        for name in self._to_hold:
-            self._kept[name].entries = self._hold(self._kept[name].vectors)
-        self._to_hold.clear()
+        while self._to_hold:
+            name, vectors = self._to_hold.popitem()
+            self._kept[name].entries = self._hold(vectors)
 
     def drop_idle(self) -> None:
         """Free the slots that are kept for later."""
@@ -276,7 +281,7 @@ class RowTable:
             ids, contents = self._contents(phase, vectors)
             while self._idle and not self._pool.fits(contents):
                 self._drop_oldest()
-            entry = self._entries[key] = self._make(key, ids, contents)
+            entry = self._entries[key] = self._make(key, vectors, ids, contents)
         self._idle.pop(key, None)
         entry.users += 1
         return entry
@@ -285,10 +290,10 @@ class RowTable:
         ids, stored = effective((self._global[phase], vectors), self._site_ids, self._dtype)
         return ids, self._pool.contents_of(stored)
 
-    def _make(self, key: _Key, ids: Int64Array, contents: Sequence[bytes]) -> _Effective:
+    def _make(self, key: _Key, own: Vectors | None, ids: Int64Array, contents: Sequence[bytes]) -> _Effective:
         column = np.zeros(len(self.map), dtype=np.int32)
         column[ids] = self._pool.acquire(contents)
-        return _Effective(key, column)
+        return _Effective(key, own, column)
 
     def _release(self, entries: _Entries) -> None:
         for entry in entries:

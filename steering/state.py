@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from threading import Lock
+from typing import NamedTuple
 
 from headgate.capture.errors import RequestError
 from headgate.steering.admission import Demand, Load
@@ -107,8 +109,26 @@ class Resolved:
     demand: Demand
 
 
+class GlobalKeys(NamedTuple):
+    """The global vectors of one moment.
+
+    Attributes:
+        version: `SteeringState.version` when they were set; block hashes made under another one are stale.
+        prefill: Key of what acts in the prefill phase; None if nothing does.
+        decode: The same for the decode phase.
+    """
+
+    version: int = 0
+    prefill: bytes | None = None
+    decode: bytes | None = None
+
+
 class SteeringState:
-    """Global vectors, named modules, and the content that requests still refer to. One thread: the engine core's.
+    """Global vectors, named modules, and the content that requests still refer to.
+
+    Requests are resolved on the thread that takes them in, and everything else happens on the engine core's own: the
+    lock guards the modules and who refers to their content. `global_keys` is replaced as a whole, so any thread reads
+    a consistent one.
 
     Args:
         dtype: The model's.
@@ -117,15 +137,15 @@ class SteeringState:
         tiers: The global vectors.
         shared: `tiers`, as what acts in each phase.
         version: Counts changes, of global vectors and of modules.
-        global_version: `version` of the last change of the global vectors. Block hashes of a request that were made
-            under another one are stale.
+        global_keys: Their keys, and the version they date from.
     """
 
     def __init__(self, dtype: StoredType) -> None:
         self.tiers = GlobalTiers()
         self.shared = SteeringSpec()
         self.version = 0
-        self.global_version = 0
+        self.global_keys = GlobalKeys()
+        self._lock = Lock()
         self._dtype: StoredType = dtype
         self._modules: dict[str, Module] = {}
         self._users: Counter[bytes] = Counter()
@@ -140,14 +160,16 @@ class SteeringState:
         """Make `tiers` the global vectors; without argument values (``GlobalTiers()``) that clears them."""
         self.shared = self.global_phases(tiers)
         self.tiers = tiers
-        self.version += 1
-        self.global_version = self.version
+        with self._lock:
+            self.version += 1
+        prefill, decode = self.shared.prefill, self.shared.decode
+        self.global_keys = GlobalKeys(self.version, prefill.key if prefill else None, decode.key if decode else None)
 
     def global_status(self) -> dict[str, object]:
         """Sites and keys of what is set, plain values."""
         tiers = {"base": self.tiers.base, "prefill": self.tiers.prefill, "decode": self.tiers.decode}
         return {
-            "version": self.global_version,
+            "version": self.global_keys.version,
             "tiers": {name: _sites(vectors) for name, vectors in tiers.items() if vectors is not None},
             **described(self.shared.prefill, self.shared.decode),
         }
@@ -168,12 +190,13 @@ class SteeringState:
 
     def register(self, module: Module) -> None:
         """Take a module, in place of an earlier one of its name."""
-        earlier = self._modules.get(module.name)
-        self._modules[module.name] = module
-        self._use(_contents(module))
-        if earlier is not None:
-            self._disuse(_contents(earlier))
-        self.version += 1
+        with self._lock:
+            earlier = self._modules.get(module.name)
+            self._modules[module.name] = module
+            self._use(_contents(module))
+            if earlier is not None:
+                self._disuse(_contents(earlier))
+            self.version += 1
 
     def unregister(self, name: str, field: str = "name") -> Module:
         """Forget a module; requests that were resolved keep what they have.
@@ -181,51 +204,47 @@ class SteeringState:
         Raises:
             RequestError: If there is none of that name.
         """
-        module = self._module(name, field)
-        del self._modules[name]
-        self._disuse(_contents(module))
-        self.version += 1
+        with self._lock:
+            module = self._module(name, field)
+            del self._modules[name]
+            self._disuse(_contents(module))
+            self.version += 1
         return module
 
     def modules(self) -> tuple[Module, ...]:
         """All modules, by name."""
-        return tuple(self._modules[name] for name in sorted(self._modules))
+        with self._lock:
+            return tuple(self._modules[name] for name in sorted(self._modules))
 
-    def resolve(self, spec: SteeringSpec, field: str = "steering_module_ref") -> Resolved:
-        """Turn the names in a request's spec into content.
+    def take(self, req_id: str, spec: SteeringSpec, field: str = "steering_module_ref") -> Resolved:
+        """Turn the names in a request's spec into content, and keep that content until `let_go`.
 
         Raises:
             RequestError: On an unknown name, or if the sum could leave what the model's dtype can hold.
         """
-        named = [(self._module(ref.name, field), ref.scale) for ref in spec.modules]
-        _check_limit(max((abs(scale) for _, scale in named), default=0.0), "float32", field)
-        largest = sum(abs(scale) * module.peak for module, scale in named)
-        _check_limit(largest + max(peak(spec.prefill), peak(spec.decode)), self._dtype, field)
-        prefill = [(module.prefill, scale) for module, scale in named if module.prefill and scale != 0]
-        decode = [(module.decode, scale) for module, scale in named if module.decode and scale != 0]
-        prefill_load, decode_load = _load_of(spec.prefill, prefill), _load_of(spec.decode, decode)
-        return Resolved(
-            prefill=prefill_load.key if prefill_load else None,
-            decode=decode_load.key if decode_load else None,
-            prefill_parts=tuple((vectors.key, scale) for vectors, scale in prefill),
-            decode_parts=tuple((vectors.key, scale) for vectors, scale in decode),
-            demand=Demand(prefill_load, decode_load),
-        )
-
-    def hold(self, req_id: str, resolved: Resolved) -> None:
-        """The engine core took a request: keep the content it refers to until `let_go`."""
-        parts = frozenset(key for key, _ in (*resolved.prefill_parts, *resolved.decode_parts))
-        if parts:
-            self._of_request[req_id] = parts
-            self._use(parts)
+        own = max(peak(spec.prefill), peak(spec.decode))
+        with self._lock:
+            named = [(self._module(ref.name, field), ref.scale) for ref in spec.modules]
+            _check_limit(max((abs(scale) for _, scale in named), default=0.0), "float32", field)
+            _check_limit(own + sum(abs(scale) * module.peak for module, scale in named), self._dtype, field)
+            resolved = _resolved(spec, named)
+            parts = frozenset(key for key, _ in (*resolved.prefill_parts, *resolved.decode_parts))
+            if parts:
+                if req_id in self._of_request:
+                    raise AssertionError(f"request {req_id!r} was taken already")
+                self._of_request[req_id] = parts
+                self._use(parts)
+        return resolved
 
     def let_go(self, req_id: str) -> None:
-        """A request was freed; nothing happens if it refers to no module."""
-        self._disuse(self._of_request.pop(req_id, frozenset()))
+        """A request was freed or refused; nothing happens if it refers to no module."""
+        with self._lock:
+            self._disuse(self._of_request.pop(req_id, frozenset()))
 
     def take_dropped(self) -> tuple[bytes, ...]:
         """Keys of contents that nobody refers to any more; workers can forget them. Sorted."""
-        dropped, self._dropped = tuple(sorted(self._dropped)), set()
+        with self._lock:
+            dropped, self._dropped = tuple(sorted(self._dropped)), set()
         return dropped
 
     def _module(self, name: str, field: str) -> Module:
@@ -262,6 +281,19 @@ def described(prefill: PhaseVectors | None, decode: PhaseVectors | None) -> dict
         },
         "sites": {"prefill": _sites(prefill), "decode": _sites(decode)},
     }
+
+
+def _resolved(spec: SteeringSpec, named: list[tuple[Module, float]]) -> Resolved:
+    prefill = [(module.prefill, scale) for module, scale in named if module.prefill and scale != 0]
+    decode = [(module.decode, scale) for module, scale in named if module.decode and scale != 0]
+    demand = Demand(_load_of(spec.prefill, prefill), _load_of(spec.decode, decode))
+    return Resolved(
+        prefill=demand.prefill.key if demand.prefill else None,
+        decode=demand.decode.key if demand.decode else None,
+        prefill_parts=tuple((vectors.key, scale) for vectors, scale in prefill),
+        decode_parts=tuple((vectors.key, scale) for vectors, scale in decode),
+        demand=demand,
+    )
 
 
 def _load_of(own: PhaseVectors | None, named: list[tuple[PhaseVectors, float]]) -> Load | None:

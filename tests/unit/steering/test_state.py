@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import numpy as np
 import pytest
 
 from headgate.capture.errors import RequestError
 from headgate.steering.admission import Demand, Load
 from headgate.steering.compose import sum_of
-from headgate.steering.state import GlobalTiers, SteeringState
+from headgate.steering.state import GlobalKeys, GlobalTiers, Resolved, SteeringState
 from headgate.steering.vectors import ModuleRef, PhaseVectors, SteeringSpec
 from tests.unit.steering.worlds import CONFIGS, HIDDEN, SITES, vectors
+
+TIMEOUT_S = 60.0
 
 
 def registered(state: SteeringState, name: str, prefill: PhaseVectors | None, decode: PhaseVectors | None) -> None:
@@ -19,6 +23,13 @@ def registered(state: SteeringState, name: str, prefill: PhaseVectors | None, de
 
 def naming(*refs: tuple[str, float], own: PhaseVectors | None = None) -> SteeringSpec:
     return SteeringSpec(prefill=own, decode=own, modules=tuple(ModuleRef(name, scale) for name, scale in refs))
+
+
+def taken(state: SteeringState, spec: SteeringSpec) -> Resolved:
+    """What a request that ends at once would have been steered by."""
+    resolved = state.take("passing", spec)
+    state.let_go("passing")
+    return resolved
 
 
 @pytest.fixture
@@ -32,7 +43,7 @@ def state() -> SteeringState:
 
 
 def test_a_module_alone_is_the_same_as_its_vectors_inline(state: SteeringState) -> None:
-    named, inline = state.resolve(naming(("both", 1.0))), state.resolve(naming(own=CONFIGS[0]))
+    named, inline = taken(state, naming(("both", 1.0))), taken(state, naming(own=CONFIGS[0]))
 
     assert (named.prefill, named.decode, named.demand) == (inline.prefill, inline.decode, inline.demand)
     assert named.prefill_parts == ((CONFIGS[0].key, 1.0),)
@@ -40,8 +51,8 @@ def test_a_module_alone_is_the_same_as_its_vectors_inline(state: SteeringState) 
 
 
 def test_named_and_inline_vectors_add_up_in_any_order(state: SteeringState) -> None:
-    one = state.resolve(naming(("both", 2.0), ("phases", -1.0), own=CONFIGS[5]))
-    other = state.resolve(naming(("phases", -1.0), ("both", 2.0), own=CONFIGS[5]))
+    one = taken(state, naming(("both", 2.0), ("phases", -1.0), own=CONFIGS[5]))
+    other = taken(state, naming(("phases", -1.0), ("both", 2.0), own=CONFIGS[5]))
 
     assert (one.prefill, one.decode) == (other.prefill, other.decode)
     assert one.prefill != one.decode
@@ -54,27 +65,26 @@ def test_named_and_inline_vectors_add_up_in_any_order(state: SteeringState) -> N
 
 
 def test_a_module_of_one_phase_leaves_the_other_alone(state: SteeringState) -> None:
-    resolved = state.resolve(naming(("answers", 1.0)))
+    resolved = taken(state, naming(("answers", 1.0)))
 
     assert (resolved.prefill, resolved.decode) == (None, CONFIGS[4].key)
     assert resolved.demand == Demand(None, Load(CONFIGS[4].key, 6))
 
 
 def test_scale_zero_is_plain_but_the_name_must_exist(state: SteeringState) -> None:
-    resolved = state.resolve(naming(("both", 0.0)))
+    resolved = taken(state, naming(("both", 0.0)))
 
     assert (resolved.prefill, resolved.decode, resolved.demand) == (None, None, Demand())
     with pytest.raises(RequestError, match="unknown steering module 'nobody'; registered: answers, both, phases"):
-        state.resolve(naming(("nobody", 0.0)))
+        taken(state, naming(("nobody", 0.0)))
 
 
 def test_a_name_registered_anew_steers_later_requests_only(state: SteeringState) -> None:
-    earlier = state.resolve(naming(("both", 2.0)))
-    state.hold("r", earlier)
+    earlier = state.take("r", naming(("both", 2.0)))
 
     registered(state, "both", CONFIGS[6], CONFIGS[6])
 
-    later = state.resolve(naming(("both", 2.0)))
+    later = taken(state, naming(("both", 2.0)))
     assert later.prefill != earlier.prefill
     assert state.take_dropped() == ()
     state.let_go("r")
@@ -83,17 +93,17 @@ def test_a_name_registered_anew_steers_later_requests_only(state: SteeringState)
 
 
 def test_the_same_content_registered_anew_has_the_same_keys(state: SteeringState) -> None:
-    earlier = state.resolve(naming(("both", 2.0)))
+    earlier = taken(state, naming(("both", 2.0)))
 
     registered(state, "both", vectors({0: 1.0}), vectors({0: 1.0}))
 
-    assert state.resolve(naming(("both", 2.0))) == earlier
+    assert taken(state, naming(("both", 2.0))) == earlier
     assert state.take_dropped() == ()
 
 
 def test_content_is_dropped_once_neither_a_name_nor_a_request_refers_to_it(state: SteeringState) -> None:
     registered(state, "alias", CONFIGS[1], CONFIGS[1])
-    state.hold("r", state.resolve(naming(("alias", 1.0))))
+    state.take("r", naming(("alias", 1.0)))
 
     state.unregister("phases")
     assert state.take_dropped() == (CONFIGS[2].key,)
@@ -109,7 +119,7 @@ def test_an_unregistered_name_is_unknown(state: SteeringState) -> None:
 
     assert [module.name for module in state.modules()] == ["answers", "phases"]
     with pytest.raises(RequestError, match="unknown steering module 'both'"):
-        state.resolve(naming(("both", 1.0)))
+        taken(state, naming(("both", 1.0)))
     with pytest.raises(RequestError, match="name: unknown steering module 'both'"):
         state.unregister("both")
 
@@ -164,15 +174,16 @@ def test_a_decode_only_change_keeps_the_key_of_the_prefill_phase() -> None:
 
     assert before.prefill is not None
     assert state.shared.prefill is not None
-    assert state.shared.prefill.key == before.prefill.key
+    assert state.shared.decode is not None
     assert state.shared.decode != before.decode
+    assert state.global_keys == GlobalKeys(2, before.prefill.key, state.shared.decode.key)
 
 
 def test_versions_tell_global_changes_from_changes_of_modules(state: SteeringState) -> None:
-    assert (state.version, state.global_version) == (3, 0)
+    assert (state.version, state.global_keys.version) == (3, 0)
     state.set_global(GlobalTiers(base=CONFIGS[0]))
     state.unregister("both")
-    assert (state.version, state.global_version) == (5, 4)
+    assert (state.version, state.global_keys.version) == (5, 4)
     state.set_global(GlobalTiers())
     assert state.global_status() == {
         "version": 6,
@@ -188,7 +199,7 @@ def test_sums_that_might_not_be_finite_in_the_models_dtype_are_refused(scale: fl
     registered(state, "both", CONFIGS[5], CONFIGS[5])
 
     with pytest.raises(RequestError, match="use smaller vectors or scales") as error:
-        state.resolve(naming(("both", scale)), "steering_module_ref")
+        state.take("r", naming(("both", scale)), "steering_module_ref")
 
     assert error.value.field == "steering_module_ref"
 
@@ -203,3 +214,36 @@ def test_vectors_that_leave_no_room_for_a_sum_are_refused_in_modules_and_global_
         state.set_global(GlobalTiers(base=large))
     assert (state.tiers, state.version) == (GlobalTiers(), 0)
     registered(SteeringState("bfloat16"), "large", large, None)
+
+
+def test_a_refused_request_refers_to_nothing(state: SteeringState) -> None:
+    with pytest.raises(RequestError):
+        state.take("r", naming(("both", 1.0), ("nobody", 1.0)))
+
+    state.unregister("both")
+
+    assert state.take_dropped() == (CONFIGS[0].key,)
+
+
+def test_names_may_change_while_requests_are_taken_in(state: SteeringState) -> None:
+    """Whatever a request was resolved to is there until it is let go, however the threads interleave."""
+    contents = {config.key for config in CONFIGS[:2]}
+
+    def change() -> None:
+        for round_ in range(2000):
+            registered(state, "both", CONFIGS[round_ % 2], CONFIGS[round_ % 2])
+
+    thread = Thread(target=change)
+    thread.start()
+    for number in range(2000):
+        resolved = state.take(f"r{number}", naming(("both", 1.0)))
+        assert resolved.prefill in contents
+        assert resolved.prefill not in state.take_dropped()
+        state.let_go(f"r{number}")
+    thread.join(TIMEOUT_S)
+
+    assert not thread.is_alive()
+    state.unregister("both")
+    state.unregister("phases")
+    assert set(state.take_dropped()) >= {CONFIGS[1].key, CONFIGS[2].key}
+    assert not state._users.keys() & contents
