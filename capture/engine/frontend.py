@@ -12,14 +12,13 @@ from typing import Any
 from headgate.capture.config import CaptureConsumersConfig
 from headgate.capture.consumer import CaptureConsumer, ModelInfo
 from headgate.capture.engine.requests import Ask, Door
-from headgate.capture.engine.turns import LLMChat
 from headgate.capture.hub import ResultHub
 from headgate.capture.merge import CaptureResults
 
 logger = logging.getLogger("headgate")
 
 FRONT_END = "_headgate_front_end"
-"""Attribute of vLLM's `InputProcessor`: its `FrontEnd`, or None when capture is not configured."""
+"""Attribute of vLLM's `InputProcessor`, and of an `LLMEngine`'s client: its `FrontEnd`, or None without capture."""
 
 
 class FrontEnd:
@@ -34,9 +33,6 @@ class FrontEnd:
         consumers: The class of each configured consumer, by instance name.
         num_stages: Pipeline stages of the engine.
         open_drivers: Opens the consumers that are located here, for a hub.
-
-    Attributes:
-        last_chat: The conversation that `LLM.chat` rendered last; it adds each as a request right afterwards.
     """
 
     def __init__(
@@ -55,7 +51,6 @@ class FrontEnd:
         self._open_drivers = open_drivers
         self._lock = threading.Lock()
         self._hub: ResultHub | None = None
-        self.last_chat: LLMChat | None = None
 
     def read(self, params: Any, request_id: str, *, is_offline: bool) -> Ask | None:
         """What a request asks, with the address that answers go to; see `Door.read`.

@@ -11,6 +11,9 @@ from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.frontend import FRONT_END, FrontEnd
 from headgate.capture.engine.opening import open_front_end
 from headgate.capture.engine.requests import Ask, attached, fold, refuse_kind, refuse_unconfigured, resolve
+from headgate.capture.engine.turns import LLMChat
+
+_CHAT = "_headgate_chat"
 
 
 def open_with_engine(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,18 +47,30 @@ def process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
                 refuse_unconfigured(params)
                 return original(self, request_id, prompt, params, *args, **kwargs)
             ask = attached(params) or front.door.read(params, request_id)
+        chat = _chat_of(self, prompt)
         request = original(self, request_id, prompt, params, *args, **kwargs)
         if ask is not None:
             with as_client_error():
-                _fold(front, request, ask, prompt, request_id)
+                _fold(front, request, ask, chat, request_id)
         return request
 
     return wrapped
 
 
-def _fold(front: FrontEnd, request: Any, ask: Ask, prompt: Any, request_id: str) -> None:
+def _fold(front: FrontEnd, request: Any, ask: Ask, chat: LLMChat | None, request_id: str) -> None:
     refuse_kind(request, ask)
-    tokens, chat = request.prompt_token_ids, front.last_chat
-    find_message = chat.find_message(tokens) if chat is not None and chat.prompt is prompt else None
+    tokens = request.prompt_token_ids
+    find_message = None if chat is None else chat.find_message(tokens)
     front.expect(ask, request.sampling_params.n)
     fold(request, resolve(ask, len(tokens), find_message), request_id)
+
+
+def keep_chat(processor: Any, chat: LLMChat) -> None:
+    """Remember the conversation that `LLM.chat` rendered last: it adds each as a request right afterwards."""
+    setattr(processor, _CHAT, chat)
+
+
+def _chat_of(processor: Any, prompt: Any) -> LLMChat | None:
+    # Taken out, since the conversation leads back to the `LLM` and would keep it alive.
+    chat: LLMChat | None = vars(processor).pop(_CHAT, None)
+    return chat if chat is not None and chat.prompt is prompt else None

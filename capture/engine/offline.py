@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
+from headgate.capture.engine import inputs
 from headgate.capture.engine.client_errors import as_client_error
-from headgate.capture.engine.frontend import FrontEnd, attach_results, front_end_of
+from headgate.capture.engine.frontend import FRONT_END, FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests import Ask, attach, refuse_unconfigured
 from headgate.capture.engine.turns import LLMChat
 
@@ -39,6 +40,7 @@ def _desk_of(engine: Any) -> _Desk | None:
     if desk is None and (front := front_end_of(engine)) is not None:
         desk = _Desk(front)
         setattr(engine, _DESK, desk)
+        setattr(engine.engine_core, FRONT_END, front)
     return desk
 
 
@@ -148,26 +150,41 @@ def abort_request(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``shutdown`` of an `LLMEngine`'s client: the front end closes with the engine core, and after it."""
+
+    @wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            front: FrontEnd | None = vars(self).get(FRONT_END)
+            if front is not None:
+                front.close()
+
+    return wrapped
+
+
 def keep_chat(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``LLM._preprocess_chat_one``: remember the conversation behind a prompt, for message selectors."""
 
     @wraps(original)
     def wrapped(self: Any, conversation: Sequence[Any], **kwargs: Any) -> Any:
         prompt = original(self, conversation, **kwargs)
-        front = front_end_of(self.llm_engine)
-        if front is not None:
+        if front_end_of(self.llm_engine) is not None:
 
             def render(chat: Sequence[Any]) -> Any:
                 closed = {"add_generation_prompt": False, "continue_final_message": False}
                 return original(self, list(chat), **{**kwargs, **closed})["prompt_token_ids"]
 
-            front.last_chat = LLMChat(
+            chat = LLMChat(
                 prompt,
                 conversation,
                 render,
                 is_continued=kwargs.get("continue_final_message", False),
                 bos=getattr(self.get_tokenizer(), "bos_token_id", None),
             )
+            inputs.keep_chat(self.llm_engine.input_processor, chat)
         return prompt
 
     return wrapped

@@ -7,6 +7,7 @@ from headgate.capture.engine.patching import Patch
 
 _INPUT = "vllm.v1.engine.input_processor"
 _OUTPUT = "vllm.v1.engine.output_processor"
+_CLIENT = "vllm.v1.engine.core_client"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _CHAT = "vllm.entrypoints.openai.chat_completion"
 _COMPLETION = "vllm.entrypoints.openai.completion"
@@ -125,7 +126,21 @@ PATCHES = (
         parameters=("self", "request_ids"),
     ),
     Patch(
-        module="vllm.v1.engine.core_client",
+        module=_CLIENT,
+        target="InprocClient.shutdown",
+        wrap=offline.shutdown,
+        why="closes the result hub and the consumers that live in this process",
+        parameters=("self",),
+    ),
+    Patch(
+        module=_CLIENT,
+        target="MPClient.shutdown",
+        wrap=offline.shutdown,
+        why="the same for an engine core in a process of its own",
+        parameters=("self",),
+    ),
+    Patch(
+        module=_CLIENT,
         target="DPLBAsyncMPClient.abort_requests_async",
         wrap=scheduler.route_marks,
         why="with data parallelism, passes those counts on to the engines",

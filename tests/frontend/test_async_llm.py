@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,12 @@ class Engine:
 
     def close(self) -> None:
         self.llm.shutdown()
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        del self.llm
+        gc.collect()
         self.loop.close()
 
     @property
