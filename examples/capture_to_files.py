@@ -11,9 +11,8 @@ from headgate.consumers.reader import open_captures
 if __name__ == "__main__":  # vLLM starts its engine in a process of its own
     model, root = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "captures"
     consumer = f"filesystem:root={root},if_exists=number"
-    llm = LLM(
-        model, capture_consumers=[consumer], max_model_len=1024, block_size=32, enforce_eager=True
-    )  # starts sooner
+    # block_size is what vLLM's CPU attention needs; eager starts sooner.
+    llm = LLM(model, capture_consumers=[consumer], max_model_len=1024, block_size=32, enforce_eager=True)
     params = SamplingParams(
         temperature=0.0,
         max_tokens=24,
