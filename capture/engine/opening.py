@@ -15,10 +15,12 @@ from headgate.capture.engine.logs import speak_through_vllm
 from headgate.capture.engine.refusals import refuse_unsupported_settings
 from headgate.capture.engine.settings import capture_config, model_info, sections
 from headgate.capture.engine.support import check_version, versions
-from headgate.capture.errors import ConfigError
+from headgate.capture.errors import ConfigError, UnsupportedError
 from headgate.capture.registry import load_consumer
 
 ENGINE_GROUP = "headgate.engine"
+PLUGIN = "headgate"
+"""Our name in the group ``vllm.general_plugins``."""
 
 
 def open_front_end(vllm_config: Any) -> FrontEnd | None:
@@ -73,11 +75,18 @@ def check_servable(vllm_config: Any) -> None:
                 f"additional_config['headgate'] has no section {name!r}; known: {', '.join(sorted(known))}"
             )
     import vllm
+    from vllm import envs
 
     from headgate.capture.engine.plugin import installed_patches
 
     check_version(vllm.__version__)
     installed_patches().require()
+    if envs.VLLM_PLUGINS is not None and PLUGIN not in envs.VLLM_PLUGINS:
+        raise UnsupportedError(
+            f"VLLM_PLUGINS={','.join(envs.VLLM_PLUGINS)} keeps {PLUGIN} out of vLLM's processes; add {PLUGIN} to it"
+        )
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise UnsupportedError("requests to the Rust front end do not reach headgate; unset VLLM_USE_RUST_FRONTEND")
     refuse_unsupported_settings(vllm_config)
 
 

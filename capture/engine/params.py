@@ -11,6 +11,7 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from headgate.capture.engine.support import WORKS_WITH
 from headgate.capture.errors import RequestError
 
 CAPTURE = "capture"
@@ -26,7 +27,13 @@ def add_properties(module: ModuleType) -> None:
         if name in module.SamplingParams.__struct_fields__:
             raise TypeError(f"vLLM's SamplingParams has a field {name!r} of its own")
         setattr(module.SamplingParams, name, _stored(name))
-    module.BeamSearchParams.capture = _refused("beam search")
+    module.BeamSearchParams.capture = _refused("beam search cannot be captured; use SamplingParams")
+
+
+def refuse_properties(module: ModuleType) -> None:
+    """Refuse capture in a vLLM that headgate was not made for, instead of letting it be ignored."""
+    for name in FIELDS:
+        setattr(module.SamplingParams, name, _refused(f"this vLLM is not supported; {WORKS_WITH}"))
 
 
 def read_field(params: Any, name: str) -> Any:
@@ -49,13 +56,13 @@ def _stored(name: str) -> property:
     return property(read, write, doc=f"headgate: see headgate.capture.SamplingParams ({name}).")
 
 
-def _refused(what: str) -> property:
+def _refused(why: str) -> property:
     def read(self: Any) -> None:
         return None
 
     def write(self: Any, value: Any) -> None:
         if value is not None:
-            raise RequestError(CAPTURE, f"{what} cannot be captured; use SamplingParams")
+            raise RequestError(CAPTURE, why)
 
     return property(read, write)
 

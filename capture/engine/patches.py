@@ -26,6 +26,7 @@ PATCHES = (
         wrap=cli_flags.add_cli_args,
         why="adds --capture-consumers and --capture-sites to vLLM's own commands",
         parameters=("parser",),
+        only_refuses=True,
     ),
     Patch(
         module="vllm.engine.arg_utils",
@@ -33,6 +34,7 @@ PATCHES = (
         wrap=cli_flags.from_cli_args,
         why="turns those flags into additional_config; without it they would be read and ignored",
         parameters=("cls", "args"),
+        only_refuses=True,
     ),
     Patch(
         module="vllm.engine.arg_utils",
@@ -40,6 +42,7 @@ PATCHES = (
         wrap=opening.create_engine_config,
         why="refuses what cannot be served before any process is started",
         parameters=("self",),
+        only_refuses=True,
     ),
     Patch(
         module=_INPUT,

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +37,7 @@ class Patch:
         why: What the replacement does, and what would go wrong without it.
         parameters: The original's first parameters, by name and order. More may follow: versions differ there,
             and replacements pass them on.
+        only_refuses: It is of use in a vLLM that headgate was not made for, too.
     """
 
     module: str
@@ -42,6 +45,7 @@ class Patch:
     wrap: Wrap
     why: str
     parameters: tuple[str, ...]
+    only_refuses: bool = False
 
     @property
     def name(self) -> str:
@@ -104,6 +108,14 @@ def _function(owner: Any, attribute: str) -> Any:
     return held.__func__ if isinstance(held, staticmethod | classmethod) else held
 
 
+def _exists(module: str) -> bool:
+    """Whether `module` could be imported; its parent packages are."""
+    try:
+        return module in sys.modules or find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 class PatchSet:
     """A table of patches at work in this process.
 
@@ -146,8 +158,10 @@ class PatchSet:
         Raises:
             UnsupportedError: Naming what differs and the versions that work.
         """
-        if self.problems:
-            lines = "\n".join(f"- {problem}" for problem in self.problems)
+        absent = {patch.module for patch in self._patches if not _exists(patch.module)}
+        problems = [*self.problems, *(f"{module} does not exist" for module in sorted(absent))]
+        if problems:
+            lines = "\n".join(f"- {problem}" for problem in problems)
             raise UnsupportedError(f"this vLLM differs from those headgate was made for:\n{lines}\n{WORKS_WITH}")
 
     def _install(self, patch: Patch, module: ModuleType) -> None:

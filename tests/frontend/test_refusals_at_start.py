@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +48,45 @@ def test_a_vllm_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
     with pytest.raises(UnsupportedError, match="found"):
         opening.check_servable(config(capture_settings()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("VLLM_PLUGINS", "fake_worker,other", "add headgate to it"),
+        ("VLLM_USE_RUST_FRONTEND", "1", "Rust front end"),
+    ],
+)
+def test_an_environment_that_keeps_headgate_out_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, reason: str
+) -> None:
+    monkeypatch.setenv(name, value)
+
+    with pytest.raises(UnsupportedError, match=reason):
+        opening.check_servable(config(capture_settings()))
+
+
+def test_in_a_vllm_of_another_release_nothing_but_the_refusal_is_installed() -> None:
+    script = """
+import importlib
+from headgate.capture.engine import plugin, support
+support.NEWEST = (0, 25)
+plugin.register()
+from headgate.capture.engine.patches import PATCHES
+from vllm import SamplingParams
+installed = [p.target for p in PATCHES if p.is_installed(importlib.import_module(p.module))]
+expected = ["EngineArgs.add_cli_args", "EngineArgs.from_cli_args", "EngineArgs.create_engine_config"]
+assert installed == expected, installed
+try:
+    SamplingParams().capture = {"rows": {}}
+except ValueError as error:
+    assert "this vLLM is not supported" in str(error)
+else:
+    raise AssertionError("capture was taken and ignored")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+
+    assert done.returncode == 0, done.stderr
 
 
 def start(model_dir: Path, **settings: Any) -> None:

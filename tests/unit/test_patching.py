@@ -172,3 +172,12 @@ def test_a_failing_callback_is_a_problem_and_no_import_error(module: Any) -> Non
     patches.when_imported("patched_here", fail)
 
     assert patches.problems == ["patched_here: it is taken"]
+
+
+def test_a_module_that_is_gone_is_refused(module: Any) -> None:
+    gone = Patch(module="patched_here.gone", target="f", wrap=doubling, why="to see it", parameters=())
+    patches = PatchSet([gone])
+    patches.install()
+
+    with pytest.raises(UnsupportedError, match=r"patched_here\.gone does not exist"):
+        patches.require()
