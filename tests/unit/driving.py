@@ -58,7 +58,7 @@ class Flow(Recorder):
         self.behave: Callable[[str, Any], Any] = lambda name, detail: None
 
 
-class Broken(Whole):
+class Unopenable(Whole):
     """Cannot be opened."""
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
@@ -76,7 +76,7 @@ def publish(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     distribution = folder / "driving-1.0.dist-info"
     distribution.mkdir()
     (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: driving\nVersion: 1.0\n")
-    points = "".join(f"{name.lower()} = {__name__}:{name}\n" for name in ("Whole", "Flow", "Broken", "Elsewhere"))
+    points = "".join(f"{name.lower()} = {__name__}:{name}\n" for name in ("Whole", "Flow", "Unopenable", "Elsewhere"))
     (distribution / "entry_points.txt").write_text(f"[{GROUP}]\n{points}")
     monkeypatch.syspath_prepend(str(folder))
 

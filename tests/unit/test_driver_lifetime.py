@@ -117,9 +117,9 @@ def test_without_driver_located_consumers_nothing_is_opened(folder: Path) -> Non
 def test_a_consumer_that_cannot_be_opened_says_so_and_leaves_nothing(folder: Path) -> None:
     before = set(threading.enumerate())
     hub = ResultHub(folder=str(folder))
-    DriverHost(config(FLOW, CaptureConsumerSpec(name="broken")), model=MODEL, hub=hub)
+    DriverHost(config(FLOW, CaptureConsumerSpec(name="unopenable")), model=MODEL, hub=hub)
 
-    with pytest.raises(ConfigError, match="'broken' cannot be opened: broken on purpose"):
+    with pytest.raises(ConfigError, match="'unopenable' cannot be opened: broken on purpose"):
         print(hub.address)
 
     assert os.listdir(folder) == []
