@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from headgate.capture.batch import BatchView
 from headgate.steering.resolve import RowResolver, slots_at_sites
 from headgate.steering.rows import RowTable
+from headgate.steering.vectors import PhaseVectors
 from tests.strategies import Step, schedules
 from tests.unit.steering.worlds import CONFIGS, Device, expected, summed, table, view
 
@@ -131,6 +132,26 @@ def test_a_request_that_is_computed_again_is_steered_as_the_first_time() -> None
     again = steered(resolver, view(("a", 4, 0)), 4)[0]
 
     assert again == [row for step in first for row in step]
+
+
+def test_a_batch_of_the_same_ids_is_looked_up_again_after_a_change() -> None:
+    rows = table()
+    device = Device(rows)
+    resolver = RowResolver(rows, 16)
+    rows.add("a", 2, CONFIGS[0], CONFIGS[0])
+
+    def acts(own: PhaseVectors | None, shared: PhaseVectors | None) -> bool:
+        row = steered(resolver, view(("a", 1, 5)), 1)[0][0]
+        device.update()
+        return bool((device.added_at(row) == expected(shared, own)).all())
+
+    assert acts(CONFIGS[0], None)
+    rows.add("a", 2, CONFIGS[1], CONFIGS[1])
+    assert acts(CONFIGS[1], None)
+    rows.set_global(None, CONFIGS[2])
+    assert acts(CONFIGS[1], CONFIGS[2])
+    rows.add("a", 2)
+    assert acts(None, CONFIGS[2])
 
 
 def test_an_idle_step_does_not_look_at_the_batch() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -115,6 +117,22 @@ def rows_in(table: RowTable, *req_ids: str) -> list[list[int]]:
     return rows
 
 
+def test_more_live_configs_than_rows_take_turns_without_touching_the_batch() -> None:
+    steered = table(num_slots=NUM_SLOTS, num_rows=rows_needed(2))
+    device = Device(steered, num_slots=NUM_SLOTS)
+    own = {f"r{i}": (CONFIGS[i], CONFIGS[(i + 3) % len(CONFIGS)]) for i in range(len(CONFIGS))}
+    for req_id, (prefill, decode) in own.items():
+        steered.add(req_id, 3, summed((0,), 2.0), None)
+        steered.add(req_id, 3, prefill, decode)
+
+    for pair in [*permutations(own, 2), *permutations(reversed(own), 2)]:
+        rows = rows_in(steered, *pair)
+        device.update()
+        for req_id, of_phases in zip(pair, rows, strict=True):
+            for row, vectors in zip(of_phases, own[req_id], strict=True):
+                assert (device.added_at(row) == expected(None, vectors)).all()
+
+
 def test_a_config_that_is_the_same_in_both_phases_takes_one_row_and_its_slots_once() -> None:
     steered = table()
     steered.add("a", 5, CONFIGS[4], CONFIGS[4])
@@ -168,6 +186,33 @@ def test_coming_again_costs_no_write() -> None:
 
     assert rows_in(steered, "b") == [[row, row]]
     assert steered.take_writes() is None
+
+
+def test_what_came_back_into_use_does_not_make_room() -> None:
+    steered = table(num_slots=8)
+    device = Device(steered, num_slots=8)
+    steered.add("a", 5, CONFIGS[4], CONFIGS[4])
+    steered.remove("a")
+    steered.add("b", 5, CONFIGS[4], CONFIGS[4])
+    steered.add("c", 5, CONFIGS[0], CONFIGS[0])
+    steered.remove("c")
+    steered.add("d", 5, CONFIGS[5], CONFIGS[5])
+
+    row = rows_in(steered, "b")[0][0]
+    device.update()
+
+    assert (device.added_at(row) == expected(None, CONFIGS[4])).all()
+
+
+def test_the_table_is_idle_again_once_nobody_is_steered() -> None:
+    steered = table()
+    steered.add("a", 5, CONFIGS[4], None)
+    steered.add("b", 5)
+    assert not steered.is_idle
+
+    steered.remove("a")
+
+    assert steered.is_idle
 
 
 def test_what_nobody_uses_makes_room() -> None:
