@@ -269,6 +269,23 @@ def test_all_who_wait_can_be_aborted_at_once() -> None:
     assert (reservations.num_waiting, reservations.admit()) == (0, [])
 
 
+def test_those_who_stay_keep_their_order_when_others_are_aborted() -> None:
+    reservations: Reservations[str] = Reservations(2)
+    assert reservations.offer("first", one(b"first", 2), "first")
+    priorities = {"a": 0, "b": 5, "c": 1, "d": 6, "e": 7, "f": 2, "g": 3}
+    for name, priority in priorities.items():
+        assert not reservations.offer(name, one(name.encode(), 2), name, priority=priority)
+    assert reservations.withdraw({"a"}) == ["a"]
+
+    order, running = [], "first"
+    while reservations.num_waiting:
+        reservations.release(running)
+        (running,) = reservations.admit()
+        order.append(running)
+
+    assert order == ["c", "f", "g", "b", "d", "e"]
+
+
 def test_one_id_cannot_be_taken_twice() -> None:
     reservations: Reservations[str] = Reservations(2)
     assert reservations.offer("a", one(b"a", 2), "a")

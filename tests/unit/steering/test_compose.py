@@ -106,6 +106,15 @@ def test_sites_of_other_workers_are_left_out() -> None:
     assert len(effective((vectors({0: 1.0}), None), own, "float32")[0]) == 0
 
 
+def test_rows_follow_the_workers_order_of_sites() -> None:
+    backwards = {site: 5 - index for index, site in enumerate(SITES)}
+
+    ids, rows = effective((vectors({0: 1.0, 4: 2.0}),), backwards, "float32")
+
+    assert ids.tolist() == [1, 5]
+    assert rows[:, 0].tolist() == [2.0, 1.0]
+
+
 @given(names=st.lists(st.tuples(st.integers(0, 7), st.sampled_from([-1.0, 0.1, 1.0, 3.3])), min_size=1, max_size=5))
 def test_a_sum_has_the_same_bits_and_key_in_any_order(names: list[tuple[int, float]]) -> None:
     parts = [(CONFIGS[name], scale) for name, scale in names]

@@ -75,6 +75,8 @@ def test_scale_zero_is_plain_but_the_name_must_exist(state: SteeringState) -> No
     resolved = taken(state, naming(("both", 0.0)))
 
     assert (resolved.prefill, resolved.decode, resolved.demand) == (None, None, Demand())
+    beside = taken(state, naming(("phases", 0.0), ("both", 2.0)))
+    assert beside == taken(state, naming(("both", 2.0)))
     with pytest.raises(RequestError, match="unknown steering module 'nobody'; registered: answers, both, phases"):
         taken(state, naming(("nobody", 0.0)))
 
