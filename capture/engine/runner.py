@@ -160,9 +160,9 @@ class RunnerSeam:
             self._hook.headgate_step_begins(view=None, token_ids=None)
 
     def _follow(self, scheduler_output: Any) -> None:
-        """Finished first: an id may end and begin again in one step."""
+        """Finished first: an id may end and begin again in one step. Sorted, so that all ranks see one order."""
         finals = getattr(scheduler_output, FINAL_ATTRIBUTE, None) or {}
-        for req_id in scheduler_output.finished_req_ids:
+        for req_id in sorted(scheduler_output.finished_req_ids):
             if req_id in self._live:
                 self._live.remove(req_id)
                 self._ended.add(req_id)
