@@ -77,6 +77,8 @@ def analyse_layer(cls: type[nn.Module], layer: object | None = None) -> LayerLay
         UnsupportedError: If the stream cannot be told from the source; names the class and why.
     """
     where = f"{cls.__module__}.{cls.__qualname__}"
+    if isinstance(layer, nn.Module) and "forward" in vars(layer):
+        raise UnsupportedError(f"{where}: the forward of this instance was replaced, so the source is not what runs")
     names = list(inspect.signature(inspect.unwrap(cls.forward)).parameters)
     hidden = next((name for name in HIDDEN_NAMES if name in names), None)
     residual = next((name for name in RESIDUAL_NAMES if name in names), None)

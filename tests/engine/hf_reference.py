@@ -185,9 +185,9 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max())
 
 
-def min_cosine(got: Tensor, expected: Tensor) -> float:
-    """The smallest cosine between rows of ``[num_rows, hidden]``, in fp64."""
-    return float(torch.nn.functional.cosine_similarity(got.double(), expected.double(), dim=-1).min())
+def row_cosines(got: Tensor, expected: Tensor) -> Tensor:
+    """Cosine between rows of ``[num_rows, hidden]``, fp64 ``[num_rows]``."""
+    return torch.nn.functional.cosine_similarity(got.double(), expected.double(), dim=-1)
 
 
 def _assert_same(got: Tensor, expected: Tensor, tolerance: float, what: str) -> None:

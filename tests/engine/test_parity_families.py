@@ -18,7 +18,7 @@ import torch
 
 from headgate.capture.sites import FINAL_NORM_SITE, HookPoint, Site
 from tests.conftest import start_llm, stop_llm
-from tests.engine.hf_reference import ANATOMIES, min_cosine, own_process, reference_rows, relative_error
+from tests.engine.hf_reference import ANATOMIES, own_process, reference_rows, relative_error, row_cosines
 from tests.engine.tiny_models import FAMILIES, LAYERS, VOCABULARY, tiny_model
 
 PROMPTS = [
@@ -116,7 +116,7 @@ def check_values(got: torch.Tensor, expected: torch.Tensor, site: Site) -> None:
         error = relative_error(got, expected)
         assert error <= MAX_ERROR, f"{site.name}: relative error {error:.2g}"
     else:
-        cosine = min_cosine(got, expected)
+        cosine = row_cosines(got, expected).min()
         assert cosine >= MIN_COSINE, f"{site.name}: cosine {cosine:.5f}"
 
 

@@ -1,6 +1,10 @@
 """Real chat prompts through SmolLM2-135M-Instruct: every hook point of all 30 layers against Hugging Face.
 
 The engine runs as users run it, in processes of its own, with prefix caching on and prompts cut into chunks.
+
+In bf16 two right implementations differ: over 30 layers of this model, Hugging Face's own bf16 rows have cosines down
+to 0.994 with its fp32 rows of the same weights. So bf16 rows are held against fp32 rows: 0.999 on average at every
+site, and no row worse than `MIN_ROW_COSINE`.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import pytest
 import torch
 
 from headgate.capture.sites import FINAL_NORM_SITE, HookPoint, Site
-from tests.engine.hf_reference import HFReference, min_cosine, relative_error
+from tests.engine.hf_reference import HFReference, relative_error, row_cosines
 
 CONVERSATIONS = [
     [{"role": "user", "content": "Why is the sky blue?"}],
@@ -32,6 +36,7 @@ HOOKS = {hook.value: "all" for hook in HookPoint}
 SITES = {Site(layer, hook) for layer in range(NUM_LAYERS) for hook in HookPoint if hook is not HookPoint.FINAL_NORM}
 MAX_ERROR = 1e-4
 MIN_COSINE = 0.999
+MIN_ROW_COSINE = 0.995
 
 
 def chat(llm: Any) -> list[Any]:
@@ -55,7 +60,7 @@ def start(shared_llm: Callable[..., Any], dtype: str, *, eager: bool) -> Any:
 
 
 def compare(outputs: list[Any], model_dir: Path, dtype: torch.dtype) -> None:
-    reference = HFReference(model_dir, "llama", dtype)
+    reference = HFReference(model_dir, "llama", torch.float32)
     for served in outputs:
         prompt, output = list(served.prompt_token_ids), list(served.outputs[0].token_ids)
         expected = reference.run(prompt, output)
@@ -77,8 +82,9 @@ def check_values(got: torch.Tensor, expected: torch.Tensor, site: Site) -> None:
         error = relative_error(got, expected)
         assert error <= MAX_ERROR, f"{site.name}: relative error {error:.2g}"
     else:
-        cosine = min_cosine(got, expected)
-        assert cosine >= MIN_COSINE, f"{site.name}: cosine {cosine:.5f}"
+        cosines = row_cosines(got, expected)
+        assert cosines.mean() >= MIN_COSINE, f"{site.name}: mean cosine {cosines.mean():.5f}"
+        assert cosines.min() >= MIN_ROW_COSINE, f"{site.name}: smallest cosine {cosines.min():.5f}"
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])

@@ -134,6 +134,14 @@ def test_source_that_cannot_be_read_is_refused() -> None:
         analyse_layer(namespace["Generated"])
 
 
+def test_an_instance_with_another_forward_is_refused() -> None:
+    layer = Sharded()
+    layer.forward = lambda hidden_states: hidden_states  # type: ignore[method-assign]
+
+    with pytest.raises(UnsupportedError, match=r"Sharded: the forward of this instance was replaced"):
+        analyse_layer(Sharded, layer)
+
+
 class Many(nn.Module):
     def forward(self, hidden_states: Tensor, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
         if a or b or c or d or e or f:
