@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
 from headgate.capture.engine.discover import Key, LayerLayout
 from headgate.capture.engine.seam import SiteAction, SiteValue
-from headgate.capture.errors import UnsupportedError
 from headgate.capture.sites import HookPoint, Site
 
 Run = Callable[[nn.Module, str, SiteValue], Tensor]
+PREFIX = "Headgate"
 Runs = Mapping[HookPoint, tuple[Run, ...]]
 ForwardFactory = Callable[[type[nn.Module]], Callable[..., Any]]
 
@@ -40,21 +41,31 @@ def tensor_attribute(name: str, hook: str) -> str:
     return f"_headgate_{name}_{hook}"
 
 
-def swap_class(module: nn.Module, where: str, factory: ForwardFactory) -> None:
+def swap_class(module: nn.Module, factory: ForwardFactory) -> None:
     """Make `module` run ``factory(its class)`` as its forward.
 
-    Raises:
-        UnsupportedError: If the module carries a forward of its own (weight offloading installs one), which would
-            hide ours.
+    A forward of the instance's own (vLLM gives some to modules that it fuses or offloads) would hide the class's: it
+    becomes the forward of a class in between.
     """
-    if "forward" in vars(module):
-        raise UnsupportedError(
-            f"{where} ({type(module).__name__}) has a forward of its own instance, so hooks on its class would be "
-            "bypassed; turn off weight offloading (--cpu-offload-gb, --offload-*) to use headgate"
-        )
     base = type(module)
-    subclass = type(f"Headgate{base.__name__}", (base,), {"forward": factory(base), "__module__": __name__})
-    module.__class__ = subclass
+    if (own := vars(module).pop("forward", None)) is not None:
+        base = _subclass(base, _as_method(own))
+    module.__class__ = _subclass(base, factory(base))
+
+
+def _subclass(base: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    name = base.__name__ if base.__name__.startswith(PREFIX) else f"{PREFIX}{base.__name__}"
+    return type(name, (base,), {"forward": forward, "__module__": __name__})
+
+
+def _as_method(own: Callable[..., Any]) -> Callable[..., Any]:
+    if isinstance(own, MethodType):
+        return own.__func__
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return forward
 
 
 def run_all(runs: tuple[Run, ...], module: nn.Module, hook: HookPoint, site: SiteValue) -> Tensor:

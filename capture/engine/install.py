@@ -143,10 +143,10 @@ def _install_layer(where: str, layer: nn.Module, wanted: Mapping[HookPoint, Sequ
             if hook in wanted and place.module == name
         ]
         if taken:
-            graph.swap_class(module, f"{where}.{name}", graph.module_forward(taken))
+            graph.swap_class(module, graph.module_forward(taken))
     own = {hook: graph.attach(layer, hook, wanted[hook]) for hook in wanted if hook not in places}
     if own:
-        graph.swap_class(layer, where, graph.layer_forward(layout, own, parameters))
+        graph.swap_class(layer, graph.layer_forward(layout, own, parameters))
 
 
 def submodule_places(layout: LayerLayout, layer: nn.Module) -> dict[HookPoint, graph.Place]:
@@ -181,7 +181,7 @@ def _install_final_norm(parent: nn.Module, actions: Sequence[SiteAction]) -> Non
     module = parent.get_submodule(found[0])
     runs = graph.attach(module, HookPoint.FINAL_NORM, actions)
     taken = [(HookPoint.FINAL_NORM, graph.Place(module=found[0]), runs)]
-    graph.swap_class(module, found[0], graph.module_forward(taken))
+    graph.swap_class(module, graph.module_forward(taken))
 
 
 def _open_part(name: str, vllm_config: Any) -> object:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MethodType
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,6 @@ from torch import nn
 from headgate.capture.engine import graph
 from headgate.capture.engine.layout import LayerLayout
 from headgate.capture.engine.seam import SiteAction
-from headgate.capture.errors import UnsupportedError
 from headgate.capture.sites import HookPoint
 
 
@@ -55,7 +56,7 @@ def test_a_pair_layer_sees_the_sum_and_moves_the_residual():
     seen: list = []
     layer = PairLayer()
     runs = {hook: (record(seen, add=10.0),) for hook in (HookPoint.PRE_ATTN, HookPoint.POST_MLP)}
-    graph.swap_class(layer, "layers.0", graph.layer_forward(PAIR, runs, ["positions", "hidden_states", "residual"]))
+    graph.swap_class(layer, graph.layer_forward(PAIR, runs, ["positions", "hidden_states", "residual"]))
 
     hidden, residual = layer(None, torch.tensor([1.0]), residual=torch.tensor([2.0]))
 
@@ -68,7 +69,7 @@ def test_the_first_layer_of_a_pair_model_has_no_residual_yet():
     seen: list = []
     layer = PairLayer()
     runs = {HookPoint.PRE_ATTN: (record(seen, add=10.0),)}
-    graph.swap_class(layer, "layers.0", graph.layer_forward(PAIR, runs, ["positions", "hidden_states", "residual"]))
+    graph.swap_class(layer, graph.layer_forward(PAIR, runs, ["positions", "hidden_states", "residual"]))
 
     hidden, residual = layer(None, torch.tensor([1.0]), None)
 
@@ -81,7 +82,7 @@ def test_a_single_layer_keeps_the_rest_of_what_it_returns(by_keyword):
     seen: list = []
     layer = SingleLayer()
     runs = {hook: (record(seen, add=1.0),) for hook in (HookPoint.PRE_ATTN, HookPoint.POST_MLP)}
-    graph.swap_class(layer, "layers.0", graph.layer_forward(SINGLE, runs, ["hidden_states", "mask"]))
+    graph.swap_class(layer, graph.layer_forward(SINGLE, runs, ["hidden_states", "mask"]))
 
     x = torch.tensor([1.0])
     out = layer(hidden_states=x) if by_keyword else layer(x)
@@ -99,7 +100,7 @@ def test_a_submodule_is_seen_at_its_arguments_and_at_its_result():
         (HookPoint.MLP_IN, graph.Place(module="b"), (record(seen, "normed"),)),
         (HookPoint.MLP_OUT, graph.Place(module="b", scale=0.5), (record(seen, "scaled"),)),
     ]
-    graph.swap_class(block, "layers.0.b", graph.module_forward(taken))
+    graph.swap_class(block, graph.module_forward(taken))
 
     out, residual = block(torch.tensor([1.0]), torch.tensor([2.0]))
 
@@ -121,7 +122,7 @@ def test_actions_of_a_site_run_in_their_order_on_the_pristine_value():
         SiteAction(run=record(seen, "project", add=7.0), order=30),
     ]
     runs = {HookPoint.PRE_ATTN: graph.attach(layer, HookPoint.PRE_ATTN, actions)}
-    graph.swap_class(layer, "layers.0", graph.layer_forward(SINGLE, runs, ["hidden_states", "mask"]))
+    graph.swap_class(layer, graph.layer_forward(SINGLE, runs, ["hidden_states", "mask"]))
 
     out, _ = layer(torch.tensor([1.0]))
 
@@ -134,15 +135,28 @@ def test_actions_of_a_site_run_in_their_order_on_the_pristine_value():
 def test_only_the_instance_changes():
     layer, other = SingleLayer(), SingleLayer()
 
-    graph.swap_class(layer, "layers.0", graph.layer_forward(SINGLE, {}, ["hidden_states", "mask"]))
+    graph.swap_class(layer, graph.layer_forward(SINGLE, {}, ["hidden_states", "mask"]))
 
     assert isinstance(layer, SingleLayer)
     assert type(other) is SingleLayer
 
 
-def test_a_module_with_a_forward_of_its_own_instance_is_refused():
+@pytest.mark.parametrize("is_bound", [True, False])
+def test_a_forward_of_the_instances_own_runs_under_the_hooks(is_bound):
+    """VLLM gives some modules one: those whose projections it fuses, those whose weights it offloads."""
+    seen: list = []
     layer = SingleLayer()
-    layer.forward = lambda hidden_states: hidden_states
 
-    with pytest.raises(UnsupportedError, match=r"layers\.3.*offload"):
-        graph.swap_class(layer, "layers.3", graph.layer_forward(SINGLE, {}, ["hidden_states"]))
+    def bound(self, hidden_states, mask=None):
+        return hidden_states * 5, "own"
+
+    layer.forward = (
+        MethodType(bound, layer) if is_bound else lambda hidden_states, mask=None: (hidden_states * 5, "own")
+    )
+    runs = {hook: (record(seen, add=1.0),) for hook in (HookPoint.PRE_ATTN, HookPoint.POST_MLP)}
+
+    graph.swap_class(layer, graph.layer_forward(SINGLE, runs, ["hidden_states", "mask"]))
+    out = layer(torch.tensor([1.0]))
+
+    assert [entry[2] for entry in seen] == [[1.0], [10.0]]
+    assert (out[0].tolist(), out[1]) == ([11.0], "own")
