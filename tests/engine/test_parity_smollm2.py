@@ -40,10 +40,6 @@ MIN_COSINE = 0.999
 MIN_ROW_COSINE = 0.995
 
 
-# vLLM's client leaves its ZMQ context to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
-
-
 def hooks_of(layers: Sequence[int]) -> dict[str, Any]:
     return {hook.value: "all" if hook is HookPoint.FINAL_NORM else list(layers) for hook in HookPoint}
 
