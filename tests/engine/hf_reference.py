@@ -1,8 +1,9 @@
-"""What every hook point holds, by Hugging Face's own code and forward hooks: the definition capture is tested against.
+"""What every hook point holds, by Hugging Face's own code and forward hooks: what capture and steering are tested against.
 
 `Anatomy` says, per family, which of Hugging Face's modules holds what; nothing of headgate is asked. The rows are
-checked against each other (the stream is the sum of its branches) and against ``output_hidden_states`` before they
-are handed out, so a wrong entry in the table fails here and not in a comparison.
+checked against each other (the stream is the sum of its branches, and of the vectors that were added to it) and
+against ``output_hidden_states`` before they are handed out, so a wrong entry in the table fails here and not in a
+comparison.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -82,16 +83,47 @@ ANATOMIES: Mapping[str, Anatomy] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Steering:
+    """Vectors to add, ``[hidden]`` per site, to the value of their hook point.
+
+    A vector at ``pre_attn``, ``post_attn`` and ``post_mlp`` is added to the stream, one at ``attn_out`` and ``mlp_out``
+    to the branch that is added to the stream, one at ``mlp_in`` to what the MLP alone reads, and one at ``final_norm``
+    to what the LM head reads.
+
+    Attributes:
+        prefill: At the positions of the prompt.
+        decode: At the positions after it.
+    """
+
+    prefill: Mapping[Site, Tensor] = field(default_factory=dict)
+    decode: Mapping[Site, Tensor] = field(default_factory=dict)
+
+    def by_position(self, num_prompt: int, num_tokens: int, dtype: torch.dtype) -> dict[Site, Tensor]:
+        """``[num_tokens, hidden]`` per site, rounded to `dtype`: zeros where nothing is added."""
+        found: dict[Site, Tensor] = {}
+        for vectors, positions in ((self.prefill, slice(num_prompt)), (self.decode, slice(num_prompt, None))):
+            for site, vector in vectors.items():
+                found.setdefault(site, torch.zeros(num_tokens, len(vector), dtype=dtype))[positions] = vector.to(dtype)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Reference:
     """One teacher-forced pass.
 
     Attributes:
-        rows: ``[num_tokens, hidden]`` per site, in the model's dtype.
-        next_tokens: int64 ``[num_tokens]``: the most likely token after each position.
+        rows: ``[num_tokens, hidden]`` per site, in the model's dtype: before a vector is added there, and after those
+            of earlier sites were.
+        logits: ``[num_tokens, vocabulary]``: what follows each position.
     """
 
     rows: dict[Site, Tensor]
-    next_tokens: Tensor
+    logits: Tensor
+
+    @property
+    def next_tokens(self) -> Tensor:
+        """int64 ``[num_tokens]``: the most likely token after each position."""
+        return self.logits.argmax(-1)
 
 
 class HFReference:
@@ -110,73 +142,112 @@ class HFReference:
         return frozenset(HookPoint) - ({HookPoint.POST_ATTN} if self.anatomy.mid is None else set())
 
     @torch.no_grad()
-    def run(self, prompt: Sequence[int], output: Sequence[int]) -> Reference:
-        """Rows of ``prompt + output[:-1]``: the last sampled token is never forwarded.
+    def run(self, prompt: Sequence[int], output: Sequence[int], steering: Steering | None = None) -> Reference:
+        """Rows and logits of ``prompt + output[:-1]``: the last sampled token is never forwarded.
 
         Raises:
             AssertionError: If the rows contradict each other or ``output_hidden_states``.
         """
         token_ids = torch.tensor([[*prompt, *output[:-1]]])
-        rows: dict[Site, Tensor] = {}
-        with self._hooked(rows):
+        steering = steering or Steering()
+        taps = _Taps(steering.by_position(len(prompt), token_ids.shape[1], self.model.dtype))
+        with self._hooked(taps):
             result = self.model(token_ids, output_hidden_states=True, use_cache=False)
-        self._check(rows, result.hidden_states)
-        return Reference(rows, result.logits[0].argmax(-1))
+        assert set(taps.vectors) <= set(taps.rows), f"no such sites: {set(taps.vectors) - set(taps.rows)}"
+        self._check(taps)
+        if not taps.vectors:
+            self._check_hidden_states(taps.rows, result.hidden_states)
+        return Reference(taps.rows, result.logits[0])
 
     @contextmanager
-    def _hooked(self, rows: dict[Site, Tensor]) -> Iterator[None]:
+    def _hooked(self, taps: _Taps) -> Iterator[None]:
         anatomy = self.anatomy
         with ExitStack() as stack:
             for index, layer in enumerate(self.model.get_submodule(anatomy.layers)):
                 scale = getattr(layer, anatomy.multiplier) if anatomy.multiplier else 1.0
-                self._at_input(stack, layer, rows, Site(index, HookPoint.PRE_ATTN))
-                self._at_output(stack, layer, rows, Site(index, HookPoint.POST_MLP))
+                taps.at_input(stack, layer, Site(index, HookPoint.PRE_ATTN))
+                taps.at_output(stack, layer, Site(index, HookPoint.POST_MLP))
                 if anatomy.mid is not None:
-                    self._at_input(stack, layer.get_submodule(anatomy.mid), rows, Site(index, HookPoint.POST_ATTN))
+                    mid = layer.get_submodule(anatomy.mid)
+                    taps.at_input(stack, mid, Site(index, HookPoint.POST_ATTN), is_stream=True)
                 for hook, path in ((HookPoint.ATTN_OUT, anatomy.attn_out), (HookPoint.MLP_OUT, anatomy.mlp_out)):
-                    self._at_output(stack, layer.get_submodule(path), rows, Site(index, hook), scale)
-                self._at_input(stack, layer.get_submodule(anatomy.mlp_in), rows, Site(index, HookPoint.MLP_IN))
-            self._at_output(stack, self.model.get_submodule(anatomy.final_norm), rows, FINAL_NORM_SITE)
+                    taps.at_output(stack, layer.get_submodule(path), Site(index, hook), scale)
+                taps.at_input(stack, layer.get_submodule(anatomy.mlp_in), Site(index, HookPoint.MLP_IN))
+            taps.at_output(stack, self.model.get_submodule(anatomy.final_norm), FINAL_NORM_SITE)
             yield
 
-    @staticmethod
-    def _at_input(stack: ExitStack, module: nn.Module, rows: dict[Site, Tensor], site: Site) -> None:
-        def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            _put(rows, site, args[0] if args else kwargs["hidden_states"])
-
-        stack.callback(module.register_forward_pre_hook(take, with_kwargs=True).remove)
-
-    @staticmethod
-    def _at_output(
-        stack: ExitStack, module: nn.Module, rows: dict[Site, Tensor], site: Site, scale: float = 1.0
-    ) -> None:
-        def take(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-            value = output[0] if isinstance(output, tuple) else output
-            _put(rows, site, value if scale == 1.0 else value * scale)
-
-        stack.callback(module.register_forward_hook(take).remove)
-
-    def _check(self, rows: Mapping[Site, Tensor], hidden_states: Sequence[Tensor]) -> None:
-        """The identities of the hook points."""
+    def _check(self, taps: _Taps) -> None:
+        """The identities of the hook points: the stream is the sum of its branches and of what was added."""
         tolerance = IDENTITY_TOLERANCE if self.model.dtype == torch.float32 else 4 * torch.finfo(self.model.dtype).eps
         for index in range(self.num_layers):
-            row = {hook: rows[Site(index, hook)] for hook in self.hooks - {HookPoint.FINAL_NORM}}
-            _assert_same(hidden_states[index][0], row[HookPoint.PRE_ATTN], 0.0, f"hidden_states[{index}]")
+            row = {hook: taps.steered(Site(index, hook)) for hook in self.hooks - {HookPoint.FINAL_NORM}}
             mid = row[HookPoint.PRE_ATTN] + row[HookPoint.ATTN_OUT]
             if self.anatomy.mid is not None:
-                _assert_same(mid, row[HookPoint.POST_ATTN], tolerance, f"{index}: stream + attention branch")
-            _assert_same(
-                mid + row[HookPoint.MLP_OUT], row[HookPoint.POST_MLP], tolerance, f"{index}: stream + MLP branch"
-            )
+                pristine = taps.rows[Site(index, HookPoint.POST_ATTN)]
+                _assert_same(mid, pristine, tolerance, f"{index}: stream + attention branch")
+                mid = row[HookPoint.POST_ATTN]
+            pristine = taps.rows[Site(index, HookPoint.POST_MLP)]
+            _assert_same(mid + row[HookPoint.MLP_OUT], pristine, tolerance, f"{index}: stream + MLP branch")
             if index + 1 < self.num_layers:
-                following = rows[Site(index + 1, HookPoint.PRE_ATTN)]
+                following = taps.rows[Site(index + 1, HookPoint.PRE_ATTN)]
                 _assert_same(row[HookPoint.POST_MLP], following, 0.0, f"{index}: layer output, next layer's input")
+
+    def _check_hidden_states(self, rows: Mapping[Site, Tensor], hidden_states: Sequence[Tensor]) -> None:
+        for index in range(self.num_layers):
+            _assert_same(
+                hidden_states[index][0], rows[Site(index, HookPoint.PRE_ATTN)], 0.0, f"hidden_states[{index}]"
+            )
         _assert_same(hidden_states[-1][0], rows[FINAL_NORM_SITE], 0.0, "hidden_states[-1]")
 
 
-def _put(rows: dict[Site, Tensor], site: Site, value: Tensor) -> None:
-    assert site not in rows, f"{site.name} was computed twice in one pass"
-    rows[site] = value.detach().reshape(-1, value.shape[-1]).clone()
+class _Taps:
+    """Hooks of one pass: they take the row of each site as it comes, then add the site's vectors.
+
+    Attributes:
+        rows: ``[num_tokens, hidden]`` per site, before the addition.
+        vectors: What is added, of the same shape.
+    """
+
+    def __init__(self, vectors: Mapping[Site, Tensor]) -> None:
+        self.vectors = vectors
+        self.rows: dict[Site, Tensor] = {}
+
+    def steered(self, site: Site) -> Tensor:
+        """A site's row after the addition."""
+        return self.rows[site] + self.vectors[site] if site in self.vectors else self.rows[site]
+
+    def at_input(self, stack: ExitStack, module: nn.Module, site: Site, *, is_stream: bool = False) -> None:
+        """Take the input of `module`; with `is_stream`, whoever else holds this tensor sees the vectors too."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            value = args[0] if args else kwargs["hidden_states"]
+            self._take(site, value)
+            if site not in self.vectors:
+                return None
+            if is_stream:  # the layer keeps the tensor itself, and adds the MLP's branch to it
+                value.add_(self.vectors[site].view_as(value))
+                return None
+            steered = value + self.vectors[site].view_as(value)
+            return ((steered, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": steered})
+
+        stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def at_output(self, stack: ExitStack, module: nn.Module, site: Site, scale: float = 1.0) -> None:
+        """Take the output of `module`, which the layer multiplies by `scale`."""
+
+        def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+            value = output[0] if isinstance(output, tuple) else output
+            self._take(site, value if scale == 1.0 else value * scale)
+            if site not in self.vectors:
+                return None
+            steered = value + self.vectors[site].view_as(value) / scale
+            return (steered, *output[1:]) if isinstance(output, tuple) else steered
+
+        stack.callback(module.register_forward_hook(hook).remove)
+
+    def _take(self, site: Site, value: Tensor) -> None:
+        assert site not in self.rows, f"{site.name} was computed twice in one pass"
+        self.rows[site] = value.detach().reshape(-1, value.shape[-1]).clone()
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
@@ -195,12 +266,14 @@ def _assert_same(got: Tensor, expected: Tensor, tolerance: float, what: str) -> 
     assert error <= tolerance, f"{what}: relative error {error:.2g}, at most {tolerance:.2g} expected"
 
 
-def reference_rows(
-    folder: Path, family: str, dtype: torch.dtype, requests: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> list[Reference]:
-    """One reference for each ``(prompt, output)``; for a process of its own, see `own_process`."""
+Request = tuple[Sequence[int], Sequence[int], Steering]
+"""A prompt, what an engine generated, and what it was steered with."""
+
+
+def reference_rows(folder: Path, family: str, dtype: torch.dtype, requests: Sequence[Request]) -> list[Reference]:
+    """One reference for each of `requests`; for a process of its own, see `own_process`."""
     model = HFReference(folder, family, dtype)
-    return [model.run(prompt, output) for prompt, output in requests]
+    return [model.run(*request) for request in requests]
 
 
 @contextmanager
