@@ -1,4 +1,4 @@
-"""What every hook point holds, by Hugging Face's own code and forward hooks: what capture and steering are tested against.
+"""What every hook point holds, by Hugging Face's own code and forward hooks: the definition for capture and steering.
 
 `Anatomy` says, per family, which of Hugging Face's modules holds what; nothing of headgate is asked. The rows are
 checked against each other (the stream is the sum of its branches, and of the vectors that were added to it) and
@@ -194,9 +194,7 @@ class HFReference:
 
     def _check_hidden_states(self, rows: Mapping[Site, Tensor], hidden_states: Sequence[Tensor]) -> None:
         for index in range(self.num_layers):
-            _assert_same(
-                hidden_states[index][0], rows[Site(index, HookPoint.PRE_ATTN)], 0.0, f"hidden_states[{index}]"
-            )
+            _assert_same(hidden_states[index][0], rows[Site(index, HookPoint.PRE_ATTN)], 0.0, f"hidden_states[{index}]")
         _assert_same(hidden_states[-1][0], rows[FINAL_NORM_SITE], 0.0, "hidden_states[-1]")
 
 
