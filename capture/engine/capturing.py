@@ -106,7 +106,7 @@ class CapturePart:
             self._session.step_ends()
 
     @hookimpl
-    def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], None]) -> None:
+    def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], object]) -> None:
         """Prove that every site of this worker writes its rows; every rank runs the same dummy steps."""
         if self._config.self_test:
             selftest.check_capture(self._staging, self._sites, facts, run)

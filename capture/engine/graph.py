@@ -71,15 +71,19 @@ def _as_method(own: Callable[..., Any]) -> Callable[..., Any]:
 def run_all(runs: tuple[Run, ...], module: nn.Module, hook: HookPoint, site: SiteValue) -> Tensor:
     """Run a site's actions in order; each sees the pristine value and the carry as the previous one left it."""
     for run in runs:
-        site = SiteValue(site.value, site.addend, run(module, hook.value, site))
+        site = SiteValue(site.value, site.addend, run(module, hook.value, site), site.gain)
     return site.carry
 
 
-def layer_forward(layout: LayerLayout, runs: Runs, params: Sequence[str]) -> ForwardFactory:
-    """Forward of a decoder layer with `pre_attn` at its input, and `mlp_out` and `post_mlp` at its output."""
+def layer_forward(
+    layout: LayerLayout, runs: Runs, params: Sequence[str], repays: tuple[Run, ...] = ()
+) -> ForwardFactory:
+    """Forward of a decoder layer with `pre_attn` at its input, and `mlp_out` and `post_mlp` at its output.
+
+    What was done to the mid stream where only the MLP sees it is done to the stream by `repays`, before the output.
+    """
     pre = runs.get(HookPoint.PRE_ATTN, ())
-    post = runs.get(HookPoint.POST_MLP, ())
-    out_runs = runs.get(HookPoint.MLP_OUT, ())
+    leave = _leave_pair(runs, repays) if layout.style == "pair" else _leave_single(runs, repays)
     is_pair, hidden_name, residual_name = layout.style == "pair", layout.hidden, layout.residual
     hidden_at = params.index(hidden_name)
     residual_at = params.index(residual_name) if residual_name else -1
@@ -88,8 +92,7 @@ def layer_forward(layout: LayerLayout, runs: Runs, params: Sequence[str]) -> For
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if pre:
                 args, kwargs = enter(self, args, kwargs)
-            out = base.forward(self, *args, **kwargs)
-            return leave(self, out)
+            return leave(self, base.forward(self, *args, **kwargs))
 
         return forward
 
@@ -102,20 +105,34 @@ def layer_forward(layout: LayerLayout, runs: Runs, params: Sequence[str]) -> For
         carry = run_all(pre, self, HookPoint.PRE_ATTN, SiteValue(hidden, residual, residual))
         return _replace(args, kwargs, residual_at, residual_name, carry)
 
+    return factory
+
+
+def _leave_pair(runs: Runs, repays: tuple[Run, ...]) -> Callable[[nn.Module, Any], Any]:
+    """The exit of a layer that hands on ``(hidden, residual)``."""
+    post, out_runs = runs.get(HookPoint.POST_MLP, ()), runs.get(HookPoint.MLP_OUT, ())
+
     def leave(self: nn.Module, out: Any) -> Any:
-        if is_pair:
-            hidden, residual = out
-            if out_runs:
-                residual = run_all(out_runs, self, HookPoint.MLP_OUT, SiteValue(hidden, None, residual))
-            if post:
-                residual = run_all(post, self, HookPoint.POST_MLP, SiteValue(hidden, residual, residual))
-            return hidden, residual
+        hidden, residual = out
+        residual = run_all(repays, self, HookPoint.POST_ATTN, SiteValue(residual, None, residual))
+        residual = run_all(out_runs, self, HookPoint.MLP_OUT, SiteValue(hidden, None, residual))
+        residual = run_all(post, self, HookPoint.POST_MLP, SiteValue(hidden, residual, residual))
+        return hidden, residual
+
+    return leave
+
+
+def _leave_single(runs: Runs, repays: tuple[Run, ...]) -> Callable[[nn.Module, Any], Any]:
+    """The exit of a layer that hands on the stream, alone or first of a tuple."""
+    post = runs.get(HookPoint.POST_MLP, ())
+
+    def leave(self: nn.Module, out: Any) -> Any:
         stream = out[0] if isinstance(out, tuple) else out
-        if post:
-            stream = run_all(post, self, HookPoint.POST_MLP, SiteValue(stream, None, stream))
+        stream = run_all(repays, self, HookPoint.POST_ATTN, SiteValue(stream, None, stream))
+        stream = run_all(post, self, HookPoint.POST_MLP, SiteValue(stream, None, stream))
         return (stream, *out[1:]) if isinstance(out, tuple) else stream
 
-    return factory
+    return leave
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +188,7 @@ def _at_entry(
 def _at_exit(module: nn.Module, hook: HookPoint, place: Place, runs: tuple[Run, ...], out: Any) -> Any:
     result = out[0] if isinstance(out, tuple) else out
     value = result if place.scale is None else result * place.scale
-    carry = run_all(runs, module, hook, SiteValue(value, None, result))
+    carry = run_all(runs, module, hook, SiteValue(value, None, result, place.scale))
     return (carry, *out[1:]) if isinstance(out, tuple) else carry
 
 

@@ -33,7 +33,7 @@ logger = logging.getLogger("headgate")
 
 ENGINE_GROUP = "headgate.engine"
 ENGINE_ATTRIBUTE = "headgate_worker"
-GRAPH_ABI = 1
+GRAPH_ABI = 2
 """Part of the compile-cache key: raise it whenever the code in `graph` or an action changes what is traced."""
 
 
@@ -54,11 +54,17 @@ def patch_worker(module: Any) -> None:
     load_model.headgate = True  # type: ignore[attr-defined]
     wrapper.load_model = load_model
     module.WorkerBase.headgate_stats = _stats
+    module.WorkerBase.headgate_call = _call
 
 
 def _stats(self: Any) -> dict[str, Any]:
     """Worker RPC: counters of every part, by name."""
     return getattr(self, ENGINE_ATTRIBUTE).stats()  # type: ignore[no-any-return]
+
+
+def _call(self: Any, part: str, method: str, args: Mapping[str, Any]) -> Any:
+    """Worker RPC: `method` of one part, called by the same part in the engine core."""
+    return getattr(self, ENGINE_ATTRIBUTE).call(part, method, args)
 
 
 def install(worker: Any) -> InstalledWorker:
@@ -98,6 +104,11 @@ class InstalledWorker:
         """Counters of every part."""
         return {key: value for found in self.hooks.hook.headgate_stats() for key, value in found.items()}
 
+    def call(self, part: str, method: str, args: Mapping[str, Any]) -> Any:
+        """What the part says; None if it says nothing."""
+        answers = self.hooks.hook.headgate_call(part=part, method=method, args=args)
+        return answers[0] if answers else None
+
     def close(self) -> None:
         """Close every part; idempotent, since the parts are."""
         self.hooks.hook.headgate_close()
@@ -131,7 +142,7 @@ def _install_layer(where: str, layer: nn.Module, wanted: Mapping[HookPoint, Sequ
     if missing:
         raise UnsupportedError(
             f"{where} ({type(layer).__name__}) has no hook point {missing[0]}; it has "
-            f"{', '.join(sorted(layout.hooks))}. Take {missing[0]} out of capture.sites"
+            f"{', '.join(sorted(layout.hooks))}. Take {missing[0]} out of the configured sites"
         )
     parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
     places = submodule_places(layout, layer)
@@ -145,8 +156,18 @@ def _install_layer(where: str, layer: nn.Module, wanted: Mapping[HookPoint, Sequ
         if taken:
             graph.swap_class(module, graph.module_forward(taken))
     own = {hook: graph.attach(layer, hook, wanted[hook]) for hook in wanted if hook not in places}
-    if own:
-        graph.swap_class(layer, graph.layer_forward(layout, own, parameters))
+    repays = _repays(layout, layer, wanted.get(HookPoint.POST_ATTN, ()))
+    if own or repays:
+        graph.swap_class(layer, graph.layer_forward(layout, own, parameters, repays))
+
+
+def _repays(layout: LayerLayout, layer: nn.Module, actions: Sequence[SiteAction]) -> tuple[graph.Run, ...]:
+    """What is to be done to the stream again, since the mid stream is read by a module and not passed through it."""
+    if layout.mid_residual is not None:
+        return ()
+    changing = sorted((action for action in actions if action.repay is not None), key=lambda action: action.order)
+    graph.attach(layer, HookPoint.POST_ATTN, changing)
+    return tuple(action.repay for action in changing if action.repay is not None)
 
 
 def submodule_places(layout: LayerLayout, layer: nn.Module) -> dict[HookPoint, graph.Place]:
@@ -176,7 +197,7 @@ def _install_final_norm(parent: nn.Module, actions: Sequence[SiteAction]) -> Non
     found = find_final_norm(parent)
     if found is None:
         raise UnsupportedError(
-            f"no final norm was found in {type(parent).__name__}.forward; take final_norm out of capture.sites"
+            f"no final norm was found in {type(parent).__name__}.forward; take final_norm out of the configured sites"
         )
     module = parent.get_submodule(found[0])
     runs = graph.attach(module, HookPoint.FINAL_NORM, actions)
@@ -204,6 +225,7 @@ def _facts(worker: Any, model: ModelInfo, owned_layers: list[int]) -> WorkerFact
         device=torch.device(worker.device),
         dtype=config.model_config.dtype,
         max_tokens=max(config.scheduler_config.max_num_batched_tokens, *sizes, 1),
+        max_num_seqs=config.scheduler_config.max_num_seqs,
         is_compiled=config.compilation_config.mode != CompilationMode.NONE,
         tp_rank=get_tp_group().rank_in_group,
         pp_rank=get_pp_group().rank_in_group,

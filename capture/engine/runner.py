@@ -82,8 +82,8 @@ def layout_of(runner: Any) -> BatchLayout:
 class RunnerSeam:
     """Calls the hooks for one runner. All on the step thread.
 
-    A request that carries no wire dict is never looked at again: steps without any capturing or steering request
-    cost one comparison.
+    A request that carries no wire dict is a bystander: unless a part asks for those, it is never looked at again, and
+    steps without any capturing or steering request cost one comparison.
 
     Args:
         runner: vLLM's model runner.
@@ -99,6 +99,8 @@ class RunnerSeam:
         self._live: set[str] = set()
         self._ended: set[str] = set()
         """Without further steps; how they ended is said later, since only the front end knows."""
+        self._bystanders: set[str] = set()
+        self._follows_bystanders = bool(self._hook.headgate_bystander_added.get_hookimpls())
         self._was_active = False
         self._is_laid_out = False
         self._in_self_test = False
@@ -106,13 +108,20 @@ class RunnerSeam:
         self._watch("_dummy_run", self._dummy_run)
         self._watch(self._layout.method, self._lay_out)
 
-    def run_dummy(self, num_tokens: int, **kwargs: Any) -> None:
-        """Drive a dummy forward without resetting the step state first: for the self-test."""
+    def run_dummy(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """Drive a dummy forward without resetting the step state first: for the self-test.
+
+        Returns:
+            What the model returned, as far as the runner shows it: hidden states, or what goes to the next stage.
+        """
         self._in_self_test = True
         try:
-            self._runner._dummy_run(num_tokens, **kwargs)
+            result = self._runner._dummy_run(num_tokens)
         finally:
             self._in_self_test = False
+        output = result[0] if isinstance(result, tuple) else result
+        tensors = getattr(output, "tensors", {"hidden_states": output})
+        return tuple(tensor for tensor in tensors.values() if isinstance(tensor, Tensor))
 
     def _watch(self, name: str, replacement: Callable[..., Any]) -> None:
         original = getattr(self._runner, name, None)
@@ -144,7 +153,7 @@ class RunnerSeam:
 
     def _lay_out(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if self._live:
+        if self._live or (self._bystanders and any(self._hook.headgate_concerns_bystanders())):
             self._was_active = self._is_laid_out = True
             view = self._layout.view(self._runner, args, result)
             token_ids = self._layout.token_ids(self._runner, result) if self._has_token_ids else None
@@ -163,22 +172,31 @@ class RunnerSeam:
         """Finished first: an id may end and begin again in one step. Sorted, so that all ranks see one order."""
         finals = getattr(scheduler_output, FINAL_ATTRIBUTE, None) or {}
         for req_id in sorted(scheduler_output.finished_req_ids):
-            if req_id in self._live:
+            if req_id in self._bystanders:
+                self._bystanders.remove(req_id)
+                self._hook.headgate_request_stopped(req_id=req_id)
+            elif req_id in self._live:
                 self._live.remove(req_id)
                 self._ended.add(req_id)
+                self._hook.headgate_request_stopped(req_id=req_id)
                 if req_id not in finals:
                     self._finish(req_id, None)
         for req_id, final in finals.items():
             if req_id in self._ended and final is not None:
                 self._finish(req_id, final)
         for data in scheduler_output.scheduled_new_reqs:
-            wire = _wire(data)
-            # A known id comes back after preemption (V2 runner): its state, and what it has captured, stay.
-            if wire is not None and data.req_id not in self._live:
-                if data.req_id in self._ended:
-                    self._finish(data.req_id, None)
-                self._live.add(data.req_id)
-                self._hook.headgate_request_added(new=_new_request(data, wire))
+            self._add(data, _wire(data))
+
+    def _add(self, data: Any, wire: Any) -> None:
+        # A known id comes back after preemption (V2 runner): its state, and what it has captured, stay.
+        if wire is not None and data.req_id not in self._live:
+            if data.req_id in self._ended:
+                self._finish(data.req_id, None)
+            self._live.add(data.req_id)
+            self._hook.headgate_request_added(new=_new_request(data, wire))
+        elif wire is None and self._follows_bystanders and data.req_id not in self._bystanders:
+            self._bystanders.add(data.req_id)
+            self._hook.headgate_bystander_added(req_id=data.req_id, num_prompt_tokens=_num_prompt_tokens(data))
 
     def _finish(self, req_id: str, noted: Any) -> None:
         self._ended.remove(req_id)
@@ -196,6 +214,11 @@ def _new_request(data: Any, wire: Any) -> NewRequest:
             f"request {data.req_id}: prompts given as embeddings cannot be captured; the front end refuses them"
         )
     return NewRequest(req_id=data.req_id, prompt_token_ids=np.asarray(data.prompt_token_ids, dtype=np.int64), wire=wire)
+
+
+def _num_prompt_tokens(data: Any) -> int:
+    prompt = data.prompt_embeds if data.prompt_token_ids is None else data.prompt_token_ids
+    return len(prompt)
 
 
 def _final(noted: Any) -> FinalState | None:

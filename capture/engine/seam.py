@@ -6,7 +6,7 @@ modules beside this one translate from vLLM. All hooks run on the step thread of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ class WorkerFacts:
         device: Where the forward pass runs.
         dtype: Of the residual stream.
         max_tokens: Upper limit of batch rows in one forward, padding included.
+        max_num_seqs: Upper limit of requests in one forward.
         is_compiled: Whether the forward is traced by torch.compile; else it runs as written.
         tp_rank: The stream is replicated over tensor-parallel ranks; rank 0 captures.
         pp_rank: Pipeline stage.
@@ -44,6 +45,7 @@ class WorkerFacts:
     device: torch.device
     dtype: torch.dtype
     max_tokens: int
+    max_num_seqs: int
     is_compiled: bool
     tp_rank: int = 0
     pp_rank: int = 0
@@ -66,11 +68,14 @@ class SiteValue(NamedTuple):
         value: ``[num_tokens, hidden]`` or ``[1, num_tokens, hidden]``.
         addend: Second summand of the value, or None: the stream of fused layers is ``value + addend``.
         carry: The tensor that a vector is added to so that it acts on the site's value.
+        gain: Multiplier between the carry and the value, None if they are alike: whoever adds v to the value adds
+            ``v / gain`` to the carry.
     """
 
     value: Tensor
     addend: Tensor | None
     carry: Tensor
+    gain: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +87,15 @@ class SiteAction:
             `tensors` as attributes, each under ``f"_headgate_{name}_{hook}"``. Returns the carry, changed or not.
         tensors: Static tensors that `run` reads and writes. They become inputs of the compiled graph.
         order: Actions of one site run in ascending order: capture 0 (pristine), patch 10, add 20, project 30.
+        repay: In layers that carry the stream alone, the mid norm reads a value that the stream does not pass through
+            again. There `repay` does to the stream, where the layer hands it on, what `run` did to that value. None
+            if `run` changes nothing.
     """
 
     run: Callable[[nn.Module, str, SiteValue], Tensor]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     order: int
+    repay: Callable[[nn.Module, str, SiteValue], Tensor] | None = None
 
 
 class EngineHooks:
@@ -116,6 +125,18 @@ class EngineHooks:
         """It ended, however it ended; all its steps were seen. `final` is None if the scheduler did not say how."""
 
     @hookspec
+    def headgate_bystander_added(self, req_id: str, num_prompt_tokens: int) -> None:
+        """A request without a wire dict was scheduled for the first time; an engine of bystanders shows no steps."""
+
+    @hookspec
+    def headgate_request_stopped(self, req_id: str) -> None:
+        """A request, bystanders included, has no further steps. How it ended may be known only later."""
+
+    @hookspec
+    def headgate_concerns_bystanders(self) -> bool:  # type: ignore[empty-body]
+        """Whether the next step is to be shown even if there are only bystanders in it."""
+
+    @hookspec
     def headgate_step_begins(self, view: BatchView | None, token_ids: Tensor | None) -> None:
         """The inputs of a step are laid out and its forward follows.
 
@@ -130,11 +151,22 @@ class EngineHooks:
         """The forward of the step was launched."""
 
     @hookspec
-    def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], None]) -> None:
-        """Before serving: prove that every site responds. ``run(num_tokens)`` drives a dummy forward.
+    def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], Sequence[Tensor]]) -> None:
+        """Before serving: prove that every site responds.
+
+        ``run(num_tokens)`` drives a dummy forward and returns what this stage hands on, each ``[rows, ...]`` with at
+        least `num_tokens` rows; empty where the runner does not show it.
 
         Raises:
             SelfTestError: If one does not.
+        """
+
+    @hookspec
+    def headgate_call(self, part: str, method: str, args: Mapping[str, Any]) -> Any:
+        """The engine core calls `method` of one part, between two steps; others return None.
+
+        Raises:
+            AssertionError: If the part has no such method.
         """
 
     @hookspec

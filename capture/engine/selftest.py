@@ -27,7 +27,7 @@ MAX_RELATIVE_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 
 
 
 def check_capture(
-    staging: StagingRing | None, sites: Sequence[Site], facts: WorkerFacts, run: Callable[[int], None]
+    staging: StagingRing | None, sites: Sequence[Site], facts: WorkerFacts, run: Callable[[int], object]
 ) -> None:
     """Drive one dummy step of a few tokens and one of a single token, and check what arrived in the ring.
 

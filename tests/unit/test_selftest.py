@@ -72,6 +72,7 @@ def facts() -> WorkerFacts:
         device=torch.device("cpu"),
         dtype=torch.float32,
         max_tokens=16,
+        max_num_seqs=4,
         is_compiled=False,
     )
 

@@ -1,0 +1,50 @@
+"""The action that steers: adds each batch row's vector to the stream at a site.
+
+Rows that nobody steers point to the zero vector, so the traced code is the same for every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from headgate.capture.engine.graph import tensor_attribute
+from headgate.capture.engine.seam import SiteValue
+
+POOL = "pool"
+SLOTS = "pool_slots"
+FIRES = "steering_fires"
+
+Run = Callable[[nn.Module, str, SiteValue], Tensor]
+
+
+def add_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Steer where torch.compile fuses gather and addition into the kernel of the following norm."""
+    pool = getattr(module, tensor_attribute(POOL, hook))
+    slots = getattr(module, tensor_attribute(SLOTS, hook))
+    vectors: Tensor = pool[slots[: site.carry.shape[-2]]]
+    if site.gain is not None:
+        vectors = vectors / site.gain
+    return site.carry + vectors
+
+
+def add_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Steer in one kernel where the forward runs as written on a GPU."""
+    from headgate.steering.kernels.add_rows import add_rows
+
+    slots = getattr(module, tensor_attribute(SLOTS, hook))
+    rows = site.carry.reshape(-1, site.carry.shape[-1])
+    pool = getattr(module, tensor_attribute(POOL, hook))
+    scale = 1.0 if site.gain is None else 1.0 / site.gain
+    return add_rows(rows, pool, slots[: rows.shape[0]], scale).view(site.carry.shape)
+
+
+def counted(run: Run) -> Run:
+    """`run`, and count on the device that it ran: one for each forward, also for each graph replay."""
+
+    def run_and_count(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+        getattr(module, tensor_attribute(FIRES, hook)).add_(1)
+        return run(module, hook, site)
+
+    return run_and_count

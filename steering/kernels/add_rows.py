@@ -1,0 +1,82 @@
+"""Addition of each row's steering vector, with its definition in plain PyTorch.
+
+Shape suffixes: T tokens of the step, S slots of the pool (slot 0 is the zero vector), D hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def add_rows_reference(carry_TD: Tensor, pool_SD: Tensor, slot_T: Tensor, scale: float = 1.0) -> Tensor:
+    """What `add_rows` returns, taken in fp64: the definition the kernel is tested against."""
+    total = carry_TD.double() + pool_SD.double()[slot_T.long()] * scale
+    return torch.where(slot_T[:, None] == 0, carry_TD, total.to(carry_TD.dtype))
+
+
+def add_rows(carry_TD: Tensor, pool_SD: Tensor, slot_T: Tensor, scale: float = 1.0) -> Tensor:
+    """``carry[t] + pool[slot[t]] * scale``, in fp32 and rounded once, as a new tensor of the carry's dtype.
+
+    Rows of slot 0 are copied bit by bit, and the pool is not read for them.
+
+    Args:
+        carry_TD: Rows contiguous; fp16, bf16 or fp32.
+        pool_SD: Rows contiguous.
+        slot_T: int32, in [0, S). Not checked: a check would wait for the GPU.
+        scale: Of the vectors.
+
+    Raises:
+        ValueError: If shapes differ or a row is not contiguous.
+    """
+    num_tokens, hidden_size = carry_TD.shape
+    if any(tensor.shape[1] != hidden_size or tensor.stride(1) != 1 for tensor in (carry_TD, pool_SD)):
+        raise ValueError(f"add_rows: rows must be contiguous and {hidden_size} wide")
+    if slot_T.shape != (num_tokens,):
+        raise ValueError(f"add_rows: expected {num_tokens} slots, got {tuple(slot_T.shape)}")
+    out_TD = torch.empty((num_tokens, hidden_size), dtype=carry_TD.dtype, device=carry_TD.device)
+    if num_tokens:
+        _add_rows_kernel[(num_tokens,)](
+            carry_TD,
+            pool_SD,
+            slot_T,
+            out_TD,
+            carry_TD.stride(0),
+            pool_SD.stride(0),
+            hidden_size,
+            scale,
+            BLOCK_D=min(triton.next_power_of_2(hidden_size), 4096),
+        )
+    return out_TD
+
+
+@triton.jit
+def _add_rows_kernel(
+    carry_ptr,
+    pool_ptr,
+    slot_ptr,
+    out_ptr,
+    carry_stride,
+    pool_stride,
+    D,
+    scale,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)  # 64-bit: T * D can pass 2**31
+    slot = tl.load(slot_ptr + token).to(tl.int64)
+    for start in range(0, D, BLOCK_D):
+        offsets = start + tl.arange(0, BLOCK_D)
+        mask = offsets < D
+        row = tl.load(carry_ptr + token * carry_stride + offsets, mask=mask)
+        if slot != 0:
+            vector = tl.load(pool_ptr + slot * pool_stride + offsets, mask=mask).to(tl.float32)
+            row = (row.to(tl.float32) + vector * scale).to(row.dtype)
+        tl.store(out_ptr + token * D + offsets, row, mask=mask)
+
+
+def warm_up(hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile the kernel before serving, so that no request pays for it."""
+    rows = torch.zeros(1, hidden_size, dtype=dtype, device=device)
+    add_rows(rows, rows, torch.zeros(1, dtype=torch.int32, device=device))
