@@ -42,9 +42,10 @@ def check_steering(tables: DeviceTables, sites: Sequence[Site], max_rows: int, r
         with torch.inference_mode():
             before, again = _output(run, len(chunk)), _output(run, len(chunk))
             after = _steered(tables, chunk, run)
-            is_seen = is_seen and before is not None
-            if before is not None and again is not None and after is not None:
-                silent += [sites[chunk[row]] for row in _silent_rows(before, again, after)]
+            if before is None or again is None or after is None or not before.isfinite().all():
+                is_seen = False
+                continue
+            silent += [sites[chunk[row]] for row in _silent_rows(before, again, after)]
     if silent:
         names = ", ".join(site.name for site in silent)
         raise SelfTestError(
@@ -52,8 +53,11 @@ def check_steering(tables: DeviceTables, sites: Sequence[Site], max_rows: int, r
             "(remove vLLM's cache folder) or a model whose forward bypasses its modules"
         )
     if not is_seen:
-        logger.warning("steering: this stage's runner does not show its output; its sites were run, but not checked")
-    logger.info("steering: self-test passed, %d sites", len(sites))
+        logger.warning(
+            "steering: dummy steps of this stage show no output, or none that is finite: its sites are not checked"
+        )
+        return
+    logger.info("steering: self-test passed, %d sites respond", len(sites))
 
 
 def _steered(tables: DeviceTables, chunk: range, run: Run) -> Tensor | None:
@@ -76,10 +80,10 @@ def _output(run: Run, num_rows: int) -> Tensor | None:
 
 
 def _silent_rows(before: Tensor, again: Tensor, after: Tensor) -> list[int]:
-    """Rows that changed by no more than they do by themselves: a dummy step's attention may be uninitialised."""
-    noise = torch.nan_to_num(again - before).abs().amax(dim=1)
+    """Rows that changed by no more than they do by themselves."""
+    noise = torch.nan_to_num(again - before, posinf=torch.inf).abs().amax(dim=1)
     change = torch.nan_to_num(after - before).abs().amax(dim=1)
-    scale = torch.nan_to_num(before).abs().amax(dim=1)
+    scale = before.abs().amax(dim=1)
     has_changed = (change > MIN_RESPONSE * scale) & (change > 4 * noise)
     silent: list[int] = torch.nonzero(~has_changed & after.isfinite().all(dim=1)).flatten().tolist()
     return silent

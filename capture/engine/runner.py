@@ -6,6 +6,7 @@ V1 and the V2 runner differ in one thing only, where the layout of a step's batc
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol
@@ -107,6 +108,9 @@ class RunnerSeam:
         self._watch("execute_model", self._execute_model)
         self._watch("_dummy_run", self._dummy_run)
         self._watch(self._layout.method, self._lay_out)
+        # The V1 runner leaves attention out of dummy steps, and its output uninitialised, unless it is told not to.
+        takes = inspect.signature(runner._dummy_run).parameters
+        self._with_attention = {"force_attention": True} if "force_attention" in takes else {}
 
     def run_dummy(self, num_tokens: int) -> tuple[Tensor, ...]:
         """Drive a dummy forward without resetting the step state first: for the self-test.
@@ -116,7 +120,7 @@ class RunnerSeam:
         """
         self._in_self_test = True
         try:
-            result = self._runner._dummy_run(num_tokens)
+            result = self._runner._dummy_run(num_tokens, **self._with_attention)
         finally:
             self._in_self_test = False
         output = result[0] if isinstance(result, tuple) else result

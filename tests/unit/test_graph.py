@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MethodType
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from headgate.capture.engine import graph
+from headgate.capture.engine.install import _repays
 from headgate.capture.engine.layout import LayerLayout
 from headgate.capture.engine.seam import SiteAction
 from headgate.capture.sites import HookPoint
@@ -160,3 +162,56 @@ def test_a_forward_of_the_instances_own_runs_under_the_hooks(is_bound):
 
     assert [entry[2] for entry in seen] == [[1.0], [10.0]]
     assert (out[0].tolist(), out[1]) == ([11.0], "own")
+
+
+class Normed(nn.Module):
+    """Carries the stream alone; its MLP reads a norm of the mid stream, which the stream does not pass through."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.Identity()
+
+    def forward(self, hidden_states):
+        mid = hidden_states + 1.0
+        return mid + 2.0 * self.norm(mid)
+
+
+def test_what_only_the_mlp_would_see_is_repaid_to_the_stream_before_the_layer_hands_it_on():
+    seen: list = []
+    layer = Normed()
+
+    def add(module, hook, site):
+        return site.carry + getattr(module, f"_headgate_vector_{hook}")
+
+    action = SiteAction(run=add, order=20, tensors={"vector": torch.tensor([10.0])}, repay=add)
+    norm = layer.norm
+    runs = graph.attach(norm, HookPoint.POST_ATTN, [action])
+    graph.swap_class(norm, graph.module_forward([(HookPoint.POST_ATTN, graph.Place(module="norm", value=0), runs)]))
+    repays = _repays(replace(SINGLE, mid="norm", mid_input=0), layer, [action])
+    post = {HookPoint.POST_MLP: (record(seen),)}
+    graph.swap_class(layer, graph.layer_forward(SINGLE, post, ["hidden_states"], repays))
+
+    out = layer(torch.tensor([1.0]))
+
+    mid = 1.0 + 1.0 + 10.0
+    assert out.tolist() == [mid + 2.0 * mid]
+    assert seen == [("seen", "post_mlp", out.tolist())], "capture after it sees it"
+
+
+def test_nothing_is_repaid_where_the_stream_passes_through_the_norm():
+    action = SiteAction(run=record([]), order=20, repay=record([], add=1.0))
+
+    assert _repays(replace(PAIR, mid="norm", mid_input=0, mid_residual=1), nn.Identity(), [action]) == ()
+
+
+def test_an_action_at_a_scaled_branch_is_told_the_scale():
+    block, gains = Block(), []
+
+    def run(module, hook, site):
+        gains.append(site.gain)
+        return site.carry
+
+    graph.swap_class(block, graph.module_forward([(HookPoint.MLP_OUT, graph.Place(module="b", scale=0.5), (run, run))]))
+    block(torch.tensor([1.0]), torch.tensor([2.0]))
+
+    assert gains == [0.5, 0.5]

@@ -225,3 +225,73 @@ def test_a_runner_without_the_expected_method_is_refused():
 def test_the_generation_is_told_by_the_module():
     assert layout_of(V1Runner()).method == "_prepare_inputs"
     assert layout_of(V2Runner()).method == "prepare_inputs"
+
+
+class Follower(Recorder):
+    """A part that also follows requests that ask for nothing, and may be concerned by them."""
+
+    is_concerned = False
+
+    @hookimpl
+    def headgate_bystander_added(self, req_id, num_prompt_tokens):
+        self.calls.append(("bystander", req_id, num_prompt_tokens))
+
+    @hookimpl
+    def headgate_request_stopped(self, req_id):
+        self.calls.append(("stopped", req_id))
+
+    @hookimpl
+    def headgate_concerns_bystanders(self):
+        return self.is_concerned
+
+
+@pytest.fixture
+def follower(runner):
+    follower = Follower()
+    runner.seam = RunnerSeam(runner, make_hooks({"follower": follower}), has_token_ids=True)
+    return follower
+
+
+def test_bystanders_are_told_to_who_follows_them_and_their_steps_when_they_concern_it(runner, follower):
+    runner.execute_model(step(["x"], [4], [0], new=[request("x", 4, wire=None)]))
+    assert follower.calls == [("bystander", "x", 4)]
+
+    follower.is_concerned = True
+    runner.execute_model(step(["x"], [1], [4]))
+    follower.is_concerned = False
+    runner.execute_model(step(["x"], [1], [5]))
+    runner.execute_model(step(finished=["x"]))
+
+    assert follower.calls[1:] == [
+        ("begins", ("x",), [0], [1], [4]),
+        ("ends",),
+        ("begins", None),
+        ("stopped", "x"),
+    ]
+
+
+def test_a_preempted_bystander_is_added_once(runner, follower):
+    for _ in range(2):
+        runner.execute_model(step(["x"], [4], [0], new=[request("x", 4, wire=None)]))
+
+    assert follower.calls == [("bystander", "x", 4)]
+
+
+def test_a_request_stops_at_once_also_where_its_end_is_not_known_yet(runner, follower):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    follower.calls.clear()
+
+    runner.execute_model(step(finished=["a"], finals={"a": None}))
+    assert follower.calls == [("stopped", "a")]
+
+    runner.execute_model(step(finals={"a": (4, [1, 2, 3, 4, 5, 6], "stop")}))
+    assert follower.calls == [("stopped", "a"), ("finished", "a", (5, "stop"))]
+
+
+def test_a_bystander_may_come_as_embeddings(runner, follower):
+    new = request("x", 0, wire=None)
+    new.prompt_token_ids, new.prompt_embeds = None, np.zeros((7, 2))
+
+    runner.execute_model(step(["x"], [7], [0], new=[new]))
+
+    assert follower.calls == [("bystander", "x", 7)]
