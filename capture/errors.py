@@ -6,6 +6,7 @@
     ├── ConfigError          what the operator configured cannot be served (ValueError)
     ├── RequestError         what one request asked for cannot be served; HTTP 400 (ValueError)
     ├── UnsupportedError     this vLLM, this model or this engine setting cannot be served (RuntimeError)
+    ├── EngineStateError     engine cores of one server hold different state (RuntimeError)
     ├── SelfTestError        a site did not respond at start-up: refuse to serve (RuntimeError)
     ├── ConsumerError        a consumer failed; goes into the request's result, never into the engine
     └── CaptureFileError     a file of captured rows is partial, damaged or not ours (ValueError)
@@ -37,6 +38,10 @@ class RequestError(HeadgateError, ValueError):
 
 class UnsupportedError(HeadgateError, RuntimeError):
     """Something headgate needs is missing or works differently here; refused before serving."""
+
+
+class EngineStateError(HeadgateError, RuntimeError):
+    """Data-parallel engine cores no longer agree on what was registered or set; the message says what to do."""
 
 
 class SelfTestError(HeadgateError, RuntimeError):

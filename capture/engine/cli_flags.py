@@ -1,4 +1,4 @@
-"""``--capture-consumers`` and ``--capture-sites`` on vLLM's own command line, and their translation.
+"""``--capture-consumers``, ``--capture-sites`` and other parts' flags on vLLM's own command line, translated.
 
 vLLM hands its parsed arguments on to other processes and parses configurations anew in them, so the flags are turned
 into ``additional_config`` in the arguments themselves, once: whoever reads those sees the result.
@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from headgate.capture.config import CaptureConsumerSpec, parse_config, parse_shorthand
+from headgate.capture.engine.request_seam import request_parts
 from headgate.capture.engine.settings import OUR_KEY
 from headgate.capture.errors import ConfigError
 
@@ -28,20 +29,27 @@ def additional_config(
     base: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """``additional_config`` for `EngineArgs`, `AsyncEngineArgs` or vLLM's `LLM`, with capture configured.
+    """``additional_config`` for `EngineArgs`, `AsyncEngineArgs` or vLLM's `LLM`, with capture or steering configured.
 
     Args:
         consumers: Each a `CaptureConsumerSpec`, its shorthand ``name:key=val,key=val``, or its fields as a dict.
             They are added to those in `base`.
         sites: ``{hook point: layers}`` that can be captured.
         base: What else stands in ``additional_config``; it is not changed.
-        settings: Other fields of `CaptureConsumersConfig`.
+        settings: Other fields of `CaptureConsumersConfig`; or ``steering=True``, or ``steering={...}`` with fields of
+            `headgate.steering.SteeringConfig`.
 
     Raises:
         ConfigError: If anything is wrong.
     """
     merged = dict(base or {})
     ours = dict(merged.get(OUR_KEY) or {})
+    parts = {name: settings.pop(name) for name in request_parts() if name in settings}
+    for name, wanted in parts.items():
+        if wanted is not None and wanted is not False:
+            ours[name] = _section(name, ours.get(name), wanted)
+    if not (consumers or settings or "capture" in ours) and sites is None and parts:
+        return {**merged, OUR_KEY: ours} if ours else merged
     capture = {**(ours.get("capture") or {}), **settings}
     if consumers:
         capture["consumers"] = [*capture.get("consumers", ()), *(_plain_consumer(consumer) for consumer in consumers)]
@@ -49,6 +57,16 @@ def additional_config(
         capture["sites"] = dict(sites)
     parse_config(capture)
     return {**merged, OUR_KEY: {**ours, "capture": capture}}
+
+
+def _section(name: str, base: Mapping[str, Any] | None, wanted: object) -> dict[str, Any]:
+    if isinstance(wanted, msgspec.Struct):
+        wanted = msgspec.to_builtins(wanted)
+    if wanted is not True and not isinstance(wanted, Mapping):
+        raise ConfigError(f"{name}: expected True or an object of settings, got {wanted!r}")
+    document = {**(base or {}), **({} if wanted is True else wanted)}
+    request_parts()[name].check_section(document)
+    return document
 
 
 def _plain_consumer(consumer: Consumer) -> dict[str, Any]:
@@ -66,7 +84,7 @@ def add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(parser: Any) -> Any:
         parser = original(parser)
         group = parser.add_argument_group(
-            title="headgate", description="Capture of activations while the model is served."
+            title="headgate", description="Capture and steering of activations while the model is served."
         )
         group.add_argument(
             "--capture-consumers",
@@ -79,11 +97,13 @@ def add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         group.add_argument(
             "--capture-sites",
-            type=_json_object,
+            type=json_object,
             default=None,
             metavar="JSON",
             help='What can be captured, as {hook point: layers}; {"post_mlp": "all"} if not given.',
         )
+        for part in request_parts().values():
+            part.add_flags(group)
         return parser
 
     return wrapped
@@ -106,12 +126,14 @@ def translate_flags(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: If the result is wrong.
     """
+    base = getattr(args, "additional_config", None)
+    sections = (base or {}).get(OUR_KEY) or {}
+    given = {name: part.read_flags(args, sections.get(name)) for name, part in request_parts().items()}
+    parts = {name: document for name, document in given.items() if document is not None}
     consumers, sites = getattr(args, "capture_consumers", None), getattr(args, "capture_sites", None)
-    if consumers is None and sites is None:
+    if consumers is None and sites is None and not parts:
         return
-    args.additional_config = additional_config(
-        consumers=consumers or (), sites=sites, base=getattr(args, "additional_config", None)
-    )
+    args.additional_config = additional_config(consumers=consumers or (), sites=sites, base=base, **parts)
     args.capture_consumers = args.capture_sites = None
 
 
@@ -123,7 +145,12 @@ def _shorthand(text: str) -> str:
     return text
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """The type of a flag that takes a JSON object.
+
+    Raises:
+        argparse.ArgumentTypeError: If `text` is none.
+    """
     try:
         value = json.loads(text)
     except ValueError as error:

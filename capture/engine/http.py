@@ -1,5 +1,6 @@
-"""`capture` in the body of /v1/completions and /v1/chat/completions, and `capture_results` in the answer.
+"""Our fields in the bodies of OpenAI-compatible requests, and `capture_results` in the answers.
 
+`capture` is taken from /v1/completions and /v1/chat/completions, the fields of other parts from /v1/responses too.
 vLLM's request models keep unknown fields of a body, and its response models write them. What belongs to one HTTP
 call is held in a context variable: the engine is called from inside the handler, which is where it is read.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -17,7 +18,8 @@ import msgspec
 
 from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.frontend import front_end_of
-from headgate.capture.engine.params import CAPTURE, FIELDS
+from headgate.capture.engine.params import CAPTURE_FIELDS, all_fields
+from headgate.capture.engine.reception import reception_of
 from headgate.capture.engine.requests import messages_of
 from headgate.capture.engine.turns import Chat, Tokens, Turn, locate, pick
 from headgate.capture.errors import RequestError
@@ -73,38 +75,31 @@ def current_call() -> Call | None:
 def to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``to_sampling_params`` of a request model: pass our fields of the body on.
 
-    Other routes use these models too (batches, rendering); their answers have no place for results.
+    Other routes use these models too (batches, rendering); their answers have no place for captured results.
     """
 
     @wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         if current_call() is None:
-            _refuse_fields(self)
+            _refuse_capture(self)
         params = original(self, *args, **kwargs)
-        for name in FIELDS:
-            if (value := (self.model_extra or {}).get(name)) is not None:
-                setattr(params, name, value)
+        for name, value in _given(self, all_fields()).items():
+            setattr(params, name, value)
         return params
 
     return wrapped
 
 
-def refuse_capture(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``to_sampling_params`` of a request model whose answers cannot carry results yet."""
-
-    @wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_fields(self)
-        return original(self, *args, **kwargs)
-
-    return wrapped
+def _given(request: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Those of our fields that a body has."""
+    extra = request.model_extra or {}
+    return {name: extra[name] for name in names if extra.get(name) is not None}
 
 
-def _refuse_fields(request: Any) -> None:
-    with as_client_error():
-        for name in FIELDS:
-            if (request.model_extra or {}).get(name) is not None:
-                raise RequestError(name, "use /v1/completions or /v1/chat/completions to capture")
+def _refuse_capture(request: Any) -> None:
+    for name in _given(request, CAPTURE_FIELDS):
+        with as_client_error():
+            raise RequestError(name, "use /v1/completions or /v1/chat/completions to capture")
 
 
 def create_completion(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,9 +107,9 @@ def create_completion(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _asks(request):
+        await _check_early(self, request)
+        if not _given(request, CAPTURE_FIELDS):
             return await original(self, request, *args, **kwargs)
-        _refuse_beam_search(request)
         call = Call()
         _call.set(call)
         return _answer(await original(self, request, *args, **kwargs), call)
@@ -127,9 +122,9 @@ def create_chat_completion(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _asks(request):
+        await _check_early(self, request)
+        if not _given(request, CAPTURE_FIELDS):
             return await original(self, request, *args, **kwargs)
-        _refuse_beam_search(request)
         call = Call()
         _call.set(call)
         call.turns = await _find_turns(self, request)
@@ -138,15 +133,39 @@ def create_chat_completion(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _asks(request: Any) -> bool:
-    extra = request.model_extra or {}
-    return any(extra.get(name) is not None for name in FIELDS)
+def create_responses(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``OpenAIServingResponses.create_responses``.
+
+    It calls the engine from inside its stream, too late for a status 400: so everything is read here once before.
+    """
+
+    @wraps(original)
+    async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        await _check_early(self, request)
+        _refuse_capture(request)
+        if _given(request, all_fields()):
+            with as_client_error():
+                params = request.to_sampling_params(1, self.default_sampling_params)
+                asked = reception_of(self.engine_client).read(params, request.request_id)
+                if asked is not None:
+                    await reception_of(self.engine_client).confirm_async(asked, self.engine_client.engine_core)
+        return await original(self, request, *args, **kwargs)
+
+    return wrapped
 
 
-def _refuse_beam_search(request: Any) -> None:
-    if request.use_beam_search:
-        with as_client_error():
-            raise RequestError(CAPTURE, "beam search cannot be captured: its requests come and go with the beams")
+async def _check_early(serving: Any, request: Any) -> None:
+    """What cannot be checked in the call of the engine: beam search, which drops our fields, and registered names."""
+    given = _given(request, all_fields())
+    if not given:
+        return
+    with as_client_error():
+        if getattr(request, "use_beam_search", False):
+            raise RequestError(
+                next(iter(given)), "beam search cannot be captured or steered: its requests come and go with the beams"
+            )
+        client = serving.engine_client
+        await reception_of(client).confirm_names(given, client.engine_core)
 
 
 def _answer(answer: Any, call: Call) -> Any:

@@ -1,29 +1,33 @@
-"""`InputProcessor`, where every request of every front end is made: what it captures is folded in here."""
+"""`InputProcessor`, where every request of every front end is made: what it asks of headgate is folded in here."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 from headgate.capture.engine.client_errors import as_client_error
-from headgate.capture.engine.frontend import FRONT_END, FrontEnd
-from headgate.capture.engine.opening import open_front_end
-from headgate.capture.engine.requests import Ask, attached, fold, refuse_kind, refuse_unconfigured, resolve
+from headgate.capture.engine.frontend import FRONT_END
+from headgate.capture.engine.opening import open_front_end, open_parts
+from headgate.capture.engine.reception import RECEPTION, Reception
+from headgate.capture.engine.requests import resolve
 from headgate.capture.engine.turns import LLMChat
+from headgate.capture.engine.wire import Asked, attach, attached, fold, refuse_kind
 
 _CHAT = "_headgate_chat"
 
 
 def open_with_engine(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``InputProcessor.__init__``: open capture's front end with the engine's, or refuse to start."""
+    """Wrap ``InputProcessor.__init__``: open headgate's front end with the engine's, or refuse to start."""
 
     @wraps(original)
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
         front = open_front_end(vllm_config)
         setattr(self, FRONT_END, front)
+        setattr(self, RECEPTION, Reception(front, open_parts(vllm_config)))
         if front is not None:
             weakref.finalize(self, front.close)
 
@@ -31,7 +35,7 @@ def open_with_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``InputProcessor.process_inputs``: fold what the request captures into the `EngineCoreRequest`.
+    """Wrap ``InputProcessor.process_inputs``: fold what the request asks into the `EngineCoreRequest`.
 
     `AsyncLLM.generate` and `LLMEngine.add_request` have read it already and will wait for its results. For callers
     that come here by another way nobody waits.
@@ -41,28 +45,32 @@ def process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(params, "extra_args"):  # pooling
             return original(self, request_id, prompt, params, *args, **kwargs)
-        front: FrontEnd | None = vars(self).get(FRONT_END)
-        with as_client_error():
-            if front is None:
-                refuse_unconfigured(params)
+        reception: Reception = vars(self).get(RECEPTION) or Reception()
+        asked = attached(params)
+        if asked is None:
+            with as_client_error():
+                asked = reception.read(params, request_id)
+            if asked is None:
                 return original(self, request_id, prompt, params, *args, **kwargs)
-            ask = attached(params) or front.door.read(params, request_id)
+            params = attach(params, asked)
         chat = _chat_of(self, prompt)
         request = original(self, request_id, prompt, params, *args, **kwargs)
-        if ask is not None:
-            with as_client_error():
-                _fold(front, request, ask, chat, request_id)
+        with as_client_error():
+            _fold(reception, request, asked, chat, request_id)
         return request
 
     return wrapped
 
 
-def _fold(front: FrontEnd, request: Any, ask: Ask, chat: LLMChat | None, request_id: str) -> None:
-    refuse_kind(request, ask)
-    tokens = request.prompt_token_ids
-    find_message = None if chat is None else chat.find_message(tokens)
-    front.expect(ask, request.sampling_params.n)
-    fold(request, resolve(ask, len(tokens), find_message), request_id)
+def _fold(reception: Reception, request: Any, asked: Asked, chat: LLMChat | None, request_id: str) -> None:
+    refuse_kind(request, asked)
+    if asked.capture is not None:
+        tokens = request.prompt_token_ids
+        find_message = None if chat is None else chat.find_message(tokens)
+        assert reception.capture is not None  # noqa: S101  (it has read what is captured)
+        reception.capture.expect(asked.capture, request.sampling_params.n)
+        asked = replace(asked, capture=resolve(asked.capture, len(tokens), find_message))
+    fold(request, asked, request_id)
 
 
 def keep_chat(processor: Any, chat: LLMChat) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 from headgate.capture.engine import inputs
 from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.frontend import FRONT_END, FrontEnd, attach_results, front_end_of
-from headgate.capture.engine.requests import Ask, attach, refuse_unconfigured
+from headgate.capture.engine.reception import Reception, is_refused, reception_of
+from headgate.capture.engine.requests import Ask
 from headgate.capture.engine.turns import LLMChat
+from headgate.capture.engine.wire import Asked, attach, refuse_made
 
 _DESK = "_headgate_desk"
 
@@ -22,25 +24,52 @@ class _Desk:
     """What an `LLMEngine` has to hand out.
 
     Attributes:
-        front: Its front end.
+        reception: Its reception.
         asks: Of running requests, by the caller's request id.
         finished: Outputs without their results, while `LLM` runs the engine; it collects them at the end.
+        refused: What requests asked that the engine core did not take, while `LLM` runs the engine.
         is_run_by_llm: `LLM` runs the engine; otherwise the user calls `step`.
     """
 
-    front: FrontEnd
-    asks: dict[str, Ask] = field(default_factory=dict)
+    reception: Reception
+    asks: dict[str, Asked] = field(default_factory=dict)
     finished: list[tuple[Any, Ask]] = field(default_factory=list)
+    refused: list[Asked] = field(default_factory=list)
     is_run_by_llm: bool = False
+
+    @property
+    def front(self) -> FrontEnd:
+        """Of capture; only for requests that capture."""
+        assert self.reception.capture is not None  # noqa: S101
+        return self.reception.capture
+
+    def forget(self, asked: Asked) -> None:
+        """Nobody waits for results of `asked`."""
+        if asked.capture is not None:
+            self.front.forget(asked.capture)
+
+    def take(self, output: Any) -> None:
+        """An output of a request that finished."""
+        asked = self.asks.pop(output.request_id)
+        if is_refused(output):
+            self.forget(asked)
+            if self.is_run_by_llm:
+                self.refused.append(asked)
+        elif asked.capture is not None:
+            self.finished.append((output, asked.capture))
 
 
 def _desk_of(engine: Any) -> _Desk | None:
-    """The desk of an engine that captures; None for others."""
+    """The desk of an engine that is configured for headgate; None for others."""
     desk: _Desk | None = vars(engine).get(_DESK)
-    if desk is None and (front := front_end_of(engine)) is not None:
-        desk = _Desk(front)
+    if desk is None:
+        reception = reception_of(engine)
+        if reception.capture is None and not reception.parts:
+            return None
+        desk = _Desk(reception)
         setattr(engine, _DESK, desk)
-        setattr(engine.engine_core, FRONT_END, front)
+        if reception.capture is not None:
+            setattr(engine.engine_core, FRONT_END, reception.capture)
     return desk
 
 
@@ -52,22 +81,34 @@ def add_request(original: Callable[..., Any]) -> Callable[..., Any]:
         if not hasattr(params, "extra_args"):  # pooling
             return original(self, request_id, prompt, params, *args, **kwargs)
         with as_client_error():
-            desk = _desk_of(self)
-            if desk is None:
-                refuse_unconfigured(params)
+            if hasattr(prompt, "sampling_params"):
+                refuse_made(prompt, params)
                 return original(self, request_id, prompt, params, *args, **kwargs)
-            ask = desk.front.read(params, request_id, is_offline=True)
-        if ask is None:
-            return original(self, request_id, prompt, params, *args, **kwargs)
+            reception = reception_of(self)
+            asked = reception.read_answered(params, request_id, is_offline=True)
+            if asked is None:
+                return original(self, request_id, prompt, params, *args, **kwargs)
+            reception.confirm(asked, self.engine_core)
+        desk = _desk_of(self)
+        assert desk is not None  # noqa: S101  (a reception without parts reads nothing)
+        before = _ids(self, request_id)
         try:
-            result = original(self, request_id, prompt, attach(params, ask), *args, **kwargs)
+            result = original(self, request_id, prompt, attach(params, asked), *args, **kwargs)
         except BaseException:
-            desk.front.forget(ask)
+            desk.forget(asked)
+            # An engine core in this process refuses in the call, when the output processor already waits for it.
+            self.abort_request([known for known in _ids(self, request_id) if known not in before], internal=True)
             raise
-        desk.asks[request_id] = ask
+        if not asked.is_empty:
+            desk.asks[request_id] = asked
         return result
 
     return wrapped
+
+
+def _ids(engine: Any, request_id: str) -> list[str]:
+    """The engine's ids of what runs under a caller's request id."""
+    return list(engine.output_processor.external_req_ids.get(request_id, ()))
 
 
 def step(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,11 +120,9 @@ def step(original: Callable[..., Any]) -> Callable[..., Any]:
         desk = _desk_of(self)
         if desk is None or not desk.asks:
             return outputs
-        desk.finished += [
-            (output, desk.asks.pop(output.request_id))
-            for output in outputs
-            if output.finished and output.request_id in desk.asks
-        ]
+        for output in outputs:
+            if output.finished and output.request_id in desk.asks:
+                desk.take(output)
         if desk.finished and not desk.is_run_by_llm:
             _collect(self, desk, desk.front.config.result_wait_s)
         return outputs
@@ -92,7 +131,11 @@ def step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``LLM._run_engine``: wait for the results of all requests once, after the last has finished."""
+    """Wrap ``LLM._run_engine``: wait for the results of all requests once, after the last has finished.
+
+    If the engine core refused a request for a registered name that is gone, that is raised as it would have been when
+    the request was made.
+    """
 
     @wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,15 +149,25 @@ def run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException:
             for _, ask in desk.finished:
                 desk.front.forget(ask)
-            desk.finished = []
+            desk.finished, desk.refused = [], []
             raise
         finally:
             desk.is_run_by_llm = False
         if desk.finished:
             _collect(engine, desk, desk.front.config.result_timeout_s)
+        _explain(engine, desk)
         return outputs
 
     return wrapped
+
+
+def _explain(engine: Any, desk: _Desk) -> None:
+    """Look up the registered names of requests that were refused."""
+    refused, desk.refused = desk.refused, []
+    for asked in refused:
+        desk.reception.forget_names(asked)
+        with as_client_error():
+            desk.reception.confirm(asked, engine.engine_core)
 
 
 def _collect(engine: Any, desk: _Desk, timeout_s: float) -> None:
@@ -144,7 +197,7 @@ def abort_request(original: Callable[..., Any]) -> Callable[..., Any]:
         if (desk := _desk_of(self)) is not None:
             running = self.output_processor.external_req_ids
             for request_id in [known for known in desk.asks if known not in running]:
-                desk.front.forget(desk.asks.pop(request_id))
+                desk.forget(desk.asks.pop(request_id))
         return result
 
     return wrapped

@@ -3,41 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 from headgate.capture.engine import http
 from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.frontend import FrontEnd, attach_results, front_end_of
-from headgate.capture.engine.requests import Ask, attach, refuse_streamed_input, refuse_unconfigured, resolve
+from headgate.capture.engine.reception import Reception, is_refused, reception_of
+from headgate.capture.engine.requests import Ask, resolve
+from headgate.capture.engine.wire import Asked, attach, refuse_made, refuse_streamed_input
 
 
 def generate(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``AsyncLLM.generate``.
 
     The check runs when `generate` is called, not when its outputs are awaited: a streaming HTTP request then gets a
-    real status 400 instead of an error inside its stream.
+    real status 400 instead of an error inside its stream. Registered names that are not known here are the exception:
+    the engine core is asked first; the HTTP handlers have done so before they call.
     """
 
     @wraps(original)
     def wrapped(self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
+        call = http.current_call()
         with as_client_error():
-            front = front_end_of(self)
-            if front is None:
-                refuse_unconfigured(sampling_params)
+            if hasattr(prompt, "sampling_params"):
+                refuse_made(prompt, sampling_params)
                 return original(self, prompt, sampling_params, request_id, *args, **kwargs)
-            ask = front.read(sampling_params, request_id, is_offline=False)
-            if ask is None:
+            reception = reception_of(self)
+            asked = reception.read_answered(sampling_params, request_id, is_offline=False)
+            if asked is None:
                 return original(self, prompt, sampling_params, request_id, *args, **kwargs)
-            call = http.current_call()
-            if isinstance(prompt, AsyncIterator):
-                refuse_streamed_input(ask)
-            if isinstance(prompt, Mapping) and (tokens := prompt.get("prompt_token_ids")) is not None:
-                ask = resolve(ask, len(tokens), call.find_message(tokens) if call else None)
-        outputs = original(self, prompt, attach(sampling_params, ask), request_id, *args, **kwargs)
-        return _with_results(outputs, front, ask, call.expect() if call else None)
+            if isinstance(prompt, AsyncIterator) and not asked.is_empty:
+                refuse_streamed_input(asked)
+            asked = _resolved(asked, prompt, call)
+        outputs = original(self, prompt, attach(sampling_params, asked), request_id, *args, **kwargs)
+        if asked.parts:
+            outputs = _with_refusals(outputs, reception, asked, self.engine_core)
+        if asked.capture is not None and reception.capture is not None:
+            outputs = _with_results(outputs, reception.capture, asked.capture, call.expect() if call else None)
+        return outputs
 
     return wrapped
+
+
+def _resolved(asked: Asked, prompt: Any, call: http.Call | None) -> Asked:
+    tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    if asked.capture is None or tokens is None:
+        return asked
+    return replace(asked, capture=resolve(asked.capture, len(tokens), call.find_message(tokens) if call else None))
+
+
+async def _with_refusals(
+    outputs: AsyncGenerator[Any, None], reception: Reception, asked: Asked, client: Any
+) -> AsyncGenerator[Any, None]:
+    """Ask about names that are not known here, first, and again if the engine core refused the request."""
+    try:
+        with as_client_error():
+            await reception.confirm_async(asked, client)
+        async for output in outputs:
+            if is_refused(output):
+                reception.forget_names(asked)
+                with as_client_error():
+                    await reception.confirm_async(asked, client)
+            yield output
+    finally:
+        await outputs.aclose()
 
 
 async def _with_results(

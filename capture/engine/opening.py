@@ -12,8 +12,10 @@ from headgate.capture.consumer import CaptureConsumer
 from headgate.capture.driver import open_drivers
 from headgate.capture.engine.frontend import FrontEnd
 from headgate.capture.engine.logs import speak_through_vllm
+from headgate.capture.engine.reception import OpenPart
 from headgate.capture.engine.refusals import refuse_unsupported_settings
-from headgate.capture.engine.settings import capture_config, model_info, sections
+from headgate.capture.engine.request_seam import request_parts
+from headgate.capture.engine.settings import capture_config, model_info, section, sections
 from headgate.capture.engine.support import check_version, versions
 from headgate.capture.errors import ConfigError, UnsupportedError
 from headgate.capture.registry import load_consumer
@@ -43,6 +45,21 @@ def open_front_end(vllm_config: Any) -> FrontEnd | None:
         num_stages=vllm_config.parallel_config.pipeline_parallel_size,
         open_drivers=partial(open_drivers, config=config, model=model, versions=versions()),
     )
+
+
+def open_parts(vllm_config: Any) -> dict[str, OpenPart]:
+    """The front-end halves of the parts that are configured beside capture, by section; see `open_front_end`.
+
+    Raises:
+        ConfigError: If a section is wrong.
+    """
+    configured = {name: part for name, part in request_parts().items() if name in sections(vllm_config)}
+    if configured:
+        speak_through_vllm()
+    return {
+        name: OpenPart(name, part, part.open(section(vllm_config, name), model_info(vllm_config)))
+        for name, part in configured.items()
+    }
 
 
 def load_consumers(config: CaptureConsumersConfig) -> dict[str, type[CaptureConsumer]]:

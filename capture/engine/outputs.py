@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from headgate.capture.engine.params import WIRE_KEY
+from headgate.capture.engine.params import is_captured
 from headgate.capture.engine.scheduler import Kept, mark_kept
 
 _WATCHED = "_headgate_watched"
@@ -21,7 +21,7 @@ def add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, request, *args, **kwargs)
         params = request.sampling_params
-        if params is not None and WIRE_KEY in (params.extra_args or {}):
+        if is_captured(params):
             state = self.request_states[request.request_id]
             vars(self).setdefault(_WATCHED, {})[request.request_id] = (state, bool(params.stop))
         return result

@@ -1,4 +1,4 @@
-"""``SamplingParams.capture`` and ``capture_wait``: where a request says what it wants captured.
+"""``SamplingParams.capture``, ``capture_wait`` and the fields of other parts: where a request says what it wants.
 
 vLLM keeps only declared fields of `SamplingParams` when it copies, pickles or sends one; a plain attribute is lost.
 The properties put in here store their value in ``extra_args``, which travels with it everywhere.
@@ -7,39 +7,58 @@ The properties put in here store their value in ``extra_args``, which travels wi
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator, Mapping
 from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from headgate.capture.engine.request_seam import request_parts
 from headgate.capture.engine.support import WORKS_WITH
 from headgate.capture.errors import RequestError
 
 CAPTURE = "capture"
 CAPTURE_WAIT = "capture_wait"
-FIELDS = (CAPTURE, CAPTURE_WAIT)
+CAPTURE_FIELDS = (CAPTURE, CAPTURE_WAIT)
 WIRE_KEY = "headgate"
-"""Key of ``extra_args`` under which a request's checked and resolved capture travels to the worker."""
+"""Key of ``extra_args`` under which what a request asks, checked and resolved, travels to the engine."""
+
+
+def all_fields() -> tuple[str, ...]:
+    """Capture's fields and those of every other part."""
+    return *CAPTURE_FIELDS, *(name for part in request_parts().values() for name in part.fields)
 
 
 def add_properties(module: ModuleType) -> None:
-    """Give ``vllm.sampling_params`` its capture fields; a class that cannot be captured refuses them."""
-    for name in FIELDS:
+    """Give ``vllm.sampling_params`` our fields; a class that cannot have them refuses them."""
+    for name in all_fields():
         if name in module.SamplingParams.__struct_fields__:
             raise TypeError(f"vLLM's SamplingParams has a field {name!r} of its own")
         setattr(module.SamplingParams, name, _stored(name))
-    module.BeamSearchParams.capture = _refused("beam search cannot be captured; use SamplingParams")
+        refused = _refused(name, "beam search cannot be captured or steered; use SamplingParams")
+        setattr(module.BeamSearchParams, name, refused)
 
 
 def refuse_properties(module: ModuleType) -> None:
-    """Refuse capture in a vLLM that headgate was not made for, instead of letting it be ignored."""
-    for name in FIELDS:
-        setattr(module.SamplingParams, name, _refused(f"this vLLM is not supported; {WORKS_WITH}"))
+    """Refuse our fields in a vLLM that headgate was not made for, instead of letting them be ignored."""
+    for name in all_fields():
+        setattr(module.SamplingParams, name, _refused(name, f"this vLLM is not supported; {WORKS_WITH}"))
 
 
 def read_field(params: Any, name: str) -> Any:
-    """The value of one of `FIELDS`, None if unset; also when it was set before the properties were there."""
+    """The value of one of our fields, None if unset; also when it was set before the properties were there."""
     early = vars(params).get(name)
     return early if early is not None else (params.extra_args or {}).get(name)
+
+
+def read_fields(params: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Those of our fields that are set, by name."""
+    return {name: value for name in names if (value := read_field(params, name)) is not None}
+
+
+def is_captured(params: Any) -> bool:
+    """Whether the parameters of a request that was folded say that it captures."""
+    wire = None if params is None or not params.extra_args else params.extra_args.get(WIRE_KEY)
+    return wire is not None and CAPTURE in wire
 
 
 def _stored(name: str) -> property:
@@ -56,44 +75,56 @@ def _stored(name: str) -> property:
     return property(read, write, doc=f"headgate: see headgate.capture.SamplingParams ({name}).")
 
 
-def _refused(why: str) -> property:
+def _refused(name: str, why: str) -> property:
     def read(self: Any) -> None:
         return None
 
     def write(self: Any, value: Any) -> None:
         if value is not None:
-            raise RequestError(CAPTURE, why)
+            raise RequestError(name, why)
 
     return property(read, write)
 
 
 def short_repr(original: Any) -> Any:
-    """Wrap ``SamplingParams.__repr__``: request logs and crash dumps must not print whole wire dicts."""
+    """Wrap ``SamplingParams.__repr__``: request logs and crash dumps must not print whole wire dicts, nor vectors."""
 
     @wraps(original)
     def __repr__(self: Any) -> str:
-        extra = self.extra_args
-        if not extra or WIRE_KEY not in extra:
+        extra = self.extra_args or {}
+        elided = {name: _Elided(extra[name]) for name in (WIRE_KEY, *_long_fields()) if name in extra}
+        if not elided:
             return str(original(self))
         shown = copy.copy(self)
-        shown.extra_args = {**extra, WIRE_KEY: _Elided(extra[WIRE_KEY])}
+        shown.extra_args = {**extra, **elided}
         return str(original(shown))
 
     return __repr__
 
 
-class _Elided:
-    """Stands for a wire dict where one is printed."""
+def _long_fields() -> Iterator[str]:
+    return (name for part in request_parts().values() for name in part.fields)
 
-    def __init__(self, wire: Any) -> None:
-        self._wire = wire
+
+class _Elided:
+    """Stands for a wire dict, or for the value of a field, where it is printed."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
 
     def __repr__(self) -> str:
-        return f"<capture for {', '.join(self._wire.get('capture', ()))}>" if isinstance(self._wire, dict) else "<...>"
+        if isinstance(self._value, str):
+            return repr(self._value)
+        if not isinstance(self._value, Mapping):
+            return "<...>"
+        named = [f"{CAPTURE} for {', '.join(self._value[CAPTURE])}"] if CAPTURE in self._value else []
+        return f"<{'; '.join([*named, *(key for key in self._value if key in request_parts())]) or '...'}>"
 
 
 def make_sampling_params() -> type:
-    """``headgate.capture.SamplingParams``: vLLM's class, whose constructor also takes `capture` and `capture_wait`.
+    """``headgate.capture.SamplingParams``: vLLM's class, whose constructor also takes our fields by keyword.
+
+    They are `capture` and `capture_wait`, and steering's `steering_vectors` and so on.
 
     Calling it returns an instance of vLLM's own class, and ``isinstance(x, it)`` holds for those, so nothing in vLLM
     can tell the difference.
@@ -106,10 +137,11 @@ def make_sampling_params() -> type:
     base = module.SamplingParams
 
     class Constructor(type(base)):  # type: ignore[misc]
-        def __call__(cls, *args: Any, capture: Any = None, capture_wait: bool | None = None, **kwargs: Any) -> Any:
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            ours = {name: kwargs.pop(name) for name in all_fields() if name in kwargs}
             params = base(*args, **kwargs)
-            params.capture = capture
-            params.capture_wait = capture_wait
+            for name, value in ours.items():
+                setattr(params, name, value)
             return params
 
         def __instancecheck__(cls, instance: object) -> bool:

@@ -33,7 +33,7 @@ def installed_patches() -> PatchSet:
 
 def _install() -> PatchSet:
     try:
-        from headgate.capture.engine import params
+        from headgate.capture.engine import handles, params
         from headgate.capture.engine.patches import PATCHES
     except Exception as error:
         logger.exception("headgate could not be installed; engines that are configured for it will not start")
@@ -49,6 +49,8 @@ def _install() -> PatchSet:
     patches = PatchSet(PATCHES)
     patches.install()
     patches.when_imported("vllm.sampling_params", params.add_properties)
+    patches.when_imported("vllm.entrypoints.llm", handles.add_handles)
+    patches.when_imported("vllm.v1.engine.async_llm", handles.add_async_handles)
     patches.when_imported("vllm.v1.worker.worker_base", _patch_worker)
     return patches
 

@@ -1,33 +1,20 @@
-"""What a request wants captured: read, checked and resolved in the front end, then folded into its parameters.
-
-From the front end on, a request carries one dict under ``extra_args["headgate"]``, of plain values only::
-
-    {"v": 1, "id": client's request id, "n": samples, "key": random, "reply": the hub's address or None,
-     "capture": {instance: CaptureSpec.to_wire()}}
-
-The dict is written by `Door.fold` alone. A request that arrives with one is refused: it could name a reply address of
-its own choice.
-"""
+"""What a request wants captured: read, checked and resolved in the front end; `wire` says how it travels."""
 
 from __future__ import annotations
 
-import copy
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from headgate.capture.config import CaptureConsumersConfig
 from headgate.capture.consumer import CaptureConsumer, ModelInfo, SpecContext
-from headgate.capture.engine.params import CAPTURE, CAPTURE_WAIT, FIELDS, WIRE_KEY, read_field
+from headgate.capture.engine.params import CAPTURE, CAPTURE_FIELDS, CAPTURE_WAIT, read_field
 from headgate.capture.errors import ConsumerError, RequestError
 from headgate.capture.positions import Message, PositionSelector
 from headgate.capture.spec import CaptureSpec
-
-WIRE_VERSION = 1
-_ASK = "_headgate_ask"
 
 FindMessage = Callable[[Message, str], PositionSelector]
 """Resolves a message selector of the request at hand; the text is the field, for errors."""
@@ -75,7 +62,6 @@ class Door:
             RequestError: Naming the field that is wrong.
             ConsumerError: If a consumer's own check failed.
         """
-        refuse_forged(params)
         raw = read_field(params, CAPTURE)
         wait = read_field(params, CAPTURE_WAIT)
         if wait is not None and not isinstance(wait, bool):
@@ -136,24 +122,13 @@ class Door:
         return ", ".join(sorted(name for name, consumer in self._consumers.items() if consumer.reads_client_spec))
 
 
-def refuse_forged(params: Any) -> None:
-    """Refuse a request that brings the wire dict along.
-
-    Raises:
-        RequestError: If it does.
-    """
-    if params.extra_args and WIRE_KEY in params.extra_args:
-        raise RequestError(f"extra_args.{WIRE_KEY}", "this key is headgate's own; set 'capture' instead")
-
-
 def refuse_unconfigured(params: Any) -> None:
     """Refuse what a request asks of an engine without capture.
 
     Raises:
         RequestError: If it asks for anything.
     """
-    refuse_forged(params)
-    for field in FIELDS:
+    for field in CAPTURE_FIELDS:
         if read_field(params, field) is not None:
             raise RequestError(
                 field,
@@ -196,69 +171,17 @@ def messages_of(ask: Ask) -> dict[Message, str]:
     }
 
 
-def attach(params: Any, ask: Ask) -> Any:
-    """A copy of `params` that carries `ask` to the place where the request is made; the caller's stays as it is."""
-    carrier = copy.copy(params)
-    # Copying dropped it if it was set before the properties were there; nobody may see it half gone.
-    for field in FIELDS:
-        setattr(carrier, field, read_field(params, field))
-    setattr(carrier, _ASK, ask)
-    return carrier
-
-
-def attached(params: Any) -> Ask | None:
-    """What `attach` attached."""
-    return vars(params).get(_ASK)  # type: ignore[no-any-return]
-
-
-def fold(request: Any, ask: Ask, request_id: str) -> None:
-    """Write the wire dict into an `EngineCoreRequest`, whose parameters are the front end's own copy.
-
-    Raises:
-        RequestError: If requests of this kind cannot be captured.
-    """
-    refuse_kind(request, ask)
-    params = request.sampling_params
-    num_prompt = len(request.prompt_token_ids)
-    wire = {
-        "v": WIRE_VERSION,
+def to_wire(ask: Ask, num_samples: int, request_id: str) -> dict[str, Any]:
+    """Capture's keys of the wire dict, for an ask whose positions are resolved."""
+    return {
         "id": request_id,
-        "n": params.n,
+        "n": num_samples,
         "key": ask.key,
         "reply": ask.reply,
-        "capture": {instance: spec.to_wire() for instance, spec in ask.specs.items()},
+        CAPTURE: {instance: spec.to_wire() for instance, spec in ask.specs.items()},
     }
-    kept = {key: value for key, value in (params.extra_args or {}).items() if key not in FIELDS}
-    params.extra_args = {**kept, WIRE_KEY: wire}
-    if needs_prompt(ask, num_prompt):
-        params.skip_reading_prefix_cache = True
 
 
 def needs_prompt(ask: Ask, num_prompt: int) -> bool:
     """Whether prompt rows other than the last are wanted, which a hit in the prefix cache would skip."""
     return any(spec.positions.needs_prompt(num_prompt) for spec in ask.specs.values())
-
-
-def refuse_kind(request: Any, ask: Ask) -> None:
-    """Refuse kinds of requests whose rows cannot be told apart.
-
-    Raises:
-        RequestError: Naming the field of the first consumer.
-    """
-    field = f"{CAPTURE}.{next(iter(ask.specs))}"
-    if request.sampling_params is None:
-        raise RequestError(field, "pooling requests cannot be captured")
-    if request.prompt_embeds is not None or request.prompt_token_ids is None:
-        raise RequestError(field, "a prompt given as embeddings cannot be captured: its rows belong to no token")
-    if request.resumable:
-        refuse_streamed_input(ask)
-
-
-def refuse_streamed_input(ask: Ask) -> NoReturn:
-    """Refuse a session whose input arrives in parts.
-
-    Raises:
-        RequestError: Always.
-    """
-    field = f"{CAPTURE}.{next(iter(ask.specs))}"
-    raise RequestError(field, "a session with streamed input cannot be captured: its prompt is not known yet")

@@ -155,7 +155,7 @@ class FakeWorker(WorkerBase):  # type: ignore[misc]
         finals = getattr(scheduler_output, "headgate_final", {})
         for req_id in scheduler_output.finished_req_ids:
             request = self._requests.pop(req_id, None)  # None: it ended before it was scheduled
-            if request is not None and request.wire is not None:
+            if request is not None and "capture" in (request.wire or {}):
                 assert req_id in finals, f"{req_id} ended without a final state"
                 self._ended[req_id] = request
         for req_id, final in finals.items():

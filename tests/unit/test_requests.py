@@ -11,16 +11,9 @@ import pytest
 
 from headgate.capture.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
-from headgate.capture.engine.requests import (
-    Ask,
-    Door,
-    attach,
-    attached,
-    fold,
-    messages_of,
-    refuse_unconfigured,
-    resolve,
-)
+from headgate.capture.engine.reception import Reception
+from headgate.capture.engine.requests import Ask, Door, messages_of, refuse_unconfigured, resolve
+from headgate.capture.engine.wire import Asked, attach, attached, fold
 from headgate.capture.errors import ConsumerError, RequestError
 from headgate.capture.positions import Message, Named, Span
 from headgate.capture.sites import HookPoint, Site
@@ -147,12 +140,9 @@ def test_a_consumer_that_fails_to_check_is_named() -> None:
         door(broken=Broken).read(params(capture={"broken": HOOKS}), "r")
 
 
-@pytest.mark.parametrize("where", [door(rows=Rows), None], ids=["configured", "not configured"])
-def test_a_wire_dict_brought_along_is_refused(where: Door | None) -> None:
-    forged = params(headgate={"v": 1, "reply": "ipc:///tmp/mine"})
-
+def test_a_wire_dict_brought_along_is_refused() -> None:
     with pytest.raises(RequestError, match=r"extra_args\.headgate"):
-        refuse_unconfigured(forged) if where is None else where.read(forged, "r")
+        Reception().read(params(headgate={"v": 1, "reply": "ipc:///tmp/mine"}), "r")
 
 
 @pytest.mark.parametrize("field", ["capture", "capture_wait"])
@@ -187,11 +177,13 @@ def test_message_selectors_are_resolved_by_whoever_knows_the_chat() -> None:
 def test_an_ask_travels_on_a_copy() -> None:
     given = params(capture={"rows": HOOKS}, other=1)
     before = copy.deepcopy(given.extra_args)
-    ask = read(given, door(rows=Rows))
+    asked = Asked(capture=read(given, door(rows=Rows)))
 
-    carrier = attach(given, ask)
+    carrier = attach(given, asked)
 
-    assert attached(carrier) is ask
+    for passed_on in (carrier, copy.copy(carrier), copy.deepcopy(carrier)):
+        assert attached(passed_on) is asked
+        assert list(passed_on.extra_args) == ["other", "headgate"]
     assert attached(given) is None
     assert given.extra_args == before
 
@@ -200,7 +192,7 @@ def test_a_fold_is_plain_and_replaces_the_fields() -> None:
     made = request([5] * 10, params(capture={"rows": HOOKS}, capture_wait=True, other=1))
     ask = resolve(read(made.sampling_params, door(rows=Rows)), 10, None)
 
-    fold(made, ask, "client-7")
+    fold(made, Asked(capture=ask), "client-7")
 
     extra = cast("dict[str, Any]", made.sampling_params.extra_args)
     assert list(extra) == ["other", "headgate"]
@@ -218,7 +210,7 @@ def test_rows_of_the_prompt_must_be_computed(positions: Any, skips: bool) -> Non
     made = request([5] * 10)
     ask = read(params(capture={"rows": {**HOOKS, "positions": positions}}), door(rows=Rows))
 
-    fold(made, resolve(ask, 10, None), "r")
+    fold(made, Asked(capture=resolve(ask, 10, None)), "r")
 
     assert made.sampling_params.skip_reading_prefix_cache is (True if skips else None)
 
@@ -235,6 +227,6 @@ def test_kinds_of_requests_that_cannot_be_captured(fields: dict[str, Any], reaso
     ask = read(params(capture={"rows": HOOKS}), door(rows=Rows))
 
     with pytest.raises(RequestError, match=reason) as caught:
-        fold(request([5], **{"sampling_params": params(), **fields}), ask, "r")
+        fold(request([5], **{"sampling_params": params(), **fields}), Asked(capture=ask), "r")
 
     assert caught.value.field == "capture.rows"

@@ -1,0 +1,173 @@
+"""The front end of one engine, whatever is configured: what requests ask of each part, and who refuses what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headgate.capture.engine.frontend import FrontEnd
+from headgate.capture.engine.params import read_fields
+from headgate.capture.engine.request_seam import Known, RequestPart, RequestReader, Wanted, request_parts
+from headgate.capture.engine.requests import Ask, refuse_unconfigured
+from headgate.capture.engine.utilities import AsyncCores, Cores
+from headgate.capture.engine.wire import Asked, refuse_forged
+from headgate.capture.errors import RequestError
+
+RECEPTION = "_headgate_reception"
+"""Attribute of vLLM's `InputProcessor`: its `Reception`."""
+
+
+class OpenPart:
+    """A part whose section an engine configures.
+
+    The registered names are a cache: the engine core is the authority, and is asked again when a check fails.
+
+    Attributes:
+        name: Of its section.
+        part: What is installed.
+        reader: Reads its fields.
+        known: What the engine core said last about each registered name.
+    """
+
+    def __init__(self, name: str, part: RequestPart, reader: RequestReader) -> None:
+        self.name = name
+        self.part = part
+        self.reader = reader
+        self.known: Known = {}
+
+    def confirm(self, wanted: Wanted, client: Any) -> None:
+        """Check the names in `wanted`, asking the engine core if need be.
+
+        Raises:
+            RequestError: If they cannot be used.
+        """
+        if not self.is_confirmed(wanted):
+            self._take(Cores(client, self.name).call(self.part.names_method, {}))
+            self.reader.check(wanted, self.known)
+
+    async def confirm_async(self, wanted: Wanted, client: Any) -> None:
+        """The same for `AsyncLLM`."""
+        if not self.is_confirmed(wanted):
+            self._take(await AsyncCores(client, self.name).call(self.part.names_method, {}))
+            self.reader.check(wanted, self.known)
+
+    def is_confirmed(self, wanted: Wanted) -> bool:
+        """Whether the names in `wanted` can be used, as far as is known here."""
+        if not wanted.names:
+            return True
+        try:
+            self.reader.check(wanted, self.known)
+        except RequestError:
+            return False
+        return True
+
+    def forget_names(self) -> None:
+        """Ask the engine core again."""
+        self.known = {}
+
+    def _take(self, answers: list[Any]) -> None:
+        """Names that every engine core knows."""
+        first, *others = [{entry["name"]: entry for entry in answer} for answer in answers]
+        self.known = {name: entry for name, entry in first.items() if all(name in other for other in others)}
+
+
+class Reception:
+    """Reads what requests ask. Any thread.
+
+    Args:
+        capture: Capture's front end; None if capture is not configured.
+        parts: The other parts that are configured, by section.
+    """
+
+    def __init__(self, capture: FrontEnd | None = None, parts: Mapping[str, OpenPart] | None = None) -> None:
+        self.capture = capture
+        self.parts = parts or {}
+
+    def read(self, params: Any, request_id: str) -> Asked | None:
+        """Check the fields of a `SamplingParams`, for a request on whose results nobody waits.
+
+        Returns:
+            None if none of our fields is set and no consumer looks at the request unasked.
+
+        Raises:
+            RequestError: Naming the field that is wrong, or whose part is not configured.
+            ConsumerError: If a consumer's own check failed.
+        """
+        refuse_forged(params)
+        if self.capture is None:
+            refuse_unconfigured(params)
+            return self._with_parts(params, None)
+        return self._with_parts(params, self.capture.door.read(params, request_id))
+
+    def read_answered(self, params: Any, request_id: str, *, is_offline: bool) -> Asked | None:
+        """The same, with the address that results go to."""
+        refuse_forged(params)
+        if self.capture is None:
+            refuse_unconfigured(params)
+            return self._with_parts(params, None)
+        return self._with_parts(params, self.capture.read(params, request_id, is_offline=is_offline))
+
+    def _with_parts(self, params: Any, ask: Ask | None) -> Asked | None:
+        wanted = {}
+        is_set = False
+        for name, part in request_parts().items():
+            values = read_fields(params, part.fields)
+            if not values:
+                continue
+            is_set = True
+            found = self._open(name, part, values).reader.read(values)
+            if found is not None:
+                wanted[name] = found
+        return Asked(capture=ask, parts=wanted) if ask is not None or is_set else None
+
+    def _open(self, name: str, part: RequestPart, values: Mapping[str, Any]) -> OpenPart:
+        opened = self.parts.get(name)
+        if opened is None:
+            raise RequestError(next(iter(values)), f"this engine was started without {name}. {part.how_to_start}")
+        return opened
+
+    def is_confirmed(self, asked: Asked) -> bool:
+        """Whether every registered name that is asked for can be used, as far as is known here."""
+        return all(self.parts[name].is_confirmed(wanted) for name, wanted in asked.parts.items())
+
+    def confirm(self, asked: Asked, client: Any) -> None:
+        """Check registered names, asking the engine core about those that are not known here.
+
+        Raises:
+            RequestError: If one cannot be used.
+        """
+        for name, wanted in asked.parts.items():
+            self.parts[name].confirm(wanted, client)
+
+    async def confirm_async(self, asked: Asked, client: Any) -> None:
+        """The same for `AsyncLLM`."""
+        for name, wanted in asked.parts.items():
+            await self.parts[name].confirm_async(wanted, client)
+
+    async def confirm_names(self, values: Mapping[str, Any], client: Any) -> None:
+        """Check the registered names in raw fields, before anything else of the request is looked at.
+
+        Raises:
+            RequestError: If one is unknown, or its part is not configured.
+        """
+        for name, part in request_parts().items():
+            given = {field: values[field] for field in part.fields if values.get(field) is not None}
+            if given:
+                opened = self._open(name, part, given)
+                names = opened.reader.names(given)
+                await opened.confirm_async(Wanted(wire={}, field=next(iter(given)), names=names), client)
+
+    def forget_names(self, asked: Asked) -> None:
+        """The engine core refused a request: what is known here about the names in it may be out of date."""
+        for name in asked.parts:
+            self.parts[name].forget_names()
+
+
+def is_refused(output: Any) -> bool:
+    """Whether a `RequestOutput` ended because the engine core could not take the request, for whatever reason."""
+    return output.finished and any(completion.finish_reason == "error" for completion in output.outputs)
+
+
+def reception_of(engine: Any) -> Reception:
+    """The reception of an `LLMEngine` or `AsyncLLM`."""
+    return vars(engine.input_processor).get(RECEPTION) or Reception()

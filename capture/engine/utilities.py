@@ -1,0 +1,124 @@
+"""Calls from a front end into its engine cores: ``EngineCore.headgate_call(part, method, args)``.
+
+It answers ``{"ok": plain}``, or ``{"error": {"field", "message"}}`` for a `RequestError`. Only plain values and bytes
+cross. With data parallelism every engine core has a state of its own, so each of them gets every call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from typing import Any
+
+from headgate.capture.engine.client_errors import as_client_error
+from headgate.capture.engine.request_seam import CoreCall, Operation, Result
+from headgate.capture.errors import EngineStateError, RequestError
+
+METHOD = "headgate_call"
+
+
+class Cores:
+    """The engine core behind an `LLM`; see `EngineCores`.
+
+    Args:
+        client: The `LLMEngine`'s: of a core in this process or in one of its own.
+        part: Whose methods are called.
+    """
+
+    num_engines = 1
+
+    def __init__(self, client: Any, part: str) -> None:
+        self._client = client
+        self._part = part
+
+    def call(self, method: str, args: Mapping[str, Any]) -> list[Any]:
+        """What the engine core answers, as a list of one.
+
+        Raises:
+            RequestError: As it refused.
+        """
+        core = getattr(self._client, "engine_core", None)  # in this process
+        if core is not None:
+            return [_read(core.headgate_call(self._part, method, dict(args)))]
+        return [_read(self._client.call_utility(METHOD, self._part, method, dict(args)))]
+
+    def run(self, operation: Operation[Result]) -> Result:
+        """As `EngineCores.run`."""
+        with as_client_error():
+            try:
+                call = next(operation)
+                while True:
+                    call = operation.send(self.call(call.method, call.args))
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+
+
+class AsyncCores:
+    """The engine cores behind an `AsyncLLM`; see `EngineCores`.
+
+    Args:
+        client: The `AsyncLLM`'s.
+        part: Whose methods are called.
+    """
+
+    def __init__(self, client: Any, part: str) -> None:
+        self._client = client
+        self._part = part
+
+    @property
+    def num_engines(self) -> int:
+        return len(self._client.core_engines)
+
+    async def call(
+        self, method: str, args: Mapping[str, Any], undo: tuple[str, Mapping[str, Any]] | None = None
+    ) -> list[Any]:
+        """What every engine core answers.
+
+        Raises:
+            RequestError: As one of them refused; those that did not refuse took it back with `undo`.
+            EngineStateError: If they could not.
+        """
+        engines = list(self._client.core_engines)
+        answers = await asyncio.gather(*(self._ask(engine, method, args) for engine in engines), return_exceptions=True)
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if not failures:
+            return answers
+        succeeded = [not isinstance(answer, BaseException) for answer in answers]
+        done = list(compress(engines, succeeded))
+        if undo is not None and done:
+            await self._take_back(done, method, undo)
+        raise failures[0]
+
+    async def run(self, operation: Operation[Result]) -> Result:
+        """As `EngineCores.run`."""
+        with as_client_error():
+            try:
+                call: CoreCall = next(operation)
+                while True:
+                    call = operation.send(await self.call(call.method, call.args, call.undo))
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+
+    async def _ask(self, engine: Any, method: str, args: Mapping[str, Any]) -> Any:
+        return _read(await self._client._call_utility_async(METHOD, self._part, method, dict(args), engine=engine))
+
+    async def _take_back(self, engines: Sequence[Any], method: str, undo: tuple[str, Mapping[str, Any]]) -> None:
+        answers = await asyncio.gather(*(self._ask(engine, *undo) for engine in engines), return_exceptions=True)
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failures:
+            raise EngineStateError(
+                f"{self._part}: {method} succeeded on {len(engines)} of {self.num_engines} engine cores and could not "
+                f"be taken back on {len(failures)} of them ({failures[0]}); they differ until it succeeds in all"
+            ) from failures[0]
+
+
+def _read(answer: Mapping[str, Any]) -> Any:
+    if (error := answer.get("error")) is not None:
+        raise request_error(error["field"], error["message"])
+    return answer["ok"]
+
+
+def request_error(field: str, message: str) -> RequestError:
+    """A `RequestError` as another process wrote it down: its text begins with the field, or does not."""
+    return RequestError(field, message.removeprefix(f"{field}: "))

@@ -1,0 +1,107 @@
+"""Steering where requests are made: entry point of the group ``headgate.requests``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from headgate.capture.consumer import ModelInfo
+from headgate.capture.engine.request_seam import Known, RequestPart, Wanted
+from headgate.capture.errors import RequestError
+from headgate.steering import flags
+from headgate.steering.compose import LIMIT, peak
+from headgate.steering.config import parse_config
+from headgate.steering.dtypes import StoredType
+from headgate.steering.handle import AsyncSteering, Steering
+from headgate.steering.memo import Memo
+from headgate.steering.parse import BASE, DECODE, MODULE_REF, NAME, PREFILL, read_modules, read_steering
+from headgate.steering.vectors import Steerable, SteeringSpec
+from headgate.steering.wire import to_wire
+
+FIELD_DOCS = {
+    BASE: "Vectors to add at prompt and generated positions: {hook: {layer: vector}}.",
+    PREFILL: "Vectors to add at prompt positions in addition.",
+    DECODE: "Vectors to add at generated positions in addition.",
+    NAME: "Registered modules to add, by name: a text, or a list of texts.",
+    MODULE_REF: "Registered modules to add, scaled: (name, scale), or a list of these.",
+}
+
+
+class SteeringReader:
+    """Implements `headgate.capture.engine.request_seam.RequestReader`.
+
+    Args:
+        steerable: The model and its limits.
+    """
+
+    def __init__(self, steerable: Steerable) -> None:
+        self.steerable = steerable
+        self._memo: Memo[Wanted | None] = Memo()
+
+    def read(self, values: Mapping[str, Any]) -> Wanted | None:
+        """Read the fields; the same objects with the same content are read once."""
+        if (found := self._memo.find(values)) is not None:
+            return found.result
+        spec = read_steering(values, self.steerable)
+        wanted = None
+        if spec is not None:
+            wanted = Wanted(wire=to_wire(spec), field=next(iter(values)), names=self.names(values), content=spec)
+        self._memo.keep(values, wanted)
+        return wanted
+
+    def names(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """The modules that are named, each with the field that names it."""
+        plain = {ref.name for ref in read_modules(values.get(NAME), None)}
+        refs = read_modules(values.get(NAME), values.get(MODULE_REF))
+        return {ref.name: NAME if ref.name in plain else MODULE_REF for ref in refs}
+
+    def check(self, wanted: Wanted, known: Known) -> None:
+        """Whether the modules exist, and the sums with them stay within the model's dtype."""
+        for name, field in wanted.names.items():
+            if name not in known:
+                registered = ", ".join(sorted(known)) or "none"
+                raise RequestError(field, f"unknown steering module {name!r}; registered: {registered}")
+        if isinstance(wanted.content, SteeringSpec):
+            self._check_sum(wanted.content, wanted.names, known)
+
+    def _check_sum(self, spec: SteeringSpec, fields: Mapping[str, str], known: Known) -> None:
+        limit = LIMIT[cast("StoredType", self.steerable.dtype)]
+        largest = max(peak(spec.prefill), peak(spec.decode))
+        for ref in spec.modules:
+            largest += abs(ref.scale) * known[ref.name]["peak"]
+            if not largest < limit:
+                raise RequestError(
+                    fields[ref.name],
+                    f"with module {ref.name!r}, the vectors times their scales reach {largest:.4g}; sums for a model "
+                    f"in {self.steerable.dtype} stay finite below {limit:.4g}: use smaller vectors or scales",
+                )
+
+
+def open_reader(section: Mapping[str, Any], model: ModelInfo) -> SteeringReader:
+    """The reader for an engine whose configuration has a ``steering`` section.
+
+    Raises:
+        ConfigError: If the section is wrong.
+    """
+    config = parse_config(section)
+    return SteeringReader(
+        config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)
+    )
+
+
+def open_requests() -> RequestPart:
+    """Steering's part in the front end."""
+    return RequestPart(
+        fields=FIELD_DOCS,
+        how_to_start=(
+            "Start it with --enable-steering, with headgate.steering.LLM(..., steering=True), or with "
+            "additional_config={'headgate': {'steering': {}}}"
+        ),
+        open=open_reader,
+        names_method="modules",
+        handle=lambda cores, reader: Steering(cores, reader.steerable),  # type: ignore[attr-defined]
+        async_handle=lambda cores, reader: AsyncSteering(cores, reader.steerable),  # type: ignore[attr-defined]
+        check_section=parse_config,
+        add_flags=flags.add_flags,
+        read_flags=flags.read_flags,
+    )
