@@ -8,6 +8,7 @@ rounds once, to the model's dtype, after the last sum.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,18 +130,22 @@ class PhaseVectors:
         """
         return weighted_sum([(self, scale)])
 
-    def packed(self) -> dict[str, Any]:
-        """The packed form of a request field, which is read back to equal vectors; `data` is bytes."""
+    def packed(self, *, as_text: bool = False) -> dict[str, Any]:
+        """The packed form of a request field, which is read back to equal vectors.
+
+        Args:
+            as_text: `data` is base64, for a JSON body, instead of bytes.
+        """
         ranks = {site: rank for rank, site in enumerate(self.sites)}
         rows, hooks = self.rows, {}
         for hook, layers in site_map(self.sites).items():
             layers = layers or [-1]
-            chosen = rows[[ranks[Site(layer, HookPoint(hook))] for layer in layers]]
+            chosen = rows[[ranks[Site(layer, HookPoint(hook))] for layer in layers]].tobytes()
             hooks[hook] = {
                 "dtype": self.dtype,
-                "shape": list(chosen.shape),
+                "shape": [len(layers), self.hidden_size],
                 "layer_indices": layers,
-                "data": chosen.tobytes(),
+                "data": base64.b64encode(chosen).decode("ascii") if as_text else chosen,
             }
         return hooks
 
