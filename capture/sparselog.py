@@ -28,6 +28,13 @@ class SparseLog:
 
     def error(self, text: str, *, cause: BaseException | None = None) -> None:
         """Log `text`, and the traceback of `cause`, unless something was logged a moment ago."""
+        self._log(logging.ERROR, text, cause)
+
+    def warning(self, text: str) -> None:
+        """Log `text`, unless something was logged a moment ago."""
+        self._log(logging.WARNING, text, None)
+
+    def _log(self, level: int, text: str, cause: BaseException | None) -> None:
         now = time.monotonic()
         with self._lock:
             if now < self._next_at:
@@ -36,4 +43,4 @@ class SparseLog:
             self._next_at = now + INTERVAL_S
             left_out, self._num_left_out = self._num_left_out, 0
         more = f" ({left_out} more since the last line)" if left_out else ""
-        logger.error("%s: %s%s", self._who, text, more, exc_info=cause)
+        logger.log(level, "%s: %s%s", self._who, text, more, exc_info=cause)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headgate.capture.engine import cli_flags, http, inputs, offline, online, opening, outputs, params, scheduler
+from headgate.capture.engine.core_patches import CORE_PATCHES
 from headgate.capture.engine.patching import Patch
 
 _INPUT = "vllm.v1.engine.input_processor"
@@ -13,18 +14,19 @@ _CHAT = "vllm.entrypoints.openai.chat_completion"
 _COMPLETION = "vllm.entrypoints.openai.completion"
 
 PATCHES = (
+    *CORE_PATCHES,
     Patch(
         module="vllm.sampling_params",
         target="SamplingParams.__repr__",
         wrap=params.short_repr,
-        why="logs and crash dumps print every request's parameters: not whole wire dicts, nor their keys",
+        why="logs and crash dumps print every request's parameters: not whole wire dicts, nor vectors",
         parameters=("self",),
     ),
     Patch(
         module="vllm.engine.arg_utils",
         target="EngineArgs.add_cli_args",
         wrap=cli_flags.add_cli_args,
-        why="adds --capture-consumers and --capture-sites to vLLM's own commands",
+        why="adds our flags (--capture-consumers, --enable-steering, ...) to vLLM's own commands",
         parameters=("parser",),
         only_refuses=True,
     ),
@@ -48,14 +50,14 @@ PATCHES = (
         module=_INPUT,
         target="InputProcessor.__init__",
         wrap=inputs.open_with_engine,
-        why="opens capture's front end with the engine's",
+        why="opens headgate's front end with the engine's",
         parameters=("self", "vllm_config"),
     ),
     Patch(
         module=_INPUT,
         target="InputProcessor.process_inputs",
         wrap=inputs.process_inputs,
-        why="writes what a request captures into what is sent to the engine; nothing else is captured",
+        why="writes what a request asks into what is sent to the engine; nothing else is captured or steered",
         parameters=("self", "request_id", "prompt", "params"),
     ),
     Patch(
@@ -167,7 +169,7 @@ PATCHES = (
         module=_SCHEDULER,
         target="Scheduler._free_request",
         wrap=scheduler.free_request,
-        why="notes a request's tokens and why it ended: the worker sees its id only",
+        why="notes a request's tokens and why it ended: the worker sees its id only; frees what `core` keeps for it",
         parameters=("self", "request"),
     ),
     Patch(
@@ -188,35 +190,42 @@ PATCHES = (
         module=f"{_COMPLETION}.protocol",
         target="CompletionRequest.to_sampling_params",
         wrap=http.to_sampling_params,
-        why="takes 'capture' from the body of /v1/completions",
+        why="takes our fields from the body of /v1/completions",
         parameters=("self", "max_tokens", "default_sampling_params"),
     ),
     Patch(
         module=f"{_CHAT}.protocol",
         target="ChatCompletionRequest.to_sampling_params",
         wrap=http.to_sampling_params,
-        why="takes 'capture' from the body of /v1/chat/completions",
+        why="takes our fields from the body of /v1/chat/completions",
         parameters=("self", "max_tokens", "default_sampling_params"),
     ),
     Patch(
         module="vllm.entrypoints.openai.responses.protocol",
         target="ResponsesRequest.to_sampling_params",
-        wrap=http.refuse_capture,
-        why="refuses 'capture' in the body of /v1/responses, which would be ignored",
+        wrap=http.to_sampling_params,
+        why="takes steering's fields from the body of /v1/responses; refuses 'capture', which would be ignored",
         parameters=("self", "default_max_tokens", "default_sampling_params"),
+    ),
+    Patch(
+        module="vllm.entrypoints.openai.responses.serving",
+        target="OpenAIServingResponses.create_responses",
+        wrap=http.create_responses,
+        why="checks those fields before a stream has begun, for a real HTTP 400",
+        parameters=("self", "request", "raw_request"),
     ),
     Patch(
         module=f"{_COMPLETION}.serving",
         target="OpenAIServingCompletion.create_completion",
         wrap=http.create_completion,
-        why="puts 'capture_results' into the response",
+        why="puts 'capture_results' into the response; looks up registered names before a stream has begun",
         parameters=("self", "request", "raw_request"),
     ),
     Patch(
         module=f"{_CHAT}.serving",
         target="OpenAIServingChat.create_chat_completion",
         wrap=http.create_chat_completion,
-        why="puts 'capture_results' into the response, and finds the messages of the chat for selectors",
+        why="the same, and finds the messages of the chat for selectors",
         parameters=("self", "request", "raw_request"),
     ),
 )

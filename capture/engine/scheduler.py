@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
-from headgate.capture.engine.params import WIRE_KEY
+from headgate.capture.engine import core
+from headgate.capture.engine.params import is_captured
 
 FINAL_ATTRIBUTE = "headgate_final"
 Final = tuple[int, list[int], str]
@@ -113,16 +114,19 @@ def _ends(scheduler: Any) -> RequestEnds:
 
 
 def free_request(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Scheduler._free_request``: note how a request of ours ended."""
+    """Wrap ``Scheduler._free_request``: note how a capturing request ended, and free what `core` keeps for any."""
 
     @wraps(original)
     def _free_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         params = request.sampling_params
-        if params is not None and params.extra_args and WIRE_KEY in params.extra_args:
+        if is_captured(params):
             status = str(request.get_finished_reason())
             final = (int(request.num_prompt_tokens), list(request.all_token_ids), status)
             _ends(self).end(request.request_id, final, is_decided=status == "abort" or not params.stop)
-        return original(self, request, *args, **kwargs)
+        result = original(self, request, *args, **kwargs)
+        if (seam := core.seam_of(self)) is not None:
+            seam.freed(request.request_id)
+        return result
 
     return _free_request
 
