@@ -1,4 +1,4 @@
-"""``make demo``: serve a chat model with stock vLLM, capture activations of real requests, show them, check them.
+"""``make demo``: serve a chat model with stock vLLM, capture activations of real requests, check them, steer with them.
 
 Usage, from the repository: ``.venv/bin/python -m examples.demo [--out FOLDER] [--dtype float32|bfloat16]``. Everything
 goes into ``demo-output/``. The exit status is 1 if a capture failed or differs from Hugging Face's activations.
@@ -13,11 +13,13 @@ import sys
 import time
 from pathlib import Path
 
-from examples.demo.account import console, section, show_check, show_files, show_requests
+from examples.demo.account import console, section, show_check, show_files, show_requests, show_steered
 from examples.demo.requests import ASKS, EVERY_HOOK, Answer, send_all
 from examples.demo.server import Server, ServerError
+from examples.demo.steer import LAYER, Steered, SteeringDemoError, steer
 from examples.model import ModelError, ensure_model
 from headgate.consumers.reader import open_captures
+from headgate.steering import files
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """Largest relative error of one vector: order of summation in fp32, 8 bits of mantissa in bf16."""
@@ -32,18 +34,18 @@ def main() -> int:
     try:
         model = ensure_model()
         return run(model, options.out, options.dtype)
-    except (ModelError, ServerError) as error:
+    except (ModelError, ServerError, SteeringDemoError) as error:
         console.print(f"[red]demo failed:[/red] {error}")
         return 1
 
 
 def run(model: Path, out: Path, dtype: str) -> int:
     """Serve, ask, show; returns the exit status."""
-    section("Serve", f"{model.name} in {dtype} with stock vLLM; every hook point of every layer can be captured")
+    section("Serve", f"{model.name} in {dtype} with stock vLLM; all of it can be captured and steered")
     captures = out / "captures"
     shutil.rmtree(captures, ignore_errors=True)
     captures.mkdir(parents=True)
-    answers = serve_and_ask(model, out, captures, dtype)
+    answers, steered = serve_and_ask(model, out, captures, dtype)
     folder = open_captures(captures)
     show_requests(answers)
     show_files(folder, captures)
@@ -53,7 +55,7 @@ def run(model: Path, out: Path, dtype: str) -> int:
     if failed:
         return 1
     from examples.demo.check import compare  # torch and transformers take seconds to import: not before they are needed
-    from examples.demo.picture import draw
+    from examples.demo.picture import draw, draw_moods
 
     section("Check", "the request 'capital' again in Hugging Face transformers, with forward hooks")
     errors = compare(model, folder["capital"], dtype)
@@ -61,16 +63,20 @@ def run(model: Path, out: Path, dtype: str) -> int:
     picture = out / "residual-stream.png"
     draw(folder["sea"], model, picture)
     section("Picture", f"{picture}: the residual stream of the request 'sea'")
-    return 0 if is_right else 1
+    section("Steer", f"a vector made from 24 captured prompts, added at {LAYER}.post_mlp; one batch, one strength each")
+    has_shifted = show_steered(steered)
+    draw_moods(steered, LAYER, out / "steering.png")
+    console.print(f"{out / 'steering.png'}: the same layer by layer; {out / 'joy.safetensors'}: the vector")
+    return 0 if is_right and has_shifted else 1
 
 
-def serve_and_ask(model: Path, out: Path, captures: Path, dtype: str) -> list[Answer]:
-    """Start the server, send the requests, stop the server."""
+def serve_and_ask(model: Path, out: Path, captures: Path, dtype: str) -> tuple[list[Answer], list[Steered]]:
+    """Start the server, send the requests, steer, stop the server."""
     capture = {
         "consumers": [{"name": "filesystem", "params": {"root": str(captures.resolve())}}],
         "sites": EVERY_HOOK,
     }
-    server = Server(model, capture=capture, dtype=dtype, log=out / "server.log")
+    server = Server(model, headgate={"capture": capture, "steering": {}}, dtype=dtype, log=out / "server.log")
     started = time.monotonic()
     with console.status("vllm serve is starting ..."), server:
         console.print(f"ready after {time.monotonic() - started:.0f} s at {server.url} (log: {server.log})")
@@ -78,10 +84,13 @@ def serve_and_ask(model: Path, out: Path, captures: Path, dtype: str) -> list[An
         asked = time.monotonic()
         answers = asyncio.run(send_all(server.url, model.name))
         took = time.monotonic() - asked
+        console.print("making a vector of 24 contrast prompts and steering with it ...")
+        vector, steered = asyncio.run(steer(server.url, model.name, captures))
     num_prompt = sum(answer.num_prompt_tokens for answer in answers)
     num_answer = sum(answer.num_answer_tokens for answer in answers)
     console.print(f"served {num_prompt} prompt tokens and {num_answer} answer tokens in {took:.1f} s")
-    return answers
+    files.save(out / "joy.safetensors", vector)
+    return answers, steered
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from examples.demo.requests import Answer
 
 if TYPE_CHECKING:
     from examples.demo.check import HookError
+    from examples.demo.steer import Steered
     from headgate.consumers.reader import CaptureFolder
 
 EXPLAINED = {
@@ -80,6 +81,20 @@ def show_check(errors: list[HookError], tolerance: float) -> bool:
     verdict = "[green]equal[/green]" if worst <= tolerance else "[red]NOT EQUAL[/red]"
     console.print(f"{verdict}: the largest relative error of a vector is {worst:.1e} (allowed: {tolerance:.0e})")
     return worst <= tolerance
+
+
+def show_steered(steered: list[Steered]) -> bool:
+    """The answers and where their last layer's stream lies; returns whether more strength always leads further."""
+    table = table_of(">strength", "answer", ">mood of the last layer")
+    for answer in steered:
+        strength = f"{answer.strength:+.0f}" if answer.strength else "unsteered"
+        table.add_row(strength, shorten(answer.text, 84), f"{answer.mood[-1]:+.2f}")
+    console.print(table)
+    moods = [answer.mood[-1] for answer in steered]
+    is_ordered = moods == sorted(moods)
+    verdict = "[green]more strength, more joy[/green]" if is_ordered else "[red]NOT IN ORDER[/red]"
+    console.print(f"{verdict}: 0 is the mean of the sad prompts there, 1 that of the glad ones")
+    return is_ordered
 
 
 def shorten(text: str, width: int = 52) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import AutoTokenizer
 
+from examples.demo.steer import Steered
 from headgate.consumers.reader import StoredCapture
 
 mpl.use("Agg")
@@ -29,6 +31,23 @@ def draw(capture: StoredCapture, model: Path, target: Path) -> None:
     figure.suptitle(f"Residual stream of one chat request, captured while vLLM served it: {model.name}", fontsize=14)
     draw_norms(figure, left, np.linalg.norm(stream.astype(np.float64), axis=-1), tokens, num_prompt)
     draw_similarity(figure, right, layer_similarity(stream[:, 1:].astype(np.float64)))
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
+def draw_moods(steered: Sequence[Steered], layer: int, target: Path) -> None:
+    """Draw `Steered.mood` of every answer, layer by layer, into the PNG file `target`."""
+    figure, axes = plt.subplots(figsize=(10, 5), layout="constrained", facecolor="white")
+    for answer in steered:
+        label = f"{answer.strength:+.0f}" if answer.strength else "unsteered"
+        axes.plot(range(layer, len(answer.mood)), answer.mood[layer:], marker="o", markersize=3, label=label)
+    for height, name in ((0.0, "sad prompts"), (1.0, "glad prompts")):
+        axes.axhline(height, color="grey", linewidth=0.8)
+        axes.text(layer, height, name, color="grey", va="bottom", fontsize=8)
+    axes.set_xlabel("layer (post_mlp)")
+    axes.set_ylabel("where the answer lies between both sets of prompts")
+    axes.set_title(f"One question, steered at layer {layer} with one vector in four strengths, in one batch")
+    axes.legend(title="strength")
     figure.savefig(target, dpi=110)
     plt.close(figure)
 

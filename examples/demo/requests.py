@@ -97,17 +97,17 @@ async def send_all(url: str, model: str) -> list[Answer]:
         return await asyncio.gather(*(send(client, model, ask) for ask in ASKS))
 
 
-async def send(client: AsyncOpenAI, model: str, ask: Ask) -> Answer:
-    """Send one chat request; capturing is one more field of its body."""
-    body: dict[str, Any] | None = None
+async def send(client: AsyncOpenAI, model: str, ask: Ask, steering: dict[str, Any] | None = None) -> Answer:
+    """Send one chat request; capturing and steering are more fields of its body."""
+    body = dict(steering or {})
     if ask.capture is not None:
-        body = {"capture": {"filesystem": {"request_id": ask.name, **ask.capture}}, "capture_wait": True}
+        body |= {"capture": {"filesystem": {"request_id": ask.name, **ask.capture}}, "capture_wait": True}
     response = await client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": ask.question}],
         max_tokens=ask.max_tokens,
         temperature=0.0,
-        extra_body=body,
+        extra_body=body or None,
     )
     assert response.usage is not None
     results = (response.model_extra or {}).get("capture_results") or {}

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server as a child process, with capture configured."""
+"""vLLM's OpenAI server as a child process, with headgate configured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Server:
         log: Everything it printed.
     """
 
-    def __init__(self, model: Path, *, capture: dict[str, Any], dtype: str, log: Path) -> None:
+    def __init__(self, model: Path, *, headgate: dict[str, Any], dtype: str, log: Path) -> None:
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
@@ -46,7 +46,7 @@ class Server:
             *("--block-size", "32"),  # what vLLM's CPU attention needs
             *("--shutdown-timeout", "20"),  # time to write what is still queued; vLLM's default is to kill at once
             "--enforce-eager",  # torch.compile works as well; it only takes longer to start
-            *("--additional-config", json.dumps({"headgate": {"capture": capture}})),
+            *("--additional-config", json.dumps({"headgate": headgate})),
         ]
 
     def __enter__(self) -> Server:

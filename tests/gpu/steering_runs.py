@@ -1,0 +1,99 @@
+"""One engine run per process, for the GPU tests of steering: ``python steering_runs.py MODE OUT.pt``.
+
+MODE is stock (no headgate), graphs (compiled, FULL CUDA graphs) or eager (the fused kernel). The last two serve the
+prompts once without steering and once with two of three requests steered, each by vectors of its own; with
+GPU_TEST_REPLAY the tokens of another run are the prompts, so that rows compare.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import engine_runs as base
+import numpy as np
+import torch
+
+LAYERS = (5, 17)
+HOOKS = ("pre_attn", "post_attn", "post_mlp")
+SEEN = {"post_mlp": [5, 17, 33], "final_norm": "all"}
+HIDDEN = 2560
+
+
+def is_steered(index: int) -> bool:
+    """Two of three requests are."""
+    return index % 3 != 0
+
+
+def vectors(index: int) -> dict[str, Any]:
+    """Vectors of one request, in both phases."""
+    rng = np.random.default_rng(index)
+    return {hook: {layer: rng.normal(0, 0.5, HIDDEN).astype(np.float32) for layer in LAYERS} for hook in HOOKS}
+
+
+def headgate() -> dict[str, Any]:
+    """Capture and steering together."""
+    config = base.headgate(SEEN)
+    config["headgate"]["steering"] = {"fire_counter": True}
+    return config
+
+
+def open_engine(mode: str) -> Any:
+    """`LLM` for `mode`; chunked prefill, prefix caching and async scheduling as vLLM's defaults have them."""
+    from vllm import LLM
+
+    return LLM(
+        base.MODEL,
+        load_format="dummy",
+        max_model_len=4096,
+        gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=8 << 30,  # fixed, so that several engines start on one GPU at once
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        enforce_eager=mode == "eager",
+        additional_config=headgate() if mode != "stock" else {},
+        seed=0,
+    )
+
+
+def params(index: int, *, steers: bool, max_tokens: int) -> Any:
+    """Greedy sampling; what the request captures and steers with."""
+    from headgate.capture import SamplingParams
+
+    return SamplingParams(
+        temperature=0,
+        ignore_eos=True,
+        detokenize=False,
+        max_tokens=max_tokens,
+        capture={"memory": {"hooks": SEEN}} if steers else None,
+        steering_vectors=vectors(index) if steers and is_steered(index) else None,
+    )
+
+
+def serve(llm: Any, *, steers: bool) -> list[dict[str, Any]]:
+    """All prompts in one batch."""
+    requests, max_tokens = base.prompts(), base.MAX_TOKENS
+    if replay := os.environ.get("GPU_TEST_REPLAY"):
+        recorded = torch.load(replay, weights_only=False)["steered"]
+        requests, max_tokens = [entry["prompt"] + entry["tokens"][:-1] for entry in recorded], 1
+    made = [params(index, steers=steers, max_tokens=max_tokens) for index in range(len(requests))]
+    return base.collect(llm.generate([{"prompt_token_ids": ids} for ids in requests], made, use_tqdm=False))
+
+
+def main() -> None:
+    """Serve one mode."""
+    mode, out = sys.argv[1], sys.argv[2]
+    started = time.perf_counter()
+    llm = open_engine(mode)
+    result: dict[str, Any] = {"start_s": time.perf_counter() - started, "plain": serve(llm, steers=False)}
+    if mode != "stock":
+        result["steered"] = serve(llm, steers=True)
+        result["stats"] = llm.collective_rpc("headgate_stats")
+    torch.save(result, out)
+    print("RAN", mode, f"start {result['start_s']:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
