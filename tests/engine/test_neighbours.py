@@ -1,6 +1,7 @@
 """Neighbours never pay: prefix-cache hits, tokens and logprobs of requests that ask for nothing are stock's.
 
 And what a capture needs of the prefix cache: all positions of the prompt are there, also after somebody else filled it.
+What steering needs of it is in `test_steering_cache`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from headgate.capture.sites import Site
+from headgate.capture.sites import HookPoint, Site
 from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import HFReference, relative_error
+from tests.engine.steering_cases import Tiers, sites_of, vectors
 from tests.engine.tiny_models import tiny_model
 
 BLOCK = 32
@@ -29,13 +31,23 @@ ENGINE: dict[str, Any] = {
     "enable_prefix_caching": True,
     "in_process": True,
 }
-CAPTURE = {"headgate": {"capture": {"consumers": [{"name": "memory"}], "sites": {"post_mlp": "all", "mlp_in": "all"}}}}
+SITES = {"post_mlp": "all", "mlp_in": "all"}
+HEADGATE = {"headgate": {"capture": {"consumers": [{"name": "memory"}], "sites": SITES}, "steering": {"sites": SITES}}}
+PLACES = sites_of(HookPoint.POST_MLP, HookPoint.MLP_IN)
+STEERING = {
+    "both phases": Tiers(base=vectors(PLACES, 1)),
+    "prefill": Tiers(prefill=vectors(PLACES, 2)),
+    "decode": Tiers(decode=vectors(PLACES, 3)),
+    "large": Tiers(base=vectors(PLACES, 4, 1e4)),
+}
 
 
-def sampling(capture: Any = None, **settings: Any) -> Any:
+def sampling(capture: Any = None, tiers: Tiers | None = None, **settings: Any) -> Any:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=8, **settings)
+    for name, value in tiers.fields().items() if tiers else ():
+        setattr(params, name, value)
     if capture is not None:
         params.capture = {"memory": {"hooks": {"post_mlp": [1]}, "positions": capture}}
     return params
@@ -68,7 +80,7 @@ def stock() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def llm(stock: Any) -> Any:
-    llm = start_llm(**{**ENGINE, "model": tiny_model("llama"), "additional_config": CAPTURE})
+    llm = start_llm(**{**ENGINE, "model": tiny_model("llama"), "additional_config": HEADGATE})
     yield llm
     stop_llm(llm)
 
@@ -96,6 +108,33 @@ def test_neighbours_of_a_capturing_request_get_stock_tokens_and_logprobs_bit_for
 
     assert [(output.outputs[0].token_ids, logprobs(output)) for output in outputs] == stock[: len(OTHERS)]
     assert outputs[0].capture_results["memory"].status == "ok"
+
+
+@pytest.mark.parametrize("tiers", STEERING.values(), ids=STEERING)
+def test_neighbours_of_a_steered_request_get_stock_tokens_and_logprobs_bit_for_bit(stock, llm, tiers):
+    steered = sampling(tiers=tiers, logprobs=3)
+
+    outputs = generate(llm, OTHERS, [steered, *(sampling(logprobs=3) for _ in OTHERS[1:])])
+
+    found = [(output.outputs[0].token_ids, logprobs(output)) for output in outputs]
+    assert found[1:] == stock[1 : len(OTHERS)]
+    assert found[0] != stock[0]
+
+
+def test_a_request_that_was_steered_leaves_nothing_to_the_next(stock, llm):
+    generate(llm, OTHERS, [sampling(tiers=tiers) for tiers in STEERING.values()])
+    llm.reset_prefix_cache()
+
+    assert plain_run(llm) == stock
+
+
+def test_neighbours_keep_their_hits_while_others_are_steered(llm):
+    generate(llm, [PROMPT], sampling())
+
+    *steered, plain = generate(llm, [PROMPT] * 5, [*(sampling(tiers=tiers) for tiers in STEERING.values()), sampling()])
+
+    assert plain.num_cached_tokens == CACHED
+    assert [output.num_cached_tokens for output in steered] == [0, 0, CACHED, 0]
 
 
 @pytest.mark.parametrize("positions", ["all", "all_prompt", [0], {"start": -5}])
