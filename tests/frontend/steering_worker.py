@@ -160,7 +160,8 @@ class SteeringWorker(FakeWorker):
             phase = int(generated >= 0)
             script = request.script
             token = request.prompt[position] if generated < 0 else script[min(generated, len(script) - 1)]
-            acting = repr((token, self._shared[phase], own[phase])).encode()
+            # Vectors that act alone act alike, whoever set them.
+            acting = repr((token, [key for key in (self._shared[phase], own[phase]) if key])).encode()
             chain.append(hashlib.blake2b(acting, key=chain[-1] if chain else b"", digest_size=16).digest())
         self._chains[req_id] = (self._shared, chain)
         return chain
