@@ -7,6 +7,7 @@ waits only while another holds what it waits for, and that one is in the schedul
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import wraps
 from importlib.metadata import entry_points
@@ -25,6 +26,9 @@ logger = logging.getLogger("headgate")
 CORE_GROUP = "headgate.core"
 CORE_SEAM = "_headgate_core"
 """Attribute of an ``EngineCore`` and of its scheduler; absent where no part is open."""
+
+_noted: weakref.ref[Any] | None = None
+"""The ``EngineCore`` of this process that is in its constructor."""
 
 
 class CoreSeam:
@@ -172,23 +176,40 @@ def seam_of(owner: Any) -> CoreSeam | None:
     return seam
 
 
-def open_with_core(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``EngineCore.__init__``: open the part that is configured, or refuse to start."""
+def note_core(core: Any) -> None:
+    """An ``EngineCore`` is in the middle of its constructor, where it has loaded plugins: `open_noted` opens it."""
+    global _noted
+    _noted = weakref.ref(core)
+
+
+def open_noted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``enable_envs_cache`` as ``EngineCore.__init__`` calls it, last: open what is configured, or refuse.
+
+    In a process of its own an engine core loads plugins inside its constructor, when it is too late to wrap that.
+    """
 
     @wraps(original)
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, vllm_config, *args, **kwargs)
-        found = entry_points(group=CORE_GROUP)
-        names = [name for name in sections(vllm_config) if name in found.names]
-        if not names:
-            return
-        try:
-            _open(self, names, found[names[0]].load())
-        except BaseException:
-            self.shutdown()
-            raise
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        global _noted
+        result = original(*args, **kwargs)
+        core, _noted = _noted() if _noted is not None else None, None
+        if core is not None:
+            _open_configured(core)
+        return result
 
-    return __init__
+    return wrapped
+
+
+def _open_configured(core: Any) -> None:
+    found = entry_points(group=CORE_GROUP)
+    names = [name for name in sections(core.vllm_config) if name in found.names]
+    if not names:
+        return
+    try:
+        _open(core, names, found[names[0]].load())
+    except BaseException:
+        core.shutdown()
+        raise
 
 
 def _open(core: Any, names: list[str], open_part: OpenCore) -> None:
@@ -210,12 +231,21 @@ def preprocess_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, request: Any) -> Any:
         seam = seam_of(self)
         if seam is None:
+            _check_unopened(request)
             return original(self, request)
         with as_client_error():
             seam.take(request)
         return seam.construct(lambda: original(self, request), request)
 
     return wrapped
+
+
+def _check_unopened(request: Any) -> None:
+    params = request.sampling_params
+    wire = (params.extra_args or {}).get(WIRE_KEY, {}) if params is not None else {}
+    asked = [name for name in entry_points(group=CORE_GROUP).names if name in wire] if wire else []
+    if asked:
+        raise AssertionError(f"request {request.request_id}: {', '.join(asked)} is not open in this engine core")
 
 
 def handle_client_request(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,10 +12,10 @@ _EXTRA_KEYS = ("request", "start_token_idx", "end_token_idx", "start_mm_idx")
 CORE_PATCHES = (
     Patch(
         module=_CORE,
-        target="EngineCore.__init__",
-        wrap=core.open_with_core,
-        why="opens what is configured for the engine core, or refuses to start",
-        parameters=("self", "vllm_config"),
+        target="enable_envs_cache",
+        wrap=core.open_noted,
+        why="the constructor of an engine core ends with it: opens what is configured there, or refuses to start",
+        parameters=(),
     ),
     Patch(
         module=_CORE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -15,6 +15,7 @@ from headgate.capture.engine.reception import Reception, is_refused, reception_o
 from headgate.capture.engine.requests import Ask
 from headgate.capture.engine.turns import LLMChat
 from headgate.capture.engine.wire import Asked, attach, refuse_made
+from headgate.capture.errors import RequestError
 
 _DESK = "_headgate_desk"
 
@@ -94,10 +95,12 @@ def add_request(original: Callable[..., Any]) -> Callable[..., Any]:
         before = _ids(self, request_id)
         try:
             result = original(self, request_id, prompt, attach(params, asked), *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             desk.forget(asked)
             # An engine core in this process refuses in the call, when the output processor already waits for it.
             self.abort_request([known for known in _ids(self, request_id) if known not in before], internal=True)
+            if isinstance(error, RequestError):
+                _explain(self, desk, [asked])
             raise
         if not asked.is_empty:
             desk.asks[request_id] = asked
@@ -155,15 +158,15 @@ def run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
             desk.is_run_by_llm = False
         if desk.finished:
             _collect(engine, desk, desk.front.config.result_timeout_s)
-        _explain(engine, desk)
+        refused, desk.refused = desk.refused, []
+        _explain(engine, desk, refused)
         return outputs
 
     return wrapped
 
 
-def _explain(engine: Any, desk: _Desk) -> None:
-    """Look up the registered names of requests that were refused."""
-    refused, desk.refused = desk.refused, []
+def _explain(engine: Any, desk: _Desk, refused: Iterable[Asked]) -> None:
+    """Look up the registered names of requests that the engine core refused: it may be for one that is gone."""
     for asked in refused:
         desk.reception.forget_names(asked)
         with as_client_error():

@@ -10,6 +10,7 @@ from typing import Any
 from headgate.capture.config import CaptureConsumersConfig
 from headgate.capture.consumer import CaptureConsumer
 from headgate.capture.driver import open_drivers
+from headgate.capture.engine.core import note_core
 from headgate.capture.engine.frontend import FrontEnd
 from headgate.capture.engine.logs import speak_through_vllm
 from headgate.capture.engine.reception import OpenPart
@@ -130,6 +131,7 @@ def initialize_kv_caches(original: Callable[..., Any]) -> Callable[..., Any]:
         check_servable(vllm_config)
         if sections(vllm_config):
             self.model_executor.collective_rpc("headgate_stats")
+            note_core(self)
         return original(self, vllm_config, *args, **kwargs)
 
     return wrapped
