@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from importlib.metadata import PathDistribution
 from pathlib import Path
 from types import ModuleType
@@ -18,15 +19,16 @@ import pytest
 
 from examples import model
 from headgate.consumers.reader import open_captures
+from headgate.steering import load
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def run_example(*arguments: str) -> str:
+def run_example(*arguments: str, cwd: Path = ROOT) -> str:
     """What a program of the repository prints; it must end well."""
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        [sys.executable, *arguments], cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -38,7 +40,14 @@ def test_the_demo_captures_what_hugging_face_computes(model_dir: Path, tmp_path:
 
     assert "equal" in printed
     assert (tmp_path / "residual-stream.png").read_bytes().startswith(b"\x89PNG")
-    found = {capture.name: capture for capture in open_captures(tmp_path / "captures")}
+    assert "more strength, more joy" in printed
+    assert (tmp_path / "steering.png").read_bytes().startswith(b"\x89PNG")
+    assert load(tmp_path / "joy.safetensors").vectors is not None
+    captures = open_captures(tmp_path / "captures")
+    assert Counter(capture.tag for capture in captures) >= Counter(
+        {"contrast-glad": 12, "contrast-sad": 12, "steered": 4}
+    )
+    found = {capture.name: capture for capture in captures if capture.tag in ("default", "probe")}
     assert sorted(found) == ["branches", "capital", "every-fourth", "probe-fire", "probe-japan", "sea", "user-turn"]
     assert len(found["capital"].sites) == 6 * 30 + 1
     assert found["every-fourth"].positions.tolist() == list(range(0, found["every-fourth"].positions[-1] + 1, 4))
@@ -54,6 +63,17 @@ def test_the_quickstart_writes_what_it_reads_back(model_dir: Path, tmp_path: Pat
         assert repr(capture) in printed
         assert [site.name for site in capture.sites] == ["10.post_mlp", "20.post_mlp", "29.post_mlp"]
         assert capture["20.resid_post"].shape == (capture.num_rows, 576)
+
+
+@pytest.mark.engine
+def test_the_loop_in_one_script_moves_the_answer_along_the_vector(model_dir: Path, tmp_path: Path) -> None:
+    printed = run_example(str(ROOT / "examples/steer.py"), str(model_dir), cwd=tmp_path)
+
+    along = [float(found) for found in re.findall(r"joy at layer 20: +([+-][0-9.]+)", printed)]
+    assert len(along) == 4
+    assert along == sorted(along)
+    assert load(tmp_path / "joy.safetensors").vectors is not None
+    assert len((ROOT / "examples/steer.py").read_text().splitlines()) < 60
 
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL), ids=lambda text: text[:30])

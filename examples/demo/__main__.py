@@ -63,7 +63,7 @@ def run(model: Path, out: Path, dtype: str) -> int:
     picture = out / "residual-stream.png"
     draw(folder["sea"], model, picture)
     section("Picture", f"{picture}: the residual stream of the request 'sea'")
-    section("Steer", f"a vector made from 24 captured prompts, added at {LAYER}.post_mlp; one batch, one strength each")
+    section("Steer", f"a vector made from 24 captured prompts, added at {LAYER}.post_mlp; all in one batch")
     has_shifted = show_steered(steered)
     draw_moods(steered, LAYER, out / "steering.png")
     console.print(f"{out / 'steering.png'}: the same layer by layer; {out / 'joy.safetensors'}: the vector")

@@ -26,6 +26,9 @@ EXPLAINED = {
     "final_norm": "into the LM head",
 }
 
+SEEN_AT = 20
+"""Layer at which the effect of steering is shown."""
+
 console = Console(width=None if sys.stdout.isatty() else 118, highlight=False)
 
 
@@ -53,11 +56,13 @@ def show_requests(answers: list[Answer]) -> None:
 
 
 def show_files(folder: CaptureFolder, root: Path) -> None:
-    """What lies on the disk now, as the reader sees it."""
+    """What the requests of `show_requests` left on the disk, as the reader sees it."""
     section("Files", f"under {root}, read back with open_captures()")
     table = table_of("file", ">sites", ">rows", "dtype", ">size")
     num_vectors = num_bytes = 0
     for capture in folder:
+        if capture.tag.startswith(("contrast", "steered")):
+            continue
         name = Path(capture.paths[0]).relative_to(root.resolve())
         if capture.layout == "raw":
             name = name.parent / "*"
@@ -85,15 +90,15 @@ def show_check(errors: list[HookError], tolerance: float) -> bool:
 
 def show_steered(steered: list[Steered]) -> bool:
     """The answers and where their last layer's stream lies; returns whether more strength always leads further."""
-    table = table_of(">strength", "answer", ">mood of the last layer")
+    table = table_of(">strength", "answer", f">mood at layer {SEEN_AT}")
     for answer in steered:
         strength = f"{answer.strength:+.0f}" if answer.strength else "unsteered"
-        table.add_row(strength, shorten(answer.text, 84), f"{answer.mood[-1]:+.2f}")
+        table.add_row(strength, shorten(answer.text, 78), f"{answer.mood[SEEN_AT]:+.2f}")
     console.print(table)
-    moods = [answer.mood[-1] for answer in steered]
+    moods = [answer.mood[SEEN_AT] for answer in steered]
     is_ordered = moods == sorted(moods)
     verdict = "[green]more strength, more joy[/green]" if is_ordered else "[red]NOT IN ORDER[/red]"
-    console.print(f"{verdict}: 0 is the mean of the sad prompts there, 1 that of the glad ones")
+    console.print(f"{verdict}: there, 0 is the mean of the sad prompts and 1 that of the glad ones")
     return is_ordered
 
 

@@ -99,7 +99,9 @@ def contrast_asks() -> list[Ask]:
 def steered_asks() -> list[tuple[float, Ask]]:
     """The same question once for each strength; wanted is the stream of the answer."""
     capture = {**EVERY_LAYER, "positions": "all_generated", "tag": "steered"}
-    return [(s, Ask(f"steered-{s:+.0f}", QUESTION, "post_mlp, the answer", capture, 32)) for s in STRENGTHS]
+    names = (f"steered-{number}" for number in range(len(STRENGTHS)))
+    asks = (Ask(name, QUESTION, "post_mlp, the answer", capture, max_tokens=32) for name in names)
+    return list(zip(STRENGTHS, asks, strict=True))
 
 
 def steered_by(vector: PhaseVectors, strength: float) -> dict[str, Any]:
