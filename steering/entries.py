@@ -79,8 +79,8 @@ def entries(value: object, hook: HookPoint, steerable: Steerable, where: str) ->
         rank = _known(ranks[layer], layer, hook, steerable, inner)
         scale = 1.0
         if isinstance(given, Mapping):
-            given, scale = _with_scale(given, inner)
-        row, dtype = _vector(given, hidden, inner)
+            given, scale = split_scale(given, inner)
+        row, dtype = read_vector(given, hidden, inner)
         yield Entry(rank, row, dtype, scale, inner)
 
 
@@ -121,13 +121,23 @@ def _known(rank: int, layer: int, hook: HookPoint, steerable: Steerable, where: 
     return rank
 
 
-def _with_scale(given: Mapping[Any, Any], where: str) -> tuple[object, float]:
+def split_scale(given: Mapping[Any, Any], where: str) -> tuple[object, float]:
+    """The vector and the scale of ``{"vector": ..., "scale": number}``.
+
+    Raises:
+        RequestError: If it is another object, or the scale no finite number.
+    """
     if "vector" not in given or not set(given) <= {"vector", "scale"}:
         raise RequestError(where, f"expected the keys 'vector' and 'scale', got {shown(list(given))}")
     return given["vector"], check_scale(given.get("scale", 1.0), f"{where}.scale")
 
 
-def _vector(value: object, hidden: int, where: str) -> tuple[Rows, StoredType]:
+def read_vector(value: object, hidden: int, where: str) -> tuple[Rows, StoredType]:
+    """A list, an array or a tensor of `hidden` numbers as a row in a stored type; float64 and lists become float32.
+
+    Raises:
+        RequestError: If it is something else.
+    """
     if isinstance(value, np.ndarray):
         return _array(value, hidden, where)
     if isinstance(value, list | tuple):

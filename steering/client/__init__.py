@@ -1,0 +1,49 @@
+"""A small client of servers with headgate: steering, named modules and captured results, typed.
+
+Needs neither vLLM nor torch, only headgate's own packages and httpx (``pip install 'headgate[client]'``)::
+
+    from headgate.steering.client import Client
+
+    with Client("http://localhost:8000", steering_key="...") as client:
+        client.register("calm", path="calm.safetensors")
+        print(client.chat("Hello", steering_module_ref=("calm", 1.5), max_tokens=40).text)
+
+The openai client takes the same fields through `extra_body`::
+
+    openai_client.chat.completions.create(..., extra_body=extra_body(steering_vectors={"post_mlp": {12: direction}}))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headgate.capture.errors import RequestError
+from headgate.capture.results import CaptureResult
+from headgate.steering.client.answers import Answer, Choice, GlobalUpdate, ServerError
+from headgate.steering.client.calls import packed_fields
+from headgate.steering.client.http import AsyncClient, Client
+
+__all__ = [
+    "Answer",
+    "AsyncClient",
+    "CaptureResult",
+    "Choice",
+    "Client",
+    "GlobalUpdate",
+    "RequestError",
+    "ServerError",
+    "extra_body",
+]
+
+
+def extra_body(**fields: Any) -> dict[str, Any]:
+    """The fields of a request for another client's JSON body, with vectors packed as base64.
+
+    Args:
+        fields: ``steering_vectors``, ``prefill_steering_vectors``, ``decode_steering_vectors`` as arrays, tensors or
+            `PhaseVectors`, and any others, which stay as they are.
+
+    Raises:
+        RequestError: If vectors cannot be read.
+    """
+    return packed_fields(fields, as_text=True)

@@ -1,0 +1,128 @@
+"""What the server answers, typed. Fields that a newer server adds are kept in `raw`, or passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headgate.capture.errors import HeadgateError
+from headgate.capture.results import CaptureResult
+
+Captures = dict[str, CaptureResult]
+"""Results by consumer. With ``n > 1`` a payload is a list, one item for each sample."""
+
+
+class ServerError(HeadgateError):
+    """The server refused a call, or failed.
+
+    Attributes:
+        status: The HTTP status; 400 if the request is wrong, 401 and 403 if a key is missing or wrong. None for an
+            error that came in the middle of a stream.
+        field: The part of the body that is wrong, such as ``steering_vectors.post_mlp.3``; None if it is not known.
+    """
+
+    def __init__(self, message: str, *, status: int | None, field: str | None) -> None:
+        super().__init__(f"{message} (HTTP {status})" if status else message)
+        self.status = status
+        self.field = field
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the answers to a prompt.
+
+    Attributes:
+        index: Its place; with several prompts, those of the first prompt come first.
+        text: What was generated.
+        finish_reason: ``stop``, ``length``, ...; None in a chunk of a stream that goes on.
+        raw: The choice as the server sent it.
+    """
+
+    index: int
+    text: str
+    finish_reason: str | None
+    raw: dict[str, Any]
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion, or a chunk of one that is streamed.
+
+    Attributes:
+        id: The server's name for the request.
+        model: Who answered.
+        choices: None of them in the last chunk of a stream that captured.
+        captures: What was captured, for each prompt; None for a prompt without.
+        raw: The whole answer as the server sent it.
+    """
+
+    id: str
+    model: str
+    choices: tuple[Choice, ...]
+    captures: tuple[Captures | None, ...]
+    raw: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """What was generated first; empty if there is no choice."""
+        return self.choices[0].text if self.choices else ""
+
+    @property
+    def capture_results(self) -> Captures:
+        """What was captured from the one prompt.
+
+        Raises:
+            ValueError: If there were several, or none that captured.
+        """
+        if len(self.captures) != 1 or self.captures[0] is None:
+            raise ValueError(f"expected the results of one prompt, there are {len(self.captures)}; see `captures`")
+        return self.captures[0]
+
+
+def read_answer(document: Mapping[str, Any]) -> Answer:
+    """An answer, or a chunk, of /v1/completions or /v1/chat/completions.
+
+    Raises:
+        msgspec.ValidationError: If it is none.
+    """
+    return Answer(
+        id=msgspec.convert(document.get("id"), str),
+        model=msgspec.convert(document.get("model"), str),
+        choices=tuple(_choice(choice) for choice in msgspec.convert(document.get("choices"), list[dict[str, Any]])),
+        captures=_captures(document.get("capture_results")),
+        raw=dict(document),
+    )
+
+
+def _choice(document: dict[str, Any]) -> Choice:
+    message = document.get("message") or document.get("delta") or {}
+    return Choice(
+        index=document["index"],
+        text=document.get("text") or message.get("content") or "",
+        finish_reason=document.get("finish_reason"),
+        raw=document,
+    )
+
+
+def _captures(document: Any) -> tuple[Captures | None, ...]:
+    if document is None:
+        return ()
+    listed = document if isinstance(document, list) else [document]
+    return tuple(msgspec.convert(listed, list[Captures | None]))
+
+
+class GlobalUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """What a change of the global vectors touched.
+
+    Attributes:
+        hook_points: In the order of the request.
+        layers_updated: Ascending.
+    """
+
+    hook_points: tuple[str, ...] = ()
+    layers_updated: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, document: Any) -> GlobalUpdate:
+        """From the server's answer."""
+        return msgspec.convert(document, cls)

@@ -1,0 +1,229 @@
+"""Every call of the client as a value: what is sent, and how the answer is read. No transport.
+
+The synchronous and the asynchronous client send the same calls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from headgate.steering.client.answers import (
+    Answer,
+    GlobalUpdate,
+    ServerError,
+    read_answer,
+)
+from headgate.steering.client.packing import pack
+from headgate.steering.files import load
+from headgate.steering.parse import BASE, DECODE, MODULE_FIELDS, PREFILL
+
+T = TypeVar("T")
+
+KEY_HEADER = "X-Headgate-Key"
+MSGPACK = "application/msgpack"
+
+_VECTORS = (BASE, PREFILL, DECODE, *MODULE_FIELDS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """Where the server is, and what it asks for.
+
+    Attributes:
+        url: Its address; a ``/v1`` at the end is allowed.
+        api_key: The server's ``--api-key``.
+        steering_key: One of its ``HEADGATE_STEERING_KEYS``.
+        capture_key: One of its ``HEADGATE_CAPTURE_KEYS``.
+        is_binary: Send bodies as msgpack, with vectors as raw bytes. The server needs ``VLLM_PLUGINS=headgate``.
+    """
+
+    url: str
+    api_key: str | None = None
+    steering_key: str | None = None
+    capture_key: str | None = None
+    is_binary: bool = False
+
+    def target(self, path: str) -> str:
+        """The whole address of a route."""
+        return self.url.rstrip("/").removesuffix("/v1") + path
+
+    def encode(self, body: Mapping[str, Any]) -> tuple[bytes, str]:
+        """A body as bytes, and their content type."""
+        if self.is_binary:
+            return msgspec.msgpack.encode(body), MSGPACK
+        return msgspec.json.encode(body), "application/json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call(Generic[T]):
+    """One call.
+
+    Attributes:
+        path: Below the server's address.
+        body: What is posted; None to get.
+        read: The typed answer from the decoded one.
+        key: Sent beside the API key, if any.
+    """
+
+    path: str
+    body: Mapping[str, Any] | None
+    read: Callable[[Any], T]
+    key: str | None = None
+
+
+def request(access: Access, call: Call[T]) -> dict[str, Any]:
+    """A call as keyword arguments of ``httpx.Client.build_request``."""
+    headers = {"Accept": "application/json, text/event-stream"}
+    if access.api_key is not None:
+        headers["Authorization"] = f"Bearer {access.api_key}"
+    if call.key is not None:
+        headers[KEY_HEADER] = call.key
+    if call.body is None:
+        return {"method": "GET", "url": access.target(call.path), "headers": headers}
+    content, headers["Content-Type"] = access.encode(call.body)
+    return {"method": "POST", "url": access.target(call.path), "headers": headers, "content": content}
+
+
+def answer(call: Call[T], status: int, content: bytes) -> T:
+    """The typed answer.
+
+    Raises:
+        ServerError: If the server refused the call, or failed, or its answer is not what it should be.
+    """
+    if not 200 <= status < 300:
+        raise _error(status, content)
+    try:
+        return call.read(json.loads(content))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServerError(f"{call.path}: cannot read the answer: {error!r}", status=status, field=None) from error
+
+
+def event(line: str) -> Answer | None:
+    """What one line of a stream says; None for lines between chunks, and for the end.
+
+    Raises:
+        ServerError: If it is an error.
+    """
+    name, _, text = line.partition(":")
+    text = text.strip()
+    if name != "data" or text in ("", "[DONE]"):
+        return None
+    document = json.loads(text)
+    if "error" in document:
+        raise _told(document["error"], None)
+    return read_answer(document)
+
+
+def _error(status: int, content: bytes) -> ServerError:
+    try:
+        document = json.loads(content)
+        return _told(document.get("error", document), status)
+    except (ValueError, AttributeError):
+        return ServerError(content[:1000].decode("utf-8", "replace") or "no reason given", status=status, field=None)
+
+
+def _told(error: Any, status: int | None) -> ServerError:
+    if not isinstance(error, Mapping):
+        return ServerError(str(error), status=status, field=None)
+    field = error.get("param")
+    text = error.get("message") or error.get("detail") or json.dumps(dict(error))
+    return ServerError(str(text), status=status, field=field if isinstance(field, str) else None)
+
+
+def packed_fields(fields: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """The fields of a body, with every field of vectors packed; those that are None are left out.
+
+    Raises:
+        RequestError: If vectors cannot be read.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    for name in _VECTORS:
+        if name in given:
+            given[name] = pack(given[name], name, as_text=as_text)
+    return given
+
+
+def generation(access: Access, path: str, model: str, fields: Mapping[str, Any], *, stream: bool) -> Call[Answer]:
+    """A call of /v1/completions or /v1/chat/completions."""
+    body = {"model": model, **packed_fields(fields, as_text=not access.is_binary)}
+    if stream:
+        body["stream"] = True
+    return Call(path=path, body=body, read=read_answer, key=access.capture_key if "capture" in body else None)
+
+
+def completion(access: Access, model: str, prompt: Any, fields: Mapping[str, Any], *, stream: bool) -> Call[Answer]:
+    """A completion of `prompt`."""
+    return generation(access, "/v1/completions", model, {"prompt": prompt, **fields}, stream=stream)
+
+
+def chat(access: Access, model: str, messages: Any, fields: Mapping[str, Any], *, stream: bool) -> Call[Answer]:
+    """The next message of a conversation; a text is the user's first."""
+    told = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    return generation(access, "/v1/chat/completions", model, {"messages": told, **fields}, stream=stream)
+
+
+class Generation(Protocol):
+    """`completion` or `chat`."""
+
+    def __call__(
+        self, access: Access, model: str, subject: Any, fields: Mapping[str, Any], /, *, stream: bool
+    ) -> Call[Answer]:
+        """The call for a prompt or a conversation."""
+        ...
+
+
+def models() -> Call[str]:
+    """The name of the served model."""
+    return Call(path="/v1/models", body=None, read=lambda document: str(document["data"][0]["id"]))
+
+
+def set_global(access: Access, tiers: tuple[Any, Any, Any], *, replace: bool) -> Call[GlobalUpdate]:
+    """Set global vectors."""
+    body = {**_tiers(access, tiers), "replace": replace}
+    return Call(path="/v1/steering/set", body=body, read=GlobalUpdate.read, key=access.steering_key)
+
+
+def clear_global(access: Access) -> Call[GlobalUpdate]:
+    """Take all global vectors away."""
+    return Call(path="/v1/steering/clear", body={}, read=GlobalUpdate.read, key=access.steering_key)
+
+
+def register(access: Access, name: str, tiers: tuple[Any, Any, Any], path: str | os.PathLike[str] | None) -> Call[None]:
+    """Register a module, from vectors or from a file that lies here.
+
+    Raises:
+        ValueError: If both are given.
+    """
+    if path is not None:
+        if any(tier is not None for tier in tiers):
+            raise ValueError("register takes vectors or a path, not both")
+        file = load(path)
+        tiers = (file.vectors, file.prefill_vectors, file.decode_vectors)
+    body = {"name": name, **_tiers(access, tiers)}
+    return Call(path="/v1/steering/modules/register", body=body, read=_nothing, key=access.steering_key)
+
+
+def unregister(access: Access, name: str) -> Call[None]:
+    """Forget a module."""
+    return Call(path="/v1/steering/modules/unregister", body={"name": name}, read=_nothing, key=access.steering_key)
+
+
+def modules() -> Call[list[str]]:
+    """The names of the registered modules."""
+    return Call(
+        path="/v1/steering/modules", body=None, read=lambda document: msgspec.convert(document["modules"], list[str])
+    )
+
+
+def _tiers(access: Access, tiers: tuple[Any, Any, Any]) -> dict[str, Any]:
+    return packed_fields(dict(zip(MODULE_FIELDS, tiers, strict=True)), as_text=not access.is_binary)
+
+
+def _nothing(document: Any) -> None:
+    return None

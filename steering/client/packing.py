@@ -1,0 +1,86 @@
+"""Vectors as they travel: every form that a field accepts, brought into the packed one. Knows no server and no model.
+
+What only the server can judge (the width, the layers there are, what can be steered) is left to it.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from headgate.capture.errors import RequestError
+from headgate.capture.sites import HookPoint, parse_hook
+from headgate.steering.dtypes import Rows, StoredType, widen
+from headgate.steering.entries import read_vector, shown, split_scale
+from headgate.steering.vectors import PhaseVectors
+
+Packed = dict[str, Any]
+
+
+def pack(vectors: Any, field: str, *, as_text: bool) -> Packed:
+    """One tier of vectors, packed by hook point.
+
+    Args:
+        vectors: `PhaseVectors`, or ``{hook: {layer: vector}}`` with a vector as a list, an array, a tensor or
+            ``{"vector": ..., "scale": number}``. A hook point that is packed already stays as it is.
+        field: Its name, for errors.
+        as_text: The bytes become base64, for a JSON body.
+
+    Raises:
+        RequestError: If it cannot be read; the message names the vector.
+    """
+    if isinstance(vectors, PhaseVectors):
+        return vectors.packed(as_text=as_text)
+    if not isinstance(vectors, Mapping):
+        raise RequestError(field, f"expected PhaseVectors or an object of hook point to vectors, got {shown(vectors)}")
+    return {name: _pack_hook(given, name, f"{field}.{name}", as_text) for name, given in vectors.items()}
+
+
+def _pack_hook(given: Any, name: Any, where: str, as_text: bool) -> Packed:
+    if isinstance(given, Mapping) and "data" in given:
+        data = given["data"]
+        return {**given, "data": _travelling(data, as_text) if isinstance(data, bytes | bytearray) else data}
+    is_layered = isinstance(given, Mapping) and "vector" not in given
+    if parse_hook(name, where) is HookPoint.FINAL_NORM and not is_layered:
+        given = {-1: given}
+    if not isinstance(given, Mapping) or not given:
+        raise RequestError(where, f"expected a non-empty object of layer to vector, got {shown(given)}")
+    rows, scales = [], []
+    for layer, vector in given.items():
+        inner = f"{where}.{layer}"
+        vector, scale = split_scale(vector, inner) if isinstance(vector, Mapping) else (vector, 1.0)
+        rows.append(read_vector(vector, _width(vector, inner), inner))
+        scales.append(scale)
+    data, dtype, width = _stack(rows, where)
+    document: Packed = {
+        "dtype": dtype,
+        "shape": [len(rows), width],
+        "layer_indices": list(given),
+        "data": _travelling(data, as_text),
+    }
+    return {**document, "scales": scales} if any(scale != 1 for scale in scales) else document
+
+
+def _width(vector: Any, where: str) -> int:
+    try:
+        return len(vector)
+    except TypeError:
+        raise RequestError(where, f"expected a list of numbers, an array or a tensor, got {shown(vector)}") from None
+
+
+def _stack(rows: list[tuple[Rows, StoredType]], where: str) -> tuple[bytes, StoredType, int]:
+    """The rows one after the other, in their own type if they share one, else in float32."""
+    widths = sorted({len(row) for row, _ in rows})
+    if len(widths) != 1 or widths[0] == 0:
+        raise RequestError(where, f"expected vectors of one width, got the widths {widths}")
+    types = {dtype for _, dtype in rows}
+    if len(types) == 1:
+        return b"".join(row.tobytes() for row, _ in rows), types.pop(), widths[0]
+    return b"".join(np.asarray(widen(row, dtype), "<f4").tobytes() for row, dtype in rows), "float32", widths[0]
+
+
+def _travelling(data: bytes | bytearray, as_text: bool) -> str | bytes:
+    return base64.b64encode(data).decode("ascii") if as_text else bytes(data)
