@@ -19,9 +19,10 @@ from typing import Any
 
 from headgate.capture.errors import RequestError
 from headgate.capture.results import CaptureResult
-from headgate.steering.client.answers import Answer, Choice, GlobalUpdate, ServerError
+from headgate.steering.client.answers import Answer, Choice, GlobalUpdate, Layers, ServerError
 from headgate.steering.client.calls import packed_fields
 from headgate.steering.client.http import AsyncClient, Client
+from headgate.steering.operations import ModuleStatus, SteeringStatus
 
 __all__ = [
     "Answer",
@@ -30,8 +31,11 @@ __all__ = [
     "Choice",
     "Client",
     "GlobalUpdate",
+    "Layers",
+    "ModuleStatus",
     "RequestError",
     "ServerError",
+    "SteeringStatus",
     "extra_body",
 ]
 

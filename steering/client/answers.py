@@ -9,6 +9,7 @@ import msgspec
 
 from headgate.capture.errors import HeadgateError
 from headgate.capture.results import CaptureResult
+from headgate.steering.operations import SteeringStatus
 
 Captures = dict[str, CaptureResult]
 """Results by consumer. With ``n > 1`` a payload is a list, one item for each sample."""
@@ -112,17 +113,39 @@ def _captures(document: Any) -> tuple[Captures | None, ...]:
 
 
 class GlobalUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a change of the global vectors touched.
+    """What a change of the global vectors named.
 
     Attributes:
         hook_points: In the order of the request.
         layers_updated: Ascending.
     """
 
-    hook_points: tuple[str, ...] = ()
-    layers_updated: tuple[int, ...] = ()
+    hook_points: tuple[str, ...]
+    layers_updated: tuple[int, ...]
 
-    @classmethod
-    def read(cls, document: Any) -> GlobalUpdate:
-        """From the server's answer."""
-        return msgspec.convert(document, cls)
+
+class Layers(msgspec.Struct, frozen=True, kw_only=True):
+    """What can be steered.
+
+    Attributes:
+        hook_points: Layers of each; the final norm has none.
+        num_layers: Decoder layers of the model.
+        hidden_size: Values of a vector.
+        dtype: Of the model: what sums of vectors are rounded to.
+        max_vectors_per_request: One for each site and phase, counted once if both phases are alike.
+    """
+
+    hook_points: dict[str, list[int]]
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    max_vectors_per_request: int
+
+
+def read_status(document: Mapping[str, Any]) -> SteeringStatus:
+    """The answer of /v1/steering.
+
+    Raises:
+        msgspec.ValidationError: If it is none.
+    """
+    return msgspec.convert({**document, "shared": document.get("global")}, SteeringStatus)

@@ -16,11 +16,14 @@ import msgspec
 from headgate.steering.client.answers import (
     Answer,
     GlobalUpdate,
+    Layers,
     ServerError,
     read_answer,
+    read_status,
 )
 from headgate.steering.client.packing import pack
 from headgate.steering.files import load
+from headgate.steering.operations import ModuleStatus, SteeringStatus
 from headgate.steering.parse import BASE, DECODE, MODULE_FIELDS, PREFILL
 
 T = TypeVar("T")
@@ -186,15 +189,17 @@ def models() -> Call[str]:
 def set_global(access: Access, tiers: tuple[Any, Any, Any], *, replace: bool) -> Call[GlobalUpdate]:
     """Set global vectors."""
     body = {**_tiers(access, tiers), "replace": replace}
-    return Call(path="/v1/steering/set", body=body, read=GlobalUpdate.read, key=access.steering_key)
+    return Call(path="/v1/steering/set", body=body, read=_reader(GlobalUpdate), key=access.steering_key)
 
 
-def clear_global(access: Access) -> Call[GlobalUpdate]:
+def clear_global(access: Access) -> Call[None]:
     """Take all global vectors away."""
-    return Call(path="/v1/steering/clear", body={}, read=GlobalUpdate.read, key=access.steering_key)
+    return Call(path="/v1/steering/clear", body={}, read=_nothing, key=access.steering_key)
 
 
-def register(access: Access, name: str, tiers: tuple[Any, Any, Any], path: str | os.PathLike[str] | None) -> Call[None]:
+def register(
+    access: Access, name: str, tiers: tuple[Any, Any, Any], path: str | os.PathLike[str] | None
+) -> Call[ModuleStatus]:
     """Register a module, from vectors or from a file that lies here.
 
     Raises:
@@ -206,7 +211,8 @@ def register(access: Access, name: str, tiers: tuple[Any, Any, Any], path: str |
         file = load(path)
         tiers = (file.vectors, file.prefill_vectors, file.decode_vectors)
     body = {"name": name, **_tiers(access, tiers)}
-    return Call(path="/v1/steering/modules/register", body=body, read=_nothing, key=access.steering_key)
+    read = _reader(ModuleStatus)
+    return Call(path="/v1/steering/modules/register", body=body, read=read, key=access.steering_key)
 
 
 def unregister(access: Access, name: str) -> Call[None]:
@@ -216,13 +222,26 @@ def unregister(access: Access, name: str) -> Call[None]:
 
 def modules() -> Call[list[str]]:
     """The names of the registered modules."""
-    return Call(
-        path="/v1/steering/modules", body=None, read=lambda document: msgspec.convert(document["modules"], list[str])
-    )
+    read = _reader(list[str])
+    return Call(path="/v1/steering/modules", body=None, read=lambda document: read(document["modules"]))
+
+
+def status() -> Call[SteeringStatus]:
+    """What the server steers with."""
+    return Call(path="/v1/steering", body=None, read=read_status)
+
+
+def layers() -> Call[Layers]:
+    """What can be steered."""
+    return Call(path="/v1/steering/layers", body=None, read=_reader(Layers))
 
 
 def _tiers(access: Access, tiers: tuple[Any, Any, Any]) -> dict[str, Any]:
     return packed_fields(dict(zip(MODULE_FIELDS, tiers, strict=True)), as_text=not access.is_binary)
+
+
+def _reader(kind: type[T]) -> Callable[[Any], T]:
+    return lambda document: msgspec.convert(document, kind)
 
 
 def _nothing(document: Any) -> None:

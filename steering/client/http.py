@@ -7,8 +7,9 @@ from collections.abc import AsyncGenerator, Generator
 from typing import Any, TypeVar
 
 from headgate.steering.client import calls
-from headgate.steering.client.answers import Answer, GlobalUpdate
+from headgate.steering.client.answers import Answer, GlobalUpdate, Layers
 from headgate.steering.client.calls import Access, Call, Generation
+from headgate.steering.operations import ModuleStatus, SteeringStatus
 
 try:
     import httpx
@@ -119,9 +120,9 @@ class Client(_Settings):
         tiers = (vectors, prefill_vectors, decode_vectors)
         return self._send(calls.set_global(self._access, tiers, replace=replace))
 
-    def clear(self) -> GlobalUpdate:
+    def clear(self) -> None:
         """Take all global vectors away."""
-        return self._send(calls.clear_global(self._access))
+        self._send(calls.clear_global(self._access))
 
     def register(
         self,
@@ -131,7 +132,7 @@ class Client(_Settings):
         prefill_vectors: Any = None,
         decode_vectors: Any = None,
         path: Path | None = None,
-    ) -> None:
+    ) -> ModuleStatus:
         """Name vectors, so that requests need only say the name; in place of what had this name.
 
         Args:
@@ -141,7 +142,7 @@ class Client(_Settings):
             decode_vectors: For generated positions in addition.
             path: A ``.safetensors``, ``.json`` or ``.gguf`` file of vectors on this machine, in place of vectors.
         """
-        self._send(calls.register(self._access, name, (vectors, prefill_vectors, decode_vectors), path))
+        return self._send(calls.register(self._access, name, (vectors, prefill_vectors, decode_vectors), path))
 
     def unregister(self, name: str) -> None:
         """Forget a module; requests that run already keep it."""
@@ -150,6 +151,14 @@ class Client(_Settings):
     def modules(self) -> list[str]:
         """The names of the registered modules."""
         return self._send(calls.modules())
+
+    def status(self) -> SteeringStatus:
+        """What the server steers with: global vectors, modules, vector slots."""
+        return self._send(calls.status())
+
+    def layers(self) -> Layers:
+        """What can be steered, and how wide a vector is."""
+        return self._send(calls.layers())
 
     def model(self) -> str:
         """Whom this client asks."""
@@ -213,9 +222,9 @@ class AsyncClient(_Settings):
         tiers = (vectors, prefill_vectors, decode_vectors)
         return await self._send(calls.set_global(self._access, tiers, replace=replace))
 
-    async def clear(self) -> GlobalUpdate:
+    async def clear(self) -> None:
         """See `Client.clear`."""
-        return await self._send(calls.clear_global(self._access))
+        await self._send(calls.clear_global(self._access))
 
     async def register(
         self,
@@ -225,9 +234,9 @@ class AsyncClient(_Settings):
         prefill_vectors: Any = None,
         decode_vectors: Any = None,
         path: Path | None = None,
-    ) -> None:
+    ) -> ModuleStatus:
         """See `Client.register`."""
-        await self._send(calls.register(self._access, name, (vectors, prefill_vectors, decode_vectors), path))
+        return await self._send(calls.register(self._access, name, (vectors, prefill_vectors, decode_vectors), path))
 
     async def unregister(self, name: str) -> None:
         """See `Client.unregister`."""
@@ -236,6 +245,14 @@ class AsyncClient(_Settings):
     async def modules(self) -> list[str]:
         """See `Client.modules`."""
         return await self._send(calls.modules())
+
+    async def status(self) -> SteeringStatus:
+        """See `Client.status`."""
+        return await self._send(calls.status())
+
+    async def layers(self) -> Layers:
+        """See `Client.layers`."""
+        return await self._send(calls.layers())
 
     async def model(self) -> str:
         """See `Client.model`."""

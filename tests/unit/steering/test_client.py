@@ -53,6 +53,10 @@ STREAM = (
 )
 
 
+PHASE = {"hash": "00ff", "sites": ["1.post_mlp"]}
+MODULE = {"name": "calm", "prefill": PHASE, "decode": PHASE, "version": 3}
+
+
 class Canned:
     """Answers by path, and keeps what was asked."""
 
@@ -196,7 +200,7 @@ def test_an_error_within_a_stream_is_raised(call: Caller) -> None:
 
 def test_global_vectors_are_set_and_cleared_with_the_key_for_it(call: Caller) -> None:
     answer = {"status": "ok", "hook_points": ["post_mlp"], "layers_updated": [1]}
-    canned = Canned(**{"steering/set": answer, "steering/clear": {**answer, "layers_updated": []}})
+    canned = Canned(**{"steering/set": answer, "steering/clear": {"status": "ok"}})
     settings = {"steering_key": "secret", "api_key": "door"}
 
     update = call(canned, "set", VECTORS, decode_vectors=VECTORS, replace=True, settings=settings)
@@ -213,9 +217,11 @@ def test_a_module_is_registered_from_a_file_that_lies_here(call: Caller, tmp_pat
     vectors = read_tier(VECTORS, model(), BASE)
     assert isinstance(vectors, PhaseVectors)
     save(tmp_path / "calm.safetensors", VectorFile(vectors=vectors, decode_vectors=vectors))
-    canned = Canned(**{"steering/modules/register": {"status": "ok"}})
+    canned = Canned(**{"steering/modules/register": {"status": "ok", **MODULE}})
 
-    call(canned, "register", "calm", path=tmp_path / "calm.safetensors")
+    module = call(canned, "register", "calm", path=tmp_path / "calm.safetensors")
+
+    assert (module.name, module.decode.sites, module.version) == ("calm", ("1.post_mlp",), 3)
 
     assert sorted(canned.body) == ["decode_vectors", "name", "vectors"]
     assert read_tier(canned.body["vectors"], model(), BASE) == vectors
@@ -233,6 +239,32 @@ def test_modules_are_listed_and_unregistered(call: Caller) -> None:
     call(canned, "unregister", "a")
 
     assert canned.body == {"name": "a"}
+
+
+def test_the_status_of_the_server_is_typed(call: Caller) -> None:
+    shared = {"tiers": {"base": ["1.post_mlp"]}, **{name: MODULE[name] for name in ("prefill", "decode", "version")}}
+    slots = [{"capacity": 8, "reserved": 2, "waiting": 1}]
+    answer = {"global": shared, "modules": {"calm": MODULE}, "slots": slots, "is_consistent": True, "new": 1}
+
+    status = call(Canned(steering=answer), "status")
+
+    assert status.shared.tiers == {"base": ("1.post_mlp",)}
+    assert status.modules["calm"].prefill.hash == "00ff"
+    assert status.slots[0].waiting == 1
+
+
+def test_what_can_be_steered_is_typed(call: Caller) -> None:
+    answer = {
+        "hook_points": {"post_mlp": [0, 1]},
+        "num_layers": 2,
+        "hidden_size": 8,
+        "dtype": "bfloat16",
+        "max_vectors_per_request": 4,
+    }
+
+    layers = call(Canned(**{"steering/layers": answer}), "layers")
+
+    assert (layers.hook_points, layers.hidden_size) == ({"post_mlp": [0, 1]}, 8)
 
 
 def test_results_of_several_prompts_are_listed(call: Caller) -> None:
