@@ -86,27 +86,32 @@ def add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
         group = parser.add_argument_group(
             title="headgate", description="Capture and steering of activations while the model is served."
         )
-        group.add_argument(
-            "--capture-consumers",
-            type=_shorthand,
-            nargs="+",
-            action="extend",
-            default=None,
-            metavar="NAME:key=val,...",
-            help="Consumers of captured activations, such as filesystem:root=/data/run1. May be repeated.",
-        )
-        group.add_argument(
-            "--capture-sites",
-            type=json_object,
-            default=None,
-            metavar="JSON",
-            help='What can be captured, as {hook point: layers}; {"post_mlp": "all"} if not given.',
-        )
-        for part in request_parts().values():
-            part.add_flags(group)
+        add_flags(group)
         return parser
 
     return wrapped
+
+
+def add_flags(group: Any) -> None:
+    """Add capture's flags, and those of every other part, to a group of an `argparse.ArgumentParser`."""
+    group.add_argument(
+        "--capture-consumers",
+        type=_shorthand,
+        nargs="+",
+        action="extend",
+        default=None,
+        metavar="NAME:key=val,...",
+        help="Consumers of captured activations, such as filesystem:root=/data/run1. May be repeated.",
+    )
+    group.add_argument(
+        "--capture-sites",
+        type=json_object,
+        default=None,
+        metavar="JSON",
+        help='What can be captured, as {hook point: layers}; {"post_mlp": "all"} if not given.',
+    )
+    for part in request_parts().values():
+        part.add_flags(group)
 
 
 def from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
