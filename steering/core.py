@@ -59,6 +59,8 @@ class SteeringCore:
             "unregister": self._unregister,
             "modules": self._modules,
             "status": self._status,
+            "export_global": self._export_global,
+            "export_module": self._export_module,
         }
 
     def take(self, req_id: str, wire: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -184,6 +186,19 @@ class SteeringCore:
     def _modules(self) -> list[dict[str, Any]]:
         """What is registered, each with the largest magnitude of its values as ``peak``."""
         return [{**module.described(), "peak": module.peak} for module in self._state.modules()]
+
+    def _export_global(self) -> dict[str, Any]:
+        """The tiers as ``set_global`` takes them: to set them again."""
+        tiers = {name: getattr(self._state.tiers, name) for name in TIERS}
+        return {name: None if tier is None else to_wire(SteeringSpec(prefill=tier)) for name, tier in tiers.items()}
+
+    def _export_module(self, name: str) -> dict[str, Any]:
+        """A module's spec as ``register`` takes it: to register it again."""
+        module = next((module for module in self._state.modules() if module.name == name), None)
+        if module is None:
+            known = ", ".join(module.name for module in self._state.modules()) or "none"
+            raise RequestError("name", f"unknown steering module {name!r}; registered: {known}")
+        return to_wire(SteeringSpec(prefill=module.prefill, decode=module.decode))
 
     def _status(self) -> dict[str, Any]:
         """Global vectors, modules, slots, and the number of requests that wait for slots."""
