@@ -64,11 +64,11 @@ def check_restart(core: Any, field: str) -> None:
 
 def restart_running(scheduler: Any) -> None:
     """Preempt whatever runs; what its steps in flight still bring is dropped."""
-    timestamp = time.monotonic()
+    timestamp, drops_stale_output = time.monotonic(), _drops_stale_output(scheduler)
     while scheduler.running:
         # From the last to the first: each goes to the front of the queue.
         request = scheduler.running.pop()
-        if _drops_stale_output(scheduler):
+        if drops_stale_output:
             scheduler._preempt_request(request, timestamp, drop_stale_output=True)
         else:
             # Stock assigns the number of outputs in flight. With a pipeline, some of an earlier restart may be out too.
