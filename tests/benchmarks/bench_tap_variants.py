@@ -1,26 +1,47 @@
-"""Two ways to capture inside a compiled graph, measured against stock: a traced scatter, and an opaque op.
+"""Capture against stock vLLM on one GPU: ``python bench_tap_variants.py MODEL SECONDS FOLDER [VARIANT ...]``.
 
-``python bench_tap_variants.py VARIANT MODEL`` on a GPU host, VARIANT being stock, traced or opaque: one engine
-each. Every layer's `post_mlp` is a site. Idle: every row goes to the trash row. Active: every row is wanted.
-Prints one line.
+Variants, each an engine with every layer's `post_mlp` as a site:
+
+- stock, stock-mp: no headgate; the engine core in the caller's process, or in one of its own (vLLM's default).
+- traced, opaque: what the forward alone costs, in the caller's process. The scatter is traced and fused by the
+  compiler, or is an op of its own that reads the wanted rows only. Idle: nobody wants a row, all go to one trash row.
+  Spread: the same with 64 trash rows. Active: every row is wanted. Nothing is copied off the device.
+- capture, staging, ring: headgate itself, engine core in a process of its own. Idle: no request captures. Else every
+  request captures every row of every layer, or of one, for the consumer that the mode names; BENCH_FILES is the folder
+  for files. As configured by default; with 4 GiB of staging memory; with that and a ring of two steps.
 """
 
 from __future__ import annotations
 
 import os
-import random
-import statistics
+import shutil
 import sys
-import time
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+from turns import JOBS, Job, Served, open_llm, run_rounds, start, stop, table
 
 MAX_TOKENS = 8192
+NUM_TRASH = 64
+SITES = {"post_mlp": "all"}
+STOCK = {"stock": "stock", "traced": "stock", "opaque": "stock"}
+VARIANTS = ("stock", "traced", "opaque", "stock-mp", "capture", "staging", "ring")
+MODES = {
+    "logging": ("logging", SITES),
+    "filesystem": ("filesystem", SITES),
+    "memory": ("memory", SITES),
+    "files, 1 layer": ("filesystem", {"post_mlp": [17]}),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "capture": {},
+    "staging": {"staging_bytes": 4 << 30},
+    "ring": {"staging_bytes": 4 << 30, "ring_rows": 2 * MAX_TOKENS},
+}
 
 
 @triton.jit
@@ -80,8 +101,8 @@ def install(variant: str) -> dict[str, Any]:
         config = self.worker.vllm_config
         parent, name, layers = find_decoder_stack(self.worker.model_runner.get_model())
         hidden, dtype = config.model_config.get_hidden_size(), config.model_config.dtype
-        ring = torch.zeros(len(layers), MAX_TOKENS + 1, hidden, dtype=dtype, device="cuda")
-        slots = torch.full((MAX_TOKENS,), MAX_TOKENS, device="cuda")
+        ring = torch.zeros(len(layers), MAX_TOKENS + NUM_TRASH, hidden, dtype=dtype, device="cuda")
+        slots = torch.full((MAX_TOKENS,), ring.shape[1] - 1, device="cuda")
         shared.update(ring=ring, slots=slots)
         actions = {
             Site(index, HookPoint.POST_MLP): [
@@ -90,7 +111,6 @@ def install(variant: str) -> dict[str, Any]:
             for index, _ in layers
         }
         install_actions(parent, name, layers, actions)
-        self.worker.model_runner.model_memory_usage += ring.numel() * ring.element_size()
         config.additional_config = {**(config.additional_config or {}), "bench": variant}
         return result
 
@@ -98,47 +118,100 @@ def install(variant: str) -> dict[str, Any]:
     return shared
 
 
+class Stock(Served):
+    """No headgate."""
+
+    def __init__(self, variant: str, model: str) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if variant in STOCK else "1"
+        super().__init__(variant, model)
+
+
+class Tapped(Served):
+    """The forward with one action in each layer; who wants rows is said by writing the slots."""
+
+    modes: Sequence[str] = ("idle", "active")
+
+    def __init__(self, variant: str, model: str) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if variant == "traced":
+            self.modes = ("idle", "spread", "active")
+        self._shared = install(variant)
+        super().__init__(variant, model)
+        self._shared["ring"].zero_()
+
+    def prepare(self, mode: str) -> None:
+        own = torch.arange(MAX_TOKENS)
+        trash = torch.full_like(own, MAX_TOKENS + NUM_TRASH - 1)
+        self._shared["slots"].copy_({"idle": trash, "spread": MAX_TOKENS + own % NUM_TRASH, "active": own}[mode])
+        torch.cuda.synchronize()
+
+    def report(self) -> str:
+        written = self._shared["ring"][:, 0].float().abs().sum(1) > 0
+        return f"{int(written.sum())} of {len(written)} sites wrote their first row"
+
+
+class Captured(Served):
+    """headgate, with three consumers to choose from."""
+
+    def __init__(self, variant: str, model: str) -> None:
+        self.modes = ("idle", *MODES) if variant == "capture" else ("idle", "logging", "filesystem")
+        self._root = Path(tempfile.mkdtemp(dir=os.environ.get("BENCH_FILES")))
+        consumers = [
+            {"name": "logging", "params": {"level": "debug"}},
+            {"name": "filesystem", "params": {"root": str(self._root)}},
+            {"name": "memory", "params": {"max_bytes": 64 << 30}},
+        ]
+        capture = {"consumers": consumers, "sites": SITES, **SETTINGS[variant]}
+        self.llm = open_llm(model, additional_config={"headgate": {"capture": capture}})
+
+    def params(self, mode: str, tokens: int) -> Any:
+        made = super().params(mode, tokens)
+        if mode != "idle":
+            consumer, sites = MODES[mode]
+            made.capture = {consumer: {"hooks": sites}}
+        return made
+
+    def check(self, mode: str, job: Job, outputs: Sequence[Any]) -> None:
+        super().check(mode, job, outputs)
+        if mode != "idle":
+            assert {output.capture_results[MODES[mode][0]].status for output in outputs} == {"ok"}
+
+    def settle(self, mode: str) -> None:
+        for path in self._root.glob("default/*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def report(self) -> str:
+        (stats,) = self.llm.collective_rpc("headgate_stats")
+        shutil.rmtree(self._root)
+        capture = stats["capture"]
+        wanted = ("steps", "rows", "bytes", "stalls", "stall_s", "dropped_rows", "dispatch_errors")
+        return ", ".join(f"{name} {capture[name]:.6g}" for name in wanted)
+
+
+def make(variant: str, model: str) -> Served:
+    """The engine of `variant`."""
+    if variant.startswith("stock"):
+        return Stock(variant, model)
+    return Captured(variant, model) if variant in SETTINGS else Tapped(variant, model)
+
+
 def main() -> None:
-    """Start one engine and print its figures."""
-    from vllm import LLM, SamplingParams
-
-    variant, model = sys.argv[1], sys.argv[2]
-    shared = install(variant) if variant != "stock" else {}
-    started = time.perf_counter()
-    llm = LLM(
-        model,
-        load_format="dummy",
-        max_model_len=4096,
-        gpu_memory_utilization=0.5,
-        max_num_seqs=64,
-        max_num_batched_tokens=MAX_TOKENS,
-        enable_prefix_caching=False,
-    )
-    start_s = time.perf_counter() - started
-    rng = random.Random(0)
-
-    def seconds(batch: int, prompt: int, tokens: int, repeats: int = 5) -> float:
-        taken = []
-        for _ in range(repeats):
-            ids = [{"prompt_token_ids": [rng.randrange(1000, 200_000) for _ in range(prompt)]} for _ in range(batch)]
-            params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, temperature=0)
-            begin = time.perf_counter()
-            llm.generate(ids, params, use_tqdm=False)
-            taken.append(time.perf_counter() - begin)
-        return statistics.median(taken[1:])
-
-    def figures() -> str:
-        found = []
-        for batch in (1, 16, 64):
-            tpot = (seconds(batch, 64, 257) - seconds(batch, 64, 1)) / 256 * 1e3
-            found.append(f"bs{batch} {tpot:.3f}")
-        return " ".join([*found, f"prefill {seconds(16, 1024, 1, 7) * 1e3:.1f}"])
-
-    line = f"{variant:8s} start {start_s:.0f}s | idle {figures()}"
-    if shared:
-        shared["slots"].copy_(torch.arange(MAX_TOKENS))
-        line += f" | active {figures()} | sites written {int((shared['ring'][:, 0].float().abs().sum(1) > 0).sum())}"
-    print("FIGURES " + line, flush=True)
+    """Start the engines, time them in turns, then stock once more on its own."""
+    model, seconds, folder = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])
+    folder.mkdir(parents=True, exist_ok=True)
+    engines = start(folder, make, sys.argv[4:] or VARIANTS, model)
+    if not engines:
+        sys.exit("no engine started")
+    num_rounds = run_rounds(engines, seconds)
+    lines = table(engines, {name: STOCK.get(name, "stock-mp") for name in VARIANTS})
+    stop(engines[1:])
+    print(f"{num_rounds} rounds of {len(JOBS)} jobs, engines in turns; ratios to stock of the same round, quartiles")
+    print("\n".join(lines), flush=True)
+    first = engines[0]
+    first.seconds = {}
+    run_rounds([first], 10)
+    print(f"{first.name} alone, after the others were gone:", *table([first], {first.name: ""})[1:], sep="\n")
+    stop([first])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Capture under FULL CUDA graphs equals capture in eager mode, and costs neighbours nothing.
 
 One process per engine. The eager run gets the tokens that the graph run generated as prompts, so that both compute the
-same positions from the same tokens. Needs a folder with a model of Gemma-3-4B's sizes: HEADGATE_GPU_MODEL, random
-weights will do.
+same positions from the same tokens. Needs 40 GB of GPU memory, and a folder with a model of Gemma-3-4B's sizes:
+GPU_TEST_MODEL, random weights will do.
 """
 
 from __future__ import annotations
@@ -18,22 +18,30 @@ import torch
 
 RUNS = Path(__file__).with_name("engine_runs.py")
 MIN_COSINE = 0.999
+TIMEOUT_S = 500
 
 
-def run(mode: str, folder: Path, **environment: str) -> dict[str, Any]:
-    """One engine in `mode`; returns what it saw."""
-    out = folder / f"{mode}.pt"
-    done = subprocess.run(
-        [sys.executable, str(RUNS), mode, str(out)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    print(done.stdout.strip().splitlines()[-1])
-    loaded: dict[str, Any] = torch.load(out, weights_only=False)
+def start(mode: str, folder: Path, **environment: str) -> subprocess.Popen[bytes]:
+    """Start one engine in `mode`."""
+    with (folder / f"{mode}.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, str(RUNS), mode, str(folder / f"{mode}.pt")],
+            env={**os.environ, **environment},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def wait(mode: str, process: subprocess.Popen[bytes], folder: Path) -> dict[str, Any]:
+    """What the engine saw, when it is through."""
+    try:
+        code = process.wait(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    log = (folder / f"{mode}.log").read_text(errors="replace")
+    assert code == 0, log[-9000:]
+    print(next(line for line in log.splitlines() if line.startswith("RAN")))
+    loaded: dict[str, Any] = torch.load(folder / f"{mode}.pt", weights_only=False)
     return loaded
 
 
@@ -41,9 +49,10 @@ def run(mode: str, folder: Path, **environment: str) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What stock vLLM, capture under graphs, and capture in eager mode saw."""
     folder = tmp_path_factory.mktemp("runs")
-    graphs = run("graphs", folder)
-    eager = run("eager", folder, HEADGATE_GPU_REPLAY=str(folder / "graphs.pt"))
-    return {"stock": run("stock", folder), "graphs": graphs, "eager": eager}
+    processes = {mode: start(mode, folder) for mode in ("stock", "graphs")}
+    seen = {mode: wait(mode, process, folder) for mode, process in processes.items()}
+    eager = start("eager", folder, GPU_TEST_REPLAY=str(folder / "graphs.pt"))
+    return {**seen, "eager": wait("eager", eager, folder)}
 
 
 def test_every_request_is_complete(runs):
