@@ -18,7 +18,7 @@ from headgate.capture.engine.support import versions
 from headgate.capture.errors import ConfigError
 from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.sites import Site
-from headgate.capture.staging import StagingRing
+from headgate.capture.staging import NUM_TRASH_ROWS, StagingRing
 
 logger = logging.getLogger("headgate")
 
@@ -138,9 +138,10 @@ class CapturePart:
 
     def _check_memory(self, facts: WorkerFacts, num_rows: int) -> None:
         row_bytes = facts.model.hidden_size * facts.dtype.itemsize
-        needed = len(self._sites) * (num_rows + 1) * row_bytes
+        num_slots = num_rows + NUM_TRASH_ROWS
+        needed = len(self._sites) * num_slots * row_bytes
         text = (
-            f"{len(self._sites)} sites x {num_rows + 1} rows x {row_bytes} bytes = {needed / 2**20:.1f} MiB of "
+            f"{len(self._sites)} sites x {num_slots} rows x {row_bytes} bytes = {needed / 2**20:.1f} MiB of "
             f"{facts.device.type} memory for the staging ring"
         )
         if facts.device.type == "cuda":

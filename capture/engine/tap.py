@@ -1,6 +1,6 @@
 """The action that captures: scatters the value at a site into the staging ring.
 
-Rows that nobody wants go to the ring's trash row, so the traced code is the same for every batch.
+Rows that nobody wants go to the ring's trash rows, so the traced code is the same for every batch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from headgate.capture.engine.graph import tensor_attribute
 from headgate.capture.engine.seam import SiteValue
+from headgate.capture.staging import NUM_TRASH_ROWS
 
 ROWS = "rows"
 SLOTS = "slots"
@@ -41,8 +42,9 @@ def capture_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor
 
     value = site.value.reshape(-1, site.value.shape[-1])
     addend = None if site.addend is None else site.addend.reshape(-1, value.shape[-1])
+    rows = getattr(module, tensor_attribute(ROWS, hook))
     slots = getattr(module, tensor_attribute(SLOTS, hook))
-    scatter_rows(value, addend, slots[: value.shape[0]], getattr(module, tensor_attribute(ROWS, hook)))
+    scatter_rows(value, addend, slots[: value.shape[0]], rows, num_trash_rows=NUM_TRASH_ROWS)
     return site.carry
 
 

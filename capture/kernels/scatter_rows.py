@@ -1,6 +1,6 @@
 """Scatter of wanted rows into the staging ring, with its definition in plain PyTorch.
 
-Shape suffixes: T tokens of the step, R rows of the ring (the last one is the trash row), D hidden size.
+Shape suffixes: T tokens of the step, R rows of the ring (the last ones are trash rows), D hidden size.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 
-def scatter_rows_reference(value_TD: Tensor, addend_TD: Tensor | None, slot_T: Tensor, ring_RD: Tensor) -> Tensor:
+def scatter_rows_reference(
+    value_TD: Tensor, addend_TD: Tensor | None, slot_T: Tensor, ring_RD: Tensor, *, num_trash_rows: int
+) -> Tensor:
     """What `scatter_rows` leaves in the ring, taken in fp64: the definition the kernel is tested against."""
-    ring_RD, trash = ring_RD.clone(), ring_RD.shape[0] - 1
+    ring_RD, first_trash = ring_RD.clone(), ring_RD.shape[0] - num_trash_rows
     for token, slot in enumerate(slot_T.tolist()):
-        if slot != trash:
+        if slot < first_trash:
             row = value_TD[token].double()
             if addend_TD is not None:
                 row = row + addend_TD[token].double()
@@ -23,17 +25,19 @@ def scatter_rows_reference(value_TD: Tensor, addend_TD: Tensor | None, slot_T: T
     return ring_RD
 
 
-def scatter_rows(value_TD: Tensor, addend_TD: Tensor | None, slot_T: Tensor, ring_RD: Tensor) -> None:
-    """Write ``value[t] + addend[t]`` to ``ring[slot[t]]`` for every token whose slot is not the trash row.
+def scatter_rows(
+    value_TD: Tensor, addend_TD: Tensor | None, slot_T: Tensor, ring_RD: Tensor, *, num_trash_rows: int
+) -> None:
+    """Write ``value[t] + addend[t]`` to ``ring[slot[t]]`` for every token whose slot is no trash row.
 
-    The sum is taken in fp32 and rounded once, to the ring's dtype. Tokens of the trash row are neither read nor
-    written.
+    The sum is taken in fp32 and rounded once, to the ring's dtype. Tokens of trash rows are neither read nor written.
 
     Args:
         value_TD: Rows contiguous; fp16, bf16 or fp32.
         addend_TD: Second summand of the same shape, or None.
-        slot_T: int64, in [0, R). Not checked: a check would wait for the GPU. Slots other than the trash row differ.
+        slot_T: int64, in [0, R). Not checked: a check would wait for the GPU. Those that are no trash rows differ.
         ring_RD: Rows contiguous, of the values' dtype.
+        num_trash_rows: The ring's last rows, which are for tokens that nobody wants.
 
     Raises:
         ValueError: If shapes differ or a row is not contiguous.
@@ -57,7 +61,7 @@ def scatter_rows(value_TD: Tensor, addend_TD: Tensor | None, slot_T: Tensor, rin
         addend.stride(0),
         ring_RD.stride(0),
         hidden_size,
-        TRASH=ring_RD.shape[0] - 1,
+        FIRST_TRASH=ring_RD.shape[0] - num_trash_rows,
         HAS_ADDEND=has_addend,
         BLOCK_D=min(triton.next_power_of_2(hidden_size), 4096),
     )
@@ -73,13 +77,13 @@ def _scatter_rows_kernel(
     addend_stride,
     ring_stride,
     D,
-    TRASH: tl.constexpr,
+    FIRST_TRASH: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)  # 64-bit: T * D can pass 2**31
     slot = tl.load(slot_ptr + token)
-    if slot != TRASH:
+    if slot < FIRST_TRASH:
         for start in range(0, D, BLOCK_D):
             offsets = start + tl.arange(0, BLOCK_D)
             mask = offsets < D
@@ -93,5 +97,5 @@ def warm_up(hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compile the kernel's variants before serving, so that no request pays for it."""
     value = torch.zeros(1, hidden_size, dtype=dtype, device=device)
     ring, trash = torch.zeros_like(value), torch.zeros(1, dtype=torch.int64, device=device)
-    scatter_rows(value, None, trash, ring)
-    scatter_rows(value, value, trash, ring)
+    scatter_rows(value, None, trash, ring, num_trash_rows=1)
+    scatter_rows(value, value, trash, ring, num_trash_rows=1)

@@ -300,7 +300,7 @@ def test_idle_steps_launch_nothing_and_can_be_recorded_in_a_graph() -> None:
         ring.begin(None)
         torch.zeros(1, device="cuda")
 
-    assert (ring.slots == MAX_TOKENS).all()
+    assert (ring.slots >= MAX_TOKENS).all()
 
 
 def test_steps_larger_than_the_host_memory_come_in_parts() -> None:

@@ -81,7 +81,7 @@ def test_a_worker_whose_sites_respond_passes_and_is_left_as_new(ring, model, fac
     check_capture(ring, SITES, facts, model.run)
 
     assert model.steps == [4, 1]
-    assert bool((ring.slots == 16).all())
+    assert bool((ring.slots >= 16).all())
     assert float(ring.buffers.abs().sum()) == 0.0
 
 

@@ -95,13 +95,13 @@ def test_wanted_rows_arrive_and_no_others() -> None:
     assert (ring.counters.steps, ring.counters.rows, ring.counters.bytes) == (1, 3, 7 * ROW_BYTES)
 
 
-def test_rows_that_nobody_wants_go_to_the_trash_slot_padding_included() -> None:
+def test_rows_that_nobody_wants_go_to_the_trash_slots_padding_included() -> None:
     ring = make_ring(num_rows=16, max_tokens=8)
 
     ring.begin(plan_of([5], (SITES, [0])))
     ring.begin(plan_of([1, 2], (SITES, [0, 1])))
 
-    assert ring.slots.tolist() == [16, 1, 2, 16, 16, 16, 16, 16]
+    assert ring.slots.tolist() == [16, 1, 2, 19, 20, 21, 22, 23]
 
 
 def test_an_idle_step_after_a_step_leaves_no_slot_behind() -> None:
@@ -110,7 +110,13 @@ def test_an_idle_step_after_a_step_leaves_no_slot_behind() -> None:
     ring.begin(plan_of([0, 7], (SITES, [0, 1])))
     ring.begin(None)
 
-    assert ring.slots.tolist() == [16] * 8
+    assert ring.slots.tolist() == list(range(16, 24))
+
+
+def test_more_rows_than_trash_slots_share_them() -> None:
+    ring = make_ring(num_rows=200, max_tokens=200)
+
+    assert set(ring.slots.tolist()) == set(range(200, ring.buffers.shape[1]))
 
 
 def test_nothing_ever_moves() -> None:
@@ -309,10 +315,10 @@ def test_reset_makes_it_as_new() -> None:
 
     ring.reset()
 
-    assert ring.slots.tolist() == [16] * 8
+    assert ring.slots.tolist() == list(range(16, 24))
     assert not ring.buffers.any()
     ring.begin(plan_of([0], (SITES, [0])))
-    assert ring.slots.tolist() == [0] + [16] * 7
+    assert ring.slots.tolist() == [0, *range(17, 24)]
 
 
 def test_a_step_is_collected_once() -> None:
