@@ -15,8 +15,12 @@ ENGINE_TESTS := $(sort $(wildcard tests/engine/test_*.py tests/frontend/test_*.p
 RUN_ENGINE_TESTS := for file in $(ENGINE_TESTS); do \
 	$(PYTEST) -m "engine and not gpu" $$file || [ $$? -eq 5 ] || failed=1; done
 
+# Other releases run the same tests of the front end: their Python files over the worker without a model.
+MATRIX := 0.26.0 0.33.0
+MATRIX_TESTS := $(sort $(wildcard tests/frontend/test_*.py))
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-engine gpu-test lint format types lock clean
+.PHONY: help setup demo test test-unit test-engine test-matrix gpu-test lint format types lock clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -40,6 +44,17 @@ test-unit: setup ## The tests that start no engine
 
 test-engine: setup ## The tests that run vLLM, one engine after another
 	@failed=0; $(RUN_ENGINE_TESTS); exit $$failed
+
+test-matrix: setup ## The front end's tests on the oldest and the newest vLLM (Python files from PyPI, no model)
+	@failed=0; \
+	for version in $(MATRIX); do \
+		vllm=$$($(BIN)/python .ci/other_vllm.py $$version) || { failed=1; continue; }; \
+		for file in $(MATRIX_TESTS); do \
+			echo "vLLM $$version: $$file"; \
+			PYTHONPATH=$$vllm $(PYTEST) -q -m "engine and not gpu" $$file || [ $$? -eq 5 ] || failed=1; \
+		done; \
+	done; \
+	exit $$failed
 
 gpu-test: ## The tests that need a CUDA GPU, in the Python that holds your vLLM: make gpu-test GPU_PYTHON=python3
 	@$(or $(GPU_PYTHON),python3) -m pytest --durations=10 -m gpu tests
