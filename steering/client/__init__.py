@@ -19,7 +19,7 @@ from typing import Any
 
 from headgate.capture.errors import RequestError
 from headgate.capture.results import CaptureResult
-from headgate.steering.client.answers import Answer, Choice, GlobalUpdate, Layers, ServerError
+from headgate.steering.client.answers import Answer, Capturable, Choice, Consumer, GlobalUpdate, Layers, ServerError
 from headgate.steering.client.calls import packed_fields
 from headgate.steering.client.http import AsyncClient, Client
 from headgate.steering.operations import ModuleStatus, SteeringStatus
@@ -27,9 +27,11 @@ from headgate.steering.operations import ModuleStatus, SteeringStatus
 __all__ = [
     "Answer",
     "AsyncClient",
+    "Capturable",
     "CaptureResult",
     "Choice",
     "Client",
+    "Consumer",
     "GlobalUpdate",
     "Layers",
     "ModuleStatus",

@@ -142,6 +142,36 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
     max_vectors_per_request: int
 
 
+class Consumer(msgspec.Struct, frozen=True, kw_only=True):
+    """A consumer of captured activations.
+
+    Attributes:
+        name: What requests call it.
+        consumer: What it is an instance of.
+        location: ``worker`` or ``driver``.
+        reads_client_spec: Whether requests can name it.
+        overload: What happens when rows come faster than it takes them: ``block``, ``drop`` or ``spill``.
+    """
+
+    name: str
+    consumer: str
+    location: str
+    reads_client_spec: bool
+    overload: str
+
+
+class Capturable(msgspec.Struct, frozen=True, kw_only=True):
+    """What can be captured, and by whom.
+
+    Attributes:
+        consumers: As the operator configured them.
+        sites: Layers of each hook point; the final norm has none.
+    """
+
+    consumers: tuple[Consumer, ...]
+    sites: dict[str, list[int]]
+
+
 def read_status(document: Mapping[str, Any]) -> SteeringStatus:
     """The answer of /v1/steering.
 

@@ -15,6 +15,7 @@ import msgspec
 
 from headgate.steering.client.answers import (
     Answer,
+    Capturable,
     GlobalUpdate,
     Layers,
     ServerError,
@@ -234,6 +235,11 @@ def status() -> Call[SteeringStatus]:
 def layers() -> Call[Layers]:
     """What can be steered."""
     return Call(path="/v1/steering/layers", body=None, read=_reader(Layers))
+
+
+def consumers(access: Access) -> Call[Capturable]:
+    """The consumers that requests can capture to."""
+    return Call(path="/v1/capture/consumers", body=None, read=_reader(Capturable), key=access.capture_key)
 
 
 def _tiers(access: Access, tiers: tuple[Any, Any, Any]) -> dict[str, Any]:

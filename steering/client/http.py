@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Generator
 from typing import Any, TypeVar
 
 from headgate.steering.client import calls
-from headgate.steering.client.answers import Answer, GlobalUpdate, Layers
+from headgate.steering.client.answers import Answer, Capturable, GlobalUpdate, Layers
 from headgate.steering.client.calls import Access, Call, Generation
 from headgate.steering.operations import ModuleStatus, SteeringStatus
 
@@ -160,6 +160,10 @@ class Client(_Settings):
         """What can be steered, and how wide a vector is."""
         return self._send(calls.layers())
 
+    def consumers(self) -> Capturable:
+        """What can be captured, and by whom."""
+        return self._send(calls.consumers(self._access))
+
     def model(self) -> str:
         """Whom this client asks."""
         if self._model is None:
@@ -253,6 +257,10 @@ class AsyncClient(_Settings):
     async def layers(self) -> Layers:
         """See `Client.layers`."""
         return await self._send(calls.layers())
+
+    async def consumers(self) -> Capturable:
+        """See `Client.consumers`."""
+        return await self._send(calls.consumers(self._access))
 
     async def model(self) -> str:
         """See `Client.model`."""

@@ -267,6 +267,24 @@ def test_what_can_be_steered_is_typed(call: Caller) -> None:
     assert (layers.hook_points, layers.hidden_size) == ({"post_mlp": [0, 1]}, 8)
 
 
+def test_consumers_are_typed_and_asked_for_with_the_key_for_captures(call: Caller) -> None:
+    consumer = {"name": "files", "consumer": "filesystem", "location": "worker", "reads_client_spec": True}
+    canned = Canned(
+        **{
+            "capture/consumers": {
+                "consumers": [{**consumer, "overload": "block"}],
+                "count": 1,
+                "sites": {"post_mlp": [3]},
+            }
+        }
+    )
+
+    found = call(canned, "consumers", settings={"capture_key": "rows"})
+
+    assert (found.consumers[0].name, found.sites) == ("files", {"post_mlp": [3]})
+    assert canned.asked[0].headers["x-headgate-key"] == "rows"
+
+
 def test_results_of_several_prompts_are_listed(call: Caller) -> None:
     canned = Canned(completions={**COMPLETION, "capture_results": [{"files": RESULT}, None]})
 
