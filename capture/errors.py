@@ -5,6 +5,7 @@
     HeadgateError
     ├── ConfigError          what the operator configured cannot be served (ValueError)
     ├── RequestError         what one request asked for cannot be served; HTTP 400 (ValueError)
+    ├── ForbiddenError       a client lacks the key for what it asked for; HTTP 403 (PermissionError)
     ├── UnsupportedError     this vLLM, this model or this engine setting cannot be served (RuntimeError)
     ├── EngineStateError     engine cores of one server hold different state (RuntimeError)
     ├── SelfTestError        a site did not respond at start-up: refuse to serve (RuntimeError)
@@ -34,6 +35,10 @@ class RequestError(HeadgateError, ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+
+
+class ForbiddenError(HeadgateError, PermissionError):
+    """A client may not do this; the message says which key it lacks, never anything about the keys themselves."""
 
 
 class UnsupportedError(HeadgateError, RuntimeError):

@@ -18,7 +18,8 @@ import msgspec
 
 from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.frontend import front_end_of
-from headgate.capture.engine.params import CAPTURE_FIELDS, all_fields
+from headgate.capture.engine.keys import require_key
+from headgate.capture.engine.params import CAPTURE, CAPTURE_FIELDS, all_fields, read_fields
 from headgate.capture.engine.reception import reception_of
 from headgate.capture.engine.requests import messages_of
 from headgate.capture.engine.turns import Chat, Tokens, Turn, locate, pick
@@ -107,6 +108,7 @@ def create_completion(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_key(request, *args, **kwargs)
         await _check_early(self, request)
         if not _given(request, CAPTURE_FIELDS):
             return await original(self, request, *args, **kwargs)
@@ -122,6 +124,7 @@ def create_chat_completion(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_key(request, *args, **kwargs)
         await _check_early(self, request)
         if not _given(request, CAPTURE_FIELDS):
             return await original(self, request, *args, **kwargs)
@@ -141,6 +144,7 @@ def create_responses(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_key(request, *args, **kwargs)
         await _check_early(self, request)
         _refuse_capture(request)
         if _given(request, all_fields()):
@@ -152,6 +156,24 @@ def create_responses(original: Callable[..., Any]) -> Callable[..., Any]:
         return await original(self, request, *args, **kwargs)
 
     return wrapped
+
+
+def serve_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``ServingTokens.serve_tokens``, whose clients write `SamplingParams` themselves."""
+
+    @wraps(original)
+    async def wrapped(self: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if raw_request is not None and read_fields(request.sampling_params, CAPTURE_FIELDS):
+            require_key(CAPTURE, raw_request)
+        return await original(self, request, raw_request, *args, **kwargs)
+
+    return wrapped
+
+
+def _check_key(request: Any, raw_request: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Refuse to capture for an HTTP client without a key for that; batches of the operator's own have no client."""
+    if raw_request is not None and _given(request, CAPTURE_FIELDS):
+        require_key(CAPTURE, raw_request)
 
 
 async def _check_early(serving: Any, request: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headgate.capture.engine import cli_flags, http, inputs, offline, online, opening, outputs, params, scheduler
+from headgate.capture.engine import cli_flags, gate, http, inputs, offline, online, opening, outputs, params, scheduler
 from headgate.capture.engine.core_patches import CORE_PATCHES
 from headgate.capture.engine.patching import Patch
 
@@ -213,6 +213,20 @@ PATCHES = (
         wrap=http.create_responses,
         why="checks those fields before a stream has begun, for a real HTTP 400",
         parameters=("self", "request", "raw_request"),
+    ),
+    Patch(
+        module="vllm.entrypoints.scale_out.token_in_token_out.serving",
+        target="ServingTokens.serve_tokens",
+        wrap=http.serve_tokens,
+        why="asks clients of /inference/v1/generate for a key to capture, as everywhere",
+        parameters=("self", "request", "raw_request"),
+    ),
+    Patch(
+        module="vllm.plugins",
+        target="load_endpoint_plugins",
+        wrap=gate.load_endpoint_plugins,
+        why="where VLLM_PLUGINS keeps our routes out, says so to those who call them",
+        parameters=("supported_tasks",),
     ),
     Patch(
         module=f"{_COMPLETION}.serving",

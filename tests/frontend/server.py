@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 
@@ -25,19 +26,38 @@ class Server:
     Attributes:
         url: Its address.
         log: Its last lines of output.
+        pid: Its first process, which leads the session of all others.
     """
 
     url: str
+    pid: int
     log: deque[str] = field(default_factory=lambda: deque(maxlen=400))
 
-    def post(self, path: str, **body: object) -> httpx.Response:
+    def post(self, path: str, /, **body: object) -> httpx.Response:
         """POST a JSON body."""
         return httpx.post(f"{self.url}{path}", json=body, timeout=60)
 
+    def resources(self) -> dict[str, int]:
+        """Threads, open sockets and other open files of all its processes; Linux only."""
+        counts = {"threads": 0, "sockets": 0, "files": 0}
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                session = int((process / "stat").read_text().rpartition(")")[2].split()[3])
+                if session != self.pid:
+                    continue
+                counts["threads"] += len(list((process / "task").iterdir()))
+                for file in (process / "fd").iterdir():
+                    counts["sockets" if str(file.readlink()).startswith("socket:") else "files"] += 1
+            except FileNotFoundError:
+                continue  # it has ended, or was closed, meanwhile
+        return counts
+
 
 @contextmanager
-def serving(command: Sequence[str], num_servers: int = 1) -> Iterator[Server]:
-    """Run ``python command --port ...`` until the block ends.
+def serving(
+    command: Sequence[str], num_servers: int = 1, host: str = "127.0.0.1", **environment: str
+) -> Iterator[Server]:
+    """Run ``python command --port ...`` until the block ends, with `environment` beside this process's own.
 
     Raises:
         AssertionError: If it ends before it is ready; the message holds its output.
@@ -45,16 +65,16 @@ def serving(command: Sequence[str], num_servers: int = 1) -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = Server(f"http://127.0.0.1:{port}")
     process = subprocess.Popen(
-        [sys.executable, *command, "--host", "127.0.0.1", "--port", str(port)],
+        [sys.executable, *command, "--host", host, "--port", str(port)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
     )
     assert process.stdout is not None
+    server = Server(f"http://127.0.0.1:{port}", process.pid)
     try:
         for line in process.stdout:
             server.log.append(line)

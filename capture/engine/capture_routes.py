@@ -1,0 +1,94 @@
+"""HTTP routes ``/v1/capture/...`` on vLLM's server: capture's entry point of the group ``headgate.routes``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Depends, HTTPException
+
+from headgate.capture.engine.frontend import FrontEnd, front_end_of
+from headgate.capture.engine.route_seam import RouteServices
+from headgate.capture.registry import load_consumer
+from headgate.capture.sites import site_map
+
+_TEXT = {"type": "string"}
+_CONSUMER = {
+    "type": "object",
+    "properties": {
+        "name": {**_TEXT, "description": "What requests call it."},
+        "consumer": {**_TEXT, "description": "Its entry point."},
+        "location": {"type": "string", "enum": ["worker", "driver"]},
+        "reads_client_spec": {"type": "boolean", "description": "Whether requests can name it."},
+        "overload": {"type": "string", "enum": ["block", "drop", "spill"]},
+    },
+    "required": ["name", "consumer", "location", "reads_client_spec", "overload"],
+}
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "consumers": {"type": "array", "items": _CONSUMER},
+        "count": {"type": "integer"},
+        "sites": {
+            "type": "object",
+            "additionalProperties": {"type": "array", "items": {"type": "integer"}},
+            "description": "What can be captured: {hook point: layers}.",
+        },
+    },
+    "required": ["consumers", "count", "sites"],
+}
+_EXAMPLE = {
+    "consumers": [
+        {
+            "name": "filesystem",
+            "consumer": "filesystem",
+            "location": "worker",
+            "reads_client_spec": True,
+            "overload": "block",
+        }
+    ],
+    "count": 1,
+    "sites": {"post_mlp": [0, 1, 2]},
+}
+
+
+def open_routes(services: RouteServices) -> APIRouter:
+    """The router of ``/v1/capture``."""
+    router = APIRouter(prefix="/v1/capture", tags=["capture"], dependencies=[Depends(services.require_key)])
+
+    @router.get(
+        "/consumers",
+        summary="Consumers of captured activations, and what can be captured",
+        response_model=None,
+        responses={
+            200: {"description": "Done.", "content": {"application/json": {"schema": _SCHEMA, "example": _EXAMPLE}}},
+            403: {"description": "The request lacks a key of HEADGATE_CAPTURE_KEYS."},
+            404: {"description": "The server was started without capture."},
+        },
+    )
+    async def consumers() -> dict[str, Any]:
+        """The consumers that the operator configured; their parameters, which may hold secrets, are not told."""
+        front = front_end_of(services.engine())
+        if front is None:
+            raise HTTPException(
+                404, "this server was started without capture. Start it with --capture-consumers, such as filesystem"
+            )
+        return described(front)
+
+    return router
+
+
+def described(front: FrontEnd) -> dict[str, Any]:
+    """The answer of ``GET /v1/capture/consumers``."""
+    found = []
+    for spec in front.config.consumers:
+        consumer = load_consumer(spec.name)
+        found.append(
+            {
+                "name": spec.instance,
+                "consumer": spec.name,
+                "location": consumer.location,
+                "reads_client_spec": consumer.reads_client_spec,
+                "overload": spec.overload,
+            }
+        )
+    return {"consumers": found, "count": len(found), "sites": site_map(front.model.sites)}

@@ -1,0 +1,389 @@
+"""Headgate's routes on the real server, over a worker without a model: shapes, errors, keys, what VLLM_PLUGINS does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+
+from tests.frontend.server import Server, serving
+from tests.frontend.steering_forms import HIDDEN, LAYERS, ROW, listed, packed
+
+pytestmark = pytest.mark.engine
+
+COMMAND = ["-m", "vllm.entrypoints.openai.api_server", "--model"]
+FLAGS = [
+    *("--served-model-name", "tiny", "--dtype", "bfloat16", "--load-format", "dummy", "--enforce-eager"),
+    *("--worker-cls", "tests.frontend.noting_worker.NotingWorker", "--block-size", "32", "--max-model-len", "1024"),
+    *("--distributed-executor-backend", "uni", "--max-num-seqs", "16"),
+    *("--enable-steering", "--max-steering-slots", "150"),
+    *("--capture-consumers", "rows:size=1", "everything", "--capture-sites", '{"post_mlp": [3, 5]}'),
+]
+PLUGINS = {"VLLM_PLUGINS": "headgate,fake_worker"}
+VECTOR = listed(ROW)
+ONE = {"post_mlp": {"14": VECTOR}}
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path) -> Iterator[Server]:
+    with serving([*COMMAND, str(model_dir), *FLAGS], **PLUGINS) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def left_clean(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nothing is left set or registered, and no slot stays reserved."""
+    yield
+    if "server" not in request.fixturenames:
+        return
+    server = request.getfixturevalue("server")
+    assert server.post("/v1/steering/clear").status_code == 200
+    for name in get(server, "/v1/steering/modules").json()["modules"]:
+        assert server.post("/v1/steering/modules/unregister", name=name).status_code == 200
+    assert [slots["reserved"] for slots in get(server, "/v1/steering").json()["slots"]] == [0]
+
+
+def get(server: Server, path: str, **headers: str) -> httpx.Response:
+    return httpx.get(f"{server.url}{path}", headers=headers, timeout=60)
+
+
+def post(server: Server, path: str, content: bytes | str, kind: str | None = "application/json") -> httpx.Response:
+    headers = {} if kind is None else {"content-type": kind}
+    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
+
+
+def complete(server: Server, **body: Any) -> httpx.Response:
+    return server.post("/v1/completions", **{"model": "tiny", "prompt": "Hi", "max_tokens": 2, **body})
+
+
+SEED = {
+    "vectors": {"post_mlp": {"14": VECTOR, "20": {"vector": VECTOR, "scale": 2.0}}},
+    "prefill_vectors": {"pre_attn": {"14": VECTOR}},
+    "decode_vectors": {"post_attn": {"14": VECTOR}},
+    "replace": False,
+}
+
+
+def test_global_vectors_are_set_as_the_article_has_it(server: Server) -> None:
+    answer = server.post("/v1/steering/set", **SEED)
+
+    assert (answer.status_code, answer.json()) == (
+        200,
+        {"status": "ok", "hook_points": ["post_mlp", "pre_attn", "post_attn"], "layers_updated": [14, 20]},
+    )
+    shared = get(server, "/v1/steering").json()["global"]
+    assert shared["tiers"] == {
+        "base": ["14.post_mlp", "20.post_mlp"],
+        "prefill": ["14.pre_attn"],
+        "decode": ["14.post_attn"],
+    }
+    assert shared["prefill"]["sites"] == ["14.pre_attn", "14.post_mlp", "20.post_mlp"]
+    assert shared["decode"]["sites"] == ["14.post_attn", "14.post_mlp", "20.post_mlp"]
+
+
+def test_replace_takes_everything_else_away_and_clear_all(server: Server) -> None:
+    server.post("/v1/steering/set", **SEED)
+    added = server.post("/v1/steering/set", vectors={"post_mlp": {"3": VECTOR}})
+    assert added.json()["layers_updated"] == [3]
+    assert get(server, "/v1/steering").json()["global"]["tiers"]["base"] == ["3.post_mlp", "14.post_mlp", "20.post_mlp"]
+
+    server.post("/v1/steering/set", vectors={"post_block": {"5": VECTOR}}, replace=True)
+    assert get(server, "/v1/steering").json()["global"]["tiers"] == {"base": ["5.post_mlp"]}
+
+    cleared = post(server, "/v1/steering/clear", b"", None)
+    assert cleared.json() == {"status": "ok"}
+    assert get(server, "/v1/steering").json()["global"]["tiers"] == {}
+
+
+def test_all_forms_are_the_same_vectors(server: Server) -> None:
+    rows = np.stack([ROW])
+    binary = {"dtype": "float32", "shape": [1, HIDDEN], "layer_indices": [14], "data": rows.tobytes()}
+    text = "application/json; charset=utf-8"
+    bodies = (
+        (msgspec.json.encode({"vectors": ONE, "replace": True}), "application/json"),
+        (msgspec.json.encode({"vectors": {"post_block": packed([14])}, "replace": True}), text),
+        (msgspec.msgpack.encode({"vectors": {"post_mlp": binary}, "replace": True}), "application/msgpack"),
+        (msgspec.msgpack.encode({"vectors": {"post_mlp": {14: VECTOR}}, "replace": True}), "application/x-msgpack"),
+    )
+    hashes = []
+    for content, kind in bodies:
+        answer = post(server, "/v1/steering/set", content, kind)
+        assert answer.json() == {"status": "ok", "hook_points": ["post_mlp"], "layers_updated": [14]}
+        hashes.append(get(server, "/v1/steering").json()["global"]["prefill"]["hash"])
+
+    assert len(set(hashes)) == 1
+
+
+def test_modules_are_registered_used_listed_and_forgotten(server: Server) -> None:
+    answers = [
+        server.post("/v1/steering/modules/register", name=name, vectors=ONE, decode_vectors=None)
+        for name in ("safety", "creativity")
+    ]
+
+    assert [(answer.status_code, answer.json()["status"]) for answer in answers] == [(200, "ok")] * 2
+    assert answers[0].json()["name"] == "safety"
+    assert answers[0].json()["prefill"]["sites"] == ["14.post_mlp"]
+    assert get(server, "/v1/steering/modules").json() == {"modules": ["creativity", "safety"], "count": 2}
+    assert set(get(server, "/v1/steering").json()["modules"]) == {"creativity", "safety"}
+    assert complete(server, steering_name="safety").status_code == 200
+
+    gone = server.post("/v1/steering/modules/unregister", name="safety")
+
+    assert gone.json() == {"status": "ok", "name": "safety"}
+    assert get(server, "/v1/steering/modules").json() == {"modules": ["creativity"], "count": 1}
+    refused = complete(server, steering_name="safety")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "steering_name")
+
+
+def test_layers_say_what_can_be_steered(server: Server) -> None:
+    everywhere = list(range(LAYERS))
+
+    assert get(server, "/v1/steering/layers").json() == {
+        "hook_points": {"pre_attn": everywhere, "post_attn": everywhere, "post_mlp": everywhere},
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "dtype": "bfloat16",
+        "max_vectors_per_request": 149,
+    }
+
+
+def test_consumers_are_listed_without_their_parameters(server: Server) -> None:
+    answer = get(server, "/v1/capture/consumers")
+
+    assert answer.json()["count"] == 2
+    assert answer.json()["consumers"][0] == {
+        "name": "rows",
+        "consumer": "rows",
+        "location": "worker",
+        "reads_client_spec": True,
+        "overload": "block",
+    }
+    assert answer.json()["sites"] == {"post_mlp": [3, 5]}
+    assert "size" not in answer.text
+
+
+SET, REGISTER, UNREGISTER = "/v1/steering/set", "/v1/steering/modules/register", "/v1/steering/modules/unregister"
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "nothing to set": (SET, {}, "vectors"),
+    "nothing but zeros": (SET, {"vectors": {"post_mlp": {"3": [0.0] * HIDDEN}}}, "vectors"),
+    "an unknown key": (SET, {"vectors": ONE, "replce": True}, "replce"),
+    "a replace that is no flag": (SET, {"vectors": ONE, "replace": "yes"}, "replace"),
+    "a wrong width": (SET, {"vectors": {"post_mlp": {"3": [1.0]}}}, "vectors.post_mlp.3"),
+    "an unknown hook": (SET, {"prefill_vectors": {"nowhere": {"3": VECTOR}}}, "prefill_vectors.nowhere"),
+    "a layer too high": (SET, {"decode_vectors": {"post_mlp": {"30": VECTOR}}}, "decode_vectors.post_mlp"),
+    "a site that is not configured": (SET, {"vectors": {"mlp_out": {"3": VECTOR}}}, "vectors.mlp_out.3"),
+    "too large for the model": (SET, {"vectors": {"post_mlp": {"3": [3.4e38] * HIDDEN}}}, "vectors"),
+    "a broken base64": (SET, {"vectors": {"post_mlp": packed([3], data="AA")}}, "vectors.post_mlp.data"),
+    "no name": (REGISTER, {"vectors": ONE}, "name"),
+    "a name that is none": (REGISTER, {"name": ["a"], "vectors": ONE}, "name"),
+    "a name too long": (REGISTER, {"name": "a" * 257, "vectors": ONE}, "name"),
+    "no vectors": (REGISTER, {"name": "a"}, "vectors"),
+    "a path of the server's": (REGISTER, {"name": "a", "path": "/etc/passwd"}, "path"),
+    "too many vectors": (
+        REGISTER,
+        {
+            "name": "a",
+            "prefill_vectors": {hook: packed(list(range(LAYERS))) for hook in ("pre_attn", "post_attn", "post_mlp")},
+            "decode_vectors": {"post_mlp": {str(layer): VECTOR[::-1] for layer in range(LAYERS)}},
+            "vectors": {"post_attn": {str(layer): VECTOR[::-1] for layer in range(LAYERS)}},
+        },
+        "vectors",
+    ),
+    "an unknown module": (UNREGISTER, {"name": "nobody"}, "name"),
+    "nobody": (UNREGISTER, {}, "name"),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "field"), BAD.values(), ids=BAD.keys())
+def test_a_bad_body_is_a_400_that_names_its_field_and_changes_nothing(
+    server: Server, path: str, body: dict[str, Any], field: str
+) -> None:
+    server.post(SET, **SEED)
+    before = get(server, "/v1/steering").json()
+
+    answer = server.post(path, **body)
+
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (field, 400)
+    assert error["message"].startswith(field)
+    assert get(server, "/v1/steering").json() == before
+
+
+UNREADABLE = {
+    "nothing": (b"", "application/json", 400),
+    "no JSON": (b"{", "application/json", 400),
+    "a list": (b"[1]", "application/json", 400),
+    "NaN": (b'{"vectors": NaN}', "application/json", 400),
+    "deep": (b"[" * 100_000, "application/json", 400),
+    "no text": (b'{"a": "\xff"}', "application/json", 400),
+    "no msgpack": (b"\xc1", "application/msgpack", 400),
+    "keys that are no text": (b"\x81\x01\x01", "application/msgpack", 400),
+    "curl's default": (b"{}", "application/x-www-form-urlencoded", 415),
+    "no type": (b"{}", None, 415),
+}
+
+
+@pytest.mark.parametrize(("content", "kind", "status"), UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_a_body_that_cannot_be_read_is_refused(server: Server, content: bytes, kind: str | None, status: int) -> None:
+    answer = post(server, SET, content, kind)
+
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["code"] == status
+    assert error["param"] == ("body" if status == 400 else None)
+
+
+def test_the_description_has_every_route_with_examples(server: Server) -> None:
+    paths = get(server, "/openapi.json").json()["paths"]
+    ours = {path: found for path, found in paths.items() if path.startswith(("/v1/steering", "/v1/capture"))}
+
+    assert {(path, method) for path, found in ours.items() for method in found} == {
+        ("/v1/steering", "get"),
+        ("/v1/steering/layers", "get"),
+        ("/v1/steering/modules", "get"),
+        ("/v1/steering/set", "post"),
+        ("/v1/steering/clear", "post"),
+        ("/v1/steering/modules/register", "post"),
+        ("/v1/steering/modules/unregister", "post"),
+        ("/v1/capture/consumers", "get"),
+    }
+    for found in ours.values():
+        for operation in found.values():
+            assert "example" in operation["responses"]["200"]["content"]["application/json"]
+    for path in (SET, REGISTER, UNREGISTER):
+        assert ours[path]["post"]["requestBody"]["content"]["application/json"]["examples"]
+
+
+def test_a_hundred_changes_at_once_leave_one_of_them(server: Server) -> None:
+    import concurrent.futures
+
+    def change(number: int) -> tuple[int, str | None]:
+        content = msgspec.json.encode({"vectors": {"post_mlp": {str(number % LAYERS): VECTOR}}, "replace": True})
+        answers = [post(server, SET, content), complete(server)]
+        return sum(answer.status_code for answer in answers), answers[0].text
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        assert {status for status, _ in pool.map(change, range(100))} == {400}
+    assert len(get(server, "/v1/steering").json()["global"]["tiers"]["base"]) == 1
+
+
+KEYED = [*FLAGS, "--api-key", "the-api-key"]
+ENVIRONMENT = {"HEADGATE_STEERING_KEYS": "old-steering-key,steering-key", "HEADGATE_CAPTURE_KEYS": "capture-key"}
+API = {"Authorization": "Bearer the-api-key"}
+CAPTURE = {"rows": {"hooks": {"post_mlp": [3]}}}
+
+
+def ask(server: Server, path: str, body: dict[str, Any] | None, **headers: str) -> tuple[int, str]:
+    headers = {**API, **headers}
+    url = f"{server.url}{path}"
+    answer = httpx.get(url, headers=headers) if body is None else httpx.post(url, json=body, headers=headers)
+    return answer.status_code, answer.text
+
+
+def test_two_servers_with_keys_are_one(model_dir: Path) -> None:
+    """Keys, and that every API server sees what another one changed."""
+    flags = [*KEYED, "--api-server-count", "2"]
+    serve = ["-c", "from headgate.capture.cli import main; main()", "serve"]
+    with serving([*serve, str(model_dir), *flags], num_servers=2, **PLUGINS, **ENVIRONMENT) as server:
+        log = "".join(server.log)
+        check_api_key(server)
+        check_steering_keys(server)
+        check_capture_keys(server)
+        check_agreement(server)
+
+    for key in ("the-api-key", "steering-key", "capture-key"):
+        assert key not in log.replace("'api_key': ['the-api-key']", "")
+    assert "/v1/steering is served; 2 keys" in log
+    assert "/v1/capture is served; 1 keys" in log
+
+
+def check_api_key(server: Server) -> None:
+    for path in ("/v1/steering", "/v1/steering/layers", "/v1/steering/modules", "/v1/capture/consumers"):
+        assert get(server, path).status_code == 401
+        assert get(server, path, **{"X-Headgate-Key": "capture-key"}).status_code == 401
+    for path in (SET, "/v1/steering/clear", REGISTER, UNREGISTER):
+        assert post(server, path, b"{}").status_code == 401
+
+
+def check_steering_keys(server: Server) -> None:
+    body = {"vectors": ONE, "name": "calm"}
+    for path in (SET, "/v1/steering/clear", REGISTER, UNREGISTER):
+        for key in ({}, {"X-Headgate-Key": "capture-key"}, {"X-Headgate-Key": "the-api-key"}):
+            status, text = ask(server, path, body, **key)
+            assert (status, msgspec.json.decode(text)["error"]["code"]) == (403, 403)
+            assert "HEADGATE_STEERING_KEYS" in text
+    for key in ("old-steering-key", "steering-key"):
+        assert ask(server, SET, {"vectors": ONE}, **{"X-Headgate-Key": key})[0] == 200
+    assert ask(server, "/v1/steering/clear", {}, **{"X-Headgate-Key": "steering-key"})[0] == 200
+    assert ask(server, "/v1/steering", None)[0] == 200
+    inline = {"model": "tiny", "prompt": "Hi", "max_tokens": 1, "steering_vectors": ONE}
+    assert ask(server, "/v1/completions", inline)[0] == 200
+
+
+def check_capture_keys(server: Server) -> None:
+    tokens = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 1, "extra_args": {"capture": CAPTURE}}}
+    bodies = {
+        "/v1/capture/consumers": None,
+        "/v1/completions": {"model": "tiny", "prompt": "Hi", "max_tokens": 1, "capture": CAPTURE},
+        "/v1/chat/completions": {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "Hi"}],
+            "max_tokens": 1,
+            "capture": CAPTURE,
+        },
+        "/inference/v1/generate": {"model": "tiny", **tokens},
+    }
+    for path, body in bodies.items():
+        status, text = ask(server, path, body, **{"X-Headgate-Key": "steering-key"})
+        assert status == 403, f"{path}: {text}"
+        assert "HEADGATE_CAPTURE_KEYS" in text
+        status, text = ask(server, path, body, **{"X-Headgate-Key": "capture-key"})
+        assert status == 200, f"{path}: {text}"
+    plain = {"model": "tiny", "prompt": "Hi", "max_tokens": 1}
+    assert ask(server, "/v1/completions", plain)[0] == 200
+
+
+def check_agreement(server: Server) -> None:
+    """Each request is a new connection, which one of the two takes."""
+    key = {"X-Headgate-Key": "steering-key"}
+    for number in range(8):
+        name = f"module-{number}"
+        assert ask(server, REGISTER, {"name": name, "vectors": ONE}, **key)[0] == 200
+        named = {"model": "tiny", "prompt": "Hi", "max_tokens": 1, "steering_name": name}
+        assert [ask(server, "/v1/completions", named)[0] for _ in range(6)] == [200] * 6
+        assert ask(server, UNREGISTER, {"name": name}, **key)[0] == 200
+        assert [ask(server, "/v1/completions", named)[0] for _ in range(6)] == [400] * 6
+    assert ask(server, SET, {"vectors": ONE}, **key)[0] == 200
+    seen = {ask(server, "/v1/steering", None)[1] for _ in range(8)}
+    assert len(seen) == 1
+
+
+def test_beyond_its_own_machine_a_server_without_keys_is_closed_and_says_so(model_dir: Path) -> None:
+    with serving([*COMMAND, str(model_dir), *FLAGS], host="0.0.0.0", **PLUGINS) as server:
+        for path, variable in ((SET, "HEADGATE_STEERING_KEYS"), (REGISTER, "HEADGATE_STEERING_KEYS")):
+            answer = server.post(path, name="a", vectors=ONE)
+            assert answer.status_code == 403
+            assert f"the operator sets {variable}" in answer.json()["error"]["message"]
+        assert get(server, "/v1/steering").status_code == 200
+        assert get(server, "/v1/capture/consumers").status_code == 403
+        refused = complete(server, capture=CAPTURE)
+        assert (refused.status_code, "HEADGATE_CAPTURE_KEYS" in refused.text) == (403, True)
+        assert complete(server, steering_vectors=ONE).status_code == 200
+
+
+def test_without_vllm_plugins_the_server_says_what_to_set(model_dir: Path) -> None:
+    without_steering = [flag for flag in FLAGS if flag not in ("--enable-steering", "--max-steering-slots", "150")]
+    with serving([*COMMAND, str(model_dir), *without_steering]) as server:
+        answers = [get(server, "/v1/steering"), server.post(SET, vectors=ONE), get(server, "/v1/capture/consumers")]
+        assert [answer.status_code for answer in answers] == [404] * 3
+        assert all("VLLM_PLUGINS=headgate" in answer.json()["error"]["message"] for answer in answers)
+        binary = post(server, "/v1/completions", msgspec.msgpack.encode({"model": "tiny"}), "application/msgpack")
+        assert (binary.status_code, "VLLM_PLUGINS=headgate" in binary.text) == (415, True)
+        assert complete(server, capture=CAPTURE).status_code == 200
+        assert get(server, "/v1/models").status_code == 200
