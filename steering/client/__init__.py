@@ -22,6 +22,7 @@ from headgate.capture.results import CaptureResult
 from headgate.steering.client.answers import Answer, Capturable, Choice, Consumer, GlobalUpdate, Layers, ServerError
 from headgate.steering.client.calls import packed_fields
 from headgate.steering.client.http import AsyncClient, Client
+from headgate.steering.client.rows import inline_rows
 from headgate.steering.operations import ModuleStatus, SteeringStatus
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "ServerError",
     "SteeringStatus",
     "extra_body",
+    "inline_rows",
 ]
 
 

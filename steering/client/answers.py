@@ -9,6 +9,7 @@ import msgspec
 
 from headgate.capture.errors import HeadgateError
 from headgate.capture.results import CaptureResult
+from headgate.steering.client.rows import Array, hidden_state
 from headgate.steering.operations import SteeringStatus
 
 Captures = dict[str, CaptureResult]
@@ -44,6 +45,14 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     finish_reason: str | None
     raw: dict[str, Any]
+
+    @property
+    def hidden_state(self) -> Array | None:
+        """The state that the last token was sampled from, ``[hidden]``, if ``return_hidden_states`` asked for it.
+
+        In float32 or float16; ``return_hidden_states="base64"`` is sent faster than a list.
+        """
+        return hidden_state(self.raw.get("hidden_states"))
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

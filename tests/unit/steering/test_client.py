@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
 import json
 import subprocess
@@ -15,10 +16,12 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 
 from headgate.capture.results import CaptureResult
 from headgate.steering import VectorFile, save
-from headgate.steering.client import Answer, AsyncClient, Client, GlobalUpdate, ServerError
+from headgate.steering.client import Answer, AsyncClient, Choice, Client, GlobalUpdate, ServerError, inline_rows
 from headgate.steering.parse import BASE, read_tier
 from headgate.steering.vectors import PhaseVectors
 from tests.unit.steering.vector_forms import HIDDEN, model
@@ -293,6 +296,41 @@ def test_results_of_several_prompts_are_listed(call: Caller) -> None:
     assert [captured and list(captured) for captured in answer.captures] == [["files"], None]
     with pytest.raises(ValueError, match="captures"):
         assert answer.capture_results
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_that_come_with_the_answer_are_arrays(dtype: torch.dtype) -> None:
+    rows = torch.randn(3, HIDDEN).to(dtype)
+    positions = torch.tensor([0, 4, 9])
+    data = safetensors.torch.save({"12.post_mlp": rows, "positions": positions}, {"any": "thing"})
+    payload = {"format": "safetensors", "num_bytes": len(data), "data": base64.b64encode(data).decode()}
+
+    found = inline_rows(CaptureResult(status="ok", payload=[None, payload]), sample=1)
+
+    np.testing.assert_array_equal(found["12.post_mlp"], rows.float().numpy())
+    np.testing.assert_array_equal(found["positions"], positions.numpy())
+
+
+def test_a_result_without_rows_says_why() -> None:
+    with pytest.raises(ValueError, match="more than an answer may hold"):
+        inline_rows(CaptureResult(status="error", error="12 bytes are more than an answer may hold"))
+    with pytest.raises(ValueError, match="no rows in it"):
+        inline_rows(CaptureResult(status="ok", payload=["a.file"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_hidden_state_of_a_choice_is_an_array(dtype: torch.dtype) -> None:
+    state = torch.randn(HIDDEN).to(dtype)
+    data = base64.b64encode(state.view(torch.uint8).numpy().tobytes()).decode()
+    packed = {"dtype": str(dtype).removeprefix("torch."), "shape": [HIDDEN], "data": data, "position": 4}
+
+    for given in (packed, state.tolist()):
+        choice = Choice(index=0, text="", finish_reason="stop", raw={"hidden_states": given})
+        assert choice.hidden_state is not None
+        np.testing.assert_array_equal(choice.hidden_state, state.float().numpy())
+    assert Choice(index=0, text="", finish_reason=None, raw={}).hidden_state is None
+    with pytest.raises(ValueError, match="expected a hidden state"):
+        _ = Choice(index=0, text="", finish_reason=None, raw={"hidden_states": "x"}).hidden_state
 
 
 def test_the_client_needs_neither_vllm_nor_torch_nor_fastapi() -> None:
