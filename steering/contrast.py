@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from headgate.capture import SamplingParams
 from headgate.capture.errors import ConsumerError
 from headgate.capture.sites import Site
 from headgate.steering.directions import Float64Array, mean_difference, pca
@@ -83,6 +82,8 @@ def captured_rows(
         ConsumerError: If a prompt's rows did not arrive.
         ValueError: If there is no prompt.
     """
+    from headgate.capture import SamplingParams  # which imports vLLM
+
     if not prompts:
         raise ValueError("expected one or more prompts, got none")
     params = SamplingParams(

@@ -184,3 +184,12 @@ def test_two_api_servers_each_get_their_own_results(model_dir: Path) -> None:
         answers = [complete(server, prompt=f"Number {i}").json() for i in range(16)]
 
     assert [answer["capture_results"]["rows"]["status"] for answer in answers] == ["ok"] * 16
+
+
+def test_steering_on_a_server_without_it_is_a_400(server: Server) -> None:
+    for send in (complete, chat):
+        response = send(server, capture=None, capture_wait=None, steering_name="calm", stream=True)
+
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "steering_name"
+        assert "--enable-steering" in response.json()["error"]["message"]

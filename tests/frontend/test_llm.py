@@ -283,3 +283,13 @@ def hub_of(llm: Any) -> Any:
     front = front_end_of(llm.llm_engine)
     assert front is not None
     return front.hub
+
+
+@pytest.mark.parametrize("fields", [{"steering_vectors": {"post_mlp": {3: [0.0]}}}, {"steering_name": "calm"}])
+def test_an_engine_without_steering_refuses_its_fields(llm: Any, fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"this engine was started without steering.*--enable-steering") as caught:
+        run(llm, [1, 2, 3], **fields)
+
+    assert caught.value.field == next(iter(fields))
+    assert not hasattr(llm, "steering")
+    check_rows(run(llm, [4, 5, 6], max_tokens=3))

@@ -1,0 +1,98 @@
+"""The OpenAI-compatible server that steers, over the model-free worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from headgate.capture.sites import HookPoint, Site
+from headgate.steering.files import save
+from headgate.steering.vectors import PhaseVectors
+from tests.frontend.server import Server, serving
+from tests.frontend.steering_forms import BAD, GOOD, ROW, listed
+
+pytestmark = pytest.mark.engine
+
+MODULE = ["-m", "vllm.entrypoints.openai.api_server", "--model"]
+FLAGS = [
+    *("--served-model-name", "tiny", "--dtype", "bfloat16", "--load-format", "dummy", "--enforce-eager"),
+    *("--worker-cls", "tests.frontend.noting_worker.NotingWorker", "--block-size", "32", "--max-model-len", "1024"),
+    *("--distributed-executor-backend", "uni", "--max-num-seqs", "16"),
+    *("--enable-steering", "--max-steering-configs", "1", "--steering-sites", '{"post_mlp": "all", "pre_attn": "all"}'),
+]
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path = tmp_path_factory.mktemp("modules") / "calm.safetensors"
+    vectors = PhaseVectors.from_rows({Site(3, HookPoint.POST_MLP): ROW})
+    assert vectors is not None
+    save(path, vectors)
+    with serving([*MODULE, str(model_dir), *FLAGS, "--steering-modules", f"calm={path}"]) as running:
+        yield running
+
+
+def complete(server: Server, **body: Any) -> httpx.Response:
+    return server.post("/v1/completions", **{"model": "tiny", "prompt": "The capital", "max_tokens": 3, **body})
+
+
+def chat(server: Server, **body: Any) -> httpx.Response:
+    return server.post("/v1/chat/completions", **{"model": "tiny", "messages": CHAT, "max_tokens": 3, **body})
+
+
+def respond(server: Server, **body: Any) -> httpx.Response:
+    return server.post("/v1/responses", **{"model": "tiny", "input": "Hi", "max_output_tokens": 16, **body})
+
+
+ROUTES = pytest.mark.parametrize("send", [complete, chat, respond], ids=["completion", "chat", "response"])
+STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+@STREAM
+@ROUTES
+def test_steered_requests_are_served(server: Server, send: Any, stream: bool) -> None:
+    for fields in (*GOOD.values(), {"steering_name": "calm"}, {"steering_module_ref": {"name": "calm", "scale": 2}}):
+        response = send(server, stream=stream, **fields)
+        assert response.status_code == 200, response.text
+        assert "error" not in response.text.replace('"error":null', "")
+
+
+@STREAM
+@ROUTES
+@pytest.mark.parametrize(("fields", "field"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_a_400_that_names_its_field(
+    server: Server, send: Any, fields: Any, field: str, stream: bool
+) -> None:
+    response = send(server, stream=stream, **fields)
+
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == field
+    assert error["message"].startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("send", [complete, chat], ids=["completion", "chat"])
+def test_beam_search_is_a_400(server: Server, send: Any) -> None:
+    response = send(server, use_beam_search=True, n=2, steering_name="calm")
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "steering_name"
+
+
+def test_capture_is_not_configured_here(server: Server) -> None:
+    response = complete(server, capture={"rows": {}}, steering_vectors={"post_mlp": {3: listed(ROW)}})
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "capture"
+
+
+def test_a_wire_dict_cannot_be_brought_along(server: Server) -> None:
+    response = complete(server, vllm_xargs={"headgate": "x"})
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "extra_args.headgate"
