@@ -15,6 +15,16 @@
 
 from __future__ import annotations
 
+import reprlib
+
+MAX_FIELD = 300
+"""Characters of a field's path in an error: clients may choose the names in it."""
+
+
+def shown(value: object) -> str:
+    """`value` for an error message, cut short without walking through all of it."""
+    return reprlib.repr(value)
+
 
 class HeadgateError(Exception):
     """Base of all errors of this package."""
@@ -29,10 +39,11 @@ class RequestError(HeadgateError, ValueError):
 
     Attributes:
         field: Path of the offending field as the client wrote it, for example
-            ``capture.filesystem.hooks.post_mlp``.
+            ``capture.filesystem.hooks.post_mlp``; cut short if it is very long.
     """
 
     def __init__(self, field: str, message: str) -> None:
+        field = field if len(field) <= MAX_FIELD else f"{field[:MAX_FIELD]}..."
         super().__init__(f"{field}: {message}")
         self.field = field
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.errors import RequestError
+from headgate.capture.errors import RequestError, shown
 
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -217,7 +217,7 @@ def parse_positions(raw: object, field: str) -> PositionSelector:
         return Indices(tuple(sorted({_integer(value, f"{field}[{i}]") for i, value in enumerate(raw)})))
     raise RequestError(
         field,
-        f"unknown selector {raw!r}; expected one of {', '.join(NAMED)}, a non-empty list of integers, "
+        f"unknown selector {shown(raw)}; expected one of {', '.join(NAMED)}, a non-empty list of integers, "
         '{"start", "stop", "step"} or {"role", "index"}',
     )
 
@@ -244,13 +244,13 @@ def _parse_span(raw: Mapping[str, Any], field: str) -> Span:
 def _parse_message(raw: Mapping[str, Any], field: str) -> Message:
     role, index = raw.get("role"), raw.get("index", -1)
     if role is not None and (not isinstance(role, str) or not role):
-        raise RequestError(f"{field}.role", f"expected the role of a message, got {role!r}")
+        raise RequestError(f"{field}.role", f"expected the role of a message, got {shown(role)}")
     return Message(role, _integer(index, f"{field}.index"))
 
 
 def _integer(value: object, field: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise RequestError(field, f"expected an integer, got {value!r}")
+        raise RequestError(field, f"expected an integer, got {shown(value)}")
     if abs(int(value)) > MAX_POSITION:
-        raise RequestError(field, f"{value} is beyond any context length")
+        raise RequestError(field, f"{shown(value)} is beyond any context length")
     return int(value)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from headgate.capture.errors import RequestError
+from headgate.capture.errors import RequestError, shown
 
 
 class HookPoint(str, Enum):
@@ -92,7 +92,7 @@ def parse_hook(name: object, field: str) -> HookPoint:
     """
     point = HOOK_NAMES.get(name) if isinstance(name, str) else None
     if point is None:
-        raise RequestError(field, f"unknown hook point {name!r}; known: {', '.join(sorted(HOOK_NAMES))}")
+        raise RequestError(field, f"unknown hook point {shown(name)}; known: {', '.join(sorted(HOOK_NAMES))}")
     return point
 
 
@@ -110,7 +110,7 @@ def parse_sites(hooks: object, num_layers: int, field: str) -> tuple[Site, ...]:
         RequestError: On an unknown hook point, a layer out of range, or an empty selection.
     """
     if not isinstance(hooks, Mapping) or not hooks:
-        raise RequestError(field, f"expected a non-empty object of hook point to layers, got {hooks!r}")
+        raise RequestError(field, f"expected a non-empty object of hook point to layers, got {shown(hooks)}")
     sites: set[Site] = set()
     for name, layers in hooks.items():
         hook = parse_hook(name, f"{field}.{name}")
@@ -159,7 +159,7 @@ def parse_layers(layers: object, num_layers: int, field: str) -> tuple[int, ...]
         raise RequestError(
             field,
             f'expected "all", a layer, a non-empty list of layers or {{"layers": [...], "ranges": [...]}}, '
-            f"got {layers!r}",
+            f"got {shown(layers)}",
         )
     return tuple(sorted({_layer(layer, num_layers, field) for layer in layers}))
 
@@ -177,12 +177,12 @@ def site_map(sites: Iterable[Site]) -> dict[str, list[int]]:
 def _layers_and_ranges(layers: Mapping[Any, Any], num_layers: int, field: str) -> tuple[int, ...]:
     unknown = set(layers) - {"layers", "ranges"}
     if unknown or not layers:
-        raise RequestError(field, f"expected the keys 'layers' and 'ranges', got {sorted(map(str, layers))}")
+        raise RequestError(field, f"expected the keys 'layers' and 'ranges', got {shown(sorted(map(str, layers)))}")
     chosen = {_layer(layer, num_layers, f"{field}.layers") for layer in _listed(layers, "layers", field)}
     for index, pair in enumerate(_listed(layers, "ranges", field)):
         where = f"{field}.ranges[{index}]"
         if not _is_list(pair) or len(pair) != 2:
-            raise RequestError(where, f"expected [start, stop] with stop exclusive, got {pair!r}")
+            raise RequestError(where, f"expected [start, stop] with stop exclusive, got {shown(pair)}")
         start, stop = (_bound(bound, num_layers, where) for bound in pair)
         if start >= stop:
             raise RequestError(where, f"selects no layer: start {pair[0]} is not below stop {pair[1]}")
@@ -197,7 +197,7 @@ def _listed(layers: Mapping[Any, Any], key: str, field: str) -> Sequence[Any]:
     if value is None:
         return ()
     if not _is_list(value):
-        raise RequestError(f"{field}.{key}", f"expected a list, got {value!r}")
+        raise RequestError(f"{field}.{key}", f"expected a list, got {shown(value)}")
     return value
 
 
@@ -207,17 +207,17 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
 
 def _layer(layer: object, num_layers: int, field: str) -> int:
     if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not -num_layers <= layer < num_layers:
-        raise RequestError(field, f"layer {layer!r} is not an integer from {-num_layers} to {num_layers - 1}")
+        raise RequestError(field, f"layer {shown(layer)} is not an integer from {-num_layers} to {num_layers - 1}")
     return int(layer) % num_layers
 
 
 def _bound(bound: object, num_layers: int, field: str) -> int:
     if isinstance(bound, bool) or not isinstance(bound, int | np.integer) or not -num_layers <= bound <= num_layers:
-        raise RequestError(field, f"bound {bound!r} is not an integer from {-num_layers} to {num_layers}")
+        raise RequestError(field, f"bound {shown(bound)} is not an integer from {-num_layers} to {num_layers}")
     return int(bound) if bound >= 0 else int(bound) + num_layers
 
 
 def _check_final_norm(layers: object, field: str) -> None:
     is_empty_list = _is_list(layers) and not layers
     if not (layers is None or layers is True or is_empty_list or (isinstance(layers, str) and layers == "all")):
-        raise RequestError(field, f'final_norm has no layers: expected "all", true, null or [], got {layers!r}')
+        raise RequestError(field, f'final_norm has no layers: expected "all", true, null or [], got {shown(layers)}')

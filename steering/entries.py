@@ -8,7 +8,6 @@ small one.
 from __future__ import annotations
 
 import re
-import reprlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from headgate.capture.errors import RequestError
+from headgate.capture.errors import RequestError, shown
 from headgate.capture.sites import HookPoint, Site, parse_layers, site_map
 from headgate.steering.dtypes import STORAGE, Rows, StoredType
 from headgate.steering.vectors import Steerable
@@ -52,11 +51,6 @@ _FORMS = (
     '{layer: vector} with a vector as a list of numbers, an array, a tensor or {"vector": ..., "scale": number}, '
     'or the packed form {"dtype", "shape", "layer_indices", "data"}'
 )
-
-
-def shown(value: object) -> str:
-    """`value` for an error message, cut short without walking through all of it."""
-    return reprlib.repr(value)
 
 
 def entries(value: object, hook: HookPoint, steerable: Steerable, where: str) -> Iterator[Entry]:

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from headgate.capture.errors import RequestError
+from headgate.capture.errors import RequestError, shown
 from headgate.capture.sites import parse_hook
 from headgate.steering.dtypes import STORAGE, Rows, StoredType, peaks, widen
-from headgate.steering.entries import Entry, check_scale, entries, shown
+from headgate.steering.entries import Entry, check_scale, entries
 from headgate.steering.vectors import ModuleRef, PhaseVectors, Steerable, SteeringSpec, weighted_sum
 
 BASE, PREFILL, DECODE = "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"

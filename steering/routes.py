@@ -14,10 +14,9 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 
 from headgate.capture.engine.route_seam import RouteServices
-from headgate.capture.errors import RequestError
+from headgate.capture.errors import RequestError, shown
 from headgate.capture.sites import HookPoint, parse_hook
 from headgate.steering import openapi
-from headgate.steering.entries import shown
 from headgate.steering.handle import AsyncSteering
 from headgate.steering.operations import SteeringStatus
 from headgate.steering.parse import MODULE_FIELDS, read_tier

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from headgate.capture.consumer import SpecContext, parse_client_spec
-from headgate.capture.errors import ConfigError, RequestError
+from headgate.capture.errors import ConfigError, RequestError, shown
 from headgate.capture.positions import parse_positions
 from headgate.capture.sites import parse_hook
 from headgate.capture.spec import CaptureSpec
@@ -105,7 +105,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     tag = check_name(options.get("tag", params.tag), f"{context.field}.tag")
     layout = options.get("layout", params.layout)
     if layout not in LAYOUTS:
-        raise RequestError(f"{context.field}.layout", f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
+        raise RequestError(f"{context.field}.layout", f"unknown layout {shown(layout)}; known: {', '.join(LAYOUTS)}")
     if layout == "shards" and params.is_remote:
         raise RequestError(f"{context.field}.layout", _no_remote_shards(params.root))
     if "request_id" in options:

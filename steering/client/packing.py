@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from headgate.capture.errors import RequestError
+from headgate.capture.errors import RequestError, shown
 from headgate.capture.sites import HookPoint, parse_hook
 from headgate.steering.dtypes import Rows, StoredType, widen
-from headgate.steering.entries import read_vector, shown, split_scale
+from headgate.steering.entries import read_vector, split_scale
 from headgate.steering.vectors import PhaseVectors
 
 Packed = dict[str, Any]
