@@ -146,7 +146,7 @@ class Lane:
             contradiction: Why its rows must not be used, if so: the consumer is to let go of them.
         """
         with self._changed:
-            request.is_ended = True
+            request.ended_at = time.monotonic()
             is_left_out = self._is_left_out(request)
             if not is_left_out and request.failure is None:
                 if contradiction is None:
@@ -300,7 +300,7 @@ class Lane:
             request.failure = request.failure or f"{self.instance}: hung: {reason}"
             if request.is_begun:
                 self._append(Abandon(request))
-        return [request for request in waiting if request.is_ended]
+        return [request for request in waiting if request.ended_at is not None]
 
     # What the consumer's thread shares: see `LaneState`.
 
@@ -327,6 +327,8 @@ class Lane:
 
     def call_ends(self) -> None:
         with self._changed:
+            if self._call_started is not None:
+                self._counters.call_s += time.monotonic() - self._call_started
             self._call_started = None
             self._is_hung = False
 
@@ -351,6 +353,8 @@ class Lane:
             self._deferred.discard(request)
             self._counters.requests += 1
             self._counters.errors += result is not None and result.status == "error"
+            if request.ended_at is not None:
+                self._counters.note_result(time.monotonic() - request.ended_at)
         if result is None:
             return
         try:

@@ -120,11 +120,11 @@ class LaneRequest:
             for each set of sites.
         drop_reason: Why rows of it were dropped, for people.
         is_begun: The consumer was told of it, and not yet that it is over; the consumer's thread's own.
-        is_ended: It got its last row; its result is due.
+        ended_at: When it got its last row and its result became due, on the monotonic clock; None so far.
         is_reported: Its result is out.
     """
 
-    __slots__ = ("drop_reason", "failure", "first_site", "info", "is_begun", "is_ended", "is_reported", "ledger")
+    __slots__ = ("drop_reason", "ended_at", "failure", "first_site", "info", "is_begun", "is_reported", "ledger")
 
     def __init__(self, info: RequestInfo) -> None:
         self.info = info
@@ -133,7 +133,7 @@ class LaneRequest:
         self.failure: str | None = None
         self.drop_reason = ""
         self.is_begun = False
-        self.is_ended = False
+        self.ended_at: float | None = None
         self.is_reported = False
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+RESULT_BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Upper bounds of the buckets in which `ConsumerStats.result_counts` counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +26,9 @@ class ConsumerStats:
         stall_s: Seconds of that.
         hangs: Times that it was taken for hung.
         lost_reports: Results that could not be sent.
+        call_s: Seconds that its calls took.
+        result_s: Seconds from the ends of requests to their results, summed up.
+        result_counts: Requests by those seconds: up to each of `RESULT_BOUNDS_S`, and above the last.
         queued_bytes: Now: rows in its queue or in its hands.
         spilled_bytes: Now: rows in its spill file.
         is_hung: Now.
@@ -37,6 +45,9 @@ class ConsumerStats:
     stall_s: float = 0.0
     hangs: int = 0
     lost_reports: int = 0
+    call_s: float = 0.0
+    result_s: float = 0.0
+    result_counts: Sequence[int] = (0,) * (len(RESULT_BOUNDS_S) + 1)
     queued_bytes: int = 0
     spilled_bytes: int = 0
     is_hung: bool = False
@@ -81,6 +92,14 @@ class LaneCounters:
     stall_s: float = 0.0
     hangs: int = 0
     lost_reports: int = 0
+    call_s: float = 0.0
+    result_s: float = 0.0
+    result_counts: list[int] = field(default_factory=lambda: [0] * (len(RESULT_BOUNDS_S) + 1))
+
+    def note_result(self, seconds: float) -> None:
+        """A request's result came so long after its end."""
+        self.result_s += seconds
+        self.result_counts[bisect_left(RESULT_BOUNDS_S, seconds)] += 1
 
 
 @dataclass(slots=True)

@@ -72,6 +72,16 @@ class Reservations(Generic[R]):
         return self._used
 
     @property
+    def num_configs(self) -> int:
+        """Distinct sets of vectors that share those slots."""
+        return len(self._users)
+
+    @property
+    def num_admitted(self) -> int:
+        """Requests that have their slots."""
+        return len(self._admitted)
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait for slots, outside the scheduler."""
         return len(self._waiting)

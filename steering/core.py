@@ -201,11 +201,13 @@ class SteeringCore:
         return to_wire(SteeringSpec(prefill=module.prefill, decode=module.decode))
 
     def _status(self) -> dict[str, Any]:
-        """Global vectors, modules, slots, and the number of requests that wait for slots."""
+        """Global vectors, modules, slots, and the numbers of requests that have slots and that wait for them."""
         return {
             "global": self._state.global_status(),
             "modules": self._modules(),
             "slots": {"capacity": self._reservations.capacity, "reserved": self._reservations.num_reserved},
+            "configs": self._reservations.num_configs,
+            "running": self._reservations.num_admitted,
             "waiting": self._reservations.num_waiting,
         }
 

@@ -19,6 +19,7 @@ from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.handles import NotConfiguredError
 from headgate.capture.engine.keys import access_of, require_key
 from headgate.capture.engine.logs import speak_through_vllm
+from headgate.capture.engine.metrics import Counters, MetricsPage
 from headgate.capture.engine.route_seam import GROUP, RouteServices
 from headgate.capture.errors import RequestError
 
@@ -43,9 +44,10 @@ class Endpoints:
         self._engine: Any = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add every part's routes."""
+        """Add every part's routes, and our counters to the page of metrics."""
         for entry in _parts():
             app.include_router(entry.load()(self._services(entry.name)))
+        app.add_middleware(MetricsPage, counters=Counters(lambda: self._engine))
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """The engine is there; the keys are read."""
