@@ -1,55 +1,105 @@
-"""Tensor and pipeline parallel workers: the stream is captured once, by the stages that own its layers."""
+"""Tensor and pipeline parallel workers: the stream is captured once, by the stages that own its layers, and steered by
+every rank alike.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from headgate.capture.sites import Site
+from headgate.capture.sites import HookPoint, Site
 from headgate.consumers.reader import open_captures
 from tests.conftest import start_llm, stop_llm
-from tests.engine.hf_reference import HFReference, relative_error
+from tests.engine.hf_reference import HFReference, Steering, relative_error
+from tests.engine.steering_cases import Tiers, added, check_logprobs, document, sites_of, vectors
 from tests.engine.tiny_models import tiny_model
 
 HOOKS = ("pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_mlp")
 SITES: dict[str, Any] = {**dict.fromkeys(HOOKS, "all"), "final_norm": "all"}
 PROMPTS = [[3 + (7 * i) % 500 for i in range(40)], [9], [3 + (11 * i) % 500 for i in range(17)]]
 NUM_OUTPUT = 5
+EVERYWHERE, STREAM = sites_of(*HookPoint), sites_of(HookPoint.PRE_ATTN, HookPoint.POST_MLP)
+STEERING = [
+    Tiers(base=vectors(EVERYWHERE, 1, 0.5)),
+    Tiers(),
+    Tiers(prefill=vectors(STREAM, 2), decode=vectors(EVERYWHERE, 3, 0.5)),
+    Tiers(decode=vectors(STREAM, 4)),
+]
+MODULE, GLOBAL = vectors(STREAM, 5), vectors(STREAM, 6)
 
 
-@pytest.mark.parametrize(
-    "ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tensor", "pipeline"]
-)
-def test_rows_of_two_ranks_equal_the_solo_run(ranks, tmp_path, monkeypatch):
-    from vllm import SamplingParams
+class Served(NamedTuple):
+    """Two ranks.
 
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers on a machine with one NUMA node
-    consumers = [{"name": "memory"}, {"name": "filesystem", "params": {"root": str(tmp_path)}}]
-    llm = start_llm(
-        model=tiny_model("llama"),
-        dtype="float32",
-        skip_tokenizer_init=True,
-        max_model_len=128,
-        max_num_batched_tokens=32,
-        distributed_executor_backend="mp",
-        additional_config={"headgate": {"capture": {"consumers": consumers, "sites": SITES}}},
-        **ranks,
-    )
-    try:
-        params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=NUM_OUTPUT)
-        params.capture = {"memory": {"hooks": SITES}, "filesystem": {"hooks": SITES}}
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
-        stats = llm.collective_rpc("headgate_stats")
-    finally:
+    Attributes:
+        llm: The engine.
+        num_stages: Of the pipeline.
+        root: Where the files of the filesystem consumer are.
+    """
+
+    llm: Any
+    num_stages: int
+    root: Path
+
+
+@pytest.fixture(scope="module", params=["tensor", "pipeline"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    root = tmp_path_factory.mktemp(request.param)
+    consumers = [{"name": "memory"}, {"name": "filesystem", "params": {"root": str(root)}}]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers on a machine with one NUMA node
+        llm = start_llm(
+            model=tiny_model("llama"),
+            dtype="float32",
+            skip_tokenizer_init=True,
+            max_model_len=128,
+            max_num_batched_tokens=32,
+            max_logprobs=-1,
+            distributed_executor_backend="mp",
+            additional_config={
+                "headgate": {
+                    "capture": {"consumers": consumers, "sites": SITES},
+                    "steering": {"sites": SITES, "max_steering_slots": 256},
+                }
+            },
+            **{f"{request.param}_parallel_size": 2},
+        )
+        yield Served(llm, 2 if request.param == "pipeline" else 1, root)
         stop_llm(llm)
 
-    num_stages = ranks.get("pipeline_parallel_size", 1)
-    assert sum(found["capture"] is not None for found in stats) == num_stages
-    reference = HFReference(tiny_model("llama"), "llama")
-    assert len(list(tmp_path.rglob("*.safetensors"))) == num_stages * len(PROMPTS)
-    captures = {capture.metadata["client_request_id"]: capture for capture in open_captures(tmp_path)}
+
+@pytest.fixture(scope="module")
+def reference() -> HFReference:
+    return HFReference(tiny_model("llama"), "llama")
+
+
+def sampling(tiers: Tiers | None = None, **fields: Any) -> Any:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=NUM_OUTPUT, logprobs=-1)
+    params.capture = {"memory": {"hooks": SITES}}
+    for name, value in {**(tiers.fields() if tiers else {}), **fields}.items():
+        setattr(params, name, value)
+    return params
+
+
+def generate(llm: Any, prompts: list[list[int]], params: Any) -> Any:
+    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+
+
+def test_rows_of_two_ranks_equal_the_solo_run(served, reference):
+    params = sampling(capture={"memory": {"hooks": SITES}, "filesystem": {"hooks": SITES}})
+
+    outputs = generate(served.llm, PROMPTS, params)
+
+    stats = served.llm.collective_rpc("headgate_stats")
+    assert sum(found["capture"] is not None for found in stats) == served.num_stages
+    assert len(list(served.root.rglob("*.safetensors"))) == served.num_stages * len(PROMPTS)
+    captures = {capture.metadata["client_request_id"]: capture for capture in open_captures(served.root)}
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         expected = reference.run(prompt, list(output.outputs[0].token_ids)).rows
         assert_all_rows(output, expected, num_rows=len(prompt) + NUM_OUTPUT - 1)
@@ -58,6 +108,49 @@ def test_rows_of_two_ranks_equal_the_solo_run(ranks, tmp_path, monkeypatch):
         assert {site.name for site in capture.sites} == {site.name for site in expected}
         for site, rows in expected.items():
             assert relative_error(capture.tensor(site.name), rows) <= 1e-4, site
+
+
+def test_requests_steered_by_two_ranks_equal_the_solo_run(served, reference):
+    requests = [(prompt, tiers) for prompt in PROMPTS for tiers in STEERING]
+
+    outputs = generate(served.llm, [prompt for prompt, _ in requests], [sampling(tiers) for _, tiers in requests])
+
+    for (_, tiers), output in zip(requests, outputs, strict=True):
+        assert_steered(output, tiers.steering(), reference)
+    assert_ranks_agree(served)
+
+
+def test_modules_and_global_vectors_are_on_both_ranks(served, reference):
+    empty = assert_ranks_agree(served)
+    served.llm.steering.register("mood", **document(Tiers(prefill=MODULE)))
+    served.llm.steering.set(**document(Tiers(base=GLOBAL)))
+    try:
+        outputs = generate(served.llm, PROMPTS[:2], [sampling(steering_module_ref=("mood", 2.0)), sampling()])
+        assert assert_ranks_agree(served) != empty
+    finally:
+        served.llm.steering.clear()
+        served.llm.steering.unregister("mood")
+    (after,) = generate(served.llm, PROMPTS[:1], sampling())
+
+    both = Steering(prefill=added([(GLOBAL, 1.0), (MODULE, 2.0)]), decode=GLOBAL)
+    for output, steering in zip([*outputs, after], [both, Steering(GLOBAL, GLOBAL), Steering()], strict=True):
+        assert_steered(output, steering, reference)
+
+
+def assert_ranks_agree(served: Served) -> list[int]:
+    """The tables of tensor-parallel ranks are the same; the stages of a pipeline have sites of their own."""
+    found = served.llm.collective_rpc("headgate_call", args=("steering", "checksum", {}))
+    assert len(found) == 2
+    if served.num_stages == 1:
+        assert found[0] == found[1]
+    return found
+
+
+def assert_steered(output: Any, steering: Steering, reference: HFReference) -> None:
+    prompt, tokens = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
+    expected = reference.run(prompt, tokens, steering)
+    assert_all_rows(output, expected.rows, num_rows=len(prompt) + NUM_OUTPUT - 1)
+    check_logprobs(output, expected)
 
 
 def assert_all_rows(output: Any, expected: dict[Site, torch.Tensor], num_rows: int) -> None:
