@@ -115,15 +115,6 @@ class Server:
         return self.ask("POST", path, body)
 
 
-def arg_parser() -> Any:
-    """``make_arg_parser``, wherever a version has it."""
-    try:
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    except ImportError:
-        from vllm.entrypoints.openai.cli_args import make_arg_parser  # 0.26
-    return make_arg_parser
-
-
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
     def start(
@@ -136,10 +127,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
             monkeypatch.setenv(name, value)
         keys_of.cache_clear()
         plugin.register()
+        from vllm.entrypoints.cli.serve import make_arg_parser
         from vllm.entrypoints.openai.api_server import build_app
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-        args = arg_parser()(FlexibleArgumentParser()).parse_args(["--host", "127.0.0.1", *flags])
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--host", "127.0.0.1", *flags])
         app = build_app(args, ("generate",))
         engine = Engine({} if is_steering else None)
         for found in app.state.endpoint_plugins:
