@@ -19,6 +19,9 @@ Overload = Literal["block", "drop", "spill"]
 
 MIB = 1 << 20
 
+HIDDEN_STATES = "hidden_states"
+"""Entry point of the consumer behind ``return_hidden_states``; whoever configures it gets its site too."""
+
 
 class CaptureConsumerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One configured consumer.
@@ -54,7 +57,8 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     Attributes:
         consumers: The consumers to load.
         sites: ``{hook point: layers}`` that can be captured; requests choose any subset. Changes the compiled
-            graph. Each site costs ``ring_rows * hidden_size`` elements of device memory.
+            graph. Each site costs ``ring_rows * hidden_size`` elements of device memory. Where the consumer
+            `HIDDEN_STATES` is configured ``final_norm`` is added, and is the default if it is the only consumer.
         ring_rows: Rows of the staging ring on the device, at least ``max_num_batched_tokens``; that if None.
         staging_bytes: Pinned host memory that the device copies rows into.
         spill_dir: Folder for ``overload="spill"``; the system's temporary folder if None.
@@ -64,6 +68,9 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             with ``capture_wait`` wait up to `result_timeout_s`.
         result_timeout_s: Upper limit of that wait, and of `LLM`'s.
         close_timeout_s: Seconds that shutting down may take to deliver what is still queued.
+        max_request_rows: Positions that one request may capture for one consumer, its samples together; no limit if
+            None. A request that could capture more, if it generated all that its ``max_tokens`` allows, is refused.
+        max_request_bytes: The same for the rows of all sites and consumers, in bytes.
     """
 
     consumers: tuple[CaptureConsumerSpec, ...] = ()
@@ -76,6 +83,8 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     result_wait_s: float = 0.05
     result_timeout_s: float = 60.0
     close_timeout_s: float = 10.0
+    max_request_rows: int | None = None
+    max_request_bytes: int | None = None
 
 
 def parse_config(document: Mapping[str, Any] | None) -> CaptureConsumersConfig:
@@ -88,10 +97,20 @@ def parse_config(document: Mapping[str, Any] | None) -> CaptureConsumersConfig:
         raise ConfigError(f"{_WHERE}: expected an object, got {document!r}")
     try:
         config = msgspec.convert(document or {}, CaptureConsumersConfig)
+        config = _with_final_norm(config, is_default="sites" not in (document or {}))
     except msgspec.ValidationError as error:
         raise ConfigError(f"{_WHERE}: {error}") from error
     _check(config)
     return config
+
+
+def _with_final_norm(config: CaptureConsumersConfig, *, is_default: bool) -> CaptureConsumersConfig:
+    """Add the site of the consumer `HIDDEN_STATES`, if that is configured."""
+    names = {consumer.name for consumer in config.consumers}
+    if HIDDEN_STATES not in names or not {"final_norm", "last_hidden_state"}.isdisjoint(config.sites):
+        return config
+    others = {} if is_default and names == {HIDDEN_STATES} else config.sites
+    return msgspec.structs.replace(config, sites={**others, "final_norm": "all"})
 
 
 _WHERE = "additional_config['headgate']['capture']"
@@ -111,6 +130,8 @@ def _check(config: CaptureConsumersConfig) -> None:
     sizes = {
         "ring_rows": config.ring_rows,
         "staging_bytes": config.staging_bytes,
+        "max_request_rows": config.max_request_rows,
+        "max_request_bytes": config.max_request_bytes,
         **{f"{c.instance}.queue_bytes": c.queue_bytes for c in config.consumers},
     }
     for name, size in sizes.items():

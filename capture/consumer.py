@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.batch import FinalState
-from headgate.capture.errors import RequestError
+from headgate.capture.errors import RequestError, shown
 from headgate.capture.positions import parse_positions
 from headgate.capture.sites import Site, parse_sites
 from headgate.capture.spec import CaptureSpec
@@ -219,10 +219,13 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
             shipped but the payload (JSON values). ``"driver"``: in the process that owns the request, where live
             Python objects are at hand; rows are shipped there.
         reads_client_spec: False if requests cannot name it: it then works through `global_capture_spec` alone.
+        is_awaited: Its payload is what a client came for: requests that name it wait for their results as if they had
+            set ``capture_wait``, unless they say false.
     """
 
     location: ClassVar[Literal["worker", "driver"]] = "worker"
     reads_client_spec: ClassVar[bool] = True
+    is_awaited: ClassVar[bool] = False
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         """Open the consumer. Check `params` in `check_params`, which also runs where no instance is made."""
@@ -306,7 +309,7 @@ def parse_client_spec(raw: object, context: SpecContext, *, options: Sequence[st
         RequestError: On a wrong type, an unknown key or hook point, or a site that is not configured.
     """
     if not isinstance(raw, Mapping):
-        raise RequestError(context.field, f"expected an object with 'hooks', got {raw!r}")
+        raise RequestError(context.field, f"expected an object with 'hooks', got {shown(raw)}")
     unknown = sorted(str(key) for key in raw if key not in {"hooks", "positions", *options})
     if unknown:
         known = ", ".join(["hooks", "positions", *options])

@@ -132,6 +132,7 @@ def _check_contract(loaded: object, where: str) -> type[BatchedConsumer] | type[
         raise ConfigError(f"{where} does not define {', '.join(missing)}")
     if loaded.location not in get_args(Location):
         raise ConfigError(f"{where}: location is {loaded.location!r}; expected 'worker' or 'driver'")
-    if not isinstance(loaded.reads_client_spec, bool):
-        raise ConfigError(f"{where}: reads_client_spec is {loaded.reads_client_spec!r}; expected True or False")
+    for name in ("reads_client_spec", "is_awaited"):
+        if not isinstance(value := getattr(loaded, name), bool):
+            raise ConfigError(f"{where}: {name} is {value!r}; expected True or False")
     return loaded

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from headgate.capture.config import CaptureConsumerSpec, parse_config, parse_shorthand
+from headgate.capture.config import HIDDEN_STATES, CaptureConsumerSpec, parse_config, parse_shorthand
 from headgate.capture.engine.request_seam import request_parts
 from headgate.capture.engine.settings import OUR_KEY
 from headgate.capture.errors import ConfigError
@@ -110,6 +110,13 @@ def add_flags(group: Any) -> None:
         metavar="JSON",
         help='What can be captured, as {hook point: layers}; {"post_mlp": "all"} if not given.',
     )
+    group.add_argument(
+        "--enable-return-hidden-states",
+        action="store_true",
+        default=None,
+        help="Let requests set return_hidden_states: the last row of the final norm with each choice. Adds the "
+        "consumer hidden_states and the site final_norm to what is configured.",
+    )
     for part in request_parts().values():
         part.add_flags(group)
 
@@ -136,10 +143,21 @@ def translate_flags(args: argparse.Namespace) -> None:
     given = {name: part.read_flags(args, sections.get(name)) for name, part in request_parts().items()}
     parts = {name: document for name, document in given.items() if document is not None}
     consumers, sites = getattr(args, "capture_consumers", None), getattr(args, "capture_sites", None)
+    if getattr(args, _STATES, None):
+        consumers = [*(consumers or ()), *_missing_states(consumers or (), sections.get("capture") or {})]
     if consumers is None and sites is None and not parts:
         return
     args.additional_config = additional_config(consumers=consumers or (), sites=sites, base=base, **parts)
-    args.capture_consumers = args.capture_sites = None
+    args.capture_consumers = args.capture_sites = args.enable_return_hidden_states = None
+
+
+_STATES = "enable_return_hidden_states"
+
+
+def _missing_states(consumers: Sequence[str], section: Mapping[str, Any]) -> list[str]:
+    """The consumer behind ``return_hidden_states``, unless it is configured."""
+    configured = [*map(parse_shorthand, consumers), *parse_config(section).consumers]
+    return [] if any(consumer.name == HIDDEN_STATES for consumer in configured) else [HIDDEN_STATES]
 
 
 def _shorthand(text: str) -> str:

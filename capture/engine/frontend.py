@@ -11,6 +11,7 @@ from typing import Any
 
 from headgate.capture.config import CaptureConsumersConfig
 from headgate.capture.consumer import CaptureConsumer, ModelInfo
+from headgate.capture.engine import hidden_states
 from headgate.capture.engine.requests import Ask, Door
 from headgate.capture.hub import ResultHub
 from headgate.capture.merge import CaptureResults
@@ -120,11 +121,19 @@ class FrontEnd:
             )
 
 
-def attach_results(output: Any, results: CaptureResults) -> None:
-    """Put results on a `RequestOutput`, and each sample's on its `CompletionOutput`."""
+def attach_results(output: Any, results: CaptureResults, states: str | None = None) -> None:
+    """Put results on a `RequestOutput`, and each sample's on its `CompletionOutput`.
+
+    Args:
+        output: Of a finished request.
+        results: Of the same request.
+        states: The consumer that answers ``return_hidden_states``, if there is one.
+    """
     output.capture_results = results.merged
     for completion in output.outputs:
-        completion.capture_results = results.per_sample[completion.index]
+        found = completion.capture_results = results.per_sample[completion.index]
+        if states in found:
+            setattr(completion, hidden_states.ATTRIBUTE, hidden_states.tensor_of(found[states]))
 
 
 def front_end_of(engine: Any) -> FrontEnd | None:

@@ -1,76 +1,33 @@
-"""Our fields in the bodies of OpenAI-compatible requests, and `capture_results` in the answers.
+"""Our fields in the bodies of OpenAI-compatible requests; `answers` writes what comes of them.
 
-`capture` is taken from /v1/completions and /v1/chat/completions, the fields of other parts from /v1/responses too.
-vLLM's request models keep unknown fields of a body, and its response models write them. What belongs to one HTTP
-call is held in a context variable: the engine is called from inside the handler, which is where it is read.
+vLLM's request models keep unknown fields of a body.
 """
 
 from __future__ import annotations
 
-import contextvars
-import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
-import msgspec
-
+from headgate.capture.engine.answers import answer_choices, answer_response
 from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.frontend import front_end_of
+from headgate.capture.engine.hidden_states import read_form
+from headgate.capture.engine.http_call import Call, current_call, enter
 from headgate.capture.engine.keys import require_key
-from headgate.capture.engine.params import CAPTURE, CAPTURE_FIELDS, all_fields, read_fields
+from headgate.capture.engine.params import (
+    CAPTURE,
+    CAPTURE_FIELDS,
+    RETURN_HIDDEN_STATES,
+    all_fields,
+    read_fields,
+    set_value,
+)
 from headgate.capture.engine.reception import reception_of
-from headgate.capture.engine.requests import messages_of
+from headgate.capture.engine.requests import messages_of, resolve
 from headgate.capture.engine.turns import Chat, Tokens, Turn, locate, pick
 from headgate.capture.errors import RequestError
-from headgate.capture.merge import CaptureResults
-from headgate.capture.positions import Message, Span
-from headgate.capture.results import CaptureResult, SupportsSummary
-
-RESULTS = "capture_results"
-_call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("headgate_http_call", default=None)
-
-
-@dataclass(slots=True)
-class Slot:
-    """Results of one engine request of a call; None until it has finished."""
-
-    results: CaptureResults | None = None
-
-
-@dataclass(slots=True)
-class Call:
-    """One HTTP call.
-
-    Attributes:
-        turns: Messages of the chat that selectors of this call mean.
-        slots: One for each prompt, in the order of the body.
-    """
-
-    turns: dict[Message, Turn] = field(default_factory=dict)
-    slots: list[Slot] = field(default_factory=list)
-
-    def expect(self) -> Slot:
-        """A slot for one more prompt."""
-        self.slots.append(Slot())
-        return self.slots[-1]
-
-    def find_message(self, tokens: Tokens) -> Callable[[Message, str], Span]:
-        """Resolves message selectors for the prompt of these tokens."""
-
-        def find(selector: Message, where: str) -> Span:
-            turn = self.turns.get(selector)
-            if turn is None:
-                raise RequestError(where, "a message selector needs a chat request (/v1/chat/completions)")
-            return turn.span(tokens, where)
-
-        return find
-
-
-def current_call() -> Call | None:
-    """The HTTP call being handled, if any."""
-    return _call.get()
+from headgate.capture.positions import Message
 
 
 def to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,13 +51,13 @@ def to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
 def _given(request: Any, names: Iterable[str]) -> dict[str, Any]:
     """Those of our fields that a body has."""
     extra = request.model_extra or {}
-    return {name: extra[name] for name in names if extra.get(name) is not None}
+    return {name: extra[name] for name in names if set_value(name, extra.get(name)) is not None}
 
 
 def _refuse_capture(request: Any) -> None:
     for name in _given(request, CAPTURE_FIELDS):
         with as_client_error():
-            raise RequestError(name, "use /v1/completions or /v1/chat/completions to capture")
+            raise RequestError(name, "use /v1/completions, /v1/chat/completions or /v1/responses to capture")
 
 
 def create_completion(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,9 +69,8 @@ def create_completion(original: Callable[..., Any]) -> Callable[..., Any]:
         await _check_early(self, request)
         if not _given(request, CAPTURE_FIELDS):
             return await original(self, request, *args, **kwargs)
-        call = Call()
-        _call.set(call)
-        return _answer(await original(self, request, *args, **kwargs), call)
+        call = _begin_call(self, request)
+        return answer_choices(await original(self, request, *args, **kwargs), call)
 
     return wrapped
 
@@ -128,10 +84,9 @@ def create_chat_completion(original: Callable[..., Any]) -> Callable[..., Any]:
         await _check_early(self, request)
         if not _given(request, CAPTURE_FIELDS):
             return await original(self, request, *args, **kwargs)
-        call = Call()
-        _call.set(call)
+        call = _begin_call(self, request)
         call.turns = await _find_turns(self, request)
-        return _answer(await original(self, request, *args, **kwargs), call)
+        return answer_choices(await original(self, request, *args, **kwargs), call)
 
     return wrapped
 
@@ -146,14 +101,39 @@ def create_responses(original: Callable[..., Any]) -> Callable[..., Any]:
     async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         _check_key(request, *args, **kwargs)
         await _check_early(self, request)
-        _refuse_capture(request)
-        if _given(request, all_fields()):
-            with as_client_error():
-                params = request.to_sampling_params(1, self.default_sampling_params)
-                asked = reception_of(self.engine_client).read(params, request.request_id)
-                if asked is not None:
-                    await reception_of(self.engine_client).confirm_async(asked, self.engine_client.engine_core)
-        return await original(self, request, *args, **kwargs)
+        if not _given(request, all_fields()):
+            return await original(self, request, *args, **kwargs)
+        call = _begin_call(self, request)
+        with as_client_error():
+            if _given(request, CAPTURE_FIELDS) and request.background:
+                raise RequestError("background", "a response in the background has no answer that could carry results")
+            params = request.to_sampling_params(1, self.default_sampling_params)
+            asked = reception_of(self.engine_client).read(params, request.request_id)
+            if asked is not None:
+                await reception_of(self.engine_client).confirm_async(asked, self.engine_client.engine_core)
+        answer = await original(self, request, *args, **kwargs)
+        return answer_response(answer, call) if _given(request, CAPTURE_FIELDS) else answer
+
+    return wrapped
+
+
+def generate_response(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``OpenAIServingResponses._generate_with_builtin_tools``.
+
+    It is called with the prompt before the response begins, and calls the engine afterwards: what is to be captured of
+    the prompt is checked in between.
+    """
+
+    @wraps(original)
+    def wrapped(
+        self: Any, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        with as_client_error():
+            reception = reception_of(self.engine_client)
+            asked = None if current_call() is None else reception.read(sampling_params, request_id)
+            if asked is not None and asked.capture is not None and "prompt_token_ids" in engine_input:
+                resolve(asked.capture, len(engine_input["prompt_token_ids"]), Call().find_message([]))
+        return original(self, request_id, engine_input, sampling_params, *args, **kwargs)  # type: ignore[no-any-return]
 
     return wrapped
 
@@ -176,6 +156,16 @@ def _check_key(request: Any, raw_request: Any = None, *args: Any, **kwargs: Any)
         require_key(CAPTURE, raw_request)
 
 
+def _begin_call(serving: Any, request: Any) -> Call:
+    """Handle a call in this task, whose answer will have a place for what is captured."""
+    with as_client_error():
+        form = read_form(_given(request, CAPTURE_FIELDS).get(RETURN_HIDDEN_STATES))
+    front = front_end_of(serving.engine_client)
+    call = Call(form=form, states=None if front is None else front.door.hidden_states)
+    enter(call)
+    return call
+
+
 async def _check_early(serving: Any, request: Any) -> None:
     """What cannot be checked in the call of the engine: beam search, which drops our fields, and registered names."""
     given = _given(request, all_fields())
@@ -188,55 +178,6 @@ async def _check_early(serving: Any, request: Any) -> None:
             )
         client = serving.engine_client
         await reception_of(client).confirm_names(given, client.engine_core)
-
-
-def _answer(answer: Any, call: Call) -> Any:
-    """Put the results into a response, or one more chunk into a stream; errors stay as they are."""
-    if hasattr(answer, "__aiter__"):
-        return _stream(answer, call)
-    if (results := _results(call)) is not None and hasattr(answer, "choices"):
-        setattr(answer, RESULTS, results)
-    return answer
-
-
-async def _stream(chunks: AsyncGenerator[str, None], call: Call) -> AsyncGenerator[str, None]:
-    first: dict[str, Any] | None = None
-    try:
-        async for chunk in chunks:
-            if first is None and chunk.startswith("data: {"):
-                first, _ = json.JSONDecoder().raw_decode(chunk, len("data: "))
-            if chunk.startswith("data: [DONE]") and (results := _results(call)) is not None:
-                head = {name: (first or {}).get(name) for name in ("id", "object", "created", "model")}
-                yield f"data: {json.dumps({**head, 'choices': [], RESULTS: results})}\n\n"
-            yield chunk
-    finally:
-        await chunks.aclose()
-
-
-def _results(call: Call) -> Any:
-    """JSON: ``{instance: result}`` for a call with one prompt, a list of those for one with several."""
-    found = [None if slot.results is None else _plain_results(slot.results.merged) for slot in call.slots]
-    if not any(found):
-        return None
-    return found[0] if len(found) == 1 else found
-
-
-def _plain_results(results: Mapping[str, CaptureResult]) -> dict[str, Any]:
-    return {instance: plain_result(instance, result) for instance, result in results.items()}
-
-
-def plain_result(instance: str, result: CaptureResult) -> dict[str, Any]:
-    """A result as JSON values. A payload that is none becomes an error text, and never an error of the answer."""
-    try:
-        payload = result.payload.summary() if isinstance(result.payload, SupportsSummary) else result.payload
-        # By way of JSON text, and so without NaN and infinity, which JSON does not have.
-        return msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(result, payload=payload)))  # type: ignore[no-any-return]
-    except Exception as error:  # noqa: BLE001  (payload and summary are the consumer's; any failure is its own)
-        text = f"consumer {instance!r}: its payload, a {type(result.payload).__name__}, is not JSON: {error}"
-        told = f"{result.error}; {text}" if result.error else text
-        status = "partial_error" if result.status == "ok" else result.status
-        plain = msgspec.structs.replace(result, status=status, error=told, payload=None)
-        return msgspec.to_builtins(plain)  # type: ignore[no-any-return]
 
 
 async def _find_turns(serving: Any, request: Any) -> dict[Message, Turn]:

@@ -179,7 +179,7 @@ def _collect(engine: Any, desk: _Desk, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     finished, desk.finished = desk.finished, []
     for output, ask in finished:
-        attach_results(output, desk.front.wait(ask, deadline=deadline))
+        attach_results(output, desk.front.wait(ask, deadline=deadline), desk.front.door.hidden_states)
 
 
 def _tell_worker(engine: Any) -> None:

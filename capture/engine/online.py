@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from headgate.capture.engine import http
 from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.frontend import FrontEnd, attach_results, front_end_of
+from headgate.capture.engine.http_call import Call, Slot, current_call
 from headgate.capture.engine.reception import Reception, is_refused, reception_of
 from headgate.capture.engine.requests import Ask, resolve
 from headgate.capture.engine.wire import Asked, attach, refuse_made, refuse_streamed_input
@@ -25,7 +25,7 @@ def generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def wrapped(self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
-        call = http.current_call()
+        call = current_call()
         with as_client_error():
             if hasattr(prompt, "sampling_params"):
                 refuse_made(prompt, sampling_params)
@@ -47,7 +47,7 @@ def generate(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _resolved(asked: Asked, prompt: Any, call: http.Call | None) -> Asked:
+def _resolved(asked: Asked, prompt: Any, call: Call | None) -> Asked:
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     if asked.capture is None or tokens is None:
         return asked
@@ -72,14 +72,14 @@ async def _with_refusals(
 
 
 async def _with_results(
-    outputs: AsyncGenerator[Any, None], front: FrontEnd, ask: Ask, slot: http.Slot | None
+    outputs: AsyncGenerator[Any, None], front: FrontEnd, ask: Ask, slot: Slot | None
 ) -> AsyncGenerator[Any, None]:
     try:
         async for output in outputs:
             if output.finished and (ask.is_explicit or ask.wait):
                 is_aborted = all(completion.finish_reason == "abort" for completion in output.outputs)
                 results = await front.wait_async(ask, is_aborted=is_aborted)
-                attach_results(output, results)
+                attach_results(output, results, front.door.hidden_states)
                 if slot is not None:
                     slot.results = results
             yield output

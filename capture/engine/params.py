@@ -1,4 +1,4 @@
-"""``SamplingParams.capture``, ``capture_wait`` and the fields of other parts: where a request says what it wants.
+"""``SamplingParams.capture`` and the other fields in which a request says what it wants of headgate.
 
 vLLM keeps only declared fields of `SamplingParams` when it copies, pickles or sends one; a plain attribute is lost.
 The properties put in here store their value in ``extra_args``, which travels with it everywhere.
@@ -18,7 +18,8 @@ from headgate.capture.errors import RequestError
 
 CAPTURE = "capture"
 CAPTURE_WAIT = "capture_wait"
-CAPTURE_FIELDS = (CAPTURE, CAPTURE_WAIT)
+RETURN_HIDDEN_STATES = "return_hidden_states"
+CAPTURE_FIELDS = (CAPTURE, CAPTURE_WAIT, RETURN_HIDDEN_STATES)
 WIRE_KEY = "headgate"
 """Key of ``extra_args`` under which what a request asks, checked and resolved, travels to the engine."""
 
@@ -47,7 +48,12 @@ def refuse_properties(module: ModuleType) -> None:
 def read_field(params: Any, name: str) -> Any:
     """The value of one of our fields, None if unset; also when it was set before the properties were there."""
     early = vars(params).get(name)
-    return early if early is not None else (params.extra_args or {}).get(name)
+    return set_value(name, early if early is not None else (params.extra_args or {}).get(name))
+
+
+def set_value(name: str, value: Any) -> Any:
+    """`value`, or None if it says nothing: some clients send every field that they know with its default."""
+    return None if name == RETURN_HIDDEN_STATES and value is False else value
 
 
 def read_fields(params: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -124,7 +130,7 @@ class _Elided:
 def make_sampling_params() -> type:
     """``headgate.capture.SamplingParams``: vLLM's class, whose constructor also takes our fields by keyword.
 
-    They are `capture` and `capture_wait`, and steering's `steering_vectors` and so on.
+    They are `capture`, `capture_wait` and `return_hidden_states`, and steering's `steering_vectors` and so on.
 
     Calling it returns an instance of vLLM's own class, and ``isinstance(x, it)`` holds for those, so nothing in vLLM
     can tell the difference.

@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 
-from headgate.capture.config import CaptureConsumersConfig
+from headgate.capture.config import HIDDEN_STATES, CaptureConsumersConfig
 from headgate.capture.consumer import CaptureConsumer, ModelInfo, SpecContext
-from headgate.capture.engine.params import CAPTURE, CAPTURE_FIELDS, CAPTURE_WAIT, read_field
-from headgate.capture.errors import ConsumerError, RequestError
+from headgate.capture.engine import hidden_states
+from headgate.capture.engine.params import CAPTURE, CAPTURE_FIELDS, CAPTURE_WAIT, RETURN_HIDDEN_STATES, read_field
+from headgate.capture.errors import ConsumerError, RequestError, shown
 from headgate.capture.positions import Message, PositionSelector
 from headgate.capture.spec import CaptureSpec
 
@@ -26,7 +27,7 @@ class Ask:
 
     Attributes:
         specs: By consumer instance.
-        wait: The client waits for results as long as it takes (``capture_wait``).
+        wait: The client waits for results as long as it takes: ``capture_wait``, or a consumer that is awaited.
         is_explicit: The client named a consumer itself; otherwise only global consumers look at the request.
         key: Random; results for the request must carry it.
         reply: Address of the result hub; None if nobody waits.
@@ -37,6 +38,11 @@ class Ask:
     is_explicit: bool
     key: str
     reply: str | None = None
+
+
+HOW_HIDDEN_STATES = (
+    "Start it with --enable-return-hidden-states, or with the consumer 'hidden_states' among capture's consumers"
+)
 
 
 class Door:
@@ -54,6 +60,7 @@ class Door:
         self._model = model
         self._consumers = consumers
         self._params = {spec.instance: spec.params for spec in config.consumers}
+        self.hidden_states = next((spec.instance for spec in config.consumers if spec.name == HIDDEN_STATES), None)
 
     def read(self, params: Any, request_id: str) -> Ask | None:
         """Check the fields of a `SamplingParams`; None if nothing is to be captured.
@@ -65,9 +72,13 @@ class Door:
         raw = read_field(params, CAPTURE)
         wait = read_field(params, CAPTURE_WAIT)
         if wait is not None and not isinstance(wait, bool):
-            raise RequestError(CAPTURE_WAIT, f"expected true or false, got {wait!r}")
+            raise RequestError(CAPTURE_WAIT, f"expected true or false, got {shown(wait)}")
         specs = {} if raw is None else self._client_specs(raw, request_id)
+        if hidden_states.read_form(read_field(params, RETURN_HIDDEN_STATES)) is not None:
+            specs[self._hidden_states()] = hidden_states.SPEC
         is_explicit = bool(specs)
+        if wait is None:
+            wait = any(self._consumers[instance].is_awaited for instance in specs)
         for instance in self._consumers:
             if instance not in specs and (spec := self._global_spec(instance, request_id)) is not None:
                 specs[instance] = spec
@@ -75,14 +86,21 @@ class Door:
             return None
         return Ask(specs=specs, wait=bool(wait), is_explicit=is_explicit, key=secrets.token_hex(16))
 
+    def _hidden_states(self) -> str:
+        if self.hidden_states is None:
+            raise RequestError(RETURN_HIDDEN_STATES, f"this engine does not return them. {HOW_HIDDEN_STATES}")
+        return self.hidden_states
+
     def _client_specs(self, raw: object, request_id: str) -> dict[str, CaptureSpec]:
         if not isinstance(raw, Mapping) or not raw:
-            raise RequestError(CAPTURE, f"expected a non-empty object of consumer name to spec, got {raw!r}")
+            raise RequestError(CAPTURE, f"expected a non-empty object of consumer name to spec, got {shown(raw)}")
         specs = {}
         for instance, wanted in raw.items():
             consumer = self._consumers.get(instance)
             if consumer is None:
                 raise RequestError(f"{CAPTURE}.{instance}", f"no such consumer; configured: {self._names()}")
+            if instance == self.hidden_states:
+                raise RequestError(f"{CAPTURE}.{instance}", f"set {RETURN_HIDDEN_STATES}: true instead")
             if not consumer.reads_client_spec:
                 raise RequestError(
                     f"{CAPTURE}.{instance}", "requests cannot choose what this consumer gets; leave it out"
@@ -129,6 +147,8 @@ def refuse_unconfigured(params: Any) -> None:
         RequestError: If it asks for anything.
     """
     for field in CAPTURE_FIELDS:
+        if field == RETURN_HIDDEN_STATES and hidden_states.read_form(read_field(params, field)) is not None:
+            raise RequestError(field, f"this engine was started without capture. {HOW_HIDDEN_STATES}")
         if read_field(params, field) is not None:
             raise RequestError(
                 field,

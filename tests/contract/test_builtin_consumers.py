@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,9 +10,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load
 
 from headgate.capture.consumer import CapturedRequest
 from headgate.consumers.filesystem import FilesystemConsumer
+from headgate.consumers.inline import InlineConsumer
 from headgate.consumers.logging import LoggingConsumer
 from headgate.consumers.memory import CapturedRows, MemoryConsumer
 from headgate.consumers.reader import open_captures
@@ -39,6 +42,23 @@ class TestMemory(ConsumerContract):
         assert np.array_equal(payload.token_ids, expected.token_ids)
         assert np.array_equal(payload.is_prefill, expected.is_prefill)
         assert payload.status == expected.final.status
+
+
+class TestInline(ConsumerContract):
+    consumer_class = InlineConsumer
+
+    def bad_specs(self) -> Mapping[str, Any]:
+        return {"tag": {"hooks": {"post_mlp": [1]}, "tag": "mine"}}
+
+    def check_payload(self, payload: Any, expected: CapturedRequest) -> None:
+        content = base64.b64decode(payload["data"], validate=True)
+        assert (payload["format"], payload["num_bytes"]) == ("safetensors", len(content))
+        tensors = load(content)
+        assert set(tensors) == {"positions", "token_ids", *(site.name for site in expected.sites)}
+        for site in expected.sites:
+            assert torch.equal(tensors[site.name], expected.rows[site])
+        assert np.array_equal(tensors["positions"], expected.positions)
+        assert np.array_equal(tensors["token_ids"], expected.token_ids)
 
 
 class FilesystemContract(ConsumerContract):

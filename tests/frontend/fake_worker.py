@@ -7,6 +7,7 @@ part of vLLM, so the same tests run on any release's Python sources.
 
 from __future__ import annotations
 
+import base64
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,7 +168,7 @@ class FakeWorker(WorkerBase):  # type: ignore[misc]
         num_prompt, token_ids, status = final
         rows = sorted(position for position in request.computed if position < len(token_ids) - 1)
         for instance, spec in request.wire["capture"].items():
-            payload = {
+            payload: dict[str, Any] = {
                 "rows": rows,
                 "computed": len(request.computed),
                 "num_prompt": num_prompt,
@@ -176,6 +177,8 @@ class FakeWorker(WorkerBase):  # type: ignore[misc]
                 "spec": spec,
                 "wire": {key: request.wire[key] for key in ("v", "id", "n")},
             }
+            if instance == "hidden_states":
+                payload = self._state(rows[-1])
             self._outlet.send_result(
                 reply=request.wire["reply"],
                 key=request.wire["key"],
@@ -186,3 +189,10 @@ class FakeWorker(WorkerBase):  # type: ignore[misc]
                 num_stages=1,
                 result=CaptureResult(status="ok", payload=payload, num_rows=len(rows)),
             )
+
+    def _state(self, position: int) -> dict[str, Any]:
+        """What the consumer behind ``return_hidden_states`` answers, for a row that holds its position everywhere."""
+        hidden_size = self.vllm_config.model_config.get_hidden_size()
+        row = torch.full((hidden_size,), float(position), dtype=torch.bfloat16).view(torch.uint8)
+        data = base64.b64encode(bytes(row.numpy().data)).decode()
+        return {"dtype": "bfloat16", "shape": [hidden_size], "data": data, "position": position}

@@ -102,3 +102,26 @@ def test_a_wrong_flag_is_an_error_of_the_command_line(
 ) -> None:
     with pytest.raises(argparse.ArgumentError, match=reason):
         parser.parse_args(flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--capture-consumers", "memory"], ["--capture-consumers", "hidden_states", "memory"]],
+    ids=["alone", "beside another", "named already"],
+)
+def test_hidden_states_are_one_flag(parser: argparse.ArgumentParser, flags: list[str]) -> None:
+    args = parser.parse_args(["--enable-return-hidden-states", *flags])
+
+    translate_flags(args)
+    translate_flags(args)
+
+    assert sorted(consumers_of(args.additional_config)) == sorted({"hidden_states", *flags[1:]})
+
+
+def test_the_flag_adds_to_what_is_configured(parser: argparse.ArgumentParser) -> None:
+    args = parser.parse_args(["--enable-return-hidden-states"])
+    args.additional_config = additional_config(consumers=["hidden_states", "memory"], sites={"post_mlp": [1]})
+
+    translate_flags(args)
+
+    assert consumers_of(args.additional_config) == ["hidden_states", "memory"]

@@ -159,3 +159,21 @@ def test_whatever_is_written_as_json_is_read_back(params: dict[str, Any], is_asc
     pairs = ",".join(f"{key}={json.dumps(value, ensure_ascii=is_ascii)}" for key, value in params.items())
 
     assert parse_shorthand(f"fs:{pairs}") == CaptureConsumerSpec(name="fs", params=params)
+
+
+@pytest.mark.parametrize(
+    ("document", "sites"),
+    [
+        ({"consumers": [{"name": "hidden_states"}]}, {"final_norm": "all"}),
+        ({"consumers": [{"name": "hidden_states"}, {"name": "a"}]}, {"post_mlp": "all", "final_norm": "all"}),
+        ({"consumers": [{"name": "hidden_states"}], "sites": {"pre_attn": [1]}}, {"pre_attn": [1], "final_norm": "all"}),
+        (
+            {"consumers": [{"name": "hidden_states"}], "sites": {"last_hidden_state": None}},
+            {"last_hidden_state": None},
+        ),
+        ({"consumers": [{"name": "a", "instance_name": "hidden_states"}]}, {"post_mlp": "all"}),
+    ],
+    ids=["alone", "beside another", "other sites", "its site already", "another of that name"],
+)
+def test_hidden_states_bring_their_site(document: dict[str, Any], sites: dict[str, Any]) -> None:
+    assert parse_config(document).sites == sites

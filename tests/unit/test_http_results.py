@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.http import plain_result
+from headgate.capture.engine.answers import plain_result
 from headgate.capture.results import CaptureResult
 
 

@@ -230,3 +230,45 @@ def test_kinds_of_requests_that_cannot_be_captured(fields: dict[str, Any], reaso
         fold(request([5], **{"sampling_params": params(), **fields}), Asked(capture=ask), "r")
 
     assert caught.value.field == "capture.rows"
+
+
+class States(Rows):
+    reads_client_spec = False
+    is_awaited = True
+
+
+def test_return_hidden_states_asks_for_the_last_rows_of_the_final_norm() -> None:
+    asked = door(hidden_states=States, rows=Rows).read(params(return_hidden_states=True), "r")
+
+    assert asked is not None
+    assert list(asked.specs) == ["hidden_states"]
+    spec = resolve(asked, 7, None).specs["hidden_states"]
+    assert [site.name for site in spec.sites] == ["final_norm"]
+    assert spec.positions == Span(6)
+    assert (asked.is_explicit, asked.wait) == (True, True)
+
+
+@pytest.mark.parametrize("wait", [None, True, False])
+def test_it_is_waited_for_unless_the_client_says_otherwise(wait: bool | None) -> None:
+    asked = door(hidden_states=States).read(params(return_hidden_states="base64", capture_wait=wait), "r")
+
+    assert asked is not None
+    assert asked.wait is (wait is not False)
+
+
+def test_false_asks_for_nothing() -> None:
+    assert door(hidden_states=States).read(params(return_hidden_states=False), "r") is None
+    assert door(rows=Rows).read(params(return_hidden_states=False), "r") is None
+    refuse_unconfigured(params(return_hidden_states=False))
+
+
+def test_where_it_is_not_configured_the_error_says_how() -> None:
+    with pytest.raises(RequestError, match=r"return_hidden_states: .*--enable-return-hidden-states"):
+        door(rows=Rows).read(params(return_hidden_states=True), "r")
+    with pytest.raises(RequestError, match=r"return_hidden_states: .*--enable-return-hidden-states"):
+        refuse_unconfigured(params(return_hidden_states=True))
+
+
+def test_its_consumer_cannot_be_named() -> None:
+    with pytest.raises(RequestError, match=r"capture\.hidden_states: set return_hidden_states"):
+        door(hidden_states=States).read(params(capture={"hidden_states": {}}), "r")

@@ -1,0 +1,68 @@
+"""What belongs to one HTTP call, from its body to its answer.
+
+It is held in a context variable: the engine is called from inside the handler, which is where it is read.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headgate.capture.engine.hidden_states import Form
+from headgate.capture.engine.turns import Tokens, Turn
+from headgate.capture.errors import RequestError
+from headgate.capture.merge import CaptureResults
+from headgate.capture.positions import Message, Span
+
+_call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("headgate_http_call", default=None)
+
+
+@dataclass(slots=True)
+class Slot:
+    """Results of one engine request of a call; None until it has finished."""
+
+    results: CaptureResults | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP call.
+
+    Attributes:
+        form: How the answer writes hidden states; None if they are not wanted.
+        states: The consumer that keeps them.
+        turns: Messages of the chat that selectors of this call mean.
+        slots: One for each prompt, in the order of the body; of /v1/responses, one for each turn with a tool.
+    """
+
+    form: Form | None = None
+    states: str | None = None
+    turns: dict[Message, Turn] = field(default_factory=dict)
+    slots: list[Slot] = field(default_factory=list)
+
+    def expect(self) -> Slot:
+        """A slot for one more prompt."""
+        self.slots.append(Slot())
+        return self.slots[-1]
+
+    def find_message(self, tokens: Tokens) -> Callable[[Message, str], Span]:
+        """Resolves message selectors for the prompt of these tokens."""
+
+        def find(selector: Message, where: str) -> Span:
+            turn = self.turns.get(selector)
+            if turn is None:
+                raise RequestError(where, "a message selector needs a chat request (/v1/chat/completions)")
+            return turn.span(tokens, where)
+
+        return find
+
+
+def current_call() -> Call | None:
+    """The HTTP call being handled, if any."""
+    return _call.get()
+
+
+def enter(call: Call) -> None:
+    """Make `call` the one that this task handles."""
+    _call.set(call)
