@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +19,8 @@ from headgate.steering.parse import check_name
 from headgate.steering.state import GlobalTiers, Resolved, SteeringState, demand_of
 from headgate.steering.vectors import PhaseVectors, Steerable, SteeringSpec
 from headgate.steering.wire import SteeringWire, to_wire
+
+logger = logging.getLogger("headgate")
 
 TIERS = ("base", "prefill", "decode")
 
@@ -146,6 +149,12 @@ class SteeringCore:
         except (OSError, VectorFileError, RequestError) as error:
             raise ConfigError(f"additional_config['headgate']['steering'].modules.{name}: {path}: {error}") from error
 
+    def room(self) -> str:
+        """What there is room for, for the log."""
+        names = ", ".join(module.name for module in self._state.modules()) or "none"
+        reserved, capacity = self._reservations.num_reserved, self._reservations.capacity
+        return f"room for {capacity} vectors at a time, {reserved} of them taken by named modules: {names}"
+
     def _set_global(self, tiers: Mapping[str, Any], replace: bool) -> dict[str, Any]:
         """Take over `tiers`, each ``to_wire(SteeringSpec(prefill=...))`` or None; `replace`: nothing else is left."""
         given = {name: None if tiers.get(name) is None else SteeringWire(tiers[name]).prefill() for name in TIERS}
@@ -220,6 +229,7 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     core = SteeringCore(cast("StoredType", model.dtype), config.max_steering_slots - 1, services)
     for name, path in config.modules.items():
         core.load(name, path, steerable)
+    logger.info("steering: %s", core.room())
     return core
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from importlib.metadata import entry_points
 from typing import Any
 
-from headgate.capture.config import CaptureConsumersConfig
-from headgate.capture.consumer import CaptureConsumer
+from headgate.capture.config import MIB, CaptureConsumersConfig
+from headgate.capture.consumer import CaptureConsumer, ModelInfo
 from headgate.capture.driver import open_drivers
 from headgate.capture.engine.core import note_core
 from headgate.capture.engine.frontend import FrontEnd
@@ -20,6 +21,9 @@ from headgate.capture.engine.settings import capture_config, model_info, section
 from headgate.capture.engine.support import check_version, versions
 from headgate.capture.errors import ConfigError, UnsupportedError
 from headgate.capture.registry import load_consumer
+from headgate.capture.sites import site_map
+
+logger = logging.getLogger("headgate")
 
 ENGINE_GROUP = "headgate.engine"
 PLUGIN = "headgate"
@@ -39,10 +43,12 @@ def open_front_end(vllm_config: Any) -> FrontEnd | None:
         return None
     speak_through_vllm()
     model = model_info(vllm_config)
+    consumers = load_consumers(config)
+    logger.info("capture: %s; what can be captured: %s", _told(config, consumers), _sites_told(model))
     return FrontEnd(
         config,
         model,
-        load_consumers(config),
+        consumers,
         num_stages=vllm_config.parallel_config.pipeline_parallel_size,
         open_drivers=partial(open_drivers, config=config, model=model, versions=versions()),
     )
@@ -61,6 +67,21 @@ def open_parts(vllm_config: Any) -> dict[str, OpenPart]:
         name: OpenPart(name, part, part.open(section(vllm_config, name), model_info(vllm_config)))
         for name, part in configured.items()
     }
+
+
+def _told(config: CaptureConsumersConfig, consumers: Mapping[str, type[CaptureConsumer]]) -> str:
+    """The consumers, where they run, and the host memory that their queues may take."""
+    return ", ".join(
+        f"consumer {spec.instance} (in the {consumers[spec.instance].location}, {spec.overload} when its queue of "
+        f"{spec.queue_bytes / MIB:.0f} MiB is full)"
+        for spec in config.consumers
+    )
+
+
+def _sites_told(model: ModelInfo) -> str:
+    return ", ".join(
+        hook if not layers else f"{hook} of {len(layers)} layers" for hook, layers in site_map(model.sites).items()
+    )
 
 
 def load_consumers(config: CaptureConsumersConfig) -> dict[str, type[CaptureConsumer]]:

@@ -6,6 +6,7 @@ What needs no tokens is tested here, also with two engine cores, since it takes 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -234,6 +235,19 @@ def _conforms(value: Any, schema: dict[str, Any], where: str) -> bool:
     except AssertionError:
         return False
     return True
+
+
+def test_the_log_says_what_there_is_room_for(
+    started: Callable[..., Server], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("headgate"), "handlers", [logging.NullHandler()])
+    caplog.set_level("INFO", "headgate")
+
+    started("--host", "0.0.0.0", HEADGATE_CAPTURE_KEYS="a,b")
+
+    assert "steering: room for 8191 vectors at a time, 0 of them taken by named modules: none" in caplog.messages
+    assert "headgate: /v1/steering is served; closed, HEADGATE_STEERING_KEYS is not set" in caplog.messages
+    assert "headgate: /v1/capture is served; 2 keys" in caplog.messages
 
 
 def test_without_steering_its_routes_say_how_to_start_it(started: Callable[..., Server]) -> None:

@@ -286,19 +286,24 @@ def ask(server: Server, path: str, body: dict[str, Any] | None, **headers: str) 
     return answer.status_code, answer.text
 
 
-def test_two_servers_with_keys_are_one(model_dir: Path) -> None:
-    """Keys, and that every API server sees what another one changed."""
-    flags = [*KEYED, "--api-server-count", "2"]
+def test_two_servers_of_two_engine_cores_are_one(model_dir: Path) -> None:
+    """Keys, and that every API server sees what another one changed, in every engine core."""
+    flags = [*KEYED, "--api-server-count", "2", "--data-parallel-size", "2"]
     serve = ["-c", "from headgate.capture.cli import main; main()", "serve"]
-    with serving([*serve, str(model_dir), *flags], num_servers=2, **PLUGINS, **ENVIRONMENT) as server:
+    environment = {**PLUGINS, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO"}
+    with serving([*serve, str(model_dir), *flags], num_servers=2, **environment) as server:
         log = "".join(server.log)
         check_api_key(server)
         check_steering_keys(server)
         check_capture_keys(server)
         check_agreement(server)
+        check_metrics(server)
 
-    for key in ("the-api-key", "steering-key", "capture-key"):
-        assert key not in log.replace("'api_key': ['the-api-key']", "")
+    for key in ("steering-key", "capture-key"):
+        assert key not in log
+    assert "consumer rows (in the worker, block when its queue of 256 MiB is full)" in log
+    assert "what can be captured: post_mlp of 2 layers" in log
+    assert "steering: room for 149 vectors at a time, 0 of them taken by named modules: none" in log
     assert "/v1/steering is served; 2 keys" in log
     assert "/v1/capture is served; 1 keys" in log
 
@@ -362,6 +367,19 @@ def check_agreement(server: Server) -> None:
     assert ask(server, SET, {"vectors": ONE}, **key)[0] == 200
     seen = {ask(server, "/v1/steering", None)[1] for _ in range(8)}
     assert len(seen) == 1
+    status = msgspec.json.decode(seen.pop())
+    assert status["is_consistent"]
+    assert [slots["reserved"] for slots in status["slots"]] == [1, 1]
+
+
+def check_metrics(server: Server) -> None:
+    """Both servers say the same, and nothing twice."""
+    for _ in range(6):
+        page = get(server, "/metrics").text
+        assert page.count("# TYPE headgate_steering_slots gauge") == 1
+        for engine in ("0", "1"):
+            assert page.count(f'headgate_steering_slots{{engine="{engine}"}} 149.0') == 1
+        assert "vllm:num_requests_running" in page
 
 
 def test_beyond_its_own_machine_a_server_without_keys_is_closed_and_says_so(model_dir: Path) -> None:

@@ -1,0 +1,142 @@
+"""Steering over HTTP on the real model, with two API servers before one engine: global vectors, modules, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.frontend.server import Server, serving
+
+COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
+FLAGS = [
+    *("--served-model-name", "smol", "--enforce-eager", "--block-size", "32", "--max-model-len", "512"),
+    *("--max-num-seqs", "8", "--max-num-batched-tokens", "256", "--api-server-count", "2"),
+    *("--enable-steering", "--max-steering-slots", "64", "--capture-sites", '{"post_mlp": [3]}'),
+]
+PROMPT = "The capital of France is"
+ONE = {"post_mlp": {"12": [float(value) for value in np.random.default_rng(7).normal(0, 6, 576).astype(np.float16)]}}
+CAPTURE = {"filesystem": {"hooks": {"post_mlp": [3]}, "positions": "all_prompt"}}
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("captures")
+    command = [*COMMAND, str(model_dir), *FLAGS, "--capture-consumers", f"filesystem:root={root}"]
+    with serving(command, num_servers=2, VLLM_PLUGINS="headgate") as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def left_clean(server: Server) -> Iterator[None]:
+    """Nothing is left set or registered, and no slot stays reserved."""
+    yield
+    assert server.post("/v1/steering/clear").status_code == 200
+    for name in get(server, "/v1/steering/modules").json()["modules"]:
+        server.post("/v1/steering/modules/unregister", name=name)
+    assert [slots["reserved"] for slots in get(server, "/v1/steering").json()["slots"]] == [0]
+
+
+def get(server: Server, path: str) -> httpx.Response:
+    return httpx.get(f"{server.url}{path}", timeout=60)
+
+
+def complete(server: Server, **body: Any) -> httpx.Response:
+    wanted = {"model": "smol", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, **body}
+    return server.post("/v1/completions", **wanted)
+
+
+def texts(server: Server, count: int = 6, **body: Any) -> set[str]:
+    """What several requests are answered; each is a connection of its own, which either server takes."""
+    return {complete(server, **body).json()["choices"][0]["text"] for _ in range(count)}
+
+
+def values(server: Server, name: str) -> dict[str, float]:
+    families = text_string_to_metric_families(get(server, "/metrics").text)
+    return {
+        ",".join([sample.name.removeprefix(family.name), *sample.labels.values()]): sample.value
+        for family in families
+        if family.name == name
+        for sample in family.samples
+    }
+
+
+def test_global_vectors_act_on_everybody_until_they_are_cleared(server: Server) -> None:
+    (plain,) = texts(server)
+    (steered,) = texts(server, steering_vectors=ONE)
+    assert steered != plain
+
+    assert server.post("/v1/steering/set", vectors=ONE).json()["layers_updated"] == [12]
+    assert texts(server) == {steered}
+    seen = [get(server, "/v1/steering").text for _ in range(6)]
+    assert len(set(seen)) == 1
+    assert server.post("/v1/steering/clear").json() == {"status": "ok"}
+    assert texts(server) == {plain}
+
+
+def test_a_decode_vector_leaves_the_first_token_alone(server: Server) -> None:
+    (plain,) = texts(server, count=1, max_tokens=1)
+    server.post("/v1/steering/set", decode_vectors=ONE)
+
+    assert texts(server, max_tokens=1) == {plain}
+    assert texts(server, count=1) != texts(server, count=1, max_tokens=1)
+
+
+def test_a_module_is_known_to_both_servers_and_means_its_vectors(server: Server) -> None:
+    (steered,) = texts(server, steering_vectors=ONE)
+    (plain,) = texts(server)
+
+    assert server.post("/v1/steering/modules/register", name="strong", vectors=ONE).status_code == 200
+    assert texts(server, steering_name="strong") == {steered}
+    assert texts(server) == {plain}
+    assert server.post("/v1/steering/modules/unregister", name="strong").status_code == 200
+    assert {complete(server, steering_name="strong").status_code for _ in range(6)} == {400}
+
+
+def test_a_request_that_runs_goes_on_through_changes(server: Server) -> None:
+    body = {"model": "smol", "prompt": PROMPT, "max_tokens": 120, "temperature": 0, "ignore_eos": True, "stream": True}
+    chunks = 0
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as stream:
+        for line in stream.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunks += 1
+            if chunks == 10:
+                assert server.post("/v1/steering/set", vectors=ONE).status_code == 200
+            if chunks == 30:
+                assert server.post("/v1/steering/clear").status_code == 200
+    assert chunks >= 120
+
+
+def test_metrics_count_what_was_captured_and_steered(server: Server) -> None:
+    before = values(server, "headgate_capture_consumer_rows").get("_total,0,0,filesystem", 0)
+    answers = [complete(server, capture=CAPTURE, capture_wait=True, steering_vectors=ONE).json() for _ in range(4)]
+    server.post("/v1/steering/modules/register", name="strong", vectors=ONE)
+    server.post("/v1/steering/set", vectors=ONE)
+    rows = sum(answer["capture_results"]["filesystem"]["num_rows"] for answer in answers)
+    assert rows > 0
+
+    wait_until_fresh(server)
+    for _ in range(4):  # whichever server answers
+        assert values(server, "headgate_capture_consumer_rows")["_total,0,0,filesystem"] == before + rows
+    found = values(server, "headgate_capture_consumer_result_seconds")
+    assert found["_count,0,0,filesystem"] >= 4
+    assert values(server, "headgate_steering_modules") == {",0": 1}
+    assert values(server, "headgate_steering_global_vectors") == {",0": 2}
+    assert values(server, "headgate_steering_requests_waiting") == {",0": 0}
+    assert values(server, "headgate_steering_slots") == {",0": 63}
+    assert values(server, "headgate_capture_dropped_rows") == {"_total,0,0": 0}
+
+
+def wait_until_fresh(server: Server) -> None:
+    """Both servers have fetched since the last change; each does so at most once a second."""
+    import time
+
+    until = time.monotonic() + 1.1
+    while time.monotonic() < until:
+        get(server, "/health")
