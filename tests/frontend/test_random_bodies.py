@@ -52,7 +52,7 @@ def test_the_routes_answer_as_they_are_described(description: Any, mode: Generat
     def check(operation: Any) -> None:
         @settings(max_examples=60, suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy(generation_mode=mode))
-        def is_answered_as_described(case: schemathesis.Case) -> None:
+        def is_answered_as_described(case: schemathesis.Case[Any]) -> None:
             response = case.call_and_validate(checks=CHECKS)
             statuses[response.status_code] += 1
 
