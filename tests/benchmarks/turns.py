@@ -24,17 +24,34 @@ TOKENS = range(1000, 120_000)
 
 
 class Job(NamedTuple):
-    """Requests that are sent at once; every mode of an engine runs each job once a round."""
+    """Requests that are sent at once; every mode of an engine runs each job once a round.
+
+    Attributes:
+        batch: How many; 64 run at once.
+        prompt: Tokens of each prompt.
+        tokens: Tokens that each generates; on average, if more requests are sent than run at once.
+    """
 
     batch: int
     prompt: int
     tokens: int
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that each request generates: requests of a load come and go one by one."""
+        if self.batch <= NUM_RUNNING:
+            return [self.tokens] * self.batch
+        return random.Random(self.batch).choices(
+            range(self.tokens // 4, 2 * self.tokens - self.tokens // 4), k=self.batch
+        )
 
+
+NUM_RUNNING = 64
 LONG = 129
 BATCHES = (1, 16, 64)
 PREFILL = Job(16, 1024, 1)
-JOBS = [*(Job(batch, 64, tokens) for batch in BATCHES for tokens in (1, LONG)), *[PREFILL] * 3]
+LOAD = Job(256, 128, 128)
+JOBS = [*(Job(batch, 64, tokens) for batch in BATCHES for tokens in (1, LONG)), *[PREFILL] * 3, LOAD]
 
 
 class Served:
@@ -56,7 +73,7 @@ class Served:
 
     def check(self, mode: str, job: Job, outputs: Sequence[Any]) -> None:
         """Every request was served whole."""
-        assert [len(output.outputs[0].token_ids) for output in outputs] == [job.tokens] * job.batch
+        assert [len(output.outputs[0].token_ids) for output in outputs] == job.lengths
 
     def settle(self, mode: str) -> None:
         """After each job, outside of its time."""
@@ -75,7 +92,7 @@ def open_llm(model: str, **settings: Any) -> Any:
         "max_model_len": 4096,
         "gpu_memory_utilization": 0.1,
         "kv_cache_memory_bytes": 4 << 30,
-        "max_num_seqs": 64,
+        "max_num_seqs": NUM_RUNNING,
         "max_num_batched_tokens": 8192,
         "enable_prefix_caching": False,
     }
@@ -108,7 +125,7 @@ def answer(connection: Connection, served: Served) -> None:
         mode, job = asked
         ids = [{"prompt_token_ids": rng.choices(TOKENS, k=job.prompt)} for _ in range(job.batch)]
         served.prepare(mode)
-        params = served.params(mode, job.tokens)
+        params = [served.params(mode, tokens) for tokens in job.lengths]
         begin = time.perf_counter()
         outputs = served.llm.generate(ids, params, use_tqdm=False)
         seconds = time.perf_counter() - begin
@@ -161,13 +178,14 @@ class Engine:
             self.seconds.setdefault((mode, job), []).append(seconds)
 
     def figures(self, mode: str) -> dict[str, list[float]]:
-        """Milliseconds by column, one for each round: per output token, and for the prompts."""
+        """Milliseconds by column, one for each run: per output token, for prompts alone, and for a load."""
         taken = {job: self.seconds[mode, job] for job in JOBS}
         found = {}
         for batch in BATCHES:
             short, long = taken[Job(batch, 64, 1)], taken[Job(batch, 64, LONG)]
             found[f"bs{batch}"] = [(b - a) / (LONG - 1) * 1e3 for a, b in zip(short, long, strict=True)]
         found["prefill"] = [value * 1e3 for value in taken[PREFILL]]
+        found["load"] = [value * 1e3 for value in taken[LOAD]]
         return found
 
 
