@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, HTTPException, Request
 
+from headgate.capture.engine.bodies import install_bodies
 from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.handles import NotConfiguredError
 from headgate.capture.engine.keys import access_of, require_key
@@ -22,6 +23,7 @@ from headgate.capture.engine.logs import speak_through_vllm
 from headgate.capture.engine.metrics import Counters, MetricsPage
 from headgate.capture.engine.route_seam import GROUP, RouteServices
 from headgate.capture.errors import RequestError
+from headgate.capture.server_config import server_config
 
 logger = logging.getLogger("headgate")
 
@@ -44,10 +46,11 @@ class Endpoints:
         self._engine: Any = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add every part's routes, and our counters to the page of metrics."""
+        """Add every part's routes, our counters to the page of metrics, and the reader of bodies."""
         for entry in _parts():
             app.include_router(entry.load()(self._services(entry.name)))
         app.add_middleware(MetricsPage, counters=Counters(lambda: self._engine))
+        install_bodies(app, server_config(getattr(app.state.args, "additional_config", None)))
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """The engine is there; the keys are read."""

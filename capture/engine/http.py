@@ -13,7 +13,7 @@ from headgate.capture.engine.answers import answer_choices, answer_response
 from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.frontend import front_end_of
 from headgate.capture.engine.hidden_states import read_form
-from headgate.capture.engine.http_call import Call, current_call, enter
+from headgate.capture.engine.http_call import Call, current_call, enter, taken
 from headgate.capture.engine.keys import require_key
 from headgate.capture.engine.params import (
     CAPTURE,
@@ -50,7 +50,7 @@ def to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _given(request: Any, names: Iterable[str]) -> dict[str, Any]:
     """Those of our fields that a body has."""
-    extra = request.model_extra or {}
+    extra = {**(request.model_extra or {}), **taken().fields}
     return {name: extra[name] for name in names if set_value(name, extra.get(name)) is not None}
 
 

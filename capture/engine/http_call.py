@@ -1,15 +1,18 @@
 """What belongs to one HTTP call, from its body to its answer.
 
-It is held in a context variable: the engine is called from inside the handler, which is where it is read.
+It is held in context variables: the engine is called from inside the handler, which is where they are read.
 """
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from headgate.capture.engine.hidden_states import Form
+from headgate.capture.engine.request_seam import Wanted
 from headgate.capture.engine.turns import Tokens, Turn
 from headgate.capture.errors import RequestError
 from headgate.capture.merge import CaptureResults
@@ -66,3 +69,39 @@ def current_call() -> Call | None:
 def enter(call: Call) -> None:
     """Make `call` the one that this task handles."""
     _call.set(call)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Fields of parts that were taken out of a body, and read, before the server saw the rest.
+
+    Attributes:
+        fields: The values.
+        wanted: What those of each part came to, by section.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    wanted: Mapping[str, Wanted | None] = field(default_factory=dict)
+
+    def has(self, part: str, values: Mapping[str, Any]) -> bool:
+        """Whether `wanted` says what these very values of a part came to."""
+        return part in self.wanted and all(self.fields.get(name) is value for name, value in values.items())
+
+
+NOTHING = Taken()
+_taken: contextvars.ContextVar[Taken] = contextvars.ContextVar("headgate_taken", default=NOTHING)
+
+
+def taken() -> Taken:
+    """What was taken out of the body of the HTTP call at hand."""
+    return _taken.get()
+
+
+@contextmanager
+def holding(found: Taken) -> Iterator[None]:
+    """Make `found` what was taken out of the body, for what is called within."""
+    token = _taken.set(found)
+    try:
+        yield
+    finally:
+        _taken.reset(token)

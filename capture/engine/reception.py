@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headgate.capture.engine.frontend import FrontEnd
+from headgate.capture.engine.http_call import taken
 from headgate.capture.engine.params import read_fields
 from headgate.capture.engine.request_seam import Known, RequestPart, RequestReader, Wanted, request_parts
 from headgate.capture.engine.requests import Ask, refuse_unconfigured
@@ -115,10 +116,26 @@ class Reception:
             if not values:
                 continue
             is_set = True
-            found = self._open(name, part, values).reader.read(values)
+            before = taken()
+            found = before.wanted[name] if before.has(name, values) else self._read(name, part, values)
             if found is not None:
                 wanted[name] = found
         return Asked(capture=ask, parts=wanted) if ask is not None or is_set else None
+
+    def read_parts(self, values: Mapping[str, Any]) -> dict[str, Wanted | None]:
+        """What the fields of each part come to, for parts of which there are any; None if to nothing.
+
+        Raises:
+            RequestError: As `read`.
+        """
+        given = {
+            name: {field: values[field] for field in part.fields if field in values}
+            for name, part in request_parts().items()
+        }
+        return {name: self._read(name, request_parts()[name], fields) for name, fields in given.items() if fields}
+
+    def _read(self, name: str, part: RequestPart, values: Mapping[str, Any]) -> Wanted | None:
+        return self._open(name, part, values).reader.read(values)
 
     def _open(self, name: str, part: RequestPart, values: Mapping[str, Any]) -> OpenPart:
         opened = self.parts.get(name)

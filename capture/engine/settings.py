@@ -14,9 +14,12 @@ from typing import Any
 from headgate.capture.config import CaptureConsumersConfig, parse_config
 from headgate.capture.consumer import ModelInfo
 from headgate.capture.errors import ConfigError
+from headgate.capture.server_config import parse_server
 from headgate.capture.sites import parse_sites
 
 OUR_KEY = "headgate"
+SERVER = "server"
+"""A section of the HTTP server's, which no part of an engine reads."""
 _READ = "_headgate_sections"
 _MODEL = "_headgate_model"
 _CAPTURE = "_headgate_capture"
@@ -36,7 +39,8 @@ def sections(vllm_config: Any) -> Mapping[str, Any]:
         return {}
     if not isinstance(ours, Mapping):
         raise ConfigError(f"additional_config['headgate'] must be an object of sections, got {ours!r}")
-    object.__setattr__(vllm_config, _READ, dict(ours))
+    parse_server(ours.get(SERVER))
+    object.__setattr__(vllm_config, _READ, {name: document for name, document in ours.items() if name != SERVER})
     return sections(vllm_config)
 
 

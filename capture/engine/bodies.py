@@ -1,0 +1,149 @@
+"""Bodies of requests to vLLM's server: none is longer than allowed, and long ones are read beside the event loop.
+
+ASGI middleware. It is installed while routes are attached and so lies within all of vLLM's: bodies are read once the
+server's own checks (``--api-key``) have passed. From long JSON bodies of the routes that take our fields, and from
+msgpack bodies of any length, the fields of parts are taken out and read here; the server sees the rest, as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+from headgate.capture.engine.http_call import NOTHING, Taken, holding
+from headgate.capture.engine.reception import reception_of
+from headgate.capture.engine.request_seam import request_parts
+from headgate.capture.engine.taking import TAKE, Fields, take_json
+from headgate.capture.errors import RequestError
+from headgate.capture.server_config import ServerConfig
+
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+LONG = 32 << 10
+"""JSON bodies of fewer bytes are left to the server: on its loop they take less time than a thread needs to start."""
+
+_Receive = Callable[[], Awaitable[dict[str, Any]]]
+_Send = Callable[[dict[str, Any]], Awaitable[None]]
+_App = Callable[[Any, _Receive, _Send], Awaitable[None]]
+
+
+def install_bodies(app: Any, config: ServerConfig) -> None:
+    """Put the middleware into a `fastapi.FastAPI` application that is being made."""
+    app.add_middleware(Bodies, max_bytes=config.max_body_bytes)
+
+
+class Bodies:
+    """The middleware.
+
+    Args:
+        app: What it wraps.
+        max_bytes: Of one body.
+    """
+
+    def __init__(self, app: _App, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._names = tuple(name for part in request_parts().values() for name in part.fields)
+
+    async def __call__(self, scope: Any, receive: _Receive, send: _Send) -> None:
+        kind = _kind(scope) if scope["type"] == "http" and scope["method"] in ("POST", "PUT", "PATCH") else None
+        if kind is None or kind == "multipart/form-data":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await self._read(scope, receive)
+        except ConnectionResetError:
+            return  # nobody waits for an answer
+        if body is None:
+            message = f"the body has more than {self._max_bytes} bytes (the server's max_body_bytes)"
+            await _refuse(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, None)
+            return
+        take = TAKE.get(kind) if _path(scope) in ROUTES else None
+        if take is not None and (take is not take_json or len(body) >= LONG):
+            try:
+                rest, taken = await asyncio.to_thread(self._take, scope, take, body)
+            except RequestError as error:
+                await _refuse(send, HTTPStatus.BAD_REQUEST, str(error), error.field)
+                return
+            with holding(taken):
+                json_scope = {**scope, "headers": _json_headers(scope["headers"], len(rest))}
+                await self._app(json_scope, _replay(rest, receive), send)
+            return
+        await self._app(scope, _replay(body, receive), send)
+
+    async def _read(self, scope: Any, receive: _Receive) -> bytes | None:
+        """The body; None if it is too long. One that is somewhat too long is received, so that its sender listens.
+
+        Raises:
+            ConnectionResetError: If the client is gone.
+        """
+        if _length(scope) > 2 * self._max_bytes:
+            return None
+        chunks, size, is_more = [], 0, True
+        while is_more and size <= 2 * self._max_bytes:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ConnectionResetError
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size <= self._max_bytes:
+                chunks.append(chunk)
+            else:
+                chunks.clear()
+            is_more = message.get("more_body", False)
+        return b"".join(chunks) if size <= self._max_bytes else None
+
+    def _take(self, scope: Any, take: Callable[..., tuple[bytes, Fields]], body: bytes) -> tuple[bytes, Taken]:
+        rest, fields = take(body, self._names)
+        fields = {name: value for name, value in fields.items() if value is not None}
+        if not fields:
+            return rest, NOTHING
+        reception = reception_of(scope["app"].state.engine_client)
+        return rest, Taken(fields, reception.read_parts(fields))
+
+
+def _kind(scope: Any) -> str:
+    return _header(scope, b"content-type").partition(";")[0].strip().lower()
+
+
+def _length(scope: Any) -> int:
+    length = _header(scope, b"content-length")
+    return int(length) if length.isdecimal() else 0
+
+
+def _header(scope: Any, name: bytes) -> str:
+    return next((value for key, value in scope["headers"] if key == name), b"").decode("latin-1")
+
+
+def _path(scope: Any) -> str:
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def _json_headers(headers: Any, length: int) -> list[tuple[bytes, bytes]]:
+    others = [(key, value) for key, value in headers if key not in (b"content-type", b"content-length")]
+    return [*others, (b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
+
+
+def _replay(body: bytes, receive: _Receive) -> _Receive:
+    is_sent = False
+
+    async def replay() -> dict[str, Any]:
+        nonlocal is_sent
+        if is_sent:
+            return await receive()
+        is_sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+async def _refuse(send: _Send, status: HTTPStatus, message: str, param: str | None) -> None:
+    """Answer as vLLM does."""
+    kind = "BadRequestError" if status is HTTPStatus.BAD_REQUEST else status.phrase
+    error = {"message": message, "type": kind, "param": param, "code": status.value}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status.value, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
