@@ -1,7 +1,9 @@
-"""Every hook point of every family holds what Hugging Face holds there: prefill and decode, eager and compiled.
+"""Every hook point of every family is where Hugging Face has it: for capture and for steering, eager and compiled.
 
-One engine per family, in this process: prompts of one chunk, of several, and of one token run side by side in steps
-of at most 32 tokens. `hf_reference` says what is right.
+One engine per family, in this process. First prompts of one chunk, of several, and of one token run side by side in
+steps of at most 32 tokens, and everything is captured. Then requests that steer at each hook point, in each phase and
+in every strength, with unsteered ones among them: their rows and logprobs equal those of Hugging Face's model with
+the same vectors added by forward hooks. `hf_reference` says what is right.
 """
 
 from __future__ import annotations
@@ -9,8 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,22 +19,23 @@ import torch
 
 from headgate.capture.sites import FINAL_NORM_SITE, HookPoint, Site
 from tests.conftest import start_llm, stop_llm
-from tests.engine.hf_reference import ANATOMIES, own_process, reference_rows, relative_error, row_cosines
+from tests.engine.hf_reference import Reference, Steering, own_process, reference_rows, relative_error, row_cosines
+from tests.engine.steering_cases import MAX_ERROR, Case, cases_of, check_logprobs, hooks_of
 from tests.engine.tiny_models import FAMILIES, LAYERS, VOCABULARY, tiny_model
 
 PROMPTS = [
     [1, *((7 * i) % (VOCABULARY - 5) + 5 for i in range(45))],
-    [9],
     [1, *((11 * i) % (VOCABULARY - 5) + 5 for i in range(20))],
+    [9],
 ]
 NUM_OUTPUT = 6
-MAX_ERROR = 1e-4
 MIN_COSINE = 0.999
 ENGINE = {
     "skip_tokenizer_init": True,
     "max_model_len": 128,
     "max_num_batched_tokens": 32,
-    "max_num_seqs": 4,
+    "max_num_seqs": 8,
+    "max_logprobs": -1,
     "enable_prefix_caching": False,
 }
 ROUTED = ("mixtral", "qwen3_moe")
@@ -46,69 +48,145 @@ COMPILED = ("gemma3", "granite", "mixtral", "olmo2")
 """A pair with post-norms, a single stream with a multiplier, experts, Hugging Face's own layers."""
 
 
+class Served(NamedTuple):
+    """What one engine answered.
+
+    Attributes:
+        family: Of its model.
+        dtype: Of its model.
+        plain: The requests of `PROMPTS`.
+        steered: Those of `steered_requests`.
+    """
+
+    family: str
+    dtype: torch.dtype
+    plain: list[Any]
+    steered: list[Any]
+
+
 @pytest.fixture(scope="module")
 def references() -> Iterator[ProcessPoolExecutor]:
     with own_process() as executor:
         yield executor
 
 
-def hooks_of(family: str) -> dict[str, Any]:
-    hooks = set(HookPoint) - ({HookPoint.POST_ATTN} if ANATOMIES[family].mid is None else set())
-    return {hook.value: "all" for hook in sorted(hooks)}
+@pytest.fixture(scope="module", params=EXACT)
+def exact(request: pytest.FixtureRequest) -> Served:
+    return serve(request.param, torch.float32, eager=True)
 
 
-def serve(family: str, dtype: str, *, eager: bool) -> list[Any]:
-    """Start an engine, run `PROMPTS` with everything captured, stop it; the finished requests."""
+@pytest.fixture(scope="module", params=ROUNDED)
+def rounded(request: pytest.FixtureRequest) -> Served:
+    return serve(request.param, torch.bfloat16, eager=True)
+
+
+@pytest.fixture(scope="module", params=COMPILED)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))  # compiled here and now
+        return serve(request.param, torch.float32, eager=False)
+
+
+def steered_requests(family: str) -> list[tuple[list[int], Case]]:
+    """Each case with one of the prompts, in turn."""
+    return [(PROMPTS[at % len(PROMPTS)], case) for at, case in enumerate(cases_of(family))]
+
+
+def serve(family: str, dtype: torch.dtype, *, eager: bool) -> Served:
+    """Start an engine, run `PROMPTS` and then `steered_requests` with everything captured, stop it."""
     from vllm.config import CompilationMode
 
-    from headgate.capture import SamplingParams
-
-    hooks = hooks_of(family)
-    capture = {"consumers": [{"name": "memory"}], "sites": hooks}
+    sites = {hook.value: "all" for hook in hooks_of(family)}
+    capture = {"consumers": [{"name": "memory"}], "sites": sites}
     llm = start_llm(
         model=tiny_model(family),
-        dtype=dtype,
+        dtype=str(dtype).removeprefix("torch."),
         enforce_eager=eager,
-        additional_config={"headgate": {"capture": capture}},
+        additional_config={"headgate": {"capture": capture, "steering": {"sites": sites}}},
         in_process=True,
         **ENGINE,
     )
     try:
         assert (llm.llm_engine.vllm_config.compilation_config.mode == CompilationMode.NONE) == eager
-        params = SamplingParams(
-            max_tokens=NUM_OUTPUT,
-            temperature=0,
-            ignore_eos=True,
-            detokenize=False,
-            capture={"memory": {"hooks": hooks, "positions": "all"}},
-        )
-        return list(llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False))
+        requests = steered_requests(family)
+        plain = generate(llm, PROMPTS, [sampling(sites) for _ in PROMPTS])
+        steered = generate(llm, [prompt for prompt, _ in requests], [sampling(sites, case) for _, case in requests])
+        return Served(family, dtype, plain, steered)
     finally:
         stop_llm(llm)
         del llm
         gc.collect()
 
 
-def check(family: str, dtype: torch.dtype, outputs: list[Any], references: ProcessPoolExecutor) -> None:
-    """Positions, tokens and shapes exactly; values within the bounds of `dtype`."""
-    requests = [(prompt, list(output.outputs[0].token_ids)) for prompt, output in zip(PROMPTS, outputs, strict=True)]
-    expected = references.submit(reference_rows, tiny_model(family), family, dtype, requests).result()
-    hooks = [HookPoint(hook) for hook in hooks_of(family)]
-    sites = {Site(layer, hook) for layer in range(LAYERS) for hook in hooks if hook is not HookPoint.FINAL_NORM}
-    for (prompt, output), reference, served in zip(requests, expected, outputs, strict=True):
-        result = served.capture_results["memory"]
-        assert result.status == "ok", result.error
-        captured, token_ids = result.payload, [*prompt, *output[:-1]]
-        assert set(captured.sites) == sites | {FINAL_NORM_SITE}
-        np.testing.assert_array_equal(captured.positions, np.arange(len(token_ids)))
-        np.testing.assert_array_equal(captured.token_ids, token_ids)
-        assert int(captured.is_prefill.sum()) == len(prompt)
-        for site in captured.sites:
-            assert captured[site].dtype == dtype
-            assert captured[site].shape == reference.rows[site].shape
-            check_values(captured[site], reference.rows[site], site)
-        if dtype == torch.float32:
-            assert reference.next_tokens[len(prompt) - 1 :].tolist() == output
+def sampling(sites: dict[str, str], case: Case | None = None) -> Any:
+    """Greedy, with all of `sites` captured; a `case` steers and asks for all logprobs."""
+    from headgate.capture import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=NUM_OUTPUT,
+        temperature=0,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=None if case is None else -1,
+        prompt_logprobs=-1 if case and case.scores_prompt else None,
+        capture={"memory": {"hooks": sites, "positions": "all"}},
+    )
+    for name, value in case.tiers.fields().items() if case else ():
+        setattr(params, name, value)
+    return params
+
+
+def generate(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[Any]:
+    return list(llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False))
+
+
+def expected_of(
+    served: Served, outputs: list[Any], steering: list[Steering], references: ProcessPoolExecutor
+) -> list[Reference]:
+    """Hugging Face on what the engine read and wrote."""
+    requests = [
+        (list(output.prompt_token_ids), list(output.outputs[0].token_ids), vectors)
+        for output, vectors in zip(outputs, steering, strict=True)
+    ]
+    folder = tiny_model(served.family)
+    return references.submit(reference_rows, folder, served.family, served.dtype, requests).result()
+
+
+def check_plain(served: Served, references: ProcessPoolExecutor) -> None:
+    """Positions, tokens and shapes exactly; values within the bounds of the dtype."""
+    expected = expected_of(served, served.plain, [Steering()] * len(PROMPTS), references)
+    for output, reference in zip(served.plain, expected, strict=True):
+        check_rows(served, output, reference)
+        if served.dtype == torch.float32:
+            tokens = list(output.outputs[0].token_ids)
+            assert reference.next_tokens[len(output.prompt_token_ids) - 1 :].tolist() == tokens
+
+
+def check_steered(served: Served, references: ProcessPoolExecutor) -> None:
+    """As `check_plain`, and all logprobs."""
+    cases = [case for _, case in steered_requests(served.family)]
+    expected = expected_of(served, served.steered, [case.tiers.steering() for case in cases], references)
+    for case, output, reference in zip(cases, served.steered, expected, strict=True):
+        try:
+            check_rows(served, output, reference)
+            check_logprobs(output, reference)
+        except AssertionError as error:
+            raise AssertionError(f"{served.family}, request {case.name!r}: {error}") from error
+
+
+def check_rows(served: Served, output: Any, reference: Reference) -> None:
+    result = output.capture_results["memory"]
+    assert result.status == "ok", result.error
+    captured, tokens = result.payload, [*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]]
+    hooks = [hook for hook in hooks_of(served.family) if hook is not HookPoint.FINAL_NORM]
+    assert set(captured.sites) == {Site(layer, hook) for layer in range(LAYERS) for hook in hooks} | {FINAL_NORM_SITE}
+    np.testing.assert_array_equal(captured.positions, np.arange(len(tokens)))
+    np.testing.assert_array_equal(captured.token_ids, tokens)
+    assert int(captured.is_prefill.sum()) == len(output.prompt_token_ids)
+    for site in captured.sites:
+        assert captured[site].dtype == served.dtype
+        assert captured[site].shape == reference.rows[site].shape
+        check_values(captured[site], reference.rows[site], site)
 
 
 def check_values(got: torch.Tensor, expected: torch.Tensor, site: Site) -> None:
@@ -120,20 +198,23 @@ def check_values(got: torch.Tensor, expected: torch.Tensor, site: Site) -> None:
         assert cosine >= MIN_COSINE, f"{site.name}: cosine {cosine:.5f}"
 
 
-@pytest.mark.parametrize("family", EXACT)
-def test_rows_equal_hugging_face(family: str, references: ProcessPoolExecutor) -> None:
-    check(family, torch.float32, serve(family, "float32", eager=True), references)
+def test_rows_equal_hugging_face(exact: Served, references: ProcessPoolExecutor) -> None:
+    check_plain(exact, references)
 
 
-@pytest.mark.parametrize("family", ROUNDED)
-def test_rows_point_where_hugging_face_does_in_bf16(family: str, references: ProcessPoolExecutor) -> None:
-    check(family, torch.bfloat16, serve(family, "bfloat16", eager=True), references)
+def test_steered_rows_and_logprobs_equal_hugging_face(exact: Served, references: ProcessPoolExecutor) -> None:
+    check_steered(exact, references)
 
 
-@pytest.mark.parametrize("family", COMPILED)
-def test_compiled_rows_equal_hugging_face(
-    family: str, references: ProcessPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_rows_point_where_hugging_face_does_in_bf16(rounded: Served, references: ProcessPoolExecutor) -> None:
+    check_plain(rounded, references)
+
+
+def test_compiled_rows_equal_hugging_face(compiled: Served, references: ProcessPoolExecutor) -> None:
+    check_plain(compiled, references)
+
+
+def test_compiled_steered_rows_and_logprobs_equal_hugging_face(
+    compiled: Served, references: ProcessPoolExecutor
 ) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # compiled here and now
-
-    check(family, torch.float32, serve(family, "float32", eager=False), references)
+    check_steered(compiled, references)
