@@ -23,6 +23,8 @@ from headgate.steering.wire import SteeringWire, to_wire
 logger = logging.getLogger("headgate")
 
 TIERS = ("base", "prefill", "decode")
+_PROBE = "headgate-probe"
+"""Stands for the id of a request that is not there."""
 
 
 class SteeredBlocks(NamedTuple):
@@ -62,6 +64,7 @@ class SteeringCore:
             "unregister": self._unregister,
             "modules": self._modules,
             "status": self._status,
+            "check": self._check,
             "export_global": self._export_global,
             "export_module": self._export_module,
         }
@@ -191,6 +194,13 @@ class SteeringCore:
     def _unregister(self, name: str) -> dict[str, Any]:
         """Forget a module; requests that use it already keep it."""
         return self._library.unregister(name).described()
+
+    def _check(self, spec: Mapping[str, Any], field: str) -> dict[str, Any]:
+        """Refuse, for `field`, what a request would be refused for if it brought ``to_wire(spec)`` now."""
+        resolved = self._state.take(_PROBE, SteeringWire(spec).spec(), field)
+        self._state.let_go(_PROBE)
+        self._reservations.check(resolved.demand, field)
+        return {}
 
     def _modules(self) -> list[dict[str, Any]]:
         """What is registered, each with the largest magnitude of its values as ``peak``."""

@@ -99,6 +99,7 @@ def open_requests() -> RequestPart:
         ),
         open=open_reader,
         names_method="modules",
+        check_method="check",
         handle=lambda cores, reader: Steering(cores, reader.steerable),  # type: ignore[attr-defined]
         async_handle=lambda cores, reader: AsyncSteering(cores, reader.steerable),  # type: ignore[attr-defined]
         check_section=parse_config,

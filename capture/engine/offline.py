@@ -166,11 +166,10 @@ def run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _explain(engine: Any, desk: _Desk, refused: Iterable[Asked]) -> None:
-    """Look up the registered names of requests that the engine core refused: it may be for one that is gone."""
+    """Say why the engine core refused requests: for a name that is gone, or for want of room."""
     for asked in refused:
-        desk.reception.forget_names(asked)
         with as_client_error():
-            desk.reception.confirm(asked, engine.engine_core)
+            desk.reception.explain(asked, engine.engine_core)
 
 
 def _collect(engine: Any, desk: _Desk, timeout_s: float) -> None:

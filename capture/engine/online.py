@@ -63,9 +63,8 @@ async def _with_refusals(
             await reception.confirm_async(asked, client)
         async for output in outputs:
             if is_refused(output):
-                reception.forget_names(asked)
                 with as_client_error():
-                    await reception.confirm_async(asked, client)
+                    await reception.explain_async(asked, client)
             yield output
     finally:
         await outputs.aclose()

@@ -62,9 +62,23 @@ class OpenPart:
             return False
         return True
 
-    def forget_names(self) -> None:
-        """Ask the engine core again."""
+    def explain(self, wanted: Wanted, client: Any) -> None:
+        """The engine core refused `wanted`: raise why, as far as that is still so.
+
+        Raises:
+            RequestError: Naming the field.
+        """
         self.known = {}
+        self.confirm(wanted, client)
+        Cores(client, self.name).call(self.part.check_method, {"spec": dict(wanted.wire), "field": wanted.field})
+
+    async def explain_async(self, wanted: Wanted, client: Any) -> None:
+        """The same for `AsyncLLM`."""
+        self.known = {}
+        await self.confirm_async(wanted, client)
+        await AsyncCores(client, self.name).call(
+            self.part.check_method, {"spec": dict(wanted.wire), "field": wanted.field}
+        )
 
     def _take(self, answers: list[Any]) -> None:
         """Names that every engine core knows."""
@@ -174,10 +188,19 @@ class Reception:
                 names = opened.reader.names(given)
                 await opened.confirm_async(Wanted(wire={}, field=next(iter(given)), names=names), client)
 
-    def forget_names(self, asked: Asked) -> None:
-        """The engine core refused a request: what is known here about the names in it may be out of date."""
-        for name in asked.parts:
-            self.parts[name].forget_names()
+    def explain(self, asked: Asked, client: Any) -> None:
+        """The engine core refused a request, for a name that is gone or for want of room: raise why, if it still would.
+
+        Raises:
+            RequestError: Naming the field.
+        """
+        for name, wanted in asked.parts.items():
+            self.parts[name].explain(wanted, client)
+
+    async def explain_async(self, asked: Asked, client: Any) -> None:
+        """The same for `AsyncLLM`."""
+        for name, wanted in asked.parts.items():
+            await self.parts[name].explain_async(wanted, client)
 
 
 def is_refused(output: Any) -> bool:

@@ -119,6 +119,8 @@ class RequestPart:
         how_to_start: What an operator does to configure the section, as a sentence.
         open: Makes the reader for an engine, from the section of its configuration; raises `ConfigError`.
         names_method: Method of the part in the engine core that lists the registered names: objects with a "name".
+        check_method: Method of the part in the engine core that says, by refusing, why a request could not run now; its
+            arguments are ``spec``, a `Wanted.wire`, and `field`.
         handle: Makes what ``LLM`` has under the section's name, for an engine that configures it.
         async_handle: The same for ``AsyncLLM``.
         check_section: Checks a section of the configuration; raises `ConfigError`.
@@ -131,6 +133,7 @@ class RequestPart:
     how_to_start: str
     open: Callable[[Mapping[str, Any], ModelInfo], RequestReader]
     names_method: str
+    check_method: str
     handle: Callable[[EngineCores, RequestReader], Any]
     async_handle: Callable[[EngineCores, RequestReader], Any]
     check_section: Callable[[Mapping[str, Any]], object]

@@ -215,6 +215,20 @@ def test_bad_input_is_one_value_error_that_names_its_field(llm: Any, fields: Any
     assert len(str(caught.value)) < 2000
 
 
+def test_what_does_not_fit_beside_the_modules_is_refused_with_the_numbers(llm: Any) -> None:
+    everywhere = dict.fromkeys(range(LAYERS), ROW)
+    llm.steering.register("wide", {"pre_attn": everywhere})
+    twice = {hook: dict.fromkeys(range(LAYERS), 2 * ROW) for hook in ("post_attn", "post_mlp")}
+    fields = {"steering_vectors": {"post_attn": everywhere, "post_mlp": everywhere}, "decode_steering_vectors": twice}
+
+    with pytest.raises(RequestError, match="needs 120 vector slots, but only 119 of 149") as caught:
+        run(llm, **fields)
+
+    assert caught.value.field == "steering_vectors"
+    llm.steering.unregister("wide")
+    run(llm, **fields)
+
+
 def test_beam_search_is_refused(llm: Any) -> None:
     from vllm.sampling_params import BeamSearchParams
 
