@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from typing import Any
 
 import pytest
 
-from headgate.capture.engine import keys
+from headgate.capture.engine import http, keys
 from headgate.capture.engine.keys import Keys, access_of, is_local, keys_of
 from headgate.capture.errors import ForbiddenError
 
@@ -118,3 +119,35 @@ def test_the_log_says_who_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     assert access_of("steering", everywhere) == "2 keys"
     assert access_of("capture", everywhere) == "closed, HEADGATE_CAPTURE_KEYS is not set"
     assert access_of("capture", here) == "open, on this machine alone"
+
+
+@pytest.mark.parametrize(
+    ("extra", "key", "status"),
+    [
+        ({"capture": {"files": {}}}, None, 403),
+        ({"capture_wait": True}, None, 403),
+        ({"capture": {"files": {}}}, "k", None),
+        ({"steering_name": "calm"}, None, None),
+        (None, None, None),
+    ],
+)
+def test_clients_who_write_sampling_params_need_the_key_too(
+    monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any] | None, key: str | None, status: int | None
+) -> None:
+    from fastapi import HTTPException
+
+    async def serve(self: Any, request: Any, raw_request: Any = None) -> str:
+        return "served"
+
+    monkeypatch.setenv("HEADGATE_CAPTURE_KEYS", "k")
+    app = Namespace(state=Namespace(args=Namespace(host="127.0.0.1", uds=None)))
+    raw = Namespace(app=app, headers={} if key is None else {"x-headgate-key": key})
+    wrapped = http.serve_tokens(serve)
+    request = Namespace(sampling_params=Namespace(extra_args=extra))
+
+    if status is None:
+        assert asyncio.run(wrapped(None, request, raw)) == "served"
+        return
+    with pytest.raises(HTTPException, match="HEADGATE_CAPTURE_KEYS") as raised:
+        asyncio.run(wrapped(None, request, raw_request=raw))
+    assert raised.value.status_code == status
