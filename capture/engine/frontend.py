@@ -12,7 +12,8 @@ from typing import Any
 from headgate.capture.config import CaptureConsumersConfig
 from headgate.capture.consumer import CaptureConsumer, ModelInfo
 from headgate.capture.engine import hidden_states
-from headgate.capture.engine.requests import Ask, Door
+from headgate.capture.engine.quotas import check_quotas
+from headgate.capture.engine.requests import Ask, Door, FindMessage, resolve
 from headgate.capture.hub import ResultHub
 from headgate.capture.merge import CaptureResults
 
@@ -64,6 +65,23 @@ class FrontEnd:
         if ask is None or not (is_offline or ask.is_explicit or ask.wait or self._drivers & set(ask.specs)):
             return ask
         return replace(ask, reply=self.hub.address)
+
+    def resolve(self, ask: Ask, num_prompt: int, params: Any, find_message: FindMessage | None) -> Ask:
+        """Make every position absolute, and check how much that may come to; see `requests.resolve`.
+
+        Raises:
+            RequestError: If a selector can select nothing of this prompt, or if it could be too much.
+        """
+        resolved = resolve(ask, num_prompt, find_message)
+        check_quotas(
+            {instance: resolved.specs[instance] for instance in resolved.named},
+            self.config,
+            self.model,
+            num_prompt=num_prompt,
+            max_tokens=params.max_tokens,
+            num_samples=params.n,
+        )
+        return resolved
 
     @property
     def hub(self) -> ResultHub:

@@ -24,7 +24,7 @@ from headgate.capture.engine.params import (
     set_value,
 )
 from headgate.capture.engine.reception import reception_of
-from headgate.capture.engine.requests import messages_of, resolve
+from headgate.capture.engine.requests import messages_of
 from headgate.capture.engine.turns import Chat, Tokens, Turn, locate, pick
 from headgate.capture.errors import RequestError
 from headgate.capture.positions import Message
@@ -132,7 +132,9 @@ def generate_response(original: Callable[..., Any]) -> Callable[..., Any]:
             reception = reception_of(self.engine_client)
             asked = None if current_call() is None else reception.read(sampling_params, request_id)
             if asked is not None and asked.capture is not None and "prompt_token_ids" in engine_input:
-                resolve(asked.capture, len(engine_input["prompt_token_ids"]), Call().find_message([]))
+                assert reception.capture is not None  # noqa: S101  (it has read what is captured)
+                num_prompt = len(engine_input["prompt_token_ids"])
+                reception.capture.resolve(asked.capture, num_prompt, sampling_params, Call().find_message([]))
         return original(self, request_id, engine_input, sampling_params, *args, **kwargs)  # type: ignore[no-any-return]
 
     return wrapped

@@ -12,7 +12,6 @@ from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.frontend import FRONT_END
 from headgate.capture.engine.opening import open_front_end, open_parts
 from headgate.capture.engine.reception import RECEPTION, Reception
-from headgate.capture.engine.requests import resolve
 from headgate.capture.engine.turns import LLMChat
 from headgate.capture.engine.wire import Asked, attach, attached, fold, refuse_kind
 
@@ -69,7 +68,8 @@ def _fold(reception: Reception, request: Any, asked: Asked, chat: LLMChat | None
         find_message = None if chat is None else chat.find_message(tokens)
         assert reception.capture is not None  # noqa: S101  (it has read what is captured)
         reception.capture.expect(asked.capture, request.sampling_params.n)
-        asked = replace(asked, capture=resolve(asked.capture, len(tokens), find_message))
+        resolved = reception.capture.resolve(asked.capture, len(tokens), request.sampling_params, find_message)
+        asked = replace(asked, capture=resolved)
     fold(request, asked, request_id)
 
 

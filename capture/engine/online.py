@@ -11,7 +11,7 @@ from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.frontend import FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.http_call import Call, Slot, current_call
 from headgate.capture.engine.reception import Reception, is_refused, reception_of
-from headgate.capture.engine.requests import Ask, resolve
+from headgate.capture.engine.requests import Ask
 from headgate.capture.engine.wire import Asked, attach, refuse_made, refuse_streamed_input
 
 
@@ -36,7 +36,7 @@ def generate(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(self, prompt, sampling_params, request_id, *args, **kwargs)
             if isinstance(prompt, AsyncIterator) and not asked.is_empty:
                 refuse_streamed_input(asked)
-            asked = _resolved(asked, prompt, call)
+            asked = _resolved(reception, asked, prompt, sampling_params, call)
         outputs = original(self, prompt, attach(sampling_params, asked), request_id, *args, **kwargs)
         if asked.parts:
             outputs = _with_refusals(outputs, reception, asked, self.engine_core)
@@ -47,11 +47,12 @@ def generate(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _resolved(asked: Asked, prompt: Any, call: Call | None) -> Asked:
+def _resolved(reception: Reception, asked: Asked, prompt: Any, params: Any, call: Call | None) -> Asked:
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-    if asked.capture is None or tokens is None:
+    if asked.capture is None or reception.capture is None or tokens is None:
         return asked
-    return replace(asked, capture=resolve(asked.capture, len(tokens), call.find_message(tokens) if call else None))
+    find_message = call.find_message(tokens) if call else None
+    return replace(asked, capture=reception.capture.resolve(asked.capture, len(tokens), params, find_message))
 
 
 async def _with_refusals(

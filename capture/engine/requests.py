@@ -29,6 +29,7 @@ class Ask:
         specs: By consumer instance.
         wait: The client waits for results as long as it takes: ``capture_wait``, or a consumer that is awaited.
         is_explicit: The client named a consumer itself; otherwise only global consumers look at the request.
+        named: Consumers that the client named: how much it may ask of these is limited.
         key: Random; results for the request must carry it.
         reply: Address of the result hub; None if nobody waits.
     """
@@ -38,6 +39,7 @@ class Ask:
     is_explicit: bool
     key: str
     reply: str | None = None
+    named: frozenset[str] = frozenset()
 
 
 HOW_HIDDEN_STATES = (
@@ -74,6 +76,7 @@ class Door:
         if wait is not None and not isinstance(wait, bool):
             raise RequestError(CAPTURE_WAIT, f"expected true or false, got {shown(wait)}")
         specs = {} if raw is None else self._client_specs(raw, request_id)
+        named = frozenset(specs)
         if hidden_states.read_form(read_field(params, RETURN_HIDDEN_STATES)) is not None:
             specs[self._hidden_states()] = hidden_states.SPEC
         is_explicit = bool(specs)
@@ -84,7 +87,8 @@ class Door:
                 specs[instance] = spec
         if not specs:
             return None
-        return Ask(specs=specs, wait=bool(wait), is_explicit=is_explicit, key=secrets.token_hex(16))
+        key = secrets.token_hex(16)
+        return Ask(specs=specs, wait=bool(wait), is_explicit=is_explicit, named=named, key=key)
 
     def _hidden_states(self) -> str:
         if self.hidden_states is None:

@@ -61,7 +61,7 @@ def bodies() -> dict[str, Callable[[int], tuple[bytes, str]]]:
 
 
 def application(*, has_middleware: bool) -> Any:
-    """The application."""
+    """The application: it does with a request what the server does up to the engine core."""
     from headgate.capture.engine.plugin import register
 
     register()
@@ -86,17 +86,7 @@ def application(*, has_middleware: bool) -> Any:
         params = request.to_sampling_params(16, {})
         asked = reception.read(params, "r")
         assert asked is not None
-        made = EngineCoreRequest(
-            request_id="r",
-            prompt_token_ids=[1, 2, 3],
-            mm_features=None,
-            sampling_params=attach(params, asked).clone(),
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
+        made = EngineCoreRequest("r", [1, 2, 3], None, attach(params, asked).clone(), None, 0.0, None, None, None)
         fold(made, asked, "r")
         return {"bytes": sum(len(buffer) for buffer in encoder.encode(made))}
 
