@@ -16,7 +16,7 @@ from typing import Any
 from headgate.capture.engine.http_call import NOTHING, Taken, holding
 from headgate.capture.engine.reception import reception_of
 from headgate.capture.engine.request_seam import request_parts
-from headgate.capture.engine.taking import TAKE, Fields, take_json
+from headgate.capture.engine.taking import TAKE, Take, take_json
 from headgate.capture.errors import RequestError
 from headgate.capture.server_config import ServerConfig
 
@@ -53,17 +53,17 @@ class Bodies:
             await self._app(scope, receive, send)
             return
         try:
-            body = await self._read(scope, receive)
+            chunks = await self._read(scope, receive)
         except ConnectionResetError:
             return  # nobody waits for an answer
-        if body is None:
+        if chunks is None:
             message = f"the body has more than {self._max_bytes} bytes (the server's max_body_bytes)"
             await _refuse(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, None)
             return
         take = TAKE.get(kind) if _path(scope) in ROUTES else None
-        if take is not None and (take is not take_json or len(body) >= LONG):
+        if take is not None and (take is not take_json or sum(map(len, chunks)) >= LONG):
             try:
-                rest, taken = await asyncio.to_thread(self._take, scope, take, body)
+                rest, taken = await asyncio.to_thread(self._take, scope, take, chunks)
             except RequestError as error:
                 await _refuse(send, HTTPStatus.BAD_REQUEST, str(error), error.field)
                 return
@@ -71,10 +71,10 @@ class Bodies:
                 json_scope = {**scope, "headers": _json_headers(scope["headers"], len(rest))}
                 await self._app(json_scope, _replay(rest, receive), send)
             return
-        await self._app(scope, _replay(body, receive), send)
+        await self._app(scope, _replay(b"".join(chunks), receive), send)
 
-    async def _read(self, scope: Any, receive: _Receive) -> bytes | None:
-        """The body; None if it is too long. One that is somewhat too long is received, so that its sender listens.
+    async def _read(self, scope: Any, receive: _Receive) -> list[bytes] | None:
+        """The body in pieces; None if it is too long. One that is a little too long is received, so that its sender hears.
 
         Raises:
             ConnectionResetError: If the client is gone.
@@ -93,10 +93,10 @@ class Bodies:
             else:
                 chunks.clear()
             is_more = message.get("more_body", False)
-        return b"".join(chunks) if size <= self._max_bytes else None
+        return chunks if size <= self._max_bytes else None
 
-    def _take(self, scope: Any, take: Callable[..., tuple[bytes, Fields]], body: bytes) -> tuple[bytes, Taken]:
-        rest, fields = take(body, self._names)
+    def _take(self, scope: Any, take: Take, chunks: list[bytes]) -> tuple[bytes, Taken]:
+        rest, fields = take(b"".join(chunks), self._names)
         fields = {name: value for name, value in fields.items() if value is not None}
         if not fields:
             return rest, NOTHING

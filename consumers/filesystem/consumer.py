@@ -9,6 +9,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from headgate.consumers.filesystem.layout import Layout
 from headgate.consumers.filesystem.local import LocalStore
 from headgate.consumers.filesystem.params import FilesystemParams, parse_global, parse_params, parse_request
 from headgate.consumers.filesystem.partition import Outcome, Partition
+from headgate.consumers.filesystem.quota import TagQuota, bytes_below
 from headgate.consumers.filesystem.raw_layout import RawLayout
 from headgate.consumers.filesystem.remote import RemoteStore
 from headgate.consumers.filesystem.request_layout import RequestLayout
@@ -68,6 +70,7 @@ class FilesystemConsumer(StreamingConsumer):
         self._settings = parse_params(params)
         self._store = _open_store(self._settings)
         self._dtype = getattr(torch, context.model.dtype)
+        self._quota = TagQuota(self._settings.max_tag_bytes, self._bytes_of_tag)
         self._gatherer = RowGatherer(min(self._settings.memory_bytes // 8, MAX_GATHERED_BYTES))
         self._outstanding: set[Outcome] = set()
         self._outstanding_lock = threading.Lock()  # guards _outstanding, which writer threads take from
@@ -102,13 +105,20 @@ class FilesystemConsumer(StreamingConsumer):
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
         for block in blocks:
-            self._gatherer.add(block, self._bytes_of(block))
+            data = self._bytes_of(block)
+            self._gatherer.add(self._within_quota(block, data), data)
         if self._gatherer.is_full:
             self._hand_over(self._gatherer.take_all())
 
     def finish(self, finished: FinishedRequest) -> Any:
         if not finished.request.spec.sites:
             return None  # all of its sites belong to other pipeline stages
+        if not self._quota.settle(finished.request.request_id):
+            self.abandon(finished.request)
+            raise ConsumerError(
+                f"tag {finished.request.spec.options['tag']!r} has no room for the rows of this request: max_tag_bytes "
+                f"is {self._settings.max_tag_bytes}; remove files under it, or use another tag"
+            )
         self._hand_over({finished.request.request_id: self._gatherer.take(finished.request.request_id)})
         outcome: Outcome = Future()
         with self._outstanding_lock:
@@ -119,6 +129,7 @@ class FilesystemConsumer(StreamingConsumer):
         return outcome
 
     def abandon(self, request: RequestInfo) -> None:
+        self._quota.let_go(request.request_id)
         self._gatherer.take(request.request_id)
         index = self._index(request.request_id)
         self._writers[index].submit(partial(self._partitions[index].abandon, request))
@@ -160,6 +171,25 @@ class FilesystemConsumer(StreamingConsumer):
 
     def _index(self, request_id: str) -> int:
         return zlib.crc32(request_id.encode("utf-8", "surrogatepass")) % len(self._writers)
+
+    def _within_quota(self, block: RowBlock, data: npt.NDArray[np.uint8]) -> RowBlock:
+        """The block without the spans for which their tags have no room."""
+        if self._settings.max_tag_bytes is None:
+            return block
+        num_sites, _, row_bytes = data.shape
+        spans = tuple(
+            span
+            for span in block.spans
+            if self._quota.take(
+                span.request.request_id,
+                str(span.request.spec.options["tag"]),
+                (span.stop - span.start) * num_sites * row_bytes,
+            )
+        )
+        return block if len(spans) == len(block.spans) else replace(block, spans=spans)
+
+    def _bytes_of_tag(self, tag: str) -> int:
+        return bytes_below(self._settings.local_root / tag)
 
     def _bytes_of(self, block: RowBlock) -> npt.NDArray[np.uint8]:
         """A block's rows as uint8 ``[S, N, row_bytes]``."""

@@ -38,6 +38,8 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         shard_bytes: Size at which a shard is full.
         max_request_bytes: Rows of one request held in memory before they move to a temporary file in the root.
         memory_bytes: The same for all requests together, with what is queued for the writer threads.
+        max_tag_bytes: What may lie under one tag, files of earlier runs included; no limit if None. A request whose
+            rows do not fit any more ends with an error. Counted by each worker process on its own. Local roots only.
         hooks: ``{hook point: layers}`` to record of every request, whether it asks or not.
         positions: Which positions of those.
     """
@@ -51,6 +53,7 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     shard_bytes: int = GIB
     max_request_bytes: int = 256 * MIB
     memory_bytes: int = GIB
+    max_tag_bytes: int | None = None
     hooks: dict[str, Any] | None = None
     positions: Any = "all"
 
@@ -83,6 +86,10 @@ def parse_params(params: Mapping[str, Any]) -> FilesystemParams:
     for name in ("threads", "shard_bytes", "max_request_bytes", "memory_bytes"):
         if getattr(parsed, name) < 1:
             raise ConfigError(f"filesystem: {name} must be at least 1, got {getattr(parsed, name)}")
+    if parsed.max_tag_bytes is not None and parsed.max_tag_bytes < 1:
+        raise ConfigError(f"filesystem: max_tag_bytes must be at least 1, got {parsed.max_tag_bytes}")
+    if parsed.max_tag_bytes is not None and parsed.is_remote:
+        raise ConfigError(f"filesystem: max_tag_bytes needs a local root, {parsed.root} is none")
     if not parsed.root:
         raise ConfigError("filesystem: root must name a folder or an fsspec URL")
     if parsed.is_remote and parsed.layout == "shards":

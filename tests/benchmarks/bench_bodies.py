@@ -2,8 +2,8 @@
 
     .venv/bin/python -m tests.benchmarks.bench_bodies
 
-The application is FastAPI with vLLM's own request model, our patches and middleware. `loop` is the time that the event
-loop's callbacks took, `stall` the longest that anything else on the loop had to wait, `total` the request's latency.
+The application is FastAPI with vLLM's own request model, our patches and middleware. `loop` is the CPU time of the
+event loop's callbacks, `stall` the longest that anything else on the loop had to wait, `total` the request's latency.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ class Watch:
         original = asyncio.events.Handle._run
 
         def run(handle: Any) -> None:
-            started = time.perf_counter()
+            started = time.thread_time()
             original(handle)
-            self.busy_s += time.perf_counter() - started
+            self.busy_s += time.thread_time() - started
 
         asyncio.events.Handle._run = run  # type: ignore[method-assign]
 
