@@ -74,7 +74,7 @@ class Bodies:
         await self._app(scope, _replay(b"".join(chunks), receive), send)
 
     async def _read(self, scope: Any, receive: _Receive) -> list[bytes] | None:
-        """The body in pieces; None if it is too long. One that is a little too long is received, so that its sender hears.
+        """The body in pieces; None if it is too long. One a little too long is received, so that its sender listens.
 
         Raises:
             ConnectionResetError: If the client is gone.
