@@ -3,6 +3,8 @@
 ======================  =============================================================
 `filesystem`            safetensors files, shards or raw files
 `memory`                rows in RAM, for notebooks and tests
+`inline`                small captures in the answer itself
+`hidden_states`         the last row of each sample, for ``return_hidden_states``
 `logging`               one line per request
 `reader`                ``open_captures(root)``: what `filesystem` wrote, as numpy or torch
 `testing`, `feed`       ``ConsumerContract``: the tests that a consumer must pass

@@ -41,6 +41,10 @@ def to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
         if current_call() is None:
             _refuse_capture(self)
         params = original(self, *args, **kwargs)
+        for name in read_fields(params, CAPTURE_FIELDS):
+            # Its answer would have no place for results, and nobody has asked for a key.
+            with as_client_error():
+                raise RequestError(f"vllm_xargs.{name}", f"give {name!r} as a field of the body")
         for name, value in _given(self, all_fields()).items():
             setattr(params, name, value)
         return params

@@ -149,11 +149,12 @@ def test_false_is_as_if_it_were_not_there(server: Server) -> None:
     [
         ({"return_hidden_states": "yes"}, "return_hidden_states"),
         ({"return_hidden_states": 1.5}, "return_hidden_states"),
+        ({"vllm_xargs": {"return_hidden_states": "list"}}, "vllm_xargs.return_hidden_states"),
         ({"capture": {"hidden_states": {}}}, "capture.hidden_states"),
         ({"capture": {"inline": {"hooks": {"post_mlp": [3]}, "root": "/"}}}, "capture.inline.root"),
         ({"capture": {"inline": {"hooks": {"post_mlp": [3]}, "positions": [-999]}}}, "capture.inline.positions"),
     ],
-    ids=["text", "number", "named", "unknown option", "no such position"],
+    ids=["text", "number", "by another way", "named", "unknown option", "no such position"],
 )
 def test_what_is_wrong_is_a_400(server: Server, send: Any, body: dict[str, Any], field: str, stream: bool) -> None:
     response = send(server, stream=stream, **body)
