@@ -20,6 +20,8 @@ LAYERS = (5, 17)
 HOOKS = ("pre_attn", "post_attn", "post_mlp")
 SEEN = {"post_mlp": [5, 17, 33], "final_norm": "all"}
 HIDDEN = 2560
+STRENGTH = 20.0
+"""Of a random model's stream this moves the next token for sure."""
 
 
 def is_steered(index: int) -> bool:
@@ -30,7 +32,7 @@ def is_steered(index: int) -> bool:
 def vectors(index: int) -> dict[str, Any]:
     """Vectors of one request, in both phases."""
     rng = np.random.default_rng(index)
-    return {hook: {layer: rng.normal(0, 0.5, HIDDEN).astype(np.float32) for layer in LAYERS} for hook in HOOKS}
+    return {hook: {layer: rng.normal(0, STRENGTH, HIDDEN).astype(np.float32) for layer in LAYERS} for hook in HOOKS}
 
 
 def headgate() -> dict[str, Any]:

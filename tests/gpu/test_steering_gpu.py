@@ -7,44 +7,58 @@ a model of Gemma-3-4B's sizes: GPU_TEST_MODEL, random weights will do.
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from steering_runs import is_steered
+from engine_runs import MODEL
+from steering_runs import HIDDEN, LAYERS, STRENGTH, is_steered
 
 RUNS = Path(__file__).with_name("steering_runs.py")
 MIN_COSINE = 0.999
 
 
-def run(mode: str, folder: Path, **environment: str) -> dict[str, Any]:
-    """One engine in `mode`; returns what it saw."""
-    out = folder / f"{mode}.pt"
-    done = subprocess.run(
-        [sys.executable, str(RUNS), mode, str(out)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    print(done.stdout.strip().splitlines()[-1])
-    loaded: dict[str, Any] = torch.load(out, weights_only=False)
-    return loaded
+class Run:
+    """One engine in `mode`, in a process of its own, from construction on."""
+
+    def __init__(self, mode: str, folder: Path, **environment: str) -> None:
+        self._out, self._log = folder / f"{mode}.pt", folder / f"{mode}.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(RUNS), mode, str(self._out)],
+                env={**os.environ, **environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def result(self) -> dict[str, Any]:
+        """What it saw."""
+        assert self._process.wait(400) == 0, self._log.read_text()[-6000:]
+        print(self._log.read_text().strip().splitlines()[-1])
+        loaded: dict[str, Any] = torch.load(self._out, weights_only=False)
+        return loaded
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What stock vLLM, steering under graphs, and steering in eager mode saw."""
     folder = tmp_path_factory.mktemp("runs")
-    graphs = run("graphs", folder)
-    eager = run("eager", folder, GPU_TEST_REPLAY=str(folder / "graphs.pt"))
-    return {"stock": run("stock", folder), "graphs": graphs, "eager": eager}
+    stock, graphs = Run("stock", folder), Run("graphs", folder)
+    seen = {"graphs": graphs.result()}
+    eager = Run("eager", folder, GPU_TEST_REPLAY=str(folder / "graphs.pt"))
+    return {**seen, "stock": stock.result(), "eager": eager.result()}
 
 
 def tokens(requests: list[dict[str, Any]]) -> list[list[int]]:
@@ -85,3 +99,63 @@ def test_every_site_ran_in_every_replay(runs):
 
     assert len(fires) == 1, "every site runs in every forward"
     assert fires.pop() > 48
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """vLLM's server with steering; yields its URL."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--served-model-name", "m", "--load-format", "dummy", "--max-model-len", "4096"]
+    command += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(4 << 30), "--enable-steering"]
+    with log.open("wb") as target:
+        process = subprocess.Popen(command, stdout=target, stderr=subprocess.STDOUT)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
+    try:
+        while not _is_ready(url):
+            assert process.poll() is None, log.read_text()[-6000:]
+            assert time.monotonic() < deadline, log.read_text()[-6000:]
+            time.sleep(0.5)  # the server has no other way to say that it is ready
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def complete(url: str, **fields: Any) -> str:
+    """The text of one completion."""
+    body = {"model": "m", "prompt": "w5000 w6000 w7000", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    data = json.dumps({**body, **fields}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        text: str = json.load(answer)["choices"][0]["text"]
+    return text
+
+
+def packed(seed: int) -> dict[str, Any]:
+    """Vectors in the packed form of a JSON body."""
+    rows = np.random.default_rng(seed).normal(0, STRENGTH, (len(LAYERS), HIDDEN)).astype(np.float16)
+    data = base64.b64encode(rows.tobytes()).decode()
+    return {"post_mlp": {"dtype": "float16", "shape": list(rows.shape), "layer_indices": list(LAYERS), "data": data}}
+
+
+def test_the_server_steers_in_replayed_graphs(server):
+    plain, one = complete(server), complete(server, steering_vectors=packed(1))
+    with ThreadPoolExecutor(8) as pool:
+        asked = [{}, {"steering_vectors": packed(1)}, {"steering_vectors": packed(2)}] * 3
+        texts = list(pool.map(lambda fields: complete(server, **fields), asked))
+
+    assert plain != one
+    assert len({texts[2], one, plain}) == 3
+    assert texts[::3] == [plain] * 3
