@@ -166,7 +166,10 @@ def test_whatever_is_written_as_json_is_read_back(params: dict[str, Any], is_asc
     [
         ({"consumers": [{"name": "hidden_states"}]}, {"final_norm": "all"}),
         ({"consumers": [{"name": "hidden_states"}, {"name": "a"}]}, {"post_mlp": "all", "final_norm": "all"}),
-        ({"consumers": [{"name": "hidden_states"}], "sites": {"pre_attn": [1]}}, {"pre_attn": [1], "final_norm": "all"}),
+        (
+            {"consumers": [{"name": "hidden_states"}], "sites": {"pre_attn": [1]}},
+            {"pre_attn": [1], "final_norm": "all"},
+        ),
         (
             {"consumers": [{"name": "hidden_states"}], "sites": {"last_hidden_state": None}},
             {"last_hidden_state": None},
