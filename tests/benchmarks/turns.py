@@ -253,7 +253,7 @@ def table(engines: Sequence[Engine], baselines: Mapping[str, str]) -> list[str]:
                 cells.append(f"{cell:31}")
             lines.append(f"{engine.name + ' ' + mode:24} {' '.join(cells)}".rstrip())
     return [
-        f"{'ms':24} " + " ".join(f"{column:31}" for column in [*(f"bs{b} TPOT" for b in BATCHES), "prefill"]),
+        f"{'ms':24} " + " ".join(f"{column:31}" for column in [*(f"bs{b} TPOT" for b in BATCHES), "prefill", "load"]),
         *lines,
     ]
 
