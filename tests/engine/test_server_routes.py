@@ -56,10 +56,14 @@ def texts(server: Server, count: int = 6, **body: Any) -> set[str]:
     return {complete(server, **body).json()["choices"][0]["text"] for _ in range(count)}
 
 
+def in_order(labels: dict[str, str]) -> list[str]:
+    return [labels[name] for name in ("engine", "worker", "consumer", "le") if name in labels]
+
+
 def values(server: Server, name: str) -> dict[str, float]:
     families = text_string_to_metric_families(get(server, "/metrics").text)
     return {
-        ",".join([sample.name.removeprefix(family.name), *sample.labels.values()]): sample.value
+        ",".join([sample.name.removeprefix(family.name), *in_order(sample.labels)]): sample.value
         for family in families
         if family.name == name
         for sample in family.samples
