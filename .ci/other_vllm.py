@@ -26,6 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".json", ".jinja", ".yaml", ".txt"}
 BLOCK = 1 << 20
 
+NEEDS = {"0.26.0": ["openai-harmony==0.0.8"], "0.33.0": ["orjson==3.11.6"]}
+"""What a release's server imports and the pinned one does not; packages for GPUs are never imported here."""
+
 
 class FetchError(Exception):
     """A release cannot be had; the message says why."""
@@ -81,7 +84,7 @@ def main() -> int:
     folder = Path(os.environ.get("HEADGATE_CACHE") or ROOT / ".cache") / "vllm" / version
     try:
         if not folder.exists():
-            extract(wheel_url(version), version, folder)
+            make(folder, version)
         check(folder, version)
     except (FetchError, OSError, zipfile.BadZipFile) as error:
         print(f"vLLM {version} cannot be had: {error}", file=sys.stderr)
@@ -123,24 +126,31 @@ def fetch(url: str, part: str | None = None) -> urllib.response.addinfourl:
     return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60, context=context)  # type: ignore[no-any-return]  # noqa: S310
 
 
-def extract(url: str, version: str, folder: Path) -> None:
-    """Write the text files of a wheel, and metadata under which vLLM takes itself for its CPU build."""
-    print(f"reading the Python files of {url.rpartition('/')[2]}", file=sys.stderr)
+def make(folder: Path, version: str) -> None:
+    """Fetch a release into `folder`, whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        with zipfile.ZipFile(RemoteFile(url)) as wheel:
-            wanted = [
-                m for m in wheel.infolist() if m.filename.startswith("vllm/") and Path(m.filename).suffix in SUFFIXES
-            ]
-            for member in sorted(wanted, key=lambda member: member.header_offset):
-                wheel.extract(member, unfinished)
-        info = unfinished / f"vllm-{version}+cpu.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+        extract(wheel_url(version), version, unfinished)
+        if version in NEEDS:
+            install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(unfinished)]
+            if subprocess.run([*install, *NEEDS[version]], stdout=sys.stderr, check=False).returncode:
+                raise FetchError(f"pip could not install {', '.join(NEEDS[version])}; its reason is above")
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def extract(url: str, version: str, folder: Path) -> None:
+    """Write the text files of a wheel, and metadata under which vLLM takes itself for its CPU build."""
+    print(f"reading the Python files of {url.rpartition('/')[2]}", file=sys.stderr)
+    with zipfile.ZipFile(RemoteFile(url)) as wheel:
+        wanted = [m for m in wheel.infolist() if m.filename.startswith("vllm/") and Path(m.filename).suffix in SUFFIXES]
+        for member in sorted(wanted, key=lambda member: member.header_offset):
+            wheel.extract(member, folder)
+    info = folder / f"vllm-{version}+cpu.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
 def check(folder: Path, version: str) -> None:
