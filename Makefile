@@ -8,13 +8,6 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --durations=10 --timeout=600
 NAMESPACE := .types/headgate
 
-# Each file that starts engines gets a process of its own: an engine leaves patched classes, process groups and sockets
-# behind in the process that it ran in, and the fakes of tests/frontend stand in for vLLM's worker there. A file
-# without such tests ends with pytest's status 5.
-ENGINE_TESTS := $(sort $(wildcard tests/engine/test_*.py tests/frontend/test_*.py) tests/test_examples.py)
-RUN_ENGINE_TESTS := for file in $(ENGINE_TESTS); do \
-	$(PYTEST) -m "engine and not gpu" $$file || [ $$? -eq 5 ] || failed=1; done
-
 # Other releases run the same tests of the front end: their Python files over the worker without a model.
 MATRIX := 0.26.0 0.33.0
 MATRIX_TESTS := $(sort $(wildcard tests/frontend/test_*.py))
@@ -34,16 +27,13 @@ demo: setup ## Serve a chat model, capture its activations into demo-output/, sh
 	@$(BIN)/python -m examples.demo
 
 test: setup ## All tests that need no GPU (two cores: about 25 minutes)
-	@failed=0; \
-	$(PYTEST) -m "not engine and not gpu" || failed=1; \
-	$(RUN_ENGINE_TESTS); \
-	exit $$failed
+	@$(BIN)/python .ci/run_tests.py
 
 test-unit: setup ## The tests that start no engine
-	@$(PYTEST) -m "not engine and not gpu"
+	@$(BIN)/python .ci/run_tests.py unit
 
-test-engine: setup ## The tests that run vLLM, one engine after another
-	@failed=0; $(RUN_ENGINE_TESTS); exit $$failed
+test-engine: setup ## The tests that run vLLM, each file in a process of its own
+	@$(BIN)/python .ci/run_tests.py engine
 
 test-matrix: setup ## The front end's tests on the oldest and the newest vLLM (Python files from PyPI, no model)
 	@failed=0; \

@@ -209,9 +209,13 @@ class WorkerSteering:
         self._modules.add(name)
 
     def let_go(self, name: str) -> None:
-        """RPC: a module was unregistered; requests that use it keep what they have."""
-        self.table.let_go(name)
-        self._modules.remove(name)
+        """RPC: a module was unregistered; requests that use it keep what they have.
+
+        Nothing happens if it is not kept: where `keep` failed in one worker, it is undone in all.
+        """
+        if name in self._modules:
+            self._modules.remove(name)
+            self.table.let_go(name)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """RPC: contents of modules that no request refers to any more."""

@@ -1,0 +1,91 @@
+"""Runs the tests in processes of their own, a few at a time: ``run_tests.py [--jobs N] [unit] [engine]``.
+
+Each file that starts engines gets a process of its own: an engine leaves patched classes, process groups and sockets
+behind in the process that it ran in, and the fakes of tests/frontend stand in for vLLM's worker there. What a process
+printed is shown when it fails; otherwise its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTEST = (sys.executable, "-m", "pytest", "--durations=5", "--timeout=600")
+NOTHING_COLLECTED = 5
+LONGEST = ("test_parity_families", "test_examples", "test_parity_smollm2", "test_fresh_processes", "test_neighbours")
+"""Begun first, so that none of them is left for the end."""
+
+
+class Job(NamedTuple):
+    """One process of pytest."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+def unit_jobs() -> list[Job]:
+    """The tests that start no engine, in two parts of about one length."""
+    marker = ("-m", "not engine and not gpu")
+    rest = [str(path) for path in sorted((ROOT / "tests").iterdir()) if path.name not in ("unit", "__pycache__")]
+    rest = [path for path in rest if Path(path).is_dir() or Path(path).name.startswith("test_")]
+    return [Job("unit", (*marker, "tests/unit")), Job("the rest without engines", (*marker, *rest))]
+
+
+def engine_jobs() -> list[Job]:
+    """A job for each file that may hold tests with engines."""
+    files = [
+        *ROOT.glob("tests/engine/test_*.py"),
+        *ROOT.glob("tests/frontend/test_*.py"),
+        ROOT / "tests/test_examples.py",
+    ]
+    ordered = sorted(files, key=lambda path: (LONGEST.index(path.stem) if path.stem in LONGEST else 99, str(path)))
+    return [Job(str(path.relative_to(ROOT)), ("-m", "engine and not gpu", str(path))) for path in ordered]
+
+
+def run(job: Job) -> tuple[bool, str]:
+    """Whether it passed, and what to show."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [*PYTEST, *job.arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    is_good = done.returncode in (0, NOTHING_COLLECTED)
+    summary = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("=")), "no summary")
+    line = f"{time.monotonic() - began:6.0f} s  {job.name}: {summary.strip('= ')}"
+    return is_good, line if is_good else f"{done.stdout}\n{line} FAILED"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what was asked for; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("groups", nargs="*", choices=("unit", "engine"), help="all, if none is named")
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 2), help="processes at a time")
+    options = parser.parse_args(arguments)
+    groups = options.groups or ["engine", "unit"]
+    engines, units = engine_jobs() if "engine" in groups else [], unit_jobs() if "unit" in groups else []
+    jobs = [*engines[:1], *units, *engines[1:]]
+    failed = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        runs = {pool.submit(run, job): job for job in jobs}
+        for done in as_completed(runs):
+            is_good, shown = done.result()
+            print(shown, flush=True)
+            if not is_good:
+                failed.append(runs[done].name)
+    print(
+        f"{len(jobs) - len(failed)} of {len(jobs)} test processes passed",
+        *(f"FAILED {name}" for name in failed),
+        sep="\n",
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
