@@ -74,7 +74,7 @@ class FrontEnd:
         """
         resolved = resolve(ask, num_prompt, find_message)
         check_quotas(
-            {instance: resolved.specs[instance] for instance in resolved.named},
+            {instance: spec for instance, spec in resolved.specs.items() if instance in resolved.named},
             self.config,
             self.model,
             num_prompt=num_prompt,
