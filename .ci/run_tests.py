@@ -1,4 +1,4 @@
-"""Runs the tests in processes of their own, a few at a time: ``run_tests.py [--jobs N] [unit] [engine]``.
+"""Runs the tests in processes of their own, a few at a time: ``run_tests.py [--jobs N] [unit|engine]``.
 
 Each file that starts engines gets a process of its own: an engine leaves patched classes, process groups and sockets
 behind in the process that it ran in, and the fakes of tests/frontend stand in for vLLM's worker there. What a process
@@ -65,11 +65,11 @@ def run(job: Job) -> tuple[bool, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("groups", nargs="*", choices=("unit", "engine"), help="all, if none is named")
+    parser.add_argument("group", nargs="?", choices=("unit", "engine"), help="both, if none is named")
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 2), help="processes at a time")
     options = parser.parse_args(arguments)
-    groups = options.groups or ["engine", "unit"]
-    engines, units = engine_jobs() if "engine" in groups else [], unit_jobs() if "unit" in groups else []
+    engines = engine_jobs() if options.group != "unit" else []
+    units = unit_jobs() if options.group != "engine" else []
     jobs = [*engines[:1], *units, *engines[1:]]
     failed = []
     with ThreadPoolExecutor(options.jobs) as pool:
