@@ -8,6 +8,7 @@ part of vLLM, so the same tests run on any release's Python sources.
 from __future__ import annotations
 
 import base64
+import hashlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -175,6 +176,7 @@ class FakeWorker(WorkerBase):  # type: ignore[misc]
                 "token_ids": list(token_ids),
                 "status": status,
                 "spec": spec,
+                "steered": hashlib.sha256(repr(request.wire.get("steering")).encode()).hexdigest(),
                 "wire": {key: request.wire[key] for key in ("v", "id", "n")},
             }
             if instance == "hidden_states":

@@ -1,0 +1,145 @@
+"""Long and binary bodies, and limits, on the real server."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+
+from tests.frontend.server import Server, serving
+from tests.frontend.steering_forms import HIDDEN, LAYERS
+from tests.frontend.test_http import CHAT, FLAGS, MODULE
+
+pytestmark = pytest.mark.engine
+
+MAX_BYTES = 2 << 20
+MAX_ROWS = 80
+SETTINGS = {"headgate": {"server": {"max_body_bytes": MAX_BYTES}, "capture": {"max_request_rows": MAX_ROWS}}}
+ROWS = {"rows": {"hooks": {"post_mlp": [3]}}}
+HOOKS = ("pre_attn", "post_mlp")
+VECTORS = np.random.default_rng(0).normal(size=(len(HOOKS), LAYERS, HIDDEN)).astype(np.float32)
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "The capital of", "max_tokens": 3},
+    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 3},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path) -> Iterator[Server]:
+    flags = [
+        *("--worker-cls", "tests.frontend.noting_worker.NotingWorker", "--enable-steering"),
+        *("--max-steering-configs", "4", "--steering-sites", '{"post_mlp": "all", "pre_attn": "all"}'),
+        *("--additional-config", json.dumps(SETTINGS)),
+    ]
+    with serving([*MODULE, str(model_dir), *FLAGS, *flags], VLLM_PLUGINS="headgate,fake_worker") as running:
+        yield running
+
+
+def vectors(form: str) -> dict[str, Any]:
+    if form == "lists":
+        rows = zip(HOOKS, VECTORS, strict=True)
+        return {hook: {str(layer): row.tolist() for layer, row in enumerate(of_hook)} for hook, of_hook in rows}
+    head = {"dtype": "float32", "shape": [LAYERS, HIDDEN], "layer_indices": list(range(LAYERS))}
+    data = [rows.tobytes() for rows in VECTORS]
+    given = data if form == "binary" else [base64.b64encode(item).decode() for item in data]
+    return {hook: {**head, "data": item} for hook, item in zip(HOOKS, given, strict=True)}
+
+
+def post(server: Server, path: str, form: str, **fields: Any) -> httpx.Response:
+    body = {"model": "tiny", "capture": ROWS, "capture_wait": True, **BODIES[path], **fields}
+    content = msgspec.msgpack.encode(body) if form == "binary" else json.dumps(body).encode()
+    kind = "application/msgpack" if form == "binary" else "application/json"
+    return httpx.post(f"{server.url}{path}", content=content, headers={"Content-Type": kind}, timeout=60)
+
+
+def steered(response: httpx.Response) -> str:
+    """A digest of what reached the worker."""
+    assert response.status_code == 200, response.text
+    if response.headers["content-type"].startswith("application/json"):
+        answer = response.json()
+    else:
+        lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+        answer = json.loads(lines[-1])
+        answer = answer.get("response", answer)
+    return str(answer["capture_results"]["rows"]["payload"]["steered"])
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_form_reaches_the_worker_alike(server: Server, path: str) -> None:
+    forms = {form: steered(post(server, path, form, steering_vectors=vectors(form))) for form in ("lists", "base64")}
+    forms["binary"] = steered(post(server, path, "binary", steering_vectors=vectors("binary")))
+    forms["streamed"] = steered(post(server, path, "binary", steering_vectors=vectors("binary"), stream=True))
+
+    assert len(set(forms.values())) == 1, forms
+    assert steered(post(server, path, "binary")) != forms["binary"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("form", ["lists", "base64", "binary"])
+@pytest.mark.parametrize("path", BODIES)
+def test_what_is_wrong_in_a_long_body_is_a_400(server: Server, path: str, form: str, stream: bool) -> None:
+    wrong = vectors(form)
+    wrong["post_mlp"] = {"99": [1.0] * HIDDEN} if form == "lists" else {**wrong["post_mlp"], "shape": [1, HIDDEN]}
+
+    response = post(server, path, form, steering_vectors=wrong, stream=stream)
+
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == ("steering_vectors.post_mlp" if form == "lists" else "steering_vectors.post_mlp.shape")
+    assert error["message"].startswith(error["param"])
+
+
+@pytest.mark.parametrize("path", [*BODIES, "/v1/steering/set", "/tokenize"])
+def test_a_body_above_the_limit_is_a_413(server: Server, path: str) -> None:
+    for content in (b" " * (MAX_BYTES + 1), iter([b" " * MAX_BYTES, b" "])):
+        headers = {"Content-Type": "application/json"}
+        response = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
+
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == 413
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_wrong_msgpack_body_is_a_400(server: Server, path: str) -> None:
+    headers = {"Content-Type": "application/msgpack"}
+    for content in (b"", b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode({"model": b"x"})):
+        response = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
+
+        assert response.status_code == 400, response.text
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", BODIES)
+def test_more_than_the_quota_is_a_400(server: Server, path: str, stream: bool) -> None:
+    name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+
+    response = post(server, path, "lists", stream=stream, **{name: 100})
+
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "capture.rows"
+    assert f"at most {MAX_ROWS} are allowed" in error["message"]
+
+
+FORGED: dict[str, dict[str, Any]] = {
+    "a wire dict": {"vllm_xargs": {"headgate": "x"}},
+    "raw fields": {"vllm_xargs": {"headgate": ["reply", "ipc:///tmp/x"]}},
+}
+
+
+@pytest.mark.parametrize("form", ["lists", "binary"])
+@pytest.mark.parametrize("fields", FORGED.values(), ids=FORGED.keys())
+@pytest.mark.parametrize("path", BODIES)
+def test_internal_fields_cannot_be_forged(server: Server, path: str, fields: dict[str, Any], form: str) -> None:
+    response = post(server, path, form, **fields)
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "extra_args.headgate"
