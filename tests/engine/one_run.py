@@ -73,6 +73,8 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         made = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=job["max_tokens"])
         if job.get("capture"):
             made.capture = job["capture"][index]
+        for name, value in job["steering"][index].items() if job.get("steering") else ():
+            setattr(made, name, value)
         params.append(made)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], params, use_tqdm=False)
     return {
