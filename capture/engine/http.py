@@ -5,7 +5,7 @@ vLLM's request models keep unknown fields of a body.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -142,6 +142,28 @@ def generate_response(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, request_id, engine_input, sampling_params, *args, **kwargs)  # type: ignore[no-any-return]
 
     return wrapped
+
+
+def create_messages(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``AnthropicServingMessages.create_messages``, whose request model drops what it does not know."""
+
+    @wraps(original)
+    async def wrapped(self: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any) -> Any:
+        body = {} if raw_request is None else await raw_request.json()
+        try:
+            _refuse_any({**body, **taken().fields}, "/v1/messages does not take it; use /v1/chat/completions")
+        except RequestError as error:
+            return self.create_error_response(error)  # vLLM 0.26 answers whatever is raised with status 500
+        return await original(self, request, raw_request, *args, **kwargs)
+
+    return wrapped
+
+
+def _refuse_any(given: Mapping[str, Any], why: str) -> None:
+    for name in all_fields():
+        if given.get(name) is not None:
+            with as_client_error():
+                raise RequestError(name, why)
 
 
 def serve_tokens(original: Callable[..., Any]) -> Callable[..., Any]:

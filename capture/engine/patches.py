@@ -222,6 +222,13 @@ PATCHES = (
         parameters=("self", "request_id", "engine_input", "sampling_params"),
     ),
     Patch(
+        module="vllm.entrypoints.anthropic.serving",
+        target="AnthropicServingMessages.create_messages",
+        wrap=http.create_messages,
+        why="refuses our fields in the body of /v1/messages, where they would be ignored",
+        parameters=("self", "request", "raw_request"),
+    ),
+    Patch(
         module="vllm.entrypoints.scale_out.token_in_token_out.serving",
         target="ServingTokens.serve_tokens",
         wrap=http.serve_tokens,

@@ -96,3 +96,17 @@ def test_a_wire_dict_cannot_be_brought_along(server: Server) -> None:
 
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "extra_args.headgate"
+
+
+@pytest.mark.parametrize("name", ["steering_vectors", "steering_name", "capture"])
+def test_the_anthropic_route_refuses_what_it_would_ignore(server: Server, name: str) -> None:
+    value = {"steering_vectors": {"post_mlp": {"3": listed(ROW)}}, "steering_name": "calm", "capture": {"memory": {}}}[
+        name
+    ]
+    body = {"model": "tiny", "messages": CHAT, "max_tokens": 3}
+
+    refused = server.post("/v1/messages", **body, **{name: value})
+
+    assert refused.status_code == 400, refused.text
+    assert name in refused.text
+    assert server.post("/v1/messages", **body).status_code == 200
