@@ -13,7 +13,7 @@ MATRIX := 0.26.0 0.33.0
 MATRIX_TESTS := $(sort $(wildcard tests/frontend/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-engine test-matrix gpu-test lint format types lock clean
+.PHONY: help setup demo test test-unit test-engine test-extended test-matrix gpu-test lint format types lock clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -34,6 +34,9 @@ test-unit: setup ## The tests that start no engine
 
 test-engine: setup ## The tests that run vLLM, each file in a process of its own
 	@$(BIN)/python .ci/run_tests.py engine
+
+test-extended: setup ## More of the same: every family in bf16, too
+	@$(PYTEST) -m extended tests
 
 test-matrix: setup ## The front end's tests on the oldest and the newest vLLM (Python files from PyPI, no model)
 	@failed=0; \

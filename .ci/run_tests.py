@@ -33,7 +33,7 @@ class Job(NamedTuple):
 
 def unit_jobs() -> list[Job]:
     """The tests that start no engine, in two parts of about one length."""
-    marker = ("-m", "not engine and not gpu")
+    marker = ("-m", "not engine and not gpu and not extended")
     rest = [str(path) for path in sorted((ROOT / "tests").iterdir()) if path.name not in ("unit", "__pycache__")]
     rest = [path for path in rest if Path(path).is_dir() or Path(path).name.startswith("test_")]
     return [Job("unit", (*marker, "tests/unit")), Job("the rest without engines", (*marker, *rest))]
@@ -47,7 +47,7 @@ def engine_jobs() -> list[Job]:
         ROOT / "tests/test_examples.py",
     ]
     ordered = sorted(files, key=lambda path: (LONGEST.index(path.stem) if path.stem in LONGEST else 99, str(path)))
-    return [Job(str(path.relative_to(ROOT)), ("-m", "engine and not gpu", str(path))) for path in ordered]
+    return [Job(str(path.relative_to(ROOT)), ("-m", "engine and not gpu and not extended", str(path))) for path in ordered]
 
 
 def run(job: Job) -> tuple[bool, str]:

@@ -43,7 +43,13 @@ EVERY_EXPERT = ("mixtral_all", "qwen3_moe_all")
 """All experts take every token: where a router chooses, a rounding of bf16 can choose another expert."""
 
 EXACT = [family for family in FAMILIES if family not in EVERY_EXPERT]
-ROUNDED = [family for family in FAMILIES if family not in ROUTED]
+QUICK = ("llama", "gemma2", "gemma3", "granite", "gpt_neox", "opt", "mixtral_all")
+ROUNDED = [
+    pytest.param(family, marks=() if family in QUICK else pytest.mark.extended)
+    for family in FAMILIES
+    if family not in ROUTED
+]
+"""One of each kind in CI, where all of them are compared in fp32; the others are for ``make test-extended``."""
 COMPILED = ("gemma3", "granite", "mixtral", "olmo2")
 """A pair with post-norms, a single stream with a multiplier, experts, Hugging Face's own layers."""
 
