@@ -47,7 +47,9 @@ def engine_jobs() -> list[Job]:
         ROOT / "tests/test_examples.py",
     ]
     ordered = sorted(files, key=lambda path: (LONGEST.index(path.stem) if path.stem in LONGEST else 99, str(path)))
-    return [Job(str(path.relative_to(ROOT)), ("-m", "engine and not gpu and not extended", str(path))) for path in ordered]
+    return [
+        Job(str(path.relative_to(ROOT)), ("-m", "engine and not gpu and not extended", str(path))) for path in ordered
+    ]
 
 
 def run(job: Job) -> tuple[bool, str]:
