@@ -26,7 +26,7 @@ from tests.frontend.steering_forms import ROW, listed, packed
 from tests.frontend.test_app import started  # noqa: F401  (a fixture)
 from tests.frontend.test_bad_bodies import COMMAND, FLAGS, send
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.extended]
 
 OURS = r"^/v1/(steering|capture)"
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]

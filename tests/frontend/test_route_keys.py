@@ -23,7 +23,7 @@ from tests.frontend.routes_server import (
 )
 from tests.frontend.server import Server, serving
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.extended]
 
 KEYED = [*FLAGS, "--api-key", "the-api-key"]
 ENVIRONMENT = {"HEADGATE_STEERING_KEYS": "old-steering-key,steering-key", "HEADGATE_CAPTURE_KEYS": "capture-key"}
