@@ -2,7 +2,7 @@
 
 Each file that starts engines gets a process of its own: an engine leaves patched classes, process groups and sockets
 behind in the process that it ran in, and the fakes of tests/frontend stand in for vLLM's worker there. What a process
-printed is shown when it fails; otherwise its last line.
+printed is shown when it fails; otherwise its last line, and the whole is kept in .pytest_cache/logs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTEST = (sys.executable, "-m", "pytest", "--durations=5", "--timeout=600")
+PYTEST = (sys.executable, "-m", "pytest", "--durations=15", "--timeout=600")
+LOGS = ROOT / ".pytest_cache" / "logs"
 NOTHING_COLLECTED = 5
 LONGEST = ("test_parity_families", "test_examples", "test_parity_smollm2", "test_fresh_processes", "test_neighbours")
 """Begun first, so that none of them is left for the end."""
@@ -58,6 +59,7 @@ def run(job: Job) -> tuple[bool, str]:
     done = subprocess.run(
         [*PYTEST, *job.arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
+    (LOGS / f"{job.name.replace('/', '-').replace(' ', '-')}.log").write_text(done.stdout)
     is_good = done.returncode in (0, NOTHING_COLLECTED)
     summary = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("=")), "no summary")
     line = f"{time.monotonic() - began:6.0f} s  {job.name}: {summary.strip('= ')}"
@@ -73,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     engines = engine_jobs() if options.group != "unit" else []
     units = unit_jobs() if options.group != "engine" else []
     jobs = [*engines[:1], *units, *engines[1:]]
+    LOGS.mkdir(parents=True, exist_ok=True)
     failed = []
     with ThreadPoolExecutor(options.jobs) as pool:
         runs = {pool.submit(run, job): job for job in jobs}

@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,19 +102,32 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def tiny_model(family: str, cache: Path | None = None) -> Path:
-    """Folder of the tiny model of `family`, made on first use; `cache` is the models' cache folder if None."""
-    cache = cache or cache_dir() / "models"
-    name, settings = FAMILIES[family]
-    recipe = json.dumps([MAKER, name, settings], sort_keys=True).encode()
-    folder = cache / f"tiny-{family}-{hashlib.sha256(recipe).hexdigest()[:12]}"
+    """Folder of the tiny model of `family`, made on first use; `cache` is the models' cache folder if None.
+
+    A process of its own makes it, and with it all others that the usual cache lacks: vLLM's Transformers backend
+    decorates the model classes of the process that it runs in, and then nothing but vLLM can make such a model.
+    """
+    folder = _folder(family, cache or cache_dir() / "models")
     if not folder.exists():
+        families = [family] if cache else [name for name in FAMILIES if not _folder(name, folder.parent).exists()]
+        subprocess.run([sys.executable, "-m", __name__, str(folder.parent), *families], check=True)
+    return folder
+
+
+def _folder(family: str, cache: Path) -> Path:
+    recipe = json.dumps([MAKER, *FAMILIES[family]], sort_keys=True).encode()
+    return cache / f"tiny-{family}-{hashlib.sha256(recipe).hexdigest()[:12]}"
+
+
+def _make_all(cache: str, *families: str) -> None:
+    for family in families:
+        folder = _folder(family, Path(cache))
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-        _make(name, settings, unfinished)
+        _make(*FAMILIES[family], unfinished)
         try:
             unfinished.rename(folder)
         except OSError:  # another process made it meanwhile, from the same seed
             shutil.rmtree(unfinished)
-    return folder
 
 
 def _make(name: str, settings: Mapping[str, Any], folder: Path) -> None:
@@ -128,3 +143,7 @@ def _make(name: str, settings: Mapping[str, Any], folder: Path) -> None:
                 if parameter.ndim == 1:  # norms and biases: initialised to ones and zeros
                     parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    _make_all(*sys.argv[1:])

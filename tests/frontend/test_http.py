@@ -155,13 +155,6 @@ def test_beam_search_is_a_400(server: Server, send: Any) -> None:
     assert response.json()["error"]["param"] == "capture"
 
 
-def test_capture_in_a_response_request_is_a_400(server: Server) -> None:
-    response = server.post("/v1/responses", model="tiny", input="Hi", max_output_tokens=3, capture=CAPTURE)
-
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "capture"
-
-
 def test_a_consumer_that_fails_to_check_is_a_500_and_the_server_goes_on(server: Server) -> None:
     assert complete(server, capture={"broken": {}}).status_code == 500
     assert complete(server).status_code == 200
