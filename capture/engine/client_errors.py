@@ -26,7 +26,7 @@ def _client_error() -> Any:
     """The class, made on first use: plugins are loaded before vLLM's own modules."""
     from vllm.exceptions import VLLMValidationError
 
-    class CaptureRequestError(VLLMValidationError, RequestError):  # type: ignore[misc]
+    class RequestFieldError(VLLMValidationError, RequestError):  # type: ignore[misc]
         """A `RequestError` and `ValueError` for Python callers, a `VLLMValidationError` for the server."""
 
         def __init__(self, error: RequestError) -> None:
@@ -38,4 +38,4 @@ def _client_error() -> Any:
         def __str__(self) -> str:
             return str(self.args[0])
 
-    return CaptureRequestError
+    return RequestFieldError
