@@ -7,6 +7,7 @@ are compared. What was fetched is kept in ``HEADGATE_CACHE``, else ``.cache``.
 
 from __future__ import annotations
 
+import compileall
 import io
 import os
 import platform
@@ -136,6 +137,8 @@ def make(folder: Path, version: str) -> None:
             install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(unfinished)]
             if subprocess.run([*install, *NEEDS[version]], stdout=sys.stderr, check=False).returncode:
                 raise FetchError(f"pip could not install {', '.join(NEEDS[version])}; its reason is above")
+        # A server is several processes of thousands of imports, and they may have been told to write no bytecode.
+        compileall.compile_dir(unfinished, quiet=2)
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
