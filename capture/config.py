@@ -61,6 +61,8 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             `HIDDEN_STATES` is configured ``final_norm`` is added, and is the default if it is the only consumer.
         ring_rows: Rows of the staging ring on the device, at least ``max_num_batched_tokens``; that if None.
         staging_bytes: Pinned host memory that the device copies rows into.
+        linger_s: Seconds that captured rows may wait for those of the next steps, so that consumers get the rows of
+            several steps at once; 0 hands over each step by itself. The end of a request waits 5 ms at most.
         spill_dir: Folder for ``overload="spill"``; the system's temporary folder if None.
         self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
         fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
@@ -77,6 +79,7 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     sites: dict[str, Any] = msgspec.field(default_factory=lambda: {"post_mlp": "all"})
     ring_rows: int | None = None
     staging_bytes: int = 256 * MIB
+    linger_s: float = 0.02
     spill_dir: str | None = None
     self_test: bool = True
     fire_counter: bool = False
@@ -144,11 +147,14 @@ def _check(config: CaptureConsumersConfig) -> None:
     }
     if not 0 <= config.result_wait_s <= TIMEOUT_MAX:
         raise ConfigError(f"result_wait_s: must be from 0 to {TIMEOUT_MAX:.0f} seconds, got {config.result_wait_s}")
+    if not 0 <= config.linger_s <= MAX_LINGER_S:
+        raise ConfigError(f"linger_s: must be from 0 to {MAX_LINGER_S:g} seconds, got {config.linger_s}")
     for name, seconds in waits.items():
         if not 0 < seconds <= TIMEOUT_MAX:
             raise ConfigError(f"{name}: must be above 0 and at most {TIMEOUT_MAX:.0f} seconds, got {seconds}")
 
 
+MAX_LINGER_S = 1.0
 MAX_CONSUMERS = 63
 """A row's consumer mask is one int64."""
 

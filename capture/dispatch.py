@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from headgate.capture.batch import FinalState
+from headgate.capture.coalesce import Held
 from headgate.capture.handoff import Handoff
 from headgate.capture.lanes import Lane
 from headgate.capture.ledger import LaneRequest
@@ -44,27 +46,50 @@ class RequestEnds:
     final: FinalState | None
 
 
-Dispatched = StagedRows | RequestBegins | RequestEnds
+@dataclass(frozen=True, slots=True)
+class MemoryWanted:
+    """The step thread is about to wait for staging memory."""
+
+
+Dispatched = StagedRows | RequestBegins | RequestEnds | MemoryWanted
+
+END_LINGER_S = 0.005
+"""How long the end of one request may wait for rows of others; not at all if there are no others."""
 
 
 class Dispatcher:
-    """Deals out what comes through the hand-off, in order, on one daemon thread.
+    """Deals out what comes through the hand-off on one daemon thread: each request's items in order.
 
     Rows are copied out of the staging memory once, into memory of their own that all consumers share read-only, and
     the staging memory is free again before anybody is waited for. Lanes with room are served before it waits for one
-    without.
+    without. Rows of small steps are held for a moment, so that those of several steps are dealt out as one; see
+    `coalesce`.
 
     Args:
         handoff: Where the step thread puts; closing it ends the thread, once it is empty.
         lanes: Consumer bit to lane.
         keep_bytes: Memory that may be kept for later rows while nobody uses it.
+        hold_bytes: Staging memory from which on rows are held no longer.
+        linger_s: Seconds that rows are held at most.
     """
 
-    def __init__(self, handoff: Handoff[Dispatched], lanes: Mapping[int, Lane], *, keep_bytes: int) -> None:
+    def __init__(
+        self,
+        handoff: Handoff[Dispatched],
+        lanes: Mapping[int, Lane],
+        *,
+        keep_bytes: int,
+        hold_bytes: int = 0,
+        linger_s: float = 0.0,
+    ) -> None:
         self._handoff = handoff
         self._lanes = lanes
         self._splitter = Splitter()
         self._pool = RowPool(keep_bytes)
+        self._held = Held(hold_bytes)
+        self._held_ends: list[RequestEnds] = []
+        self._held_until = 0.0
+        self._linger_s = linger_s
         self._books: dict[str, TokenBook] = {}
         self._log = SparseLog("capture dispatch")
         self._thread = threading.Thread(target=self._run, name="headgate-dispatch", daemon=True)
@@ -83,35 +108,71 @@ class Dispatcher:
     def _run(self) -> None:
         while True:
             item = self._handoff.take(self._patience_s())
+            is_done = item is None and self._handoff.is_done
             if item is not None:
-                try:
-                    self._deal(item)
-                except Exception as error:  # noqa: BLE001  the thread must live: staging memory is freed here alone
-                    self.num_errors += 1
-                    self._log.error("rows could not be dispatched; report it as a bug", cause=error)
-            elif self._handoff.is_done:
+                self._try(self._accept, item)
+            if self._held and (is_done or self._held.is_full or time.monotonic() >= self._held_until):
+                self._deal_held()
+            if is_done:
                 return
 
+    def _try(self, deal: Callable[..., None], *what: Any) -> None:
+        try:
+            deal(*what)
+        except Exception as error:  # noqa: BLE001  the thread must live: staging memory is freed here alone
+            self.num_errors += 1
+            self._log.error("rows could not be dispatched; report it as a bug", cause=error)
+
     def _patience_s(self) -> float | None:
-        """Seconds until a consumer's call takes too long: finished requests get their error then, come what may."""
+        """Seconds until something is due.
+
+        Rows are held no longer then, or a consumer's call takes too long: finished requests get their error then, come
+        what may.
+        """
         looks = [look for lane in self._lanes.values() if (look := lane.watch()) is not None]
+        if self._held:
+            looks.append(self._held_until)
         return max(min(looks) - time.monotonic(), 0) if looks else None
 
-    def _deal(self, item: Dispatched) -> None:
+    def _accept(self, item: Dispatched) -> None:
         if isinstance(item, StagedRows):
-            self._deal_rows(item)
+            if not self._held:
+                self._held_until = time.monotonic() + self._linger_s
+            self._held.add(item)
+        elif isinstance(item, MemoryWanted):
+            self._held_until = 0.0
         elif isinstance(item, RequestBegins):
-            for bit, request in self._splitter.end(item.req_id).items():
-                self._lanes[bit].replace(request, is_silent=bit in item.requests and item.is_same_client)
-            self._splitter.begin(item.req_id, item.requests)
-            self._books[item.req_id] = TokenBook(item.num_prompt)
-            for bit, request in item.requests.items():
-                self._lanes[bit].begin(request)
+            if item.req_id in self._books:
+                self._deal_held()
+            self._begin(item)
+        elif self._held.has(item.req_id):
+            self._held_ends.append(item)
+            due = time.monotonic() + END_LINGER_S if len(self._books) > len(self._held_ends) else 0.0
+            self._held_until = min(self._held_until, due)
         else:
-            book = self._books.pop(item.req_id)
-            contradiction = None if item.final is None else book.contradiction(item.final)
-            for bit, request in self._splitter.end(item.req_id).items():
-                self._lanes[bit].finish(request, item.final, contradiction=contradiction)
+            self._end(item)
+
+    def _deal_held(self) -> None:
+        """Rows first: what ends had its last row among them."""
+        ends, self._held_ends = self._held_ends, []
+        if self._held:
+            self._try(self._deal_rows)
+        for end in ends:
+            self._try(self._end, end)
+
+    def _begin(self, item: RequestBegins) -> None:
+        for bit, request in self._splitter.end(item.req_id).items():
+            self._lanes[bit].replace(request, is_silent=bit in item.requests and item.is_same_client)
+        self._splitter.begin(item.req_id, item.requests)
+        self._books[item.req_id] = TokenBook(item.num_prompt)
+        for bit, request in item.requests.items():
+            self._lanes[bit].begin(request)
+
+    def _end(self, item: RequestEnds) -> None:
+        book = self._books.pop(item.req_id)
+        contradiction = None if item.final is None else book.contradiction(item.final)
+        for bit, request in self._splitter.end(item.req_id).items():
+            self._lanes[bit].finish(request, item.final, contradiction=contradiction)
 
     def _note_tokens(self, group: PackGroup, token_ids: Int32Array | None) -> None:
         if token_ids is not None:
@@ -122,16 +183,10 @@ class Dispatcher:
                 else:
                     self._books[req_id].note(positions[start:stop], token_ids[start:stop])
 
-    def _deal_rows(self, staged: StagedRows) -> None:
+    def _deal_rows(self) -> None:
         parts: dict[int, list[BlockPart]] = {}
-        try:
-            staged.wait()
-            copies = [(group, self._pool.empty(rows.shape, rows.dtype).copy_(rows)) for group, rows in staged.groups]
-            for group, _ in copies:
-                self._note_tokens(group, staged.token_ids(group))
-        finally:
-            staged.release()
-        for group, rows in copies:
+        for group, rows, token_ids in self._held.take(self._pool):
+            self._note_tokens(group, token_ids)
             for bit, part in self._splitter.split(group, rows):
                 parts.setdefault(bit, []).append(part)
         packets = [(self._lanes[bit], join(found)) for bit, found in parts.items()]

@@ -63,7 +63,8 @@ class StepPlanner:
     preemption is not taken twice. So a request stays known while it is preempted; `add` starts it afresh.
     A request of which nothing more can be wanted (``last_prompt`` after the prompt) is forgotten by itself.
 
-    Cost of a step: numpy over its wanted tokens, and a Python loop over the distinct shapes in it; see `Shape`.
+    Cost of a step: numpy over its wanted tokens, and a Python loop over the distinct shapes in it; see `Shape`. Where
+    the same requests decode one token each and all want theirs, step after step, only the positions are made anew.
 
     Args:
         sites: The sites that this worker owns, in ring order.
@@ -72,6 +73,7 @@ class StepPlanner:
     def __init__(self, sites: Sequence[Site]) -> None:
         self._wants = WantReader(sites)
         self._table = _RequestTable()
+        self._steady: _Steady | None = None
 
     def add(self, req_id: str, num_prompt: int, specs: Mapping[int, CaptureSpec]) -> None:
         """Take a request, or start a known id afresh.
@@ -82,13 +84,14 @@ class StepPlanner:
             specs: Consumer bit, below ``MAX_CONSUMERS``, to what that consumer wants; selectors are resolved.
                 Sites that this worker does not own are left out; a request with no site left costs nothing.
         """
-        self._table.remove(req_id)
+        self.remove(req_id)
         wants = self._wants.read(num_prompt, specs)
         if wants is not None:
             self._table.insert(req_id, wants)
 
     def remove(self, req_id: str) -> None:
         """Forget a request. An id that is not known is one that wanted nothing, or nothing more."""
+        self._steady = None
         self._table.remove(req_id)
 
     def plan(self, view: BatchView) -> StepPlan | None:
@@ -96,20 +99,57 @@ class StepPlanner:
         slots = self._table.slots_of(view.req_ids)
         if slots is None:
             return None
+        if self._steady is not None and self._steady.goes_on_with(view):
+            self._table.note_taken(slots, view)
+            self._steady = self._steady.next(view)
+            return self._steady.plan
         fresh = self._table.advance(slots, view)
         parts: dict[SiteSet, list[_WantedRows]] = {}
+        are_runs = True
         for shape, members in self._table.by_shape(slots, fresh.members):
+            are_runs &= shape.is_run
             rows = fresh.rows_of(members)
             for chosen in self._choose(shape, rows, slots):
                 parts.setdefault(chosen.site_set, []).append(rows.take(chosen))
         for member in fresh.ended:
             self._table.remove(view.req_ids[member])
-        return _assemble(view.req_ids, parts) if parts else None
+        plan = _assemble(view.req_ids, parts) if parts else None
+        self._steady = None
+        if plan is not None and are_runs and not fresh.ended and (view.num_scheduled == 1).all():
+            self._steady = _Steady(view, plan, fresh.num_steps_alike(view))
+        return plan
 
     def _choose(self, shape: Shape, rows: _Rows, slots: Int64Array) -> Iterator[Chosen]:
         if shape.is_run:
             return shape.choose_all(len(rows.positions))
         return shape.choose(self._table.hits(shape, slots[rows.owners], rows.positions))
+
+
+class _Steady(NamedTuple):
+    """A step in which every request decodes one token, and how many later ones are wanted likewise."""
+
+    view: BatchView
+    plan: StepPlan
+    num_left: int
+
+    def goes_on_with(self, view: BatchView) -> bool:
+        """Whether `view` is the next such step."""
+        before = self.view
+        return (
+            self.num_left > 0
+            and view.req_ids == before.req_ids
+            and bool((view.num_scheduled == 1).all())
+            and bool((view.num_computed == before.num_computed + 1).all())
+            and bool((view.starts == before.starts).all())
+        )
+
+    def next(self, view: BatchView) -> _Steady:
+        """The next step: the same rows, one position later."""
+        groups = (
+            PackGroup(group.sites, group.site_ids, group.rows, group.positions + 1, group.masks, group.spans)
+            for group in self.plan.groups
+        )
+        return _Steady(view, StepPlan(self.plan.token_rows, tuple(groups)), self.num_left - 1)
 
 
 class _Rows(NamedTuple):
@@ -144,6 +184,8 @@ class _Fresh(NamedTuple):
 
     begin: Int64Array
     """First position."""
+    end: Int64Array
+    """What the requests want ends here."""
     num_rows: Int64Array
     """How many positions; not above 0 where there is nothing."""
     batch_row: Int64Array
@@ -152,6 +194,11 @@ class _Fresh(NamedTuple):
     """Ascending indices of the requests with something."""
     ended: list[int]
     """Indices of the requests that can want nothing after this step."""
+
+    def num_steps_alike(self, view: BatchView) -> int:
+        """How many steps of one token each can follow until a request begins or ends to want something."""
+        stop = view.num_computed + view.num_scheduled
+        return int(np.where(self.num_rows > 0, self.end - stop - 1, self.begin - stop).min())
 
     def rows_of(self, members: Int64Array) -> _Rows:
         """The rows of some of the members."""
@@ -230,11 +277,16 @@ class _RequestTable:
         num_rows = np.minimum(stop, end) - begin
         return _Fresh(
             begin=begin,
+            end=end,
             num_rows=num_rows,
             batch_row=view.starts + (begin - view.num_computed),
             members=np.flatnonzero(num_rows > 0),
             ended=np.flatnonzero(stop >= end).tolist(),
         )
+
+    def note_taken(self, slots: Int64Array, view: BatchView) -> None:
+        """Count the step's positions as taken."""
+        self._next[slots] = np.maximum(view.num_computed + view.num_scheduled, self._next[slots])
 
     def by_shape(self, slots: Int64Array, members: Int64Array) -> Iterator[tuple[Shape, Int64Array]]:
         """Split members by shape; those of one shape stay in batch order."""

@@ -14,7 +14,7 @@ from headgate.capture.assemble import Assembler
 from headgate.capture.batch import BatchView, FinalState, NewRequest
 from headgate.capture.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.consumer import BatchedConsumer, ConsumerContext, ModelInfo, Origin, RequestInfo
-from headgate.capture.dispatch import Dispatched, Dispatcher, RequestBegins, RequestEnds
+from headgate.capture.dispatch import Dispatched, Dispatcher, MemoryWanted, RequestBegins, RequestEnds
 from headgate.capture.handoff import Handoff
 from headgate.capture.lanes import Lane, LaneLeft
 from headgate.capture.ledger import LaneRequest
@@ -112,7 +112,14 @@ class CaptureSession:
         )
         self._lanes = {consumer.bit: self._make_lane(consumer, config) for consumer in consumers}
         self._handoff: Handoff[Dispatched] = Handoff()
-        self._dispatcher = Dispatcher(self._handoff, self._lanes, keep_bytes=config.staging_bytes)
+        staging.on_wait = lambda: self._handoff.put(MemoryWanted())
+        self._dispatcher = Dispatcher(
+            self._handoff,
+            self._lanes,
+            keep_bytes=config.staging_bytes,
+            hold_bytes=config.staging_bytes // 4,
+            linger_s=config.linger_s,
+        )
         self._close_report: CloseReport | None = None
         for lane in self._lanes.values():
             lane.start()

@@ -6,7 +6,7 @@ Shapes: S sites, R ring slots of a site, N rows of a group, D hidden size, A row
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -61,15 +61,39 @@ class StagedRows:
         self._copied.wait()
 
     @property
+    def contents(self) -> tuple[PackGroup, ...]:
+        """What is there."""
+        return self._piece.groups
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the leased memory."""
+        return self._lease.num_rows * self._arena_AD.shape[1] * self._arena_AD.element_size()
+
+    @property
+    def memory(self) -> Tensor:
+        """``[A, D]``: all of the staging memory, in which `places` says what lies where."""
+        return self._arena_AD
+
+    @property
+    def places(self) -> list[tuple[PackGroup, int]]:
+        """What is there, and the row of `memory` at which its first site's first row lies.
+
+        The rows of a site follow each other, and so do the sites: ``[S, N, D]`` from there on.
+        """
+        found, start = [], self._lease.start + self._piece.num_token_rows
+        for group in self._piece.groups:
+            found.append((group, start))
+            start += len(group.site_ids) * len(group.rows)
+        return found
+
+    @property
     def groups(self) -> list[tuple[PackGroup, Tensor]]:
         """What is there, and its rows: ``[S, N, D]``, a view of the leased memory."""
-        views, start = [], self._lease.start + self._piece.num_token_rows
-        for group in self._piece.groups:
-            shape = len(group.site_ids), len(group.rows), self._arena_AD.shape[1]
-            stop = start + shape[0] * shape[1]
-            views.append((group, self._arena_AD[start:stop].view(shape)))
-            start = stop
-        return views
+        return [
+            (group, self._arena_AD[start : start + len(group.site_ids) * len(group.rows)].view(*_shape(group), -1))
+            for group, start in self.places
+        ]
 
     def token_ids(self, group: PackGroup) -> Int32Array | None:
         """The token that each row of `group` was computed from, int32 ``[N]``; None if nobody knows."""
@@ -97,6 +121,7 @@ class StagingRing:
         slots: int64 ``[max_tokens]`` on the device: the slot of each batch row, one from ``R`` on if nobody wants it.
             Never moves; the graph reads ``slots[:n]``.
         counters: What passed through.
+        on_wait: Called before the step thread waits for host memory: whoever holds some on purpose is to let go of it.
 
     Args:
         sites: The worker's sites, in the order of the planner's site ids.
@@ -144,6 +169,7 @@ class StagingRing:
         tensors = (self.buffers, self.slots, self._unwanted, self._token_ids)
         self.device_bytes = sum(tensor.nbytes for tensor in tensors) + link.device_bytes
         self.counters = StagingCounters()
+        self.on_wait: Callable[[], object] = lambda: None
         self._log = SparseLog("capture staging")
         self._next_slot = 0
         self._base = 0
@@ -239,6 +265,7 @@ class StagingRing:
         lease = self._arena.try_lease(count)
         if lease is None:
             started = time.monotonic()
+            self.on_wait()
             lease = self._arena.lease(count, patience_s)
             self.counters.stalls += 1
             self.counters.stall_s += time.monotonic() - started
@@ -283,6 +310,10 @@ def _half_of(arena: Arena, num_sites: int, row_bytes: int) -> int:
             f"sites; at least {2 * needed * row_bytes} are needed"
         )
     return half
+
+
+def _shape(group: PackGroup) -> tuple[int, int]:
+    return len(group.site_ids), len(group.rows)
 
 
 def _as_int32(arena_AD: Tensor, start: int, count: int) -> Tensor:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from headgate.capture.batch import BatchView, Int64Array
 from headgate.capture.plan import PackGroup, StepPlan, StepPlanner
-from headgate.capture.positions import PositionSelector
+from headgate.capture.positions import Named, PositionSelector, Span
 from headgate.capture.sites import Site
 from headgate.capture.spec import CaptureSpec
-from tests.strategies import SITES, Step, schedules, site_sets
+from tests.strategies import SITES, Step, resolved, schedules, selectors, site_sets
 
 Wanted = dict[tuple[Site, int], tuple[str, int, int]]
 """``{(site, batch row): (request, position, mask)}``"""
@@ -154,3 +154,67 @@ def test_requests_of_other_ids_change_nothing_for_a_request(steps: list[Step]) -
         expected = unpacked(follow(alone, Step(step.left, tuple(kept), step.view)))
 
         assert {key: row for key, row in plan.items() if row[0] == "request-0"} == expected
+
+
+@st.composite
+def decoding(draw: st.DrawFn) -> tuple[list[tuple[int, CaptureSpec | None]], list[int]]:
+    """Requests with what they want, mostly runs of positions, and now and then something else than one token each."""
+    bound = st.integers(0, 30)
+    run = st.builds(Span, start=bound, stop=st.none() | bound)
+    positions = st.sampled_from([Named("all"), Named("all_generated"), Named("last_prompt")]) | run | selectors()
+    wants = st.none() | st.builds(CaptureSpec, sites=site_sets(), positions=positions)
+    requests = draw(st.lists(st.tuples(st.integers(1, 6), wants), min_size=1, max_size=4))
+    return requests, draw(st.lists(st.integers(0, 11), min_size=20, max_size=24))
+
+
+@settings(max_examples=600)
+@given(decoding())
+def test_steps_of_decodes_are_planned_like_any_others(
+    drawn: tuple[list[tuple[int, CaptureSpec | None]], list[int]],
+) -> None:
+    requests, events = drawn
+    planner, reference = StepPlanner(SITES), SlowPlanner(SITES)
+    computed: dict[str, int] = {}
+
+    def add(index: int) -> None:
+        num_prompt, wanted = requests[index]
+        specs = resolved({} if wanted is None else {index: wanted}, num_prompt)
+        for each in (planner, reference):
+            each.add(f"request-{index}", num_prompt, specs)
+        computed[f"request-{index}"] = num_prompt - 1
+
+    for index in range(len(requests)):
+        add(index)
+    for event in events:
+        batch, first = list(computed), min(computed)
+        if event == 11:
+            computed[first] = max(computed[first] - 2, 0)  # preempted, and computed again
+        elif event == 10:
+            add(int(first.rpartition("-")[2]))
+        elif event == 9 and len(batch) > 1:
+            batch = batch[1:]
+        elif event == 8:
+            batch = batch[::-1]
+        count = np.array([2 if event == 7 and req_id == first else 1 for req_id in batch], dtype=np.int64)
+        starts = np.cumsum(count) - count + (event == 6)
+        view = BatchView(tuple(batch), starts, count, np.array([computed[each] for each in batch], dtype=np.int64))
+
+        plan, expected = planner.plan(view), reference.plan(view)
+
+        assert unpacked(plan) == expected
+        if plan is not None:
+            check_form(plan, view, SITES)
+        for req_id, taken in zip(batch, count.tolist(), strict=True):
+            computed[req_id] += taken
+
+
+def test_a_step_that_repeats_the_one_before_is_not_planned_anew() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 4, {0: CaptureSpec(sites=SITES, positions=Named("all"))})
+    one, no = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+
+    plans = [planner.plan(BatchView(("a",), no, one, at * one)) for at in range(3, 6)]
+
+    assert [plan.groups[0].positions.tolist() for plan in plans if plan] == [[3], [4], [5]]
+    spans = [plan.groups[0].spans for plan in plans if plan]
+    assert spans[2] is spans[1] is spans[0]

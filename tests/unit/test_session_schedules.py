@@ -81,7 +81,7 @@ class Life:
 class Driven:
     """Drives a session through a schedule as an engine would, and keeps book."""
 
-    def __init__(self, staging_rows: int, num_rows: int) -> None:
+    def __init__(self, staging_rows: int, num_rows: int, linger_s: float) -> None:
         self.staging = StagingRing(
             sites=SITES,
             num_rows=num_rows,
@@ -95,7 +95,7 @@ class Driven:
         self.keepers = {bit: Keeper() for bit in BITS}
         specs = {bit: CaptureConsumerSpec(name=f"c{bit}", **KNOBS[bit]) for bit in BITS}
         self.session = CaptureSession(
-            config=CaptureConsumersConfig(consumers=tuple(specs.values())),
+            config=CaptureConsumersConfig(consumers=tuple(specs.values()), linger_s=linger_s),
             model=MODEL,
             sites=SITES,
             consumers=[OpenConsumer(bit, specs[bit], self.keepers[bit]) for bit in BITS],
@@ -151,11 +151,16 @@ class Driven:
 
 
 @settings(max_examples=60)
-@given(schedules(), st.sampled_from([32, 64, 100_000]), st.sampled_from([MAX_TOKENS, 2 * MAX_TOKENS]))
+@given(
+    schedules(),
+    st.sampled_from([32, 64, 100_000]),
+    st.sampled_from([MAX_TOKENS, 2 * MAX_TOKENS]),
+    st.sampled_from([0.0, 0.02, 1.0]),
+)
 def test_every_consumer_gets_exactly_its_rows_and_every_request_its_result(
-    steps: list[Step], staging_rows: int, num_rows: int
+    steps: list[Step], staging_rows: int, num_rows: int, linger_s: float
 ) -> None:
-    driven = Driven(staging_rows, num_rows)
+    driven = Driven(staging_rows, num_rows, linger_s)
     try:
         for step in steps:
             driven.step(step)

@@ -1,0 +1,151 @@
+"""What capturing costs the thread that runs the steps: ``python -m tests.benchmarks.bench_step_thread``.
+
+No vLLM and no GPU: the step thread does a fixed amount of small torch operations, as a model runner does before it
+launches a forward, and then waits for the rest of the step's time, as it does for a GPU. A real session captures every
+row of 34 sites of 64 decoding requests meanwhile. Rows are narrow, since what counts here is the interpreter that all
+threads of the process share. Each line is one consumer at one switch interval, in ms of the step thread.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from headgate.capture.batch import BatchView, FinalState, NewRequest
+from headgate.capture.config import CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.consumer import ModelInfo
+from headgate.capture.positions import Named
+from headgate.capture.session import CaptureSession, open_session
+from headgate.capture.sites import HookPoint, Site
+from headgate.capture.spec import CaptureSpec
+from headgate.capture.staging import StagingRing
+
+NUM_REQUESTS, PROMPT, OUTPUT, HIDDEN = 64, 32, 96, 64
+SITES = tuple(Site(layer, HookPoint.POST_MLP) for layer in range(34))
+STEP_S = 0.004
+NUM_OPS = 150
+"""Small operations of a step besides capture: about a millisecond, as a model runner has."""
+
+
+class Timed:
+    """The parts of a step, in seconds."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[float]] = {"runner": [], "begins": [], "ends": []}
+
+    def __call__(self, name: str, started: float) -> float:
+        now = time.perf_counter()
+        self.parts[name].append(now - started)
+        return now
+
+
+def runner_work(small: torch.Tensor) -> None:
+    for _ in range(NUM_OPS):
+        small = small + 1
+
+
+def wire(spec: CaptureSpec, index: int) -> dict[str, Any]:
+    return {
+        "v": 1,
+        "id": f"client-{index}",
+        "n": 1,
+        "reply": "ipc:///tmp/nobody",
+        "key": f"key-{index}",
+        "capture": {"it": spec.to_wire()},
+    }
+
+
+def steps(session: CaptureSession | None, options: Mapping[str, Any]) -> Iterator[BatchView]:
+    """The batches of one wave of requests: their prompts, then their tokens; the session learns of them."""
+    spec = CaptureSpec(sites=SITES, positions=Named("all"), options=options)
+    ids = tuple(f"{options.get('tag', '')}-{index}-{time.monotonic_ns()}" for index in range(NUM_REQUESTS))
+    if session is not None:
+        for index, req_id in enumerate(ids):
+            spec_of = CaptureSpec(sites=SITES, positions=Named("all"), options={**spec.options, "name": req_id})
+            session.request_added(
+                NewRequest(req_id=req_id, prompt_token_ids=np.zeros(PROMPT, dtype=np.int64), wire=wire(spec_of, index))
+            )
+    for done in range(OUTPUT):
+        count = np.full(NUM_REQUESTS, 1 if done else PROMPT, dtype=np.int64)
+        computed = np.full(NUM_REQUESTS, PROMPT + done - 1 if done else 0, dtype=np.int64)
+        yield BatchView(ids, np.cumsum(count) - count, count, computed)
+    if session is not None:
+        for req_id in ids:
+            tokens = np.zeros(PROMPT + OUTPUT, dtype=np.int64)
+            session.request_finished(req_id, FinalState(num_prompt_tokens=PROMPT, token_ids=tokens, status="length"))
+
+
+def run(session: CaptureSession | None, options: Mapping[str, Any], seconds: float) -> Timed:
+    timed, small, until = Timed(), torch.zeros(8), time.monotonic() + seconds
+    tokens = torch.zeros(NUM_REQUESTS * PROMPT, dtype=torch.int32)
+    while time.monotonic() < until:
+        for view in steps(session, options):
+            due = started = time.perf_counter()
+            due += STEP_S
+            if session is not None:
+                session.step_begins(view, tokens)
+                started = timed("begins", started)
+            runner_work(small)
+            started = timed("runner", started)
+            if session is not None:
+                session.step_ends()
+                timed("ends", started)
+            time.sleep(max(due - time.perf_counter(), 0))
+    return timed
+
+
+def open_one(consumer: CaptureConsumerSpec) -> CaptureSession:
+    max_tokens = NUM_REQUESTS * PROMPT
+    staging = StagingRing(
+        sites=SITES,
+        num_rows=max_tokens,
+        max_tokens=max_tokens,
+        hidden_size=HIDDEN,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        staging_bytes=64 << 20,
+    )
+    model = ModelInfo(name="m", num_layers=34, hidden_size=HIDDEN, dtype="bfloat16", sites=SITES)
+    return open_session(
+        config=CaptureConsumersConfig(consumers=(consumer,)), model=model, sites=SITES, staging=staging
+    )
+
+
+def line(name: str, timed: Timed) -> str:
+    def shown(values: list[float]) -> str:
+        if not values:
+            return f"{'-':>20}"
+        ms = [1e3 * value for value in values]
+        return f"{statistics.fmean(ms):6.2f} {statistics.median(ms):6.2f} {np.percentile(ms, 99):6.2f}"
+
+    return f"{name:24} " + "   ".join(shown(values) for values in timed.parts.values())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 5.0
+    print(f"{'mean, median, p99 in ms':24} {'the runner itself':20}   {'step_begins':20}   step_ends")
+    print(line("no capture", run(None, {}, seconds)))
+    folder = tempfile.mkdtemp(dir="/dev/shm")
+    for name in ("memory", "filesystem"):
+        params = {"root": folder} if name == "filesystem" else {}
+        options = {"tag": "t", "layout": "request"} if name == "filesystem" else {}
+        for interval in (0.005, 0.0005, 0.00005):
+            sys.setswitchinterval(interval)
+            session = open_one(CaptureConsumerSpec(name=name, instance_name="it", params=params))
+            print(line(f"{name} {1e3 * interval:g} ms", run(session, options, seconds)), flush=True)
+            session.close(60)
+            shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
