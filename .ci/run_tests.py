@@ -55,15 +55,17 @@ def engine_jobs() -> list[Job]:
 
 def run(job: Job) -> tuple[bool, str]:
     """Whether it passed, and what to show."""
-    began = time.monotonic()
-    done = subprocess.run(
-        [*PYTEST, *job.arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    (LOGS / f"{job.name.replace('/', '-').replace(' ', '-')}.log").write_text(done.stdout)
-    is_good = done.returncode in (0, NOTHING_COLLECTED)
-    summary = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("=")), "no summary")
-    line = f"{time.monotonic() - began:6.0f} s  {job.name}: {summary.strip('= ')}"
-    return is_good, line if is_good else f"{done.stdout}\n{line} FAILED"
+    began, log = time.monotonic(), LOGS / f"{job.name.replace('/', '-').replace(' ', '-')}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen([*PYTEST, *job.arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        _, status, used = os.wait4(process.pid, 0)  # tells what it used, its own children included
+    process.returncode = os.waitstatus_to_exitcode(status)
+    is_good = process.returncode in (0, NOTHING_COLLECTED)
+    printed = log.read_text(errors="replace")
+    summary = next((line for line in reversed(printed.splitlines()) if line.startswith("=")), "no summary")
+    times = f"{time.monotonic() - began:6.0f} s, {used.ru_utime + used.ru_stime:4.0f} of CPU"
+    line = f"{times}  {job.name}: {summary.strip('= ')}"
+    return is_good, line if is_good else f"{printed}\n{line} FAILED"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -99,6 +99,7 @@ def test_chat_rows_equal_hugging_face(shared_llm: Callable[..., Any], model_dir:
     compare(outputs, model_dir, torch.float32)
 
 
+@pytest.mark.extended  # minutes of compiling; `make demo` compares compiled rows too, and so do the tiny models
 def test_compiled_chat_rows_equal_hugging_face(
     shared_llm: Callable[..., Any], model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
