@@ -62,7 +62,7 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
         ring_rows: Rows of the staging ring on the device, at least ``max_num_batched_tokens``; that if None.
         staging_bytes: Pinned host memory that the device copies rows into.
         linger_s: Seconds that captured rows may wait for those of the next steps, so that consumers get the rows of
-            several steps at once; 0 hands over each step by itself. The end of a request waits 5 ms at most.
+            several steps at once; 0 hands over each step by itself. The end of a request waits 10 ms at most.
         spill_dir: Folder for ``overload="spill"``; the system's temporary folder if None.
         self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
         fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).

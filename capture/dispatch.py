@@ -53,7 +53,7 @@ class MemoryWanted:
 
 Dispatched = StagedRows | RequestBegins | RequestEnds | MemoryWanted
 
-END_LINGER_S = 0.005
+END_LINGER_S = 0.01
 """How long the end of one request may wait for rows of others; not at all if there are no others."""
 
 

@@ -8,12 +8,13 @@ threads of the process share. Each line is one consumer at one switch interval, 
 
 from __future__ import annotations
 
+import random
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,8 @@ from headgate.capture.staging import StagingRing
 NUM_REQUESTS, PROMPT, OUTPUT, HIDDEN = 64, 32, 96, 64
 SITES = tuple(Site(layer, HookPoint.POST_MLP) for layer in range(34))
 STEP_S = 0.004
-NUM_OPS = 150
-"""Small operations of a step besides capture: about a millisecond, as a model runner has."""
+NUM_OPS = 450
+"""Small operations of a step besides capture: about two milliseconds, as a model runner has."""
 
 
 class Timed:
@@ -63,42 +64,64 @@ def wire(spec: CaptureSpec, index: int) -> dict[str, Any]:
     }
 
 
-def steps(session: CaptureSession | None, options: Mapping[str, Any]) -> Iterator[BatchView]:
-    """The batches of one wave of requests: their prompts, then their tokens; the session learns of them."""
-    spec = CaptureSpec(sites=SITES, positions=Named("all"), options=options)
-    ids = tuple(f"{options.get('tag', '')}-{index}-{time.monotonic_ns()}" for index in range(NUM_REQUESTS))
-    if session is not None:
-        for index, req_id in enumerate(ids):
-            spec_of = CaptureSpec(sites=SITES, positions=Named("all"), options={**spec.options, "name": req_id})
-            session.request_added(
-                NewRequest(req_id=req_id, prompt_token_ids=np.zeros(PROMPT, dtype=np.int64), wire=wire(spec_of, index))
+class Load:
+    """A batch that is always full: what has ended is replaced by the next request, whose prompt joins the step."""
+
+    def __init__(self, session: CaptureSession | None, options: Mapping[str, Any]) -> None:
+        self._session = session
+        self._options = options
+        self._random = random.Random(0)
+        self._num_requests = 0
+        self._running: dict[str, list[int]] = {}
+        """By id: tokens computed, tokens at the end."""
+
+    def step(self) -> BatchView:
+        """The next step; the session hears of what ended and what began."""
+        for req_id in [req_id for req_id, (done, total) in self._running.items() if done >= total]:
+            _, total = self._running.pop(req_id)
+            if self._session is not None:
+                tokens = np.zeros(total + 1, dtype=np.int64)
+                self._session.request_finished(
+                    req_id, FinalState(num_prompt_tokens=PROMPT, token_ids=tokens, status="length")
+                )
+        while len(self._running) < NUM_REQUESTS:
+            self._begin()
+        computed = np.array([done for done, _ in self._running.values()], dtype=np.int64)
+        count = np.where(computed, 1, PROMPT)
+        for (req_id, state), new in zip(self._running.items(), count.tolist(), strict=True):
+            self._running[req_id] = [state[0] + new, state[1]]
+        return BatchView(tuple(self._running), np.cumsum(count) - count, count, computed)
+
+    def _begin(self) -> None:
+        self._num_requests += 1
+        req_id = f"request-{id(self)}-{self._num_requests}"
+        first = self._num_requests <= NUM_REQUESTS
+        self._running[req_id] = [0, PROMPT + self._random.randrange(1 if first else OUTPUT // 2, 3 * OUTPUT // 2)]
+        if self._session is not None:
+            spec = CaptureSpec(sites=SITES, positions=Named("all"), options={**self._options, "name": req_id})
+            prompt = np.zeros(PROMPT, dtype=np.int64)
+            self._session.request_added(
+                NewRequest(req_id=req_id, prompt_token_ids=prompt, wire=wire(spec, self._num_requests))
             )
-    for done in range(OUTPUT):
-        count = np.full(NUM_REQUESTS, 1 if done else PROMPT, dtype=np.int64)
-        computed = np.full(NUM_REQUESTS, PROMPT + done - 1 if done else 0, dtype=np.int64)
-        yield BatchView(ids, np.cumsum(count) - count, count, computed)
-    if session is not None:
-        for req_id in ids:
-            tokens = np.zeros(PROMPT + OUTPUT, dtype=np.int64)
-            session.request_finished(req_id, FinalState(num_prompt_tokens=PROMPT, token_ids=tokens, status="length"))
 
 
 def run(session: CaptureSession | None, options: Mapping[str, Any], seconds: float) -> Timed:
-    timed, small, until = Timed(), torch.zeros(8), time.monotonic() + seconds
+    timed, small, load = Timed(), torch.zeros(8), Load(session, options)
     tokens = torch.zeros(NUM_REQUESTS * PROMPT, dtype=torch.int32)
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
-        for view in steps(session, options):
-            due = started = time.perf_counter()
-            due += STEP_S
-            if session is not None:
-                session.step_begins(view, tokens)
-                started = timed("begins", started)
-            runner_work(small)
-            started = timed("runner", started)
-            if session is not None:
-                session.step_ends()
-                timed("ends", started)
-            time.sleep(max(due - time.perf_counter(), 0))
+        due = time.perf_counter() + STEP_S
+        view = load.step()
+        started = time.perf_counter()
+        if session is not None:
+            session.step_begins(view, tokens)
+            started = timed("begins", started)
+        runner_work(small)
+        started = timed("runner", started)
+        if session is not None:
+            session.step_ends()
+            timed("ends", started)
+        time.sleep(max(due - time.perf_counter(), 0))
     return timed
 
 
@@ -114,9 +137,7 @@ def open_one(consumer: CaptureConsumerSpec) -> CaptureSession:
         staging_bytes=64 << 20,
     )
     model = ModelInfo(name="m", num_layers=34, hidden_size=HIDDEN, dtype="bfloat16", sites=SITES)
-    return open_session(
-        config=CaptureConsumersConfig(consumers=(consumer,)), model=model, sites=SITES, staging=staging
-    )
+    return open_session(config=CaptureConsumersConfig(consumers=(consumer,)), model=model, sites=SITES, staging=staging)
 
 
 def line(name: str, timed: Timed) -> str:
