@@ -1,4 +1,4 @@
-"""Ways to add a vector in the traced forward: ``python bench_add_variants.py MODEL SECONDS FOLDER [VARIANT ...]``.
+"""Ways to add a vector in the traced forward: ``python -m tests.benchmarks.bench_add_variants MODEL SECONDS FOLDER``.
 
 On one GPU. Every layer has three sites (`pre_attn`, `post_attn`, `post_mlp`); the engine core runs in the caller's
 process, and nothing of headgate but the actions. Variants:
@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import turns
-from turns import BATCHES, LONG, Job, Served, open_llm, run_rounds, start, stop, table
+
+from tests.benchmarks import turns
+from tests.benchmarks.turns import BATCHES, LONG, Job, Served, open_llm, run_rounds, start, stop, table
 
 MAX_TOKENS = 8192
 NUM_ROWS = 131

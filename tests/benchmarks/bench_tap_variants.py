@@ -1,4 +1,4 @@
-"""Capture against stock vLLM on one GPU: ``python bench_tap_variants.py MODEL SECONDS FOLDER [VARIANT ...]``.
+"""Capture against stock vLLM on one GPU: ``python -m tests.benchmarks.bench_tap_variants MODEL SECONDS FOLDER``.
 
 Variants, each an engine with every layer's `post_mlp` as a site:
 
@@ -24,7 +24,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from turns import JOBS, Job, Served, open_llm, run_rounds, start, stop, table
+
+from tests.benchmarks.turns import JOBS, Job, Served, open_llm, run_rounds, start, stop, table
 
 MAX_TOKENS = 8192
 NUM_TRASH = 64

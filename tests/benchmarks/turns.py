@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 START_TIMEOUT_S = 400
-TOKENS = range(1000, 120_000)
 
 
 class Job(NamedTuple):
@@ -55,9 +54,15 @@ JOBS = [*(Job(batch, 64, tokens) for batch in BATCHES for tokens in (1, LONG)), 
 
 
 class Served:
-    """What `serve` runs; a variant opens its engine in `__init__` and says in `modes` how it can be used."""
+    """What `serve` runs; a variant opens its engine in `__init__` and says in `modes` how it can be used.
+
+    Attributes:
+        modes: Their names.
+        vocabulary: Prompts are of token ids from 1000 to below it.
+    """
 
     modes: Sequence[str] = ("idle",)
+    vocabulary = 120_000
 
     def __init__(self, variant: str, model: str) -> None:
         self.llm = open_llm(model)
@@ -123,11 +128,11 @@ def answer(connection: Connection, served: Served) -> None:
     rng = random.Random(0)
     while (asked := connection.recv()) is not None:
         mode, job = asked
-        ids = [{"prompt_token_ids": rng.choices(TOKENS, k=job.prompt)} for _ in range(job.batch)]
+        prompts = [rng.choices(range(1000, served.vocabulary), k=job.prompt) for _ in range(job.batch)]
         served.prepare(mode)
         params = [served.params(mode, tokens) for tokens in job.lengths]
         begin = time.perf_counter()
-        outputs = served.llm.generate(ids, params, use_tqdm=False)
+        outputs = served.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         seconds = time.perf_counter() - begin
         served.check(mode, job, outputs)
         del outputs
@@ -143,6 +148,7 @@ class Engine:
 
     Attributes:
         name: As shown.
+        start_s: What it took to start, beside the others.
         seconds: Of each mode and job, one for each round.
     """
 
@@ -150,6 +156,7 @@ class Engine:
     process: Any
     connection: Connection
     modes: Sequence[str] = ()
+    start_s: float = 0.0
     seconds: dict[tuple[str, Job], list[float]] = field(default_factory=dict)
 
     def ask(self, question: Any, timeout_s: float = 120) -> Any:
@@ -203,18 +210,24 @@ def start(folder: Path, make: Callable[[str, str], Served], names: Sequence[str]
         try:
             if not engine.connection.poll(max(deadline - time.monotonic(), 0)):
                 raise TimeoutError(f"not ready after {START_TIMEOUT_S} s")
-            start_s, engine.modes = engine.connection.recv()
+            engine.start_s, engine.modes = engine.connection.recv()
         except (EOFError, TimeoutError) as error:
             print(f"{engine.name} FAILED to start: {error!r}; see its log", flush=True)
             engine.process.kill()
         else:
-            print(f"{engine.name} is ready after {start_s:.0f} s", flush=True)
+            print(f"{engine.name} is ready after {engine.start_s:.0f} s", flush=True)
             alive.append(engine)
     return alive
 
 
-def run_rounds(engines: Sequence[Engine], seconds: float) -> int:
-    """Time all jobs of all modes in random order, round by round, until `seconds` are over; at least two rounds."""
+def run_rounds(engines: Sequence[Engine], seconds: float, after_round: Callable[[], None] = lambda: None) -> int:
+    """Time all jobs of all modes in random order, round by round, until `seconds` are over; at least two rounds.
+
+    Args:
+        engines: Those that run; what is measured is kept in them.
+        seconds: For all rounds; the one that would end later is not begun.
+        after_round: Called after each.
+    """
     rng, started, num_rounds = random.Random(0), time.monotonic(), 0
     turns = [(engine, mode) for engine in engines for mode in engine.modes]
     for job in JOBS:
@@ -231,6 +244,7 @@ def run_rounds(engines: Sequence[Engine], seconds: float) -> int:
                 engine.run(mode, job)
         slowest = max(slowest, time.monotonic() - begin)
         num_rounds += 1
+        after_round()
     return num_rounds
 
 

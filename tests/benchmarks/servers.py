@@ -1,0 +1,238 @@
+"""Servers on one machine: started as users start them, looked at from outside, stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+READY = "Application startup complete"
+FEATURES: Mapping[str, frozenset[str]] = {
+    "stock": frozenset(),
+    "installed": frozenset(),
+    "steering": frozenset({"steering"}),
+    "capture": frozenset({"capture"}),
+    "both": frozenset({"steering", "capture"}),
+}
+"""What each server is configured for. ``stock`` loads no plugin at all, ``installed`` loads headgate unconfigured."""
+
+_INIT = re.compile(r"init engine \(.*?\) took ([\d.]+) s(?:econds)?(?: \(compilation: ([\d.]+) s)?")
+
+
+class Cpu(NamedTuple):
+    """CPU seconds so far: of the API server, and of the engine core with its workers."""
+
+    api: float
+    engine: float
+
+
+@dataclass
+class Server:
+    """One server.
+
+    Attributes:
+        name: Of `FEATURES`.
+        url: Its address.
+        process: Its first process.
+        log: Its output.
+        files: Where its captures go.
+        facts: What it took to start: ``start_s``, ``init_s``, ``compile_s``, ``gpu_mib``.
+    """
+
+    name: str
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    files: Path
+    facts: dict[str, float] = field(default_factory=dict)
+
+    def cpu(self) -> Cpu:
+        """CPU time so far."""
+        root = psutil.Process(self.process.pid)
+        own, engine = root.cpu_times(), 0.0
+        for child in root.children(recursive=True):
+            try:
+                times = child.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            engine += times.user + times.system
+        return Cpu(own.user + own.system, engine)
+
+    def metrics(self) -> dict[str, float]:
+        """headgate's counters, summed over workers and consumers; none if there are none."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            return counters(answer.read().decode())
+
+    def post(self, path: str, body: Mapping[str, Any]) -> None:
+        """POST a JSON body.
+
+        Raises:
+            OSError: If it is refused.
+        """
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            answer.read()
+
+    def is_ready(self) -> bool:
+        """Whether it answers.
+
+        Raises:
+            RuntimeError: If it has ended.
+        """
+        if self.process.poll() is not None:
+            raise RuntimeError(f"{self.name} ended with status {self.process.returncode}; see {self.log}")
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def drain(self, requests: float, timeout_s: float) -> float:
+        """Wait until results of `requests` requests in all were reported, and say when that was.
+
+        Raises:
+            TimeoutError: If they were not in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (found := self.metrics().get("consumer_requests", 0)) < requests:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name}: {found:.0f} of {requests:.0f} results after {timeout_s} s")
+            time.sleep(0.02)
+        return time.monotonic()
+
+    def clear_files(self) -> None:
+        """Throw away what was captured; the next captures must go under another tag, since shards are still open."""
+        for path in self.files.iterdir():
+            shutil.rmtree(path)
+
+
+def stop(servers: Sequence[Server], patience_s: float = 15) -> None:
+    """End servers and whatever they have started, all at once; what has not ended in time is killed."""
+    for server in servers:
+        server.process.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + patience_s
+    for server in servers:
+        with suppress(subprocess.TimeoutExpired):
+            server.process.wait(max(deadline - time.monotonic(), 0))
+        with suppress(ProcessLookupError):
+            os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+        shutil.rmtree(server.files, ignore_errors=True)
+
+
+def counters(page: str) -> dict[str, float]:
+    """``{name: value}`` of headgate's capture counters on a page of metrics, labels summed up.
+
+    Names are shortened: ``headgate_capture_consumer_bytes_total`` is ``consumer_bytes``.
+    """
+    found: dict[str, float] = {}
+    for line in page.splitlines():
+        if match := re.match(r"headgate_capture_(\w+?)(?:_total)?(?:\{.*\})? (\S+)$", line):
+            found[match[1]] = found.get(match[1], 0.0) + float(match[2])
+    return found
+
+
+def start(name: str, command: Sequence[str], folder: Path, files: Path, slots: int) -> Server:
+    """Start a server; it is not awaited.
+
+    Args:
+        name: Of `FEATURES`.
+        command: Flags of ``vllm serve`` that all servers share, the model's among them.
+        folder: For its log and its compile cache.
+        files: Folder for a folder of its captures.
+        slots: Vectors that it may steer with at a time, where it is configured for steering.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    own_files = files / f"captures-{os.getpid()}-{name}"
+    own_files.mkdir(parents=True)
+    flags = ["--host", "127.0.0.1", "--port", str(port), "--shutdown-timeout", "10"]
+    if "steering" in FEATURES[name]:
+        flags += ["--enable-steering", "--max-steering-slots", str(slots)]
+    if "capture" in FEATURES[name]:
+        flags += ["--capture-consumers", f"filesystem:root={own_files}"]
+    plugins = {"stock": "none", "installed": None}.get(name, "headgate")
+    log = folder / f"{name}.log"
+    with log.open("wb") as target:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command, *flags],
+            stdout=target,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={
+                **os.environ,
+                "PYTHONUNBUFFERED": "1",
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_CACHE_ROOT": str(folder / f"{name}.cache"),  # each compiles for itself
+                **({"VLLM_PLUGINS": plugins} if plugins else {}),
+            },
+        )
+    return Server(name, f"http://127.0.0.1:{port}", process, log, own_files)
+
+
+def await_ready(servers: Sequence[Server], timeout_s: float) -> list[Server]:
+    """Those of `servers` that come up; the others are reported and stopped."""
+    began = time.monotonic()
+    waiting, ready = list(servers), []
+    while waiting and time.monotonic() - began < timeout_s:
+        for server in list(waiting):
+            try:
+                if not server.is_ready():
+                    continue
+                seconds = time.monotonic() - began
+                server.facts = {"start_s": seconds, **start_facts(server.log.read_text(errors="replace"))}
+                print(f"{server.name} is ready after {seconds:.0f} s", flush=True)
+                ready.append(server)
+            except RuntimeError as error:
+                print(f"FAILED to start: {error}\n{server.log.read_text(errors='replace')[-1500:]}", flush=True)
+                stop([server], 0)
+            waiting.remove(server)
+        time.sleep(0.1)
+    for server in waiting:
+        print(f"FAILED to start: {server.name} is not ready after {timeout_s:.0f} s; see {server.log}", flush=True)
+        stop([server], 0)
+    return sorted(ready, key=list(servers).index)
+
+
+def start_facts(log: str) -> dict[str, float]:
+    """``init_s`` (profile, KV cache, warm-up) and ``compile_s``, from what vLLM logs."""
+    found = _INIT.findall(log)
+    names = ("init_s", "compile_s")
+    return {name: float(text) for name, text in zip(names, found[-1], strict=True) if text} if found else {}
+
+
+def gpu_mib_of(pids: Sequence[int]) -> float | None:
+    """GPU memory of these processes and all that they have started, in MiB; None where nvidia-smi does not say."""
+    try:
+        shown = subprocess.run(
+            ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    family = set(pids)
+    for pid in pids:
+        family |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    rows = [line.split(",") for line in shown.splitlines() if line.count(",") == 1]
+    numbers = [(int(pid), float(used)) for pid, used in rows if pid.strip().isdigit() and used.strip().isdigit()]
+    mine = [used for pid, used in numbers if pid in family]
+    return sum(mine) if mine else None

@@ -1,0 +1,236 @@
+"""What is asked of a server or an engine: shapes, modes, and the vectors and bodies that go with them."""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from tests.benchmarks.models import ModelSize
+
+HOOKS = ("pre_attn", "post_attn", "post_mlp")
+STRENGTH = 0.02
+"""Standard deviation of a vector's elements."""
+MODULE = "bench"
+MODULE_CONFIG = 9999
+JSON, MSGPACK = "application/json", "application/msgpack"
+
+Form = Literal["list", "packed", "msgpack"]
+Layers = Literal["one", "four", "all"]
+
+
+class Shape(NamedTuple):
+    """A workload.
+
+    Attributes:
+        in_flight: Requests that run at once: whenever one ends, the next is sent.
+        requests: How many there are in all.
+        prompt: Tokens of each prompt, all random: no prefix is shared.
+        tokens: Tokens that each generates.
+    """
+
+    in_flight: int
+    requests: int
+    prompt: int
+    tokens: int
+
+
+SHAPES = {
+    "chat": Shape(in_flight=16, requests=64, prompt=256, tokens=128),
+    "prefill": Shape(in_flight=16, requests=16, prompt=4096, tokens=1),
+    "decode": Shape(in_flight=64, requests=64, prompt=128, tokens=1024),
+    "tiny": Shape(in_flight=2, requests=4, prompt=24, tokens=4),
+}
+"""``chat`` is the landscape's; ``tiny`` tries the benchmark itself."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How requests use a server.
+
+    Attributes:
+        needs: What the server must be configured for: "steering", "capture", both or nothing.
+        on: Name of the server, if it has to be a certain one.
+        configs: Distinct sets of vectors that requests bring, in turns; 0: none.
+        form: How they are sent.
+        is_named: Every request names the registered module instead.
+        layers: Layers whose ``post_mlp`` every request captures; None: it captures nothing.
+        positions: Of which positions.
+        layout: Of the files.
+    """
+
+    needs: frozenset[str] = frozenset()
+    on: str = ""
+    configs: int = 0
+    form: Form = "packed"
+    is_named: bool = False
+    layers: Layers | None = None
+    positions: str = "all"
+    layout: str = "request"
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether its requests capture."""
+        return self.layers is not None
+
+    @property
+    def is_for_engines(self) -> bool:
+        """Whether it says something of an engine without a server: forms of bodies do not."""
+        return self.form == "packed"
+
+    def fields(self, size: ModelSize, tag: str) -> dict[str, Any]:
+        """The fields of a request beside the usual ones, its files under `tag`; vectors are left to `Asked.body`."""
+        found: dict[str, Any] = {"steering_name": MODULE} if self.is_named else {}
+        if self.layers is not None:
+            spec = {"hooks": {"post_mlp": chosen(self.layers, size.num_layers)}, "positions": self.positions}
+            found["capture"] = {"filesystem": {**spec, "layout": self.layout, "tag": tag}}
+        return found
+
+
+def chosen(layers: Layers, num_layers: int) -> Any:
+    """The layers that are captured, as `hooks` takes them."""
+    if layers == "all":
+        return "all"
+    if layers == "one":
+        return [num_layers // 2]
+    return sorted({num_layers * part // 8 for part in (1, 3, 5, 7)})
+
+
+_STEERING, _CAPTURE = frozenset({"steering"}), frozenset({"capture"})
+MODES: Mapping[str, Mode] = {
+    "stock": Mode(on="stock"),
+    "installed": Mode(on="installed"),
+    "steering idle": Mode(_STEERING),
+    "named": Mode(_STEERING, is_named=True),
+    "shared list": Mode(_STEERING, configs=1, form="list"),
+    "shared packed": Mode(_STEERING, configs=1),
+    "shared msgpack": Mode(_STEERING, configs=1, form="msgpack"),
+    "4 configs": Mode(_STEERING, configs=4),
+    "16 configs": Mode(_STEERING, configs=16),
+    "64 configs": Mode(_STEERING, configs=64),
+    "256 configs": Mode(_STEERING, configs=256),
+    "16 msgpack": Mode(_STEERING, configs=16, form="msgpack"),
+    "256 msgpack": Mode(_STEERING, configs=256, form="msgpack"),
+    "capture idle": Mode(_CAPTURE),
+    "last_prompt": Mode(_CAPTURE, layers="one", positions="last_prompt"),
+    "1 layer": Mode(_CAPTURE, layers="one"),
+    "4 layers": Mode(_CAPTURE, layers="four"),
+    "all layers": Mode(_CAPTURE, layers="all"),
+    "all shards": Mode(_CAPTURE, layers="all", layout="shards"),
+    "both idle": Mode(_STEERING | _CAPTURE),
+    "both": Mode(_STEERING | _CAPTURE, configs=16, layers="one"),
+}
+BASE = "stock"
+
+
+@lru_cache(maxsize=300)
+def vectors(config: int, size: ModelSize) -> dict[str, bytes]:
+    """Vectors of one configuration for all layers, by hook point: little-endian bfloat16 ``[layers, hidden]``."""
+    import torch
+
+    rng, made = np.random.default_rng(config), {}
+    for hook in HOOKS:
+        rows = rng.normal(0, STRENGTH, (size.num_layers, size.hidden)).astype(np.float32)
+        made[hook] = torch.from_numpy(rows).bfloat16().view(torch.uint16).numpy().tobytes()
+    return made
+
+
+def packed(config: int, size: ModelSize, *, as_text: bool = False) -> dict[str, Any]:
+    """The vectors of `vectors` in the packed form."""
+    about = {"dtype": "bfloat16", "shape": [*size[:2]], "layer_indices": list(range(size.num_layers))}
+    return {
+        hook: {**about, "data": base64.b64encode(data).decode() if as_text else data}
+        for hook, data in vectors(config, size).items()
+    }
+
+
+def listed(config: int, size: ModelSize) -> dict[str, dict[str, list[float]]]:
+    """The vectors of `vectors` as lists of numbers."""
+    import torch
+
+    made = {}
+    for hook, data in vectors(config, size).items():
+        rows = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(size.num_layers, size.hidden)
+        made[hook] = {str(layer): row.tolist() for layer, row in enumerate(rows.float())}
+    return made
+
+
+@lru_cache(maxsize=300)
+def encoded(config: int, size: ModelSize, form: Form) -> msgspec.Raw:
+    """The vectors as a part of a body."""
+    if form == "msgpack":
+        return msgspec.Raw(msgspec.msgpack.encode(packed(config, size)))
+    given = listed(config, size) if form == "list" else packed(config, size, as_text=True)
+    return msgspec.Raw(msgspec.json.encode(given))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """All that a generator of load needs to make its bodies.
+
+    Attributes:
+        mode: How the requests use the server.
+        shape: The workload.
+        size: The model's.
+        model: Its name on the server.
+        seed: Of the prompts, and of which configurations are used first.
+        extra: Other fields of every request.
+    """
+
+    mode: Mode
+    shape: Shape
+    size: ModelSize
+    model: str
+    seed: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def body(self, index: int) -> tuple[str, bytes]:
+        """The media type and the bytes of request number `index`."""
+        rng = random.Random(f"{self.seed}/{self.shape}/{index}")  # no prompt begins like one of another workload
+        made = {
+            "model": self.model,
+            "prompt": rng.choices(range(1000, self.size.vocabulary), k=self.shape.prompt),
+            "max_tokens": self.shape.tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.mode.fields(self.size, f"run{self.seed}-{self.shape.requests}x{self.shape.prompt}"),
+            **self.extra,
+        }
+        if self.mode.configs:
+            config = (self.seed * self.shape.requests + index) % self.mode.configs
+            made["steering_vectors"] = encoded(config, self.size, self.mode.form)
+        if self.mode.configs and self.mode.form == "msgpack":
+            return MSGPACK, msgspec.msgpack.encode(made)
+        return JSON, msgspec.json.encode(made)
+
+
+def server_of(mode: Mode, servers: Mapping[str, frozenset[str]]) -> str | None:
+    """The server that runs `mode`: the one that is configured for the least beyond what it needs; None if none can.
+
+    Args:
+        mode: The mode.
+        servers: What each server is configured for.
+    """
+    if mode.on:
+        return mode.on if mode.on in servers else None
+    able = [name for name, has in servers.items() if mode.needs and mode.needs <= has]
+    return min(able, key=lambda name: len(servers[name]), default=None)
+
+
+def pick(names: Sequence[str], known: Mapping[str, Any], what: str) -> list[str]:
+    """`names`, or all that is known.
+
+    Raises:
+        ValueError: If one is not known; the message names those that are.
+    """
+    if wrong := [name for name in names if name not in known]:
+        raise ValueError(f"{what}: {', '.join(wrong)}: unknown; known: {', '.join(known)}")
+    return list(names) or list(known)

@@ -1,0 +1,192 @@
+"""The pure parts of the benchmarks: statistics, tables, what is asked, what is read back, and options."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import statistics
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.benchmarks.figures import Answer, Round, percentile, ratios, spread, summarize, summary, tables
+from tests.benchmarks.load import Raw, events, read
+from tests.benchmarks.models import MODELS, ModelSize
+from tests.benchmarks.servers import FEATURES, counters, start_facts
+from tests.benchmarks.suite_http import read_options, runnable
+from tests.benchmarks.workload import HOOKS, MODES, SHAPES, Asked, chosen, listed, packed, server_of
+
+SIZE = ModelSize(num_layers=8, hidden=16, vocabulary=5000)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.floats(0, 1))
+def test_percentiles_are_numpys(values: list[float], share: float) -> None:
+    assert percentile(values, share) == pytest.approx(float(np.percentile(values, 100 * share)), abs=1e-6)
+
+
+def test_quartiles_of_two_values_lie_between_them() -> None:
+    assert spread([1.0, 2.0]) == (1.25, 1.5, 1.75)
+    assert math.isnan(percentile([], 0.5))
+
+
+def test_latencies_count_from_sending_and_tokens_from_the_first_sent_to_the_last_closed() -> None:
+    answers = [Answer(10, 10.1, 11.1, 11.2, 11), Answer(10.5, 10.7, 12.7, 13.0, 21), Answer(0, 0, 0, 99, 0, error="no")]
+
+    found = summarize(answers)
+
+    assert (found["requests"], found["errors"]) == (3, 1)
+    assert found["wall_s"] == pytest.approx(3.0)
+    assert found["tok_s"] == pytest.approx(32 / 3)
+    assert found["ttft_p50"] == pytest.approx(150)
+    assert found["tpot_p50"] == pytest.approx(100)
+    assert found["e2e_p99"] == pytest.approx(2487, abs=1)
+    assert not any(name.startswith("tpot") for name in summarize([Answer(0, 1, 1, 1, 1)]))
+
+
+def rounds() -> list[Round]:
+    """Stock gets slower from round to round, and the mode takes a tenth more each time; once stock is missing."""
+    made = []
+    for number, value in enumerate([10.0, 20.0, 40.0], start=1):
+        made.append(Round(number, "chat", "mode", {"tpot_p50": 1.1 * value, "dropped": 0}))
+        if number != 3:
+            made.append(Round(number, "chat", "stock", {"tpot_p50": value}))
+    return made
+
+
+def test_modes_are_compared_within_a_round() -> None:
+    assert ratios(rounds(), "chat", "mode", "tpot_p50", "stock") == pytest.approx([1.1, 1.1])
+    found = summary(rounds(), "stock")["chat"]["mode"]
+    assert found["to_base"]["tpot_p50"] == pytest.approx([1.1, 1.1, 1.1])
+    assert found["median"]["tpot_p50"] == pytest.approx(statistics.median([11, 22, 44]))
+
+
+def test_the_table_has_a_line_for_each_mode_and_compares_all_but_stock() -> None:
+    head, ours, stock = tables(rounds(), "stock")
+
+    assert head.split() == ["chat", "rounds", "tpot_p50", "dropped"]
+    assert ours.split()[:4] == ["mode", "3", "22", "+10.0%"]
+    assert stock.split() == ["stock", "2", "15"]
+
+
+@given(st.integers(1, 40), st.integers(0, 3))
+def test_events_of_a_stream_are_found_however_it_is_cut(cut: int, num_results: int) -> None:
+    told = {"choices": [], "capture_results": {"files": {"status": "ok", "error": None, "dropped_rows": num_results}}}
+    documents = [*({"choices": [{"text": f"w{i}"}]} for i in range(3)), {"usage": {"completion_tokens": 3}}, told]
+    stream = "".join(f"data: {json.dumps(document)}\n\n" for document in documents).encode() + b"data: [DONE]\n\n"
+    chunks = [(float(at), stream[at : at + cut]) for at in range(0, len(stream), cut)]
+
+    found = list(events(chunks))
+    answer = read(Raw(-1.0, 200, chunks, 999.0), tokens=3)
+
+    assert [document for _, document in found] == documents
+    assert (answer.error, answer.tokens, answer.dropped_rows) == ("", 3, num_results)
+    assert (answer.first, answer.last) == (found[0][0], found[2][0])
+
+
+@pytest.mark.parametrize(
+    ("status", "stream", "error"),
+    [
+        (400, b'{"error": "bad"}', "HTTP 400"),
+        (200, b'data: {"error": {"message": "gone"}}\n\n', "gone"),
+        (200, b'data: {"choices": [{"text": "a"}]}\n\ndata: {"usage": {"completion_tokens": 2}}\n\n', "expected 3"),
+        (200, b'data: {"capture_results": {"f": {"status": "error", "error": "disk full"}}}\n\n', "f: disk full"),
+    ],
+    ids=["refused", "failed", "cut", "lost"],
+)
+def test_an_answer_that_is_not_whole_is_an_error(status: int, stream: bytes, error: str) -> None:
+    assert error in read(Raw(0.0, status, [(1.0, stream)], 2.0), tokens=3).error
+
+
+@pytest.mark.parametrize("name", ["shared list", "16 configs", "16 msgpack"])
+def test_bodies_of_every_form_hold_the_same_vectors(name: str) -> None:
+    asked = Asked(MODES[name], SHAPES["tiny"], SIZE, "m", seed=3)
+    media_type, body = asked.body(1)
+    document = msgspec.msgpack.decode(body) if "msgpack" in media_type else msgspec.json.decode(body)
+    config = (3 * SHAPES["tiny"].requests + 1) % MODES[name].configs
+
+    given = document["steering_vectors"]["post_mlp"]
+
+    if name == "shared list":
+        assert given == listed(config, SIZE)["post_mlp"]
+    else:
+        data = given["data"] if isinstance(given["data"], bytes) else base64.b64decode(given["data"])
+        assert data == packed(config, SIZE)["post_mlp"]["data"]
+        assert len(data) == 2 * SIZE.num_layers * SIZE.hidden
+    assert document["steering_vectors"].keys() == set(HOOKS)
+    assert len(document["prompt"]) == SHAPES["tiny"].prompt
+
+
+def test_no_two_prompts_begin_alike() -> None:
+    asked = [Asked(MODES["stock"], shape, SIZE, "m", seed) for shape in SHAPES.values() for seed in (1, 2)]
+
+    begins = [tuple(msgspec.json.decode(one.body(index)[1])["prompt"][:16]) for one in asked for index in range(4)]
+
+    assert len(set(begins)) == len(begins)
+
+
+def test_requests_bring_as_many_configurations_as_their_mode_says() -> None:
+    asked = Asked(MODES["4 configs"], SHAPES["chat"], SIZE, "m", seed=1)
+
+    bodies = {json.dumps(msgspec.json.decode(asked.body(index)[1])["steering_vectors"]) for index in range(8)}
+
+    assert len(bodies) == 4
+
+
+def test_layers_are_spread_over_the_model() -> None:
+    assert (chosen("one", 34), chosen("four", 34), chosen("all", 34)) == ([17], [4, 12, 21, 29], "all")
+
+
+def test_a_mode_runs_on_the_server_with_the_least_beyond_what_it_needs() -> None:
+    few = {name: FEATURES[name] for name in ("stock", "both")}
+
+    assert server_of(MODES["16 configs"], FEATURES) == "steering"
+    assert server_of(MODES["16 configs"], few) == "both"
+    assert server_of(MODES["both"], FEATURES) == "both"
+    assert server_of(MODES["installed"], few) is None
+    assert {server_of(mode, FEATURES) for mode in MODES.values()} == set(FEATURES)
+    assert "installed" not in runnable(list(MODES), ["stock", "both"])
+
+
+def test_counters_are_summed_over_workers_and_consumers() -> None:
+    page = (
+        "# HELP headgate_capture_consumer_bytes x\n"
+        'headgate_capture_consumer_bytes_total{consumer="a",engine="0"} 10.0\n'
+        'headgate_capture_consumer_bytes_total{consumer="b",engine="0"} 2.5e1\n'
+        'headgate_capture_staged_bytes{engine="0"} 3\n'
+        'vllm:prompt_tokens_total{engine="0"} 7\n'
+    )
+
+    assert counters(page) == {"consumer_bytes": 35.0, "staged_bytes": 3.0}
+
+
+def test_times_of_a_start_are_read_from_vllms_log() -> None:
+    line = "init engine (profile, create kv cache, warmup model) took 31.50 s"
+
+    assert start_facts(f"INFO [core.py:1] {line} (compilation: 12.25 s)\n") == {"init_s": 31.5, "compile_s": 12.25}
+    assert start_facts(f"INFO [core.py:1] {line}\n") == {"init_s": 31.5}
+    assert start_facts("nothing") == {}
+
+
+def test_wrong_options_name_the_right_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_options(["m", "out", "--modes", "stock", "nonsense"])
+    assert "nonsense: unknown; known: stock, installed" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        read_options(["m", "out", "--modes", "named"])
+    assert "the mode and the server 'stock'" in capsys.readouterr().err
+
+
+def test_models_have_the_sizes_of_the_real_ones() -> None:
+    sizes = {name: (config["num_hidden_layers"], config["hidden_size"]) for name, config in MODELS.items()}
+
+    del sizes["tiny"]
+    assert sizes == {
+        "gemma3-4b": (34, 2560),
+        "gemma3-27b": (62, 5376),
+        "llama3-8b": (32, 4096),
+        "qwen3-30b-a3b": (48, 2048),
+    }
