@@ -2,15 +2,19 @@
 
 MODE is stock (no headgate), graphs (all hook points of four layers) or eager (the same).
 
-Every mode serves the same model folder with random weights and the same prompts; what it saw goes to OUT.pt.
+Every mode serves the same model folder with random weights and the same prompts; what it saw goes to OUT.pt. Of the
+environment: GPU_TEST_MODEL is the folder, GPU_TEST_ENGINE other settings of the engine as JSON (two GPUs; or what it
+takes to try these tests on a machine without one).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +22,19 @@ import torch
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # sampling is greedy, and FlashInfer may be missing
 
 MODEL = os.environ.get("GPU_TEST_MODEL", "/tmp/models/gemma3-4b")
-NUM_LAYERS = 34
-LAYERS = [0, 5, 17, 33]
+
+
+def _sizes() -> tuple[int, int, int]:
+    """Layers, hidden size and vocabulary of `MODEL`; of Gemma-3-4B where tests are only collected."""
+    path = Path(MODEL) / "config.json"
+    if not path.exists():
+        return 34, 2560, 262208
+    config = json.loads(path.read_text())
+    return config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]
+
+
+NUM_LAYERS, HIDDEN, VOCABULARY = _sizes()
+LAYERS = sorted({0, NUM_LAYERS * 3 // 20, NUM_LAYERS // 2, NUM_LAYERS - 1})
 HOOKS = ("pre_attn", "post_attn", "post_mlp", "attn_out", "mlp_in", "mlp_out")
 SITES = {**dict.fromkeys(HOOKS, LAYERS), "final_norm": "all"}
 NUM_REQUESTS = 48
@@ -30,7 +45,7 @@ def prompts() -> list[list[int]]:
     """Prompts of 1 to 700 tokens, so that steps mix chunks of prefill with decodes."""
     rng = random.Random(0)
     lengths = [1, 2, 700, *(rng.randrange(3, 300) for _ in range(NUM_REQUESTS - 3))]
-    return [[rng.randrange(1000, 200_000) for _ in range(length)] for length in lengths]
+    return [[rng.randrange(1000, min(VOCABULARY, 200_000)) for _ in range(length)] for length in lengths]
 
 
 def headgate(sites: dict[str, Any]) -> dict[str, Any]:
@@ -44,22 +59,24 @@ def headgate(sites: dict[str, Any]) -> dict[str, Any]:
     return {"headgate": {"capture": capture}}
 
 
-def open_engine(mode: str) -> Any:
-    """`LLM` for `mode`; chunked prefill, prefix caching and async scheduling as vLLM's defaults have them."""
+def open_engine(mode: str, config: dict[str, Any]) -> Any:
+    """`LLM` for `mode` with the `additional_config`; chunked prefill, prefix caching and async scheduling as vLLM's
+    defaults have them.
+    """
     from vllm import LLM
 
-    return LLM(
-        MODEL,
-        load_format="dummy",
-        max_model_len=4096,
-        gpu_memory_utilization=0.1,
-        kv_cache_memory_bytes=8 << 30,  # fixed, so that several engines start on one GPU at once
-        max_num_seqs=64,
-        max_num_batched_tokens=2048,
-        enforce_eager=mode == "eager",
-        additional_config={} if mode == "stock" else headgate(SITES),
-        seed=0,
-    )
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "max_model_len": 4096,
+        "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": 8 << 30,  # fixed, so that several engines start on one GPU at once
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+        "enforce_eager": mode == "eager",
+        "additional_config": {} if mode == "stock" else config,
+        "seed": 0,
+    }
+    return LLM(MODEL, **{**settings, **json.loads(os.environ.get("GPU_TEST_ENGINE", "{}"))})
 
 
 def params(mode: str, **kwargs: Any) -> Any:
@@ -105,7 +122,7 @@ def main() -> None:
     """Serve and measure one mode."""
     mode, out = sys.argv[1], sys.argv[2]
     started = time.perf_counter()
-    llm = open_engine(mode)
+    llm = open_engine(mode, headgate(SITES))
     result = {"start_s": time.perf_counter() - started, **serve(mode, llm, os.environ.get("GPU_TEST_REPLAY"))}
     torch.save(result, out)
     print("RAN", mode, f"start {result['start_s']:.1f} s", flush=True)

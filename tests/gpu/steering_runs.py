@@ -16,10 +16,10 @@ import engine_runs as base
 import numpy as np
 import torch
 
-LAYERS = (5, 17)
+LAYERS = tuple(base.LAYERS[1:3])
 HOOKS = ("pre_attn", "post_attn", "post_mlp")
-SEEN = {"post_mlp": [5, 17, 33], "final_norm": "all"}
-HIDDEN = 2560
+SEEN = {"post_mlp": base.LAYERS[1:], "final_norm": "all"}
+HIDDEN = base.HIDDEN
 STRENGTH = 20.0
 """Of a random model's stream this moves the next token for sure."""
 
@@ -40,24 +40,6 @@ def headgate() -> dict[str, Any]:
     config = base.headgate(SEEN)
     config["headgate"]["steering"] = {"fire_counter": True}
     return config
-
-
-def open_engine(mode: str) -> Any:
-    """`LLM` for `mode`; chunked prefill, prefix caching and async scheduling as vLLM's defaults have them."""
-    from vllm import LLM
-
-    return LLM(
-        base.MODEL,
-        load_format="dummy",
-        max_model_len=4096,
-        gpu_memory_utilization=0.1,
-        kv_cache_memory_bytes=8 << 30,  # fixed, so that several engines start on one GPU at once
-        max_num_seqs=64,
-        max_num_batched_tokens=2048,
-        enforce_eager=mode == "eager",
-        additional_config=headgate() if mode != "stock" else {},
-        seed=0,
-    )
 
 
 def params(index: int, *, steers: bool, max_tokens: int) -> Any:
@@ -88,11 +70,12 @@ def main() -> None:
     """Serve one mode."""
     mode, out = sys.argv[1], sys.argv[2]
     started = time.perf_counter()
-    llm = open_engine(mode)
+    llm = base.open_engine(mode, headgate())
     result: dict[str, Any] = {"start_s": time.perf_counter() - started, "plain": serve(llm, steers=False)}
     if mode != "stock":
         result["steered"] = serve(llm, steers=True)
         result["stats"] = llm.collective_rpc("headgate_stats")
+        result["checksums"] = llm.collective_rpc("headgate_call", args=("steering", "checksum", {}))
     torch.save(result, out)
     print("RAN", mode, f"start {result['start_s']:.1f} s", flush=True)
 

@@ -1,0 +1,80 @@
+"""What start-up says headgate costs is what it costs: device memory with it and without, on an otherwise idle GPU.
+
+One process per engine, one after the other, with the same model and the same KV cache; each says what its device has
+free before and after (`memory_runs`). Needs a GPU that nobody else uses, and a folder with a model: GPU_TEST_MODEL,
+random weights will do. Start-up and compile times of cold starts are printed by the way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RUNS = Path(__file__).with_name("memory_runs.py")
+MIB = 1 << 20
+TOLERANCE_MIB = 96
+"""Segments of PyTorch's allocator, kernels that are loaded and recorded graphs differ by so much."""
+TIMEOUT_S = 200
+
+
+def run(mode: str, folder: Path) -> dict[str, Any]:
+    """One engine, started and ended: what it said, and its log as ``log``."""
+    log = folder / f"{mode}.log"
+    with log.open("wb") as target:
+        command = [sys.executable, str(RUNS), mode, str(folder / f"{mode}.cache")]
+        done = subprocess.run(command, stdout=target, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False)
+    text = log.read_text(errors="replace")
+    assert done.returncode == 0, text[-6000:]
+    said = next(line.removeprefix("RAN ") for line in text.splitlines() if line.startswith("RAN "))
+    print(mode, said)
+    return {**json.loads(said), "log": text}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Stock, and headgate in three configurations."""
+    folder = tmp_path_factory.mktemp("memory")
+    return {mode: run(mode, folder) for mode in ("stock", "steering", "capture", "both")}
+
+
+def printed_mib(log: str) -> dict[str, float]:
+    """What start-up printed: MiB of device memory of the staging ring, and of steering."""
+    found = {
+        "capture": re.search(r"= ([\d.]+) MiB of \w+ memory for the staging ring", log),
+        "steering": re.search(r"steering: \d+ sites, \d+ slots, ([\d.]+) MiB of \w+ memory", log),
+    }
+    return {name: float(match[1]) for name, match in found.items() if match}
+
+
+@pytest.mark.parametrize("mode", ["steering", "capture", "both"])
+def test_start_up_says_what_each_part_takes(runs, mode):
+    wanted = {"steering", "capture"} if mode == "both" else {mode}
+
+    assert printed_mib(runs[mode]["log"]).keys() == wanted
+
+
+@pytest.mark.parametrize("mode", ["steering", "capture", "both"])
+def test_what_is_printed_is_what_the_parts_hold(runs, mode):
+    """The rest of `device_bytes` are buffers of a few MiB that a line of a log need not name."""
+    held, printed = runs[mode]["device_bytes"] / MIB, sum(printed_mib(runs[mode]["log"]).values())
+
+    assert printed <= held + 0.1
+    assert held - printed < TOLERANCE_MIB, (held, printed)
+
+
+@pytest.mark.parametrize("mode", ["steering", "capture", "both"])
+def test_the_device_has_that_much_less_free_than_under_stock(runs, mode):
+    used = (runs[mode]["used_bytes"] - runs["stock"]["used_bytes"]) / MIB
+    held = runs[mode]["device_bytes"] / MIB
+
+    assert abs(used - held) < TOLERANCE_MIB, f"{used:.0f} MiB more in use, {held:.0f} MiB accounted for"
+
+
+def test_the_model_and_the_cache_are_the_same_under_all(runs):
+    assert len({found["kv_tokens"] for found in runs.values()}) == 1
