@@ -15,7 +15,7 @@ NAME = "headgate"
 SHUTDOWN_TIMEOUT_S = 30
 
 _ENDPOINTS = "vllm.endpoint_plugins"
-_LOADED_BY_DEFAULT = (
+LOADED_BY_DEFAULT = (
     "vllm.general_plugins",
     "vllm.platform_plugins",
     "vllm.io_processor_plugins",
@@ -84,7 +84,7 @@ def plugins_to_load(allowed: str | None) -> list[str]:
     if allowed is not None:
         names = [name for name in allowed.split(",") if name]
         return names if NAME in names else [*names, NAME]
-    found = {name for group in _LOADED_BY_DEFAULT for name in entry_points(group=group).names}
+    found = {name for group in LOADED_BY_DEFAULT for name in entry_points(group=group).names}
     routes = set(entry_points(group=_ENDPOINTS).names) - {NAME}
     for name in sorted(found & routes):
         typer.secho(
