@@ -138,6 +138,7 @@ class Session:
     console: Console
     runs: dict[str, list[Recording]] = field(default_factory=dict)
     _started: list[tuple[str, float]] = field(default_factory=list)
+    _served: Path | None = None
 
     def run_all(self, repeats: int) -> None:
         """Start every engine in turn.
@@ -184,13 +185,15 @@ class Session:
 
     def _run(self, name: str, kind: str, *, is_timed: bool) -> Recording:
         log, out = self.folder / f"{name}.log", self.folder / f"{name}.msgpack"
-        served = next(self.folder.glob(f"*-{SERVED}.msgpack"), None) if kind == EAGER else None
+        out.unlink(missing_ok=True)  # of an earlier verification, if the user keeps them in one folder
+        if kind == SERVED:
+            self._served = out
         job = {
             "kind": kind,
             "arguments": self.arguments,
             "sections": self.sections,
             "out": str(out),
-            "earlier": str(served) if served else None,
+            "earlier": str(self._served) if kind == EAGER else None,
             "is_timed": is_timed,
         }
         file = self.folder / f"{name}.json"
