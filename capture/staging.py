@@ -214,7 +214,9 @@ class StagingRing:
         self._link.send_slots(num_sent)
         self._num_set = num_set
         self._has_token_ids = token_ids is not None
-        if token_ids is not None:
+        if token_ids is not None and num_wanted == num_set:  # every row: one plain copy, much cheaper to launch
+            self._token_ids[self._base : self._next_slot].copy_(token_ids[:num_set], non_blocking=True)
+        elif token_ids is not None:
             self._token_ids.index_put_((self.slots[:num_set],), token_ids[:num_set].to(torch.int32))
 
     def collect(self, plan: StepPlan, *, patience_s: float) -> Iterator[StagedRows]:
