@@ -21,6 +21,13 @@ def as_client_error() -> Iterator[None]:
         raise _client_error()(error) from None
 
 
+def is_without_field(error: Exception) -> bool:
+    """Whether vLLM refused a request and the error names no field: vLLM 0.33 makes such of what an engine core says."""
+    from vllm.exceptions import VLLMValidationError
+
+    return isinstance(error, VLLMValidationError) and error.parameter is None
+
+
 @functools.cache
 def _client_error() -> Any:
     """The class, made on first use: plugins are loaded before vLLM's own modules."""

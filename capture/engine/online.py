@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from headgate.capture.engine.client_errors import as_client_error
+from headgate.capture.engine.client_errors import as_client_error, is_without_field
 from headgate.capture.engine.frontend import FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.http_call import Call, Slot, current_call
 from headgate.capture.engine.reception import Reception, is_refused, reception_of
@@ -67,6 +67,11 @@ async def _with_refusals(
                 with as_client_error():
                     await reception.explain_async(asked, client)
             yield output
+    except Exception as error:
+        if is_without_field(error):
+            with as_client_error():
+                await reception.explain_async(asked, client)
+        raise
     finally:
         await outputs.aclose()
 
