@@ -28,9 +28,17 @@ from headgate.capture.checks import (
     step_difference,
 )
 from headgate.capture.engine.verify_capture import CAPTURED
-from headgate.capture.engine.verify_stock import Cost, idle_costs, judge_costs, judge_graphs, judge_stock
+from headgate.capture.engine.verify_stock import (
+    MIN_MODEL_LENGTH,
+    Cost,
+    idle_costs,
+    judge_costs,
+    judge_graphs,
+    judge_stock,
+    plain_requests,
+)
 from headgate.capture.sites import Site
-from headgate.steering.checks import FIELDS, SITES_AT_ANSWERS, STEERED
+from headgate.steering.checks import FIELDS, SITES_AT_ANSWERS, STEERED, steered_site
 from tests.unit.verify_world import PARTS, Wrong, make_runs, steers
 
 replace = msgspec.structs.replace
@@ -323,3 +331,25 @@ def test_scenes_say_which_requests_they_hold() -> None:
     assert {a.label.split()[0] for a in scenes[STEERED]} == {"mate", "both", "decode", "prefill", "zero"}
     assert {a.label for a in scenes[STEERED]} == {f"{a.label.split()[0]} 0.post_mlp" for a in scenes[STEERED]}
     assert len({tuple(a.prompt) for a in scenes[SITES_AT_ANSWERS]}) > 1
+
+
+@given(st.integers(16, 10**6), st.integers(MIN_MODEL_LENGTH, 4096))
+def test_prompts_fit_the_model_and_leave_out_the_ends_of_the_vocabulary(vocabulary: int, max_model_len: int) -> None:
+    requests = plain_requests(vocabulary, max_model_len)
+
+    assert all(0 < len(request.prompt) + request.max_tokens < max_model_len for request in requests)
+    assert all(vocabulary // 8 <= token < vocabulary // 2 for request in requests for token in request.prompt)
+    assert requests == plain_requests(vocabulary, max_model_len)
+
+
+@pytest.mark.parametrize(
+    ("steerable", "captured", "site"),
+    [
+        (["0.post_mlp", "1.post_mlp"], ["1.post_mlp", "2.pre_attn"], "1.post_mlp"),
+        (["0.pre_attn", "1.post_mlp"], ["0.post_mlp", "1.pre_attn", "1.post_mlp", "2.pre_attn"], "1.post_mlp"),
+        (["0.pre_attn", "1.post_mlp"], ["1.post_mlp", "final_norm"], "0.pre_attn"),
+        (["2.mlp_out"], ["0.post_mlp", "1.pre_attn"], "2.mlp_out"),
+    ],
+)
+def test_steering_is_seen_between_two_captures_where_it_can_be(steerable: Any, captured: Any, site: str) -> None:
+    assert steered_site([*map(Site.parse, steerable)], [*map(Site.parse, captured)]) == Site.parse(site)
