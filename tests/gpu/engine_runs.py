@@ -37,7 +37,7 @@ NUM_LAYERS, HIDDEN, VOCABULARY = _sizes()
 LAYERS = sorted({0, NUM_LAYERS * 3 // 20, NUM_LAYERS // 2, NUM_LAYERS - 1})
 HOOKS = ("pre_attn", "post_attn", "post_mlp", "attn_out", "mlp_in", "mlp_out")
 SITES = {**dict.fromkeys(HOOKS, LAYERS), "final_norm": "all"}
-NUM_REQUESTS = 48
+NUM_REQUESTS = int(os.environ.get("GPU_TEST_REQUESTS", "48"))
 MAX_TOKENS = 24
 
 
