@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -36,8 +37,10 @@ def versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    return {**found, "commit": commit.strip() or "unknown"}
+    if not (commit := os.environ.get("BENCH_COMMIT", "")):  # a GPU host may have a copy without .git
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return {**found, "commit": commit or "unknown"}
 
 
 def slots_for(size: ModelSize, num_running: int) -> int:

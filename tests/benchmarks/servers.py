@@ -123,15 +123,21 @@ class Server:
 
 def stop(servers: Sequence[Server], patience_s: float = 15) -> None:
     """End servers and whatever they have started, all at once; what has not ended in time is killed."""
+    families = []
     for server in servers:
+        with suppress(psutil.NoSuchProcess):
+            families += psutil.Process(server.process.pid).children(recursive=True)
         server.process.send_signal(signal.SIGINT)
     deadline = time.monotonic() + patience_s
     for server in servers:
         with suppress(subprocess.TimeoutExpired):
             server.process.wait(max(deadline - time.monotonic(), 0))
-        with suppress(ProcessLookupError):
-            os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.kill()
         server.process.wait()
+    for process in families:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    for server in servers:
         shutil.rmtree(server.files, ignore_errors=True)
 
 
@@ -174,11 +180,11 @@ def start(name: str, command: Sequence[str], folder: Path, files: Path, slots: i
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command, *flags],
             stdout=target,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
             env={
                 **os.environ,
                 "PYTHONUNBUFFERED": "1",
                 "HF_HUB_OFFLINE": "1",
+                "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),  # as in `turns`
                 "VLLM_CACHE_ROOT": str(folder / f"{name}.cache"),  # each compiles for itself
                 **({"VLLM_PLUGINS": plugins} if plugins else {}),
             },

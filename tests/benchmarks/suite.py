@@ -15,10 +15,11 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -111,32 +112,46 @@ class Configured(Served):
         return "; ".join(", ".join(f"{name} {capture[name]:.6g}" for name in wanted) for capture in captures)
 
 
-def rounds_of(engines: Sequence[Engine]) -> list[Round]:
+COLUMNS = {
+    **{f"bs{batch}": (Job(batch, 64, 1), Job(batch, 64, LONG)) for batch in BATCHES},
+    "prefill": (PREFILL,),
+    "load": (LOAD,),
+}
+"""The jobs behind each column."""
+
+
+def jobs_of(columns: Sequence[str]) -> list[Job]:
+    """The jobs behind `columns`, as often as a round has them."""
+    wanted = {job for column in columns for job in COLUMNS[column]}
+    return [job for job in JOBS if job in wanted]
+
+
+def rounds_of(engines: Sequence[Engine], jobs: Sequence[Job]) -> list[Round]:
     """What was measured so far, in the order of the modes; rounds that an engine did not complete are left out."""
-    made = []
+    made, per_round = [], {job: jobs.count(job) for job in jobs}
     for engine in engines:
         for mode in dict.fromkeys(mode for mode, _ in engine.seconds):
-            taken = {job: engine.seconds.get((mode, job), []) for job in JOBS}
-            per_round = {job: JOBS.count(job) for job in JOBS}
-            complete = min(len(values) // per_round[job] for job, values in taken.items())
-            for number in range(complete):
-                of = {job: taken[job][number * n : (number + 1) * n] for job, n in per_round.items()}
+            taken = {job: engine.seconds.get((mode, job), []) for job in per_round}
+            for number in range(min(len(taken[job]) // count for job, count in per_round.items())):
+                of = {job: taken[job][number * count : (number + 1) * count] for job, count in per_round.items()}
                 made.append(Round(number + 1, SHAPE, mode, figures(of)))
     return sorted(made, key=lambda one: list(MODES).index(one.mode))
 
 
-def figures(seconds: dict[Job, list[float]]) -> dict[str, float]:
-    """Milliseconds by column, of the seconds that one round's jobs took."""
-    middle = {job: sorted(values)[len(values) // 2] for job, values in seconds.items()}
-    found = {
-        f"bs{batch}": 1e3 * (middle[Job(batch, 64, LONG)] - middle[Job(batch, 64, 1)]) / (LONG - 1) for batch in BATCHES
-    }
-    return {**found, "prefill": 1e3 * middle[PREFILL], "load": 1e3 * middle[LOAD]}
+def figures(seconds: Mapping[Job, Sequence[float]]) -> dict[str, float]:
+    """Milliseconds by column, of the seconds that one round's jobs took: for each token, or for the whole job."""
+    middle = {job: 1e3 * statistics.median(values) for job, values in seconds.items()}
+    found = {}
+    for column, jobs in COLUMNS.items():
+        if all(job in middle for job in jobs):
+            short, long = middle[jobs[0]], middle[jobs[-1]]
+            found[column] = (long - short) / (LONG - 1) if len(jobs) == 2 else long
+    return found
 
 
 def document(options: argparse.Namespace, engines: Sequence[Engine], facts: dict[str, Any]) -> dict[str, Any]:
     """Everything that was measured, and where."""
-    rounds, machine = rounds_of(engines), hardware()
+    rounds, machine = rounds_of(engines, jobs_of(options.columns)), hardware()
     size = f", TP={options.tp}, PP={options.pp}" if options.tp * options.pp > 1 else ""
     return {
         "title": f"{Path(options.model).name}, engine, {machine['gpu']}{size}",
@@ -144,7 +159,7 @@ def document(options: argparse.Namespace, engines: Sequence[Engine], facts: dict
         "command": sys.argv,
         "hardware": machine,
         "versions": versions(),
-        "jobs": [job._asdict() for job in dict.fromkeys(JOBS)],
+        "jobs": [job._asdict() for job in dict.fromkeys(jobs_of(options.columns))],
         "engines": facts,
         "summary": summary(rounds, BASE),
         "rounds": [asdict(one) for one in rounds],
@@ -163,6 +178,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", default="suite", help="of the document (default: suite)")
     parser.add_argument("--variants", nargs="*", default=[], help=f"default: all of {', '.join(FEATURES)}")
     parser.add_argument("--modes", nargs="*", default=[], help=f"default: all of {', '.join(ENGINE_MODES)}")
+    parser.add_argument("--columns", nargs="*", default=[], help=f"default: all of {', '.join(COLUMNS)}")
     parser.add_argument("--seconds", type=float, default=500, help="for everything, the start included")
     parser.add_argument("--files", type=Path, default=Path("/tmp"), help="folder for captures, on the disk to measure")
     parser.add_argument("--kv-gib", type=float, default=4, help="KV cache of each engine; 0: as vLLM has it")
@@ -173,6 +189,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     try:
         options.variants = pick(options.variants, FEATURES, "--variants")
         modes = pick(options.modes, {name: MODES[name] for name in ENGINE_MODES}, "--modes")
+        options.columns = pick(options.columns, COLUMNS, "--columns")
     except ValueError as error:
         parser.error(str(error))
     if BASE not in options.variants or BASE not in modes:
@@ -202,7 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def write() -> None:
         target.write_text(json.dumps(document(options, engines, facts), indent=1))
 
-    run_rounds(engines, options.seconds - (time.monotonic() - began), write)
+    jobs = jobs_of(options.columns)
+    run_rounds(engines, options.seconds - (time.monotonic() - began), write, jobs)
     write()
     found = document(options, engines, facts)
     if find_spec("matplotlib") and found["rounds"]:
@@ -210,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(found["title"], found["versions"], sep="\n")
     for name, each in facts.items():
         print(f"  {name:10}", ", ".join(f"{key} {value:.1f}" for key, value in each.items()))
-    print(*tables(rounds_of(engines), BASE), sep="\n", flush=True)
+    print(*tables(rounds_of(engines, jobs), BASE), sep="\n", flush=True)
     is_whole = len(engines) == len(options.variants) and all(engine.modes for engine in engines)
     stop(engines)
     return 0 if is_whole else 1

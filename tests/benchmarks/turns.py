@@ -50,6 +50,8 @@ LONG = 129
 BATCHES = (1, 16, 64)
 PREFILL = Job(16, 1024, 1)
 LOAD = Job(256, 128, 128)
+WARM_UP = (Job(64, 64, 9), PREFILL)
+"""What every mode runs once, untimed: kernels and graphs are loaded, pages are touched, connections are made."""
 JOBS = [*(Job(batch, 64, tokens) for batch in BATCHES for tokens in (1, LONG)), *[PREFILL] * 3, LOAD]
 
 
@@ -110,6 +112,7 @@ def serve(connection: Connection, log: str, make: Callable[[str, str], Served], 
     for stream in (1, 2):
         os.dup2(target, stream)
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # sampling is greedy, and FlashInfer may be missing
+    os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")  # it uses NVLink multicast: not on a shared host
     os.environ["VLLM_CACHE_ROOT"] = f"{log}.cache"  # engines that start at once compile into folders of their own
     try:
         started = time.perf_counter()
@@ -220,17 +223,24 @@ def start(folder: Path, make: Callable[[str, str], Served], names: Sequence[str]
     return alive
 
 
-def run_rounds(engines: Sequence[Engine], seconds: float, after_round: Callable[[], None] = lambda: None) -> int:
+def run_rounds(
+    engines: Sequence[Engine],
+    seconds: float,
+    after_round: Callable[[], None] = lambda: None,
+    jobs: Sequence[Job] | None = None,
+) -> int:
     """Time all jobs of all modes in random order, round by round, until `seconds` are over; at least two rounds.
 
     Args:
         engines: Those that run; what is measured is kept in them.
         seconds: For all rounds; the one that would end later is not begun.
         after_round: Called after each.
+        jobs: What is timed; `JOBS` if None.
     """
     rng, started, num_rounds = random.Random(0), time.monotonic(), 0
     turns = [(engine, mode) for engine in engines for mode in engine.modes]
-    for job in JOBS:
+    jobs = JOBS if jobs is None else jobs
+    for job in WARM_UP:
         for engine, mode in turns:
             engine.run(mode, job, is_kept=False)
     slowest = 0.0
@@ -238,7 +248,7 @@ def run_rounds(engines: Sequence[Engine], seconds: float, after_round: Callable[
         num_rounds < 2 or time.monotonic() - started + slowest < seconds
     ):
         begin = time.monotonic()
-        for job in JOBS:
+        for job in jobs:
             rng.shuffle(turns)
             for engine, mode in turns:
                 engine.run(mode, job)

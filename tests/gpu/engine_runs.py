@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # sampling is greedy, and FlashInfer may be missing
+os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")  # it uses NVLink multicast: not on a shared host
 
 MODEL = os.environ.get("GPU_TEST_MODEL", "/tmp/models/gemma3-4b")
 

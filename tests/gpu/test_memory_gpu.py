@@ -8,6 +8,7 @@ random weights will do. Start-up and compile times of cold starts are printed by
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -28,7 +29,14 @@ def run(mode: str, folder: Path) -> dict[str, Any]:
     log = folder / f"{mode}.log"
     with log.open("wb") as target:
         command = [sys.executable, str(RUNS), mode, str(folder / f"{mode}.cache")]
-        done = subprocess.run(command, stdout=target, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command,
+            stdout=target,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT_S,
+            check=False,
+            env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"},  # what start-up says is what is tested
+        )
     text = log.read_text(errors="replace")
     assert done.returncode == 0, text[-6000:]
     said = next(line.removeprefix("RAN ") for line in text.splitlines() if line.startswith("RAN "))

@@ -6,6 +6,9 @@ import base64
 import json
 import math
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -13,11 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.benchmarks import gpu_call, suite
 from tests.benchmarks.figures import Answer, Round, percentile, ratios, spread, summarize, summary, tables
+from tests.benchmarks.gpu_call import LARGE
 from tests.benchmarks.load import Raw, events, read
 from tests.benchmarks.models import MODELS, ModelSize
 from tests.benchmarks.servers import FEATURES, counters, start_facts
+from tests.benchmarks.suite import jobs_of, rounds_of
 from tests.benchmarks.suite_http import read_options, runnable
+from tests.benchmarks.turns import LONG, Engine
 from tests.benchmarks.workload import HOOKS, MODES, SHAPES, Asked, chosen, listed, packed, server_of
 
 SIZE = ModelSize(num_layers=8, hidden=16, vocabulary=5000)
@@ -190,3 +197,66 @@ def test_models_have_the_sizes_of_the_real_ones() -> None:
         "llama3-8b": (32, 4096),
         "qwen3-30b-a3b": (48, 2048),
     }
+
+
+def test_figures_of_engines_are_per_token_or_of_the_whole_job() -> None:
+    engine = Engine("e", process=None, connection=None)  # type: ignore[arg-type]
+    jobs = jobs_of(["bs16", "prefill"])
+    for number in range(2):
+        for job in jobs:
+            seconds = 0.1 + (LONG - 1) * 0.004 * (number + 1) if job.tokens == LONG else 0.1
+            engine.seconds.setdefault(("stock", job), []).append(seconds)
+    engine.seconds["stock", jobs[0]].append(9.0)  # a round that was cut off
+
+    found = rounds_of([engine], jobs)
+
+    assert [one.number for one in found] == [1, 2]
+    assert [one.figures["bs16"] for one in found] == pytest.approx([4, 8])
+    assert found[0].figures.keys() == {"bs16", "prefill"}
+    assert found[0].figures["prefill"] == pytest.approx(100)
+
+
+CALLS = [(call, "gemma3-4b") for call in ("check", "soak", "http", "http-decode", "suite", "parallel")]
+
+
+@pytest.mark.parametrize(("call", "model"), [*CALLS, *((call, LARGE[0]) for call in ("http", "suite"))])
+def test_the_steps_of_a_call_are_what_the_programs_take(call: str, model: str) -> None:
+    options = gpu_call.read_options([call, model, "--out", "unused"])
+
+    for step in options.steps:
+        command = gpu_call.Runner(options).command(step, step.limit_s)
+        program = command[command.index("-m") + 1]
+        if program == "pytest":
+            tests = [word for word in command if word.startswith("tests/")]
+            assert tests
+            assert all(Path(word).exists() for word in tests)
+        else:
+            read = {"suite": suite.read_options, "suite_http": read_options}[program.rpartition(".")[2]]
+            assert read(command[command.index(program) + 1 :]).seconds == step.limit_s - 25
+        assert step.limit_s <= gpu_call.LIMIT_S
+
+
+def test_a_call_that_there_is_not_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, told in ((["nonsense"], "known: check, soak"), (["http", "gpt"], "known: gemma3-4b")):
+        with pytest.raises(SystemExit):
+            gpu_call.read_options([*arguments, "--out", "unused"])
+        assert told in capsys.readouterr().err
+
+
+def test_a_step_is_stopped_at_its_limit_and_said_to_have_failed(tmp_path: Path) -> None:
+    options = gpu_call.read_options(
+        ["tiny", "--out", str(tmp_path / "out"), "--work", str(tmp_path), "--seconds", "60"]
+    )
+    runner = gpu_call.Runner(options)
+    python = ("-c", "import sys; print('working', flush=True); sys.stdin.read() if len(sys.argv) > 1 else exit(3)")
+
+    failed = runner.run(gpu_call.Step("fails", (sys.executable, *python), 40))
+    missing = runner.run(gpu_call.Step("lacks", (sys.executable,), 40, needs="no-such-program"))
+    runner.collect()
+
+    assert failed.status == "FAILED with status 3"
+    assert failed.tail == "working"
+    assert missing.status == "skipped: no-such-program is not on this machine"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["logs-tiny-tiny.tgz"]
+    sleeper = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
+    assert gpu_call.wait(sleeper, 0.5) == "FAILED: stopped after 0 s"

@@ -1,0 +1,274 @@
+"""One call on a GPU host, under ten minutes: ``python -m tests.benchmarks.gpu_call CALL --out FOLDER [--dry-run]``.
+
+A call is a few steps, each a process with a limit of its own; what it prints goes to a log, of which the end is shown.
+Documents, charts and one archive of logs are copied to the folder: at most `MAX_FILES` files of `MAX_BYTES` each. The
+summaries come last, so that whoever sees only the end of the output sees them. README.md beside this says which calls
+there are, what they take, and in which order to run them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.benchmarks.models import MODELS, write_model
+
+MAX_FILES = 8
+MAX_BYTES = 16 << 20
+LIMIT_S = 575
+PYTEST = ("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--tb=short")
+SANITIZED = "many_steps_under_way and one-step and bfloat16"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process.
+
+    Attributes:
+        name: Of its log.
+        command: What is run; ``{model}``, ``{work}``, ``{files}`` and ``{left}`` (seconds) are filled in.
+        limit_s: When it is stopped at the latest.
+        needs: A program that must be there; the step is skipped with a word where it is not.
+        lines: So many of its last lines are shown.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: int
+    needs: str = ""
+    lines: int = 12
+
+
+LARGE = ("gemma3-27b", "qwen3-30b-a3b")
+"""Models of which two fit on one GPU side by side: one server or engine has all features."""
+SMALL_MODES = (
+    *("stock", "installed", "steering idle", "named", "4 configs", "16 configs", "256 configs"),
+    *("capture idle", "last_prompt", "1 layer", "all layers", "both idle", "both"),
+)
+LARGE_MODES = ("stock", "both idle", "named", "16 configs", "256 configs", "1 layer", "all layers", "both")
+PARALLEL_MODES = ("stock", "both idle", "16 configs", "1 layer", "both")
+
+
+def pytest_step(name: str, limit_s: int, *arguments: str, lines: int = 12) -> Step:
+    """Tests of the repository."""
+    return Step(name, (sys.executable, *PYTEST, "--basetemp={work}/pytest-" + name, *arguments), limit_s, lines=lines)
+
+
+def sanitized(tool: str, limit_s: int) -> Step:
+    """The staging ring's tests under a tool of compute-sanitizer; an error that it finds is the exit status."""
+    checker = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "86", "--print-limit", "20")
+    tests = (*PYTEST, "tests/gpu/test_staging_cuda.py", "-k", SANITIZED)
+    return Step(tool, (*checker, sys.executable, *tests), limit_s, needs="compute-sanitizer", lines=6)
+
+
+def http(name: str, shapes: Sequence[str], limit_s: int, *more: str) -> Step:
+    """The suite over HTTP."""
+    command = (sys.executable, "-m", "tests.benchmarks.suite_http", "{model}", "{work}", "--name", name)
+    options = ("--seconds", "{left}", "--files", "{files}", "--shapes", *shapes, *more)
+    return Step(name, (*command, *options), limit_s, lines=60)
+
+
+def suite(name: str, limit_s: int, *more: str) -> Step:
+    """The suite of engines."""
+    command = (sys.executable, "-m", "tests.benchmarks.suite", "{model}", "{work}/" + name, "--name", name)
+    return Step(name, (*command, "--seconds", "{left}", "--files", "{files}", *more), limit_s, lines=24)
+
+
+def steps_of(call: str, model: str) -> list[Step]:
+    """The steps of a call.
+
+    Raises:
+        ValueError: If there is no such call.
+    """
+    on_two = ("--variants", "stock", "both", "--modes", *PARALLEL_MODES, "--columns", "bs1", "bs16", "bs64", "prefill")
+    is_large = model in LARGE
+    engines = ("--variants", "stock", "both", "--modes", *LARGE_MODES, "--columns", "bs1", "bs16", "prefill")
+    calls = {
+        "check": [
+            pytest_step("staging", 120, "tests/gpu/test_staging_cuda.py", "tests/gpu/test_staging_stress_cuda.py"),
+            pytest_step("kernels", 60, "tests/kernels"),
+            pytest_step("capture", 240, "tests/gpu/test_capture_gpu.py"),
+            pytest_step("steering", 300, "tests/gpu/test_steering_gpu.py"),
+            sanitized("memcheck", 120),
+            sanitized("racecheck", 90),
+        ],
+        "soak": [
+            pytest_step("staging", 100, "tests/gpu/test_staging_cuda.py", "tests/gpu/test_staging_stress_cuda.py"),
+            pytest_step("soak", 330, "tests/gpu/test_soak_gpu.py", lines=24),
+            pytest_step("memory", 300, "tests/gpu/test_memory_gpu.py", lines=24),
+        ],
+        "http": [http("http", ["chat", "prefill"], LIMIT_S, *(("--servers", "stock", "both") if is_large else ()))],
+        "http-decode": [
+            http("http-decode", ["decode"], LIMIT_S, "--servers", "stock", "both", "--modes", *LARGE_MODES)
+        ],
+        "suite": [suite(model, LIMIT_S, *(engines if is_large else ("--modes", *SMALL_MODES)))],
+        "parallel": [
+            pytest_step("two-gpus", 235, "tests/gpu/test_parallel_gpu.py", lines=16),
+            suite("tensor", 165, "--tp", "2", *on_two),
+            suite("pipeline", 165, "--pp", "2", *on_two),
+        ],
+        "tiny": [
+            pytest_step("pure", 120, "tests/unit/test_benchmarks.py"),
+            http("tiny", ["tiny"], LIMIT_S, "--servers", "stock", "both", "--modes", "stock", "both", "--rounds", "1"),
+        ],
+    }
+    if call not in calls:
+        raise ValueError(f"no call {call!r}; known: {', '.join(calls)}")
+    return calls[call]
+
+
+@dataclass
+class Outcome:
+    """What came of a step."""
+
+    step: Step
+    status: str
+    seconds: float
+    tail: str
+
+
+class Runner:
+    """Runs the steps of a call.
+
+    Args:
+        options: Of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._began = time.monotonic()
+        self._model = options.models / options.model
+        self._work: Path = options.work
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the call that are left."""
+        return float(self._options.seconds) - (time.monotonic() - self._began)
+
+    def command(self, step: Step, limit_s: float) -> list[str]:
+        """What is run; a benchmark ends by itself a little before it is stopped."""
+        filled = {"model": self._model, "work": self._work, "files": self._options.files, "left": int(limit_s - 25)}
+        command = [part.format(**filled) for part in step.command]
+        benchmark = step.command[1:2] == ("-m",) and step.command[2] != "pytest"
+        return command + (self._options.more if benchmark else [])
+
+    def run(self, step: Step) -> Outcome:
+        """One step, to its end or to its limit."""
+        limit_s, began = min(step.limit_s, self.left_s - 8), time.monotonic()
+        if step.needs and shutil.which(step.needs) is None:
+            return Outcome(step, f"skipped: {step.needs} is not on this machine", 0, "")
+        if limit_s < 30:
+            return Outcome(step, f"skipped: {limit_s:.0f} s are left", 0, "")
+        log = self._work / f"{step.name}.log"
+        environment = {**os.environ, "GPU_TEST_MODEL": str(self._model), "SOAK_TIMEOUT_S": str(int(limit_s - 20))}
+        print(f"== {step.name}: at most {limit_s:.0f} s", flush=True)
+        with log.open("wb") as target:
+            process = subprocess.Popen(
+                self.command(step, limit_s),
+                stdout=target,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+            status = wait(process, limit_s)
+        lines = log.read_text(errors="replace").strip().splitlines()
+        tail = "\n".join(line[:400] for line in lines[-step.lines :])
+        print(f"== {step.name}: {status}", flush=True)
+        return Outcome(step, status, time.monotonic() - began, tail)
+
+    def collect(self) -> None:
+        """Copy documents and charts, and all logs in one archive."""
+        out: Path = self._options.out
+        out.mkdir(parents=True, exist_ok=True)
+        found = sorted([*self._work.rglob("*.json"), *self._work.rglob("*.png")])
+        found = [path for path in found if not any(part.endswith(".cache") for part in path.parts)]
+        small = [path for path in found if path.stat().st_size <= MAX_BYTES and "pytest-" not in str(path)]
+        for path in small[: MAX_FILES - 1]:
+            shutil.copy(path, out / path.name)
+        with tarfile.open(out / f"logs-{self._options.call}-{self._options.model}.tgz", "w:gz") as archive:
+            for path in sorted(self._work.rglob("*.log")):
+                if path.stat().st_size <= MAX_BYTES:
+                    archive.add(path, str(path.relative_to(self._work)))
+
+
+def wait(process: subprocess.Popen[bytes], limit_s: float) -> str:
+    """How it ended. At the limit it is asked to end, and then it is killed with all that it has started."""
+    try:
+        code = process.wait(limit_s)
+        return "passed" if code == 0 else f"FAILED with status {code}"
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        return f"FAILED: stopped after {limit_s:.0f} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        SystemExit: If it is wrong.
+    """
+    parser = argparse.ArgumentParser(prog="gpu_call", description="One call on a GPU host, under ten minutes.")
+    parser.add_argument("call", help="check, soak, http, http-decode, suite, parallel; tiny tries the machinery")
+    parser.add_argument("model", nargs="?", default="gemma3-4b", help=f"of {', '.join(MODELS)} (default: gemma3-4b)")
+    parser.add_argument("--out", type=Path, required=True, help="folder for what is kept")
+    parser.add_argument("--work", type=Path, help="folder for everything else (default: in /tmp, named after the call)")
+    parser.add_argument(
+        "--models", type=Path, default=Path("/tmp/models"), help="folder of model folders; made if missing"
+    )
+    parser.add_argument("--files", type=Path, default=Path("/tmp"), help="folder for captures, on the disk to measure")
+    parser.add_argument("--seconds", type=float, default=LIMIT_S, help=f"for the whole call (default: {LIMIT_S})")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and end")
+    parser.add_argument("--more", nargs=argparse.REMAINDER, default=[], help="last: other options of the benchmarks")
+    options = parser.parse_args(arguments)
+    options.work = options.work or Path(f"/tmp/gpu-call-{options.call}-{options.model}")
+    if options.call == "tiny":
+        options.model = "tiny"
+    if options.model not in MODELS:
+        parser.error(f"no model {options.model!r}; known: {', '.join(MODELS)}")
+    try:
+        options.steps = steps_of(options.call, options.model)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a call; returns the exit status: 0 if every step passed or was skipped."""
+    options = read_options(arguments)
+    runner = Runner(options)
+    if options.dry_run:
+        for step in options.steps:
+            print(f"{step.name} ({step.limit_s} s): {shlex.join(runner.command(step, step.limit_s))}")
+        return 0
+    options.work.mkdir(parents=True, exist_ok=True)
+    if not (options.models / options.model / "config.json").exists():
+        write_model(options.model, options.models / options.model)
+    outcomes = []
+    for step in options.steps:
+        outcomes.append(runner.run(step))
+        runner.collect()  # after each step: a call that is cut off has what came before
+    for outcome in outcomes:
+        print(f"\n== {outcome.step.name}: {outcome.status}", outcome.tail, sep="\n")
+    print("\n" + "\n".join(f"{one.step.name:12} {one.seconds:5.0f} s  {one.status}" for one in outcomes), flush=True)
+    return int(any(outcome.status.startswith("FAILED") for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
