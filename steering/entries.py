@@ -144,7 +144,8 @@ def read_vector(value: object, hidden: int, where: str) -> tuple[Rows, StoredTyp
 
 def _array(array: np.ndarray[Any, Any], hidden: int, where: str) -> tuple[Rows, StoredType]:
     if array.shape != (hidden,):
-        raise RequestError(where, f"expected {hidden} numbers, the hidden size; got the shape {list(array.shape)}")
+        got = array.size if array.ndim == 1 else f"the shape {list(array.shape)}"
+        raise RequestError(where, f"expected {hidden} numbers, the hidden size; got {got}")
     dtype = array.dtype
     if isinstance(array, np.ma.MaskedArray):
         raise RequestError(where, "expected a plain array, got a masked one; fill the masked values first")

@@ -129,7 +129,8 @@ class Steering(_Described):
 class AsyncSteering(_Described):
     """The same for an `AsyncLLM`, on its event loop: every call is awaited.
 
-    With data parallelism each call reaches every engine core of this `AsyncLLM`, all or none.
+    Vectors and files are read on a thread beside the loop; changes take effect in the order of the calls. With data
+    parallelism each call reaches every engine core of this `AsyncLLM`, all or none.
     """
 
     async def set(
@@ -158,7 +159,7 @@ class AsyncSteering(_Described):
         decode_vectors: Any = None,
         path: Path | None = None,
     ) -> ModuleStatus:
-        """See `Steering.register`; a file is read on the event loop."""
+        """See `Steering.register`."""
         document = dict(zip(MODULE_FIELDS, (vectors, prefill_vectors, decode_vectors), strict=True))
         return await self._cores.run(  # type: ignore[no-any-return]
             operations.register(name, document, path, self.steerable, self._cores.num_engines)

@@ -23,6 +23,8 @@ from headgate.capture.server_config import ServerConfig
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 LONG = 32 << 10
 """JSON bodies of fewer bytes are left to the server: on its loop they take less time than a thread needs to start."""
+_HUGE = 1 << 20
+"""Bodies of this many bytes are put together beside the event loop: Python's lock is free meanwhile."""
 
 _Receive = Callable[[], Awaitable[dict[str, Any]]]
 _Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -71,7 +73,9 @@ class Bodies:
                 json_scope = {**scope, "headers": _json_headers(scope["headers"], len(rest))}
                 await self._app(json_scope, _replay(rest, receive), send)
             return
-        await self._app(scope, _replay(b"".join(chunks), receive), send)
+        is_huge = sum(map(len, chunks)) >= _HUGE
+        body = await asyncio.to_thread(b"".join, chunks) if is_huge else b"".join(chunks)
+        await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, scope: Any, receive: _Receive) -> list[bytes] | None:
         """The body in pieces; None if it is too long. One a little too long is received, so that its sender listens.
@@ -96,7 +100,9 @@ class Bodies:
         return chunks if size <= self._max_bytes else None
 
     def _take(self, scope: Any, take: Take, chunks: list[bytes]) -> tuple[bytes, Taken]:
-        rest, fields = take(b"".join(chunks), self._names)
+        body = b"".join(chunks)
+        chunks.clear()  # here, not on the event loop: giving this much memory back takes time
+        rest, fields = take(body, self._names)
         fields = {name: value for name, value in fields.items() if value is not None}
         if not fields:
             return rest, NOTHING

@@ -15,25 +15,27 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, HTTPException, Request
 
-from headgate.capture.engine.bodies import install_bodies
+from headgate.capture.engine.bodies import LONG, install_bodies
 from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.handles import NotConfiguredError
 from headgate.capture.engine.keys import access_of, require_key
 from headgate.capture.engine.logs import speak_through_vllm
 from headgate.capture.engine.metrics import Counters, MetricsPage
 from headgate.capture.engine.route_seam import GROUP, RouteServices
+from headgate.capture.engine.taking import read_json
 from headgate.capture.errors import RequestError
 from headgate.capture.server_config import server_config
 
 logger = logging.getLogger("headgate")
 
-_DECODERS: dict[str, Callable[[bytes], Any]] = {
-    "application/json": msgspec.json.decode,
-    "application/msgpack": msgspec.msgpack.decode,
-    "application/x-msgpack": msgspec.msgpack.decode,
+_Decode = Callable[[bytes], Any]
+_MSGPACK = (msgspec.msgpack.decode, msgspec.msgpack.decode)
+_DECODERS: dict[str, tuple[_Decode, _Decode]] = {
+    "application/json": (msgspec.json.decode, read_json),
+    "application/msgpack": _MSGPACK,
+    "application/x-msgpack": _MSGPACK,
 }
-_LONG = 1 << 16
-"""Bodies of more bytes are decoded beside the event loop."""
+"""By content type: of short bodies, on the event loop, and of long ones, beside it."""
 
 
 class Endpoints:
@@ -91,16 +93,22 @@ async def read_object(request: Request) -> dict[str, Any]:
         RequestError: If it cannot be decoded, or is no object.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    decode = _DECODERS.get(kind)
-    if decode is None:
+    if kind not in _DECODERS:
         raise HTTPException(
             415, f"Unsupported Media Type {kind!r}: send Content-Type: application/json or application/msgpack"
         )
-    body = await request.body()
+    body = await _body_of(request)
     try:
-        document = decode(body) if len(body) < _LONG else await asyncio.to_thread(decode, body)
+        short, long = _DECODERS[kind]
+        document = short(body) if len(body) < LONG else await asyncio.to_thread(long, body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError("body", f"is not {kind.rpartition('/')[2]}: {error}") from None
     if not isinstance(document, dict) or not all(isinstance(name, str) for name in document):
         raise RequestError("body", f"expected an object, got {type(document).__name__}")
     return document
+
+
+async def _body_of(request: Request) -> bytes:
+    """As ``request.body()``, which copies what `bodies` hands on in one piece."""
+    pieces = [piece async for piece in request.stream() if piece]
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -50,7 +50,7 @@ def _sync_getter(name: str, part: RequestPart) -> Any:
 def _async_getter(name: str, part: RequestPart) -> Any:
     def read(self: Any) -> Any:
         opened = _opened(reception_of(self), name, part)
-        return part.async_handle(AsyncCores(self.engine_core, name), opened.reader)
+        return part.async_handle(AsyncCores(self.engine_core, name, opened.turn), opened.reader)
 
     return read
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ class OpenPart:
         part: What is installed.
         reader: Reads its fields.
         known: What the engine core said last about each registered name.
+        turn: For the operations of an `AsyncLLM`; see `AsyncCores`.
     """
 
     def __init__(self, name: str, part: RequestPart, reader: RequestReader) -> None:
@@ -35,6 +37,7 @@ class OpenPart:
         self.part = part
         self.reader = reader
         self.known: Known = {}
+        self.turn = asyncio.Lock()
 
     def confirm(self, wanted: Wanted, client: Any) -> None:
         """Check the names in `wanted`, asking the engine core if need be.

@@ -42,6 +42,19 @@ def take_json(body: bytes, names: Collection[str]) -> tuple[bytes, Fields]:
     return lists.restore(b"{%s}" % rest), fields
 
 
+def read_json(body: bytes) -> Any:
+    """A JSON value; long lists of numbers in it become float64 arrays.
+
+    Raises:
+        msgspec.DecodeError: Or what else ``msgspec.json.decode`` raises.
+    """
+    short, lists = _lift_lists(body)
+    try:
+        return _lower(msgspec.json.decode(short), lists)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.decode(body)  # says where it is wrong
+
+
 def take_msgpack(body: bytes, names: Collection[str]) -> tuple[bytes, Fields]:
     """The rest of a msgpack body as JSON, and the fields called `names`, whose vectors may be raw bytes.
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, Generic
 
 from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.request_seam import CoreCall, Operation, Result
@@ -46,25 +47,26 @@ class Cores:
     def run(self, operation: Operation[Result]) -> Result:
         """As `EngineCores.run`."""
         with as_client_error():
-            try:
-                call = next(operation)
-                while True:
-                    call = operation.send(self.call(call.method, call.args))
-            except StopIteration as stop:
-                return stop.value  # type: ignore[no-any-return]
+            step = _advance(operation, None)
+            while isinstance(step, CoreCall):
+                step = _advance(operation, self.call(step.method, step.args))
+            return step.result
 
 
 class AsyncCores:
-    """The engine cores behind an `AsyncLLM`; see `EngineCores`.
+    """The engine cores behind an `AsyncLLM`; see `EngineCores`. Event loop only.
 
     Args:
         client: The `AsyncLLM`'s.
         part: Whose methods are called.
+        turn: One for each `AsyncLLM` and part: what operations do before their first call is done on a thread, and
+            they reach the engine cores in the order in which they were begun all the same.
     """
 
-    def __init__(self, client: Any, part: str) -> None:
+    def __init__(self, client: Any, part: str, turn: asyncio.Lock | None = None) -> None:
         self._client = client
         self._part = part
+        self._turn = turn or asyncio.Lock()
 
     @property
     def num_engines(self) -> int:
@@ -93,12 +95,12 @@ class AsyncCores:
     async def run(self, operation: Operation[Result]) -> Result:
         """As `EngineCores.run`."""
         with as_client_error():
-            try:
-                call: CoreCall = next(operation)
-                while True:
-                    call = operation.send(await self.call(call.method, call.args, call.undo))
-            except StopIteration as stop:
-                return stop.value  # type: ignore[no-any-return]
+            async with self._turn:
+                step = await asyncio.to_thread(_advance, operation, None)  # reads vectors, perhaps from a file
+            # The first messages are sent before whoever is next in turn is back from a thread.
+            while isinstance(step, CoreCall):
+                step = _advance(operation, await self.call(step.method, step.args, step.undo))
+            return step.result
 
     async def _ask(self, engine: Any, method: str, args: Mapping[str, Any]) -> Any:
         return _read(await self._client._call_utility_async(METHOD, self._part, method, dict(args), engine=engine))
@@ -111,6 +113,19 @@ class AsyncCores:
                 f"{self._part}: {method} succeeded on {len(engines)} of {self.num_engines} engine cores and could not "
                 f"be taken back on {len(failures)} of them ({failures[0]}); they differ until it succeeds in all"
             ) from failures[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Done(Generic[Result]):
+    result: Result
+
+
+def _advance(operation: Operation[Result], answers: Sequence[Any] | None) -> CoreCall | _Done[Result]:
+    """The operation's next call, or its end: `StopIteration` cannot leave a thread."""
+    try:
+        return next(operation) if answers is None else operation.send(answers)
+    except StopIteration as stop:
+        return _Done(stop.value)
 
 
 def _read(answer: Mapping[str, Any]) -> Any:

@@ -173,6 +173,24 @@ def test_a_slow_engine_holds_no_page_up(monkeypatch: pytest.MonkeyPatch) -> None
     assert fresh == stale > 0
 
 
+def test_a_busy_engine_is_not_asked_again_before_it_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(metrics, "FRESH_S", 0.0)
+    client = Client()
+    client.go.clear()
+
+    async def ask() -> None:
+        counters = Counters(lambda: engine_of(client, "capture", "steering"))
+        for _ in range(20):
+            await asyncio.gather(*(counters.families() for _ in range(5)))
+        assert sorted(client.calls) == ["collective_rpc"] * 2 + ["headgate_call"] * 2
+        client.go.set()
+        while not await counters.families():
+            pass
+
+    asyncio.run(ask())
+
+
 def test_an_engine_that_fails_leaves_the_page(caplog: pytest.LogCaptureFixture) -> None:
     client = Client()
     client.failing = True

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.engine.taking import take_json, take_msgpack
+from headgate.capture.engine.taking import read_json, take_json, take_msgpack
 from headgate.capture.errors import RequestError
 
 NAMES = ("steering_vectors", "steering_name")
@@ -159,3 +159,21 @@ def test_wrong_msgpack_is_refused(body: bytes, field: str) -> None:
         take_msgpack(body, NAMES)
 
     assert caught.value.field == field
+
+
+@given(JSON | st.binary(max_size=60))
+def test_a_whole_document_is_what_a_plain_parser_reads(document: Any) -> None:
+    body = document if isinstance(document, bytes) else json.dumps(document).encode()
+
+    def answer(read: Any) -> Any:
+        try:
+            return plain(read(body))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return type(error), str(error)
+
+    assert answer(read_json) == answer(msgspec.json.decode)
+
+
+def test_numbers_that_are_none_are_refused_as_a_plain_parser_does() -> None:
+    with pytest.raises(msgspec.DecodeError, match="out of range"):
+        read_json(b'{"a": [%s 1]}' % (b"1e999, " * 100))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -159,3 +160,59 @@ def test_engine_cores_that_never_agree_are_told() -> None:
     assert not asyncio.run(several(*engines).status()).is_consistent
     with pytest.raises(EngineStateError, match="2 engine cores do not agree after 3 attempts"):
         asyncio.run(several(*engines).register("other", ONE))
+
+
+class Waiting(dict[str, Any]):
+    """Vectors that cannot be read before `go` is set; says when someone tries."""
+
+    def __init__(self, vectors: Mapping[str, Any], on_read: Callable[[], object]) -> None:
+        super().__init__(vectors)
+        self.go = threading.Event()
+        self._on_read = on_read
+
+    def items(self) -> Any:
+        self._on_read()
+        assert self.go.wait(20), "whoever reads holds up whoever would set it"
+        return super().items()
+
+
+def test_reading_holds_no_event_loop_up_and_changes_keep_their_order() -> None:
+    engine, calls = EngineCore(), []
+    engine.before = calls.append
+    steering = several(engine)
+
+    async def change() -> None:
+        is_reading, loop = asyncio.Event(), asyncio.get_running_loop()
+        slow = Waiting(ONE, on_read=lambda: loop.call_soon_threadsafe(is_reading.set))
+        first = asyncio.ensure_future(steering.set(slow))
+        await asyncio.wait_for(is_reading.wait(), 20)
+        others = [asyncio.ensure_future(steering.clear()), asyncio.ensure_future(steering.register("calm", TWO))]
+        await asyncio.sleep(0)
+        assert calls == []
+        slow.go.set()
+        await asyncio.gather(first, *others)
+
+    asyncio.run(change())
+
+    assert calls == ["set_global", "clear_global", "register"]
+
+
+def test_a_change_that_is_wrong_or_given_up_does_not_hold_up_the_next() -> None:
+    engine = EngineCore()
+    steering = several(engine)
+
+    async def change() -> None:
+        is_reading, loop = asyncio.Event(), asyncio.get_running_loop()
+        slow = Waiting(ONE, on_read=lambda: loop.call_soon_threadsafe(is_reading.set))
+        given_up = asyncio.ensure_future(steering.set(slow))
+        await asyncio.wait_for(is_reading.wait(), 20)
+        given_up.cancel()
+        with pytest.raises(RequestError, match="vectors"):
+            await steering.set({})
+        await steering.register("calm", TWO)
+        slow.go.set()
+
+    asyncio.run(change())
+
+    shared, modules = content(engine)
+    assert (shared["prefill"], list(modules)) == (None, ["calm"])
