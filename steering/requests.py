@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from headgate.capture.consumer import ModelInfo
@@ -15,7 +15,7 @@ from headgate.steering.dtypes import StoredType
 from headgate.steering.handle import AsyncSteering, Steering
 from headgate.steering.memo import Memo
 from headgate.steering.parse import BASE, DECODE, MODULE_REF, NAME, PREFILL, read_modules, read_steering
-from headgate.steering.vectors import Steerable, SteeringSpec
+from headgate.steering.vectors import ModuleRef, Steerable, SteeringSpec
 from headgate.steering.wire import to_wire
 
 FIELD_DOCS = {
@@ -39,21 +39,24 @@ class SteeringReader:
         self._memo: Memo[Wanted | None] = Memo()
 
     def read(self, values: Mapping[str, Any]) -> Wanted | None:
-        """Read the fields; the same objects with the same content are read once."""
+        """Read the fields; vectors that are the same objects with the same content are read once."""
+        if not any(field in values for field in (BASE, PREFILL, DECODE)):
+            return self._read(values)
         if (found := self._memo.find(values)) is not None:
             return found.result
-        spec = read_steering(values, self.steerable)
-        wanted = None
-        if spec is not None:
-            wanted = Wanted(wire=to_wire(spec), field=next(iter(values)), names=self.names(values), content=spec)
+        wanted = self._read(values)
         self._memo.keep(values, wanted)
         return wanted
 
+    def _read(self, values: Mapping[str, Any]) -> Wanted | None:
+        spec = read_steering(values, self.steerable)
+        if spec is None:
+            return None
+        return Wanted(wire=to_wire(spec), field=next(iter(values)), names=_names(values, spec.modules), content=spec)
+
     def names(self, values: Mapping[str, Any]) -> dict[str, str]:
         """The modules that are named, each with the field that names it."""
-        plain = {ref.name for ref in read_modules(values.get(NAME), None)}
-        refs = read_modules(values.get(NAME), values.get(MODULE_REF))
-        return {ref.name: NAME if ref.name in plain else MODULE_REF for ref in refs}
+        return _names(values, read_modules(values.get(NAME), values.get(MODULE_REF)))
 
     def check(self, wanted: Wanted, known: Known) -> None:
         """Whether the modules exist, and the sums with them stay within the model's dtype."""
@@ -75,6 +78,11 @@ class SteeringReader:
                     f"with module {ref.name!r}, the vectors times their scales reach {largest:.4g}; sums for a model "
                     f"in {self.steerable.dtype} stay finite below {limit:.4g}: use smaller vectors or scales",
                 )
+
+
+def _names(values: Mapping[str, Any], refs: Sequence[ModuleRef]) -> dict[str, str]:
+    num_plain = len(read_modules(values.get(NAME), None)) if values.get(MODULE_REF) is not None else len(refs)
+    return {ref.name: NAME if index < num_plain else MODULE_REF for index, ref in enumerate(refs)}
 
 
 def open_reader(section: Mapping[str, Any], model: ModelInfo) -> SteeringReader:

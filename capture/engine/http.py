@@ -55,7 +55,13 @@ def to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
 def _given(request: Any, names: Iterable[str]) -> dict[str, Any]:
     """Those of our fields that a body has."""
     extra = {**(request.model_extra or {}), **taken().fields}
+    if not extra:
+        return {}
     return {name: extra[name] for name in names if set_value(name, extra.get(name)) is not None}
+
+
+def _captures(given: Mapping[str, Any]) -> bool:
+    return any(name in given for name in CAPTURE_FIELDS)
 
 
 def _refuse_capture(request: Any) -> None:
@@ -69,11 +75,10 @@ def create_completion(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_key(request, *args, **kwargs)
-        await _check_early(self, request)
-        if not _given(request, CAPTURE_FIELDS):
+        given = await _check_early(self, request, *args, **kwargs)
+        if not _captures(given):
             return await original(self, request, *args, **kwargs)
-        call = _begin_call(self, request)
+        call = _begin_call(self, given)
         return answer_choices(await original(self, request, *args, **kwargs), call)
 
     return wrapped
@@ -84,11 +89,10 @@ def create_chat_completion(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_key(request, *args, **kwargs)
-        await _check_early(self, request)
-        if not _given(request, CAPTURE_FIELDS):
+        given = await _check_early(self, request, *args, **kwargs)
+        if not _captures(given):
             return await original(self, request, *args, **kwargs)
-        call = _begin_call(self, request)
+        call = _begin_call(self, given)
         call.turns = await _find_turns(self, request)
         return answer_choices(await original(self, request, *args, **kwargs), call)
 
@@ -103,20 +107,19 @@ def create_responses(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_key(request, *args, **kwargs)
-        await _check_early(self, request)
-        if not _given(request, all_fields()):
+        given = await _check_early(self, request, *args, **kwargs)
+        if not given:
             return await original(self, request, *args, **kwargs)
-        call = _begin_call(self, request)
+        call = _begin_call(self, given)
         with as_client_error():
-            if _given(request, CAPTURE_FIELDS) and request.background:
+            if _captures(given) and request.background:
                 raise RequestError("background", "a response in the background has no answer that could carry results")
             params = request.to_sampling_params(1, self.default_sampling_params)
             asked = reception_of(self.engine_client).read(params, request.request_id)
             if asked is not None:
                 await reception_of(self.engine_client).confirm_async(asked, self.engine_client.engine_core)
         answer = await original(self, request, *args, **kwargs)
-        return answer_response(answer, call) if _given(request, CAPTURE_FIELDS) else answer
+        return answer_response(answer, call) if _captures(given) else answer
 
     return wrapped
 
@@ -178,27 +181,29 @@ def serve_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _check_key(request: Any, raw_request: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Refuse to capture for an HTTP client without a key for that; batches of the operator's own have no client."""
-    if raw_request is not None and _given(request, CAPTURE_FIELDS):
-        require_key(CAPTURE, raw_request)
-
-
-def _begin_call(serving: Any, request: Any) -> Call:
+def _begin_call(serving: Any, given: Mapping[str, Any]) -> Call:
     """Handle a call in this task, whose answer will have a place for what is captured."""
     with as_client_error():
-        form = read_form(_given(request, CAPTURE_FIELDS).get(RETURN_HIDDEN_STATES))
+        form = read_form(given.get(RETURN_HIDDEN_STATES))
     front = front_end_of(serving.engine_client)
     call = Call(form=form, states=None if front is None else front.door.hidden_states)
     enter(call)
     return call
 
 
-async def _check_early(serving: Any, request: Any) -> None:
-    """What cannot be checked in the call of the engine: beam search, which drops our fields, and registered names."""
+async def _check_early(
+    serving: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any
+) -> Mapping[str, Any]:
+    """Our fields in a body, after what cannot be checked in the call of the engine.
+
+    That is the key of an HTTP client who captures (batches of the operator's own have no client), beam search, which
+    drops our fields, and registered names.
+    """
     given = _given(request, all_fields())
     if not given:
-        return
+        return given
+    if raw_request is not None and _captures(given):
+        require_key(CAPTURE, raw_request)
     with as_client_error():
         if getattr(request, "use_beam_search", False):
             raise RequestError(
@@ -206,6 +211,7 @@ async def _check_early(serving: Any, request: Any) -> None:
             )
         client = serving.engine_client
         await reception_of(client).confirm_names(given, client.engine_core)
+    return given
 
 
 async def _find_turns(serving: Any, request: Any) -> dict[Message, Turn]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from functools import wraps
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +24,7 @@ WIRE_KEY = "headgate"
 """Key of ``extra_args`` under which what a request asks, checked and resolved, travels to the engine."""
 
 
+@cache
 def all_fields() -> tuple[str, ...]:
     """Capture's fields and those of every other part."""
     return *CAPTURE_FIELDS, *(name for part in request_parts().values() for name in part.fields)

@@ -106,8 +106,8 @@ def fold(request: Any, asked: Asked, request_id: str) -> None:
 
 
 def _others(params: Any) -> dict[str, Any]:
-    ours = {*all_fields(), WIRE_KEY}
-    return {key: value for key, value in (params.extra_args or {}).items() if key not in ours}
+    extra = params.extra_args or {}
+    return {key: value for key, value in extra.items() if key != WIRE_KEY and key not in all_fields()}
 
 
 def refuse_kind(request: Any, asked: Asked) -> None:
