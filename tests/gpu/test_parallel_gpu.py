@@ -1,8 +1,8 @@
 """Capture and steering on two GPUs, tensor parallel and pipeline parallel, equal those on one.
 
 One process per engine. What two GPUs generated is the prompt of a run on one, so that both compute the same positions
-from the same tokens; all rows of it are compared. See `steering_runs`; needs two GPUs, and a folder with a model:
-GPU_TEST_MODEL, random weights will do.
+from the same tokens; all rows of it are compared. See `steering_runs`. Needs two GPUs, 10 GB of disk, and a folder with
+a model's configuration and tokenizer, GPU_TEST_MODEL; weights are made (`weights`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import torch
 from steering_runs import SEEN, base, is_steered
 
-RUNS = Path(__file__).with_name("steering_runs.py")
+RUNS, WEIGHTS = (Path(__file__).with_name(name) for name in ("steering_runs.py", "weights.py"))
 MIN_COSINE = 0.999
 TIMEOUT_S = 280
 KINDS = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
@@ -36,11 +36,16 @@ class Run:
 
     def __init__(self, name: str, folder: Path, engine: dict[str, Any], **environment: str) -> None:
         self._out, self._log = folder / f"{name}.pt", folder / f"{name}.log"
-        settings = {**json.loads(os.environ.get("GPU_TEST_ENGINE", "{}")), **engine}
+        settings = {"load_format": "auto", **json.loads(os.environ.get("GPU_TEST_ENGINE", "{}")), **engine}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(RUNS), "graphs", str(self._out)],
-                env={**os.environ, "GPU_TEST_ENGINE": json.dumps(settings), **environment},
+                env={
+                    **os.environ,
+                    "GPU_TEST_ENGINE": json.dumps(settings),
+                    "GPU_TEST_MODEL": str(folder / "model"),
+                    **environment,
+                },
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -60,7 +65,9 @@ class Run:
 
 def run_all(folder: Path) -> dict[str, dict[str, Any]]:
     """What two GPUs saw in each kind, and one GPU with the tokens of each; the two of a pair run at once."""
-    both = {kind: Run(kind, folder, {**engine, "kv_cache_memory_bytes": 8 << 30}) for kind, engine in KINDS.items()}
+    model = folder / "model"
+    subprocess.run([sys.executable, str(WEIGHTS), base.MODEL, str(model)], check=True, timeout=TIMEOUT_S)
+    both = {kind: Run(kind, folder, engine) for kind, engine in KINDS.items()}
     seen = {kind: run.result() for kind, run in both.items()}
     one = {
         kind: Run(
