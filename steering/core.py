@@ -63,7 +63,9 @@ class SteeringCore:
             "register": self._register,
             "unregister": self._unregister,
             "modules": self._modules,
+            "names": self._names,
             "status": self._status,
+            "counts": self._counts,
             "check": self._check,
             "export_global": self._export_global,
             "export_module": self._export_module,
@@ -203,8 +205,12 @@ class SteeringCore:
         return {}
 
     def _modules(self) -> list[dict[str, Any]]:
-        """What is registered, each with the largest magnitude of its values as ``peak``."""
-        return [{**module.described(), "peak": module.peak} for module in self._state.modules()]
+        """What is registered."""
+        return [module.described() for module in self._state.modules()]
+
+    def _names(self) -> list[dict[str, Any]]:
+        """The names alone, for front ends, each with the largest magnitude of the module's values as ``peak``."""
+        return [{"name": module.name, "peak": module.peak} for module in self._state.modules()]
 
     def _export_global(self) -> dict[str, Any]:
         """The tiers as ``set_global`` takes them: to set them again."""
@@ -228,6 +234,19 @@ class SteeringCore:
             "configs": self._reservations.num_configs,
             "running": self._reservations.num_admitted,
             "waiting": self._reservations.num_waiting,
+        }
+
+    def _counts(self) -> dict[str, int]:
+        """What metrics show: numbers alone, for it is asked every second while the engine waits."""
+        shared = self._state.shared
+        return {
+            "slots": self._reservations.capacity,
+            "slots_reserved": self._reservations.num_reserved,
+            "configs": self._reservations.num_configs,
+            "requests_running": self._reservations.num_admitted,
+            "requests_waiting": self._reservations.num_waiting,
+            "modules": len(self._state.modules()),
+            "global_vectors": sum(len(vectors.sites) for vectors in (shared.prefill, shared.decode) if vectors),
         }
 
 

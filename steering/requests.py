@@ -106,7 +106,7 @@ def open_requests() -> RequestPart:
             "additional_config={'headgate': {'steering': {}}}"
         ),
         open=open_reader,
-        names_method="modules",
+        names_method="names",
         check_method="check",
         handle=lambda cores, reader: Steering(cores, reader.steerable),  # type: ignore[attr-defined]
         async_handle=lambda cores, reader: AsyncSteering(cores, reader.steerable),  # type: ignore[attr-defined]

@@ -7,8 +7,8 @@ that is registered anew steers later requests only, and never shares KV or vecto
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple
 
@@ -79,6 +79,11 @@ class Module:
     decode: PhaseVectors | None
     peak: float
     version: int
+    _about: Mapping[str, object] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Once: a list of many modules is made while the engine waits.
+        object.__setattr__(self, "_about", described(self.prefill, self.decode))
 
     @property
     def demand(self) -> Demand:
@@ -87,7 +92,7 @@ class Module:
 
     def described(self) -> dict[str, object]:
         """For the list of modules, plain values."""
-        return {"name": self.name, "version": self.version, **described(self.prefill, self.decode)}
+        return {"name": self.name, "version": self.version, **self._about}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -96,7 +96,8 @@ def test_calls_cross_as_plain_values(client: Client) -> None:
     described = client.call("register", name="calm", spec=spec)["ok"]
     assert described["hash"] == {"prefill": spec["p"].hex(), "decode": spec["p"].hex()}
     (listed,) = client.call("modules")["ok"]
-    assert listed == {**described, "peak": listed["peak"]}
+    assert listed == described
+    assert client.call("names")["ok"] == [{"name": "calm", "peak": 1.0}]
     assert client.call("unregister", name="clam")["error"]["field"] == "name"
     base = to_wire(SteeringSpec(prefill=vectors(client.hidden_size, 1)))
     status = client.call("set_global", tiers={"base": base, "prefill": None, "decode": None}, replace=True)["ok"]

@@ -31,13 +31,14 @@ CAPTURE = asdict(
         ),
     )
 )
-STATUS = {
-    "global": {"sites": {"prefill": ["1.post_mlp"], "decode": ["1.post_mlp", "2.post_mlp"]}},
-    "modules": [{}, {}],
-    "slots": {"capacity": 149, "reserved": 12},
+COUNTS = {
+    "slots": 149,
+    "slots_reserved": 12,
     "configs": 3,
-    "running": 2,
-    "waiting": 1,
+    "requests_running": 2,
+    "requests_waiting": 1,
+    "modules": 2,
+    "global_vectors": 3,
 }
 
 
@@ -59,7 +60,7 @@ class Client:
             raise RuntimeError("no engine")
         if method == "collective_rpc":
             return [{"capture": CAPTURE if engine == b"0" else None, "steering": {"slots_live": 4, "slots_used": 5}}]
-        return {"ok": STATUS}
+        return {"ok": COUNTS}
 
 
 def engine_of(client: Client, *sections: str) -> Any:

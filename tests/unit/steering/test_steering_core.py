@@ -134,6 +134,28 @@ def test_slots_wait_and_are_handed_on(core: SteeringCore) -> None:
     assert core.call("status", {})["slots"] == {"capacity": 8, "reserved": 0}
 
 
+def test_counts_are_those_of_the_status_without_its_lists(core: SteeringCore) -> None:
+    core.call("register", {"name": "calm", "spec": both(vectors({0: 1.0}))})
+    core.call("set_global", {"tiers": {"decode": tier(vectors({0: 2.0, 1: 3.0}))}, "replace": True})
+    for name, made in ((name, vectors({2: 5.0 + index})) for index, name in enumerate("abc")):
+        core.take(name, both(made))
+        core.offer(name, priority=0, is_session=False)
+
+    counts, status = core.call("counts", {}), core.call("status", {})
+
+    assert counts == {
+        "slots": status["slots"]["capacity"],
+        "slots_reserved": status["slots"]["reserved"],
+        "configs": status["configs"],
+        "requests_running": status["running"],
+        "requests_waiting": status["waiting"],
+        "modules": len(status["modules"]),
+        "global_vectors": sum(map(len, status["global"]["sites"].values())),
+    }
+    assert (counts["requests_running"], counts["modules"], counts["global_vectors"]) == (2, 1, 2)
+    assert counts["requests_waiting"] == 1
+
+
 def test_the_log_says_when_requests_wait(core: SteeringCore, caplog: pytest.LogCaptureFixture) -> None:
     core.take("a", both(CONFIGS[3]))
     core.offer("a", priority=0, is_session=False)
