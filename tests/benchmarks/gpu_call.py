@@ -85,6 +85,19 @@ def suite(name: str, limit_s: int, *more: str) -> Step:
     return Step(name, (*command, "--seconds", "{left}", "--files", "{files}", *more), limit_s, lines=24)
 
 
+DISK = Step(
+    "disk",
+    (
+        *("bash", "-c"),
+        "dd if=/dev/zero of={files}/disk.tmp bs=4M count=500 oflag=direct 2>&1 | tail -1; rm {files}/disk.tmp; "
+        "df -h {files} | tail -1",
+    ),
+    60,
+    lines=2,
+)
+"""How fast the disk for captures takes 2 GB."""
+
+
 def steps_of(call: str, model: str) -> list[Step]:
     """The steps of a call.
 
@@ -108,11 +121,15 @@ def steps_of(call: str, model: str) -> list[Step]:
             pytest_step("soak", 330, "tests/gpu/test_soak_gpu.py", lines=24),
             pytest_step("memory", 300, "tests/gpu/test_memory_gpu.py", lines=24),
         ],
-        "http": [http("http", ["chat", "prefill"], LIMIT_S, *(("--servers", "stock", "both") if is_large else ()))],
-        "http-decode": [
-            http("http-decode", ["decode"], LIMIT_S, "--servers", "stock", "both", "--modes", *LARGE_MODES)
+        "http": [
+            DISK,
+            http("http", ["chat", "prefill"], LIMIT_S, *(("--servers", "stock", "both") if is_large else ())),
         ],
-        "suite": [suite(model, LIMIT_S, *(engines if is_large else ("--modes", *SMALL_MODES)))],
+        "http-decode": [
+            DISK,
+            http("http-decode", ["decode"], LIMIT_S, "--servers", "stock", "both", "--modes", *LARGE_MODES),
+        ],
+        "suite": [DISK, suite(model, LIMIT_S, *(engines if is_large else ("--modes", *SMALL_MODES)))],
         "parallel": [
             pytest_step("two-gpus", 235, "tests/gpu/test_parallel_gpu.py", lines=16),
             suite("tensor", 165, "--tp", "2", *on_two),

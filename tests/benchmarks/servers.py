@@ -117,7 +117,7 @@ class Server:
 
     def clear_files(self) -> None:
         """Throw away what was captured; the next captures must go under another tag, since shards are still open."""
-        for path in self.files.iterdir():
+        for path in self.files.glob("run*"):  # the tags of `workload`
             shutil.rmtree(path)
 
 

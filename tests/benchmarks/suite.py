@@ -49,6 +49,8 @@ from tests.benchmarks.turns import (
 from tests.benchmarks.workload import BASE, MODES, MODULE, MODULE_CONFIG, packed, pick, server_of
 
 SHAPE = "engine"
+TIMEOUT_S = 250
+"""For rows to reach a slow disk."""
 ENGINE_MODES = [name for name, mode in MODES.items() if mode.is_for_engines]
 
 
@@ -73,7 +75,8 @@ class Configured(Served):
         if "steering" in has:
             ours["steering"] = {"max_steering_slots": slots_for(self._size, NUM_RUNNING)}
         if "capture" in has:
-            ours["capture"] = {"consumers": [{"name": "filesystem", "params": {"root": str(self._root)}}]}
+            consumers = [{"name": "filesystem", "params": {"root": str(self._root)}}]
+            ours["capture"] = {"consumers": consumers, "result_timeout_s": TIMEOUT_S}
         settings = {"additional_config": {"headgate": ours}} if ours else {}
         parallel = {"tensor_parallel_size": options.tp, "pipeline_parallel_size": options.pp}
         cache = {"kv_cache_memory_bytes": int(options.kv_gib * 2**30) or None}
@@ -94,13 +97,13 @@ class Configured(Served):
         return made
 
     def check(self, mode: str, job: Job, outputs: Sequence[Any]) -> None:
-        super().check(mode, job, outputs)
         if MODES[mode].is_capturing:
             found = [output.capture_results["filesystem"] for output in outputs]
-            assert {(result.status, result.dropped_rows) for result in found} == {("ok", 0)}
+            assert {(result.status, result.error, result.dropped_rows) for result in found} == {("ok", None, 0)}, found
+        super().check(mode, job, outputs)
 
     def settle(self, mode: str) -> None:
-        for path in self._root.iterdir():
+        for path in self._root.glob("job*"):  # a tag of each job
             shutil.rmtree(path)
 
     def report(self) -> str:

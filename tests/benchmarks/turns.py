@@ -80,7 +80,8 @@ class Served:
 
     def check(self, mode: str, job: Job, outputs: Sequence[Any]) -> None:
         """Every request was served whole."""
-        assert [len(output.outputs[0].token_ids) for output in outputs] == job.lengths
+        lengths = [len(output.outputs[0].token_ids) for output in outputs]
+        assert lengths == job.lengths, (lengths, job.lengths)
 
     def settle(self, mode: str) -> None:
         """After each job, outside of its time."""
@@ -162,7 +163,7 @@ class Engine:
     start_s: float = 0.0
     seconds: dict[tuple[str, Job], list[float]] = field(default_factory=dict)
 
-    def ask(self, question: Any, timeout_s: float = 120) -> Any:
+    def ask(self, question: Any, timeout_s: float = 300) -> Any:
         """What the process answers.
 
         Raises:

@@ -224,6 +224,9 @@ def test_the_steps_of_a_call_are_what_the_programs_take(call: str, model: str) -
     options = gpu_call.read_options([call, model, "--out", "unused"])
 
     for step in options.steps:
+        assert step.limit_s <= gpu_call.LIMIT_S
+        if step.name == "disk":
+            continue
         command = gpu_call.Runner(options).command(step, step.limit_s)
         program = command[command.index("-m") + 1]
         if program == "pytest":
@@ -233,7 +236,6 @@ def test_the_steps_of_a_call_are_what_the_programs_take(call: str, model: str) -
         else:
             read = {"suite": suite.read_options, "suite_http": read_options}[program.rpartition(".")[2]]
             assert read(command[command.index(program) + 1 :]).seconds == step.limit_s - 25
-        assert step.limit_s <= gpu_call.LIMIT_S
 
 
 def test_a_call_that_there_is_not_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
