@@ -29,8 +29,9 @@ STOCK, IDLE, SERVED, EAGER = "stock", "idle", "served", "eager"
 PLAIN, PLAIN_AGAIN, PLAIN_AT_THE_END = "plain", "plain again", "plain at the end"
 """Scenes of every engine but the eager one: the prompts, asking nothing of headgate. The last is `SERVED`'s alone."""
 
-LOGPROB_TOLERANCE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
-"""What another order of rounding changes in logprobs, by dtype of the model."""
+LOGPROB_TOLERANCE = {"float32": 1e-3, "float16": 2.0**-5, "bfloat16": 2.0**-2}
+"""What another order of rounding may change in logprobs, by dtype of the model: two steps of a logit from 16 to 32, or
+1e-3 where the rounding of the sums before it is what counts."""
 
 Float32Rows = npt.NDArray[np.float32]
 
@@ -303,14 +304,15 @@ def equality(check: str, found: Difference, *, noise: float, rounding: float = 0
         check: The statement.
         found: What they differ by.
         noise: What logprobs differ by when nothing changes; 0 where engines repeat themselves bit for bit.
-        rounding: What they may differ by, with a warning, if the two ran different compiled code.
+        rounding: What logprobs may differ by, with a warning, if the two ran different compiled code. Other tokens are
+            a failure all the same: that is what users see.
     """
     if found.is_none:
         return Verdict(check, Status.PASSED, f"{found.num_tokens} tokens and their logprobs equal, bit for bit")
     text = f"other tokens in {found.num_other} requests, logprobs differ by up to {found.largest:.2g}"
     if noise and found.largest <= 2 * noise:
         return Verdict(check, Status.PASSED, f"{text}; without any change by {noise:.2g}")
-    if found.largest <= rounding:
+    if found.num_other == 0 and found.largest <= rounding:
         return Verdict(check, Status.WARNING, f"{text}; other rounding may change {rounding:.2g}")
     return Verdict(check, Status.FAILED, text)
 

@@ -33,6 +33,10 @@ SITES: dict[str, Any] = {"post_mlp": [0, 1, -1], "pre_attn": [1], "final_norm": 
 CONSUMER = "memory"
 MAX_BYTES = 8 << 30
 MIN_COSINE = 0.999
+"""Of a site's rows, on average, in models of 16 bits."""
+MIN_ROW_COSINE = 0.975
+"""Of a single row of theirs. Hugging Face's bfloat16 rows of SmolLM2 have cosines down to 0.994 with its float32 rows,
+an angle of 6.3 degrees. Two right implementations in bfloat16 may each be that far off, in opposite directions."""
 MAX_RELATIVE_ERROR = 1e-3
 """Of a row of a float32 model."""
 LIKE_EAGER = "captured rows equal those of eager mode"
@@ -126,16 +130,31 @@ def judge_rows(found: Sequence[Answer], eager: Sequence[Answer], dtype: str, *, 
         for pair in _pairs(one.rows, other.rows)
     ]
     values = np.concatenate(measures)
-    is_off = ~(values <= MAX_RELATIVE_ERROR) if is_exact else ~(values >= MIN_COSINE)
-    bound = f"allowed {MAX_RELATIVE_ERROR:.0e}" if is_exact else f"at least {MIN_COSINE}"
-    figure = f"largest relative error {values.max():.1e}" if is_exact else f"smallest cosine {values.min():.6f}"
-    text = f"{figure} of {len(values)} vectors ({bound})"
+    is_off = ~(values <= MAX_RELATIVE_ERROR) if is_exact else ~(values >= MIN_ROW_COSINE)
+    worst = 1.0 if is_exact else _smallest_mean(found, eager)
+    if is_exact:
+        text = f"largest relative error {values.max():.1e} of {len(values)} vectors (allowed {MAX_RELATIVE_ERROR:.0e})"
+    else:
+        text = (
+            f"smallest cosine {values.min():.4f} of {len(values)} vectors (at least {MIN_ROW_COSINE}), "
+            f"smallest mean of a site {worst:.5f} (at least {MIN_COSINE})"
+        )
+    if not worst >= MIN_COSINE:
+        return Verdict(check, Status.FAILED, text)
     if not is_off.any():
         return Verdict(check, Status.PASSED, text)
     text = f"{text}; {int(is_off.sum())} are off"
     if is_moe and is_off.mean() <= MOE_SHARE:
         return Verdict(check, Status.WARNING, f"{text}: other experts may have been chosen")
     return Verdict(check, Status.FAILED, text)
+
+
+def _smallest_mean(found: Sequence[Answer], eager: Sequence[Answer]) -> float:
+    """The mean cosine of the site where it is smallest."""
+    by_answer = [
+        [_cosines(*pair) for pair in _pairs(one.rows, other.rows)] for one, other in zip(found, eager, strict=True)
+    ]
+    return min(float(np.concatenate(of_site).mean()) for of_site in zip(*by_answer, strict=True))
 
 
 def _pairs(found: Rows | None, eager: Rows | None) -> Iterator[tuple[Float32Rows, Float32Rows]]:

@@ -233,6 +233,14 @@ def test_a_mixture_of_experts_may_choose_others_for_few_tokens() -> None:
         assert judge(changed)[LIKE_EAGER].status is status
 
 
+def test_other_tokens_than_stocks_fail_however_near_the_tie() -> None:
+    tie = answer([5], [{5: -1.0, 6: -1.0}])
+    found = difference([tie], [answer([6], tie.logprobs)])
+
+    assert (found.num_other, found.largest) == (1, 0)
+    assert equality("c", found, noise=0, rounding=0.25).status is Status.FAILED
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_narrow_models_are_compared_by_cosine(dtype: str) -> None:
     assert of(make_runs(dtype=dtype), Status.FAILED, Status.WARNING) == set()
