@@ -51,7 +51,9 @@ class Step:
 
 
 LARGE = ("gemma3-27b", "qwen3-30b-a3b")
-"""Models of which two fit on one GPU side by side: one server or engine has all features."""
+"""Models of which only two fit on one GPU side by side."""
+SIDE_BY_SIDE = {"llama3-8b": ("stock", "installed", "both"), **dict.fromkeys(LARGE, ("stock", "both"))}
+"""Servers or engines of models of which five do not fit; the last one has all features."""
 SMALL_MODES = (
     *("stock", "installed", "steering idle", "named", "4 configs", "16 configs", "256 configs"),
     *("capture idle", "last_prompt", "1 layer", "all layers", "both idle", "both"),
@@ -105,8 +107,10 @@ def steps_of(call: str, model: str) -> list[Step]:
         ValueError: If there is no such call.
     """
     on_two = ("--variants", "stock", "both", "--modes", *PARALLEL_MODES, "--columns", "bs1", "bs16", "bs64", "prefill")
-    is_large = model in LARGE
-    engines = ("--variants", "stock", "both", "--modes", *LARGE_MODES, "--columns", "bs1", "bs16", "prefill")
+    few = SIDE_BY_SIDE.get(model, ())
+    modes = ("--modes", *(("installed",) if "installed" in few else ()), *LARGE_MODES) if few else ()
+    servers, engines = (("--servers", *few), ("--variants", *few)) if few else ((), ())
+    columns = ("--columns", "bs1", "bs16", "prefill") if model in LARGE else ()
     calls = {
         "check": [
             pytest_step("staging", 120, "tests/gpu/test_staging_cuda.py", "tests/gpu/test_staging_stress_cuda.py"),
@@ -123,13 +127,13 @@ def steps_of(call: str, model: str) -> list[Step]:
         ],
         "http": [
             DISK,
-            http("http", ["chat", "prefill"], LIMIT_S, *(("--servers", "stock", "both") if is_large else ())),
+            http("http", ["chat", "prefill"], LIMIT_S, *servers, *modes),
         ],
         "http-decode": [
             DISK,
             http("http-decode", ["decode"], LIMIT_S, "--servers", "stock", "both", "--modes", *LARGE_MODES),
         ],
-        "suite": [DISK, suite(model, LIMIT_S, *(engines if is_large else ("--modes", *SMALL_MODES)))],
+        "suite": [DISK, suite(model, LIMIT_S, *engines, *(modes or ("--modes", *SMALL_MODES)), *columns)],
         "parallel": [
             pytest_step("two-gpus", 235, "tests/gpu/test_parallel_gpu.py", lines=16),
             suite("tensor", 165, "--tp", "2", *on_two),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.benchmarks import gpu_call, suite
 from tests.benchmarks.figures import Answer, Round, percentile, ratios, spread, summarize, summary, tables
-from tests.benchmarks.gpu_call import LARGE
+from tests.benchmarks.gpu_call import SIDE_BY_SIDE
 from tests.benchmarks.load import Raw, events, read
 from tests.benchmarks.models import MODELS, ModelSize
 from tests.benchmarks.servers import FEATURES, counters, start_facts
@@ -219,7 +219,9 @@ def test_figures_of_engines_are_per_token_or_of_the_whole_job() -> None:
 CALLS = [(call, "gemma3-4b") for call in ("check", "soak", "http", "http-decode", "suite", "parallel")]
 
 
-@pytest.mark.parametrize(("call", "model"), [*CALLS, *((call, LARGE[0]) for call in ("http", "suite"))])
+@pytest.mark.parametrize(
+    ("call", "model"), [*CALLS, *((call, model) for call in ("http", "suite") for model in SIDE_BY_SIDE)]
+)
 def test_the_steps_of_a_call_are_what_the_programs_take(call: str, model: str) -> None:
     options = gpu_call.read_options([call, model, "--out", "unused"])
 
