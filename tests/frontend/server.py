@@ -17,6 +17,8 @@ from pathlib import Path
 import httpx
 
 READY = "Application startup complete."
+END_S = 120
+"""A server that was told to end does; with several processes on a busy machine it takes its time."""
 
 
 @dataclass
@@ -88,7 +90,7 @@ def serving(
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(30)
+            process.wait(END_S)
         finally:
             # Whatever it has started is in its session, and must not outlive the test.
             kill_session(process.pid)
