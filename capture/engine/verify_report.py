@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -73,8 +72,3 @@ def _about(facts: Facts) -> str:
 def write_json(path: Path, report: Report) -> None:
     """Write the report, its object first."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-
-
-def plain(report: Report) -> Mapping[str, Any]:
-    """The report as plain values."""
-    return msgspec.to_builtins(report)  # type: ignore[no-any-return]
