@@ -47,7 +47,8 @@ def is_passed(verdicts: Sequence[Verdict], *, strict: bool) -> bool:
 
 def show(console: Console, report: Report) -> None:
     """Print the table, and under it what it holds for."""
-    table = Table("check", "result", "figure", title=f"headgate verify {escape(report.model)}", title_justify="left")
+    title = f"headgate verify {escape(report.model)}"
+    table = Table("check", "result", "figure", title=title, title_justify="left", box=None)
     for verdict in report.verdicts:
         color = COLORS[verdict.status]
         table.add_row(escape(verdict.check), f"[{color}]{verdict.status.value}", escape(verdict.figure))

@@ -59,17 +59,17 @@ def judge_stock(runs: Runs) -> Iterator[Verdict]:
     stock, served = runs[STOCK], runs[SERVED][0]
     noise, tolerance = noise_of(stock), LOGPROB_TOLERANCE[served.facts.dtype]
     yield _repeats(stock, noise, tolerance)
-    for kind, what in ((IDLE, "idle headgate answers as stock does"), (SERVED, "... also with fire counters")):
+    for kind, name in ((IDLE, "idle headgate"), (SERVED, "headgate with fire counters")):
         for found in [recording.scenes[PLAIN] for recording in runs.get(kind, ())][:1]:
             moved = difference(stock[0].scenes[PLAIN], found)
-            yield equality(what, moved, noise=noise, rounding=tolerance)
+            yield equality(f"{name} answers as stock does", moved, noise=noise, rounding=tolerance)
     before, after = served.scenes[PLAIN], served.scenes[PLAIN_AT_THE_END]
     left = difference(before, after)
     yield equality("captures and steering leave nothing behind", left, noise=noise_of([served]))
 
 
 def _repeats(stock: Sequence[Recording], noise: float, tolerance: float) -> Verdict:
-    check, num_runs = "stock repeats itself", f"{2 * len(stock)} runs in {len(stock)} engines"
+    check, num_runs = "stock repeats itself", f"{2 * len(stock)} runs in {len(stock)} engine(s)"
     if noise == 0:
         return Verdict(check, Status.PASSED, f"{num_runs} are equal, bit for bit: so everything is compared")
     text = f"logprobs of {num_runs} differ by up to {noise:.2g}"
