@@ -258,9 +258,9 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="print the commands and end")
     parser.add_argument("--more", nargs=argparse.REMAINDER, default=[], help="last: other options of the benchmarks")
     options = parser.parse_args(arguments)
-    options.work = options.work or Path(f"/tmp/gpu-call-{options.call}-{options.model}")
     if options.call == "tiny":
         options.model = "tiny"
+    options.work = options.work or Path(f"/tmp/gpu-call-{options.call}-{options.model}")
     if options.model not in MODELS:
         parser.error(f"no model {options.model!r}; known: {', '.join(MODELS)}")
     try:
