@@ -100,45 +100,49 @@ DISK = Step(
 """How fast the disk for captures takes 2 GB."""
 
 
+RING = ("tests/gpu/test_staging_cuda.py", "tests/gpu/test_staging_stress_cuda.py")
+ON_TWO = ("--variants", "stock", "both", "--modes", *PARALLEL_MODES, "--columns", "bs1", "bs16", "bs64", "prefill")
+TESTS = {
+    "check": [
+        pytest_step("staging", 120, *RING),
+        pytest_step("kernels", 60, "tests/kernels"),
+        pytest_step("capture", 240, "tests/gpu/test_capture_gpu.py"),
+        pytest_step("steering", 300, "tests/gpu/test_steering_gpu.py"),
+        sanitized("memcheck", 120),
+        sanitized("racecheck", 90),
+    ],
+    "soak": [
+        pytest_step("staging", 100, *RING),
+        pytest_step("soak", 330, "tests/gpu/test_soak_gpu.py", lines=24),
+        pytest_step("memory", 300, "tests/gpu/test_memory_gpu.py", lines=24),
+    ],
+    "parallel": [
+        pytest_step("two-gpus", 235, "tests/gpu/test_parallel_gpu.py", lines=16),
+        suite("tensor", 165, "--tp", "2", *ON_TWO),
+        suite("pipeline", 165, "--pp", "2", *ON_TWO),
+    ],
+}
+"""Calls whose steps do not depend on the model."""
+
+
 def steps_of(call: str, model: str) -> list[Step]:
     """The steps of a call.
 
     Raises:
         ValueError: If there is no such call.
     """
-    on_two = ("--variants", "stock", "both", "--modes", *PARALLEL_MODES, "--columns", "bs1", "bs16", "bs64", "prefill")
     few = SIDE_BY_SIDE.get(model, ())
     modes = ("--modes", *(("installed",) if "installed" in few else ()), *LARGE_MODES) if few else ()
     servers, engines = (("--servers", *few), ("--variants", *few)) if few else ((), ())
     columns = ("--columns", "bs1", "bs16", "prefill") if model in LARGE else ()
     calls = {
-        "check": [
-            pytest_step("staging", 120, "tests/gpu/test_staging_cuda.py", "tests/gpu/test_staging_stress_cuda.py"),
-            pytest_step("kernels", 60, "tests/kernels"),
-            pytest_step("capture", 240, "tests/gpu/test_capture_gpu.py"),
-            pytest_step("steering", 300, "tests/gpu/test_steering_gpu.py"),
-            sanitized("memcheck", 120),
-            sanitized("racecheck", 90),
-        ],
-        "soak": [
-            pytest_step("staging", 100, "tests/gpu/test_staging_cuda.py", "tests/gpu/test_staging_stress_cuda.py"),
-            pytest_step("soak", 330, "tests/gpu/test_soak_gpu.py", lines=24),
-            pytest_step("memory", 300, "tests/gpu/test_memory_gpu.py", lines=24),
-        ],
-        "http": [
-            DISK,
-            http("http", ["chat", "prefill"], LIMIT_S, *servers, *modes),
-        ],
+        **TESTS,
+        "http": [DISK, http("http", ["chat", "prefill"], LIMIT_S, *servers, *modes)],
         "http-decode": [
             DISK,
             http("http-decode", ["decode"], LIMIT_S, "--servers", "stock", "both", "--modes", *LARGE_MODES),
         ],
         "suite": [DISK, suite(model, LIMIT_S, *engines, *(modes or ("--modes", *SMALL_MODES)), *columns)],
-        "parallel": [
-            pytest_step("two-gpus", 235, "tests/gpu/test_parallel_gpu.py", lines=16),
-            suite("tensor", 165, "--tp", "2", *on_two),
-            suite("pipeline", 165, "--pp", "2", *on_two),
-        ],
         "tiny": [
             pytest_step("pure", 120, "tests/unit/test_benchmarks.py"),
             http("tiny", ["tiny"], LIMIT_S, "--servers", "stock", "both", "--modes", "stock", "both", "--rounds", "1"),

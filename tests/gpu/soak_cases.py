@@ -99,27 +99,31 @@ def random_jobs(
     def tokens(length: int) -> tuple[int, ...]:
         return tuple(rng.randrange(1000, vocabulary) for _ in range(length))
 
-    prefixes = [tokens(PREFIX) for _ in range(NUM_PREFIXES)]
-    jobs, when = [], 0.0
+    prefixes, jobs, when = [tokens(PREFIX) for _ in range(NUM_PREFIXES)], [], 0.0
     for index in range(count):
         when += rng.expovariate(per_step)
         length = rng.choice([1, rng.randint(2, 40), rng.randint(2, 200), rng.randint(2, longest)])
         prompt = (rng.choice(prefixes) if rng.random() < 0.4 else ()) + tokens(length)
-        max_tokens = rng.choice([1, 2, rng.randint(3, most_tokens), rng.randint(3, most_tokens)])
-        is_aborted = max_tokens > 2 and rng.random() < 0.15
-        jobs.append(
-            Job(
-                index=index,
-                prompt=prompt,
-                max_tokens=max_tokens,
-                step=int(when),
-                abort_step=int(when) + rng.randint(1, max_tokens - 1) if is_aborted else None,
-                hooks=random_hooks(rng, layers) if rng.random() < 0.6 else {},
-                positions=random_positions(rng, len(prompt)),
-                is_steered=rng.random() < 0.3,
-            )
-        )
+        jobs.append(random_job(rng, index, int(when), prompt, layers, most_tokens))
     return jobs
+
+
+def random_job(
+    rng: random.Random, index: int, step: int, prompt: tuple[int, ...], layers: Sequence[int], most_tokens: int
+) -> Job:
+    """A request for `prompt` that arrives before `step`."""
+    max_tokens = rng.choice([1, 2, rng.randint(3, most_tokens), rng.randint(3, most_tokens)])
+    is_aborted = max_tokens > 2 and rng.random() < 0.15
+    return Job(
+        index=index,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        step=step,
+        abort_step=step + rng.randint(1, max_tokens - 1) if is_aborted else None,
+        hooks=random_hooks(rng, layers) if rng.random() < 0.6 else {},
+        positions=random_positions(rng, len(prompt)),
+        is_steered=rng.random() < 0.3,
+    )
 
 
 def random_hooks(rng: random.Random, layers: Sequence[int]) -> dict[str, Any]:
