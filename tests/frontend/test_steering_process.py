@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headgate.steering.compose import peak
 from headgate.steering.vectors import SteeringSpec
 from headgate.steering.wire import to_wire
 from tests.frontend.steered_core import PART, engine_config, engine_request, naming, vectors
@@ -97,7 +98,7 @@ def test_calls_cross_as_plain_values(client: Client) -> None:
     assert described["hash"] == {"prefill": spec["p"].hex(), "decode": spec["p"].hex()}
     (listed,) = client.call("modules")["ok"]
     assert listed == described
-    assert client.call("names")["ok"] == [{"name": "calm", "peak": 1.0}]
+    assert client.call("names")["ok"] == [{"name": "calm", "peak": peak(client.five(1.0).prefill)}]
     assert client.call("unregister", name="clam")["error"]["field"] == "name"
     base = to_wire(SteeringSpec(prefill=vectors(client.hidden_size, 1)))
     status = client.call("set_global", tiers={"base": base, "prefill": None, "decode": None}, replace=True)["ok"]
