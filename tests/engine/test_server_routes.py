@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from headgate.steering.client import extra_body
 from tests.frontend.server import Server, serving
 
 COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
@@ -115,6 +120,31 @@ def test_a_request_that_runs_goes_on_through_changes(server: Server) -> None:
             if chunks == 30:
                 assert server.post("/v1/steering/clear").status_code == 200
     assert chunks >= 120
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_curl_and_the_openai_client_are_answered_alike(server: Server) -> None:
+    chat = {"messages": [{"role": "user", "content": "How was your day?"}], "max_tokens": 8, "temperature": 0}
+    ours = {"steering_vectors": ONE, "capture": CAPTURE, "capture_wait": True}
+    command = ["curl", "-sS", "--fail-with-body", "-H", "Content-Type: application/json", "--data-binary", "@-"]
+    told = subprocess.run(
+        [*command, f"{server.url}/v1/chat/completions"],
+        input=json.dumps({"model": "smol", **chat, **ours}).encode(),
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=60,
+    )
+    curled = json.loads(told.stdout)
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        plain = client.chat.completions.create(model="smol", **chat)
+        steered = client.chat.completions.create(model="smol", **chat, extra_body=extra_body(**ours))
+
+    assert steered.choices[0].message.content == curled["choices"][0]["message"]["content"]
+    assert steered.choices[0].message.content != plain.choices[0].message.content
+    for results in (steered.model_extra["capture_results"], curled["capture_results"]):
+        result = results["filesystem"]
+        assert (result["status"], result["num_rows"]) == ("ok", steered.usage.prompt_tokens)
 
 
 def test_metrics_count_what_was_captured_and_steered(server: Server) -> None:
