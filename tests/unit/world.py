@@ -125,7 +125,7 @@ def make_world(*consumers: Configured, sites: tuple[Site, ...] = SITES, **settin
     specs = [CaptureConsumerSpec(name=f"c{bit}", **knobs) for bit, (_, knobs) in enumerate(consumers)]
     staging, outlet = settings.pop("staging", None) or make_staging(sites), Outlet()
     session = CaptureSession(
-        config=CaptureConsumersConfig(consumers=tuple(specs)),
+        config=CaptureConsumersConfig(consumers=tuple(specs), linger_s=0),  # so each step is a packet
         model=MODEL,
         sites=sites,
         consumers=[OpenConsumer(bit, specs[bit], consumer) for bit, (consumer, _) in enumerate(consumers)],
