@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from headgate.capture.engine.graph import tensor_attribute
-from headgate.capture.engine.seam import SiteValue
+from headgate.capture.engine.seam import SiteValue, WorkerFacts
 
 POOL = "pool"
 SLOTS = "pool_slots"
@@ -29,6 +30,29 @@ def add_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     return site.carry + vectors
 
 
+@torch.library.custom_op("headgate::gather_rows", mutates_args=())
+def gather_rows(pool: Tensor, slots: Tensor) -> Tensor:
+    """The rows of `pool` that `slots` name, by code that the compiler does not look into."""
+    return pool[slots]
+
+
+@gather_rows.register_fake
+def _(pool: Tensor, slots: Tensor) -> Tensor:
+    return pool.new_empty(slots.shape[0], pool.shape[1])
+
+
+def add_gathered(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Steer where torch.compile makes C++ of the forward: the gather is not traced.
+
+    With a traced one, that C++ rounds a bfloat16 forward differently from stock's although nothing is added:
+    SmolLM2 gave 2 of 12 requests that nobody steered other tokens. With this one they are stock's bit for bit.
+    """
+    pool = getattr(module, tensor_attribute(POOL, hook))
+    slots = getattr(module, tensor_attribute(SLOTS, hook))
+    vectors: Tensor = gather_rows(pool, slots[: site.carry.shape[-2]])
+    return site.carry + (vectors if site.gain is None else vectors / site.gain)
+
+
 def add_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Steer in one kernel where the forward runs as written on a GPU."""
     from headgate.steering.kernels.add_rows import add_rows
@@ -38,6 +62,13 @@ def add_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     pool = getattr(module, tensor_attribute(POOL, hook))
     scale = 1.0 if site.gain is None else 1.0 / site.gain
     return add_rows(rows, pool, slots[: rows.shape[0]], scale).view(site.carry.shape)
+
+
+def add_action(facts: WorkerFacts) -> Run:
+    """The variant for this worker."""
+    if facts.device.type == "cuda":
+        return add_traced if facts.is_compiled else add_with_kernel
+    return add_gathered if facts.is_compiled and facts.device.type == "cpu" else add_traced
 
 
 def counted(run: Run) -> Run:

@@ -132,8 +132,7 @@ class SteeringPart:
                 )
 
     def _make_actions(self, facts: WorkerFacts, tables: DeviceTables) -> dict[Site, SiteAction]:
-        has_kernel = facts.device.type == "cuda" and not facts.is_compiled
-        add = apply.add_with_kernel if has_kernel else apply.add_traced
+        add = apply.add_action(facts)
         if self._config.fire_counter:
             self._fires = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
         actions = {}
