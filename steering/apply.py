@@ -44,8 +44,8 @@ def _(pool: Tensor, slots: Tensor) -> Tensor:
 def add_gathered(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Steer where torch.compile makes C++ of the forward: the gather is not traced.
 
-    With a traced one, that C++ rounds a bfloat16 forward differently from stock's although nothing is added:
-    SmolLM2 gave 2 of 12 requests that nobody steered other tokens. With this one they are stock's bit for bit.
+    With a traced one, that C++ rounds a bfloat16 forward differently from stock's although nothing is added. With
+    this one, four layers of SmolLM2 give stock's logprobs bit for bit; all thirty still do not, see the README.
     """
     pool = getattr(module, tensor_attribute(POOL, hook))
     slots = getattr(module, tensor_attribute(SLOTS, hook))
