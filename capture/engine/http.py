@@ -162,6 +162,21 @@ def create_messages(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def create_generative_scoring(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``ServingGenerativeScoring.create_generative_scoring``, which makes parameters of its own."""
+
+    @wraps(original)
+    async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**(request.model_extra or {}), **taken().fields}
+        try:
+            _refuse_any(given, "/generative_scoring does not take it; use /v1/completions")
+        except RequestError as error:
+            return self.create_error_response(error)
+        return await original(self, request, *args, **kwargs)
+
+    return wrapped
+
+
 def _refuse_any(given: Mapping[str, Any], why: str) -> None:
     for name in all_fields():
         if given.get(name) is not None:

@@ -229,6 +229,13 @@ PATCHES = (
         parameters=("self", "request", "raw_request"),
     ),
     Patch(
+        module="vllm.entrypoints.generate.generative_scoring.serving",
+        target="ServingGenerativeScoring.create_generative_scoring",
+        wrap=http.create_generative_scoring,
+        why="refuses our fields in the body of /generative_scoring, where they would be ignored",
+        parameters=("self", "request"),
+    ),
+    Patch(
         module="vllm.entrypoints.scale_out.token_in_token_out.serving",
         target="ServingTokens.serve_tokens",
         wrap=http.serve_tokens,

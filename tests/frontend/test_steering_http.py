@@ -110,3 +110,15 @@ def test_the_anthropic_route_refuses_what_it_would_ignore(server: Server, name: 
     assert refused.status_code == 400, refused.text
     assert name in refused.text
     assert server.post("/v1/messages", **body).status_code == 200
+
+
+@pytest.mark.parametrize(("name", "value"), [("steering_name", "calm"), ("capture", {"memory": {}})])
+def test_scoring_refuses_what_it_would_ignore(server: Server, name: str, value: Any) -> None:
+    body = {"model": "tiny", "query": [5, 6, 7], "items": [[8], [9]], "label_token_ids": [3, 4]}
+
+    refused = server.post("/generative_scoring", **body, **{name: value})
+
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == name
+    assert "/v1/completions" in refused.json()["error"]["message"]
+    assert "/v1/completions" not in server.post("/generative_scoring", **body).text
