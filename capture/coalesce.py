@@ -19,7 +19,7 @@ from torch import Tensor
 from headgate.capture.batch import Int64Array
 from headgate.capture.plan import PackGroup
 from headgate.capture.pool import RowPool
-from headgate.capture.spans import RequestSpans
+from headgate.capture.spans import RequestSpans, spans_of
 from headgate.capture.staging import StagedRows
 from headgate.capture.tokens import Int32Array
 
@@ -116,8 +116,7 @@ def _take(parts: Sequence[_Part], pool: RowPool) -> Taken:
     memory_AD = staged.memory
     num_sites = len(group.sites)
     if len(parts) == 1:
-        num_rows = len(group.rows)
-        rows = memory_AD[start : start + num_sites * num_rows].view(num_sites, num_rows, -1)
+        rows = staged.view(group, start)
         return Taken(group, pool.empty(rows.shape, rows.dtype).copy_(rows), staged.token_ids(group))
     owners, req_ids = _owners(parts)
     order = np.argsort(owners, kind="stable")
@@ -131,7 +130,7 @@ def _take(parts: Sequence[_Part], pool: RowPool) -> Taken:
         rows=np.arange(len(order)),
         positions=np.concatenate([part.group.positions for part in parts])[order],
         masks=np.concatenate([part.group.masks for part in parts])[order],
-        spans=_spans(owners[order], req_ids),
+        spans=spans_of(owners[order], req_ids),
     )
     token_ids = [part.staged.token_ids(part.group) for part in parts]
     known = [ids for ids in token_ids if ids is not None]
@@ -157,12 +156,3 @@ def _owners(parts: Sequence[_Part]) -> tuple[Int64Array, list[str]]:
         last = spans
         owners.append(each)
     return np.concatenate(owners), list(numbers)
-
-
-def _spans(owners: Int64Array, req_ids: Sequence[str]) -> RequestSpans:
-    """Where each owner's rows are; `owners` ascends."""
-    starts = [0, *(np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist()]
-    stops = [*starts[1:], len(owners)]
-    return tuple(
-        (req_ids[owner], start, stop) for owner, start, stop in zip(owners[starts].tolist(), starts, stops, strict=True)
-    )

@@ -15,6 +15,7 @@ import numpy as np
 
 from headgate.capture.batch import BatchView, Int64Array
 from headgate.capture.sites import Site
+from headgate.capture.spans import spans_of
 from headgate.capture.spec import CaptureSpec
 from headgate.capture.wants import BoolArray, Chosen, Shape, SiteSet, WantReader, Wants, list_keys
 
@@ -357,7 +358,7 @@ def _assemble(req_ids: tuple[str, ...], parts: Mapping[SiteSet, Sequence[_Wanted
             rows=offsets[rows.batch_rows],
             positions=rows.positions,
             masks=rows.masks,
-            spans=_spans(req_ids, rows.owners),
+            spans=spans_of(rows.owners, req_ids),
         )
         for site_set, rows in packed.items()
     )
@@ -371,10 +372,3 @@ def _in_batch_order(parts: Sequence[_WantedRows]) -> _WantedRows:
     rows = _WantedRows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
     order = np.argsort(rows.owners, kind="stable")
     return _WantedRows(*(array[order] for array in rows))
-
-
-def _spans(req_ids: tuple[str, ...], owners: Int64Array) -> tuple[tuple[str, int, int], ...]:
-    """Where each owner's rows are; see `PackGroup.spans`."""
-    starts = [0, *(np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist()]
-    stops = [*starts[1:], len(owners)]
-    return tuple(zip([req_ids[owner] for owner in owners[starts].tolist()], starts, stops, strict=True))

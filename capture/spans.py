@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from headgate.capture.batch import Int64Array
 
 RequestSpans = tuple[tuple[str, int, int], ...]
 """``(req_id, start, stop)``, next to each other, in order."""
+
+
+def spans_of(owners: Int64Array, req_ids: Sequence[str]) -> RequestSpans:
+    """The spans of rows that lie next to each other by owner.
+
+    Args:
+        owners: int64 ``[N]``, whose each row is: indices into `req_ids`, ascending.
+        req_ids: The requests.
+    """
+    starts = [0, *(np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist()]
+    stops = [*starts[1:], len(owners)]
+    return tuple(zip([req_ids[owner] for owner in owners[starts].tolist()], starts, stops, strict=True))
 
 
 def take_spans(spans: RequestSpans, index: Int64Array) -> RequestSpans:

@@ -90,10 +90,12 @@ class StagedRows:
     @property
     def groups(self) -> list[tuple[PackGroup, Tensor]]:
         """What is there, and its rows: ``[S, N, D]``, a view of the leased memory."""
-        return [
-            (group, self._arena_AD[start : start + len(group.site_ids) * len(group.rows)].view(*_shape(group), -1))
-            for group, start in self.places
-        ]
+        return [(group, self.view(group, start)) for group, start in self.places]
+
+    def view(self, group: PackGroup, start: int) -> Tensor:
+        """The rows of a group, ``[S, N, D]``, that begin at `start`; see `places`."""
+        num_sites, num_rows = len(group.site_ids), len(group.rows)
+        return self._arena_AD[start : start + num_sites * num_rows].view(num_sites, num_rows, -1)
 
     def token_ids(self, group: PackGroup) -> Int32Array | None:
         """The token that each row of `group` was computed from, int32 ``[N]``; None if nobody knows."""
@@ -312,10 +314,6 @@ def _half_of(arena: Arena, num_sites: int, row_bytes: int) -> int:
             f"sites; at least {2 * needed * row_bytes} are needed"
         )
     return half
-
-
-def _shape(group: PackGroup) -> tuple[int, int]:
-    return len(group.site_ids), len(group.rows)
 
 
 def _as_int32(arena_AD: Tensor, start: int, count: int) -> Tensor:

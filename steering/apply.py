@@ -22,12 +22,8 @@ Run = Callable[[nn.Module, str, SiteValue], Tensor]
 
 def add_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Steer where torch.compile fuses gather and addition into the kernel of the following norm."""
-    pool = getattr(module, tensor_attribute(POOL, hook))
-    slots = getattr(module, tensor_attribute(SLOTS, hook))
-    vectors: Tensor = pool[slots[: site.carry.shape[-2]]]
-    if site.gain is not None:
-        vectors = vectors / site.gain
-    return site.carry + vectors
+    pool, slots = _vectors_of_rows(module, hook, site)
+    return _added(site, pool[slots])
 
 
 @torch.library.custom_op("headgate::gather_rows", mutates_args=())
@@ -47,9 +43,17 @@ def add_gathered(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     With a traced one, that C++ rounds a bfloat16 forward differently from stock's although nothing is added. With
     this one, four layers of SmolLM2 give stock's logprobs bit for bit; all thirty still do not, see the README.
     """
-    pool = getattr(module, tensor_attribute(POOL, hook))
+    pool, slots = _vectors_of_rows(module, hook, site)
+    return _added(site, gather_rows(pool, slots))
+
+
+def _vectors_of_rows(module: nn.Module, hook: str, site: SiteValue) -> tuple[Tensor, Tensor]:
+    """The pool, and the slot of each batch row at the site."""
     slots = getattr(module, tensor_attribute(SLOTS, hook))
-    vectors: Tensor = gather_rows(pool, slots[: site.carry.shape[-2]])
+    return getattr(module, tensor_attribute(POOL, hook)), slots[: site.carry.shape[-2]]
+
+
+def _added(site: SiteValue, vectors: Tensor) -> Tensor:
     return site.carry + (vectors if site.gain is None else vectors / site.gain)
 
 
