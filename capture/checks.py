@@ -29,6 +29,9 @@ STOCK, IDLE, SERVED, EAGER = "stock", "idle", "served", "eager"
 PLAIN, PLAIN_AGAIN, PLAIN_AT_THE_END = "plain", "plain again", "plain at the end"
 """Scenes of every engine but the eager one: the prompts, asking nothing of headgate. The last is `SERVED`'s alone."""
 
+USAGE_STATUS = 64
+"""Exit status of an engine's process if vLLM does not take the arguments; the reason is the last line of its log."""
+
 LOGPROB_TOLERANCE = {"float32": 1e-3, "float16": 2.0**-5, "bfloat16": 2.0**-2}
 """What another order of rounding may change in logprobs, by dtype of the model: two steps of a logit from 16 to 32, or
 1e-3 where the rounding of the sums before it is what counts."""

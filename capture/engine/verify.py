@@ -21,7 +21,17 @@ import msgspec
 import typer
 from rich.console import Console
 
-from headgate.capture.checks import EAGER, IDLE, SERVED, STOCK, Recording, Status, Verdict, check_parts
+from headgate.capture.checks import (
+    EAGER,
+    IDLE,
+    SERVED,
+    STOCK,
+    USAGE_STATUS,
+    Recording,
+    Status,
+    Verdict,
+    check_parts,
+)
 from headgate.capture.engine.cli_flags import add_flags, translate_flags
 from headgate.capture.engine.serve import LOADED_BY_DEFAULT, NAME
 from headgate.capture.engine.settings import OUR_KEY
@@ -206,10 +216,6 @@ class Session:
             ending = f"took more than {self.timeout_s:g} s" if status is None else f"ended with status {status}"
             raise EngineError(f"the engine {name} {ending}. The end of its log:\n{tail}")
         return msgspec.msgpack.decode(out.read_bytes(), type=Recording)
-
-
-USAGE_STATUS = 64
-"""As in `verify_engine`, which is not imported here: it would bring in torch."""
 
 
 def environment(kind: str, base: Mapping[str, str]) -> dict[str, str]:

@@ -27,6 +27,7 @@ from headgate.capture.checks import (
     PLAIN_AT_THE_END,
     SERVED,
     STOCK,
+    USAGE_STATUS,
     Answer,
     Facts,
     Recording,
@@ -43,8 +44,6 @@ from headgate.capture.engine.verify_stock import MIN_MODEL_LENGTH, plain_request
 from headgate.capture.errors import ConfigError
 from headgate.capture.sites import site_map
 
-USAGE_STATUS = 64
-"""Exit status if vLLM's parser does not take the arguments; the reason is the last line of the log."""
 NUM_LOGPROBS = 5
 IN_FLIGHT = (1, 8)
 NUM_DRAINING_STEPS = 5
