@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from headgate.capture.engine.graph import tensor_attribute
 from headgate.capture.engine.seam import SiteValue, WorkerFacts
+from headgate.steering.lowering import add_uncounted, gather_rows, register_lowering
 
 POOL = "pool"
 SLOTS = "pool_slots"
@@ -23,28 +23,14 @@ Run = Callable[[nn.Module, str, SiteValue], Tensor]
 def add_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Steer where torch.compile fuses gather and addition into the kernel of the following norm."""
     pool, slots = _vectors_of_rows(module, hook, site)
-    return _added(site, pool[slots])
-
-
-@torch.library.custom_op("headgate::gather_rows", mutates_args=())
-def gather_rows(pool: Tensor, slots: Tensor) -> Tensor:
-    """The rows of `pool` that `slots` name, by code that the compiler does not look into."""
-    return pool[slots]
-
-
-@gather_rows.register_fake
-def _(pool: Tensor, slots: Tensor) -> Tensor:
-    return pool.new_empty(slots.shape[0], pool.shape[1])
+    return site.carry + _fit(pool[slots], site)
 
 
 def add_gathered(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
-    """Steer where torch.compile makes C++ of the forward: the gather is not traced.
-
-    With a traced one, that C++ rounds a bfloat16 forward differently from stock's although nothing is added. With
-    this one, four layers of SmolLM2 give stock's logprobs bit for bit; all thirty still do not, see the README.
-    """
+    """Steer where torch.compile makes C++ of the forward. Idle, it computes what it does without us, bit for bit."""
     pool, slots = _vectors_of_rows(module, hook, site)
-    return _added(site, gather_rows(pool, slots))
+    steered: Tensor = add_uncounted(site.carry, _fit(gather_rows(pool, slots), site))
+    return steered
 
 
 def _vectors_of_rows(module: nn.Module, hook: str, site: SiteValue) -> tuple[Tensor, Tensor]:
@@ -53,8 +39,9 @@ def _vectors_of_rows(module: nn.Module, hook: str, site: SiteValue) -> tuple[Ten
     return getattr(module, tensor_attribute(POOL, hook)), slots[: site.carry.shape[-2]]
 
 
-def _added(site: SiteValue, vectors: Tensor) -> Tensor:
-    return site.carry + (vectors if site.gain is None else vectors / site.gain)
+def _fit(vectors: Tensor, site: SiteValue) -> Tensor:
+    """What to add to the carry, so that the site's value moves by `vectors`."""
+    return vectors if site.gain is None else vectors / site.gain
 
 
 def add_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
@@ -72,7 +59,10 @@ def add_action(facts: WorkerFacts) -> Run:
     """The variant for this worker."""
     if facts.device.type == "cuda":
         return add_traced if facts.is_compiled else add_with_kernel
-    return add_gathered if facts.is_compiled and facts.device.type == "cpu" else add_traced
+    if facts.is_compiled and facts.device.type == "cpu":
+        register_lowering()
+        return add_gathered
+    return add_traced
 
 
 def counted(run: Run) -> Run:

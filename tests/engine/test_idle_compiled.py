@@ -1,0 +1,80 @@
+"""Requests that nobody steers get stock's answers bit for bit, compiled and in bfloat16: SmolLM2's first layers.
+
+Every position of the prompts is compared, so that one other last bit of one norm shows.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.conftest import start_llm, stop_llm
+
+NUM_LAYERS = 2
+NUM_PROMPTS = 8
+NUM_TOKENS = 200
+SITES = {"pre_attn": "all", "post_attn": "all", "post_mlp": "all"}
+CAPTURE = {"consumers": [{"name": "memory"}], "sites": {"post_mlp": "all"}}
+
+
+@pytest.fixture(scope="module")
+def cut_model(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layers: the compiled code of the others is the same, and compiling all thirty takes minutes."""
+    folder = tmp_path_factory.mktemp("cut")
+    config = json.loads((model_dir / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": NUM_LAYERS}))
+    shutil.copy(model_dir / "generation_config.json", folder)
+    others = tuple(f"model.layers.{layer}." for layer in range(NUM_LAYERS, config["num_hidden_layers"]))
+    weights = load_file(model_dir / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if not name.startswith(others)}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def answers(model: Path, headgate: dict[str, Any]) -> list[Any]:
+    """Tokens and logprobs of each position, by request."""
+    from vllm import SamplingParams
+
+    drawn = random.Random(0)
+    prompts = [{"prompt_token_ids": drawn.choices(range(5000, 20000), k=NUM_TOKENS)} for _ in range(NUM_PROMPTS)]
+    llm = start_llm(
+        model=model,
+        dtype="bfloat16",
+        enforce_eager=False,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_batched_tokens=512,
+        enable_prefix_caching=False,
+        in_process=True,
+        additional_config={"headgate": headgate} if headgate else {},
+    )
+    try:
+        params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=1, detokenize=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        stop_llm(llm)
+    return [
+        (list(output.outputs[0].token_ids), plain(output.prompt_logprobs[1:]), plain(output.outputs[0].logprobs))
+        for output in outputs
+    ]
+
+
+def plain(steps: Any) -> list[dict[int, float]]:
+    return [{token: entry.logprob for token, entry in step.items()} for step in steps]
+
+
+def test_requests_that_nobody_steers_get_stock_answers_bit_for_bit_compiled_in_bf16(
+    cut_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # compiled here and now
+
+    stock = answers(cut_model, {})
+    idle = answers(cut_model, {"steering": {"sites": SITES}, "capture": CAPTURE})
+
+    assert [mine == theirs for mine, theirs in zip(idle, stock, strict=True)] == [True] * NUM_PROMPTS

@@ -1,0 +1,115 @@
+"""Compiled for a CPU, steering leaves whatever is not steered as it is without steering, bit for bit.
+
+The forward is a stack of norms over a stream that is carried as vLLM's fused layers carry it, branch and residual in
+bfloat16. Norms are compared in float32, where the order of additions shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor import config as inductor
+
+from headgate.capture.consumer import ModelInfo
+from headgate.capture.engine import graph
+from headgate.capture.engine.seam import SiteAction, SiteValue, WorkerFacts
+from headgate.capture.errors import UnsupportedError
+from headgate.capture.sites import HookPoint
+from headgate.steering import apply, lowering
+
+HIDDEN = 576
+NORMS = range(4)
+NUM_TOKENS = 5
+HOOK = HookPoint.POST_MLP
+GAIN = 0.25
+FACTS = WorkerFacts(
+    model=ModelInfo(name="m", num_layers=len(NORMS), hidden_size=HIDDEN, dtype="bfloat16", sites=()),
+    owned_layers=tuple(NORMS),
+    device=torch.device("cpu"),
+    dtype=torch.bfloat16,
+    max_tokens=NUM_TOKENS,
+    max_num_seqs=4,
+    is_compiled=True,
+)
+
+
+class Stack(nn.Module):
+    """Norms, each followed by a product that makes the next branch; `at` says which have a site."""
+
+    def __init__(self, at: Sequence[int]) -> None:
+        super().__init__()
+        made = torch.Generator().manual_seed(0)
+        self.at, self.add = tuple(at), apply.add_action(FACTS)
+        self.table = torch.randn(NUM_TOKENS, HIDDEN, generator=made).bfloat16()
+        self.products = [torch.randn(HIDDEN, HIDDEN, generator=made).bfloat16() / 24 for _ in NORMS]
+        self.pool = torch.zeros(2, HIDDEN, dtype=torch.bfloat16)
+        self.slots = torch.zeros(len(NORMS), NUM_TOKENS, dtype=torch.int32)
+        self.sites = [nn.Module() for _ in NORMS]
+        for site, slots in zip(self.sites, self.slots, strict=True):
+            tensors = {apply.POOL: self.pool, apply.SLOTS: slots}
+            graph.attach(site, HOOK, [SiteAction(run=self.add, tensors=tensors, order=20)])
+
+    def forward(self, tokens: Tensor) -> list[Tensor]:
+        residual, branch, norms = self.table[tokens], None, []
+        for number, product in enumerate(self.products):
+            if number in self.at:
+                residual = self.add(self.sites[number], HOOK.value, SiteValue(residual, branch, residual, GAIN))
+            total = residual.float() if branch is None else branch.float() + residual.float()
+            residual = total.bfloat16()
+            norms.append(total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-5))
+            branch = norms[-1].bfloat16() @ product
+        return norms
+
+
+def norms_of(stack: Stack) -> Callable[[], list[Tensor]]:
+    torch._dynamo.reset()
+    forward = torch.compile(stack, dynamic=True, fullgraph=True)
+    return torch.inference_mode()(lambda: forward(torch.arange(NUM_TOKENS)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_in_this_thread() -> Iterator[None]:
+    with inductor.patch(compile_threads=1):  # as vLLM does on a CPU
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Tensor]:
+    return norms_of(Stack(at=()))()
+
+
+@pytest.mark.parametrize("at", [NORMS, [2]], ids=["every site", "one site"])
+def test_compiled_norms_of_rows_that_nobody_steers_are_bit_for_bit_those_without_steering(plain, at):
+    stack = Stack(at)
+    run = norms_of(stack)
+
+    idle = run()
+    stack.pool[1] = torch.linspace(-1, 1, HIDDEN)
+    stack.slots[at[0], 0] = 1
+    steered = run()
+
+    assert [torch.equal(*pair) for pair in zip(idle, plain, strict=True)] == [True] * len(NORMS)
+    assert [torch.equal(a[1:], b[1:]) for a, b in zip(steered, plain, strict=True)] == [True] * len(NORMS)
+    assert [torch.equal(a[0], b[0]) for a, b in zip(steered, plain, strict=True)] == [n < at[0] for n in NORMS]
+
+
+def test_the_compiled_addition_adds_the_vector_to_the_value():
+    stack = Stack(NORMS)
+    run = norms_of(stack)
+
+    stack.pool[1] = torch.linspace(-1, 1, HIDDEN)
+    stack.slots[0, 3] = 1
+    found = run()[0][3]
+
+    total = stack.table[3].double() + stack.pool[1].double() / GAIN
+    torch.testing.assert_close(found.double(), total / total.pow(2).mean().sqrt(), rtol=1e-5, atol=1e-5)
+
+
+def test_an_inductor_of_another_build_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.delattr("torch._inductor.ops_handler.OpCounterCSE")
+
+    with pytest.raises(UnsupportedError, match=r"needs the inductor of torch 2\.13, found torch .*--enforce-eager"):
+        lowering.register_lowering()
