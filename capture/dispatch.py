@@ -17,7 +17,7 @@ from headgate.capture.packets import BlockPart, Packet, Splitter, join
 from headgate.capture.plan import PackGroup
 from headgate.capture.pool import RowPool
 from headgate.capture.sparselog import SparseLog
-from headgate.capture.staging import StagedRows
+from headgate.capture.staged import StagedRows
 from headgate.capture.tokens import Int32Array, TokenBook
 
 
@@ -70,7 +70,7 @@ class Dispatcher:
         lanes: Consumer bit to lane.
         keep_bytes: Memory that may be kept for later rows while nobody uses it.
         hold_bytes: Staging memory from which on rows are held no longer.
-        linger_s: Seconds that rows are held at most.
+        linger_s: Seconds after their forward that rows are held at most.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Dispatcher:
     def _accept(self, item: Dispatched) -> None:
         if isinstance(item, StagedRows):
             if not self._held:
-                self._held_until = time.monotonic() + self._linger_s
+                self._held_until = item.since + self._linger_s
             self._held.add(item)
         elif isinstance(item, MemoryWanted):
             self._held_until = 0.0

@@ -38,6 +38,9 @@ WIRE_VERSION = 1
 STAGING_GRACE_S = 60.0
 """Patience with the dispatch thread beyond that with all consumers together: copies, and the GPU."""
 
+MAX_KEPT_ROWS = 512
+"""Rows of small steps that are left in the ring to be copied out together. With more there is nothing to save."""
+
 DISPATCH_SHARE, LANE_SHARE = 0.5, 0.9
 """Parts of the time to close after which the dispatch thread, then the consumers, must be through."""
 
@@ -106,7 +109,7 @@ class CaptureSession:
         self._stage = {"stage": pp_rank, "num_stages": pp_size}
         self._keys: dict[str, str] = {}
         self._plan: StepPlan | None = None
-        self._planner = StepPlanner(sites)
+        self._planner, self._linger_s = StepPlanner(sites), config.linger_s
         self._patience_s = min(
             sum(consumer.spec.max_stall_s for consumer in consumers) + STAGING_GRACE_S, threading.TIMEOUT_MAX
         )
@@ -134,6 +137,8 @@ class CaptureSession:
         capture, key = ({}, "") if new.wire is None else (new.wire["capture"], new.wire["key"])
         if not capture and new.req_id not in self._keys:
             return
+        if new.req_id in self._keys:
+            self._collect()  # rows of the request that was known under this id
         requests = {self._bit(instance): self._request(new, raw) for instance, raw in capture.items()}
         specs = {bit: request.info.spec for bit, request in requests.items()}
         is_same_client = self._keys.get(new.req_id) == key
@@ -151,6 +156,7 @@ class CaptureSession:
         """
         if self._keys.pop(req_id, None) is not None:
             self._planner.remove(req_id)
+            self._collect()  # its last rows go ahead of its end
             self._handoff.put(RequestEnds(req_id, final))
 
     def step_begins(self, view: BatchView | None, token_ids: Tensor | None = None) -> None:
@@ -163,15 +169,26 @@ class CaptureSession:
         """
         is_idle = view is None or not self._keys or self._close_report is not None
         self._plan = None if is_idle or view is None else self._planner.plan(view)
+        if self._plan is not None and self._staging.has_to_collect(self._plan):
+            self._collect()
         self._staging.begin(self._plan, token_ids)
 
     def step_ends(self) -> None:
         """After the forward of the step was launched."""
         plan, self._plan = self._plan, None
         if plan is not None:
-            for staged in self._staging.collect(plan, patience_s=self._patience_s):
-                if not self._handoff.put(staged):
-                    staged.release()
+            self._staging.keep(plan)
+        since = self._staging.kept_since
+        if since is not None and (
+            self._staging.num_kept_rows >= MAX_KEPT_ROWS or time.monotonic() >= since + self._linger_s
+        ):
+            self._collect()
+
+    def _collect(self) -> None:
+        """Start the copies of the rows that are left in the ring: some calls for each time, however many steps."""
+        for staged in self._staging.collect(patience_s=self._patience_s):
+            if not self._handoff.put(staged):
+                staged.release()
 
     def stats(self) -> CaptureStats:
         """Counters as of now."""

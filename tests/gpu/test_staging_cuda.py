@@ -16,7 +16,8 @@ import torch
 from headgate.capture.batch import BatchView, NewRequest
 from headgate.capture.plan import PackGroup, StepPlan
 from headgate.capture.sites import HookPoint, Site
-from headgate.capture.staging import StagedRows, StagingRing
+from headgate.capture.staged import StagedRows
+from headgate.capture.staging import StagingRing
 from tests.unit.pipeline import TIMEOUT_S
 
 HIDDEN = 256

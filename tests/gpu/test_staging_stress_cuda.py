@@ -17,7 +17,8 @@ import torch
 from test_staging_cuda import MAX_TOKENS, SITES, Model, make_ring, plan_of, random_plan
 
 from headgate.capture.plan import StepPlan
-from headgate.capture.staging import StagedRows, StagingRing
+from headgate.capture.staged import StagedRows
+from headgate.capture.staging import StagingRing
 from tests.unit.pipeline import TIMEOUT_S
 
 NUM_STEPS = 800

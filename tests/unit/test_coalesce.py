@@ -18,7 +18,7 @@ from headgate.capture.pool import RowPool
 from headgate.capture.positions import Named
 from headgate.capture.sites import Site
 from headgate.capture.spec import CaptureSpec
-from headgate.capture.staging import StagedRows
+from headgate.capture.staged import StagedRows
 from tests.strategies import SITES as MANY_SITES
 from tests.strategies import Step, schedules
 from tests.unit.pipeline import HIDDEN, ROW_BYTES, SITES, row_values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from headgate.capture.errors import ConfigError
 from headgate.capture.plan import PackGroup, StepPlan, StepPlanner
 from headgate.capture.sites import Site
-from headgate.capture.staging import StagedRows, StagingRing
+from headgate.capture.staged import StagedRows
+from headgate.capture.staging import StagingRing
 from tests.strategies import SITES as MANY_SITES
 from tests.strategies import Step, schedules
 from tests.unit.pipeline import HIDDEN, ROW_BYTES, SITES, TIMEOUT_S, request_number, row_values, when_it_waits
@@ -229,26 +231,86 @@ def test_tokens_that_nobody_knows_are_none() -> None:
     assert part.token_ids(plan.groups[0]) is None
 
 
-@settings(max_examples=60)
-@given(schedules(MANY_SITES), st.sampled_from([MIN_ROWS, 200, 100_000]), st.sampled_from([MAX_TOKENS, MAX_TOKENS + 50]))
+def test_steps_that_are_kept_are_collected_together() -> None:
+    ring = make_ring(num_rows=16, max_tokens=8)
+    plan, other = plan_of([0, 1], (SITES, [0, 1])), plan_of([2, 4], (SITES[:1], [0]), (SITES[1:], [1]))
+
+    for step in (plan, other):
+        ring.begin(step, torch.arange(8, dtype=torch.int32))
+        forward(ring, 8)
+        ring.keep(step)
+    assert (ring.num_kept_rows, ring.counters.steps) == (4, 2)
+    (part,) = ring.collect(patience_s=0)
+
+    assert [part.token_ids(group).tolist() for group in part.contents] == [[0, 1], [2], [4]]
+    both = {(site, row): 1 for site in SITES for row in (0, 1)}
+    assert contents([part]) == both | {(SITES[0], 2): 1} | {(site, 4): 1 for site in SITES[1:]}
+    assert (ring.num_kept_rows, ring.kept_since, list(ring.collect(patience_s=0))) == (0, None, [])
+
+
+def test_kept_rows_are_collected_before_the_ring_goes_round() -> None:
+    ring, plan = make_ring(num_rows=10, max_tokens=8), plan_of([0, 1, 2, 3], (SITES, range(4)))
+
+    for _ in range(2):
+        assert not ring.has_to_collect(plan)
+        ring.begin(plan)
+        forward(ring, 8)
+        ring.keep(plan)
+    assert ring.has_to_collect(plan)
+    with pytest.raises(RuntimeError, match="was not collected"):
+        ring.begin(plan)
+
+    assert contents(list(ring.collect(patience_s=0))) == {(site, row): 2 for site in SITES for row in range(4)}
+    ring.begin(plan)
+    assert ring.slots[:4].tolist() == [0, 1, 2, 3]
+
+
+def test_the_same_rows_of_the_next_step_get_the_slots_behind() -> None:
+    ring, plan = make_ring(num_rows=16, max_tokens=8), plan_of([0, 1, 2], (SITES, range(3)))
+    same = StepPlan(plan.token_rows, plan.groups)
+
+    found = []
+    for step in (plan, same, None, same, same, plan_of([1], (SITES, [0])), same):
+        ring.begin(step)
+        found.append(ring.slots[:4].tolist())
+
+    unwanted = [16, 17, 18, 19]
+    assert found[:3] == [[0, 1, 2, 19], [3, 4, 5, 19], unwanted]
+    assert found[3:] == [[6, 7, 8, 19], [9, 10, 11, 19], [16, 12, 18, 19], [13, 14, 15, 19]]
+
+
+@settings(max_examples=80)
+@given(
+    schedules(MANY_SITES),
+    st.sampled_from([MIN_ROWS, 200, 100_000]),
+    st.sampled_from([MAX_TOKENS, MAX_TOKENS + 50]),
+    st.integers(1, 4),
+)
 def test_over_random_schedules_every_planned_row_arrives_as_it_was_computed(
-    steps: list[Step], staging_rows: int, num_rows: int
+    steps: list[Step], staging_rows: int, num_rows: int, kept: int
 ) -> None:
     ring = make_ring(MANY_SITES, num_rows=num_rows, max_tokens=MAX_TOKENS, staging_bytes=staging_rows * ROW_BYTES)
-    planner = StepPlanner(MANY_SITES)
+    planner, waiting = StepPlanner(MANY_SITES), []
 
-    for step in steps:
+    for number, step in enumerate(steps, start=1):
         for req_id in step.left:
             planner.remove(req_id)
         for arrival in step.arrived:
             planner.add(arrival.req_id, arrival.num_prompt, arrival.specs)
         plan = planner.plan(step.view)
+        if plan is not None and ring.has_to_collect(plan):
+            assert arrived(ring) == sum(map(planned, waiting), Counter())
+            waiting = []
         ring.begin(plan)
         for index, buffer in enumerate(ring.buffers):
             tokens, values = computed(step, index)
             buffer.index_put_((ring.slots[tokens],), values[tokens])
         if plan is not None:
-            assert arrived(ring, plan) == planned(plan)
+            ring.keep(plan)
+            waiting.append(plan)
+        if number % kept == 0:
+            assert arrived(ring) == sum(map(planned, waiting), Counter())
+            waiting = []
 
 
 def computed(step: Step, site_index: int) -> tuple[np.ndarray, torch.Tensor]:
@@ -264,25 +326,25 @@ def computed(step: Step, site_index: int) -> tuple[np.ndarray, torch.Tensor]:
     return np.flatnonzero(is_taken), values
 
 
-def planned(plan: StepPlan) -> dict[tuple[Site, str, int], int]:
-    return {
-        (site, req_id, int(group.positions[row])): int(group.masks[row])
+def planned(plan: StepPlan) -> Counter[tuple[Site, str, int, int]]:
+    return Counter(
+        (site, req_id, int(group.positions[row]), int(group.masks[row]))
         for group in plan.groups
         for site in group.sites
         for req_id, start, stop in group.spans
         for row in range(start, stop)
-    }
+    )
 
 
-def arrived(ring: StagingRing, plan: StepPlan) -> dict[tuple[Site, str, int], int]:
-    found = {}
-    for part in ring.collect(plan, patience_s=0):
+def arrived(ring: StagingRing) -> Counter[tuple[Site, str, int, int]]:
+    found: Counter[tuple[Site, str, int, int]] = Counter()
+    for part in ring.collect(patience_s=0):
         part.wait()
         for group, rows in part.groups:
             for (site, req_id, row), values in rows_of(group, rows):
                 expected = row_values(request_number(req_id), group.positions[row : row + 1], MANY_SITES.index(site))
                 assert torch.equal(values, expected[0])
-                found[site, req_id, int(group.positions[row])] = int(group.masks[row])
+                found[site, req_id, int(group.positions[row]), int(group.masks[row])] += 1
         part.release()
     return found
 
