@@ -60,9 +60,11 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             graph. Each site costs ``ring_rows * hidden_size`` elements of device memory. Where the consumer
             `HIDDEN_STATES` is configured ``final_norm`` is added, and is the default if it is the only consumer.
         ring_rows: Rows of the staging ring on the device, at least ``max_num_batched_tokens``; that if None.
-        staging_bytes: Pinned host memory that the device copies rows into.
-        linger_s: Seconds that captured rows may wait for those of the next steps, so that consumers get the rows of
-            several steps at once; 0 hands over each step by itself. The end of a request waits 10 ms at most.
+        staging_bytes: Pinned host memory that the device copies rows into. If None, what a full step of all sites
+            needs, rounded up to a power of two, within 256 MiB and 2 GiB and a sixteenth of the machine's memory.
+        linger_s: Seconds that captured rows may wait for those of the next steps, so that the rows of several steps
+            are copied and handed to consumers at once; 0 does so for each step. The end of a request waits 4 ms at
+            most. Rows that wait when the worker shuts down, of requests that have not ended, are given up.
         spill_dir: Folder for ``overload="spill"``; the system's temporary folder if None.
         self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
         fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
@@ -78,12 +80,12 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     consumers: tuple[CaptureConsumerSpec, ...] = ()
     sites: dict[str, Any] = msgspec.field(default_factory=lambda: {"post_mlp": "all"})
     ring_rows: int | None = None
-    staging_bytes: int = 256 * MIB
+    staging_bytes: int | None = None
     linger_s: float = 0.02
     spill_dir: str | None = None
     self_test: bool = True
     fire_counter: bool = False
-    result_wait_s: float = 0.05
+    result_wait_s: float = 0.01
     result_timeout_s: float = 60.0
     close_timeout_s: float = 10.0
     max_request_rows: int | None = None

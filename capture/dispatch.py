@@ -53,7 +53,7 @@ class MemoryWanted:
 
 Dispatched = StagedRows | RequestBegins | RequestEnds | MemoryWanted
 
-END_LINGER_S = 0.01
+END_LINGER_S = 0.004
 """How long the end of one request may wait for rows of others; not at all if there are no others."""
 
 

@@ -119,8 +119,8 @@ class CaptureSession:
         self._dispatcher = Dispatcher(
             self._handoff,
             self._lanes,
-            keep_bytes=config.staging_bytes,
-            hold_bytes=config.staging_bytes // 4,
+            keep_bytes=staging.host_bytes,
+            hold_bytes=staging.host_bytes // 4,
             linger_s=config.linger_s,
         )
         self._close_report: CloseReport | None = None

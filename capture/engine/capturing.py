@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from headgate.capture.batch import BatchView, FinalState, NewRequest
-from headgate.capture.config import CaptureConsumersConfig
-from headgate.capture.engine import selftest, tap
+from headgate.capture.config import MIB, CaptureConsumersConfig
+from headgate.capture.engine import apart, selftest, tap
 from headgate.capture.engine.seam import SiteAction, SiteValue, WorkerFacts, hookimpl
 from headgate.capture.engine.settings import capture_config
 from headgate.capture.engine.support import versions
 from headgate.capture.errors import ConfigError
+from headgate.capture.hostmemory import share_of_memory
 from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.sites import Site
 from headgate.capture.staging import NUM_TRASH_ROWS, StagingRing
@@ -50,7 +51,8 @@ class CapturePart:
             return {}
         self._sites = tuple(site for site in facts.model.sites if facts.owns(site))
         num_rows = self._num_rows(facts)
-        self._check_memory(facts, num_rows)
+        staging_bytes = self._config.staging_bytes or default_staging_bytes(facts, len(self._sites))
+        self._check_memory(facts, num_rows, staging_bytes)
         self._staging = StagingRing(
             sites=self._sites,
             num_rows=num_rows,
@@ -58,7 +60,7 @@ class CapturePart:
             hidden_size=facts.model.hidden_size,
             dtype=facts.dtype,
             device=facts.device,
-            staging_bytes=self._config.staging_bytes,
+            staging_bytes=staging_bytes,
         )
         self._session = open_session(
             config=self._config,
@@ -136,7 +138,7 @@ class CapturePart:
             )
         return rows
 
-    def _check_memory(self, facts: WorkerFacts, num_rows: int) -> None:
+    def _check_memory(self, facts: WorkerFacts, num_rows: int, staging_bytes: int) -> None:
         row_bytes = facts.model.hidden_size * facts.dtype.itemsize
         num_slots = num_rows + NUM_TRASH_ROWS
         needed = len(self._sites) * num_slots * row_bytes
@@ -151,7 +153,7 @@ class CapturePart:
                     f"capture: {text}, but {free / 2**20:.1f} MiB are free; configure fewer capture.sites or "
                     "lower --max-num-batched-tokens"
                 )
-        logger.info("capture: %s, %.0f MiB of host memory", text, self._config.staging_bytes / 2**20)
+        logger.info("capture: %s, %.0f MiB of host memory", text, staging_bytes / 2**20)
 
     def _make_actions(self, facts: WorkerFacts, staging: StagingRing) -> dict[Site, SiteAction]:
         run = capture_action(facts)
@@ -166,8 +168,22 @@ class CapturePart:
         return actions
 
 
+def default_staging_bytes(facts: WorkerFacts, num_sites: int) -> int:
+    """Host memory for a full step of all sites: with less, the step thread waits for rows to be dealt out.
+
+    A power of two, since pinned memory is allocated in those.
+    """
+    step_bytes = num_sites * facts.max_tokens * facts.model.hidden_size * facts.dtype.itemsize
+    most = share_of_memory(16, least=256 * MIB, most=2048 * MIB)
+    wanted = max(256 * MIB, 1 << (step_bytes - 1).bit_length())
+    return min(wanted, 1 << (most.bit_length() - 1))
+
+
 def capture_action(facts: WorkerFacts) -> Callable[[torch.nn.Module, str, SiteValue], torch.Tensor]:
     """The variant for this worker: traced, or one fused kernel where the forward runs as written on a GPU."""
+    if facts.is_compiled and facts.device.type == "cpu":
+        apart.register_lowering()
+        return tap.capture_apart
     if facts.is_compiled or facts.device.type != "cuda":
         return tap.capture_traced
     return tap.capture_with_kernel

@@ -71,11 +71,11 @@ class FilesystemConsumer(StreamingConsumer):
         self._store = _open_store(self._settings)
         self._dtype = getattr(torch, context.model.dtype)
         self._quota = TagQuota(self._settings.max_tag_bytes, self._bytes_of_tag)
-        self._gatherer = RowGatherer(min(self._settings.memory_bytes // 8, MAX_GATHERED_BYTES))
+        self._gatherer = RowGatherer(min(self._settings.memory // 8, MAX_GATHERED_BYTES))
         self._outstanding: set[Outcome] = set()
         self._outstanding_lock = threading.Lock()  # guards _outstanding, which writer threads take from
         self._partitions = [self._new_partition() for _ in range(self._settings.threads)]
-        queue_bytes = self._settings.memory_bytes // 4 // self._settings.threads
+        queue_bytes = self._settings.memory // 4 // self._settings.threads
         self._writers = [
             Writer(
                 f"headgate-{context.instance_name}-{index}",
@@ -155,8 +155,8 @@ class FilesystemConsumer(StreamingConsumer):
             self.context,
             _layouts(self._store, settings),
             self._store.temp_path,
-            max_request_bytes=settings.max_request_bytes,
-            memory_bytes=settings.memory_bytes * 5 // 8 // settings.threads,
+            max_request_bytes=settings.request_memory,
+            memory_bytes=settings.memory * 5 // 8 // settings.threads,
         )
 
     def _hand_over(self, chunks: Mapping[str, Sequence[Chunk]]) -> None:

@@ -11,13 +11,13 @@ import msgspec
 
 from headgate.capture.consumer import SpecContext, parse_client_spec
 from headgate.capture.errors import ConfigError, RequestError, shown
+from headgate.capture.hostmemory import share_of_memory
 from headgate.capture.positions import parse_positions
 from headgate.capture.sites import parse_hook
 from headgate.capture.spec import CaptureSpec
 from headgate.consumers.filesystem.names import check_name, slug
 from headgate.consumers.filesystem.sidecar import LayoutName
 
-MIB = 1 << 20
 GIB = 1 << 30
 LAYOUTS: tuple[LayoutName, ...] = ("request", "shards", "raw")
 OPTIONS = ("tag", "request_id", "layout")
@@ -36,8 +36,10 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         if_exists: When a file of that tag and request id is there already: ``error`` ends the request with an error,
             ``number`` writes ``{request_id}~2``. Nothing is ever overwritten.
         shard_bytes: Size at which a shard is full.
-        max_request_bytes: Rows of one request held in memory before they move to a temporary file in the root.
-        memory_bytes: The same for all requests together, with what is queued for the writer threads.
+        max_request_bytes: Rows of one request held in memory before they move to a temporary file in the root; a
+            quarter of the memory if None. What moves is written twice.
+        memory_bytes: The same for all requests together, with what is queued for the writer threads; a sixteenth of
+            the machine's memory, within 1 and 8 GiB, if None.
         max_tag_bytes: What may lie under one tag, files of earlier runs included; no limit if None. A request whose
             rows do not fit any more ends with an error. Counted by each worker process on its own. Local roots only.
         hooks: ``{hook point: layers}`` to record of every request, whether it asks or not.
@@ -51,8 +53,8 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     fsync: bool = True
     if_exists: Literal["error", "number"] = "error"
     shard_bytes: int = GIB
-    max_request_bytes: int = 256 * MIB
-    memory_bytes: int = GIB
+    max_request_bytes: int | None = None
+    memory_bytes: int | None = None
     max_tag_bytes: int | None = None
     hooks: dict[str, Any] | None = None
     positions: Any = "all"
@@ -61,6 +63,16 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def is_remote(self) -> bool:
         """Whether the root is written through fsspec."""
         return "://" in self.root and not self.root.startswith("file://")
+
+    @property
+    def memory(self) -> int:
+        """Bytes of rows held in memory, of all requests."""
+        return self.memory_bytes or share_of_memory(16, least=GIB, most=8 * GIB)
+
+    @property
+    def request_memory(self) -> int:
+        """Bytes of rows held in memory, of one request."""
+        return self.max_request_bytes or self.memory // 4
 
     @property
     def local_root(self) -> Path:
@@ -83,11 +95,10 @@ def parse_params(params: Mapping[str, Any]) -> FilesystemParams:
             parse_hook(hook, f"hooks.{hook}")
     except (msgspec.ValidationError, RequestError) as error:
         raise ConfigError(f"filesystem: {error}") from error
-    for name in ("threads", "shard_bytes", "max_request_bytes", "memory_bytes"):
-        if getattr(parsed, name) < 1:
-            raise ConfigError(f"filesystem: {name} must be at least 1, got {getattr(parsed, name)}")
-    if parsed.max_tag_bytes is not None and parsed.max_tag_bytes < 1:
-        raise ConfigError(f"filesystem: max_tag_bytes must be at least 1, got {parsed.max_tag_bytes}")
+    for name in ("threads", "shard_bytes", "max_request_bytes", "memory_bytes", "max_tag_bytes"):
+        value = getattr(parsed, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"filesystem: {name} must be at least 1, got {value}")
     if parsed.max_tag_bytes is not None and parsed.is_remote:
         raise ConfigError(f"filesystem: max_tag_bytes needs a local root, {parsed.root} is none")
     if not parsed.root:
