@@ -57,7 +57,6 @@ class StagingRing:
         slots: int64 ``[max_tokens]`` on the device: the slot of each batch row, one from ``R`` on if nobody wants it.
             Never moves; the graph reads ``slots[:n]``.
         counters: What passed through.
-        host_bytes: Size of the host memory.
         device_bytes: Memory on the device, buffers of the copies included.
         on_wait: Called before the step thread waits for host memory: whoever holds some on purpose is to let go of it.
 
@@ -105,7 +104,6 @@ class StagingRing:
         self._link: Link = link
         self._unwanted_on_host: Int64Array = self._unwanted.cpu().numpy()
         tensors = (self.buffers, self.slots, self._unwanted, self._token_ids)
-        self.host_bytes = self._arena_AD.nbytes
         self.device_bytes = sum(tensor.nbytes for tensor in tensors) + link.device_bytes
         self.counters = StagingCounters()
         self.on_wait: Callable[[], object] = lambda: None
@@ -115,6 +113,11 @@ class StagingRing:
         self._kept: list[_Kept] = []
         self._all_rows: Int64Array | None = None
         """``plan.token_rows`` of the last step, if it wanted all of its rows up to its last one."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Size of the host memory."""
+        return self._arena_AD.nbytes
 
     @property
     def staged_bytes(self) -> int:
