@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headgate.capture.engine.graph import tensor_attribute
 from headgate.capture.engine.seam import SiteValue, WorkerFacts
-from headgate.steering.lowering import add_uncounted, gather_rows, register_lowering
+from headgate.steering.lowering import add_uncounted, gather_rows, register_add_uncounted
 
 POOL = "pool"
 SLOTS = "pool_slots"
@@ -27,7 +27,7 @@ def add_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
 
 
 def add_gathered(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
-    """Steer where torch.compile makes C++ of the forward. Idle, it computes what it does without us, bit for bit."""
+    """Steer where torch.compile makes C++ of the forward: idle, that computes what it does without us, bit for bit."""
     pool, slots = _vectors_of_rows(module, hook, site)
     steered: Tensor = add_uncounted(site.carry, _fit(gather_rows(pool, slots), site))
     return steered
@@ -60,7 +60,7 @@ def add_action(facts: WorkerFacts) -> Run:
     if facts.device.type == "cuda":
         return add_traced if facts.is_compiled else add_with_kernel
     if facts.is_compiled and facts.device.type == "cpu":
-        register_lowering()
+        register_add_uncounted()
         return add_gathered
     return add_traced
 

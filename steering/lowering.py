@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headgate.capture.errors import UnsupportedError
+from headgate.capture.engine.apart import inductor_for
 
 if TYPE_CHECKING:
     from torch._inductor.ir import TensorBox
@@ -32,7 +32,7 @@ def _(pool: Tensor, slots: Tensor) -> Tensor:
 
 @torch.library.custom_op("headgate::add_uncounted", mutates_args=())
 def add_uncounted(carry: Tensor, vectors: Tensor) -> Tensor:
-    """``carry + vectors``; `register_lowering` must have been called before inductor meets it."""
+    """``carry + vectors``; `register_add_uncounted` must have been called before inductor meets it."""
     return carry + vectors
 
 
@@ -41,22 +41,17 @@ def _(carry: Tensor, vectors: Tensor) -> Tensor:
     return torch.empty_like(carry)
 
 
-def register_lowering() -> None:
+def register_add_uncounted() -> None:
     """Let inductor, in this process, fuse `add_uncounted` but decide where to store values as if it were `carry`.
 
     Raises:
         UnsupportedError: If this torch has another inductor.
     """
-    try:
+    with inductor_for("steering"):
         from torch._inductor.ir import Pointwise
         from torch._inductor.lowering import lowerings, register_lowering
         from torch._inductor.ops_handler import OpCounterCSE
         from torch._inductor.virtualized import V
-    except ImportError as error:
-        raise UnsupportedError(
-            f"steering: compiled for a CPU, it needs the inductor of torch 2.13, found torch {torch.__version__} "
-            f"({error}); run with --enforce-eager"
-        ) from error
 
     add = lowerings[torch.ops.aten.add.Tensor]
 

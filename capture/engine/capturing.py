@@ -11,7 +11,8 @@ import torch
 
 from headgate.capture.batch import BatchView, FinalState, NewRequest
 from headgate.capture.config import MIB, CaptureConsumersConfig
-from headgate.capture.engine import apart, selftest, tap
+from headgate.capture.engine import selftest, tap
+from headgate.capture.engine.apart import register_copy_apart
 from headgate.capture.engine.seam import SiteAction, SiteValue, WorkerFacts, hookimpl
 from headgate.capture.engine.settings import capture_config
 from headgate.capture.engine.support import versions
@@ -180,9 +181,9 @@ def default_staging_bytes(facts: WorkerFacts, num_sites: int) -> int:
 
 
 def capture_action(facts: WorkerFacts) -> Callable[[torch.nn.Module, str, SiteValue], torch.Tensor]:
-    """The variant for this worker: traced, or one fused kernel where the forward runs as written on a GPU."""
+    """The variant for this worker: traced, apart from what a CPU compiles, or a kernel where a GPU runs it as written."""
     if facts.is_compiled and facts.device.type == "cpu":
-        apart.register_lowering()
+        register_copy_apart()
         return tap.capture_apart
     if facts.is_compiled or facts.device.type != "cuda":
         return tap.capture_traced

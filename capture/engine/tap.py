@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from headgate.capture.engine.apart import copy_apart
 from headgate.capture.engine.graph import tensor_attribute
 from headgate.capture.engine.seam import SiteValue
 from headgate.capture.staging import NUM_TRASH_ROWS
@@ -32,6 +33,15 @@ def capture_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     rows = getattr(module, tensor_attribute(ROWS, hook))
     slots = getattr(module, tensor_attribute(SLOTS, hook))
     value = stored_value(site)
+    rows.index_put_((slots[: value.shape[0]],), value)
+    return site.carry
+
+
+def capture_apart(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Capture where torch.compile makes C++ of the forward: that computes what it does without us, bit for bit."""
+    rows = getattr(module, tensor_attribute(ROWS, hook))
+    slots = getattr(module, tensor_attribute(SLOTS, hook))
+    value: Tensor = copy_apart(stored_value(site))
     rows.index_put_((slots[: value.shape[0]],), value)
     return site.carry
 
