@@ -181,7 +181,7 @@ def default_staging_bytes(facts: WorkerFacts, num_sites: int) -> int:
 
 
 def capture_action(facts: WorkerFacts) -> Callable[[torch.nn.Module, str, SiteValue], torch.Tensor]:
-    """The variant for this worker: traced, apart from what a CPU compiles, or a kernel where a GPU runs it as written."""
+    """The variant for this worker."""
     if facts.is_compiled and facts.device.type == "cpu":
         register_copy_apart()
         return tap.capture_apart
