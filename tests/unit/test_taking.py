@@ -15,6 +15,7 @@ from headgate.capture.engine.taking import read_json, take_json, take_msgpack
 from headgate.capture.errors import RequestError
 
 NAMES = ("steering_vectors", "steering_name")
+LONG_TEXT = "ab+/" * 1500
 LONG = [index / 7 - 20 for index in range(400)]
 VECTORS = {"post_mlp": {"3": LONG, "4": {"vector": LONG, "scale": 2.0}, "5": [1.0, 2.0]}}
 
@@ -63,6 +64,11 @@ TEXTS = [
     "\\\\",
     '"',
     "é\u2028🐕 [",
+    LONG_TEXT,
+    LONG_TEXT + "é",
+    LONG_TEXT + "\\",
+    LONG_TEXT + '"' + LONG_TEXT,
+    LONG_TEXT + "\n",
     '{"steering_vectors": ' + json.dumps(LONG) + "}",
 ]
 
@@ -85,6 +91,8 @@ JSON = st.recursive(
         | st.dictionaries(st.text(max_size=6), inner, max_size=4)
         | st.just(LONG)
         | st.just(json.dumps(LONG))
+        | st.just(LONG_TEXT)
+        | st.just({LONG_TEXT: LONG_TEXT})
     ),
     max_leaves=12,
 )
@@ -118,6 +126,24 @@ def test_what_is_no_object_is_left_to_the_server(junk: bytes) -> None:
 )
 def test_lists_that_are_none_are_left_to_the_server(numbers: str) -> None:
     body = f'{{"steering_vectors": {{"post_mlp": {{"3": [{numbers}]}}}}}}'.encode()
+
+    assert take_json(body, NAMES) == (body, {})
+
+
+@pytest.mark.parametrize("end", [b"", b"\xff", b'"', b'"}', b'"}}}', b'" 1}'])
+def test_long_strings_in_what_is_no_object_are_left_to_the_server(end: bytes) -> None:
+    body = b'{"steering_vectors": {"post_mlp": {"data": "' + LONG_TEXT.encode() + end
+
+    rest, fields = take_json(body, NAMES)
+
+    if end == b'"}}}':
+        assert (rest, fields) == (b"{}", {"steering_vectors": {"post_mlp": {"data": LONG_TEXT}}})
+    else:
+        assert (rest, fields) == (body, {})
+
+
+def test_a_long_string_of_bytes_that_are_no_text_is_left_to_the_server() -> None:
+    body = b'{"steering_name": "' + LONG_TEXT.encode() + b'\xff"}'
 
     assert take_json(body, NAMES) == (body, {})
 
