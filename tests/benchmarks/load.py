@@ -121,7 +121,8 @@ def work(connection: Connection) -> None:
     while True:
         try:
             share: Share = connection.recv()
-            bodies = [share.asked.body(index) for index in range(share.first, share.asked.shape.requests, share.step)]
+            numbers = range(share.first, share.asked.shape.requests, share.step)
+            bodies = [(share.asked.shape.tokens_of(index), *share.asked.body(index)) for index in numbers]
             connection.send("ready")
             connection.recv()
         except (EOFError, KeyboardInterrupt):
@@ -129,24 +130,24 @@ def work(connection: Connection) -> None:
         began, cpu = time.monotonic(), time.process_time()
         found = asyncio.run(send_all(share, bodies))
         wall_s, cpu_s = time.monotonic() - began, time.process_time() - cpu
-        connection.send(Done([read(raw, share.asked.shape.tokens) for raw in found], cpu_s, wall_s))
+        connection.send(Done([read(raw, tokens) for tokens, raw in found], cpu_s, wall_s))
 
 
-async def send_all(share: Share, bodies: Sequence[tuple[str, bytes]]) -> list[Raw]:
-    """Send `bodies`, as many at once as the share says."""
+async def send_all(share: Share, bodies: Sequence[tuple[int, str, bytes]]) -> list[tuple[int, Raw]]:
+    """Send `bodies`, as many at once as the share says; each goes with the number of tokens to expect."""
     import aiohttp
 
     left = iter(bodies)
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=TIMEOUT_S - 20)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         each = await asyncio.gather(*(send_some(session, share.url, left) for _ in range(share.in_flight)))
-    return [raw for some in each for raw in some]
+    return [one for some in each for one in some]
 
 
-async def send_some(session: Any, url: str, left: Iterator[tuple[str, bytes]]) -> list[Raw]:
+async def send_some(session: Any, url: str, left: Iterator[tuple[int, str, bytes]]) -> list[tuple[int, Raw]]:
     """Send one after the other of what is left."""
     found = []
-    for media_type, body in left:
+    for tokens, media_type, body in left:
         sent, status, chunks = time.monotonic(), 0, []
         try:
             async with session.post(url, data=body, headers={"Content-Type": media_type}) as response:
@@ -156,7 +157,7 @@ async def send_some(session: Any, url: str, left: Iterator[tuple[str, bytes]]) -
         except Exception as error:  # noqa: BLE001  whatever it is, it is shown as the request's error
             chunks.append((time.monotonic(), f"\n\ndata: {{}}\n\n{error!r}".encode()))
             status = status if status >= 400 else 0
-        found.append(Raw(sent, status, chunks, time.monotonic()))
+        found.append((tokens, Raw(sent, status, chunks, time.monotonic())))
     return found
 
 

@@ -198,7 +198,7 @@ def warm_up(run: Run) -> None:
 
 def shared_flags(options: argparse.Namespace) -> list[str]:
     """Flags that all servers have."""
-    longest = max(SHAPES[name].prompt + SHAPES[name].tokens for name in options.shapes)
+    longest = max(SHAPES[name].prompt + SHAPES[name].most_tokens for name in options.shapes)
     flags = {
         "--model": options.model,
         "--served-model-name": SERVED_NAME,

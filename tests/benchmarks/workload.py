@@ -32,7 +32,8 @@ class Shape(NamedTuple):
         in_flight: Requests that run at once: whenever one ends, the next is sent.
         requests: How many there are in all.
         prompt: Tokens of each prompt, all random: no prefix is shared.
-        tokens: Tokens that each generates.
+        tokens: Tokens that each generates; on average, if more requests are sent than run at once: they come and go
+            one by one then. With equal lengths all of them would end, and the next ones begin, in the same step.
     """
 
     in_flight: int
@@ -40,14 +41,23 @@ class Shape(NamedTuple):
     prompt: int
     tokens: int
 
+    @property
+    def most_tokens(self) -> int:
+        """What the longest request generates."""
+        return self.tokens if self.requests <= self.in_flight else self.tokens + self.tokens // 2
+
+    def tokens_of(self, index: int) -> int:
+        """What request number `index` generates: the same in every mode and round."""
+        return random.Random(index).randint(2 * self.tokens - self.most_tokens, self.most_tokens)
+
 
 SHAPES = {
-    "chat": Shape(in_flight=16, requests=64, prompt=256, tokens=128),
+    "chat": Shape(in_flight=16, requests=96, prompt=256, tokens=128),
     "prefill": Shape(in_flight=16, requests=16, prompt=4096, tokens=1),
     "decode": Shape(in_flight=64, requests=64, prompt=128, tokens=1024),
     "tiny": Shape(in_flight=2, requests=4, prompt=24, tokens=4),
 }
-"""``chat`` is the landscape's; ``tiny`` tries the benchmark itself."""
+"""``chat`` is the landscape's, but for the lengths; ``tiny`` tries the benchmark itself."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +206,7 @@ class Asked:
         made = {
             "model": self.model,
             "prompt": rng.choices(range(1000, self.size.vocabulary), k=self.shape.prompt),
-            "max_tokens": self.shape.tokens,
+            "max_tokens": self.shape.tokens_of(index),
             "ignore_eos": True,
             "temperature": 0,
             "stream": True,

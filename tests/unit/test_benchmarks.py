@@ -127,6 +127,18 @@ def test_bodies_of_every_form_hold_the_same_vectors(name: str) -> None:
     assert len(document["prompt"]) == SHAPES["tiny"].prompt
 
 
+def test_requests_that_come_and_go_differ_in_length_and_others_do_not() -> None:
+    chat, decode = SHAPES["chat"], SHAPES["decode"]
+
+    lengths = [chat.tokens_of(index) for index in range(2000)]
+    bodies = [msgspec.json.decode(Asked(MODES["stock"], chat, SIZE, "m", seed).body(7)[1]) for seed in (1, 2)]
+
+    assert (min(lengths), max(lengths)) == (chat.tokens // 2, chat.most_tokens)
+    assert abs(sum(lengths) / len(lengths) - chat.tokens) < 0.03 * chat.tokens
+    assert [body["max_tokens"] for body in bodies] == [chat.tokens_of(7)] * 2
+    assert {decode.tokens_of(index) for index in range(9)} == {decode.tokens} == {decode.most_tokens}
+
+
 def test_no_two_prompts_begin_alike() -> None:
     asked = [Asked(MODES["stock"], shape, SIZE, "m", seed) for shape in SHAPES.values() for seed in (1, 2)]
 
