@@ -7,12 +7,13 @@ msgpack bodies of any length, the fields of parts are taken out and read here; t
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+from headgate.capture.engine.beside import beside
 from headgate.capture.engine.http_call import NOTHING, Taken, holding
 from headgate.capture.engine.reception import reception_of
 from headgate.capture.engine.request_seam import request_parts
@@ -65,7 +66,7 @@ class Bodies:
         take = TAKE.get(kind) if _path(scope) in ROUTES else None
         if take is not None and (take is not take_json or sum(map(len, chunks)) >= LONG):
             try:
-                rest, taken = await asyncio.to_thread(self._take, scope, take, chunks)
+                rest, taken = await beside(partial(self._take, scope, take, chunks))
             except RequestError as error:
                 await _refuse(send, HTTPStatus.BAD_REQUEST, str(error), error.field)
                 return
@@ -74,7 +75,7 @@ class Bodies:
                 await self._app(json_scope, _replay(rest, receive), send)
             return
         is_huge = sum(map(len, chunks)) >= _HUGE
-        body = await asyncio.to_thread(b"".join, chunks) if is_huge else b"".join(chunks)
+        body = await beside(partial(b"".join, chunks)) if is_huge else b"".join(chunks)
         await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, scope: Any, receive: _Receive) -> list[bytes] | None:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from headgate.capture.errors import RequestError
 
 
-@contextmanager
-def as_client_error() -> Iterator[None]:
+class _AsClientError:
+    """A class, and no generator: every request enters it several times."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RequestError) and not isinstance(error, _client_error()):
+            raise _client_error()(error) from None
+
+
+_AS_CLIENT_ERROR = _AsClientError()
+
+
+def as_client_error() -> _AsClientError:
     """Turn a `RequestError` into one that vLLM's servers answer with HTTP 400, naming the field as ``param``."""
-    try:
-        yield
-    except RequestError as error:
-        if isinstance(error, _client_error()):
-            raise
-        raise _client_error()(error) from None
+    return _AS_CLIENT_ERROR
 
 
 def is_without_field(error: Exception) -> bool:

@@ -5,16 +5,17 @@ vLLM loads it only where ``VLLM_PLUGINS`` names it: ``VLLM_PLUGINS=headgate``. F
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, HTTPException, Request
 
+from headgate.capture.engine.beside import beside
 from headgate.capture.engine.bodies import LONG, install_bodies
 from headgate.capture.engine.client_errors import as_client_error
 from headgate.capture.engine.handles import NotConfiguredError
@@ -100,7 +101,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     body = await _body_of(request)
     try:
         short, long = _DECODERS[kind]
-        document = short(body) if len(body) < LONG else await asyncio.to_thread(long, body)
+        document = short(body) if len(body) < LONG else await beside(partial(long, body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError("body", f"is not {kind.rpartition('/')[2]}: {error}") from None
     if not isinstance(document, dict) or not all(isinstance(name, str) for name in document):

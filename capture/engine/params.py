@@ -59,6 +59,8 @@ def set_value(name: str, value: Any) -> Any:
 
 def read_fields(params: Any, names: Iterable[str]) -> dict[str, Any]:
     """Those of our fields that are set, by name."""
+    if not params.extra_args and not vars(params):
+        return {}  # most requests: they shall not pay for ours
     return {name: value for name in names if (value := read_field(params, name)) is not None}
 
 

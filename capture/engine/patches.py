@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from headgate.capture.engine import cli_flags, gate, http, inputs, offline, online, opening, outputs, params, scheduler
+from headgate.capture.engine import (
+    cli_flags,
+    frames,
+    gate,
+    http,
+    inputs,
+    offline,
+    online,
+    opening,
+    outputs,
+    params,
+    scheduler,
+)
 from headgate.capture.engine.core_patches import CORE_PATCHES
 from headgate.capture.engine.patching import Patch
 
@@ -10,6 +22,7 @@ _INPUT = "vllm.v1.engine.input_processor"
 _OUTPUT = "vllm.v1.engine.output_processor"
 _CLIENT = "vllm.v1.engine.core_client"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
+_SERIAL = "vllm.v1.serial_utils"
 _CHAT = "vllm.entrypoints.openai.chat_completion"
 _COMPLETION = "vllm.entrypoints.openai.completion"
 
@@ -59,6 +72,20 @@ PATCHES = (
         wrap=inputs.process_inputs,
         why="writes what a request asks into what is sent to the engine; nothing else is captured or steered",
         parameters=("self", "request_id", "prompt", "params"),
+    ),
+    Patch(
+        module=_SERIAL,
+        target="MsgpackEncoder.enc_hook",
+        wrap=frames.enc_hook,
+        why="sends a request's vectors to the engine core in a frame of their own; nothing of ours is sent without it",
+        parameters=("self", "obj"),
+    ),
+    Patch(
+        module=_SERIAL,
+        target="MsgpackDecoder.ext_hook",
+        wrap=frames.ext_hook,
+        why="receives them there",
+        parameters=("self", "code", "data"),
     ),
     Patch(
         module="vllm.v1.engine.async_llm",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from headgate.capture.engine.frames import lift
 from headgate.capture.engine.frontend import FrontEnd
 from headgate.capture.engine.http_call import taken
 from headgate.capture.engine.params import read_fields
@@ -152,7 +154,8 @@ class Reception:
         return {name: self._read(name, request_parts()[name], fields) for name, fields in given.items() if fields}
 
     def _read(self, name: str, part: RequestPart, values: Mapping[str, Any]) -> Wanted | None:
-        return self._open(name, part, values).reader.read(values)
+        wanted = self._open(name, part, values).reader.read(values)
+        return None if wanted is None else replace(wanted, wire=lift(wanted.wire))
 
     def _open(self, name: str, part: RequestPart, values: Mapping[str, Any]) -> OpenPart:
         opened = self.parts.get(name)
@@ -186,9 +189,10 @@ class Reception:
         """
         for name, part in request_parts().items():
             given = {field: values[field] for field in part.fields if values.get(field) is not None}
-            if given:
-                opened = self._open(name, part, given)
-                names = opened.reader.names(given)
+            if not given:
+                continue
+            opened = self._open(name, part, given)
+            if names := opened.reader.names(given):
                 await opened.confirm_async(Wanted(wire={}, field=next(iter(given)), names=names), client)
 
     def explain(self, asked: Asked, client: Any) -> None:

@@ -12,7 +12,14 @@ import msgspec
 from headgate.capture.config import HIDDEN_STATES, CaptureConsumersConfig
 from headgate.capture.consumer import CaptureConsumer, ModelInfo, SpecContext
 from headgate.capture.engine import hidden_states
-from headgate.capture.engine.params import CAPTURE, CAPTURE_FIELDS, CAPTURE_WAIT, RETURN_HIDDEN_STATES, read_field
+from headgate.capture.engine.params import (
+    CAPTURE,
+    CAPTURE_FIELDS,
+    CAPTURE_WAIT,
+    RETURN_HIDDEN_STATES,
+    read_field,
+    read_fields,
+)
 from headgate.capture.errors import ConsumerError, RequestError, shown
 from headgate.capture.positions import Message, PositionSelector
 from headgate.capture.spec import CaptureSpec
@@ -150,16 +157,15 @@ def refuse_unconfigured(params: Any) -> None:
     Raises:
         RequestError: If it asks for anything.
     """
-    for field in CAPTURE_FIELDS:
-        if field == RETURN_HIDDEN_STATES and hidden_states.read_form(read_field(params, field)) is not None:
+    for field, value in read_fields(params, CAPTURE_FIELDS).items():
+        if field == RETURN_HIDDEN_STATES and hidden_states.read_form(value) is not None:
             raise RequestError(field, f"this engine was started without capture. {HOW_HIDDEN_STATES}")
-        if read_field(params, field) is not None:
-            raise RequestError(
-                field,
-                "this engine was started without capture. Start it with --capture-consumers NAME:key=val, with "
-                "headgate.capture.LLM(..., capture_consumers=[...]), or with "
-                "additional_config={'headgate': {'capture': {'consumers': [...]}}}",
-            )
+        raise RequestError(
+            field,
+            "this engine was started without capture. Start it with --capture-consumers NAME:key=val, with "
+            "headgate.capture.LLM(..., capture_consumers=[...]), or with "
+            "additional_config={'headgate': {'capture': {'consumers': [...]}}}",
+        )
 
 
 def resolve(ask: Ask, num_prompt: int, find_message: FindMessage | None) -> Ask:

@@ -1,7 +1,8 @@
 """Calls from a front end into its engine cores: ``EngineCore.headgate_call(part, method, args)``.
 
 It answers ``{"ok": plain}``, or ``{"error": {"field", "message"}}`` for a `RequestError`. Only plain values and bytes
-cross. With data parallelism every engine core has a state of its own, so each of them gets every call.
+cross, long ones as `headgate.capture.engine.frames.Frame`. With data parallelism every engine core has a state of its
+own, so each of them gets every call.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import compress
 from typing import Any, Generic
 
 from headgate.capture.engine.client_errors import as_client_error
+from headgate.capture.engine.frames import lift
 from headgate.capture.engine.request_seam import CoreCall, Operation, Result
 from headgate.capture.errors import EngineStateError, RequestError
 
@@ -42,7 +44,7 @@ class Cores:
         core = getattr(self._client, "engine_core", None)  # in this process
         if core is not None:
             return [_read(core.headgate_call(self._part, method, dict(args)))]
-        return [_read(self._client.call_utility(METHOD, self._part, method, dict(args)))]
+        return [_read(self._client.call_utility(METHOD, self._part, method, lift(args)))]
 
     def run(self, operation: Operation[Result]) -> Result:
         """As `EngineCores.run`."""
@@ -103,7 +105,7 @@ class AsyncCores:
             return step.result
 
     async def _ask(self, engine: Any, method: str, args: Mapping[str, Any]) -> Any:
-        return _read(await self._client._call_utility_async(METHOD, self._part, method, dict(args), engine=engine))
+        return _read(await self._client._call_utility_async(METHOD, self._part, method, lift(args), engine=engine))
 
     async def _take_back(self, engines: Sequence[Any], method: str, undo: tuple[str, Mapping[str, Any]]) -> None:
         answers = await asyncio.gather(*(self._ask(engine, *undo) for engine in engines), return_exceptions=True)

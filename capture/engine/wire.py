@@ -1,6 +1,7 @@
 """How what a request asks travels: on a copy of its parameters to where the request is made, then to the engine.
 
-From the front end on, a request carries one dict under ``extra_args["headgate"]``, of plain values and bytes only::
+From the front end on, a request carries one dict under ``extra_args["headgate"]``, of plain values and bytes only, long
+ones as `headgate.capture.engine.frames.Frame`::
 
     {"v": 1,
      # if it captures:

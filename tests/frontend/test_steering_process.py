@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from headgate.capture.engine import frames
 from headgate.steering.compose import peak
 from headgate.steering.vectors import SteeringSpec
-from headgate.steering.wire import to_wire
+from headgate.steering.wire import SteeringWire, to_wire
 from tests.frontend.steered_core import PART, engine_config, engine_request, naming, vectors
 
 pytestmark = pytest.mark.engine
@@ -50,7 +51,10 @@ class Client:
         return SteeringSpec(prefill=made, decode=made)
 
     def add(self, req_id: str, spec: SteeringSpec, max_tokens: int = 5) -> None:
-        self.client.add_request(engine_request(req_id, [1] * 40, spec, script=SCRIPT, max_tokens=max_tokens))
+        self.client.add_request(self.request(req_id, spec, max_tokens))
+
+    def request(self, req_id: str, spec: SteeringSpec, max_tokens: int = 5) -> Any:
+        return engine_request(req_id, [1] * 40, spec, script=SCRIPT, max_tokens=max_tokens)
 
     def call(self, method: str, **args: Any) -> Any:
         return self.client.call_utility("headgate_call", PART, method, args)
@@ -122,3 +126,24 @@ def test_a_pause_that_aborts_ends_those_that_wait_too(client: Client) -> None:
     assert set(client.ended.values()) == {"abort"}
     client.add("next", client.five(9.0))
     client.wait_for("next")
+
+
+def test_long_vectors_travel_in_frames_of_their_own(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "LONG", 64)
+    spec = client.five(1.0)
+    wire = frames.lift(to_wire(spec))
+    assert isinstance(wire["pb"], frames.Frame)
+
+    described = client.call("register", name="calm", spec=wire)["ok"]
+    assert described["hash"]["prefill"] == wire["p"].hex()
+    exported = client.call("export_module", name="calm")["ok"]
+    assert isinstance(exported["pb"], frames.Frame)
+    assert SteeringWire(exported).spec() == spec
+    assert bytes(exported["pb"]) == to_wire(spec)["pb"]
+    client.call("unregister", name="calm")
+
+    request = client.request("long", spec)
+    request.sampling_params.extra_args = frames.lift(request.sampling_params.extra_args)
+    client.client.add_request(request)
+    client.wait_for("long")
+    assert client.ended == {"long": "length"}
