@@ -1,4 +1,4 @@
-"""Requests that nobody steers get stock's answers bit for bit, compiled and in bfloat16: SmolLM2's first layers.
+"""Requests that nobody steers get stock's answers bit for bit, compiled and in bfloat16, with a site at every norm.
 
 Every position of the prompts is compared, so that one other last bit of one norm shows.
 """
@@ -15,16 +15,17 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import start_llm, stop_llm
+from tests.engine.tiny_models import tiny_model
 
 NUM_LAYERS = 2
 NUM_PROMPTS = 8
 NUM_TOKENS = 200
 SITES = {"pre_attn": "all", "post_attn": "all", "post_mlp": "all"}
-CAPTURE = {"consumers": [{"name": "memory"}], "sites": {"post_mlp": "all"}}
+HEADGATE = {"capture": {"consumers": [{"name": "memory"}], "sites": SITES}, "steering": {"sites": SITES}}
 
 
 @pytest.fixture(scope="module")
-def cut_model(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def smollm2(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first layers: the compiled code of the others is the same, and compiling all thirty takes minutes."""
     folder = tmp_path_factory.mktemp("cut")
     config = json.loads((model_dir / "config.json").read_text())
@@ -37,12 +38,12 @@ def cut_model(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-def answers(model: Path, headgate: dict[str, Any]) -> list[Any]:
+def answers(model: Path, vocabulary: int, headgate: dict[str, Any]) -> list[Any]:
     """Tokens and logprobs of each position, by request."""
     from vllm import SamplingParams
 
     drawn = random.Random(0)
-    prompts = [{"prompt_token_ids": drawn.choices(range(5000, 20000), k=NUM_TOKENS)} for _ in range(NUM_PROMPTS)]
+    prompts = [{"prompt_token_ids": drawn.choices(range(3, vocabulary), k=NUM_TOKENS)} for _ in range(NUM_PROMPTS)]
     llm = start_llm(
         model=model,
         dtype="bfloat16",
@@ -69,12 +70,19 @@ def plain(steps: Any) -> list[dict[int, float]]:
     return [{token: entry.logprob for token, entry in step.items()} for step in steps]
 
 
-def test_requests_that_nobody_steers_get_stock_answers_bit_for_bit_compiled_in_bf16(
-    cut_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # compiled here and now
+def check(model: Path, vocabulary: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(cache))  # compiled here and now
 
-    stock = answers(cut_model, {})
-    idle = answers(cut_model, {"steering": {"sites": SITES}, "capture": CAPTURE})
+    stock = answers(model, vocabulary, {})
+    idle = answers(model, vocabulary, HEADGATE)
 
     assert [mine == theirs for mine, theirs in zip(idle, stock, strict=True)] == [True] * NUM_PROMPTS
+
+
+def test_smollm2_compiled_in_bf16_answers_as_stock_does_bit_for_bit(smollm2, tmp_path, monkeypatch):
+    check(smollm2, 49152, tmp_path, monkeypatch)
+
+
+def test_gpt2_compiled_in_bf16_answers_as_stock_does_bit_for_bit(tmp_path, monkeypatch):
+    """One stream instead of a branch and a residual, and norms of two reductions each."""
+    check(tiny_model("gpt2"), 512, tmp_path, monkeypatch)
