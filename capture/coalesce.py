@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from headgate.capture.batch import Int64Array
-from headgate.capture.plan import PackGroup
 from headgate.capture.pool import RowPool
 from headgate.capture.spans import RequestSpans, spans_of
 from headgate.capture.staged import StagedRows
+from headgate.capture.stepplan import PackGroup
 from headgate.capture.tokens import Int32Array
 
 MAX_STEPS = 32

@@ -63,8 +63,9 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
         staging_bytes: Pinned host memory that the device copies rows into. If None, what a full step of all sites
             needs, rounded up to a power of two, within 256 MiB and 2 GiB and a sixteenth of the machine's memory.
         linger_s: Seconds that captured rows may wait for those of the next steps, so that the rows of several steps
-            are copied and handed to consumers at once; 0 does so for each step. The end of a request waits 4 ms at
-            most. Rows that wait when the worker shuts down, of requests that have not ended, are given up.
+            are copied and handed to consumers at once; 0 does so for each step. So may the end of a request, unless
+            a consumer that is awaited takes part in it. Rows that wait when the worker shuts down, of requests that
+            have not ended, are given up.
         spill_dir: Folder for ``overload="spill"``; the system's temporary folder if None.
         self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
         fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
@@ -81,7 +82,7 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     sites: dict[str, Any] = msgspec.field(default_factory=lambda: {"post_mlp": "all"})
     ring_rows: int | None = None
     staging_bytes: int | None = None
-    linger_s: float = 0.02
+    linger_s: float = 0.05
     spill_dir: str | None = None
     self_test: bool = True
     fire_counter: bool = False

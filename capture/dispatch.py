@@ -14,10 +14,10 @@ from headgate.capture.handoff import Handoff
 from headgate.capture.lanes import Lane
 from headgate.capture.ledger import LaneRequest
 from headgate.capture.packets import BlockPart, Packet, Splitter, join
-from headgate.capture.plan import PackGroup
 from headgate.capture.pool import RowPool
 from headgate.capture.sparselog import SparseLog
 from headgate.capture.staged import StagedRows
+from headgate.capture.stepplan import PackGroup
 from headgate.capture.tokens import Int32Array, TokenBook
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from headgate.capture.batch import Int64Array
 from headgate.capture.consumer import RowBlock, RowSpan
 from headgate.capture.ledger import LaneRequest
-from headgate.capture.plan import PackGroup
 from headgate.capture.spans import RequestSpans, take_spans
+from headgate.capture.stepplan import PackGroup
 
 
 class Portion(NamedTuple):

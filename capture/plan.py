@@ -7,7 +7,6 @@ Letters in shape comments: B requests of the step, N rows of a group, K rows wan
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,44 +16,8 @@ from headgate.capture.batch import BatchView, Int64Array
 from headgate.capture.sites import Site
 from headgate.capture.spans import spans_of
 from headgate.capture.spec import CaptureSpec
+from headgate.capture.stepplan import PackGroup, StepPlan
 from headgate.capture.wants import BoolArray, Chosen, Shape, SiteSet, WantReader, Wants, list_keys
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackGroup:
-    """Rows of one step that share a set of sites. Each wanted (row, site) pair is in exactly one group.
-
-    Attributes:
-        sites: ``S`` sites, in ring order.
-        site_ids: int64 ``[S]``, read-only: their indices in the worker's site list. The same array object step
-            after step while any request wants exactly these sites, so it can serve as a cache key.
-        rows: int64 ``[N]``, offsets into `StepPlan.token_rows`.
-        positions: int64 ``[N]``, absolute; ascending within a request.
-        masks: int64 ``[N]``, never 0; bit i: consumer i wants the row at these sites.
-        spans: ``(req_id, start, stop)``: rows ``start : stop`` of the group are that request's. In batch order,
-            one per request, together covering ``0 : N``.
-    """
-
-    sites: tuple[Site, ...]
-    site_ids: Int64Array
-    rows: Int64Array
-    positions: Int64Array
-    masks: Int64Array
-    spans: tuple[tuple[str, int, int], ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
-    """What to keep of one step.
-
-    Attributes:
-        token_rows: int64 ``[K]``, ascending: the flat batch rows that somebody wants. Staging slot k of the step
-            holds batch row ``token_rows[k]``.
-        groups: What is wanted of them, at least one; no two have the same sites.
-    """
-
-    token_rows: Int64Array
-    groups: tuple[PackGroup, ...]
 
 
 class StepPlanner:
@@ -92,18 +55,17 @@ class StepPlanner:
 
     def remove(self, req_id: str) -> None:
         """Forget a request. An id that is not known is one that wanted nothing, or nothing more."""
-        self._steady = None
+        self._leave_run()
         self._table.remove(req_id)
 
     def plan(self, view: BatchView) -> StepPlan | None:
         """Plan one step. To be called once for each, in order. None if nobody wants anything of it."""
+        if self._steady is not None and self._steady.goes_on_with(view):
+            return self._steady.next()
+        self._leave_run()
         slots = self._table.slots_of(view.req_ids)
         if slots is None:
             return None
-        if self._steady is not None and self._steady.goes_on_with(view):
-            self._table.note_taken(slots, view)
-            self._steady = self._steady.next(view)
-            return self._steady.plan
         fresh = self._table.advance(slots, view)
         parts: dict[SiteSet, list[_WantedRows]] = {}
         are_runs = True
@@ -115,10 +77,15 @@ class StepPlanner:
         for member in fresh.ended:
             self._table.remove(view.req_ids[member])
         plan = _assemble(view.req_ids, parts) if parts else None
-        self._steady = None
         if plan is not None and are_runs and not fresh.ended and (view.num_scheduled == 1).all():
-            self._steady = _Steady(view, plan, fresh.num_steps_alike(view))
+            self._steady = _Steady(view, slots, plan, fresh.num_steps_alike(view))
         return plan
+
+    def _leave_run(self) -> None:
+        """The steps of the run count as taken from now on; they are not asked for while it lasts."""
+        steady, self._steady = self._steady, None
+        if steady is not None:
+            self._table.note_taken(steady.slots, steady.stop)
 
     def _choose(self, shape: Shape, rows: _Rows, slots: Int64Array) -> Iterator[Chosen]:
         if shape.is_run:
@@ -126,31 +93,43 @@ class StepPlanner:
         return shape.choose(self._table.hits(shape, slots[rows.owners], rows.positions))
 
 
-class _Steady(NamedTuple):
-    """A step in which every request decodes one token, and how many later ones are wanted likewise."""
+class _Steady:
+    """A run: steps in which the same requests decode one token each and all want theirs.
 
-    view: BatchView
-    plan: StepPlan
-    num_left: int
+    Args:
+        view: Its first step.
+        slots: Of the requests, in the planner's table.
+        plan: Of that step.
+        num_left: How many later steps are wanted likewise.
+    """
+
+    def __init__(self, view: BatchView, slots: Int64Array, plan: StepPlan, num_left: int) -> None:
+        self.slots = slots
+        self._first = view
+        self._layout = (view.num_scheduled.tobytes(), view.starts.tobytes())
+        self._computed = view.num_computed.tobytes()
+        self._plan = plan
+        self._num_left = num_left
+        self._number = 0
 
     def goes_on_with(self, view: BatchView) -> bool:
-        """Whether `view` is the next such step."""
-        before = self.view
+        """Whether `view` is the next step. Bytes are compared: several times as fast as arrays of this size."""
         return (
-            self.num_left > 0
-            and view.req_ids == before.req_ids
-            and bool((view.num_scheduled == 1).all())
-            and bool((view.num_computed == before.num_computed + 1).all())
-            and bool((view.starts == before.starts).all())
+            self._number < self._num_left
+            and view.req_ids == self._first.req_ids
+            and (view.num_scheduled.tobytes(), view.starts.tobytes()) == self._layout
+            and (view.num_computed - (self._number + 1)).tobytes() == self._computed
         )
 
-    def next(self, view: BatchView) -> _Steady:
+    def next(self) -> StepPlan:
         """The next step: the same rows, one position later."""
-        groups = (
-            PackGroup(group.sites, group.site_ids, group.rows, group.positions + 1, group.masks, group.spans)
-            for group in self.plan.groups
-        )
-        return _Steady(view, StepPlan(self.plan.token_rows, tuple(groups)), self.num_left - 1)
+        self._number += 1
+        return self._plan.later(self._number)
+
+    @property
+    def stop(self) -> Int64Array:
+        """Tokens of each request that are computed after the last step, int64 ``[B]``."""
+        return self._first.num_computed + self._number + 1
 
 
 class _Rows(NamedTuple):
@@ -272,9 +251,8 @@ class _RequestTable:
     def advance(self, slots: Int64Array, view: BatchView) -> _Fresh:
         """Count the step's positions as taken and return those that were not before."""
         stop = view.num_computed + view.num_scheduled
-        taken, end = self._next[slots], self._end[slots]
-        begin = np.maximum(view.num_computed, taken)
-        self._next[slots] = np.maximum(stop, taken)
+        begin, end = np.maximum(view.num_computed, self._next[slots]), self._end[slots]
+        self.note_taken(slots, stop)
         num_rows = np.minimum(stop, end) - begin
         return _Fresh(
             begin=begin,
@@ -285,9 +263,9 @@ class _RequestTable:
             ended=np.flatnonzero(stop >= end).tolist(),
         )
 
-    def note_taken(self, slots: Int64Array, view: BatchView) -> None:
-        """Count the step's positions as taken."""
-        self._next[slots] = np.maximum(view.num_computed + view.num_scheduled, self._next[slots])
+    def note_taken(self, slots: Int64Array, stop: Int64Array) -> None:
+        """Count positions up to `stop` as taken."""
+        self._next[slots] = np.maximum(stop, self._next[slots])
 
     def by_shape(self, slots: Int64Array, members: Int64Array) -> Iterator[tuple[Shape, Int64Array]]:
         """Split members by shape; those of one shape stay in batch order."""

@@ -18,13 +18,14 @@ from headgate.capture.dispatch import Dispatched, Dispatcher, MemoryWanted, Requ
 from headgate.capture.handoff import Handoff
 from headgate.capture.lanes import Lane, LaneLeft
 from headgate.capture.ledger import LaneRequest
-from headgate.capture.plan import StepPlan, StepPlanner
+from headgate.capture.plan import StepPlanner
 from headgate.capture.registry import OpenConsumer, close_consumers, open_consumers
 from headgate.capture.results import CaptureResult
 from headgate.capture.sites import Site
 from headgate.capture.spec import CaptureSpec
 from headgate.capture.staging import StagingRing
 from headgate.capture.stats import CaptureStats
+from headgate.capture.stepplan import StepPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +71,7 @@ class CaptureSession:
 
     The step thread calls `request_added`, `request_finished`, `step_begins` and `step_ends`, in the engine's order.
     It never waits for a consumer there, except under ``overload="block"`` and then through the staging memory alone,
-    whose lock no consumer ever holds. `stats` and `close` are for any one other thread.
+    whose lock no consumer ever holds. `stats` is for any other thread, and so is `close`, if need be.
 
     Args:
         config: As configured.
@@ -108,7 +109,13 @@ class CaptureSession:
         self._close_outlet = close_outlet
         self._stage = {"stage": pp_rank, "num_stages": pp_size}
         self._keys: dict[str, str] = {}
+        self._awaited = {each.bit for each in consumers if type(each.consumer).is_awaited}
+        self._urgent: set[str] = set()
+        """Requests whose clients wait for what a consumer makes of their rows."""
+        self._ends: dict[str, RequestEnds] = {}
+        """Requests that have ended, while rows are left in the ring."""
         self._plan: StepPlan | None = None
+        self._step_thread: int | None = None
         self._planner, self._linger_s = StepPlanner(sites), config.linger_s
         self._patience_s = min(
             sum(consumer.spec.max_stall_s for consumer in consumers) + STAGING_GRACE_S, threading.TIMEOUT_MAX
@@ -116,13 +123,7 @@ class CaptureSession:
         self._lanes = {consumer.bit: self._make_lane(consumer, config) for consumer in consumers}
         self._handoff: Handoff[Dispatched] = Handoff()
         staging.on_wait = lambda: self._handoff.put(MemoryWanted())
-        self._dispatcher = Dispatcher(
-            self._handoff,
-            self._lanes,
-            keep_bytes=staging.host_bytes,
-            hold_bytes=staging.host_bytes // 4,
-            linger_s=config.linger_s,
-        )
+        self._dispatcher = self._make_dispatcher()
         self._close_report: CloseReport | None = None
         for lane in self._lanes.values():
             lane.start()
@@ -137,14 +138,17 @@ class CaptureSession:
         capture, key = ({}, "") if new.wire is None else (new.wire["capture"], new.wire["key"])
         if not capture and new.req_id not in self._keys:
             return
-        if new.req_id in self._keys:
-            self._collect()  # rows of the request that was known under this id
+        if new.req_id in self._keys or new.req_id in self._ends:
+            self._collect()  # what belongs to the request that was known under this id
         requests = {self._bit(instance): self._request(new, raw) for instance, raw in capture.items()}
         specs = {bit: request.info.spec for bit, request in requests.items()}
+        self._step_thread = threading.get_ident()
         is_same_client = self._keys.get(new.req_id) == key
         begins = RequestBegins(new.req_id, new.num_prompt_tokens, requests, is_same_client)
         if self._handoff.put(begins):
             self._keys[new.req_id] = key
+            if not self._awaited.isdisjoint(requests):
+                self._urgent.add(new.req_id)
             self._planner.add(new.req_id, new.num_prompt_tokens, specs)
 
     def request_finished(self, req_id: str, final: FinalState | None) -> None:
@@ -154,10 +158,15 @@ class CaptureSession:
             req_id: Internal id.
             final: How it ended; None if nobody knows, which makes its results errors.
         """
-        if self._keys.pop(req_id, None) is not None:
-            self._planner.remove(req_id)
-            self._collect()  # its last rows go ahead of its end
-            self._handoff.put(RequestEnds(req_id, final))
+        if self._keys.pop(req_id, None) is None:
+            return
+        self._planner.remove(req_id)
+        self._ends[req_id] = RequestEnds(req_id, final)
+        is_urgent = req_id in self._urgent
+        self._urgent.discard(req_id)
+        # Without other requests there may be no step after which to look again.
+        if is_urgent or not self._keys or self._staging.kept_since is None:
+            self._collect()
 
     def step_begins(self, view: BatchView | None, token_ids: Tensor | None = None) -> None:
         """Before the forward of a step.
@@ -185,10 +194,16 @@ class CaptureSession:
             self._collect()
 
     def _collect(self) -> None:
-        """Start the copies of the rows that are left in the ring: some calls for each time, however many steps."""
+        """Start the copies of the rows that are left in the ring: some calls for each time, however many steps.
+
+        What ended meanwhile had its last rows among them.
+        """
         for staged in self._staging.collect(patience_s=self._patience_s):
             if not self._handoff.put(staged):
                 staged.release()
+        ends, self._ends = self._ends, {}
+        for end in ends.values():
+            self._handoff.put(end)
 
     def stats(self) -> CaptureStats:
         """Counters as of now."""
@@ -208,6 +223,7 @@ class CaptureSession:
         if self._close_report is not None:
             return self._close_report
         started = time.monotonic()
+        self._end_what_waits()
         self._handoff.close()
         if not self._dispatcher.join(started + DISPATCH_SHARE * timeout_s):
             for lane in self._lanes.values():
@@ -224,6 +240,17 @@ class CaptureSession:
             logger.warning("capture was closed before everything was delivered: %s", report)
         self._close_report = report
         return report
+
+    def _end_what_waits(self) -> None:
+        """Requests that have ended get their last rows; on a thread other than the step thread, an error instead."""
+        if threading.get_ident() == self._step_thread:
+            self._collect()
+        for end in self._ends.values():
+            self._handoff.put(end)
+
+    def _make_dispatcher(self) -> Dispatcher:
+        size = self._staging.host_bytes
+        return Dispatcher(self._handoff, self._lanes, keep_bytes=size, hold_bytes=size // 4, linger_s=self._linger_s)
 
     def _make_lane(self, consumer: OpenConsumer, config: CaptureConsumersConfig) -> Lane:
         instance = consumer.consumer

@@ -5,18 +5,14 @@ Shapes: S sites, N rows of a group, D hidden size, A rows of the arena.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from headgate.capture.arena import Arena, Lease
-from headgate.capture.batch import Int64Array
 from headgate.capture.links import Copied
-from headgate.capture.plan import PackGroup
-from headgate.capture.spans import take_spans
+from headgate.capture.stepplan import PackGroup
 from headgate.capture.tokens import Int32Array
 
 
@@ -51,6 +47,7 @@ class StagedRows:
         self._arena = arena
         self._lease = lease
         self._copied = copied
+        self._token_ids: Int32Array | None = None
         self.since = since
 
     def wait(self) -> None:
@@ -98,8 +95,10 @@ class StagedRows:
         """The token that each row of `group` was computed from, int32 ``[N]``; None if nobody knows."""
         if not self._piece.num_token_rows:
             return None
-        token_ids: Int32Array = as_int32(self._arena_AD, self._lease.start, self._piece.num_rows).numpy()
-        return token_ids[group.rows - self._piece.start]
+        if self._token_ids is None:
+            self._token_ids = as_int32(self._arena_AD, self._lease.start, self._piece.num_rows).numpy()
+        found: Int32Array = self._token_ids[group.rows - self._piece.start]
+        return found
 
     def release(self) -> None:
         """Give the memory back. The views of `groups` are void from here on."""
@@ -111,23 +110,3 @@ def as_int32(arena_AD: Tensor, start: int, count: int) -> Tensor:
     """`count` integers in the arena, from row `start` on."""
     first = start * arena_AD.shape[1] * arena_AD.element_size()
     return arena_AD.view(-1).view(torch.uint8)[first : first + 4 * count].view(torch.int32)
-
-
-def behind(group: PackGroup, distance: int) -> PackGroup:
-    """The group where `distance` other rows come before those that its `rows` count from."""
-    rows = group.rows + distance
-    return PackGroup(group.sites, group.site_ids, rows, group.positions, group.masks, group.spans)
-
-
-def rows_between(group: PackGroup, start: int, stop: int) -> PackGroup | None:
-    """The group's rows at offsets ``start : stop`` of the step's wanted rows."""
-    index: Int64Array = np.flatnonzero((group.rows >= start) & (group.rows < stop))
-    if not len(index):
-        return None
-    return replace(
-        group,
-        rows=group.rows[index],
-        positions=group.positions[index],
-        masks=group.masks[index],
-        spans=take_spans(group.spans, index),
-    )

@@ -16,11 +16,11 @@ from headgate.capture.arena import Arena, Lease, round_up
 from headgate.capture.batch import Int64Array
 from headgate.capture.errors import ConfigError
 from headgate.capture.links import Copied, CudaLink, HostLink, Link
-from headgate.capture.plan import PackGroup, StepPlan
 from headgate.capture.sites import Site
 from headgate.capture.sparselog import SparseLog
-from headgate.capture.staged import Piece, StagedRows, as_int32, behind, rows_between
+from headgate.capture.staged import Piece, StagedRows, as_int32
 from headgate.capture.stats import StagingCounters
+from headgate.capture.stepplan import PackGroup, StepPlan, joined, rows_between
 
 NUM_TRASH_ROWS = 64
 """Rows that nobody wants take turns: 8192 of them at one address would cost a prefill 3 % on an H200, at 64 nothing."""
@@ -221,7 +221,7 @@ class StagingRing:
         kept, self._kept = self._kept, []
         self._link.follow_forward()
         num_rows, has_token_ids = kept[-1].end - kept[0].base, all(step.has_token_ids for step in kept)
-        pieces = self._cut(_joined(kept), num_rows, has_token_ids=has_token_ids)
+        pieces = self._cut(joined([step.plan for step in kept]), num_rows, has_token_ids=has_token_ids)
         for number, piece in enumerate(pieces):
             lease = self._lease(piece.num_copies + piece.num_token_rows, patience_s)
             if lease is None:
@@ -285,13 +285,6 @@ class StagingRing:
     def _count_lost(self, pieces: Sequence[Piece], patience_s: float) -> None:
         self.counters.dropped_rows += sum(piece.num_rows for piece in pieces)
         self._log.error(f"rows were dropped: no staging memory became free for {patience_s:g} s")
-
-
-def _joined(kept: Sequence[_Kept]) -> tuple[PackGroup, ...]:
-    """The groups of all steps; their rows count from the first step's first wanted row."""
-    if len(kept) == 1:
-        return kept[0].plan.groups
-    return tuple(behind(group, step.base - kept[0].base) for step in kept for group in step.plan.groups)
 
 
 def _half_of(arena: Arena, num_sites: int, row_bytes: int) -> int:

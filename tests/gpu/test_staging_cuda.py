@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from headgate.capture.batch import BatchView, NewRequest
-from headgate.capture.plan import PackGroup, StepPlan
 from headgate.capture.sites import HookPoint, Site
 from headgate.capture.staged import StagedRows
 from headgate.capture.staging import StagingRing
+from headgate.capture.stepplan import PackGroup, StepPlan
 from tests.unit.pipeline import TIMEOUT_S
 
 HIDDEN = 256

@@ -16,9 +16,9 @@ import pytest
 import torch
 from test_staging_cuda import MAX_TOKENS, SITES, Model, make_ring, plan_of, random_plan
 
-from headgate.capture.plan import StepPlan
 from headgate.capture.staged import StagedRows
 from headgate.capture.staging import StagingRing
+from headgate.capture.stepplan import StepPlan
 from tests.unit.pipeline import TIMEOUT_S
 
 NUM_STEPS = 800

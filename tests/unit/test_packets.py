@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from headgate.capture.ledger import LaneRequest
 from headgate.capture.packets import BlockPart, Splitter
-from headgate.capture.plan import PackGroup
 from headgate.capture.spans import take_spans
+from headgate.capture.stepplan import PackGroup
 from tests.unit.pipeline import HIDDEN, SITES, info, lane_request, packet
 
 Requests = dict[str, dict[int, LaneRequest]]

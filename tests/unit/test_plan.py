@@ -12,10 +12,11 @@ import pytest
 
 from headgate.capture.batch import BatchView
 from headgate.capture.config import MAX_CONSUMERS
-from headgate.capture.plan import StepPlan, StepPlanner
+from headgate.capture.plan import StepPlanner
 from headgate.capture.positions import MAX_POSITION, Indices, Named, PositionSelector, Span
 from headgate.capture.sites import Site
 from headgate.capture.spec import CaptureSpec
+from headgate.capture.stepplan import StepPlan
 from tests.strategies import SITES
 
 ALL, LAST_PROMPT, GENERATED = Named("all"), Named("last_prompt"), Named("all_generated")

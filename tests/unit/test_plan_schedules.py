@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headgate.capture.batch import BatchView, Int64Array
-from headgate.capture.plan import PackGroup, StepPlan, StepPlanner
+from headgate.capture.plan import StepPlanner
 from headgate.capture.positions import Named, PositionSelector, Span
 from headgate.capture.sites import Site
 from headgate.capture.spec import CaptureSpec
+from headgate.capture.stepplan import PackGroup, StepPlan
 from tests.strategies import SITES, Step, resolved, schedules, selectors, site_sets
 
 Wanted = dict[tuple[Site, int], tuple[str, int, int]]

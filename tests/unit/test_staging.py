@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headgate.capture.errors import ConfigError
-from headgate.capture.plan import PackGroup, StepPlan, StepPlanner
+from headgate.capture.plan import StepPlanner
 from headgate.capture.sites import Site
 from headgate.capture.staged import StagedRows
 from headgate.capture.staging import StagingRing
+from headgate.capture.stepplan import PackGroup, StepPlan
 from tests.strategies import SITES as MANY_SITES
 from tests.strategies import Step, schedules
 from tests.unit.pipeline import HIDDEN, ROW_BYTES, SITES, TIMEOUT_S, request_number, row_values, when_it_waits
@@ -264,17 +265,6 @@ def test_kept_rows_are_collected_before_the_ring_goes_round() -> None:
     assert contents(list(ring.collect(patience_s=0))) == {(site, row): 2 for site in SITES for row in range(4)}
     ring.begin(plan)
     assert ring.slots[:4].tolist() == [0, 1, 2, 3]
-
-
-def test_the_same_rows_of_the_next_step_get_the_slots_behind() -> None:
-    ring, plan, found = make_ring(num_rows=16, max_tokens=8), plan_of([0, 1, 2], (SITES, range(3))), []
-
-    for step in (plan, plan, None, plan, plan, plan_of([1], (SITES, [0])), plan):
-        ring.begin(step)
-        found.append(ring.slots[:4].tolist())
-
-    assert found[:3] == [[0, 1, 2, 19], [3, 4, 5, 19], [16, 17, 18, 19]]
-    assert found[3:] == [[6, 7, 8, 19], [9, 10, 11, 19], [16, 12, 18, 19], [13, 14, 15, 19]]
 
 
 @settings(max_examples=80)

@@ -1,0 +1,129 @@
+"""What is wanted of a step, and of a run of steps that are alike. Numpy only.
+
+Letters in shape comments: N rows of a group, K rows wanted by anybody, S sites, T steps of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headgate.capture.batch import Int64Array
+from headgate.capture.sites import Site
+from headgate.capture.spans import take_spans
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackGroup:
+    """Rows of one step that share a set of sites. Each wanted (row, site) pair is in exactly one group.
+
+    Attributes:
+        sites: ``S`` sites, in ring order.
+        site_ids: int64 ``[S]``, read-only: their indices in the worker's site list. The same array object step
+            after step while any request wants exactly these sites, so it can serve as a cache key.
+        rows: int64 ``[N]``, offsets into `StepPlan.token_rows`.
+        positions: int64 ``[N]``, absolute; ascending within a request.
+        masks: int64 ``[N]``, never 0; bit i: consumer i wants the row at these sites.
+        spans: ``(req_id, start, stop)``: rows ``start : stop`` of the group are that request's. In batch order,
+            one per request, together covering ``0 : N``.
+    """
+
+    sites: tuple[Site, ...]
+    site_ids: Int64Array
+    rows: Int64Array
+    positions: Int64Array
+    masks: Int64Array
+    spans: tuple[tuple[str, int, int], ...]
+
+
+class StepPlan:
+    """What to keep of one step.
+
+    Attributes:
+        token_rows: int64 ``[K]``, ascending: the flat batch rows that somebody wants. Staging slot k of the step
+            holds batch row ``token_rows[k]``. The same array object in all steps of a run.
+
+    Args:
+        token_rows: See above.
+        groups: What is wanted of them, at least one; no two have the same sites. If `number` is not 0: of the first
+            step of a run, in which every request decodes one token a step.
+        number: Of the step in its run: its positions are so many behind those of `groups`.
+    """
+
+    __slots__ = ("_first", "_number", "token_rows")
+
+    def __init__(self, token_rows: Int64Array, groups: tuple[PackGroup, ...], number: int = 0) -> None:
+        self.token_rows = token_rows
+        self._first = groups
+        self._number = number
+
+    @property
+    def groups(self) -> tuple[PackGroup, ...]:
+        """What is wanted of the rows, by sites."""
+        if not self._number:
+            return self._first
+        return tuple(replace(group, positions=group.positions + self._number) for group in self._first)
+
+    def later(self, distance: int) -> StepPlan:
+        """The step so many steps later in the same run."""
+        return StepPlan(self.token_rows, self._first, self._number + distance)
+
+    def goes_on(self, before: StepPlan) -> bool:
+        """Whether this is the step that follows `before` in its run."""
+        return self._first is before._first and self._number == before._number + 1
+
+    def run(self, num_steps: int, distance: int) -> Iterator[PackGroup]:
+        """The groups of `num_steps` steps of a run together, of which this is the first.
+
+        Each step's wanted rows follow the last one's, and `distance` other rows come before the first. The rows of a
+        request are next to each other.
+        """
+        for group in self._first:
+            if num_steps == 1:
+                yield replace(group, rows=group.rows + distance, positions=group.positions + self._number)
+                continue
+            if len(group.spans) != len(group.rows):
+                raise AssertionError(f"a run in which {len(group.spans)} requests have {len(group.rows)} rows a step")
+            steps = np.arange(num_steps)
+            yield PackGroup(
+                sites=group.sites,
+                site_ids=group.site_ids,
+                rows=np.add.outer(group.rows + distance, steps * len(self.token_rows)).reshape(-1),
+                positions=np.add.outer(group.positions + self._number, steps).reshape(-1),
+                masks=np.repeat(group.masks, num_steps),
+                spans=tuple((req_id, start * num_steps, stop * num_steps) for req_id, start, stop in group.spans),
+            )
+
+
+def joined(plans: Sequence[StepPlan]) -> tuple[PackGroup, ...]:
+    """The groups of some steps whose wanted rows follow each other; rows count from the first step's first one.
+
+    Steps of one run that follow each other come as one group for each set of sites.
+    """
+    if len(plans) == 1:
+        return plans[0].groups
+    found: list[PackGroup] = []
+    start = distance = 0
+    for stop in range(1, len(plans) + 1):
+        if stop < len(plans) and plans[stop].goes_on(plans[stop - 1]):
+            continue
+        found.extend(plans[start].run(stop - start, distance))
+        distance += sum(len(plan.token_rows) for plan in plans[start:stop])
+        start = stop
+    return tuple(found)
+
+
+def rows_between(group: PackGroup, start: int, stop: int) -> PackGroup | None:
+    """The group's rows at offsets ``start : stop`` of the step's wanted rows."""
+    index: Int64Array = np.flatnonzero((group.rows >= start) & (group.rows < stop))
+    if not len(index):
+        return None
+    return replace(
+        group,
+        rows=group.rows[index],
+        positions=group.positions[index],
+        masks=group.masks[index],
+        spans=take_spans(group.spans, index),
+    )

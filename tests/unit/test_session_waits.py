@@ -1,0 +1,133 @@
+"""Rows that are left in the ring for a while, and the ends of requests that wait for them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from headgate.capture.staging import StagingRing
+from tests.unit.pipeline import HIDDEN, ROW_BYTES, SITES, TIMEOUT_S, final_state
+from tests.unit.world import Keeper, make_staging, make_world, want, world
+
+LONG_S = 1.0
+
+
+class Awaited(Keeper):
+    is_awaited = True
+
+
+def test_an_end_waits_for_the_rows_that_are_left_in_the_ring() -> None:
+    keeper, staging = Keeper(), make_staging()
+    with world((keeper, {}), staging=staging, linger_s=LONG_S) as it:
+        for req_id in ("a", "b"):
+            it.add(req_id, {"c0": want()})
+        it.step(a=(0, 4), b=(0, 4))
+        for position in (4, 5):
+            it.step(a=(position, position + 1), b=(position, position + 1))
+
+        it.session.request_finished("a", final_state(num_tokens=7))
+        assert (staging.num_kept_rows, staging.staged_bytes) == (12, 0)  # "b" runs: there will be more steps
+
+        it.session.request_finished("b", final_state(num_tokens=7))
+        assert staging.num_kept_rows == 0  # there may be none
+
+        assert {result.status for result in it.outlet.wait(2)} == {"ok"}
+    assert [captured.positions.tolist() for captured in keeper.captured] == [[0, 1, 2, 3, 4, 5]] * 2
+
+
+def test_the_end_of_a_request_whose_client_waits_does_not() -> None:
+    staging = make_staging()
+    with world((Awaited(), {}), (Keeper(), {}), staging=staging, linger_s=LONG_S) as it:
+        it.add("patient", {"c1": want()})
+        it.add("waits", {"c0": want()})
+        it.step(patient=(0, 4), waits=(0, 4))
+
+        it.session.request_finished("waits", final_state(num_tokens=5))
+
+        assert staging.num_kept_rows == 0
+        (result,) = it.outlet.wait(1)
+    assert (result.status, result.num_rows) == ("ok", 4)
+
+
+def test_rows_wait_no_longer_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, now = make_staging(), [100.0]
+    monkeypatch.setattr("headgate.capture.staging.time.monotonic", lambda: now[0])
+    with world((Keeper(), {}), staging=staging, linger_s=LONG_S) as it:
+        it.add("a", {"c0": want()})
+        kept = []
+        for position in range(4):
+            it.step(a=(position, position + 1))
+            kept.append(staging.num_kept_rows)
+            now[0] += 0.6 * LONG_S
+
+    assert kept == [1, 2, 0, 1]
+
+
+def test_many_rows_do_not_wait() -> None:
+    staging = StagingRing(
+        sites=SITES,
+        num_rows=1000,
+        max_tokens=1000,
+        hidden_size=HIDDEN,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        staging_bytes=20_000 * ROW_BYTES,
+    )
+    with world((Keeper(), {}), staging=staging, linger_s=LONG_S) as it:
+        it.add("a", {"c0": want()}, num_prompt=800)
+        it.step(a=(0, 400))
+        assert staging.num_kept_rows == 400
+        it.step(a=(400, 800))
+        assert staging.num_kept_rows == 0
+
+
+def test_an_id_that_begins_again_does_not_mix_with_what_waits() -> None:
+    keeper = Keeper()
+    with world((keeper, {}), linger_s=LONG_S) as it:
+        it.add("other", {"c0": want()}, num_prompt=2)
+        it.add("a", {"c0": want()}, number=1, key="first")
+        it.step(a=(0, 4), other=(0, 1))
+        it.session.request_finished("a", final_state(num_tokens=5))
+
+        it.add("a", {"c0": want()}, num_prompt=3, number=2, key="second")
+        it.step(a=(0, 3), other=(1, 2))
+        it.session.request_finished("a", final_state(3, 4))
+        it.session.request_finished("other", final_state(2, 3))
+
+        it.outlet.wait(3)
+    results = {message["key"]: message["result"] for message in it.outlet.sent}
+    assert {results["first"].num_rows, results["second"].num_rows} == {4, 3}
+    assert {result.status for result in results.values()} == {"ok"}
+
+
+def test_closing_on_the_step_thread_delivers_what_waits() -> None:
+    keeper = Keeper()
+    it = make_world((keeper, {}), linger_s=LONG_S)
+    for req_id in ("a", "runs"):
+        it.add(req_id, {"c0": want()})
+    it.step(a=(0, 4), runs=(0, 4))
+    it.session.request_finished("a", final_state(num_tokens=5))
+
+    it.session.close(TIMEOUT_S)
+
+    results = {message["key"]: message["result"] for message in it.outlet.sent}
+    assert (results["key-a"].status, results["key-a"].num_rows) == ("ok", 4)
+    assert "shut down before the request had ended" in str(results["key-runs"].error)
+
+
+def test_closing_on_another_thread_ends_what_waits_with_an_error() -> None:
+    it = make_world((Keeper(), {}), linger_s=LONG_S)
+    for req_id in ("a", "runs"):
+        it.add(req_id, {"c0": want()})
+    it.step(a=(0, 4), runs=(0, 4))
+    it.session.request_finished("a", final_state(num_tokens=5))
+
+    closing = threading.Thread(target=it.session.close, args=(TIMEOUT_S,))
+    closing.start()
+    closing.join(TIMEOUT_S)
+
+    results = {message["key"]: message["result"] for message in it.outlet.sent}
+    assert results["key-a"].status != "ok"
+    assert "4 of 4" in str(results["key-a"].error)
