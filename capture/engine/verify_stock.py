@@ -75,6 +75,9 @@ def _repeats(stock: Sequence[Recording], noise: float, tolerance: float) -> Verd
     text = f"logprobs of {num_runs} differ by up to {noise:.2g}"
     if not noise <= MAX_NOISE * tolerance:
         return Verdict(check, Status.FAILED, f"{text}: too much to compare anything with")
+    if all(noise_of([engine]) == 0 for engine in stock):
+        text = f"in each engine, bit for bit; compiled anew it answers otherwise, by up to {noise:.2g} in logprobs"
+        return Verdict(check, Status.PASSED, f"{text}, which headgate may as well")
     return Verdict(check, Status.WARNING, f"{text}: everything is compared with tolerance")
 
 

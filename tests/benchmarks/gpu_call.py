@@ -107,6 +107,7 @@ TESTS = {
         pytest_step("staging", 120, *RING),
         pytest_step("kernels", 60, "tests/kernels"),
         pytest_step("capture", 240, "tests/gpu/test_capture_gpu.py"),
+        pytest_step("idle", 240, "tests/gpu/test_idle_gpu.py"),
         pytest_step("steering", 300, "tests/gpu/test_steering_gpu.py"),
         sanitized("memcheck", 120),
         sanitized("racecheck", 90),

@@ -32,6 +32,8 @@ class Engines:
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
+        self.caches: list[str | None] = []
+        self.graph_mode = "FULL"
         self.wrong = Wrong()
         self.step_ms: dict[str, float] = {STOCK: 2.0, IDLE: 2.01}
         self.ends: dict[str, tuple[int | None, str]] = {}
@@ -39,6 +41,7 @@ class Engines:
     def __call__(self, file: Path, log: Path, env: Mapping[str, str], timeout_s: float) -> int | None:
         job = json.loads(file.read_text())
         self.jobs.append(job)
+        self.caches.append(env.get("VLLM_CACHE_ROOT"))
         kind = job["kind"]
         status, text = self.ends.get(kind, (0, "fine"))
         log.write_text(text)
@@ -47,7 +50,9 @@ class Engines:
         earlier = msgspec.msgpack.decode(Path(job["earlier"]).read_bytes(), type=Recording) if job["earlier"] else None
         recording = ToyEngine(kind, self.wrong if kind == SERVED else Wrong(), earlier).record()
         step_ms = {1: [self.step_ms[kind]] * 3} if job["is_timed"] else {}
-        Path(job["out"]).write_bytes(msgspec.msgpack.encode(msgspec.structs.replace(recording, step_ms=step_ms)))
+        facts = msgspec.structs.replace(recording.facts, graph_mode=self.graph_mode)
+        recording = msgspec.structs.replace(recording, step_ms=step_ms, facts=facts)
+        Path(job["out"]).write_bytes(msgspec.msgpack.encode(recording))
         return 0
 
 
@@ -93,8 +98,31 @@ def test_a_check_that_fails_is_the_exit_status(invoke: Invoke, engines: Engines,
     assert "no effect at 1.post_attn" in result.output
     assert "NOT verified" in result.output
     assert not json.loads((tmp_path / "r.json").read_text())["is_passed"]
-    assert [job["kind"] for job in engines.jobs] == [STOCK, SERVED, EAGER]
+    assert [job["kind"] for job in engines.jobs] == [STOCK, STOCK, SERVED, EAGER]
     assert "idle cost" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("graph_mode", "repeats", "kinds"),
+    [
+        ("FULL", 0, [STOCK, STOCK, SERVED, EAGER]),
+        ("FULL", 2, [STOCK, IDLE, STOCK, IDLE, STOCK, SERVED, EAGER]),
+        ("NONE", 0, [STOCK, SERVED, EAGER]),
+        ("NONE", 1, [STOCK, IDLE, STOCK, SERVED, EAGER]),
+    ],
+)
+def test_where_kernels_are_chosen_by_time_the_last_stock_engine_is_compiled_anew(
+    invoke: Invoke, engines: Engines, graph_mode: str, repeats: int, kinds: list[str]
+) -> None:
+    engines.graph_mode = graph_mode
+
+    invoke("my/model", "--repeats", str(repeats))
+
+    assert [job["kind"] for job in engines.jobs] == kinds
+    usual = os.environ.get("VLLM_CACHE_ROOT")
+    last = len(kinds) - 1 - kinds[::-1].index(STOCK)
+    anew = [index for index, cache in enumerate(engines.caches) if cache != usual]
+    assert anew == ([last] if graph_mode == "FULL" else [])
 
 
 @pytest.mark.parametrize(
@@ -173,7 +201,7 @@ def test_logs_and_recordings_are_kept_where_the_user_says(invoke: Invoke, tmp_pa
 
     names = {path.name for path in (tmp_path / "kept").iterdir()}
     assert {
-        f"{number}-{kind}.{end}" for number, kind in ((1, STOCK), (2, SERVED)) for end in ("log", "msgpack")
+        f"{number}-{kind}.{end}" for number, kind in ((1, STOCK), (3, SERVED)) for end in ("log", "msgpack")
     } < names
 
 

@@ -1,0 +1,57 @@
+"""One engine of `test_idle_gpu`: ``python idle_runs.py VARIANT OUT`` writes tokens and logprobs as JSON.
+
+GPU_TEST_MODEL is the model's folder; random weights will do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+PARTS: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "stock-again": {},
+    "capture": {"capture": {"consumers": [{"name": "memory"}]}},
+    "steering": {"steering": {}},
+    "both": {"capture": {"consumers": [{"name": "memory"}]}, "steering": {}},
+}
+LENGTHS = (1, 2, 3, 700, 1500)
+NUM_REQUESTS = 40
+MAX_TOKENS = 24
+
+
+def main() -> None:
+    """Serve all prompts at once, in an engine core in this process: so all engines see the same batches."""
+    variant, out = sys.argv[1:3]
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CACHE_ROOT"] = f"{out}.cache"  # each compiles for itself
+    if not PARTS[variant]:
+        os.environ["VLLM_PLUGINS"] = "none"
+    from engine_runs import VOCABULARY, open_engine
+    from vllm import SamplingParams
+
+    os.environ.setdefault("GPU_TEST_ENGINE", json.dumps({"kv_cache_memory_bytes": 3 << 30, "max_model_len": 2048}))
+    llm = open_engine("stock" if not PARTS[variant] else "idle", {"headgate": PARTS[variant]})
+    rng = random.Random(0)
+    lengths = [*LENGTHS, *(rng.randrange(4, 300) for _ in range(NUM_REQUESTS - len(LENGTHS)))]
+    prompts = [[rng.randrange(1000, min(VOCABULARY, 200_000)) for _ in range(length)] for length in lengths]
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=5, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    answers = [
+        {
+            "tokens": list(output.outputs[0].token_ids),
+            "logprobs": [
+                sorted((token, one.logprob) for token, one in step.items()) for step in output.outputs[0].logprobs
+            ],
+        }
+        for output in outputs
+    ]
+    Path(out).write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()
