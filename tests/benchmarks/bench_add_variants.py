@@ -7,6 +7,8 @@ process, and nothing of headgate but the actions. Variants:
 - sites: what headgate does: one pool, one row of slots for each site, ``carry + pool[slots[site, :n]]``.
 - tokens: the same with one row of slots for each token, ``carry + pool[slots[:n, site]]``.
 - dense: a table for each site and one index for all, ``carry + table[site][row[:n]]``.
+- uncounted: sites, with the addition that inductor does not count (`headgate.steering.lowering`): the norms' kernels
+  are then chosen as stock's are, see `codegen`.
 - rows: one pool, and a map of rows to slots that every site reads, ``carry + pool[map[site][row[:n]]]``.
 
 Idle: all rows are the zero vector. Active: 64 rows are distinct.
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 
+from headgate.steering.lowering import add_uncounted, register_add_uncounted
 from tests.benchmarks import turns
 from tests.benchmarks.turns import BATCHES, LONG, Job, Served, open_llm, run_rounds, start, stop, table
 
@@ -28,7 +31,7 @@ MAX_TOKENS = 8192
 NUM_ROWS = 131
 NUM_SLOTS = 8192
 HOOKS = ("pre_attn", "post_attn", "post_mlp")
-VARIANTS = ("stock", "sites", "tokens", "dense", "rows")
+VARIANTS = ("stock", "sites", "uncounted", "tokens", "dense", "rows")
 
 
 def tensor(module: Any, name: str, hook: str) -> torch.Tensor:
@@ -44,6 +47,15 @@ def add_by_slot(module: Any, hook: str, site: Any) -> torch.Tensor:
 def add_by_row(module: Any, hook: str, site: Any) -> torch.Tensor:
     rows = tensor(module, "slots", hook)[: site.carry.shape[-2]]
     return site.carry + tensor(module, "pool", hook)[tensor(module, "map", hook)[rows]]
+
+
+def add_by_slot_uncounted(module: Any, hook: str, site: Any) -> torch.Tensor:
+    slots = tensor(module, "slots", hook)[: site.carry.shape[-2]]
+    steered: torch.Tensor = add_uncounted(site.carry, tensor(module, "pool", hook)[slots])
+    return steered
+
+
+ADDS = {"uncounted": add_by_slot_uncounted, "rows": add_by_row}
 
 
 class Tables:
@@ -97,7 +109,7 @@ def install(variant: str) -> dict[str, Tables]:
         parent, name, layers = find_decoder_stack(self.worker.model_runner.get_model())
         sites = [Site(index, HookPoint(hook)) for index, _ in layers for hook in HOOKS]
         tables = shared["tables"] = Tables(variant, len(sites), config.get_hidden_size(), config.dtype)
-        run = add_by_row if variant == "rows" else add_by_slot
+        run = ADDS.get(variant, add_by_slot)
         actions = {site: [SiteAction(run=run, tensors=tables.of_site(at), order=20)] for at, site in enumerate(sites)}
         install_actions(parent, name, layers, actions)
         self.worker.vllm_config.additional_config = {"bench": variant}
@@ -118,6 +130,7 @@ class Added(Served):
         if variant == "stock":
             self.modes = ("idle",)
         else:
+            register_add_uncounted()
             self._shared = install(variant)
         self.llm = open_llm(model)
 
