@@ -110,8 +110,8 @@ class CaptureSession:
         self._stage = {"stage": pp_rank, "num_stages": pp_size}
         self._keys: dict[str, str] = {}
         self._awaited = {each.bit for each in consumers if type(each.consumer).is_awaited}
-        self._urgent: set[str] = set()
-        """Requests whose clients wait for what a consumer makes of their rows."""
+        # Requests that may get further steps, and those whose clients wait for what a consumer makes of their rows.
+        self._running, self._urgent = set[str](), set[str]()
         self._ends: dict[str, RequestEnds] = {}
         """Requests that have ended, while rows are left in the ring."""
         self._plan: StepPlan | None = None
@@ -147,12 +147,18 @@ class CaptureSession:
         begins = RequestBegins(new.req_id, new.num_prompt_tokens, requests, is_same_client)
         if self._handoff.put(begins):
             self._keys[new.req_id] = key
+            self._running.add(new.req_id)
             if not self._awaited.isdisjoint(requests):
                 self._urgent.add(new.req_id)
             self._planner.add(new.req_id, new.num_prompt_tokens, specs)
 
+    def request_stopped(self, req_id: str) -> None:
+        """The request gets no further step; how it ended is said later."""
+        self._running.discard(req_id)
+        self._collect_if_last()
+
     def request_finished(self, req_id: str, final: FinalState | None) -> None:
-        """The request got its last step. One that asked for nothing is not known here.
+        """The request has got its last step, and this is how it ended. One that asked for nothing is not known here.
 
         Args:
             req_id: Internal id.
@@ -162,11 +168,11 @@ class CaptureSession:
             return
         self._planner.remove(req_id)
         self._ends[req_id] = RequestEnds(req_id, final)
-        is_urgent = req_id in self._urgent
-        self._urgent.discard(req_id)
-        # Without other requests there may be no step after which to look again.
-        if is_urgent or not self._keys or self._staging.kept_since is None:
+        self._running.discard(req_id)
+        if req_id in self._urgent or self._staging.kept_since is None:
+            self._urgent.discard(req_id)
             self._collect()
+        self._collect_if_last()
 
     def step_begins(self, view: BatchView | None, token_ids: Tensor | None = None) -> None:
         """Before the forward of a step.
@@ -191,6 +197,11 @@ class CaptureSession:
         if since is not None and (
             self._staging.num_kept_rows >= MAX_KEPT_ROWS or time.monotonic() >= since + self._linger_s
         ):
+            self._collect()
+
+    def _collect_if_last(self) -> None:
+        """Without a request that runs there may be no step after which to look again."""
+        if not self._running:
             self._collect()
 
     def _collect(self) -> None:

@@ -94,6 +94,11 @@ class CapturePart:
             self._session.request_added(new)
 
     @hookimpl
+    def headgate_request_stopped(self, req_id: str) -> None:
+        if self._session is not None:
+            self._session.request_stopped(req_id)
+
+    @hookimpl
     def headgate_request_finished(self, req_id: str, final: FinalState | None) -> None:
         if self._session is not None:
             self._session.request_finished(req_id, final)

@@ -37,6 +37,23 @@ def test_an_end_waits_for_the_rows_that_are_left_in_the_ring() -> None:
     assert [captured.positions.tolist() for captured in keeper.captured] == [[0, 1, 2, 3, 4, 5]] * 2
 
 
+def test_an_end_does_not_wait_for_requests_that_have_stopped() -> None:
+    staging = make_staging()
+    with world((Keeper(), {}), staging=staging, linger_s=LONG_S) as it:
+        for req_id in ("a", "b"):
+            it.add(req_id, {"c0": want()})
+        it.step(a=(0, 4), b=(0, 4))
+
+        it.session.request_stopped("a")
+        assert staging.num_kept_rows == 8
+        it.session.request_stopped("b")
+        assert staging.num_kept_rows == 0  # no step will follow
+
+        it.session.request_finished("a", final_state())  # how "b" ended is not known yet
+        (result,) = it.outlet.wait(1)
+    assert (result.status, result.num_rows) == ("ok", 4)
+
+
 def test_the_end_of_a_request_whose_client_waits_does_not() -> None:
     staging = make_staging()
     with world((Awaited(), {}), (Keeper(), {}), staging=staging, linger_s=LONG_S) as it:
