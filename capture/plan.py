@@ -28,7 +28,7 @@ class StepPlanner:
     A request of which nothing more can be wanted (``last_prompt`` after the prompt) is forgotten by itself.
 
     Cost of a step: numpy over its wanted tokens, and a Python loop over the distinct shapes in it; see `Shape`. Where
-    the same requests decode one token each and all want theirs, step after step, only the positions are made anew.
+    the same requests decode one token each and all want theirs, step after step, it is a comparison.
 
     Args:
         sites: The sites that this worker owns, in ring order.

@@ -212,6 +212,9 @@ class CaptureSession:
         for staged in self._staging.collect(patience_s=self._patience_s):
             if not self._handoff.put(staged):
                 staged.release()
+        self._hand_over_ends()
+
+    def _hand_over_ends(self) -> None:
         ends, self._ends = self._ends, {}
         for end in ends.values():
             self._handoff.put(end)
@@ -256,8 +259,7 @@ class CaptureSession:
         """Requests that have ended get their last rows; on a thread other than the step thread, an error instead."""
         if threading.get_ident() == self._step_thread:
             self._collect()
-        for end in self._ends.values():
-            self._handoff.put(end)
+        self._hand_over_ends()
 
     def _make_dispatcher(self) -> Dispatcher:
         size = self._staging.host_bytes

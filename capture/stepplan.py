@@ -80,18 +80,18 @@ class StepPlan:
         Each step's wanted rows follow the last one's, and `distance` other rows come before the first. The rows of a
         request are next to each other.
         """
-        for group in self._first:
-            if num_steps == 1:
-                yield replace(group, rows=group.rows + distance, positions=group.positions + self._number)
-                continue
+        if num_steps == 1:
+            yield from (replace(group, rows=group.rows + distance) for group in self.groups)
+            return
+        steps = np.arange(num_steps)
+        for group in self.groups:
             if len(group.spans) != len(group.rows):
                 raise AssertionError(f"a run in which {len(group.spans)} requests have {len(group.rows)} rows a step")
-            steps = np.arange(num_steps)
             yield PackGroup(
                 sites=group.sites,
                 site_ids=group.site_ids,
                 rows=np.add.outer(group.rows + distance, steps * len(self.token_rows)).reshape(-1),
-                positions=np.add.outer(group.positions + self._number, steps).reshape(-1),
+                positions=np.add.outer(group.positions, steps).reshape(-1),
                 masks=np.repeat(group.masks, num_steps),
                 spans=tuple((req_id, start * num_steps, stop * num_steps) for req_id, start, stop in group.spans),
             )

@@ -52,9 +52,14 @@ def to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def _unknown_to_vllm(request: Any) -> dict[str, Any]:
+    """Fields of a body that vLLM's model of it does not have, and those that were taken out before."""
+    return {**(request.model_extra or {}), **taken().fields}
+
+
 def _given(request: Any, names: Iterable[str]) -> dict[str, Any]:
     """Those of our fields that a body has."""
-    extra = {**(request.model_extra or {}), **taken().fields}
+    extra = _unknown_to_vllm(request)
     if not extra:
         return {}
     return {name: extra[name] for name in names if set_value(name, extra.get(name)) is not None}
@@ -167,9 +172,8 @@ def create_generative_scoring(original: Callable[..., Any]) -> Callable[..., Any
 
     @wraps(original)
     async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {**(request.model_extra or {}), **taken().fields}
         try:
-            _refuse_any(given, "/generative_scoring does not take it; use /v1/completions")
+            _refuse_any(_unknown_to_vllm(request), "/generative_scoring does not take it; use /v1/completions")
         except RequestError as error:
             return self.create_error_response(error)
         return await original(self, request, *args, **kwargs)

@@ -30,20 +30,21 @@ def stored_value(site: SiteValue) -> Tensor:
 
 def capture_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Capture where torch.compile fuses the sum and the scatter into the kernel of the following norm."""
-    rows = getattr(module, tensor_attribute(ROWS, hook))
-    slots = getattr(module, tensor_attribute(SLOTS, hook))
-    value = stored_value(site)
-    rows.index_put_((slots[: value.shape[0]],), value)
+    _scatter(module, hook, stored_value(site))
     return site.carry
 
 
 def capture_apart(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Capture where torch.compile makes C++ of the forward: that computes what it does without us, bit for bit."""
+    _scatter(module, hook, copy_apart(stored_value(site)))
+    return site.carry
+
+
+def _scatter(module: nn.Module, hook: str, value: Tensor) -> None:
+    """Write each row of `value`, ``[num_tokens, hidden]``, to its slot of the site's ring."""
     rows = getattr(module, tensor_attribute(ROWS, hook))
     slots = getattr(module, tensor_attribute(SLOTS, hook))
-    value: Tensor = copy_apart(stored_value(site))
     rows.index_put_((slots[: value.shape[0]],), value)
-    return site.carry
 
 
 def capture_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor:

@@ -209,7 +209,7 @@ class Session:
             idle_costs=costs,
         )
 
-    def _run(self, name: str, kind: str, *, is_timed: bool, is_compiled_anew: bool = False) -> Recording:
+    def _run(self, name: str, kind: str, *, is_timed: bool, is_compiled_anew: bool) -> Recording:
         log, out = self.folder / f"{name}.log", self.folder / f"{name}.msgpack"
         out.unlink(missing_ok=True)  # of an earlier verification, if the user keeps them in one folder
         if kind == SERVED:

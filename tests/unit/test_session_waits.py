@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
 
-from headgate.capture.staging import StagingRing
-from tests.unit.pipeline import HIDDEN, ROW_BYTES, SITES, TIMEOUT_S, final_state
+from tests.unit.pipeline import TIMEOUT_S, final_state
 from tests.unit.world import Keeper, make_staging, make_world, want, world
 
 LONG_S = 1.0
@@ -83,15 +81,7 @@ def test_rows_wait_no_longer_than_they_may(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_many_rows_do_not_wait() -> None:
-    staging = StagingRing(
-        sites=SITES,
-        num_rows=1000,
-        max_tokens=1000,
-        hidden_size=HIDDEN,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        staging_bytes=20_000 * ROW_BYTES,
-    )
+    staging = make_staging(num_rows=1000, max_tokens=1000, staging_rows=20_000)
     with world((Keeper(), {}), staging=staging, linger_s=LONG_S) as it:
         it.add("a", {"c0": want()}, num_prompt=800)
         it.step(a=(0, 400))

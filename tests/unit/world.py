@@ -96,11 +96,13 @@ class World:
         self.session.step_ends()
 
 
-def make_staging(sites: tuple[Site, ...] = SITES, *, num_rows: int = 64, staging_rows: int = 1000) -> StagingRing:
+def make_staging(
+    sites: tuple[Site, ...] = SITES, *, num_rows: int = 64, max_tokens: int = 64, staging_rows: int = 1000
+) -> StagingRing:
     return StagingRing(
         sites=sites,
         num_rows=num_rows,
-        max_tokens=64,
+        max_tokens=max_tokens,
         hidden_size=HIDDEN,
         dtype=torch.float32,
         device=torch.device("cpu"),
