@@ -1,11 +1,18 @@
 """Event-loop time of one steered HTTP request, from its body to the bytes for the engine core: no engine runs.
 
-    .venv/bin/python -m tests.benchmarks.bench_bodies
+    chrt -r 10 .venv/bin/python -m tests.benchmarks.bench_bodies [asyncio]
 
 The application is FastAPI with vLLM's own request model: stock, with headgate's fields of JSON bodies alone, and with
-the middleware that ``VLLM_PLUGINS`` brings. `loop` is CPU time of the event loop's callbacks, `stall` the longest that
-anything else on the loop had to wait, `total` the request's latency; `stall` has rounds of its own, since what measures
-it takes time of the loop. `quiet` is the first decile of `loop`: what is above it is owed to others on the cores.
+the middleware that ``VLLM_PLUGINS`` brings. It runs on uvloop, as vLLM's server does; with ``asyncio``, on Python's own
+loop.
+
+`loop` is CPU time of the loop's thread from before the request's task is made until after it has ended, whatever that
+thread did meanwhile, waiting for its selector and for Python's lock included. `stall` is the longest that anything else
+on the loop had to wait, and has rounds of its own, since what measures it takes time of the loop. `total` is latency.
+
+The machine's own speed changes by a factor of two within minutes. So servers take turns, request by request, in several
+sittings with new processes; a row shows the lowest, the middle and the highest of the sittings' medians, and by how
+much a request took longer than the stock server's ``plain`` one of the same round (``above``, likewise).
 
 Rows that steer nothing say what vLLM itself takes: ``plain`` is a short body, ``as long`` one of the length of
 ``base64`` in a field that vLLM does not know.
@@ -18,10 +25,13 @@ import base64
 import json
 import multiprocessing
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,7 +39,10 @@ import numpy as np
 from headgate.capture.consumer import ModelInfo
 
 LAYERS, HIDDEN, HOOKS = 34, 2560, ("pre_attn", "post_attn", "post_mlp")
-REPEATS = 20
+SITTINGS = 5
+WARM_UPS = 4
+REPEATS = 40
+NUM_BODIES = 8
 PIECE = 1 << 16
 MODEL = ModelInfo(name="tiny", num_layers=LAYERS, hidden_size=HIDDEN, dtype="bfloat16", sites=())
 STOCK, FIELDS, PLUGIN = "stock", "fields", "plugin"
@@ -82,7 +95,13 @@ BODIES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "base64": (lambda seed: as_json(steering_vectors=packed(seed, as_text=True)), (FIELDS, PLUGIN)),
     "lists": (lambda seed: as_json(steering_vectors=lists(seed)), (FIELDS, PLUGIN)),
 }
-"""Makers of bodies with other vectors each time, and the servers that they are sent to."""
+"""Makers of bodies from seeds, and the servers that they are sent to."""
+
+
+@cache
+def made(name: str, number: int) -> tuple[bytes, str]:
+    """A body and its type. Nothing in a server knows that it has seen the same bytes before."""
+    return BODIES[name][0](len(HOOKS) * number)
 
 
 def application(server: str) -> Any:
@@ -180,82 +199,117 @@ class Client:
         self._sent.append(message)
 
 
-class Watch:
-    """Adds up what callbacks of the loop take, and how late a timer of every millisecond is."""
+class Took(NamedTuple):
+    """What one request took, in ms."""
 
-    def __init__(self) -> None:
-        self.busy_s = self.stall_s = 0.0
-        original = asyncio.events.Handle._run
-
-        def run(handle: Any) -> None:
-            started = time.thread_time()
-            original(handle)
-            self.busy_s += time.thread_time() - started
-
-        asyncio.events.Handle._run = run  # type: ignore[method-assign]
-
-    async def tick(self) -> None:
-        """Until it is cancelled."""
-        while True:
-            due = time.perf_counter() + 0.001
-            await asyncio.sleep(0.001)
-            self.stall_s = max(self.stall_s, time.perf_counter() - due)
+    size: int
+    loop: float
+    total: float
+    stall: float
 
 
-class Figures:
-    """What was measured of one body, in ms."""
+class Row(NamedTuple):
+    """Medians of one sitting for one body and one server, in ms."""
 
-    def __init__(self) -> None:
-        self.size = 0
-        self.loop: list[float] = []
-        self.stall: list[float] = []
-        self.total: list[float] = []
-
-    async def add(self, app: Any, body: bytes, kind: str, watch: Watch, *, is_ticking: bool) -> None:
-        """Ask once."""
-        self.size, client = len(body), Client(body, kind)
-        ticker = asyncio.create_task(watch.tick()) if is_ticking else None
-        await asyncio.sleep(0.003)  # like a server between requests; and no call that made the body is counted
-        watch.busy_s = watch.stall_s = 0.0
-        took = await asyncio.create_task(client.ask(app))
-        if ticker is None:
-            self.loop.append(watch.busy_s * 1e3)
-            self.total.append(took * 1e3)
-        else:
-            await asyncio.sleep(0.002)
-            ticker.cancel()
-            self.stall.append(watch.stall_s * 1e3)
+    size: int
+    quiet: float
+    loop: float
+    above: float
+    stall: float
+    total: float
 
 
-async def measure(app: Any, names: list[str], watch: Watch) -> dict[str, Figures]:
-    """Figures of each body; they take turns, so that they meet the same machine."""
-    found = {name: Figures() for name in names}
-    for repeat in range(-2, 2 * REPEATS):
-        for name, figures in found.items():
-            if repeat == 0:
-                found[name] = figures = Figures()  # what came before was to warm up
-            body, kind = BODIES[name][0](10 * repeat + 20)
-            await figures.add(app, body, kind, watch, is_ticking=bool(repeat % 2))
-    return found
+async def ask(app: Any, body: bytes, kind: str, *, is_ticking: bool) -> Took:
+    """Ask once, like a server that has been idle for a while. `is_ticking`: look for stalls, and for nothing else."""
+    client, late = Client(body, kind), [0.0]
+    ticker = asyncio.create_task(tick(late)) if is_ticking else None
+    await asyncio.sleep(0.003)
+    late[0], started = 0.0, time.thread_time()
+    total = await asyncio.create_task(client.ask(app))
+    loop = time.thread_time() - started
+    if ticker is not None:
+        await asyncio.sleep(0.003)
+        ticker.cancel()
+    return Took(len(body), loop * 1e3, total * 1e3, late[0] * 1e3)
 
 
-def run(server: str) -> None:
-    """Print the rows of one server; in a process of its own, since headgate's patches stay."""
-    names = [name for name, (_, servers) in BODIES.items() if server in servers]
-    found = asyncio.run(measure(application(server), names, Watch()))
-    for name, figures in found.items():
-        loop, stall, total = map(statistics.median, (figures.loop, figures.stall, figures.total))
-        shown = " ".join(f"{found:7.2f}" for found in (np.quantile(figures.loop, 0.1), loop, stall, total))
-        print(f"{name:8} {server:>8} {figures.size / 1e6:6.2f} {shown}", flush=True)
+async def tick(late: list[float]) -> None:
+    """Note how late a timer of every millisecond is at most, until cancelled."""
+    while True:
+        due = time.perf_counter() + 0.001
+        await asyncio.sleep(0.001)
+        late[0] = max(late[0], time.perf_counter() - due)
+
+
+def serve(server: str, loop: str, link: Connection) -> None:
+    """One server, in a process of its own, since headgate's patches stay. Bodies come by a pipe, as from a network."""
+    app = application(server)
+
+    async def take_turns() -> None:
+        while (turn := link.recv()) is not None:  # this stops the loop, which has nothing to do
+            kind, is_ticking = turn
+            link.send(await ask(app, link.recv_bytes(), kind, is_ticking=is_ticking))
+
+    if loop == "uvloop":
+        import uvloop
+
+        uvloop.run(take_turns())
+    else:
+        asyncio.run(take_turns())
+
+
+def sit(loop: str) -> dict[tuple[str, str], Row]:
+    """One sitting, by body and server."""
+    context = multiprocessing.get_context("spawn")
+    links = {}
+    for server in (STOCK, FIELDS, PLUGIN):
+        links[server], end = context.Pipe()
+        context.Process(target=serve, args=(server, loop, end), daemon=True).start()
+    rows = [(name, server) for name, (_, servers) in BODIES.items() for server in servers]
+    took: dict[tuple[str, str], list[Took]] = {row: [] for row in rows}
+    for repeat in range(WARM_UPS + 2 * REPEATS):
+        for name, server in rows:
+            body, kind = made(name, repeat % NUM_BODIES)
+            links[server].send((kind, bool(repeat % 2)))
+            links[server].send_bytes(body)
+            found = links[server].recv()
+            if repeat >= WARM_UPS:
+                took[name, server].append(found)
+    for link in links.values():
+        link.send(None)
+    plain = [each.loop for each in took["plain", STOCK][::2]]
+    return {row: medians(found[::2], found[1::2], plain) for row, found in took.items()}
+
+
+def medians(quiet: list[Took], ticking: list[Took], plain: list[float]) -> Row:
+    """Of the rounds without a ticker, of those with one, and against what stock's plain requests took in the former."""
+    loop = [took.loop for took in quiet]
+    return Row(
+        size=quiet[0].size,
+        quiet=float(np.quantile(loop, 0.1)),
+        loop=statistics.median(loop),
+        above=statistics.median(took - stock for took, stock in zip(loop, plain, strict=True)),
+        stall=statistics.median(took.stall for took in ticking),
+        total=statistics.median(took.total for took in quiet),
+    )
+
+
+def spread(values: Iterable[float]) -> str:
+    """Lowest, middle, highest."""
+    found = sorted(values)
+    return f"{found[0]:7.2f}{statistics.median(found):6.2f}{found[-1]:6.2f}"
 
 
 def main() -> None:
-    print(f"{LAYERS} layers x {len(HOOKS)} hooks x {HIDDEN}; medians in ms")
-    print(f"{'body':8} {'server':>8} {'MB':>6} {'quiet':>7} {'loop':>7} {'stall':>7} {'total':>7}", flush=True)
-    for server in (STOCK, FIELDS, PLUGIN):
-        process = multiprocessing.get_context("spawn").Process(target=run, args=(server,))
-        process.start()
-        process.join()
+    loop = sys.argv[1] if len(sys.argv) > 1 else "uvloop"
+    print(f"{LAYERS} layers x {len(HOOKS)} hooks x {HIDDEN}; {loop}; ms; medians of {SITTINGS} sittings")
+    columns = ("quiet", "loop", "above", "stall", "total")
+    print(f"{'body':8} {'server':>8} {'MB':>6}" + "".join(f"{column:>20}" for column in columns), flush=True)
+    sittings = [sit(loop) for _ in range(SITTINGS)]
+    for name, server in sittings[0]:
+        found = [sitting[name, server] for sitting in sittings]
+        shown = " ".join(spread(getattr(row, column) for row in found) for column in columns)
+        print(f"{name:8} {server:>8} {found[0].size / 1e6:6.2f} {shown}", flush=True)
 
 
 if __name__ == "__main__":
