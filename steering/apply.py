@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from headgate.capture.engine.graph import tensor_attribute
 from headgate.capture.engine.seam import SiteValue, WorkerFacts
-from headgate.steering.lowering import add_uncounted, gather_rows, register_add_uncounted
+from headgate.steering.lowering import (
+    add_pooled,
+    add_uncounted,
+    gather_rows,
+    register_add_pooled,
+    register_add_uncounted,
+)
 
 POOL = "pool"
 SLOTS = "pool_slots"
@@ -20,14 +26,25 @@ FIRES = "steering_fires"
 Run = Callable[[nn.Module, str, SiteValue], Tensor]
 
 
-def add_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
-    """Steer where torch.compile fuses gather and addition into the kernel of the following norm."""
+def add_plain(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Steer where the forward runs as written, and not on a GPU."""
     pool, slots = _vectors_of_rows(module, hook, site)
     return site.carry + _fit(pool[slots], site)
 
 
+def add_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Steer where torch.compile fuses gather and addition into the kernel of the following norm.
+
+    Idle, that kernel computes what it does without us.
+    """
+    slots, pool = (getattr(module, tensor_attribute(name, hook)) for name in (SLOTS, POOL))
+    rows = site.carry.reshape(-1, site.carry.shape[-1])
+    steered: Tensor = add_pooled(rows, pool, slots, _scale(site))
+    return steered.view(site.carry.shape)
+
+
 def add_gathered(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
-    """Steer where torch.compile makes C++ of the forward: idle, that computes what it does without us, bit for bit."""
+    """Steer where torch.compile makes C++ of the forward: idle, that too computes what it does without us."""
     pool, slots = _vectors_of_rows(module, hook, site)
     steered: Tensor = add_uncounted(site.carry, _fit(gather_rows(pool, slots), site))
     return steered
@@ -44,6 +61,11 @@ def _fit(vectors: Tensor, site: SiteValue) -> Tensor:
     return vectors if site.gain is None else vectors / site.gain
 
 
+def _scale(site: SiteValue) -> float:
+    """What vectors are multiplied with, for the same."""
+    return 1.0 if site.gain is None else 1.0 / site.gain
+
+
 def add_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Steer in one kernel where the forward runs as written on a GPU."""
     from headgate.steering.kernels.add_rows import add_rows
@@ -51,18 +73,16 @@ def add_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     slots = getattr(module, tensor_attribute(SLOTS, hook))
     rows = site.carry.reshape(-1, site.carry.shape[-1])
     pool = getattr(module, tensor_attribute(POOL, hook))
-    scale = 1.0 if site.gain is None else 1.0 / site.gain
-    return add_rows(rows, pool, slots[: rows.shape[0]], scale).view(site.carry.shape)
+    return add_rows(rows, pool, slots[: rows.shape[0]], _scale(site)).view(site.carry.shape)
 
 
 def add_action(facts: WorkerFacts) -> Run:
     """The variant for this worker."""
-    if facts.device.type == "cuda":
-        return add_traced if facts.is_compiled else add_with_kernel
-    if facts.is_compiled and facts.device.type == "cpu":
-        register_add_uncounted()
-        return add_gathered
-    return add_traced
+    if facts.is_compiled:
+        is_cpu = facts.device.type == "cpu"
+        register_add_uncounted() if is_cpu else register_add_pooled()
+        return add_gathered if is_cpu else add_traced
+    return add_with_kernel if facts.device.type == "cuda" else add_plain
 
 
 def counted(run: Run) -> Run:

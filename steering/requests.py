@@ -56,6 +56,8 @@ class SteeringReader:
 
     def names(self, values: Mapping[str, Any]) -> dict[str, str]:
         """The modules that are named, each with the field that names it."""
+        if NAME not in values and MODULE_REF not in values:
+            return {}
         return _names(values, read_modules(values.get(NAME), values.get(MODULE_REF)))
 
     def check(self, wanted: Wanted, known: Known) -> None:

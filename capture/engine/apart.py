@@ -62,8 +62,8 @@ def inductor_for(part: str) -> Iterator[None]:
     """
     try:
         yield
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         raise UnsupportedError(
-            f"{part}: compiled for a CPU, it needs the inductor of torch 2.13, found torch {torch.__version__} "
+            f"{part}: compiled, it needs the inductor of torch 2.11 to 2.13, found torch {torch.__version__} "
             f"({error}); run with --enforce-eager"
         ) from error

@@ -8,22 +8,24 @@ msgpack bodies of any length, the fields of parts are taken out and read here; t
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from headgate.capture.engine.beside import beside
-from headgate.capture.engine.http_call import NOTHING, Taken, holding
+from headgate.capture.engine.http_call import NOTHING, Taken, hold, release
 from headgate.capture.engine.reception import reception_of
 from headgate.capture.engine.request_seam import request_parts
 from headgate.capture.engine.taking import TAKE, Take, take_json
 from headgate.capture.errors import RequestError
 from headgate.capture.server_config import ServerConfig
 
+_METHODS = ("POST", "PUT", "PATCH")
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 LONG = 32 << 10
-"""JSON bodies of fewer bytes are left to the server: on its loop they take less time than a thread needs to start."""
+"""JSON bodies of fewer bytes are left to the server: on its loop they take less time than a thread needs to start.
+Those that say so beforehand are not even looked at: the server itself reads no more than was declared."""
 _HUGE = 1 << 20
 """Bodies of this many bytes are put together beside the event loop: Python's lock is free meanwhile."""
 
@@ -48,43 +50,57 @@ class Bodies:
     def __init__(self, app: _App, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._short = min(LONG, max_bytes)
         self._names = tuple(name for part in request_parts().values() for name in part.fields)
 
     async def __call__(self, scope: Any, receive: _Receive, send: _Send) -> None:
-        kind = _kind(scope) if scope["type"] == "http" and scope["method"] in ("POST", "PUT", "PATCH") else None
-        if kind is None or kind == "multipart/form-data":
+        if scope["type"] != "http" or scope["method"] not in _METHODS:
+            await self._app(scope, receive, send)
+            return
+        given = scope["headers"]
+        headers = dict(reversed(given))  # of two by one name the first counts, as for the server
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        take = TAKE.get(kind.decode("latin-1")) if _path(scope) in ROUTES else None
+        declared = _declared(headers)
+        is_short = declared is not None and declared < self._short and len(headers) == len(given)
+        if kind == b"multipart/form-data" or (is_short and take in (None, take_json)):
             await self._app(scope, receive, send)
             return
         try:
-            chunks = await self._read(scope, receive)
+            chunks = await self._read(declared or 0, receive)
         except ConnectionResetError:
             return  # nobody waits for an answer
         if chunks is None:
             message = f"the body has more than {self._max_bytes} bytes (the server's max_body_bytes)"
             await _refuse(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, None)
             return
-        take = TAKE.get(kind) if _path(scope) in ROUTES else None
         if take is not None and (take is not take_json or sum(map(len, chunks)) >= LONG):
-            try:
-                rest, taken = await beside(partial(self._take, scope, take, chunks))
-            except RequestError as error:
-                await _refuse(send, HTTPStatus.BAD_REQUEST, str(error), error.field)
-                return
-            with holding(taken):
-                json_scope = {**scope, "headers": _json_headers(scope["headers"], len(rest))}
-                await self._app(json_scope, _replay(rest, receive), send)
+            await self._serve_taken(take, chunks, scope, receive, send)
             return
         is_huge = sum(map(len, chunks)) >= _HUGE
         body = await beside(partial(b"".join, chunks)) if is_huge else b"".join(chunks)
         await self._app(scope, _replay(body, receive), send)
 
-    async def _read(self, scope: Any, receive: _Receive) -> list[bytes] | None:
+    async def _serve_taken(self, take: Take, chunks: list[bytes], scope: Any, receive: _Receive, send: _Send) -> None:
+        try:
+            rest, taken = await beside(partial(self._take, scope, take, chunks))
+        except RequestError as error:
+            await _refuse(send, HTTPStatus.BAD_REQUEST, str(error), error.field)
+            return
+        token = hold(taken)
+        try:
+            json_scope = {**scope, "headers": _json_headers(scope["headers"], len(rest))}
+            await self._app(json_scope, _replay(rest, receive), send)
+        finally:
+            release(token)
+
+    async def _read(self, declared: int, receive: _Receive) -> list[bytes] | None:
         """The body in pieces; None if it is too long. One a little too long is received, so that its sender listens.
 
         Raises:
             ConnectionResetError: If the client is gone.
         """
-        if _length(scope) > 2 * self._max_bytes:
+        if declared > 2 * self._max_bytes:
             return None
         chunks, size, is_more = [], 0, True
         while is_more and size <= 2 * self._max_bytes:
@@ -111,17 +127,12 @@ class Bodies:
         return rest, Taken(fields, reception.read_parts(fields))
 
 
-def _kind(scope: Any) -> str:
-    return _header(scope, b"content-type").partition(";")[0].strip().lower()
-
-
-def _length(scope: Any) -> int:
-    length = _header(scope, b"content-length")
-    return int(length) if length.isdecimal() else 0
-
-
-def _header(scope: Any, name: bytes) -> str:
-    return next((value for key, value in scope["headers"] if key == name), b"").decode("latin-1")
+def _declared(headers: Mapping[bytes, bytes]) -> int | None:
+    """The length that the client has declared, which servers hold it to; None if it has not, or for something else."""
+    if b"transfer-encoding" in headers or b"content-encoding" in headers:
+        return None
+    length = headers.get(b"content-length", b"")
+    return int(length) if length.isdigit() else None
 
 
 def _path(scope: Any) -> str:

@@ -5,7 +5,7 @@ vLLM's request models keep unknown fields of a body.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -38,41 +38,44 @@ def to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if current_call() is None:
-            _refuse_capture(self)
+        given = _given(self)
+        if given and current_call() is None:
+            _refuse_capture(given)
         params = original(self, *args, **kwargs)
         for name in read_fields(params, CAPTURE_FIELDS):
             # Its answer would have no place for results, and nobody has asked for a key.
             with as_client_error():
                 raise RequestError(f"vllm_xargs.{name}", f"give {name!r} as a field of the body")
-        for name, value in _given(self, all_fields()).items():
+        for name, value in given.items():
             setattr(params, name, value)
         return params
 
     return wrapped
 
 
-def _unknown_to_vllm(request: Any) -> dict[str, Any]:
+def _unknown_to_vllm(request: Any) -> Mapping[str, Any]:
     """Fields of a body that vLLM's model of it does not have, and those that were taken out before."""
-    return {**(request.model_extra or {}), **taken().fields}
+    extra, before = request.model_extra or {}, taken().fields
+    return {**extra, **before} if before else extra
 
 
-def _given(request: Any, names: Iterable[str]) -> dict[str, Any]:
+def _given(request: Any) -> dict[str, Any]:
     """Those of our fields that a body has."""
     extra = _unknown_to_vllm(request)
     if not extra:
-        return {}
-    return {name: extra[name] for name in names if set_value(name, extra.get(name)) is not None}
+        return {}  # most requests: they shall not pay for ours
+    return {name: extra[name] for name in all_fields() if name in extra and set_value(name, extra[name]) is not None}
 
 
 def _captures(given: Mapping[str, Any]) -> bool:
-    return any(name in given for name in CAPTURE_FIELDS)
+    return not given.keys().isdisjoint(CAPTURE_FIELDS)
 
 
-def _refuse_capture(request: Any) -> None:
-    for name in _given(request, CAPTURE_FIELDS):
-        with as_client_error():
-            raise RequestError(name, "use /v1/completions, /v1/chat/completions or /v1/responses to capture")
+def _refuse_capture(given: Mapping[str, Any]) -> None:
+    for name in CAPTURE_FIELDS:
+        if name in given:
+            with as_client_error():
+                raise RequestError(name, "use /v1/completions, /v1/chat/completions or /v1/responses to capture")
 
 
 def create_completion(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,7 +83,9 @@ def create_completion(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        given = await _check_early(self, request, *args, **kwargs)
+        given = _given(request)
+        if given:
+            await _check_early(given, self, request, *args, **kwargs)
         if not _captures(given):
             return await original(self, request, *args, **kwargs)
         call = _begin_call(self, given)
@@ -94,7 +99,9 @@ def create_chat_completion(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        given = await _check_early(self, request, *args, **kwargs)
+        given = _given(request)
+        if given:
+            await _check_early(given, self, request, *args, **kwargs)
         if not _captures(given):
             return await original(self, request, *args, **kwargs)
         call = _begin_call(self, given)
@@ -112,9 +119,10 @@ def create_responses(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        given = await _check_early(self, request, *args, **kwargs)
+        given = _given(request)
         if not given:
             return await original(self, request, *args, **kwargs)
+        await _check_early(given, self, request, *args, **kwargs)
         call = _begin_call(self, given)
         with as_client_error():
             if _captures(given) and request.background:
@@ -211,16 +219,13 @@ def _begin_call(serving: Any, given: Mapping[str, Any]) -> Call:
 
 
 async def _check_early(
-    serving: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any
-) -> Mapping[str, Any]:
-    """Our fields in a body, after what cannot be checked in the call of the engine.
+    given: Mapping[str, Any], serving: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    """Check what cannot be checked in the call of the engine, of a request that gives fields of ours.
 
     That is the key of an HTTP client who captures (batches of the operator's own have no client), beam search, which
     drops our fields, and registered names.
     """
-    given = _given(request, all_fields())
-    if not given:
-        return given
     if raw_request is not None and _captures(given):
         require_key(CAPTURE, raw_request)
     with as_client_error():
@@ -230,7 +235,6 @@ async def _check_early(
             )
         client = serving.engine_client
         await reception_of(client).confirm_names(given, client.engine_core)
-    return given
 
 
 async def _find_turns(serving: Any, request: Any) -> dict[Message, Turn]:

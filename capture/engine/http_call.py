@@ -6,8 +6,7 @@ It is held in context variables: the engine is called from inside the handler, w
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,11 +96,11 @@ def taken() -> Taken:
     return _taken.get()
 
 
-@contextmanager
-def holding(found: Taken) -> Iterator[None]:
-    """Make `found` what was taken out of the body, for what is called within."""
-    token = _taken.set(found)
-    try:
-        yield
-    finally:
-        _taken.reset(token)
+def hold(found: Taken) -> contextvars.Token[Taken]:
+    """Make `found` what was taken out of the body, for what this task calls until `release`."""
+    return _taken.set(found)
+
+
+def release(token: contextvars.Token[Taken]) -> None:
+    """What was held before `hold` is so again."""
+    _taken.reset(token)

@@ -62,8 +62,8 @@ def process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fold(reception: Reception, request: Any, asked: Asked, chat: LLMChat | None, request_id: str) -> None:
-    refuse_kind(request, asked)
     if asked.capture is not None:
+        refuse_kind(request, asked)
         tokens = request.prompt_token_ids
         find_message = None if chat is None else chat.find_message(tokens)
         assert reception.capture is not None  # noqa: S101  (it has read what is captured)

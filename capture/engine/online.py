@@ -25,7 +25,6 @@ def generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def wrapped(self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
-        call = current_call()
         with as_client_error():
             if hasattr(prompt, "sampling_params"):
                 refuse_made(prompt, sampling_params)
@@ -36,6 +35,7 @@ def generate(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(self, prompt, sampling_params, request_id, *args, **kwargs)
             if isinstance(prompt, AsyncIterator) and not asked.is_empty:
                 refuse_streamed_input(asked)
+            call = current_call()
             asked = _resolved(reception, asked, prompt, sampling_params, call)
         outputs = original(self, prompt, attach(sampling_params, asked), request_id, *args, **kwargs)
         if asked.parts:
@@ -60,8 +60,9 @@ async def _with_refusals(
 ) -> AsyncGenerator[Any, None]:
     """Ask about names that are not known here, first, and again if the engine core refused the request."""
     try:
-        with as_client_error():
-            await reception.confirm_async(asked, client)
+        if any(wanted.names for wanted in asked.parts.values()):
+            with as_client_error():
+                await reception.confirm_async(asked, client)
         async for output in outputs:
             if is_refused(output):
                 with as_client_error():

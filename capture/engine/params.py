@@ -59,9 +59,15 @@ def set_value(name: str, value: Any) -> Any:
 
 def read_fields(params: Any, names: Iterable[str]) -> dict[str, Any]:
     """Those of our fields that are set, by name."""
-    if not params.extra_args and not vars(params):
+    if is_plain(params):
         return {}  # most requests: they shall not pay for ours
-    return {name: value for name in names if (value := read_field(params, name)) is not None}
+    given = {**(params.extra_args or {}), **vars(params)}
+    return {name: value for name in names if name in given and (value := read_field(params, name)) is not None}
+
+
+def is_plain(params: Any) -> bool:
+    """Whether a `SamplingParams` can hold nothing of ours: it has neither ``extra_args`` nor attributes of its own."""
+    return not params.extra_args and not vars(params)
 
 
 def is_captured(params: Any) -> bool:

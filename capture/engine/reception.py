@@ -10,7 +10,7 @@ from typing import Any
 from headgate.capture.engine.frames import lift
 from headgate.capture.engine.frontend import FrontEnd
 from headgate.capture.engine.http_call import taken
-from headgate.capture.engine.params import read_fields
+from headgate.capture.engine.params import is_plain, read_fields
 from headgate.capture.engine.request_seam import Known, RequestPart, RequestReader, Wanted, request_parts
 from headgate.capture.engine.requests import Ask, refuse_unconfigured
 from headgate.capture.engine.utilities import AsyncCores, Cores
@@ -113,19 +113,24 @@ class Reception:
             RequestError: Naming the field that is wrong, or whose part is not configured.
             ConsumerError: If a consumer's own check failed.
         """
-        refuse_forged(params)
         if self.capture is None:
-            refuse_unconfigured(params)
-            return self._with_parts(params, None)
+            return self._without_capture(params)
+        refuse_forged(params)
         return self._with_parts(params, self.capture.door.read(params, request_id))
 
     def read_answered(self, params: Any, request_id: str, *, is_offline: bool) -> Asked | None:
         """The same, with the address that results go to."""
-        refuse_forged(params)
         if self.capture is None:
-            refuse_unconfigured(params)
-            return self._with_parts(params, None)
+            return self._without_capture(params)
+        refuse_forged(params)
         return self._with_parts(params, self.capture.read(params, request_id, is_offline=is_offline))
+
+    def _without_capture(self, params: Any) -> Asked | None:
+        if is_plain(params):
+            return None
+        refuse_forged(params)
+        refuse_unconfigured(params)
+        return self._with_parts(params, None)
 
     def _with_parts(self, params: Any, ask: Ask | None) -> Asked | None:
         wanted = {}

@@ -4,11 +4,11 @@ On one GPU. Every layer has three sites (`pre_attn`, `post_attn`, `post_mlp`); t
 process, and nothing of headgate but the actions. Variants:
 
 - stock: none.
-- sites: what headgate does: one pool, one row of slots for each site, ``carry + pool[slots[site, :n]]``.
+- sites: one pool, one row of slots for each site, ``carry + pool[slots[site, :n]]``.
 - tokens: the same with one row of slots for each token, ``carry + pool[slots[:n, site]]``.
 - dense: a table for each site and one index for all, ``carry + table[site][row[:n]]``.
-- uncounted: sites, with the addition that inductor does not count (`headgate.steering.lowering`): the norms' kernels
-  are then chosen as stock's are, see `codegen`.
+- pooled: what headgate does: sites, lowered so that the norms' kernels are cut as stock's are, and rows of slot 0 read
+  no vector (`headgate.steering.lowering`).
 - rows: one pool, and a map of rows to slots that every site reads, ``carry + pool[map[site][row[:n]]]``.
 
 Idle: all rows are the zero vector. Active: 64 rows are distinct.
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from headgate.steering.lowering import add_uncounted, register_add_uncounted
+from headgate.steering.lowering import add_pooled, register_add_pooled
 from tests.benchmarks import turns
 from tests.benchmarks.turns import BATCHES, LONG, Job, Served, open_llm, run_rounds, start, stop, table
 
@@ -31,7 +31,7 @@ MAX_TOKENS = 8192
 NUM_ROWS = 131
 NUM_SLOTS = 8192
 HOOKS = ("pre_attn", "post_attn", "post_mlp")
-VARIANTS = ("stock", "sites", "uncounted", "tokens", "dense", "rows")
+VARIANTS = ("stock", "sites", "pooled", "tokens", "dense", "rows")
 
 
 def tensor(module: Any, name: str, hook: str) -> torch.Tensor:
@@ -49,13 +49,12 @@ def add_by_row(module: Any, hook: str, site: Any) -> torch.Tensor:
     return site.carry + tensor(module, "pool", hook)[tensor(module, "map", hook)[rows]]
 
 
-def add_by_slot_uncounted(module: Any, hook: str, site: Any) -> torch.Tensor:
-    slots = tensor(module, "slots", hook)[: site.carry.shape[-2]]
-    steered: torch.Tensor = add_uncounted(site.carry, tensor(module, "pool", hook)[slots])
+def add_pooled_rows(module: Any, hook: str, site: Any) -> torch.Tensor:
+    steered: torch.Tensor = add_pooled(site.carry, tensor(module, "pool", hook), tensor(module, "slots", hook), 1.0)
     return steered
 
 
-ADDS = {"uncounted": add_by_slot_uncounted, "rows": add_by_row}
+ADDS = {"pooled": add_pooled_rows, "rows": add_by_row}
 
 
 class Tables:
@@ -130,7 +129,7 @@ class Added(Served):
         if variant == "stock":
             self.modes = ("idle",)
         else:
-            register_add_uncounted()
+            register_add_pooled()
             self._shared = install(variant)
         self.llm = open_llm(model)
 

@@ -3,9 +3,9 @@
 Triton code is generated for a GPU that is made up, and not compiled. For two norms of a Gemma layer, with and without
 an addition to the stream, this shows of each kernel what inductor's heuristics look at: values it loads and stores,
 and reductions. From 10 loads and reductions on, a reduction's blocks are halved, and its additions come in another
-order. The counts of `stock` and `traced` are those found on an H200 (torch 2.11); other torches have other heuristics.
+order. The counts of `stock` and `traced` are those found on an H200 (torch 2.11); `pooled` is what headgate does there.
 
-Ways to add: see `headgate.steering.apply` and `headgate.steering.lowering`.
+Ways to add: see `headgate.steering.lowering`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headgate.steering.lowering import add_uncounted, gather_rows, register_add_uncounted
+from headgate.steering.lowering import (
+    add_pooled,
+    add_uncounted,
+    gather_rows,
+    register_add_pooled,
+    register_add_uncounted,
+)
 
 NUM_TOKENS, HIDDEN, WIDE, NUM_SLOTS = 64, 2560, 10240, 100
 EPS = 1e-6
@@ -28,6 +34,7 @@ WAYS: dict[str, Add] = {
     "stock": lambda carry, pool, slots: carry,
     "traced": lambda carry, pool, slots: carry + pool[slots],
     "uncounted": lambda carry, pool, slots: add_uncounted(carry, pool[slots]),
+    "pooled": lambda carry, pool, slots: add_pooled(carry, pool, slots, 1.0),
     "gathered": lambda carry, pool, slots: add_uncounted(carry, gather_rows(pool, slots)),
 }
 
@@ -107,19 +114,21 @@ def generated(add: Add) -> list[str]:
     for tensor in (x, stream):
         torch._dynamo.mark_dynamic(tensor, 0, min=2, max=4096)
     weights = [torch.randn(*shape, **made) for shape in ((4, HIDDEN), (HIDDEN, WIDE), (WIDE, HIDDEN))]
-    tables = torch.zeros(NUM_SLOTS, HIDDEN, **made), torch.zeros(8192, dtype=torch.int64)
+    tables = torch.zeros(NUM_SLOTS, HIDDEN, **made), torch.zeros(8192, dtype=torch.int32)
     with torch.no_grad():
         torch.compile(layer(add))(x, stream, *weights, *tables)
     return codes
 
 
 def main() -> None:
-    """Print the counts of each way's kernels, or with a way's name as the argument all of its code."""
+    """Print the code of the ways named as arguments; the counts of their kernels after ``--counts``, or without any."""
     register_add_uncounted()
-    for name in sys.argv[1:] or WAYS:
+    register_add_pooled()
+    is_counting, names = len(sys.argv) == 1 or sys.argv[1] == "--counts", sys.argv[1:]
+    for name in [name for name in names if name in WAYS] or WAYS:
         torch._dynamo.reset()
         for code in generated(WAYS[name]):
-            if sys.argv[1:]:
+            if not is_counting:
                 print(code)
             elif (kernel := re.search(r"def (triton_red\w+)\(", code)) is not None:
                 counts = (re.search(rf"'{what}': (\d+)", code) for what in ("num_load", "num_store", "num_reduction"))

@@ -126,6 +126,61 @@ def test_short_json_is_left_alone() -> None:
     assert site.call.taken is NOTHING
 
 
+@pytest.mark.parametrize(
+    ("kind", "headers", "is_looked_at"),
+    [
+        ("application/json", {}, False),
+        ("text/plain", {}, False),
+        ("application/json", {"content-encoding": "gzip"}, True),
+        ("application/json", {"transfer-encoding": "chunked"}, True),
+        ("application/json", {"content-length": str(LONG)}, True),
+        ("application/json", {"content-length": "+2"}, True),
+        ("application/json", {"content-length": ""}, True),
+        ("application/msgpack", {}, True),
+    ],
+)
+def test_only_bodies_that_are_sure_to_be_short_go_by_unread(
+    kind: str, headers: dict[str, str], *, is_looked_at: bool
+) -> None:
+    given = {"content-length": "2", "content-type": kind, **headers}
+
+    assert is_read_first([(name.encode(), value.encode()) for name, value in given.items()]) == is_looked_at
+
+
+def test_two_lengths_or_types_are_not_believed() -> None:
+    kind, length = (b"content-type", b"application/json"), (b"content-length", b"2")
+
+    assert not is_read_first([kind, length])
+    assert is_read_first([kind, length, (b"content-length", b"9")])
+    assert is_read_first([kind, (b"content-type", b"multipart/form-data"), length])
+
+
+def test_a_limit_below_a_short_body_holds() -> None:
+    response = Site(max_bytes=10).post("/v1/completions", b"x" * 11, **{"Content-Type": "application/json"})
+
+    assert response.status_code == 413
+
+
+def is_read_first(headers: list[tuple[bytes, bytes]]) -> bool:
+    """Whether a body with these headers is received before the application is called."""
+    order: list[str] = []
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        order.append("called")
+        assert (await receive())["body"] == b"\x80\x80"
+
+    async def receive() -> Any:
+        order.append("received")
+        return {"type": "http.request", "body": b"\x80\x80", "more_body": False}
+
+    async def send(message: Any) -> None:
+        order.append("refused")
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    asyncio.run(Bodies(inner, MAX_BYTES)(scope, receive, send))
+    return order[0] == "received"
+
+
 @pytest.mark.parametrize("body", ["x" * 2 * LONG, json.dumps({"prompt": "x" * 2 * LONG}), "[1]" * LONG], ids=range(3))
 def test_long_bodies_without_our_fields_are_left_alone(body: str) -> None:
     site = Site()

@@ -6,12 +6,15 @@ bfloat16. Norms are compared in float32, where the order of additions shows.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import config as inductor
+from tqdm import tqdm
 
 from headgate.capture.consumer import ModelInfo
 from headgate.capture.engine import graph
@@ -72,6 +75,7 @@ def norms_of(stack: Stack) -> Callable[[], list[Tensor]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_in_this_thread() -> Iterator[None]:
+    tqdm.monitor_interval = 0  # inductor shows a bar now and then: no thread for it
     with inductor.patch(compile_threads=1):  # as vLLM does on a CPU
         yield
 
@@ -108,8 +112,41 @@ def test_the_compiled_addition_adds_the_vector_to_the_value():
     torch.testing.assert_close(found.double(), total / total.pow(2).mean().sqrt(), rtol=1e-5, atol=1e-5)
 
 
-def test_an_inductor_of_another_build_is_refused_with_what_to_do(monkeypatch):
-    monkeypatch.delattr("torch._inductor.ops_handler.OpCounterCSE")
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_the_addition_from_the_pool_adds_the_rows_that_the_slots_name(scale):
+    lowering.register_add_pooled()
+    made = torch.Generator().manual_seed(1)
+    carry, pool = (torch.randn(rows, HIDDEN, generator=made) for rows in (NUM_TOKENS, 4))
+    slots = torch.tensor([3, 0, 1, 1, 0, 2, 2], dtype=torch.int32)  # longer than the batch
+    torch._dynamo.reset()
 
-    with pytest.raises(UnsupportedError, match=r"needs the inductor of torch 2\.13, found torch .*--enforce-eager"):
-        lowering.register_add_uncounted()
+    def twice(*given: Tensor) -> Tensor:
+        return lowering.add_pooled(*given, scale) * 2
+
+    with torch.inference_mode():
+        found = torch.compile(twice, dynamic=True, fullgraph=True)(carry, pool, slots)
+
+    vectors = torch.where(slots[:NUM_TOKENS, None] == 0, 0, pool[slots[:NUM_TOKENS]])  # whatever the pool holds there
+    torch.testing.assert_close(found, 2 * (carry + scale * vectors))
+
+
+def test_kernels_for_a_gpu_count_what_they_count_without_steering():
+    """What cuts a row into blocks: see `tests.benchmarks.codegen`, which needs no GPU."""
+    command = [sys.executable, "-m", "tests.benchmarks.codegen", "--counts", "stock", "pooled"]
+
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    lines = [line.split(":")[0].split() for line in printed.splitlines()]
+    counts = {name: [line[1:] for line in lines if line[0] == name] for name in ("stock", "pooled")}
+    assert len(counts["stock"]) == 2
+    assert counts["pooled"] == counts["stock"]
+
+
+@pytest.mark.parametrize("register", [lowering.register_add_uncounted, lowering.register_add_pooled])
+@pytest.mark.parametrize("missing", ["ops_handler.OpCounterCSE", "codegen.common.CSEProxy"])
+def test_an_inductor_of_another_build_is_refused_with_what_to_do(monkeypatch, register, missing):
+    monkeypatch.delattr(f"torch._inductor.{missing}")
+    expected = r"needs the inductor of torch 2\.11 to 2\.13, found torch .*--enforce-eager"
+
+    with pytest.raises(UnsupportedError, match=expected):
+        register()

@@ -213,7 +213,7 @@ def test_a_scaled_branch_gets_the_vector_that_its_scale_makes_whole(gain):
     module, _ = worker.modules[SITES[0]]
     branch = torch.randn(1, HIDDEN)
 
-    steered = apply.add_traced(module, "post_mlp", SiteValue(branch * gain, None, branch, gain))
+    steered = apply.add_plain(module, "post_mlp", SiteValue(branch * gain, None, branch, gain))
 
     torch.testing.assert_close(steered * gain, branch * gain + row(vectors(1), SITES[0]))
 
