@@ -68,7 +68,9 @@ def summarize(answers: Sequence[Answer]) -> dict[str, float]:
     """Latencies in ms, throughput and failures of the requests of one round.
 
     Columns: ``tok_s`` (generated tokens per second, from the first request sent to the last stream closed),
-    ``prompts_s`` (requests per second), ``{ttft,tpot,e2e}_{p50,p99}``; TPOT is left out where one token is generated.
+    ``stream_tok_s`` (tokens per second of a stream that is open, on average: times the number in flight, this is the
+    throughput without the round's tail, when ever fewer are), ``prompts_s`` (requests per second),
+    ``{ttft,tpot,e2e}_{p50,p99}``; TPOT is left out where one token is generated.
     """
     good = [answer for answer in answers if not answer.error]
     found: dict[str, float] = {"requests": len(answers), "errors": len(answers) - len(good)}
@@ -78,6 +80,7 @@ def summarize(answers: Sequence[Answer]) -> dict[str, float]:
     found |= {
         "wall_s": wall_s,
         "tok_s": sum(answer.tokens for answer in good) / wall_s,
+        "stream_tok_s": sum(answer.tokens for answer in good) / sum(answer.end - answer.sent for answer in good),
         "prompts_s": len(good) / wall_s,
         "dropped": sum(answer.dropped_rows for answer in good),
     }
@@ -132,11 +135,11 @@ def unique(values: Iterable[str]) -> list[str]:
 
 
 COMPARED = (
-    *("tok_s", "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "e2e_p50", "e2e_p99"),
+    *("tok_s", "stream_tok_s", "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "e2e_p50", "e2e_p99"),
     *("bs1", "bs16", "bs64", "prefill", "load"),
 )
 """Columns that are shown with their ratio to the base, those that a table has: over HTTP, and of an engine, in ms."""
-PLAIN = ("gb_s", "gb_s_drained", "dropped", "errors", "engine_cpu", "api_cpu", "client_cpu")
+PLAIN = ("gb_s", "gb_s_drained", "dropped", "errors", "engine_cpu", "api_cpu", "client_cpu", "stolen_cpu")
 """Columns that are shown as they are."""
 
 

@@ -77,7 +77,8 @@ def sanitized(tool: str, limit_s: int) -> Step:
 def http(name: str, shapes: Sequence[str], limit_s: int, *more: str) -> Step:
     """The suite over HTTP."""
     command = (sys.executable, "-m", "tests.benchmarks.suite_http", "{model}", "{work}", "--name", name)
-    options = ("--seconds", "{left}", "--files", "{files}", "--shapes", *shapes, *more)
+    pin = ("--pin",) if (os.cpu_count() or 1) >= 8 else ()
+    options = (*pin, "--seconds", "{left}", "--files", "{files}", "--shapes", *shapes, *more)
     return Step(name, (*command, *options), limit_s, lines=60)
 
 

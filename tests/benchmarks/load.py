@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tests.benchmarks.figures import Answer
+from tests.benchmarks.machine import keep_on
 from tests.benchmarks.workload import Asked
 
 TIMEOUT_S = 300
@@ -81,6 +82,11 @@ class Load:
             connection.close()
             process.join(5)
             process.kill()
+
+    def keep_on(self, cpus: list[int]) -> None:
+        """Run the processes on `cpus` only."""
+        for process in self._processes:
+            keep_on(process.pid, cpus)
 
     def run(self, url: str, asked: Asked) -> tuple[list[Answer], float]:
         """Send all requests of `asked`.

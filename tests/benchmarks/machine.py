@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.benchmarks.models import ModelSize
 from tests.benchmarks.workload import HOOKS
@@ -41,6 +42,41 @@ def versions() -> dict[str, str]:
         command = ["git", "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return {**found, "commit": commit or "unknown"}
+
+
+def stolen_s() -> float:
+    """CPU seconds so far that this machine wanted and its host gave to others; 0 where that is not told."""
+    import psutil
+
+    return float(getattr(psutil.cpu_times(), "steal", 0.0))
+
+
+class Cpus(NamedTuple):
+    """Processors for each part of a measurement, so that none runs on another's."""
+
+    engine: list[int]
+    api: list[int]
+    clients: list[int]
+
+
+def parted_cpus() -> Cpus:
+    """The processors of this machine: half for an engine core, a quarter each for an API server and for clients.
+
+    Raises:
+        ValueError: If there are fewer than eight.
+    """
+    found = sorted(os.sched_getaffinity(0))
+    if len(found) < 8:
+        raise ValueError(f"--pin wants 8 processors or more, found {len(found)}")
+    half, most = len(found) // 2, len(found) * 3 // 4
+    return Cpus(found[:half], found[half:most], found[most:])
+
+
+def keep_on(pid: int, cpus: list[int]) -> None:
+    """Let all threads of a process, and what they start, run on `cpus` only."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cpus)
 
 
 def slots_for(size: ModelSize, num_running: int) -> int:

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from tests.benchmarks.machine import Cpus, keep_on
+
 READY = "Application startup complete"
 FEATURES: Mapping[str, frozenset[str]] = {
     "stock": frozenset(),
@@ -71,6 +73,12 @@ class Server:
                 continue
             engine += times.user + times.system
         return Cpu(own.user + own.system, engine)
+
+    def keep_on(self, cpus: Cpus) -> None:
+        """Run the API server and the engine core, with its workers, on processors of their own."""
+        keep_on(self.process.pid, cpus.api)
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            keep_on(child.pid, cpus.engine)
 
     def metrics(self) -> dict[str, float]:
         """headgate's counters, summed over workers and consumers; none if there are none."""

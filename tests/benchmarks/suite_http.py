@@ -29,7 +29,7 @@ from typing import Any
 from tests.benchmarks.chart import draw
 from tests.benchmarks.figures import Answer, Round, summarize, summary, tables
 from tests.benchmarks.load import Load
-from tests.benchmarks.machine import hardware, slots_for, versions
+from tests.benchmarks.machine import hardware, parted_cpus, slots_for, stolen_s, versions
 from tests.benchmarks.models import ModelSize, size_of
 from tests.benchmarks.servers import FEATURES, Cpu, Server, await_ready, gpu_mib_of, start, stop
 from tests.benchmarks.workload import (
@@ -89,10 +89,11 @@ class Run:
         server = self.servers[server_of(mode, {key: FEATURES[key] for key in self.servers}) or ""]
         extra = {"capture_wait": True} if mode.is_capturing and self.options.capture_wait else {}
         asked = Asked(mode, shape, self.size, SERVED_NAME, number * 1000 + list(MODES).index(name), extra)
-        before, cpu = server.metrics() if mode.is_capturing else {}, server.cpu()
+        before, cpu, stolen = server.metrics() if mode.is_capturing else {}, server.cpu(), stolen_s()
         answers, client_cpu = self.load.run(f"{server.url}/v1/completions", asked)
         figures = summarize(answers)
         figures |= cpu_figures(cpu, server.cpu(), figures.get("wall_s")) | {"client_cpu": client_cpu}
+        figures["stolen_cpu"] = (stolen_s() - stolen) / figures.get("wall_s", 1)
         if errors := [answer.error for answer in answers if answer.error]:
             self.note(f"{name}: {len(errors)} of {len(answers)} requests failed, the first with {errors[0]}")
         if mode.is_capturing:
@@ -235,6 +236,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batched-tokens", type=int, default=8192)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--pin", action="store_true", help="engine cores, API servers and clients on processors apart")
     parser.add_argument("--capture-wait", action="store_true", help="requests wait for their files")
     parser.add_argument("--start-timeout", type=float, default=400)
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="last: other flags of all servers")
@@ -265,6 +267,14 @@ def open_modules(run: Run) -> None:
             server.post("/v1/steering/modules/register", {"name": MODULE, "vectors": vectors})
 
 
+def pin(servers: Sequence[Server], load: Load) -> None:
+    """Keep what runs at the same time apart; the servers take turns, so they share."""
+    cpus = parted_cpus()
+    load.keep_on(cpus.clients)
+    for server in servers:
+        server.keep_on(cpus)
+
+
 def serve(options: argparse.Namespace, load: Load) -> int:
     """Start the servers, measure, report; returns the exit status."""
     began = time.monotonic()
@@ -285,6 +295,8 @@ def serve(options: argparse.Namespace, load: Load) -> int:
         for server in ready:
             memory = gpu_mib_of([server.process.pid])
             run.facts[server.name] = server.facts | ({} if memory is None else {"gpu_mib": memory})
+        if options.pin:
+            pin(ready, load)
         open_modules(run)
         warm_up(run)
         turns(run, began + options.seconds)
