@@ -64,7 +64,11 @@ def _given(request: Any) -> dict[str, Any]:
     extra = _unknown_to_vllm(request)
     if not extra:
         return {}  # most requests: they shall not pay for ours
-    return {name: extra[name] for name in all_fields() if name in extra and set_value(name, extra[name]) is not None}
+    given = {}
+    for name in all_fields():
+        if name in extra and set_value(name, extra[name]) is not None:
+            given[name] = extra[name]
+    return given
 
 
 def _captures(given: Mapping[str, Any]) -> bool:

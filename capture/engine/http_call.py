@@ -6,6 +6,7 @@ It is held in context variables: the engine is called from inside the handler, w
 from __future__ import annotations
 
 import contextvars
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,7 +85,7 @@ class Taken:
 
     def has(self, part: str, values: Mapping[str, Any]) -> bool:
         """Whether `wanted` says what these very values of a part came to."""
-        return part in self.wanted and all(self.fields.get(name) is value for name, value in values.items())
+        return part in self.wanted and all(map(operator.is_, map(self.fields.get, values), values.values()))
 
 
 NOTHING = Taken()

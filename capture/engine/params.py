@@ -48,8 +48,12 @@ def refuse_properties(module: ModuleType) -> None:
 
 def read_field(params: Any, name: str) -> Any:
     """The value of one of our fields, None if unset; also when it was set before the properties were there."""
-    early = vars(params).get(name)
-    return set_value(name, early if early is not None else (params.extra_args or {}).get(name))
+    return _read(vars(params), params.extra_args or {}, name)
+
+
+def _read(early: Mapping[str, Any], extra: Mapping[str, Any], name: str) -> Any:
+    value = early.get(name)
+    return set_value(name, value if value is not None else extra.get(name))
 
 
 def set_value(name: str, value: Any) -> Any:
@@ -61,8 +65,11 @@ def read_fields(params: Any, names: Iterable[str]) -> dict[str, Any]:
     """Those of our fields that are set, by name."""
     if is_plain(params):
         return {}  # most requests: they shall not pay for ours
-    given = {**(params.extra_args or {}), **vars(params)}
-    return {name: value for name in names if name in given and (value := read_field(params, name)) is not None}
+    early, extra, found = vars(params), params.extra_args or {}, {}
+    for name in names:
+        if (name in extra or name in early) and (value := _read(early, extra, name)) is not None:
+            found[name] = value
+    return found
 
 
 def is_plain(params: Any) -> bool:
