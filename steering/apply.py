@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from headgate.capture.engine.graph import tensor_attribute
 from headgate.capture.engine.seam import SiteValue, WorkerFacts
 from headgate.steering.lowering import (
-    add_pooled,
     add_uncounted,
     gather_rows,
     register_add_pooled,
@@ -37,10 +37,10 @@ def add_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
 
     Idle, that kernel computes what it does without us.
     """
-    slots, pool = (getattr(module, tensor_attribute(name, hook)) for name in (SLOTS, POOL))
-    rows = site.carry.reshape(-1, site.carry.shape[-1])
-    steered: Tensor = add_pooled(rows, pool, slots, _scale(site))
-    return steered.view(site.carry.shape)
+    pool, slots = getattr(module, tensor_attribute(POOL, hook)), getattr(module, tensor_attribute(SLOTS, hook))
+    # not reshaped: with sizes that are computed, inductor's cache would not find one layer's code for the next
+    steered: Tensor = torch.ops.headgate.add_pooled(site.carry, pool, slots, _scale(site))
+    return steered
 
 
 def add_gathered(module: nn.Module, hook: str, site: SiteValue) -> Tensor:

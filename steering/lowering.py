@@ -51,11 +51,11 @@ def _(carry: Tensor, vectors: Tensor) -> Tensor:
 
 @torch.library.custom_op("headgate::add_pooled", mutates_args=())
 def add_pooled(carry: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
-    """``carry + scale * pool[slots]``, ``[num_tokens, hidden]``; `slots` may be longer. `ZERO_SLOT` adds nothing.
+    """``carry + scale * pool[slots]``, ``[..., num_tokens, hidden]``; `slots` may be longer. `ZERO_SLOT` adds nothing.
 
     `register_add_pooled` must have been called before inductor meets it.
     """
-    return carry + pool[slots[: carry.shape[0]]] * scale
+    return carry + pool[slots[: carry.shape[-2]]] * scale
 
 
 @add_pooled.register_fake
@@ -93,7 +93,7 @@ def register_add_pooled() -> None:
         vars(inductor.V.graph).setdefault(UNCOUNTED, set()).add(slots.get_name())
 
         def steered(index: Any) -> Any:
-            token, column = index
+            *_, token, column = index
             slot = slot_at([token])
             row = ops.indirect_indexing(slot, pool.get_size()[0], check=False, wrap_neg=False)
             is_steered = ops.ne(slot, ops.constant(ZERO_SLOT, slots.get_dtype()))

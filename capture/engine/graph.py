@@ -69,10 +69,14 @@ def _as_method(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_all(runs: tuple[Run, ...], module: nn.Module, hook: HookPoint, site: SiteValue) -> Tensor:
-    """Run a site's actions in order; each sees the pristine value and the carry as the previous one left it."""
-    for run in runs:
-        site = SiteValue(site.value, site.addend, run(module, hook.value, site), site.gain)
-    return site.carry
+    """Run a site's actions in order; each sees the pristine value and the carry as the previous one left it.
+
+    This and what calls it is traced at every site: each call and each object costs start-up time.
+    """
+    carry = runs[0](module, hook.value, site) if runs else site.carry
+    for run in runs[1:]:
+        carry = run(module, hook.value, SiteValue(site.value, site.addend, carry, site.gain))
+    return carry
 
 
 def layer_forward(
@@ -156,16 +160,16 @@ class Place:
 
 def module_forward(taken: Sequence[tuple[HookPoint, Place, tuple[Run, ...]]]) -> ForwardFactory:
     """Forward of a submodule with hook points at its arguments and at its result, in the order given."""
-    at_entry = tuple(entry for entry in taken if entry[1].value is not None)
-    at_exit = tuple(entry for entry in taken if entry[1].value is None)
+    at_entry = tuple(_at_entry(*entry) for entry in taken if entry[1].value is not None)
+    at_exit = tuple(_at_exit(*entry) for entry in taken if entry[1].value is None)
 
     def factory(base: type[nn.Module]) -> Callable[..., Any]:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            for hook, place, runs in at_entry:
-                args, kwargs = _at_entry(self, hook, place, runs, args, kwargs)
+            for enter in at_entry:
+                args, kwargs = enter(self, args, kwargs)
             out = base.forward(self, *args, **kwargs)
-            for hook, place, runs in at_exit:
-                out = _at_exit(self, hook, place, runs, out)
+            for leave in at_exit:
+                out = leave(self, out)
             return out
 
         return forward
@@ -173,23 +177,31 @@ def module_forward(taken: Sequence[tuple[HookPoint, Place, tuple[Run, ...]]]) ->
     return factory
 
 
-def _at_entry(
-    module: nn.Module, hook: HookPoint, place: Place, runs: tuple[Run, ...], args: Any, kwargs: Any
-) -> tuple[Any, Any]:
-    value = _at(args, kwargs, place.value)
-    addend = None if place.addend is None else _at(args, kwargs, place.addend)
-    key = place.value if place.carry is None else place.carry
-    carry = run_all(runs, module, hook, SiteValue(value, addend, _at(args, kwargs, key)))
-    if isinstance(key, int):
-        return (*args[:key], carry, *args[key + 1 :]), kwargs
-    return args, {**kwargs, key: carry}
+def _at_entry(hook: HookPoint, place: Place, runs: tuple[Run, ...]) -> Callable[..., tuple[Any, Any]]:
+    value_at, addend_at = place.value, place.addend
+    carry_at = place.value if place.carry is None else place.carry
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        value = _at(args, kwargs, value_at)
+        addend = None if addend_at is None else _at(args, kwargs, addend_at)
+        carry = run_all(runs, module, hook, SiteValue(value, addend, _at(args, kwargs, carry_at)))
+        if isinstance(carry_at, int):
+            return (*args[:carry_at], carry, *args[carry_at + 1 :]), kwargs
+        return args, {**kwargs, carry_at: carry}
+
+    return enter
 
 
-def _at_exit(module: nn.Module, hook: HookPoint, place: Place, runs: tuple[Run, ...], out: Any) -> Any:
-    result = out[0] if isinstance(out, tuple) else out
-    value = result if place.scale is None else result * place.scale
-    carry = run_all(runs, module, hook, SiteValue(value, None, result, place.scale))
-    return (carry, *out[1:]) if isinstance(out, tuple) else carry
+def _at_exit(hook: HookPoint, place: Place, runs: tuple[Run, ...]) -> Callable[[nn.Module, Any], Any]:
+    scale = place.scale
+
+    def leave(module: nn.Module, out: Any) -> Any:
+        result = out[0] if isinstance(out, tuple) else out
+        value = result if scale is None else result * scale
+        carry = run_all(runs, module, hook, SiteValue(value, None, result, scale))
+        return (carry, *out[1:]) if isinstance(out, tuple) else carry
+
+    return leave
 
 
 def _at(args: Any, kwargs: Any, key: Key | None) -> Any:
