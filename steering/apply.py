@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from headgate.capture.engine.graph import tensor_attribute
+from headgate.capture.engine.graph import tensor_prefix
 from headgate.capture.engine.seam import SiteValue, WorkerFacts
 from headgate.steering.lowering import (
     add_uncounted,
@@ -22,6 +22,7 @@ from headgate.steering.lowering import (
 POOL = "pool"
 SLOTS = "pool_slots"
 FIRES = "steering_fires"
+_POOL, _SLOTS, _FIRES = tensor_prefix(POOL), tensor_prefix(SLOTS), tensor_prefix(FIRES)
 
 Run = Callable[[nn.Module, str, SiteValue], Tensor]
 
@@ -37,9 +38,11 @@ def add_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
 
     Idle, that kernel computes what it does without us.
     """
-    pool, slots = getattr(module, tensor_attribute(POOL, hook)), getattr(module, tensor_attribute(SLOTS, hook))
+    pool, slots = getattr(module, _POOL + hook), getattr(module, _SLOTS + hook)
     # not reshaped: with sizes that are computed, inductor's cache would not find one layer's code for the next
-    steered: Tensor = torch.ops.headgate.add_pooled(site.carry, pool, slots, _scale(site))
+    steered: Tensor = torch.ops.headgate.add_pooled(
+        site.carry, pool, slots, 1.0 if site.gain is None else 1.0 / site.gain
+    )
     return steered
 
 
@@ -52,8 +55,8 @@ def add_gathered(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
 
 def _vectors_of_rows(module: nn.Module, hook: str, site: SiteValue) -> tuple[Tensor, Tensor]:
     """The pool, and the slot of each batch row at the site."""
-    slots = getattr(module, tensor_attribute(SLOTS, hook))
-    return getattr(module, tensor_attribute(POOL, hook)), slots[: site.carry.shape[-2]]
+    slots = getattr(module, _SLOTS + hook)
+    return getattr(module, _POOL + hook), slots[: site.carry.shape[-2]]
 
 
 def _fit(vectors: Tensor, site: SiteValue) -> Tensor:
@@ -61,19 +64,15 @@ def _fit(vectors: Tensor, site: SiteValue) -> Tensor:
     return vectors if site.gain is None else vectors / site.gain
 
 
-def _scale(site: SiteValue) -> float:
-    """What vectors are multiplied with, for the same."""
-    return 1.0 if site.gain is None else 1.0 / site.gain
-
-
 def add_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Steer in one kernel where the forward runs as written on a GPU."""
     from headgate.steering.kernels.add_rows import add_rows
 
-    slots = getattr(module, tensor_attribute(SLOTS, hook))
+    slots = getattr(module, _SLOTS + hook)
     rows = site.carry.reshape(-1, site.carry.shape[-1])
-    pool = getattr(module, tensor_attribute(POOL, hook))
-    return add_rows(rows, pool, slots[: rows.shape[0]], _scale(site)).view(site.carry.shape)
+    pool = getattr(module, _POOL + hook)
+    scale = 1.0 if site.gain is None else 1.0 / site.gain
+    return add_rows(rows, pool, slots[: rows.shape[0]], scale).view(site.carry.shape)
 
 
 def add_action(facts: WorkerFacts) -> Run:
@@ -89,7 +88,7 @@ def counted(run: Run) -> Run:
     """`run`, and count on the device that it ran: one for each forward, also for each graph replay."""
 
     def run_and_count(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
-        getattr(module, tensor_attribute(FIRES, hook)).add_(1)
+        getattr(module, _FIRES + hook).add_(1)
         return run(module, hook, site)
 
     return run_and_count

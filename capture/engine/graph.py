@@ -3,6 +3,9 @@
 A module's class is replaced by a subclass whose `forward` calls the actions of its sites and the original `forward`.
 That happens after the weights are loaded and before anything is traced, so torch.compile and CUDA graphs see plain
 tensor code. Only the instances of the served model change, never a class that others share.
+
+The tracer spends a millisecond or two on each Python call, at each site of each layer. What runs there therefore calls
+little: names, positions and the order of actions are settled beforehand, in closures.
 """
 
 from __future__ import annotations
@@ -41,6 +44,11 @@ def tensor_attribute(name: str, hook: str) -> str:
     return f"_headgate_{name}_{hook}"
 
 
+def tensor_prefix(name: str) -> str:
+    """What `tensor_attribute` puts in front of the hook: for traced code."""
+    return tensor_attribute(name, "")
+
+
 def swap_class(module: nn.Module, factory: ForwardFactory) -> None:
     """Make `module` run ``factory(its class)`` as its forward.
 
@@ -68,15 +76,17 @@ def _as_method(own: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def run_all(runs: tuple[Run, ...], module: nn.Module, hook: HookPoint, site: SiteValue) -> Tensor:
-    """Run a site's actions in order; each sees the pristine value and the carry as the previous one left it.
+def chained(runs: Sequence[Run]) -> Run:
+    """All of a site's actions as one; each sees the pristine value and the carry as the previous one left it."""
+    if len(runs) == 1:
+        return runs[0]
 
-    This and what calls it is traced at every site: each call and each object costs start-up time.
-    """
-    carry = runs[0](module, hook.value, site) if runs else site.carry
-    for run in runs[1:]:
-        carry = run(module, hook.value, SiteValue(site.value, site.addend, carry, site.gain))
-    return carry
+    def run(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+        for each in runs:
+            site = SiteValue(site.value, site.addend, each(module, hook, site), site.gain)
+        return site.carry
+
+    return run
 
 
 def layer_forward(
@@ -86,41 +96,52 @@ def layer_forward(
 
     What was done to the mid stream where only the MLP sees it is done to the stream by `repays`, before the output.
     """
-    pre = runs.get(HookPoint.PRE_ATTN, ())
+    pre = runs.get(HookPoint.PRE_ATTN)
+    enter = _enter(layout, chained(pre), params) if pre else None
     leave = _leave_pair(runs, repays) if layout.style == "pair" else _leave_single(runs, repays)
-    is_pair, hidden_name, residual_name = layout.style == "pair", layout.hidden, layout.residual
-    hidden_at = params.index(hidden_name)
-    residual_at = params.index(residual_name) if residual_name else -1
 
     def factory(base: type[nn.Module]) -> Callable[..., Any]:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if pre:
+            if enter is not None:
                 args, kwargs = enter(self, args, kwargs)
             return leave(self, base.forward(self, *args, **kwargs))
 
         return forward
 
-    def enter(self: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        hidden = _argument(args, kwargs, hidden_at, hidden_name)
-        residual = _argument(args, kwargs, residual_at, residual_name) if is_pair else None
-        if residual is None:
-            carry = run_all(pre, self, HookPoint.PRE_ATTN, SiteValue(hidden, None, hidden))
-            return _replace(args, kwargs, hidden_at, hidden_name, carry)
-        carry = run_all(pre, self, HookPoint.PRE_ATTN, SiteValue(hidden, residual, residual))
-        return _replace(args, kwargs, residual_at, residual_name, carry)
-
     return factory
+
+
+def _enter(layout: LayerLayout, run: Run, params: Sequence[str]) -> Callable[..., tuple[Any, Any]]:
+    """The input of a layer. The first layer of a pair gets the stream alone, without a residual."""
+    hook, hidden_name, residual_name = HookPoint.PRE_ATTN.value, layout.hidden, layout.residual
+    hidden_at, residual_at = (params.index(name) if name else -1 for name in (hidden_name, residual_name))
+
+    def enter(self: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        hidden, residual = args[hidden_at] if hidden_at < len(args) else kwargs[hidden_name], None
+        if residual_name is not None:
+            residual = args[residual_at] if residual_at < len(args) else kwargs.get(residual_name)
+        at, name = (hidden_at, hidden_name) if residual is None else (residual_at, residual_name)
+        carry = run(self, hook, SiteValue(hidden, residual, hidden if residual is None else residual))
+        if at < len(args):
+            return (*args[:at], carry, *args[at + 1 :]), kwargs
+        return args, {**kwargs, name: carry}
+
+    return enter
 
 
 def _leave_pair(runs: Runs, repays: tuple[Run, ...]) -> Callable[[nn.Module, Any], Any]:
     """The exit of a layer that hands on ``(hidden, residual)``."""
-    post, out_runs = runs.get(HookPoint.POST_MLP, ()), runs.get(HookPoint.MLP_OUT, ())
+    out_runs, post_runs = runs.get(HookPoint.MLP_OUT), runs.get(HookPoint.POST_MLP)
+    repay, out_run, post = (chained(found) if found else None for found in (repays, out_runs, post_runs))
 
     def leave(self: nn.Module, out: Any) -> Any:
         hidden, residual = out
-        residual = run_all(repays, self, HookPoint.POST_ATTN, SiteValue(residual, None, residual))
-        residual = run_all(out_runs, self, HookPoint.MLP_OUT, SiteValue(hidden, None, residual))
-        residual = run_all(post, self, HookPoint.POST_MLP, SiteValue(hidden, residual, residual))
+        if repay is not None:
+            residual = repay(self, HookPoint.POST_ATTN.value, SiteValue(residual, None, residual))
+        if out_run is not None:
+            residual = out_run(self, HookPoint.MLP_OUT.value, SiteValue(hidden, None, residual))
+        if post is not None:
+            residual = post(self, HookPoint.POST_MLP.value, SiteValue(hidden, residual, residual))
         return hidden, residual
 
     return leave
@@ -128,12 +149,14 @@ def _leave_pair(runs: Runs, repays: tuple[Run, ...]) -> Callable[[nn.Module, Any
 
 def _leave_single(runs: Runs, repays: tuple[Run, ...]) -> Callable[[nn.Module, Any], Any]:
     """The exit of a layer that hands on the stream, alone or first of a tuple."""
-    post = runs.get(HookPoint.POST_MLP, ())
+    repay, post = (chained(found) if found else None for found in (repays, runs.get(HookPoint.POST_MLP)))
 
     def leave(self: nn.Module, out: Any) -> Any:
         stream = out[0] if isinstance(out, tuple) else out
-        stream = run_all(repays, self, HookPoint.POST_ATTN, SiteValue(stream, None, stream))
-        stream = run_all(post, self, HookPoint.POST_MLP, SiteValue(stream, None, stream))
+        if repay is not None:
+            stream = repay(self, HookPoint.POST_ATTN.value, SiteValue(stream, None, stream))
+        if post is not None:
+            stream = post(self, HookPoint.POST_MLP.value, SiteValue(stream, None, stream))
         return (stream, *out[1:]) if isinstance(out, tuple) else stream
 
     return leave
@@ -178,13 +201,16 @@ def module_forward(taken: Sequence[tuple[HookPoint, Place, tuple[Run, ...]]]) ->
 
 
 def _at_entry(hook: HookPoint, place: Place, runs: tuple[Run, ...]) -> Callable[..., tuple[Any, Any]]:
-    value_at, addend_at = place.value, place.addend
+    run, name, value_at, addend_at = chained(runs), hook.value, place.value, place.addend
     carry_at = place.value if place.carry is None else place.carry
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        value = _at(args, kwargs, value_at)
-        addend = None if addend_at is None else _at(args, kwargs, addend_at)
-        carry = run_all(runs, module, hook, SiteValue(value, addend, _at(args, kwargs, carry_at)))
+        value = args[value_at] if isinstance(value_at, int) else kwargs[value_at]
+        addend = None
+        if addend_at is not None:
+            addend = args[addend_at] if isinstance(addend_at, int) else kwargs[addend_at]
+        carry = args[carry_at] if isinstance(carry_at, int) else kwargs[carry_at]
+        carry = run(module, name, SiteValue(value, addend, carry))
         if isinstance(carry_at, int):
             return (*args[:carry_at], carry, *args[carry_at + 1 :]), kwargs
         return args, {**kwargs, carry_at: carry}
@@ -193,33 +219,16 @@ def _at_entry(hook: HookPoint, place: Place, runs: tuple[Run, ...]) -> Callable[
 
 
 def _at_exit(hook: HookPoint, place: Place, runs: tuple[Run, ...]) -> Callable[[nn.Module, Any], Any]:
-    scale = place.scale
+    run, name, scale = chained(runs), hook.value, place.scale
 
     def leave(module: nn.Module, out: Any) -> Any:
         result = out[0] if isinstance(out, tuple) else out
-        value = result if scale is None else result * scale
-        carry = run_all(runs, module, hook, SiteValue(value, None, result, scale))
+        carry = run(module, name, SiteValue(result if scale is None else result * scale, None, result, scale))
         return (carry, *out[1:]) if isinstance(out, tuple) else carry
 
     return leave
 
 
-def _at(args: Any, kwargs: Any, key: Key | None) -> Any:
-    return args[key] if isinstance(key, int) else kwargs[key]
-
-
 def sites_by_hook(actions: Mapping[Site, Sequence[SiteAction]], layer: int) -> dict[HookPoint, list[SiteAction]]:
     """The actions of one layer, by hook point."""
     return {site.hook: list(found) for site, found in actions.items() if site.layer == layer}
-
-
-def _argument(args: Any, kwargs: Any, at: int, name: str | None) -> Any:
-    if 0 <= at < len(args):
-        return args[at]
-    return kwargs.get(name)
-
-
-def _replace(args: Any, kwargs: Any, at: int, name: str | None, value: Any) -> tuple[Any, Any]:
-    if at < len(args):
-        return (*args[:at], value, *args[at + 1 :]), kwargs
-    return args, {**kwargs, name: value}

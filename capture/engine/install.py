@@ -33,7 +33,7 @@ logger = logging.getLogger("headgate")
 
 ENGINE_GROUP = "headgate.engine"
 ENGINE_ATTRIBUTE = "headgate_worker"
-GRAPH_ABI = 6
+GRAPH_ABI = 7
 """Part of the compile-cache key: raise it whenever the code in `graph` or an action changes what is traced."""
 
 

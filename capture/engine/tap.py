@@ -8,13 +8,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from headgate.capture.engine.apart import copy_apart
-from headgate.capture.engine.graph import tensor_attribute
+from headgate.capture.engine.graph import tensor_prefix
 from headgate.capture.engine.seam import SiteValue
 from headgate.capture.staging import NUM_TRASH_ROWS
 
 ROWS = "rows"
 SLOTS = "slots"
 FIRES = "fires"
+_ROWS, _SLOTS, _FIRES = tensor_prefix(ROWS), tensor_prefix(SLOTS), tensor_prefix(FIRES)
 
 
 def stored_value(site: SiteValue) -> Tensor:
@@ -25,7 +26,7 @@ def stored_value(site: SiteValue) -> Tensor:
     value = site.value
     if site.addend is not None:
         value = (value.float() + site.addend.float()).to(value.dtype)
-    return value.reshape(-1, value.shape[-1])
+    return value if value.ndim == 2 else value.reshape(-1, value.shape[-1])
 
 
 def capture_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
@@ -42,8 +43,8 @@ def capture_apart(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
 
 def _scatter(module: nn.Module, hook: str, value: Tensor) -> None:
     """Write each row of `value`, ``[num_tokens, hidden]``, to its slot of the site's ring."""
-    rows = getattr(module, tensor_attribute(ROWS, hook))
-    slots = getattr(module, tensor_attribute(SLOTS, hook))
+    rows = getattr(module, _ROWS + hook)
+    slots = getattr(module, _SLOTS + hook)
     rows.index_put_((slots[: value.shape[0]],), value)
 
 
@@ -53,13 +54,13 @@ def capture_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor
 
     value = site.value.reshape(-1, site.value.shape[-1])
     addend = None if site.addend is None else site.addend.reshape(-1, value.shape[-1])
-    rows = getattr(module, tensor_attribute(ROWS, hook))
-    slots = getattr(module, tensor_attribute(SLOTS, hook))
+    rows = getattr(module, _ROWS + hook)
+    slots = getattr(module, _SLOTS + hook)
     scatter_rows(value, addend, slots[: value.shape[0]], rows, num_trash_rows=NUM_TRASH_ROWS)
     return site.carry
 
 
 def count_fire(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Count on the device that the site ran: one for each forward, also for each graph replay."""
-    getattr(module, tensor_attribute(FIRES, hook)).add_(1)
+    getattr(module, _FIRES + hook).add_(1)
     return site.carry

@@ -83,7 +83,7 @@ class Worker:
         """What the forward adds to a stream of zeros at `site`."""
         module, runs = self.modules[site]
         carry = torch.zeros(num_tokens, HIDDEN)
-        return graph.run_all(runs, module, site.hook, SiteValue(carry, None, carry))
+        return graph.chained(runs)(module, site.hook.value, SiteValue(carry, None, carry))
 
 
 def vectors(seed: int, *sites: Site) -> PhaseVectors:
