@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
+import pybase64
 
 from headgate.capture.errors import RequestError, shown
 from headgate.capture.sites import HookPoint, Site, parse_layers, site_map
@@ -248,8 +248,8 @@ def _data(data: object, dtype: np.dtype[Any], count: int, hidden: int, where: st
                 where, f"{expected}, which is {(size + 2) // 3 * 4} characters of base64; got {len(data)}"
             )
         try:
-            data = msgspec.convert(data, bytes)  # strict, and four times as fast as `base64`
-        except msgspec.ValidationError:
+            data = pybase64.b64decode(data, validate=True)  # seven times as fast as `base64`, twice as fast as msgspec
+        except ValueError:
             raise RequestError(where, f"is not base64: {shown(data)}") from None
     if not isinstance(data, bytes | bytearray | memoryview):
         raise RequestError(where, f"expected base64 text or bytes, got {shown(data)}")
