@@ -139,7 +139,19 @@ COMPARED = (
     *("bs1", "bs16", "bs64", "prefill", "load"),
 )
 """Columns that are shown with their ratio to the base, those that a table has: over HTTP, and of an engine, in ms."""
-PLAIN = ("gb_s", "gb_s_drained", "dropped", "errors", "engine_cpu", "api_cpu", "client_cpu", "stolen_cpu")
+PLAIN = (
+    "server_ttft",
+    "queued",
+    "prefilled",
+    "gb_s",
+    "gb_s_drained",
+    "dropped",
+    "errors",
+    "engine_cpu",
+    "api_cpu",
+    "client_cpu",
+    "stolen_cpu",
+)
 """Columns that are shown as they are."""
 
 

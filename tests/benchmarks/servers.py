@@ -85,6 +85,11 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
             return counters(answer.read().decode())
 
+    def delays(self) -> dict[str, float]:
+        """Sums of what vLLM itself clocks of each request, in seconds, and their number."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            return delays(answer.read().decode())
+
     def post(self, path: str, body: Mapping[str, Any]) -> None:
         """POST a JSON body.
 
@@ -159,6 +164,25 @@ def counters(page: str) -> dict[str, float]:
         if match := re.match(r"headgate_capture_(\w+?)(?:_total)?(?:\{.*\})? (\S+)$", line):
             found[match[1]] = found.get(match[1], 0.0) + float(match[2])
     return found
+
+
+CLOCKED = {
+    "server_ttft": "time_to_first_token_seconds",
+    "queued": "request_queue_time_seconds",
+    "prefilled": "request_prefill_time_seconds",
+}
+"""vLLM's histograms: from the request's object in the API server to its first token; of that, waiting in the engine
+core, and from the first step to the first token. What a client waits beyond the first is its body's way and reading."""
+
+
+def delays(page: str) -> dict[str, float]:
+    """``{name: seconds}`` of `CLOCKED` on a page of metrics, summed over engines, and ``requests``."""
+    found: dict[str, float] = {}
+    for name, histogram in CLOCKED.items():
+        lines = re.findall(rf"^vllm:{histogram}_sum(?:\{{.*\}})? (\S+)$", page, re.MULTILINE)
+        found[name] = sum(map(float, lines))
+    counts = re.findall(rf"^vllm:{CLOCKED['server_ttft']}_count(?:\{{.*\}})? (\S+)$", page, re.MULTILINE)
+    return {**found, "requests": sum(map(float, counts))}
 
 
 def start(name: str, command: Sequence[str], folder: Path, files: Path, slots: int) -> Server:

@@ -31,7 +31,7 @@ from tests.benchmarks.figures import Answer, Round, summarize, summary, tables
 from tests.benchmarks.load import Load
 from tests.benchmarks.machine import hardware, parted_cpus, slots_for, stolen_s, versions
 from tests.benchmarks.models import ModelSize, size_of
-from tests.benchmarks.servers import FEATURES, Cpu, Server, await_ready, gpu_mib_of, start, stop
+from tests.benchmarks.servers import CLOCKED, FEATURES, Cpu, Server, await_ready, gpu_mib_of, start, stop
 from tests.benchmarks.workload import (
     BASE,
     MODES,
@@ -89,11 +89,13 @@ class Run:
         server = self.servers[server_of(mode, {key: FEATURES[key] for key in self.servers}) or ""]
         extra = {"capture_wait": True} if mode.is_capturing and self.options.capture_wait else {}
         asked = Asked(mode, shape, self.size, SERVED_NAME, number * 1000 + list(MODES).index(name), extra)
-        before, cpu, stolen = server.metrics() if mode.is_capturing else {}, server.cpu(), stolen_s()
+        before, delays = server.metrics() if mode.is_capturing else {}, server.delays()
+        cpu, stolen = server.cpu(), stolen_s()
         answers, client_cpu = self.load.run(f"{server.url}/v1/completions", asked)
         figures = summarize(answers)
         figures |= cpu_figures(cpu, server.cpu(), figures.get("wall_s")) | {"client_cpu": client_cpu}
         figures["stolen_cpu"] = (stolen_s() - stolen) / figures.get("wall_s", 1)
+        figures |= delay_figures(delays, server.delays())
         if errors := [answer.error for answer in answers if answer.error]:
             self.note(f"{name}: {len(errors)} of {len(answers)} requests failed, the first with {errors[0]}")
         if mode.is_capturing:
@@ -162,6 +164,12 @@ def cpu_figures(before: Cpu, after: Cpu, wall_s: float | None) -> dict[str, floa
     if not wall_s:
         return {}
     return {"api_cpu": (after.api - before.api) / wall_s, "engine_cpu": (after.engine - before.engine) / wall_s}
+
+
+def delay_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Means of `servers.CLOCKED` over the requests of one round, in ms."""
+    count = after["requests"] - before["requests"]
+    return {name: 1e3 * (after[name] - before[name]) / count for name in CLOCKED} if count else {}
 
 
 def turns(run: Run, deadline: float) -> None:

@@ -21,9 +21,9 @@ from tests.benchmarks.figures import Answer, Round, percentile, ratios, spread, 
 from tests.benchmarks.gpu_call import SIDE_BY_SIDE
 from tests.benchmarks.load import Raw, events, read
 from tests.benchmarks.models import MODELS, ModelSize
-from tests.benchmarks.servers import FEATURES, counters, start_facts
+from tests.benchmarks.servers import FEATURES, counters, delays, start_facts
 from tests.benchmarks.suite import jobs_of, rounds_of
-from tests.benchmarks.suite_http import read_options, runnable
+from tests.benchmarks.suite_http import delay_figures, read_options, runnable
 from tests.benchmarks.turns import LONG, Engine
 from tests.benchmarks.workload import HOOKS, MODES, SHAPES, Asked, chosen, listed, packed, server_of
 
@@ -168,6 +168,22 @@ def test_a_mode_runs_on_the_server_with_the_least_beyond_what_it_needs() -> None
     assert server_of(MODES["installed"], few) is None
     assert {server_of(mode, FEATURES) for mode in MODES.values()} == set(FEATURES)
     assert "installed" not in runnable(list(MODES), ["stock", "both"])
+
+
+def test_delays_of_one_round_are_means_of_what_vllm_clocked_in_it() -> None:
+    def page(ttft: float, queued: float, count: int) -> str:
+        return (
+            f'vllm:time_to_first_token_seconds_sum{{engine="0",model_name="m"}} {ttft}\n'
+            f'vllm:time_to_first_token_seconds_count{{engine="0",model_name="m"}} {count}.0\n'
+            f'vllm:request_queue_time_seconds_sum{{engine="0",model_name="m"}} {queued}\n'
+            f'vllm:request_queue_time_seconds_count{{engine="0",model_name="m"}} {count}.0\n'
+            'vllm:request_prefill_time_seconds_sum{engine="0",model_name="m"} 0.0\n'
+        )
+
+    before, after = delays(page(1.0, 0.5, 10)), delays(page(2.0, 0.6, 30) + page(1.0, 0.0, 0))
+
+    assert delay_figures(before, after) == pytest.approx({"server_ttft": 100.0, "queued": 5.0, "prefilled": 0.0})
+    assert delay_figures(after, after) == {}
 
 
 def test_counters_are_summed_over_workers_and_consumers() -> None:
