@@ -1,0 +1,34 @@
+"""Engines that run at once on one GPU, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def run_side_by_side(
+    commands: Mapping[str, Sequence[str]], folder: Path, timeout_s: float, **environment: str
+) -> dict[str, str]:
+    """Run Python programs at once; what each printed, by name. Logs are kept in `folder`.
+
+    Raises:
+        AssertionError: With the log of one that failed.
+        subprocess.TimeoutExpired: If one takes too long.
+    """
+    processes, logs = {}, {name: folder / f"{name}.log" for name in commands}
+    for name, command in commands.items():
+        with logs[name].open("wb") as log:
+            processes[name] = subprocess.Popen(
+                [sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+            )
+    try:
+        for name, process in processes.items():
+            code = process.wait(timeout=timeout_s)
+            assert code == 0, logs[name].read_text(errors="replace")[-6000:]
+    finally:
+        for process in processes.values():
+            process.kill()
+    return {name: log.read_text(errors="replace") for name, log in logs.items()}
