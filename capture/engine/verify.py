@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -157,24 +158,24 @@ class Session:
             EngineError: If one does not do its work.
             UsageError: If vLLM's parser does not take the arguments.
         """
-        kinds = kinds_to_run(repeats)
-        for index, kind in enumerate(kinds):  # one may be added meanwhile
-            began = time.monotonic()
-            is_last_stock = kind == STOCK and STOCK not in kinds[index + 1 :]
-            with self.console.status(f"engine {index + 1} of {len(kinds)}: {kind}"):
+        waiting, number = deque(kinds_to_run(repeats)), 0
+        while waiting:
+            kind, number, began = waiting.popleft(), number + 1, time.monotonic()
+            is_last_stock = kind == STOCK and STOCK not in waiting
+            with self.console.status(f"engine {number} of {number + len(waiting)}: {kind}"):
                 recording = self._run(
-                    f"{index + 1}-{kind}",
+                    f"{number}-{kind}",
                     kind,
                     is_timed=repeats > 0 and kind in (STOCK, IDLE),
                     is_compiled_anew=is_last_stock and self._is_tuned,
                 )
             self.runs.setdefault(kind, []).append(recording)
-            if self._is_tuned and not repeats and index == 0:
-                kinds.insert(1, STOCK)
+            if self._is_tuned and not repeats and number == 1:
+                waiting.appendleft(STOCK)
             self._started.append((kind, recording.facts.start_s))
             seconds = time.monotonic() - began
             self.console.print(
-                f"engine {index + 1} of {len(kinds)}: {kind:7} {seconds:4.0f} s, ready after "
+                f"engine {number} of {number + len(waiting)}: {kind:7} {seconds:4.0f} s, ready after "
                 f"{recording.facts.start_s:.0f} s",
                 highlight=False,
             )
