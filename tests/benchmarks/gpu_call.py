@@ -108,11 +108,11 @@ TESTS = {
         pytest_step("staging", 120, *RING),
         pytest_step("kernels", 60, "tests/kernels"),
         pytest_step("capture", 240, "tests/gpu/test_capture_gpu.py"),
-        pytest_step("idle", 240, "tests/gpu/test_idle_gpu.py"),
         pytest_step("steering", 300, "tests/gpu/test_steering_gpu.py"),
         sanitized("memcheck", 120),
         sanitized("racecheck", 90),
     ],
+    "idle": [pytest_step("idle", 450, "tests/gpu/test_idle_gpu.py", lines=24)],
     "soak": [
         pytest_step("staging", 100, *RING),
         pytest_step("soak", 330, "tests/gpu/test_soak_gpu.py", lines=24),
@@ -252,7 +252,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         SystemExit: If it is wrong.
     """
     parser = argparse.ArgumentParser(prog="gpu_call", description="One call on a GPU host, under ten minutes.")
-    parser.add_argument("call", help="check, soak, http, http-decode, suite, parallel; tiny tries the machinery")
+    parser.add_argument("call", help="check, idle, soak, http, http-decode, suite, parallel; tiny tries the machinery")
     parser.add_argument("model", nargs="?", default="gemma3-4b", help=f"of {', '.join(MODELS)} (default: gemma3-4b)")
     parser.add_argument("--out", type=Path, required=True, help="folder for what is kept")
     parser.add_argument("--work", type=Path, help="folder for everything else (default: in /tmp, named after the call)")
