@@ -269,7 +269,7 @@ def test_the_steps_of_a_call_are_what_the_programs_take(call: str, model: str) -
 
 
 def test_a_call_that_there_is_not_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, told in ((["nonsense"], "known: check, soak"), (["http", "gpt"], "known: gemma3-4b")):
+    for arguments, told in ((["nonsense"], "known: check, idle, soak"), (["http", "gpt"], "known: gemma3-4b")):
         with pytest.raises(SystemExit):
             gpu_call.read_options([*arguments, "--out", "unused"])
         assert told in capsys.readouterr().err
