@@ -44,6 +44,10 @@ class Vectors(Protocol):
         """``[len(sites), hidden]``."""
         ...
 
+    def stored_as(self, dtype: StoredType) -> Rows | None:
+        """The same as stored, if they are stored in `dtype`: rounding them to it would change nothing."""
+        ...
+
 
 class WeightedSum:
     """The sum of scaled vectors, made when it is asked for: one that is in the pool already costs its key only.
@@ -68,6 +72,10 @@ class WeightedSum:
     def sites(self) -> tuple[Site, ...]:
         """Sites of any part, in the order of the forward pass."""
         return sort_sites({site for vectors, _ in self._parts for site in vectors.sites})
+
+    def stored_as(self, dtype: StoredType) -> Rows | None:
+        """None: a sum is not stored."""
+        return None
 
     def float32(self) -> Float32Rows:
         """``[len(sites), hidden]``: the sum, not kept."""
@@ -117,13 +125,16 @@ def effective(
     Raises:
         AssertionError: If a sum is not finite in `dtype`; `LIMIT` is checked where vectors come in.
     """
-    present = [(part.sites, part.float32()) for part in parts if part is not None]
-    owned = [[(site_ids[s], rank) for rank, s in enumerate(sites) if s in site_ids] for sites, _ in present]
+    present = [part for part in parts if part is not None]
+    owned = [[(site_ids[s], rank) for rank, s in enumerate(part.sites) if s in site_ids] for part in present]
     ids = np.array(sorted({site_id for pairs in owned for site_id, _ in pairs}), dtype=np.int64)
-    if len(present) == 1 and len(ids) == len(present[0][0]) and [site_id for site_id, _ in owned[0]] == ids.tolist():
-        return ids, round_to(present[0][1], dtype)
-    total = np.zeros((len(ids), present[0][1].shape[1]), dtype=np.float32)
-    for (_, rows), pairs in zip(present, owned, strict=True):
+    first = present[0]
+    if len(present) == 1 and len(ids) == len(first.sites) and [site_id for site_id, _ in owned[0]] == ids.tolist():
+        stored = first.stored_as(dtype)
+        return ids, round_to(first.float32(), dtype) if stored is None else stored
+    summands = [part.float32() for part in present]
+    total = np.zeros((len(ids), summands[0].shape[1]), dtype=np.float32)
+    for rows, pairs in zip(summands, owned, strict=True):
         if pairs:
             chosen, ranks = np.array(pairs, dtype=np.int64).T
             total[np.searchsorted(ids, chosen)] += rows[ranks]

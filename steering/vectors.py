@@ -122,6 +122,10 @@ class PhaseVectors:
         """``[n, hidden]`` in float32, exact; read-only if that is how they are stored."""
         return widen(self.rows, self.dtype)
 
+    def stored_as(self, dtype: StoredType) -> Rows | None:
+        """`rows`, if they are stored in `dtype`."""
+        return self.rows if self.dtype == dtype else None
+
     def scaled(self, scale: float) -> PhaseVectors | None:
         """These vectors times `scale`, in float32; None if that leaves nothing.
 

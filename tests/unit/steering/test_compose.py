@@ -96,6 +96,18 @@ def test_the_global_and_the_requests_side_are_added_site_by_site() -> None:
     assert rows[:, 0].tolist() == [1.0, 6.0, 8.0]
 
 
+@DTYPES
+def test_vectors_in_the_models_dtype_are_taken_as_they_are(dtype: StoredType) -> None:
+    values = round_to(np.linspace(-3, 3, 2 * HIDDEN, dtype=np.float32).reshape(2, HIDDEN), dtype)
+    own = PhaseVectors(sites=SITES[:2], payload=values.tobytes(), dtype=dtype, hidden_size=HIDDEN, key=b"own")
+
+    ids, rows = effective((own, None), IDS, dtype)
+
+    assert ids.tolist() == [0, 1]
+    assert np.shares_memory(rows, own.rows)
+    assert rows.tobytes() == round_to(own.float32(), dtype).tobytes()
+
+
 def test_sites_of_other_workers_are_left_out() -> None:
     own = {site: index for index, site in enumerate(SITES[3:])}
 
