@@ -68,11 +68,10 @@ def add_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Steer in one kernel where the forward runs as written on a GPU."""
     from headgate.steering.kernels.add_rows import add_rows
 
-    slots = getattr(module, _SLOTS + hook)
+    pool, slots = _vectors_of_rows(module, hook, site)
     rows = site.carry.reshape(-1, site.carry.shape[-1])
-    pool = getattr(module, _POOL + hook)
     scale = 1.0 if site.gain is None else 1.0 / site.gain
-    return add_rows(rows, pool, slots[: rows.shape[0]], scale).view(site.carry.shape)
+    return add_rows(rows, pool, slots, scale).view(site.carry.shape)
 
 
 def add_action(facts: WorkerFacts) -> Run:

@@ -119,8 +119,6 @@ class _Inductor:
             from torch._inductor.lowering import lowerings, register_lowering
             from torch._inductor.ops_handler import OpCounterCSE
             from torch._inductor.virtualized import V, ops
-
-            self.load: Any = CSEProxy.load
         self.V, self.ops, self.lowerings, self.register_lowering = V, ops, lowerings, register_lowering
         self._proxy: Any = CSEProxy
         self._pointwise, self._counter = Pointwise, OpCounterCSE
@@ -138,7 +136,7 @@ class _Inductor:
 
     def leave_loads_uncounted(self) -> None:
         """Let kernels not count their loads of the buffers that their graph names in `UNCOUNTED`."""
-        load = self.load
+        load = self._proxy.load
         if hasattr(load, UNCOUNTED):
             return
 

@@ -62,7 +62,7 @@ def inductor_for(part: str) -> Iterator[None]:
     """
     try:
         yield
-    except (ImportError, AttributeError) as error:
+    except ImportError as error:
         raise UnsupportedError(
             f"{part}: compiled, it needs the inductor of torch 2.11 to 2.13, found torch {torch.__version__} "
             f"({error}); run with --enforce-eager"

@@ -35,7 +35,7 @@ def generate(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(self, prompt, sampling_params, request_id, *args, **kwargs)
             if isinstance(prompt, AsyncIterator) and not asked.is_empty:
                 refuse_streamed_input(asked)
-            call = None if asked.capture is None else current_call()
+            call = current_call()
             asked = _resolved(reception, asked, prompt, sampling_params, call)
         outputs = original(self, prompt, attach(sampling_params, asked), request_id, *args, **kwargs)
         if asked.parts:
@@ -48,10 +48,8 @@ def generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _resolved(reception: Reception, asked: Asked, prompt: Any, params: Any, call: Call | None) -> Asked:
-    if asked.capture is None or reception.capture is None:
-        return asked
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-    if tokens is None:
+    if asked.capture is None or reception.capture is None or tokens is None:
         return asked
     find_message = call.find_message(tokens) if call else None
     return replace(asked, capture=reception.capture.resolve(asked.capture, len(tokens), params, find_message))
@@ -62,9 +60,8 @@ async def _with_refusals(
 ) -> AsyncGenerator[Any, None]:
     """Ask about names that are not known here, first, and again if the engine core refused the request."""
     try:
-        if any(wanted.names for wanted in asked.parts.values()):
-            with as_client_error():
-                await reception.confirm_async(asked, client)
+        with as_client_error():
+            await reception.confirm_async(asked, client)
         async for output in outputs:
             if is_refused(output):
                 with as_client_error():

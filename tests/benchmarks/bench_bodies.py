@@ -20,12 +20,12 @@ Rows that steer nothing say what vLLM itself takes: ``plain`` is a short body, `
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import base64
 import json
 import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -301,7 +301,9 @@ def spread(values: Iterable[float]) -> str:
 
 
 def main() -> None:
-    loop = sys.argv[1] if len(sys.argv) > 1 else "uvloop"
+    parser = argparse.ArgumentParser(prog="bench_bodies")
+    parser.add_argument("loop", nargs="?", default="uvloop", choices=("uvloop", "asyncio"))
+    loop = parser.parse_args().loop
     print(f"{LAYERS} layers x {len(HOOKS)} hooks x {HIDDEN}; {loop}; ms; medians of {SITTINGS} sittings")
     columns = ("quiet", "loop", "above", "stall", "total")
     print(f"{'body':8} {'server':>8} {'MB':>6}" + "".join(f"{column:>20}" for column in columns), flush=True)

@@ -10,8 +10,8 @@ Ways to add: see `headgate.steering.lowering`.
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -121,14 +121,19 @@ def generated(add: Add) -> list[str]:
 
 
 def main() -> None:
-    """Print the code of the ways named as arguments; the counts of their kernels after ``--counts``, or without any."""
+    """Print the counts of the kernels of each way, or the code of the ways that are named."""
+    parser = argparse.ArgumentParser(prog="codegen", description=main.__doc__)
+    parser.add_argument("ways", nargs="*", metavar="way", help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--counts", action="store_true", help="the counts of those that are named, too")
+    options = parser.parse_args()
+    if unknown := [name for name in options.ways if name not in WAYS]:
+        parser.error(f"no way {unknown[0]!r}; known: {', '.join(WAYS)}")
     register_add_uncounted()
     register_add_pooled()
-    is_counting, names = len(sys.argv) == 1 or sys.argv[1] == "--counts", sys.argv[1:]
-    for name in [name for name in names if name in WAYS] or WAYS:
+    for name in options.ways or WAYS:
         torch._dynamo.reset()
         for code in generated(WAYS[name]):
-            if not is_counting:
+            if options.ways and not options.counts:
                 print(code)
             elif (kernel := re.search(r"def (triton_red\w+)\(", code)) is not None:
                 counts = (re.search(rf"'{what}': (\d+)", code) for what in ("num_load", "num_store", "num_reduction"))

@@ -82,13 +82,15 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """headgate's counters, summed over workers and consumers; none if there are none."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
-            return counters(answer.read().decode())
+        return counters(self._page())
 
     def delays(self) -> dict[str, float]:
         """Sums of what vLLM itself clocks of each request, in seconds, and their number."""
+        return delays(self._page())
+
+    def _page(self) -> str:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
-            return delays(answer.read().decode())
+            return str(answer.read().decode())
 
     def post(self, path: str, body: Mapping[str, Any]) -> None:
         """POST a JSON body.
@@ -176,13 +178,14 @@ core, and from the first step to the first token. What a client waits beyond the
 
 
 def delays(page: str) -> dict[str, float]:
-    """``{name: seconds}`` of `CLOCKED` on a page of metrics, summed over engines, and ``requests``."""
-    found: dict[str, float] = {}
-    for name, histogram in CLOCKED.items():
-        lines = re.findall(rf"^vllm:{histogram}_sum(?:\{{.*\}})? (\S+)$", page, re.MULTILINE)
-        found[name] = sum(map(float, lines))
-    counts = re.findall(rf"^vllm:{CLOCKED['server_ttft']}_count(?:\{{.*\}})? (\S+)$", page, re.MULTILINE)
-    return {**found, "requests": sum(map(float, counts))}
+    """``{name: seconds}`` of `CLOCKED` on a page of metrics, summed over engines, and ``requests``.
+
+    What the page does not have is left out: another vLLM may call it otherwise.
+    """
+    series = {name: f"{histogram}_sum" for name, histogram in CLOCKED.items()}
+    series["requests"] = f"{CLOCKED['server_ttft']}_count"
+    lines = {name: re.findall(rf"^vllm:{one}(?:\{{.*\}})? (\S+)$", page, re.MULTILINE) for name, one in series.items()}
+    return {name: sum(map(float, values)) for name, values in lines.items() if values}
 
 
 def start(name: str, command: Sequence[str], folder: Path, files: Path, slots: int) -> Server:

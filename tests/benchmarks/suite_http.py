@@ -94,7 +94,8 @@ class Run:
         answers, client_cpu = self.load.run(f"{server.url}/v1/completions", asked)
         figures = summarize(answers)
         figures |= cpu_figures(cpu, server.cpu(), figures.get("wall_s")) | {"client_cpu": client_cpu}
-        figures["stolen_cpu"] = (stolen_s() - stolen) / figures.get("wall_s", 1)
+        if "wall_s" in figures:
+            figures["stolen_cpu"] = (stolen_s() - stolen) / figures["wall_s"]
         figures |= delay_figures(delays, server.delays())
         if errors := [answer.error for answer in answers if answer.error]:
             self.note(f"{name}: {len(errors)} of {len(answers)} requests failed, the first with {errors[0]}")
@@ -168,8 +169,9 @@ def cpu_figures(before: Cpu, after: Cpu, wall_s: float | None) -> dict[str, floa
 
 def delay_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """Means of `servers.CLOCKED` over the requests of one round, in ms."""
-    count = after["requests"] - before["requests"]
-    return {name: 1e3 * (after[name] - before[name]) / count for name in CLOCKED} if count else {}
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    count = grown.get("requests")
+    return {name: 1e3 * grown[name] / count for name in CLOCKED if name in grown} if count else {}
 
 
 def turns(run: Run, deadline: float) -> None:

@@ -34,13 +34,6 @@ def _sizes() -> tuple[int, int, int]:
     return config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]
 
 
-def norms_its_branches(model: str = MODEL) -> bool:
-    """Whether a model norms what it adds to the stream: with steering configured, one of its norms may differ from
-    stock's in the last bit on a GPU (docs/performance.md says which and why)."""
-    config = json.loads((Path(model) / "config.json").read_text())
-    return str(config["model_type"]).startswith(("gemma2", "gemma3", "olmo2"))
-
-
 NUM_LAYERS, HIDDEN, VOCABULARY = _sizes()
 LAYERS = sorted({0, NUM_LAYERS * 3 // 20, NUM_LAYERS // 2, NUM_LAYERS - 1})
 HOOKS = ("pre_attn", "post_attn", "post_mlp", "attn_out", "mlp_in", "mlp_out")

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 
 def run_side_by_side(
@@ -32,3 +35,14 @@ def run_side_by_side(
         for process in processes.values():
             process.kill()
     return {name: log.read_text(errors="replace") for name, log in logs.items()}
+
+
+def run_modes(
+    program: Path, modes: Sequence[str], folder: Path, timeout_s: float, **environment: str
+) -> dict[str, dict[str, Any]]:
+    """What ``program MODE OUT.pt`` (`engine_runs`, `soak_runs`) saw in these modes, all at once."""
+    outs = {mode: folder / f"{mode}.pt" for mode in modes}
+    commands = {mode: [str(program), mode, str(out)] for mode, out in outs.items()}
+    for log in run_side_by_side(commands, folder, timeout_s, **environment).values():
+        print(next(line for line in log.splitlines() if line.startswith("RAN")))
+    return {mode: torch.load(out, weights_only=False) for mode, out in outs.items()}

@@ -7,52 +7,24 @@ GPU_TEST_MODEL, random weights will do.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from side_by_side import run_modes
 
 RUNS = Path(__file__).with_name("engine_runs.py")
 MIN_COSINE = 0.999
 TIMEOUT_S = 500
 
 
-def start(mode: str, folder: Path, **environment: str) -> subprocess.Popen[bytes]:
-    """Start one engine in `mode`."""
-    with (folder / f"{mode}.log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, str(RUNS), mode, str(folder / f"{mode}.pt")],
-            env={**os.environ, **environment},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def wait(mode: str, process: subprocess.Popen[bytes], folder: Path) -> dict[str, Any]:
-    """What the engine saw, when it is through."""
-    try:
-        code = process.wait(timeout=TIMEOUT_S)
-    finally:
-        process.kill()
-    log = (folder / f"{mode}.log").read_text(errors="replace")
-    assert code == 0, log[-9000:]
-    print(next(line for line in log.splitlines() if line.startswith("RAN")))
-    loaded: dict[str, Any] = torch.load(folder / f"{mode}.pt", weights_only=False)
-    return loaded
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What stock vLLM, capture under graphs, and capture in eager mode saw."""
     folder = tmp_path_factory.mktemp("runs")
-    processes = {mode: start(mode, folder) for mode in ("stock", "graphs")}
-    seen = {mode: wait(mode, process, folder) for mode, process in processes.items()}
-    eager = start("eager", folder, GPU_TEST_REPLAY=str(folder / "graphs.pt"))
-    return {**seen, "eager": wait("eager", eager, folder)}
+    seen = run_modes(RUNS, ("stock", "graphs"), folder, TIMEOUT_S)
+    return seen | run_modes(RUNS, ("eager",), folder, TIMEOUT_S, GPU_TEST_REPLAY=str(folder / "graphs.pt"))
 
 
 def test_every_request_is_complete(runs):

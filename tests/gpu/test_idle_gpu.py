@@ -5,8 +5,8 @@ compile cache of its own. Two stock engines show that the comparison means somet
 GPU_TEST_MODEL has vLLM's dummy weights; two more have the width of real ones, a few layers, and weights made by
 `weights`: with dummy ones, branches are too small for Llama's stream to show anything. Needs 70 GB of GPU memory.
 
-Where a branch is normed before it is added (Gemma), one of our kernels may differ from stock's in the last bit while
-steering is configured; docs/performance.md says which and why. There steering is held to what that makes of it.
+Where a branch is normed before it is added (Gemma), one of our kernels differs from stock's in the last bit while
+steering is configured: there this fails, until what docs/performance.md says about it is done.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_runs import norms_its_branches
 from idle_runs import PARTS
 from side_by_side import run_side_by_side
 
@@ -29,21 +28,19 @@ TIMEOUT_S = 300
 GIVEN = "given"
 NUM_LAYERS = {"llama3-8b": 6, "qwen3-30b-a3b": 3}
 VARIANTS = {GIVEN: tuple(PARTS), **dict.fromkeys(NUM_LAYERS, ("stock", "steering", "both"))}
-MAX_SHARE_OF_OTHER_TOKENS = 0.05
-MAX_OTHER_LOGPROB = 0.01
 
 Answers = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module", params=list(VARIANTS))
-def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Answers]:
-    """A model, and what each engine answered with it."""
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What each engine answered with one model."""
     model, folder = request.param, tmp_path_factory.mktemp(request.param)
     environment = {} if model == GIVEN else made(model, folder)
     outs = {variant: folder / f"{variant}.json" for variant in VARIANTS[model]}
     commands = {variant: [str(HERE / "idle_runs.py"), variant, str(out)] for variant, out in outs.items()}
     run_side_by_side(commands, folder, TIMEOUT_S, **environment)
-    return model, {variant: json.loads(out.read_text()) for variant, out in outs.items()}
+    return {variant: json.loads(out.read_text()) for variant, out in outs.items()}
 
 
 def made(name: str, folder: Path) -> dict[str, str]:
@@ -57,25 +54,13 @@ def made(name: str, folder: Path) -> dict[str, str]:
     return {"GPU_TEST_MODEL": str(folder / "model"), "GPU_TEST_ENGINE": json.dumps(engine)}
 
 
-@pytest.mark.parametrize("variant", [name for name in PARTS if name != "stock"])
-def test_every_token_and_logprob_is_stocks(answers, variant):
-    model, found = answers
-    if variant not in found:
-        pytest.skip(f"{variant} is not run with {model}")
-    pairs = list(zip(found["stock"], found[variant], strict=True))
+def test_every_token_and_logprob_is_stocks(answers):
+    differing = {}
+    for variant, found in answers.items():
+        pairs = list(zip(answers["stock"], found, strict=True))
+        other_tokens = [index for index, (stock, ours) in enumerate(pairs) if stock["tokens"] != ours["tokens"]]
+        other_logprobs = [index for index, (stock, ours) in enumerate(pairs) if stock["logprobs"] != ours["logprobs"]]
+        differing[variant] = (other_tokens, other_logprobs)
 
-    other_tokens = [index for index, (stock, ours) in enumerate(pairs) if stock["tokens"] != ours["tokens"]]
-    other_logprobs = [index for index, (stock, ours) in enumerate(pairs) if stock["logprobs"] != ours["logprobs"]]
-
-    if "steering" in PARTS[variant] and model == GIVEN and norms_its_branches():
-        same = [pair for index, pair in enumerate(pairs) if index not in other_tokens]
-        assert len(other_tokens) <= MAX_SHARE_OF_OTHER_TOKENS * len(pairs)
-        assert max(farthest(*pair) for pair in same) <= MAX_OTHER_LOGPROB
-    else:
-        assert (other_tokens, other_logprobs) == ([], [])
-
-
-def farthest(stock: dict[str, Any], ours: dict[str, Any]) -> float:
-    """The largest difference between logprobs of the same token at the same step."""
-    steps = [tuple(map(dict, step)) for step in zip(stock["logprobs"], ours["logprobs"], strict=True)]
-    return max(abs(one[token] - other[token]) for one, other in steps for token in one.keys() & other.keys())
+    assert len(differing) > 1
+    assert differing == dict.fromkeys(answers, ([], []))
