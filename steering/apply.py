@@ -6,6 +6,7 @@ Rows that nobody steers point to the zero vector, so the traced code is the same
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,19 @@ def add_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     return steered
 
 
+def add_opaque(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Steer where a fused addition would have the compiler make another kernel of the norm, also where it adds nothing.
+
+    A norm of a branch and the norm of the sum behind it are one kernel (Gemma); with another value to load, its loops
+    are unrolled otherwise, and products contracted otherwise: the last bit of three rows in a hundred.
+    """
+    pool, slots = getattr(module, _POOL + hook), getattr(module, _SLOTS + hook)
+    steered: Tensor = torch.ops.headgate.add_apart(
+        site.carry, pool, slots, 1.0 if site.gain is None else 1.0 / site.gain
+    )
+    return steered
+
+
 def add_gathered(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Steer where torch.compile makes C++ of the forward: idle, that too computes what it does without us."""
     pool, slots = _vectors_of_rows(module, hook, site)
@@ -74,13 +88,28 @@ def add_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     return add_rows(rows, pool, slots, scale).view(site.carry.shape)
 
 
-def add_action(facts: WorkerFacts) -> Run:
-    """The variant for this worker."""
-    if facts.is_compiled:
-        is_cpu = facts.device.type == "cpu"
-        register_add_uncounted() if is_cpu else register_add_pooled()
-        return add_gathered if is_cpu else add_traced
-    return add_with_kernel if facts.device.type == "cuda" else add_plain
+class Addition(NamedTuple):
+    """The ways to add in one worker: see `SiteAction`."""
+
+    run: Run
+    ahead: Run | None = None
+    apart: Run | None = None
+
+    def counted(self) -> Addition:
+        """The same, each counted."""
+        return Addition(counted(self.run), *(each and counted(each) for each in self[1:]))
+
+
+def addition(facts: WorkerFacts) -> Addition:
+    """The ways for this worker."""
+    is_cuda = facts.device.type == "cuda"
+    if not facts.is_compiled:
+        return Addition(add_with_kernel if is_cuda else add_plain)
+    if is_cuda:
+        register_add_pooled()
+        return Addition(add_traced, ahead=add_traced, apart=add_opaque)
+    register_add_uncounted()
+    return Addition(add_gathered, ahead=add_gathered)
 
 
 def counted(run: Run) -> Run:

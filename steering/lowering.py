@@ -63,6 +63,23 @@ def _(carry: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
     return torch.empty_like(carry)
 
 
+@torch.library.custom_op("headgate::add_apart", mutates_args=())
+def add_apart(carry: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
+    """`add_pooled` by code that the compiler does not look into: a kernel of its own."""
+    rows = carry.reshape(-1, carry.shape[-1])
+    used = slots[: rows.shape[0]]
+    if carry.device.type != "cuda":
+        return (rows + pool[used] * scale).view(carry.shape)
+    from headgate.steering.kernels.add_rows import add_rows
+
+    return add_rows(rows, pool, used, scale).view(carry.shape)
+
+
+@add_apart.register_fake
+def _(carry: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(carry)
+
+
 def register_add_uncounted() -> None:
     """Let inductor, in this process, fuse `add_uncounted` but decide where to store values as if it were `carry`.
 

@@ -132,16 +132,19 @@ class SteeringPart:
                 )
 
     def _make_actions(self, facts: WorkerFacts, tables: DeviceTables) -> dict[Site, SiteAction]:
-        add = apply.add_action(facts)
+        add = apply.addition(facts)
+        repay = add.run
         if self._config.fire_counter:
             self._fires = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
+            add = add.counted()
         actions = {}
         for index, site in enumerate(self._sites):
             tensors = {apply.POOL: tables.pool, apply.SLOTS: tables.slots[index]}
             if self._fires is not None:
                 tensors[apply.FIRES] = torch.utils.dlpack.from_dlpack(self._fires[index : index + 1])
-            run = add if self._fires is None else apply.counted(add)
-            actions[site] = SiteAction(run=run, tensors=tensors, order=20, repay=add)
+            actions[site] = SiteAction(
+                run=add.run, ahead=add.ahead, apart=add.apart, repay=repay, tensors=tensors, order=20
+            )
         return actions
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from headgate.capture.engine.discover import Key, LayerLayout
 from headgate.capture.engine.seam import SiteAction, SiteValue
+from headgate.capture.errors import UnsupportedError
 from headgate.capture.sites import HookPoint, Site
 
 Run = Callable[[nn.Module, str, SiteValue], Tensor]
@@ -176,6 +177,7 @@ class Place:
 
     module: str
     value: Key | None = None
+    result: int = 0
     addend: Key | None = None
     carry: Key | None = None
     scale: float | None = None
@@ -219,12 +221,14 @@ def _at_entry(hook: HookPoint, place: Place, runs: tuple[Run, ...]) -> Callable[
 
 
 def _at_exit(hook: HookPoint, place: Place, runs: tuple[Run, ...]) -> Callable[[nn.Module, Any], Any]:
-    run, name, scale = chained(runs), hook.value, place.scale
+    run, name, scale, at = chained(runs), hook.value, place.scale, place.result
 
     def leave(module: nn.Module, out: Any) -> Any:
-        result = out[0] if isinstance(out, tuple) else out
+        if not isinstance(out, tuple) and at:
+            raise UnsupportedError(f"{type(module).__name__} of {place.module} returned no result {at} for {name}")
+        result = out[at] if isinstance(out, tuple) else out
         carry = run(module, name, SiteValue(result if scale is None else result * scale, None, result, scale))
-        return (carry, *out[1:]) if isinstance(out, tuple) else carry
+        return (*out[:at], carry, *out[at + 1 :]) if isinstance(out, tuple) else carry
 
     return leave
 

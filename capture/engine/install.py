@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from importlib.metadata import entry_points
 from typing import Any
@@ -33,8 +34,11 @@ logger = logging.getLogger("headgate")
 
 ENGINE_GROUP = "headgate.engine"
 ENGINE_ATTRIBUTE = "headgate_worker"
-GRAPH_ABI = 7
+GRAPH_ABI = 8
 """Part of the compile-cache key: raise it whenever the code in `graph` or an action changes what is traced."""
+
+Wanted = Mapping[HookPoint, Sequence[SiteAction]]
+"""The actions of one layer."""
 
 
 def patch_worker(module: Any) -> None:
@@ -131,12 +135,12 @@ def install_actions(
     for index, layer in layers:
         wanted = graph.sites_by_hook(actions, index)
         if wanted:
-            _install_layer(f"{stack_name}.{index}", layer, wanted)
+            _install_layer(f"{stack_name}.{index}", layer, wanted, is_first=index == 0)
     if FINAL_NORM_SITE in actions:
         _install_final_norm(parent, actions[FINAL_NORM_SITE])
 
 
-def _install_layer(where: str, layer: nn.Module, wanted: Mapping[HookPoint, Sequence[SiteAction]]) -> None:
+def _install_layer(where: str, layer: nn.Module, wanted: Wanted, *, is_first: bool) -> None:
     layout = analyse_layer(type(layer), layer)
     missing = [hook for hook in wanted if hook not in layout.hooks]
     if missing:
@@ -145,7 +149,8 @@ def _install_layer(where: str, layer: nn.Module, wanted: Mapping[HookPoint, Sequ
             f"{', '.join(sorted(layout.hooks))}. Take {missing[0]} out of the configured sites"
         )
     parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
-    places = submodule_places(layout, layer)
+    wanted, ahead = _settle_mid(layout, wanted, is_first=is_first)
+    places = submodule_places(layout, layer) | ahead
     for name in dict.fromkeys(place.module for place in places.values()):
         module = layer.get_submodule(name)
         taken = [
@@ -159,6 +164,22 @@ def _install_layer(where: str, layer: nn.Module, wanted: Mapping[HookPoint, Sequ
     repays = _repays(layout, layer, wanted.get(HookPoint.POST_ATTN, ()))
     if own or repays:
         graph.swap_class(layer, graph.layer_forward(layout, own, parameters, repays))
+
+
+def _settle_mid(layout: LayerLayout, wanted: Wanted, *, is_first: bool) -> tuple[Wanted, dict[HookPoint, graph.Place]]:
+    """How actions around a fused mid norm run: ahead of attention where all can, and at what places; else apart."""
+    if layout.mid_residual is None:
+        return wanted, {}
+    settled, places = dict(wanted), {}
+    for hook in (HookPoint.ATTN_OUT, HookPoint.POST_ATTN):
+        actions = wanted.get(hook, ())
+        ahead = [replace(action, run=action.ahead) for action in actions if action.ahead is not None]
+        if layout.first_norm is not None and not is_first and actions and len(ahead) == len(actions):
+            settled[hook] = ahead
+            places[hook] = graph.Place(module=layout.first_norm, result=1)
+        elif actions:
+            settled[hook] = [replace(action, run=action.apart or action.run) for action in actions]
+    return settled, places
 
 
 def _repays(layout: LayerLayout, layer: nn.Module, actions: Sequence[SiteAction]) -> tuple[graph.Run, ...]:

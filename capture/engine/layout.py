@@ -41,6 +41,8 @@ class LayerLayout:
         mid_input: Argument of `mid` that is the mid stream; of a fused add and norm, the attention branch.
         mid_residual: Argument of `mid` that is added to it, of a fused add and norm; else None.
         mid_norm: `mid` if it is a norm.
+        first_norm: Module whose second result is `mid_residual`: the fused add and norm before attention, if nothing
+            between the two reads that residual; pair only. On the first layer it is called without a residual.
         mlp: Module that the MLP starts with.
         mlp_input: Argument of `mlp` that is the MLP's input.
         mlp_in_is_norm_output: Whether the MLP's input is the (first) output of `mid_norm`, unchanged.
@@ -57,6 +59,7 @@ class LayerLayout:
     mid_input: Key | None = None
     mid_residual: Key | None = None
     mid_norm: str | None = None
+    first_norm: str | None = None
     mlp: str | None = None
     mlp_input: Key | None = None
     mlp_in_is_norm_output: bool = False
@@ -89,7 +92,11 @@ def analyse_layer(cls: type[nn.Module], layer: object | None = None) -> LayerLay
         layouts = [_Reading(path, hidden, residual, None).layout() for path in walk_paths(cls, layer, inputs)]
         if residual and {layout.style for layout in layouts} == {"pair"}:
             first_layer = walk_paths(cls, layer, {hidden: True, residual: False})
-            layouts += [_Reading(path, hidden, residual, "pair").layout() for path in first_layer]
+            # without a residual, nothing is told of the norm that hands it on
+            told = layouts[0].first_norm
+            layouts += [
+                replace(_Reading(path, hidden, residual, "pair").layout(), first_norm=told) for path in first_layer
+            ]
     except NotUnderstoodError as error:
         raise UnsupportedError(f"{where}: the residual stream cannot be followed: {error}") from error
     return _agreed(layouts, where)
@@ -166,8 +173,24 @@ class _Reading:
         layout = self._with_mlp_input(layout, mlp[0])
         is_whole = len(mlp) == len(rest) and (self._carry is None or self._carry.numbers == mid)
         if self._is_pair:
+            layout = replace(layout, first_norm=self._first_norm(call, keys[1], mid))
             return self._pair_branches(layout, call, {atom.number for atom in attention}, is_whole)
         return self._single_branches(layout, attention, mlp if is_whole else [])
+
+    def _first_norm(self, mid_call: Call, mid_residual: Key | None, mid: frozenset[int]) -> str | None:
+        """The fused norm that hands `mid_call` its residual, if all else reads the stream before or after the two."""
+        first = next(
+            (call for call in self._calls if call.added is not None and call.added.numbers == self._base), None
+        )
+        if first is None or mid_residual is None or mid_call.inputs[mid_residual] != first.added:
+            return None
+        later = self._calls[self._calls.index(first) + 1 :]
+        read = [value for call in later if call is not mid_call for value in call.inputs.values()]
+        read += [self._out] if self._carry is None else [self._out, self._carry]
+        is_read = any(not value.numbers.isdisjoint(self._base) and not mid <= value.numbers for value in read)
+        others = (value for key, value in mid_call.inputs.items() if key != mid_residual)
+        is_read |= any(not value.numbers.isdisjoint(self._base) for value in others)
+        return None if is_read or not self._is_called_once(first.module) else first.module
 
     def _parallel(self, layout: LayerLayout) -> LayerLayout:
         branches = [atom for atom, _ in self._total.terms if atom.number not in self._base]
@@ -276,6 +299,8 @@ def _agreed(layouts: Sequence[LayerLayout], where: str) -> LayerLayout:
         agreed = replace(agreed, mid=None, mid_input=None, mid_residual=None, mid_norm=None)
         hooks -= {HookPoint.POST_ATTN} | ({HookPoint.ATTN_OUT} if agreed.style == "pair" else set())
         is_output = False
+    if agreed.mid is None or _differ(layouts, "first_norm"):
+        agreed = replace(agreed, first_norm=None)
     if _differ(layouts, "mlp", "mlp_input"):
         agreed = replace(agreed, mlp=None, mlp_input=None)
         hooks -= set() if is_output else {HookPoint.MLP_IN}

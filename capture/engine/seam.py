@@ -90,12 +90,21 @@ class SiteAction:
         repay: In layers that carry the stream alone, the mid norm reads a value that the stream does not pass through
             again. There `repay` does to the stream, where the layer hands it on, what `run` did to that value. None
             if `run` changes nothing.
+        ahead: Does to the residual of a layer that carries a pair what `run` does at the mid norm, where the layer's
+            first norm hands that residual on: before attention, which does not read it. Taken if every action at the
+            site has it, since none sees the value there; compiled, it spares the mid norm's kernel another read. The
+            site of its :class:`SiteValue` has no branch in it. None if `run` must see the value.
+        apart: `run` by code that the compiler does not fuse with the mid norm, taken where `ahead` could not be: in
+            the model's first layer, which has no residual before attention, and beside actions that lack it. None if
+            `run` itself may stay there.
     """
 
     run: Callable[[nn.Module, str, SiteValue], Tensor]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     order: int
     repay: Callable[[nn.Module, str, SiteValue], Tensor] | None = None
+    ahead: Callable[[nn.Module, str, SiteValue], Tensor] | None = None
+    apart: Callable[[nn.Module, str, SiteValue], Tensor] | None = None
 
 
 class EngineHooks:

@@ -3,7 +3,8 @@
 Triton code is generated for a GPU that is made up, and not compiled. For two norms of a Gemma layer, with and without
 an addition to the stream, this shows of each kernel what inductor's heuristics look at: values it loads and stores,
 and reductions. From 10 loads and reductions on, a reduction's blocks are halved, and its additions come in another
-order. The counts of `stock` and `traced` are those found on an H200 (torch 2.11); `pooled` is what headgate does there.
+order. The counts of `stock` and `traced` are those found on an H200 (torch 2.11). `ahead` is what headgate does there:
+`pooled`, and the vector of the mid stream where the kernel before attention stores the stream.
 
 Ways to add: see `headgate.steering.lowering`.
 """
@@ -35,6 +36,7 @@ WAYS: dict[str, Add] = {
     "traced": lambda carry, pool, slots: carry + pool[slots],
     "uncounted": lambda carry, pool, slots: add_uncounted(carry, pool[slots]),
     "pooled": lambda carry, pool, slots: add_pooled(carry, pool, slots, 1.0),
+    "ahead": lambda carry, pool, slots: add_pooled(carry, pool, slots, 1.0),
     "gathered": lambda carry, pool, slots: add_uncounted(carry, gather_rows(pool, slots)),
 }
 
@@ -79,22 +81,24 @@ def added_norm(x: Tensor, stream: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
     return wide.to(x.dtype), total.to(x.dtype)
 
 
-def layer(add: Add) -> Callable[..., tuple[Tensor, Tensor]]:
+def layer(way: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """From the output of attention to the next layer's attention, the stream steered in front of both norms."""
+    add = WAYS[way]
+    at_mid, at_end = (WAYS["stock"], add) if way == "ahead" else (add, WAYS["stock"])
 
     def forward(
         x: Tensor, stream: Tensor, weights: Tensor, up: Tensor, down: Tensor, pool: Tensor, slots: Tensor
     ) -> Any:
         used = slots[: x.shape[0]]
-        x, stream = added_norm(norm(x, weights[0]), add(stream, pool, used), weights[1])
+        x, stream = added_norm(norm(x, weights[0]), at_mid(stream, pool, used), weights[1])
         x = norm(torch.nn.functional.gelu(x @ up, approximate="tanh") @ down, weights[2])
         x, stream = added_norm(x, add(stream, pool, used), weights[3])
-        return x @ up, stream
+        return x @ up, at_end(stream, pool, used)
 
     return forward
 
 
-def generated(add: Add) -> list[str]:
+def generated(way: str) -> list[str]:
     """The Triton code of `layer`."""
     import torch._inductor.async_compile as async_compile
     import torch._inductor.config as config
@@ -116,7 +120,7 @@ def generated(add: Add) -> list[str]:
     weights = [torch.randn(*shape, **made) for shape in ((4, HIDDEN), (HIDDEN, WIDE), (WIDE, HIDDEN))]
     tables = torch.zeros(NUM_SLOTS, HIDDEN, **made), torch.zeros(8192, dtype=torch.int32)
     with torch.no_grad():
-        torch.compile(layer(add))(x, stream, *weights, *tables)
+        torch.compile(layer(way))(x, stream, *weights, *tables)
     return codes
 
 
@@ -132,7 +136,7 @@ def main() -> None:
     register_add_pooled()
     for name in options.ways or WAYS:
         torch._dynamo.reset()
-        for code in generated(WAYS[name]):
+        for code in generated(name):
             if options.ways and not options.counts:
                 print(code)
             elif (kernel := re.search(r"def (triton_red\w+)\(", code)) is not None:

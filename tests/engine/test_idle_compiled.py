@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ NUM_LAYERS = 2
 NUM_PROMPTS = 8
 NUM_TOKENS = 200
 SITES = {"pre_attn": "all", "post_attn": "all", "post_mlp": "all"}
-HEADGATE = {"capture": {"consumers": [{"name": "memory"}], "sites": SITES}, "steering": {"sites": SITES}}
+STEERING = {"steering": {"sites": SITES}}
+BOTH = {"capture": {"consumers": [{"name": "memory"}], "sites": SITES}, **STEERING}
+"""Where capture takes the mid stream, steering adds to it there; else ahead of attention."""
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +73,21 @@ def plain(steps: Any) -> list[dict[int, float]]:
     return [{token: entry.logprob for token, entry in step.items()} for step in steps]
 
 
-def check(model: Path, vocabulary: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(
+    model: Path, vocabulary: int, configurations: Sequence[Any], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(cache))  # compiled here and now
 
     stock = answers(model, vocabulary, {})
-    idle = answers(model, vocabulary, HEADGATE)
-
-    assert [mine == theirs for mine, theirs in zip(idle, stock, strict=True)] == [True] * NUM_PROMPTS
+    for configured in configurations:
+        idle = answers(model, vocabulary, configured)
+        assert [mine == theirs for mine, theirs in zip(idle, stock, strict=True)] == [True] * NUM_PROMPTS, configured
 
 
 def test_smollm2_compiled_in_bf16_answers_as_stock_does_bit_for_bit(smollm2, tmp_path, monkeypatch):
-    check(smollm2, 49152, tmp_path, monkeypatch)
+    check(smollm2, 49152, [BOTH, STEERING], tmp_path, monkeypatch)
 
 
 def test_gpt2_compiled_in_bf16_answers_as_stock_does_bit_for_bit(tmp_path, monkeypatch):
     """One stream instead of a branch and a residual, and norms of two reductions each."""
-    check(tiny_model("gpt2"), 512, tmp_path, monkeypatch)
+    check(tiny_model("gpt2"), 512, [BOTH], tmp_path, monkeypatch)

@@ -53,6 +53,10 @@ ROUNDED = [
 COMPILED = ("gemma3", "granite", "mixtral", "olmo2")
 """A pair with post-norms, a single stream with a multiplier, experts, Hugging Face's own layers."""
 
+AROUND_MID = frozenset({HookPoint.ATTN_OUT, HookPoint.POST_ATTN})
+COMPILED_AHEAD = ("gemma3", "mixtral")
+"""Families that are compiled once more without capture around the mid stream: steering then adds ahead of attention."""
+
 
 class Served(NamedTuple):
     """What one engine answered.
@@ -60,12 +64,14 @@ class Served(NamedTuple):
     Attributes:
         family: Of its model.
         dtype: Of its model.
+        hooks: What is captured.
         plain: The requests of `PROMPTS`.
         steered: Those of `steered_requests`.
     """
 
     family: str
     dtype: torch.dtype
+    hooks: list[HookPoint]
     plain: list[Any]
     steered: list[Any]
 
@@ -86,11 +92,12 @@ def rounded(request: pytest.FixtureRequest) -> Served:
     return serve(request.param, torch.bfloat16, eager=True)
 
 
-@pytest.fixture(scope="module", params=COMPILED)
+@pytest.fixture(scope="module", params=[*COMPILED, *(f"{family}, ahead" for family in COMPILED_AHEAD)])
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    family, _, is_ahead = request.param.partition(", ")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))  # compiled here and now
-        return serve(request.param, torch.float32, eager=False)
+        return serve(family, torch.float32, eager=False, uncaptured=AROUND_MID if is_ahead else frozenset())
 
 
 def steered_requests(family: str) -> list[tuple[list[int], Case]]:
@@ -98,17 +105,19 @@ def steered_requests(family: str) -> list[tuple[list[int], Case]]:
     return [(PROMPTS[at % len(PROMPTS)], case) for at, case in enumerate(cases_of(family))]
 
 
-def serve(family: str, dtype: torch.dtype, *, eager: bool) -> Served:
-    """Start an engine, run `PROMPTS` and then `steered_requests` with everything captured, stop it."""
+def serve(family: str, dtype: torch.dtype, *, eager: bool, uncaptured: frozenset[HookPoint] = frozenset()) -> Served:
+    """Start an engine, run `PROMPTS` and then `steered_requests` with all else captured, stop it."""
     from vllm.config import CompilationMode
 
-    sites = {hook.value: "all" for hook in hooks_of(family)}
+    hooks = [hook for hook in hooks_of(family) if hook not in uncaptured]
+    steered_sites = {hook.value: "all" for hook in hooks_of(family)}
+    sites = {hook.value: "all" for hook in hooks}
     capture = {"consumers": [{"name": "memory"}], "sites": sites}
     llm = start_llm(
         model=tiny_model(family),
         dtype=str(dtype).removeprefix("torch."),
         enforce_eager=eager,
-        additional_config={"headgate": {"capture": capture, "steering": {"sites": sites}}},
+        additional_config={"headgate": {"capture": capture, "steering": {"sites": steered_sites}}},
         in_process=True,
         **ENGINE,
     )
@@ -117,7 +126,7 @@ def serve(family: str, dtype: torch.dtype, *, eager: bool) -> Served:
         requests = steered_requests(family)
         plain = generate(llm, PROMPTS, [sampling(sites) for _ in PROMPTS])
         steered = generate(llm, [prompt for prompt, _ in requests], [sampling(sites, case) for _, case in requests])
-        return Served(family, dtype, plain, steered)
+        return Served(family, dtype, hooks, plain, steered)
     finally:
         stop_llm(llm)
         del llm
@@ -184,7 +193,7 @@ def check_rows(served: Served, output: Any, reference: Reference) -> None:
     result = output.capture_results["memory"]
     assert result.status == "ok", result.error
     captured, tokens = result.payload, [*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]]
-    hooks = [hook for hook in hooks_of(served.family) if hook is not HookPoint.FINAL_NORM]
+    hooks = [hook for hook in served.hooks if hook is not HookPoint.FINAL_NORM]
     assert set(captured.sites) == {Site(layer, hook) for layer in range(LAYERS) for hook in hooks} | {FINAL_NORM_SITE}
     np.testing.assert_array_equal(captured.positions, np.arange(len(tokens)))
     np.testing.assert_array_equal(captured.token_ids, tokens)

@@ -34,11 +34,12 @@ PRE_NORM = {
     "mid": "post_attention_layernorm",
     "mid_norm": "post_attention_layernorm",
     "mid_residual": 1,
+    "first_norm": "input_layernorm",
     "mlp": "mlp",
     "mlp_in_is_norm_output": True,
 }
 SANDWICH = PRE_NORM | {"mid": "pre_feedforward_layernorm", "mid_norm": "pre_feedforward_layernorm"}
-EXPLICIT = PRE_NORM | {"style": "single", "mid_residual": None, "mlp_branch": "mlp"}
+EXPLICIT = PRE_NORM | {"style": "single", "mid_residual": None, "first_norm": None, "mlp_branch": "mlp"}
 PARALLEL = {"style": "single", "mid": None, "mid_norm": None, "mlp": "mlp", "mlp_branch": "mlp"}
 
 FAMILIES: dict[str, dict[str, object]] = {
@@ -51,7 +52,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     f"{VLLM}.gemma3:Gemma3DecoderLayer": SANDWICH,
     f"{VLLM}.mixtral:MixtralDecoderLayer": PRE_NORM | {"mlp": "block_sparse_moe"},
     f"{VLLM}.qwen3_moe:Qwen3MoeDecoderLayer": PRE_NORM,
-    f"{VLLM}.deepseek_v2:DeepseekV2DecoderLayer": PRE_NORM,
+    f"{VLLM}.deepseek_v2:DeepseekV2DecoderLayer": PRE_NORM | {"first_norm": None},  # the layer decides: fp16 rescales
     f"{VLLM}.qwen3_next:Qwen3NextDecoderLayer": PRE_NORM,
     f"{VLLM}.granite:GraniteDecoderLayer": EXPLICIT
     | {"attn_branch": "self_attn", "branch_scale": "residual_multiplier"},

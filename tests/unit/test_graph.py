@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from headgate.capture.engine import graph
-from headgate.capture.engine.install import _repays
+from headgate.capture.engine.install import _repays, install_actions
 from headgate.capture.engine.layout import LayerLayout
 from headgate.capture.engine.seam import SiteAction
-from headgate.capture.sites import HookPoint
+from headgate.capture.errors import UnsupportedError
+from headgate.capture.sites import HookPoint, Site
 
 
 class PairLayer(nn.Module):
@@ -215,3 +216,90 @@ def test_an_action_at_a_scaled_branch_is_told_the_scale():
     block(torch.tensor([1.0]), torch.tensor([2.0]))
 
     assert gains == [0.5, 0.5]
+
+
+class FusedNorm(nn.Module):
+    """Adds what it is given to the residual; to show where a value has passed, it doubles instead of norming."""
+
+    def forward(self, x, residual=None):
+        return 2 * x if residual is None else (2 * (x + residual), x + residual)
+
+
+class FusedLayer(nn.Module):
+    """As vLLM writes its layers; attention and MLP are the identity."""
+
+    def __init__(self):
+        super().__init__()
+        self.input_norm, self.mid_norm, self.attn, self.mlp = FusedNorm(), FusedNorm(), nn.Identity(), nn.Linear(1, 1)
+        nn.init.ones_(self.mlp.weight), nn.init.zeros_(self.mlp.bias)
+
+    def forward(self, hidden_states, residual):
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_norm(hidden_states)
+        else:
+            hidden_states, residual = self.input_norm(hidden_states, residual)
+        hidden_states = self.attn(hidden_states)
+        hidden_states, residual = self.mid_norm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+def steered(layer_index, hook, *others):
+    """What a layer of `layer_index` returns of 1 and 2 with 10 added at `hook`, and what was run with which carry."""
+    ran, layer = [], FusedLayer()
+
+    def way(name):
+        def run(module, at, site):
+            ran.append((name, at, site.carry.tolist()))
+            return site.carry + 10.0
+
+        return run
+
+    action = SiteAction(run=way("run"), ahead=way("ahead"), apart=way("apart"), order=20)
+    install_actions(nn.Module(), "layers", [(layer_index, layer)], {Site(layer_index, hook): [action, *others]})
+    residual = None if layer_index == 0 else torch.tensor([2.0])
+    with torch.inference_mode():
+        return [part.tolist() for part in layer(torch.tensor([1.0]), residual)], ran
+
+
+@pytest.mark.parametrize("hook", [HookPoint.ATTN_OUT, HookPoint.POST_ATTN])
+def test_what_only_adds_to_the_mid_stream_runs_where_the_first_norm_hands_the_residual_on(hook):
+    answer, ran = steered(1, hook)
+
+    assert ran == [("ahead", hook.value, [1.0 + 2.0])]
+    mid = 2 * (1.0 + 2.0) + (1.0 + 2.0 + 10.0)  # attention saw the stream without the vector
+    assert answer == [[2 * mid], [mid]]
+
+
+@pytest.mark.parametrize("hook", [HookPoint.ATTN_OUT, HookPoint.POST_ATTN])
+def test_beside_an_action_that_sees_the_value_it_runs_at_the_mid_norm_apart(hook):
+    seen: list = []
+
+    answer, ran = steered(1, hook, SiteAction(run=record(seen), order=0))
+
+    branch = 2 * (1.0 + 2.0)
+    assert seen == [("seen", hook.value, [branch if hook is HookPoint.ATTN_OUT else branch + 3.0])]
+    assert ran == [("apart", hook.value, [3.0])]
+    assert answer == [[2 * (branch + 13.0)], [branch + 13.0]]
+
+
+def test_in_the_first_layer_which_has_no_residual_before_attention_it_runs_apart():
+    answer, ran = steered(0, HookPoint.POST_ATTN)
+
+    assert ran == [("apart", "post_attn", [1.0])]
+    assert answer == [[2 * (2.0 + 11.0)], [2.0 + 11.0]]
+
+
+def test_a_value_that_passes_elsewhere_is_not_run_ahead():
+    _, ran = steered(1, HookPoint.PRE_ATTN)
+
+    assert ran == [("run", "pre_attn", [2.0])]
+
+
+def test_a_first_norm_that_is_called_without_a_residual_after_all_ends_the_forward():
+    block = FusedNorm()
+    place = graph.Place(module="input_norm", result=1)
+    graph.swap_class(block, graph.module_forward([(HookPoint.POST_ATTN, place, (record([]),))]))
+
+    with pytest.raises(UnsupportedError, match="FusedNorm of input_norm returned no result 1 for post_attn"):
+        block(torch.tensor([1.0]))

@@ -48,6 +48,7 @@ def test_a_pair_of_branch_and_residual() -> None:
         mid_input=0,
         mid_residual=1,
         mid_norm="post_attention_layernorm",
+        first_norm="input_layernorm",
         mlp="mlp",
         mlp_input=0,
         mlp_in_is_norm_output=True,
@@ -72,7 +73,49 @@ def test_post_norms_belong_to_the_branch() -> None:
 
     assert (layout.mid, layout.mid_input, layout.mid_residual) == ("pre_feedforward_layernorm", 0, "residual")
     assert (layout.mlp, layout.mlp_input) == ("mlp", "x")
+    assert layout.first_norm == "input_layernorm"
     assert layout.hooks == ALL
+
+
+class Rescaled(Layer):
+    def forward(self, hidden_states: Tensor, residual: Tensor | None) -> Any:
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(hidden_states)
+        residual *= self.scale
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class Gated(Layer):
+    def forward(self, hidden_states: Tensor, residual: Tensor | None) -> Any:
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(hidden_states) * self.gate(residual)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class AddedBefore(Layer):
+    def forward(self, hidden_states: Tensor, residual: Tensor | None) -> Any:
+        residual = hidden_states if residual is None else hidden_states + residual
+        hidden_states = self.self_attn(self.input_layernorm(residual))
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+@pytest.mark.parametrize("cls", [Rescaled, Gated, AddedBefore])
+def test_the_first_norm_is_told_only_if_it_hands_the_mid_norm_its_residual_unread(cls: type[nn.Module]) -> None:
+    layout = analyse_layer(cls)
+
+    assert (layout.mid, layout.mid_residual) == ("post_attention_layernorm", 1)
+    assert layout.first_norm is None
 
 
 class Single(Layer):

@@ -45,7 +45,7 @@ class Stack(nn.Module):
     def __init__(self, at: Sequence[int]) -> None:
         super().__init__()
         made = torch.Generator().manual_seed(0)
-        self.at, self.add = tuple(at), apply.add_action(FACTS)
+        self.at, self.add = tuple(at), apply.addition(FACTS).run
         self.table = torch.randn(NUM_TOKENS, HIDDEN, generator=made).bfloat16()
         self.products = [torch.randn(HIDDEN, HIDDEN, generator=made).bfloat16() / 24 for _ in NORMS]
         self.pool = torch.zeros(2, HIDDEN, dtype=torch.bfloat16)
@@ -132,14 +132,14 @@ def test_the_addition_from_the_pool_adds_the_rows_that_the_slots_name(scale):
 
 def test_kernels_for_a_gpu_count_what_they_count_without_steering():
     """What cuts a row into blocks: see `tests.benchmarks.codegen`, which needs no GPU."""
-    command = [sys.executable, "-m", "tests.benchmarks.codegen", "--counts", "stock", "pooled"]
+    command = [sys.executable, "-m", "tests.benchmarks.codegen", "--counts", "stock", "ahead"]
 
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     lines = [line.split(":")[0].split() for line in printed.splitlines()]
-    counts = {name: [line[1:] for line in lines if line[0] == name] for name in ("stock", "pooled")}
+    counts = {name: [line[1:] for line in lines if line[0] == name] for name in ("stock", "ahead")}
     assert len(counts["stock"]) == 2
-    assert counts["pooled"] == counts["stock"]
+    assert counts["ahead"] == counts["stock"]
 
 
 @pytest.mark.parametrize("register", [lowering.register_add_uncounted, lowering.register_add_pooled])
