@@ -65,9 +65,24 @@ class Served:
 
     modes: Sequence[str] = ("idle",)
     vocabulary = 120_000
+    _drawn = random.Random(0)
 
     def __init__(self, variant: str, model: str) -> None:
         self.llm = open_llm(model)
+
+    def answer(self, asked: Any) -> Any:
+        """Run ``(mode, job)``; the seconds that it took."""
+        mode, job = asked
+        prompts = [self._drawn.choices(range(1000, self.vocabulary), k=job.prompt) for _ in range(job.batch)]
+        self.prepare(mode)
+        params = [self.params(mode, tokens) for tokens in job.lengths]
+        begin = time.perf_counter()
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        self.check(mode, job, outputs)
+        del outputs
+        self.settle(mode)
+        return seconds
 
     def prepare(self, mode: str) -> None:
         """Before each job."""
@@ -128,20 +143,9 @@ def serve(connection: Connection, log: str, make: Callable[[str, str], Served], 
 
 
 def answer(connection: Connection, served: Served) -> None:
-    """Run ``(mode, job)`` on request and say how long each took, until None is asked for."""
-    rng = random.Random(0)
+    """Answer what is asked, until None is."""
     while (asked := connection.recv()) is not None:
-        mode, job = asked
-        prompts = [rng.choices(range(1000, served.vocabulary), k=job.prompt) for _ in range(job.batch)]
-        served.prepare(mode)
-        params = [served.params(mode, tokens) for tokens in job.lengths]
-        begin = time.perf_counter()
-        outputs = served.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        seconds = time.perf_counter() - begin
-        served.check(mode, job, outputs)
-        del outputs
-        served.settle(mode)
-        connection.send(seconds)
+        connection.send(served.answer(asked))
     connection.send(served.report())
     served.llm.llm_engine.engine_core.shutdown()
 
