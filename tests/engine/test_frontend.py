@@ -1,4 +1,7 @@
-"""Requests to a real engine with the memory consumer: every way to end, chats, samples."""
+"""Requests to a real engine with the memory consumer: every way to end, chats, samples.
+
+In float32: what bfloat16 rounds away differs from one CPU to the next, and with it the answers' ends.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 
 from headgate.capture import SamplingParams, additional_config
+from tests.engine.hf_reference import relative_error
 
 SITES = {"pre_attn": [0], "post_mlp": [7], "final_norm": "all"}
 EVERYTHING = {"memory": {"hooks": SITES}}
@@ -22,7 +26,7 @@ CHAT = [
 
 @pytest.fixture
 def llm(shared_llm: Callable[..., Any]) -> Any:
-    return shared_llm(additional_config=additional_config(consumers=["memory"], sites=SITES))
+    return shared_llm(additional_config=additional_config(consumers=["memory"], sites=SITES), dtype="float32")
 
 
 def generate(llm: Any, prompt: str = "Once upon a time", **kwargs: Any) -> Any:
@@ -115,7 +119,7 @@ def test_the_rows_of_one_message_of_a_chat(llm: Any, index: int) -> None:
     rows, every = output.capture_results["memory"].payload, check_rows(whole)
     text = llm.get_tokenizer().decode(rows.token_ids.tolist())
     assert text == f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n"
-    torch.testing.assert_close(rows["7.post_mlp"], every["7.post_mlp"][torch.from_numpy(rows.positions)])
+    assert relative_error(rows["7.post_mlp"], every["7.post_mlp"][torch.from_numpy(rows.positions)]) <= 1e-4
 
 
 def test_the_same_message_of_many_chats(llm: Any) -> None:
@@ -141,7 +145,7 @@ def test_prompt_rows_are_complete_when_the_prompt_is_cached(llm: Any) -> None:
     rows = check_rows(everything)
     found = last_only.capture_results["memory"].payload
     assert found.positions.tolist() == [len(everything.prompt_token_ids) - 1]
-    torch.testing.assert_close(found["7.post_mlp"], rows["7.post_mlp"][torch.from_numpy(found.positions)])
+    assert relative_error(found["7.post_mlp"], rows["7.post_mlp"][torch.from_numpy(found.positions)]) <= 1e-4
     assert everything.outputs[0].token_ids == plain.outputs[0].token_ids == last_only.outputs[0].token_ids
 
 

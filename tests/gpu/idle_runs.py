@@ -12,15 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-EVERYWHERE = {"consumers": [{"name": "memory"}], "sites": dict.fromkeys(("pre_attn", "post_attn", "post_mlp"), "all")}
 PARTS: dict[str, dict[str, Any]] = {
     "stock": {},
     "stock-again": {},
     "capture": {"capture": {"consumers": [{"name": "memory"}]}},
     "steering": {"steering": {}},
     "both": {"capture": {"consumers": [{"name": "memory"}]}, "steering": {}},
-    "capture-everywhere": {"capture": EVERYWHERE},
-    "both-everywhere": {"capture": EVERYWHERE, "steering": {}},
 }
 LENGTHS = (1, 2, 3, 700, 1500)
 NUM_REQUESTS = 40

@@ -3,9 +3,9 @@
 Compiled reproducibly (`engine_runs.REPRODUCIBLE`); the engines of a model run at once, each in a process and with a
 compile cache of its own. Two stock engines show that the comparison means something. The model in the folder
 GPU_TEST_MODEL has vLLM's dummy weights; two more have the width of real ones, a few layers, and weights made by
-`weights`: with dummy ones, branches are too small for Llama's stream to show anything. Needs 100 GB of GPU memory.
+`weights`: with dummy ones, branches are too small for Llama's stream to show anything. Needs 70 GB of GPU memory.
 
-Where capture takes the mid stream, too, steering adds to it apart (`everywhere`); else ahead of attention.
+Capture has its usual sites. Where it takes `post_attn`, too, Gemma's last bits differ: see docs/performance.md.
 """
 
 from __future__ import annotations
