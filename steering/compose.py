@@ -15,7 +15,7 @@ import numpy as np
 from headgate.capture.batch import Int64Array
 from headgate.capture.sites import Site, sort_sites
 from headgate.capture.wants import BoolArray
-from headgate.steering.dtypes import OVERFLOW, STORAGE, Float32Rows, Rows, StoredType, peaks
+from headgate.steering.dtypes import OVERFLOW, STORAGE, Float32Rows, Rows, StoredType
 from headgate.steering.hashing import sum_key
 from headgate.steering.vectors import PhaseVectors
 
@@ -25,6 +25,9 @@ LIMIT: dict[StoredType, float] = {
     "float32": float(np.finfo(np.float32).max) / 2,
 }
 """What the global side of a sum, and a request's side, stay below in magnitude: then the sum is finite once rounded."""
+
+_HEAD = 16
+"""Values of a row that are looked at first: hardly ever are they all zero, and then the row is not."""
 
 
 class Vectors(Protocol):
@@ -106,7 +109,7 @@ def overlay(under: PhaseVectors | None, over: PhaseVectors | None) -> PhaseVecto
 
 def peak(vectors: PhaseVectors | None) -> float:
     """The largest magnitude of any value; 0 if there is none."""
-    return 0.0 if vectors is None else float(peaks(vectors.rows, vectors.dtype).max())
+    return 0.0 if vectors is None else vectors.peak
 
 
 def effective(
@@ -166,5 +169,12 @@ def round_to(values: Float32Rows, dtype: StoredType) -> Rows:
 
 def is_zero(rows: Rows) -> BoolArray:
     """Which stored rows are all zero, of either sign: bool ``[n]``."""
+    found = _are_zero(rows[:, :_HEAD])
+    if found.any():
+        found[found] = _are_zero(rows[found])
+    return found
+
+
+def _are_zero(rows: Rows) -> BoolArray:
     values = rows & 0x7FFF if rows.dtype == np.uint16 else rows
     return np.logical_not(values.any(axis=1))

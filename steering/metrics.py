@@ -16,7 +16,7 @@ _CORE = (
     ("global_vectors", "Global vectors that are set, over both phases."),
 )
 _WORKERS = (
-    ("slots_live", "Distinct vectors that act on requests now."),
+    ("slots_live", "Slots whose vectors act on requests now."),
     ("slots_used", "Slots in use, those that are kept for later included."),
 )
 

@@ -6,7 +6,6 @@ Allocation depends on the calls alone, so every rank that is told the same uses 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +26,8 @@ class SlotWrites:
     """Rows to write to the device's pool before the next forward.
 
     Attributes:
-        slots: int64 ``[K]``, ascending, each once.
-        vectors: ``[K, hidden]`` in the model's dtype, read-only; bfloat16 as uint16 bits.
+        slots: int64 ``[K]``, each once.
+        vectors: ``[K, hidden]`` in the model's dtype; bfloat16 as uint16 bits.
     """
 
     slots: Int64Array
@@ -36,10 +35,12 @@ class SlotWrites:
 
 
 class SlotPool:
-    """Slots of a ``[num_slots, hidden]`` pool, counted by users. One thread: the step thread.
+    """Slots of a ``[num_slots, hidden]`` pool. One thread: the step thread.
 
-    Equal vectors share a slot: they are compared by their bytes, so no two different vectors ever do. New vectors take
-    the lowest free slots, so the order of releases between two calls of `acquire` does not matter.
+    Whoever acquires slots is the only one to release them. Vectors are not compared with those that are there: that
+    would mean to hash each of them, half a millisecond of the step thread for a request that brings a hundred; what
+    requests share, they share by the keys of whole configs (`RowTable`). New vectors take the lowest free slots, so
+    the order of releases between two calls of `acquire` does not matter.
 
     Args:
         num_slots: Size of the pool, `ZERO_SLOT` included.
@@ -50,87 +51,88 @@ class SlotPool:
     def __init__(self, num_slots: int, hidden_size: int, dtype: StoredType) -> None:
         self._hidden_size = hidden_size
         self._storage = STORAGE[dtype]
-        self._users = np.zeros(num_slots, dtype=np.int64)
-        self._users[ZERO_SLOT] = 1
-        self._slot_of: dict[bytes, int] = {}
-        self._content: dict[int, bytes] = {}
-        self._dirty: set[int] = set()
+        self._is_free = np.ones(num_slots, dtype=np.bool_)
+        self._is_free[ZERO_SLOT] = False
+        self._held: dict[int, SlotWrites] = {}
+        """What was acquired, by its first slot."""
+        self._unwritten: dict[int, SlotWrites] = {}
+        self._num_used = 0
 
     @property
     def capacity(self) -> int:
-        """Distinct vectors that fit, the zero vector aside."""
-        return len(self._users) - 1
+        """Vectors that fit, the zero vector aside."""
+        return len(self._is_free) - 1
 
     @property
     def num_used(self) -> int:
         """Slots in use, `ZERO_SLOT` aside."""
-        return len(self._content)
+        return self._num_used
 
-    def contents_of(self, vectors: Rows) -> list[bytes]:
-        """The vectors as the pool compares them; a zero vector is ``b""``.
+    def fits(self, count: int) -> bool:
+        """Whether that many vectors can be acquired."""
+        return count <= self.capacity - self.num_used
+
+    def acquire(self, vectors: Rows) -> Int32Array:
+        """A slot for each of `vectors`: int32 ``[n]``; `ZERO_SLOT` for zero vectors.
 
         Args:
-            vectors: ``[n, hidden]`` in the pool's dtype.
+            vectors: ``[n, hidden]`` in the pool's dtype; kept until they are released, not copied.
+
+        Raises:
+            AssertionError: If they do not all fit; nothing has changed then. Admission keeps that from happening.
         """
         if vectors.shape[1:] != (self._hidden_size,) or vectors.dtype != self._storage:
             raise AssertionError(
                 f"vectors: {vectors.dtype} {vectors.shape}, expected {self._storage} (n, {self._hidden_size})"
             )
-        return [b"" if zero else row.tobytes() for row, zero in zip(vectors, is_zero(vectors).tolist(), strict=True)]
-
-    def fits(self, contents: Sequence[bytes]) -> bool:
-        """Whether `acquire` would succeed."""
-        return len(self._fresh(contents)) <= self.capacity - self.num_used
-
-    def acquire(self, contents: Sequence[bytes]) -> Int32Array:
-        """Become a user of a slot for each of `contents`: int32 ``[n]``; `ZERO_SLOT` for the zero vector.
-
-        Raises:
-            AssertionError: If they do not all fit; nothing has changed then. Admission keeps that from happening.
-        """
-        fresh = self._fresh(contents)
-        free = np.flatnonzero(self._users == 0)[: len(fresh)].tolist()
-        if len(free) < len(fresh):
+        kept = np.flatnonzero(np.logical_not(is_zero(vectors)))
+        free = np.flatnonzero(self._is_free)[: len(kept)]
+        if len(free) < len(kept):
             raise AssertionError(
-                f"{len(fresh)} new vectors do not fit the pool: {self.num_used} of {self.capacity} slots are in use"
+                f"{len(kept)} new vectors do not fit the pool: {self.num_used} of {self.capacity} slots are in use"
             )
-        for slot, content in zip(free, fresh, strict=True):
-            self._slot_of[content] = slot
-            self._content[slot] = content
-            self._dirty.add(slot)
-        slots = np.array([self._slot_of[c] if c else ZERO_SLOT for c in contents], dtype=np.int32)
-        np.add.at(self._users, slots[slots != ZERO_SLOT], 1)
+        if len(kept):
+            self._is_free[free] = False
+            self._num_used += len(free)
+            held = SlotWrites(free, vectors if len(kept) == len(vectors) else vectors[kept])
+            self._held[int(free[0])] = self._unwritten[int(free[0])] = held
+        slots = np.full(len(vectors), ZERO_SLOT, dtype=np.int32)
+        slots[kept] = free
         return slots
 
     def release(self, slots: Int32Array) -> None:
-        """Stop being a user of `slots`, as `acquire` returned them."""
-        held = slots[slots != ZERO_SLOT]
-        np.subtract.at(self._users, held, 1)
-        for slot in np.unique(held[self._users[held] <= 0]).tolist():
-            if self._users[slot] < 0:
-                raise AssertionError(f"slot {slot} was released more often than acquired")
-            del self._slot_of[self._content.pop(slot)]
-            self._dirty.discard(slot)
+        """Give `slots` back, all that one call of `acquire` returned.
+
+        Raises:
+            AssertionError: If they are not held as such.
+        """
+        given_back = slots[slots != ZERO_SLOT]
+        if not len(given_back):
+            return
+        first = int(given_back[0])
+        held = self._held.get(first)
+        if held is None or not np.array_equal(held.slots, given_back):
+            raise AssertionError(f"slots {given_back.tolist()} were released, but not acquired together, or twice")
+        del self._held[first]
+        self._unwritten.pop(first, None)
+        self._is_free[held.slots] = True
+        self._num_used -= len(held.slots)
 
     def take_writes(self) -> SlotWrites | None:
         """What the device does not have yet; it counts as written from here on. None if it has everything."""
-        if not self._dirty:
-            return None
-        slots, self._dirty = sorted(self._dirty), set()
-        joined = b"".join([self._content[slot] for slot in slots])
-        vectors = np.frombuffer(joined, dtype=self._storage).reshape(len(slots), self._hidden_size)
-        return SlotWrites(np.array(slots, dtype=np.int64), vectors)
+        unwritten, self._unwritten = list(self._unwritten.values()), {}
+        if len(unwritten) < 2:
+            return unwritten[0] if unwritten else None
+        return SlotWrites(
+            np.concatenate([held.slots for held in unwritten]), np.concatenate([held.vectors for held in unwritten])
+        )
 
     def checksum(self) -> int:
         """The state as a number that is the same in every process: to compare ranks.
 
         It reads every vector in use, about a millisecond for 1000 of them: for debugging, not for each step.
         """
-        total = zlib.crc32(self._users.tobytes())
-        for slot in sorted(self._content):
-            total = zlib.crc32(self._content[slot], total)
+        total = zlib.crc32(self._is_free.tobytes())
+        for first in sorted(self._held):
+            total = zlib.crc32(self._held[first].vectors.tobytes(), total)
         return total
-
-    def _fresh(self, contents: Sequence[bytes]) -> list[bytes]:
-        """Those that no slot holds, each once, in order."""
-        return list(dict.fromkeys(content for content in contents if content and content not in self._slot_of))

@@ -76,6 +76,8 @@ class _Effective:
     """The request's part of it: to make it anew under other global vectors."""
     column: Int32Array
     """Slot at each site, int32 ``[num_sites]``."""
+    slots: Int32Array
+    """Those of `column` that are its own; where only global vectors act, the slot is that of the global phase."""
     users: int = 0
     row: int = UNSTEERED_ROW
     """The row that stands for it; `UNSTEERED_ROW` while none does."""
@@ -148,7 +150,7 @@ class RowTable:
 
     @property
     def num_live_slots(self) -> int:
-        """Distinct vectors that requests or the global phases use; the pool may keep more for later."""
+        """Slots that requests or the global phases use; the pool may keep more for later."""
         columns = [entry.column for entry in self._entries.values() if entry.users]
         return len(set(np.concatenate(columns).tolist()) - {ZERO_SLOT}) if columns else 0
 
@@ -278,22 +280,24 @@ class RowTable:
             return None
         entry = self._entries.get(key)
         if entry is None:
-            ids, contents = self._contents(phase, vectors)
-            while self._idle and not self._pool.fits(contents):
-                self._drop_oldest()
-            entry = self._entries[key] = self._make(key, vectors, ids, contents)
+            entry = self._entries[key] = self._make(key, phase, vectors)
         self._idle.pop(key, None)
         entry.users += 1
         return entry
 
-    def _contents(self, phase: int, vectors: Vectors | None) -> tuple[Int64Array, list[bytes]]:
-        ids, stored = effective((self._global[phase], vectors), self._site_ids, self._dtype)
-        return ids, self._pool.contents_of(stored)
+    def _make(self, key: _Key, phase: int, own: Vectors | None) -> _Effective:
+        shared = None if own is None else self._global_entries[phase]
+        column = np.zeros(len(self.map), dtype=np.int32) if shared is None else shared.column.copy()
+        acting = [vectors for vectors in (self._global[phase], own) if vectors is not None]
+        ids, stored = effective(acting, self._site_ids if own is None else self._sites_of(own), self._dtype)
+        while self._idle and not self._pool.fits(len(ids)):
+            self._drop_oldest()
+        column[ids] = slots = self._pool.acquire(stored)
+        return _Effective(key, own, column, slots)
 
-    def _make(self, key: _Key, own: Vectors | None, ids: Int64Array, contents: Sequence[bytes]) -> _Effective:
-        column = np.zeros(len(self.map), dtype=np.int32)
-        column[ids] = self._pool.acquire(contents)
-        return _Effective(key, own, column)
+    def _sites_of(self, vectors: Vectors) -> dict[Site, int]:
+        """Those of `vectors` that the worker owns, and their indices."""
+        return {site: self._site_ids[site] for site in vectors.sites if site in self._site_ids}
 
     def _release(self, entries: _Entries) -> None:
         for entry in entries:
@@ -312,7 +316,7 @@ class RowTable:
         key = next(iter(self._idle))
         del self._idle[key]
         entry = self._entries.pop(key)
-        self._pool.release(entry.column)
+        self._pool.release(entry.slots)
         if entry.row != UNSTEERED_ROW:
             self._unbind(entry)
 

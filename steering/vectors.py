@@ -60,6 +60,7 @@ class PhaseVectors:
         dtype: What the rows are stored in.
         payload: The rows, one after the other, little-endian.
         key: 16 bytes; equal if and only if the vectors are.
+        peak: The largest magnitude of any value.
     """
 
     sites: tuple[Site, ...]
@@ -67,6 +68,7 @@ class PhaseVectors:
     dtype: StoredType
     payload: bytes = field(repr=False, compare=False)
     key: bytes = field(repr=False)
+    peak: float = field(repr=False, compare=False)
 
     @classmethod
     def from_rows(cls, rows: Mapping[Site, Any]) -> PhaseVectors | None:
@@ -111,7 +113,8 @@ class PhaseVectors:
         if narrow_dtype != dtype or len(narrow) != len(largest):
             payload = narrow.tobytes()
         key = content_key(sites, hidden_size, narrow_dtype, payload)
-        return cls(sites=sites, hidden_size=hidden_size, dtype=narrow_dtype, payload=payload, key=key)
+        peak = float(largest.max())
+        return cls(sites=sites, hidden_size=hidden_size, dtype=narrow_dtype, payload=payload, key=key, peak=peak)
 
     @property
     def rows(self) -> Rows:
@@ -155,6 +158,8 @@ class PhaseVectors:
 
     def first_overflow(self, dtype: str) -> Site | None:
         """The first site whose vector is infinite once rounded to `dtype`, the model's; None if none is."""
+        if self.peak < OVERFLOW[dtype]:
+            return None
         over = np.flatnonzero(peaks(self.rows, self.dtype) >= OVERFLOW[dtype])
         return self.sites[over[0]] if over.size else None
 

@@ -3,8 +3,8 @@
 ``extra_args["headgate"]["steering"]`` is::
 
     {"h": hidden size, "p": prefill key, "d": decode key, "m": [[name, scale], ...],
-     "ps": {hook: [layers]}, "pt": dtype, "pb": rows,      the prefill vectors
-     "ds": ..., "dt": ..., "db": ...}                      the decode vectors, unless their key is the prefill key
+     "ps": {hook: [layers]}, "pt": dtype, "pb": rows, "pm": peak,      the prefill vectors
+     "ds": ..., "dt": ..., "db": ..., "dm": ...}      the decode vectors, unless their key is the prefill key
 
 What is absent is nothing. The front end made and checked it: a malformed one is a bug, not bad input.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from headgate.capture.sites import HookPoint, Site, site_map, sort_sites
@@ -34,6 +35,7 @@ def to_wire(spec: SteeringSpec) -> dict[str, Any]:
             wire[f"{phase}s"] = site_map(vectors.sites)
             wire[f"{phase}t"] = vectors.dtype
             wire[f"{phase}b"] = vectors.payload
+            wire[f"{phase}m"] = vectors.peak
     return wire
 
 
@@ -88,15 +90,17 @@ class SteeringWire:
     def _phase(self, phase: str, key: bytes | None) -> PhaseVectors | None:
         if key is None:
             return None
-        sites = [
-            Site(layer, HookPoint(hook))
-            for hook, layers in self.wire[f"{phase}s"].items()
-            for layer in (layers or (-1,))
-        ]
         return PhaseVectors(
-            sites=sort_sites(sites),
+            sites=_sites(tuple([(hook, tuple(layers)) for hook, layers in self.wire[f"{phase}s"].items()])),
             hidden_size=self.wire["h"],
             dtype=self.wire[f"{phase}t"],
             payload=self.wire[f"{phase}b"],
             key=key,
+            peak=self.wire[f"{phase}m"],
         )
+
+
+@lru_cache(maxsize=256)
+def _sites(by_hook: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[Site, ...]:
+    """Sites in order; most requests of a load steer the same ones."""
+    return sort_sites(Site(layer, HookPoint(hook)) for hook, layers in by_hook for layer in (layers or (-1,)))

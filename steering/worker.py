@@ -184,9 +184,9 @@ class WorkerSteering:
         if wire is None:
             self.table.add(req_id, num_prompt)
             return
-        read = SteeringWire(wire)
-        prefill = self._sum(wire.get("pp", ()), read.prefill())
-        decode = self._sum(wire.get("dp", ()), read.decode())
+        own = SteeringWire(wire).spec()
+        prefill = self._sum(wire.get("pp", ()), own.prefill)
+        decode = self._sum(wire.get("dp", ()), own.decode)
         self.table.add(req_id, num_prompt, prefill, decode)
 
     def step_begins(self, view: BatchView | None) -> None:

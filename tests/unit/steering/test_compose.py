@@ -76,6 +76,18 @@ def test_zero_rows_are_found_whatever_their_sign() -> None:
     assert is_zero(round_to(rows, "float16")).tolist() == [True, True, True]
 
 
+@DTYPES
+@given(data=st.data())
+def test_a_row_is_zero_only_if_its_last_value_is_too(dtype: StoredType, data: st.DataObject) -> None:
+    width = data.draw(st.integers(1, 40))
+    places = data.draw(st.lists(st.none() | st.integers(0, width - 1), min_size=1, max_size=6))
+    rows = np.zeros((len(places), width), dtype=np.float32)
+    for row, place in zip(rows, places, strict=True):
+        row[place if place is not None else slice(0)] = -2.5
+
+    assert is_zero(round_to(rows, dtype)).tolist() == [place is None for place in places]
+
+
 def test_a_sum_is_rounded_once() -> None:
     """Three addends of half a bfloat16 step each: rounding each of them first would lose them all."""
     one, small = vectors({0: 1.0}), PhaseVectors.from_rows({SITES[0]: np.full(HIDDEN, 2.0**-9)})
@@ -99,7 +111,7 @@ def test_the_global_and_the_requests_side_are_added_site_by_site() -> None:
 @DTYPES
 def test_vectors_in_the_models_dtype_are_taken_as_they_are(dtype: StoredType) -> None:
     values = round_to(np.linspace(-3, 3, 2 * HIDDEN, dtype=np.float32).reshape(2, HIDDEN), dtype)
-    own = PhaseVectors(sites=SITES[:2], payload=values.tobytes(), dtype=dtype, hidden_size=HIDDEN, key=b"own")
+    own = PhaseVectors(sites=SITES[:2], payload=values.tobytes(), dtype=dtype, hidden_size=HIDDEN, key=b"own", peak=3.0)
 
     ids, rows = effective((own, None), IDS, dtype)
 

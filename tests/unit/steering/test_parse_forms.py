@@ -117,6 +117,8 @@ def test_scales_are_multiplied_in_before_the_tiers_are_added() -> None:
     assert as_rows(spec.prefill) == {SITE: [1.5] * HIDDEN}
     assert as_rows(spec.decode) == {SITE: [2.0] * HIDDEN}
     assert spec.num_vectors == 2
+    wire = received(to_wire(spec))
+    assert [phase and phase.peak for phase in (wire.prefill(), wire.decode())] == [1.5, 2.0]
 
 
 def test_a_base_alone_travels_once_and_is_one_object_for_both_phases() -> None:
@@ -126,7 +128,7 @@ def test_a_base_alone_travels_once_and_is_one_object_for_both_phases() -> None:
     assert spec.prefill is spec.decode
     wire = received(to_wire(spec))
     assert wire.prefill_key == wire.decode_key
-    assert set(wire.wire) == {"h", "p", "ps", "pt", "pb", "d"}
+    assert set(wire.wire) == {"h", "p", "ps", "pt", "pb", "pm", "d"}
     assert wire.num_vectors == 1
 
 
