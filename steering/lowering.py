@@ -5,26 +5,24 @@ stream is stored decides how the norm behind it adds up its squares: in 16 lanes
 bfloat16 that it loads otherwise. A vector read at each site would move the places of storage (30 layers of SmolLM2: 15
 of 61 norms), and by that the last bit of norms, also where the vector is zero. On a GPU, the number of values that a
 norm's kernel loads decides how a row is cut into blocks, and so the order of additions (at 10 loads and reductions the
-blocks are halved). So neither is counted: not the read of a vector, not the read of the slot that says which.
+blocks are halved), and which blocks are tried. So neither is counted: not the read of a vector, not the read of the
+slot that says which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from headgate.capture.engine.apart import inductor_for
+from headgate.capture.engine.uncounted import count_without_named, leave_out
 from headgate.steering.pool import ZERO_SLOT
 
 if TYPE_CHECKING:
     from torch._inductor.ir import TensorBox
-
-UNCOUNTED = "headgate_uncounted"
-"""Attribute of a graph of inductor: names of buffers whose loads are not counted."""
 
 
 @torch.library.custom_op("headgate::gather_rows", mutates_args=())
@@ -101,13 +99,13 @@ def register_add_pooled() -> None:
         UnsupportedError: If this torch has another inductor.
     """
     inductor = _Inductor()
-    inductor.leave_loads_uncounted()
+    count_without_named("steering")
     ops = inductor.ops
 
     @inductor.register_lowering(torch.ops.headgate.add_pooled.default, type_promotion_kind=None)
     def lower(carry: TensorBox, pool: TensorBox, slots: TensorBox, scale: float) -> TensorBox:
         value_at, vector_at, slot_at = (one.make_loader() for one in (carry, pool, slots))
-        vars(inductor.V.graph).setdefault(UNCOUNTED, set()).add(slots.get_name())
+        leave_out(pool, slots)
 
         def steered(index: Any) -> Any:
             *_, token, column = index
@@ -131,13 +129,11 @@ class _Inductor:
 
     def __init__(self) -> None:
         with inductor_for("steering"):
-            from torch._inductor.codegen.common import CSEProxy
             from torch._inductor.ir import Pointwise
             from torch._inductor.lowering import lowerings, register_lowering
             from torch._inductor.ops_handler import OpCounterCSE
             from torch._inductor.virtualized import V, ops
         self.V, self.ops, self.lowerings, self.register_lowering = V, ops, lowerings, register_lowering
-        self._proxy: Any = CSEProxy
         self._pointwise, self._counter = Pointwise, OpCounterCSE
 
     def counted_as(self, value: TensorBox, computed: Callable[[Any], Any]) -> TensorBox:
@@ -150,20 +146,3 @@ class _Inductor:
 
         device, dtype, ranges = value.get_device(), value.get_dtype(), value.get_size()
         return self._pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=ranges)
-
-    def leave_loads_uncounted(self) -> None:
-        """Let kernels not count their loads of the buffers that their graph names in `UNCOUNTED`."""
-        load = self._proxy.load
-        if hasattr(load, UNCOUNTED):
-            return
-
-        @wraps(load)
-        def load_uncounted(proxy: Any, name: str, index: Any) -> Any:
-            num_load = proxy.kernel.num_load
-            value = load(proxy, name, index)
-            if name in vars(self.V.graph).get(UNCOUNTED, ()):
-                proxy.kernel.num_load = num_load
-            return value
-
-        setattr(load_uncounted, UNCOUNTED, True)
-        self._proxy.load = load_uncounted

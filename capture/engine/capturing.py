@@ -16,6 +16,7 @@ from headgate.capture.engine.apart import register_copy_apart
 from headgate.capture.engine.seam import SiteAction, SiteValue, WorkerFacts, hookimpl
 from headgate.capture.engine.settings import capture_config
 from headgate.capture.engine.support import versions
+from headgate.capture.engine.uncounted import register_uncounted
 from headgate.capture.errors import ConfigError
 from headgate.capture.hostmemory import share_of_memory
 from headgate.capture.session import CaptureSession, open_session
@@ -187,12 +188,14 @@ def default_staging_bytes(facts: WorkerFacts, num_sites: int) -> int:
 
 def capture_action(facts: WorkerFacts) -> Callable[[torch.nn.Module, str, SiteValue], torch.Tensor]:
     """The variant for this worker."""
-    if facts.is_compiled and facts.device.type == "cpu":
-        register_copy_apart()
-        return tap.capture_apart
-    if facts.is_compiled or facts.device.type != "cuda":
+    is_cuda = facts.device.type == "cuda"
+    if not facts.is_compiled:
+        return tap.capture_with_kernel if is_cuda else tap.capture_plain
+    if is_cuda:
+        register_uncounted()
         return tap.capture_traced
-    return tap.capture_with_kernel
+    register_copy_apart()
+    return tap.capture_apart
 
 
 def counted(

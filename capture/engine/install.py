@@ -34,7 +34,7 @@ logger = logging.getLogger("headgate")
 
 ENGINE_GROUP = "headgate.engine"
 ENGINE_ATTRIBUTE = "headgate_worker"
-GRAPH_ABI = 8
+GRAPH_ABI = 9
 """Part of the compile-cache key: raise it whenever the code in `graph` or an action changes what is traced."""
 
 Wanted = Mapping[HookPoint, Sequence[SiteAction]]

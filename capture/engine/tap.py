@@ -5,6 +5,7 @@ Rows that nobody wants go to the ring's trash rows, so the traced code is the sa
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from headgate.capture.engine.apart import copy_apart
@@ -29,9 +30,20 @@ def stored_value(site: SiteValue) -> Tensor:
     return value if value.ndim == 2 else value.reshape(-1, value.shape[-1])
 
 
-def capture_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
-    """Capture where torch.compile fuses the sum and the scatter into the kernel of the following norm."""
+def capture_plain(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Capture where the forward runs as written, and not on a GPU."""
     _scatter(module, hook, stored_value(site))
+    return site.carry
+
+
+def capture_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Capture where torch.compile fuses the sum and the scatter into the kernel of the following norm.
+
+    That kernel is cut into blocks as it is without us.
+    """
+    rows, value = getattr(module, _ROWS + hook), stored_value(site)
+    slots = torch.ops.headgate.uncounted(getattr(module, _SLOTS + hook), rows)
+    rows.index_put_((slots[: value.shape[0]],), value)
     return site.carry
 
 

@@ -1,10 +1,12 @@
 """What inductor makes of a norm with our addition in front, without a GPU: ``python -m tests.benchmarks.codegen``.
 
-Triton code is generated for a GPU that is made up, and not compiled. For two norms of a Gemma layer, with and without
-an addition to the stream, this shows of each kernel what inductor's heuristics look at: values it loads and stores,
-and reductions. From 10 loads and reductions on, a reduction's blocks are halved, and its additions come in another
-order. The counts of `stock` and `traced` are those found on an H200 (torch 2.11). `ahead` is what headgate does there:
-`pooled`, and the vector of the mid stream where the kernel before attention stores the stream.
+Triton code is generated for a GPU that is made up, and not compiled. For two norms of a layer of Gemma and of Llama,
+with and without an addition to the stream, this shows of each kernel what inductor's heuristics look at: values it
+loads and stores, and reductions. From 10 loads and reductions on, a reduction's blocks are halved, and its additions
+come in another order; with up to 8, and if the memory moved says so, a block as long as a row is tried, too ("row").
+The counts of `stock` and `traced` for Gemma are those found on an H200 (torch 2.11). `ahead` is what headgate does
+there: `pooled`, and the vector of the mid stream where the kernel before attention stores the stream; `both` is that,
+and the capture of ``post_mlp``.
 
 Ways to add: see `headgate.steering.lowering`.
 """
@@ -14,11 +16,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from headgate.capture.engine.uncounted import register_uncounted, uncounted
 from headgate.steering.lowering import (
     add_pooled,
     add_uncounted,
@@ -27,8 +30,11 @@ from headgate.steering.lowering import (
     register_add_uncounted,
 )
 
-NUM_TOKENS, HIDDEN, WIDE, NUM_SLOTS = 64, 2560, 10240, 100
+NUM_TOKENS, NUM_SLOTS = 64, 100
 EPS = 1e-6
+HIDDEN = {"gemma": 2560, "llama": 4096}
+WIDE = 1024
+"""Of the product between the norms: any will do."""
 
 Add = Callable[[Tensor, Tensor, Tensor], Tensor]
 WAYS: dict[str, Add] = {
@@ -37,6 +43,7 @@ WAYS: dict[str, Add] = {
     "uncounted": lambda carry, pool, slots: add_uncounted(carry, pool[slots]),
     "pooled": lambda carry, pool, slots: add_pooled(carry, pool, slots, 1.0),
     "ahead": lambda carry, pool, slots: add_pooled(carry, pool, slots, 1.0),
+    "both": lambda carry, pool, slots: add_pooled(carry, pool, slots, 1.0),
     "gathered": lambda carry, pool, slots: add_uncounted(carry, gather_rows(pool, slots)),
 }
 
@@ -81,24 +88,46 @@ def added_norm(x: Tensor, stream: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
     return wide.to(x.dtype), total.to(x.dtype)
 
 
-def layer(way: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """From the output of attention to the next layer's attention, the stream steered in front of both norms."""
-    add = WAYS[way]
-    at_mid, at_end = (WAYS["stock"], add) if way == "ahead" else (add, WAYS["stock"])
+def plain_norm(x: Tensor, stream: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Llama's, of the sum, and the sum."""
+    total = x.float() + stream.float()
+    wide = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS)
+    return wide.to(x.dtype) * weight, total.to(x.dtype)
 
-    def forward(
-        x: Tensor, stream: Tensor, weights: Tensor, up: Tensor, down: Tensor, pool: Tensor, slots: Tensor
-    ) -> Any:
-        used = slots[: x.shape[0]]
-        x, stream = added_norm(norm(x, weights[0]), at_mid(stream, pool, used), weights[1])
-        x = norm(torch.nn.functional.gelu(x @ up, approximate="tanh") @ down, weights[2])
-        x, stream = added_norm(x, add(stream, pool, used), weights[3])
+
+class Tables(NamedTuple):
+    """What headgate reads and writes."""
+
+    pool: Tensor
+    slots: Tensor
+    ring: Tensor
+    places: Tensor
+
+
+def layer(family: str, way: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """From the output of attention to the next layer's attention, the stream steered in front of both norms."""
+    add, is_gemma = WAYS[way], family == "gemma"
+    is_ahead = way in ("ahead", "both")
+    at_mid, at_end = (WAYS["stock"], add) if is_ahead else (add, WAYS["stock"])
+
+    def branch_norm(x: Tensor, weight: Tensor) -> Tensor:
+        return norm(x, weight) if is_gemma else x
+
+    def forward(x: Tensor, stream: Tensor, weights: Tensor, up: Tensor, down: Tensor, tables: Tables) -> Any:
+        add_norm = added_norm if is_gemma else plain_norm
+        pool, used = tables.pool, tables.slots[: x.shape[0]]
+        x, stream = add_norm(branch_norm(x, weights[0]), at_mid(stream, pool, used), weights[1])
+        x = branch_norm(torch.nn.functional.gelu(x @ up, approximate="tanh") @ down, weights[2])
+        if way == "both":
+            places = uncounted(tables.places, tables.ring)
+            tables.ring.index_put_((places[: x.shape[0]],), (x.float() + stream.float()).to(x.dtype))
+        x, stream = add_norm(x, add(stream, pool, used), weights[3])
         return x @ up, at_end(stream, pool, used)
 
     return forward
 
 
-def generated(way: str) -> list[str]:
+def generated(family: str, way: str) -> list[str]:
     """The Triton code of `layer`."""
     import torch._inductor.async_compile as async_compile
     import torch._inductor.config as config
@@ -113,15 +142,28 @@ def generated(way: str) -> list[str]:
     driver.set_active(Driver())
     config.cpu_backend, config.compile_threads, config.force_disable_caches = "triton", 1, True
     async_compile.AsyncCompile.triton = keep  # type: ignore[method-assign,assignment]
-    made = {"dtype": torch.bfloat16}
-    x, stream = torch.randn(NUM_TOKENS, HIDDEN, **made), torch.randn(NUM_TOKENS, HIDDEN, **made)
+    made, hidden = {"dtype": torch.bfloat16}, HIDDEN[family]
+    x, stream = torch.randn(NUM_TOKENS, hidden, **made), torch.randn(NUM_TOKENS, hidden, **made)
     for tensor in (x, stream):
         torch._dynamo.mark_dynamic(tensor, 0, min=2, max=4096)
-    weights = [torch.randn(*shape, **made) for shape in ((4, HIDDEN), (HIDDEN, WIDE), (WIDE, HIDDEN))]
-    tables = torch.zeros(NUM_SLOTS, HIDDEN, **made), torch.zeros(8192, dtype=torch.int32)
+    weights = [torch.randn(*shape, **made) for shape in ((4, hidden), (hidden, WIDE), (WIDE, hidden))]
+    pool, ring = torch.zeros(NUM_SLOTS, hidden, **made), torch.zeros(8192, hidden, **made)
+    slots, places = torch.zeros(8192, dtype=torch.int32), torch.zeros(8192, dtype=torch.int32)
     with torch.no_grad():
-        torch.compile(layer(way))(x, stream, *weights, *tables)
+        torch.compile(layer(family, way))(x, stream, *weights, Tables(pool, slots, ring, places))
     return codes
+
+
+def show(family: str, way: str, code: str) -> None:
+    """Print what is counted of a kernel with reductions."""
+    kernel = re.search(r"def (triton_red\w+)\(", code)
+    if kernel is None:
+        return
+    found = (re.search(rf"'{what}': (\d+)", code) for what in ("num_load", "num_store", "num_reduction"))
+    loads, stores, reductions = (int(count[1]) if count else 0 for count in found)
+    counted = loads + reductions
+    cut = "halved" if counted >= 10 else "row" if "add_persistent_rblock" in code and counted <= 8 else "whole"
+    print(f"{family} {way:10} loads {loads:2} reductions {reductions} stores {stores}: {cut:7} {kernel[1][11:70]}")
 
 
 def main() -> None:
@@ -132,18 +174,16 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := [name for name in options.ways if name not in WAYS]:
         parser.error(f"no way {unknown[0]!r}; known: {', '.join(WAYS)}")
-    register_add_uncounted()
-    register_add_pooled()
-    for name in options.ways or WAYS:
-        torch._dynamo.reset()
-        for code in generated(name):
-            if options.ways and not options.counts:
-                print(code)
-            elif (kernel := re.search(r"def (triton_red\w+)\(", code)) is not None:
-                counts = (re.search(rf"'{what}': (\d+)", code) for what in ("num_load", "num_store", "num_reduction"))
-                loads, stores, reductions = (int(found[1]) if found else 0 for found in counts)
-                halved = "halved" if loads + reductions >= 10 else "whole"
-                print(f"{name:10} loads {loads:2} stores {stores} reductions {reductions}: {halved:7} {kernel[1][:70]}")
+    for register in (register_add_uncounted, register_add_pooled, register_uncounted):
+        register()
+    for family in HIDDEN:
+        for name in options.ways or WAYS:
+            torch._dynamo.reset()
+            for code in generated(family, name):
+                if options.ways and not options.counts:
+                    print(code)
+                else:
+                    show(family, name, code)
 
 
 if __name__ == "__main__":

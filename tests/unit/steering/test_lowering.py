@@ -19,6 +19,7 @@ from tqdm import tqdm
 from headgate.capture.consumer import ModelInfo
 from headgate.capture.engine import graph
 from headgate.capture.engine.seam import SiteAction, SiteValue, WorkerFacts
+from headgate.capture.engine.uncounted import register_uncounted
 from headgate.capture.errors import UnsupportedError
 from headgate.capture.sites import HookPoint
 from headgate.steering import apply, lowering
@@ -130,20 +131,36 @@ def test_the_addition_from_the_pool_adds_the_rows_that_the_slots_name(scale):
     torch.testing.assert_close(found, 2 * (carry + scale * vectors))
 
 
-def test_kernels_for_a_gpu_count_what_they_count_without_steering():
-    """What cuts a row into blocks: see `tests.benchmarks.codegen`, which needs no GPU."""
-    command = [sys.executable, "-m", "tests.benchmarks.codegen", "--counts", "stock", "ahead"]
+def test_kernels_for_a_gpu_are_cut_into_blocks_as_they_are_without_us():
+    """What decides on that: see `tests.benchmarks.codegen`, which needs no GPU."""
+    command = [sys.executable, "-m", "tests.benchmarks.codegen", "--counts", "stock", "ahead", "both"]
 
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    lines = [line.split(":")[0].split() for line in printed.splitlines()]
-    counts = {name: [line[1:] for line in lines if line[0] == name] for name in ("stock", "ahead")}
-    assert len(counts["stock"]) == 2
-    assert counts["ahead"] == counts["stock"]
+    lines = [line.split()[:-1] for line in printed.splitlines()]
+    for family in ("gemma", "llama"):
+        stock, ahead, both = (
+            [line[2:] for line in lines if line[:2] == [family, way]] for way in ("stock", "ahead", "both")
+        )
+        assert len(stock) == 2
+        assert ahead == stock
+        stores = stock[1].index("stores") + 1
+        ring = int(both[1].pop(stores).rstrip(":")) - int(stock[1].pop(stores).rstrip(":"))
+        assert ring == 1
+        assert both == stock
 
 
-@pytest.mark.parametrize("register", [lowering.register_add_uncounted, lowering.register_add_pooled])
-@pytest.mark.parametrize("missing", ["ops_handler.OpCounterCSE", "codegen.common.CSEProxy"])
+@pytest.mark.parametrize(
+    ("register", "missing"),
+    [
+        (lowering.register_add_uncounted, "ops_handler.OpCounterCSE"),
+        (lowering.register_add_pooled, "ops_handler.OpCounterCSE"),
+        (lowering.register_add_pooled, "codegen.common.CSEProxy"),
+        (lowering.register_add_pooled, "codegen.simd_kernel_features.MemoryEstimator"),
+        (register_uncounted, "codegen.common.CSEProxy"),
+        (register_uncounted, "codegen.simd_kernel_features.MemoryEstimator"),
+    ],
+)
 def test_an_inductor_of_another_build_is_refused_with_what_to_do(monkeypatch, register, missing):
     monkeypatch.delattr(f"torch._inductor.{missing}")
     expected = r"needs the inductor of torch 2\.11 to 2\.13, found torch .*--enforce-eager"

@@ -1,0 +1,115 @@
+"""Buffers that inductor leaves out of account when it decides how a norm's kernel for a GPU cuts a row into blocks.
+
+It counts what a kernel loads, and estimates what it moves, to choose the block sizes that it tries. More candidates
+and other ones would make an idle engine's norms slower than stock's, and would add up in another order. What headgate
+reads and writes there, a row's slot, its vector, a place in the ring, is little beside the rows themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from headgate.capture.engine.apart import inductor_for
+
+if TYPE_CHECKING:
+    from torch._inductor.ir import TensorBox
+
+_NAMES = "headgate_uncounted"
+"""Attribute of a graph of inductor: names of buffers that do not count. And of what is patched, to patch it once."""
+
+
+@torch.library.custom_op("headgate::uncounted", mutates_args=())
+def uncounted(slots: Tensor, rows: Tensor) -> Tensor:
+    """`slots`, of which reads do not count, nor do writes to `rows`.
+
+    `register_uncounted` must have been called before inductor meets it.
+    """
+    return slots.clone()
+
+
+@uncounted.register_fake
+def _(slots: Tensor, rows: Tensor) -> Tensor:
+    return torch.empty_like(slots)
+
+
+def register_uncounted() -> None:
+    """Let inductor, in this process, read `slots` itself for `uncounted`, without counting it.
+
+    Raises:
+        UnsupportedError: If this torch has another inductor.
+    """
+    count_without_named("capture")
+    with inductor_for("capture"):
+        from torch._inductor.lowering import register_lowering
+
+    @register_lowering(torch.ops.headgate.uncounted.default, type_promotion_kind=None)
+    def lower(slots: TensorBox, rows: TensorBox) -> TensorBox:
+        leave_out(slots, rows)
+        return slots
+
+
+def leave_out(*buffers: TensorBox) -> None:
+    """What the graph at hand reads and writes of `buffers`, its inputs, does not count."""
+    from torch._inductor.virtualized import V
+
+    vars(V.graph).setdefault(_NAMES, set()).update(buffer.get_name() for buffer in buffers)
+
+
+def count_without_named(part: str) -> None:
+    """Let kernels, in this process, count without the buffers that their graph names. Once, for all parts.
+
+    Raises:
+        UnsupportedError: If this torch has another inductor; it names `part`.
+    """
+    with inductor_for(part):
+        from torch._inductor.codegen.common import CSEProxy
+        from torch._inductor.codegen.simd_kernel_features import MemoryEstimator
+        from torch._inductor.virtualized import V
+    _load_uncounted(CSEProxy, V)
+    _estimate_without(MemoryEstimator, V)
+
+
+def _load_uncounted(proxy_class: Any, virtual: Any) -> None:
+    load = proxy_class.load
+    if hasattr(load, _NAMES):
+        return
+
+    @wraps(load)
+    def load_uncounted(proxy: Any, name: str, index: Any) -> Any:
+        num_load = proxy.kernel.num_load
+        value = load(proxy, name, index)
+        if name in vars(virtual.graph).get(_NAMES, ()):
+            proxy.kernel.num_load = num_load
+        return value
+
+    setattr(load_uncounted, _NAMES, True)
+    proxy_class.load = load_uncounted
+
+
+def _estimate_without(estimator_class: Any, virtual: Any) -> None:
+    finish = estimator_class.remove_kernel_local
+    if hasattr(finish, _NAMES):
+        return
+
+    @wraps(finish)
+    def finish_without(estimator: Any) -> None:
+        for name in _named(estimator, vars(virtual.graph).get(_NAMES, ()), virtual):
+            for estimate in (estimator.persistent, estimator.outside_loop, *estimator.loops):
+                estimate.remove(name)
+            estimator.store_buffer_names.discard(name)
+        finish(estimator)
+
+    setattr(finish_without, _NAMES, True)
+    estimator_class.remove_kernel_local = finish_without
+
+
+def _named(estimator: Any, names: Iterable[str], virtual: Any) -> set[str]:
+    """`names`, and the buffers by which the kernel writes to them."""
+    found, buffers = set(names), virtual.graph.scheduler.name_to_buf
+    written = {name for name in estimator.store_buffer_names if found and name in buffers}
+    return found | {name for name in written if found.intersection(buffers[name].get_mutations())}
