@@ -1,8 +1,12 @@
 """Buffers that inductor leaves out of account when it decides how a norm's kernel for a GPU cuts a row into blocks.
 
-It counts what a kernel loads, and estimates what it moves, to choose the block sizes that it tries. More candidates
-and other ones would make an idle engine's norms slower than stock's, and would add up in another order. What headgate
-reads and writes there, a row's slot, its vector, a place in the ring, is little beside the rows themselves.
+It counts what a kernel loads, and estimates what it moves, to choose the block sizes that it tries. Other candidates
+make other kernels, which add up in another order. What headgate reads and writes there, a row's slot, its vector, a
+place in the ring, is little beside the rows themselves.
+
+Where a kernel takes more than 32 registers, inductor tries shorter blocks, and takes what is fastest for as many rows
+as a prefill has. Stock's norm in front of attention takes 28 to 32 (Gemma, Llama, Qwen, compiled for sm_90), with us 38
+to 53: short blocks make eight passes over a row out of one, and a decode step waits for each.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ if TYPE_CHECKING:
     from torch._inductor.ir import TensorBox
 
 _NAMES = "headgate_uncounted"
-"""Attribute of a graph of inductor: names of buffers that do not count. And of what is patched, to patch it once."""
+"""Attribute of a graph of inductor: names of buffers that do not count. Also of a kernel that reads one of them, and of
+what is patched, to patch it once."""
 
 
 @torch.library.custom_op("headgate::uncounted", mutates_args=())
@@ -67,11 +72,15 @@ def count_without_named(part: str) -> None:
         UnsupportedError: If this torch has another inductor; it names `part`.
     """
     with inductor_for(part):
+        from torch._inductor import config
         from torch._inductor.codegen.common import CSEProxy
         from torch._inductor.codegen.simd_kernel_features import MemoryEstimator
+        from torch._inductor.codegen.triton import TritonKernel
+        from torch._inductor.config import dynamic_scale_rblock as _  # noqa: F401 - it must be there
         from torch._inductor.virtualized import V
     _load_uncounted(CSEProxy, V)
     _estimate_without(MemoryEstimator, V)
+    _keep_blocks(TritonKernel, config)
 
 
 def _load_uncounted(proxy_class: Any, virtual: Any) -> None:
@@ -85,6 +94,7 @@ def _load_uncounted(proxy_class: Any, virtual: Any) -> None:
         value = load(proxy, name, index)
         if name in vars(virtual.graph).get(_NAMES, ()):
             proxy.kernel.num_load = num_load
+            setattr(proxy.kernel, _NAMES, True)
         return value
 
     setattr(load_uncounted, _NAMES, True)
@@ -113,3 +123,18 @@ def _named(estimator: Any, names: Iterable[str], virtual: Any) -> set[str]:
     found, buffers = set(names), virtual.graph.scheduler.name_to_buf
     written = {name for name in estimator.store_buffer_names if found and name in buffers}
     return found | {name for name in written if found.intersection(buffers[name].get_mutations())}
+
+
+def _keep_blocks(kernel_class: Any, config: Any) -> None:
+    generate = kernel_class.codegen_kernel
+    if hasattr(generate, _NAMES):
+        return
+
+    @wraps(generate)
+    def generate_as_chosen(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        scales = config.dynamic_scale_rblock and not hasattr(kernel, _NAMES)
+        with config.patch(dynamic_scale_rblock=scales):
+            return generate(kernel, *args, **kwargs)
+
+    setattr(generate_as_chosen, _NAMES, True)
+    kernel_class.codegen_kernel = generate_as_chosen

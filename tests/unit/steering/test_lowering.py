@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -137,17 +138,28 @@ def test_kernels_for_a_gpu_are_cut_into_blocks_as_they_are_without_us():
 
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    lines = [line.split()[:-1] for line in printed.splitlines()]
     for family in ("gemma", "llama"):
-        stock, ahead, both = (
-            [line[2:] for line in lines if line[:2] == [family, way]] for way in ("stock", "ahead", "both")
-        )
+        stock, ahead, both = (kernels(printed, family, way) for way in ("stock", "ahead", "both"))
         assert len(stock) == 2
-        assert ahead == stock
-        stores = stock[1].index("stores") + 1
-        ring = int(both[1].pop(stores).rstrip(":")) - int(stock[1].pop(stores).rstrip(":"))
-        assert ring == 1
-        assert both == stock
+        for found, stores in ((ahead, 0), (both, 1)):
+            assert [(kernel.counts, kernel.cut) for kernel in found] == [
+                (kernel.counts, kernel.cut) for kernel in stock
+            ]
+            assert [kernel.fate for kernel in found] == ["scaled", "kept"]
+            assert found[1].stores == stock[1].stores + stores  # the ring's
+
+
+class Kernel(NamedTuple):
+    counts: list[str]
+    stores: int
+    cut: str
+    fate: str
+
+
+def kernels(printed: str, family: str, way: str) -> list[Kernel]:
+    lines = [line.split() for line in printed.splitlines()]
+    found = [line[2:] for line in lines if line[:2] == [family, way]]
+    return [Kernel(line[:4], int(line[5].rstrip(":")), line[6], line[7]) for line in found]
 
 
 @pytest.mark.parametrize(
@@ -157,6 +169,7 @@ def test_kernels_for_a_gpu_are_cut_into_blocks_as_they_are_without_us():
         (lowering.register_add_pooled, "ops_handler.OpCounterCSE"),
         (lowering.register_add_pooled, "codegen.common.CSEProxy"),
         (lowering.register_add_pooled, "codegen.simd_kernel_features.MemoryEstimator"),
+        (lowering.register_add_pooled, "codegen.triton.TritonKernel"),
         (register_uncounted, "codegen.common.CSEProxy"),
         (register_uncounted, "codegen.simd_kernel_features.MemoryEstimator"),
     ],
