@@ -19,6 +19,7 @@ import random
 import statistics
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +107,19 @@ class Profiled(Served):
         return {name: (total / times, launches[name] / times) for name, total in seconds.most_common()}
 
 
-def main() -> int:
-    """Start all engines, print and write what they found; returns the exit status."""
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="bench_kernels", description=__doc__)
     parser.add_argument("model", help="model folder; see tests.benchmarks.models")
     parser.add_argument("out", type=Path, help="folder for the document and the logs")
     parser.add_argument("--variants", nargs="*", default=VARIANTS, choices=VARIANTS, metavar="variant")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Start all engines, print and write what they found; returns the exit status."""
+    options = read_options()
     options.out.mkdir(parents=True, exist_ok=True)
     engines = start(options.out, Profiled, options.variants, options.model)
     rounds: dict[str, list[dict[str, Kernels]]] = {engine.name: [] for engine in engines}

@@ -60,6 +60,7 @@ SMALL_MODES = (
 )
 LARGE_MODES = ("stock", "both idle", "named", "16 configs", "256 configs", "1 layer", "all layers", "both")
 PARALLEL_MODES = ("stock", "both idle", "16 configs", "1 layer", "both")
+INLINE_MODES = ("stock", "both idle", "16 configs", "16 msgpack", "256 configs", "256 msgpack")
 
 
 def pytest_step(name: str, limit_s: int, *arguments: str, lines: int = 12) -> Step:
@@ -86,6 +87,12 @@ def suite(name: str, limit_s: int, *more: str) -> Step:
     """The suite of engines."""
     command = (sys.executable, "-m", "tests.benchmarks.suite", "{model}", "{work}/" + name, "--name", name)
     return Step(name, (*command, "--seconds", "{left}", "--files", "{files}", *more), limit_s, lines=24)
+
+
+def kernels(*more: str) -> Step:
+    """Kernel times of idle engines."""
+    command = (sys.executable, "-m", "tests.benchmarks.bench_kernels", "{model}", "{work}/kernels", *more)
+    return Step("kernels", command, 420, lines=24)
 
 
 DISK = Step(
@@ -116,8 +123,8 @@ TESTS = {
     "soak": [
         pytest_step("staging", 100, *RING),
         pytest_step("soak", 330, "tests/gpu/test_soak_gpu.py", lines=24),
-        pytest_step("memory", 300, "tests/gpu/test_memory_gpu.py", lines=24),
     ],
+    "memory": [pytest_step("memory", 450, "tests/gpu/test_memory_gpu.py", lines=24)],
     "parallel": [
         pytest_step("two-gpus", 235, "tests/gpu/test_parallel_gpu.py", lines=16),
         suite("tensor", 165, "--tp", "2", *ON_TWO),
@@ -136,15 +143,22 @@ def steps_of(call: str, model: str) -> list[Step]:
     few = SIDE_BY_SIDE.get(model, ())
     modes = ("--modes", *(("installed",) if "installed" in few else ()), *LARGE_MODES) if few else ()
     servers, engines = (("--servers", *few), ("--variants", *few)) if few else ((), ())
-    columns = ("--columns", "bs1", "bs16", "prefill") if model in LARGE else ()
+    if model in LARGE:
+        own = ("--modes", *PARALLEL_MODES, "--columns", "bs1", "bs16", "prefill")
+    else:
+        own = modes or ("--modes", *SMALL_MODES)
     calls = {
         **TESTS,
+        "kernels": [kernels(*(("--variants", "stock", "both") if few else ()))],
+        "http-inline": [
+            http("http-inline", ["chat"], LIMIT_S, "--servers", "stock", "both", "--modes", *INLINE_MODES),
+        ],
         "http": [DISK, http("http", ["chat", "prefill"], LIMIT_S, *servers, *modes)],
         "http-decode": [
             DISK,
             http("http-decode", ["decode"], LIMIT_S, "--servers", "stock", "both", "--modes", *LARGE_MODES),
         ],
-        "suite": [DISK, suite(model, LIMIT_S, *engines, *(modes or ("--modes", *SMALL_MODES)), *columns)],
+        "suite": [DISK, suite(model, LIMIT_S, *engines, *own)],
         "tiny": [
             pytest_step("pure", 120, "tests/unit/test_benchmarks.py"),
             http("tiny", ["tiny"], LIMIT_S, "--servers", "stock", "both", "--modes", "stock", "both", "--rounds", "1"),
@@ -252,7 +266,10 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         SystemExit: If it is wrong.
     """
     parser = argparse.ArgumentParser(prog="gpu_call", description="One call on a GPU host, under ten minutes.")
-    parser.add_argument("call", help="check, idle, soak, http, http-decode, suite, parallel; tiny tries the machinery")
+    parser.add_argument(
+        "call",
+        help="check, idle, soak, memory, kernels, http, http-inline, http-decode, suite, parallel, or tiny: a trial",
+    )
     parser.add_argument("model", nargs="?", default="gemma3-4b", help=f"of {', '.join(MODELS)} (default: gemma3-4b)")
     parser.add_argument("--out", type=Path, required=True, help="folder for what is kept")
     parser.add_argument("--work", type=Path, help="folder for everything else (default: in /tmp, named after the call)")

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.benchmarks import gpu_call, suite
+from tests.benchmarks import bench_kernels, gpu_call, suite
 from tests.benchmarks.figures import Answer, Round, percentile, ratios, spread, summarize, summary, tables
 from tests.benchmarks.gpu_call import SIDE_BY_SIDE
 from tests.benchmarks.load import Raw, events, read
@@ -244,11 +244,17 @@ def test_figures_of_engines_are_per_token_or_of_the_whole_job() -> None:
     assert found[0].figures["prefill"] == pytest.approx(100)
 
 
-CALLS = [(call, "gemma3-4b") for call in ("check", "soak", "http", "http-decode", "suite", "parallel")]
+CALLS = [
+    (call, "gemma3-4b")
+    for call in (
+        *("check", "idle", "soak", "memory", "kernels", "parallel"),
+        *("http", "http-inline", "http-decode", "suite"),
+    )
+]
 
 
 @pytest.mark.parametrize(
-    ("call", "model"), [*CALLS, *((call, model) for call in ("http", "suite") for model in SIDE_BY_SIDE)]
+    ("call", "model"), [*CALLS, *((call, model) for call in ("kernels", "http", "suite") for model in SIDE_BY_SIDE)]
 )
 def test_the_steps_of_a_call_are_what_the_programs_take(call: str, model: str) -> None:
     options = gpu_call.read_options([call, model, "--out", "unused"])
@@ -263,6 +269,8 @@ def test_the_steps_of_a_call_are_what_the_programs_take(call: str, model: str) -
             tests = [word for word in command if word.startswith("tests/")]
             assert tests
             assert all(Path(word).exists() for word in tests)
+        elif program == "tests.benchmarks.bench_kernels":
+            assert "stock" in bench_kernels.read_options(command[command.index(program) + 1 :]).variants
         else:
             read = {"suite": suite.read_options, "suite_http": read_options}[program.rpartition(".")[2]]
             assert read(command[command.index(program) + 1 :]).seconds == step.limit_s - 25

@@ -112,7 +112,7 @@ def follow(planner: StepPlanner, step: Step) -> StepPlan | None:
     return planner.plan(step.view)
 
 
-@settings(max_examples=1500)
+@settings(max_examples=700)
 @given(steps=schedules(), sites=site_sets() | st.just(SITES))
 def test_every_row_goes_to_its_own_request_position_and_consumers(steps: list[Step], sites: tuple[Site, ...]) -> None:
     planner, reference = StepPlanner(sites), SlowPlanner(sites)
