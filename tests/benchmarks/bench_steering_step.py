@@ -31,14 +31,16 @@ def sites_of(num_layers: int) -> tuple[Site, ...]:
     return tuple(Site(layer, hook) for layer in range(num_layers) for hook in HOOKS)
 
 
-def config(sites: tuple[Site, ...], seed: int) -> PhaseVectors:
+def config(sites: tuple[Site, ...], seed: int, *, is_rounded: bool = False) -> PhaseVectors:
     rows = np.random.default_rng(seed).standard_normal((len(sites), HIDDEN), dtype=np.float32)
+    if is_rounded:  # to the model's dtype
+        rows = (rows.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     made = PhaseVectors.from_rows(dict(zip(sites, rows, strict=True)))
     assert made is not None
     return made
 
 
-def table(sites: tuple[Site, ...], num_slots: int = 8192) -> RowTable:
+def table(sites: tuple[Site, ...], num_slots: int = 8500) -> RowTable:
     pool = SlotPool(num_slots, HIDDEN, "bfloat16")
     return RowTable(sites=sites, num_rows=rows_needed(256), pool=pool, dtype="bfloat16")
 
@@ -80,6 +82,7 @@ def requests(num_layers: int) -> None:
     sites = sites_of(num_layers)
     rows, number = table(sites), count()
     known, fresh = config(sites, 0), [config(sites, seed) for seed in range(1, 41)]
+    rounded = [config(sites, seed, is_rounded=True) for seed in range(41, 81)]
     where = f"{num_layers} layers x 3 hooks x {HIDDEN}"
 
     def add(make: Callable[[], Vectors | None]) -> float:
@@ -97,9 +100,10 @@ def requests(num_layers: int) -> None:
         f"add, named module times 2, again, {where}",
         [add(lambda: WeightedSum([(known, 2.0)])) for _ in range(1000)][1:],
     )
-    show(f"add, new config, {where}", [add(lambda: own) for own in fresh])  # noqa: B023
+    show(f"add, new config in float32, {where}", [add(lambda: own) for own in fresh])  # noqa: B023
+    show(f"add, new config in bfloat16, {where}", [add(lambda: own) for own in rounded])  # noqa: B023
     rows.batch([f"r{at}" for at in range(next(number))])
-    show(f"writes of {len(fresh)} such configs, per config", [timed(rows.take_writes) / len(fresh)])
+    show(f"writes of {2 * len(fresh)} such configs, per config", [timed(rows.take_writes) / (2 * len(fresh))])
     rows.set_global(known, known)
     show("global change with those live", [timed(rows.settle)])
 
