@@ -11,7 +11,7 @@ to 53: short blocks make eight passes over a row out of one, and a decode step w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -108,21 +108,20 @@ def _estimate_without(estimator_class: Any, virtual: Any) -> None:
 
     @wraps(finish)
     def finish_without(estimator: Any) -> None:
-        for name in _named(estimator, vars(virtual.graph).get(_NAMES, ()), virtual):
-            for estimate in (estimator.persistent, estimator.outside_loop, *estimator.loops):
-                estimate.remove(name)
-            estimator.store_buffer_names.discard(name)
+        if names := vars(virtual.graph).get(_NAMES):
+            for name in names | _writing(names, estimator.store_buffer_names, virtual.graph.scheduler.name_to_buf):
+                for estimate in (estimator.persistent, estimator.outside_loop, *estimator.loops):
+                    estimate.remove(name)
+                estimator.store_buffer_names.discard(name)
         finish(estimator)
 
     setattr(finish_without, _NAMES, True)
     estimator_class.remove_kernel_local = finish_without
 
 
-def _named(estimator: Any, names: Iterable[str], virtual: Any) -> set[str]:
-    """`names`, and the buffers by which the kernel writes to them."""
-    found, buffers = set(names), virtual.graph.scheduler.name_to_buf
-    written = {name for name in estimator.store_buffer_names if found and name in buffers}
-    return found | {name for name in written if found.intersection(buffers[name].get_mutations())}
+def _writing(names: set[str], written: Iterable[str], buffers: Mapping[str, Any]) -> set[str]:
+    """Those of the `written` buffers of a kernel by which it writes to `names`."""
+    return {name for name in written if name in buffers and not names.isdisjoint(buffers[name].get_mutations())}
 
 
 def _keep_blocks(kernel_class: Any, config: Any) -> None:
