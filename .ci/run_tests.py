@@ -56,8 +56,11 @@ def engine_jobs() -> list[Job]:
 def run(job: Job) -> tuple[bool, str]:
     """Whether it passed, and what to show."""
     began, log = time.monotonic(), LOGS / f"{job.name.replace('/', '-').replace(' ', '-')}.log"
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # threads that wait for each other spin on shared cores
     with log.open("wb") as file:
-        process = subprocess.Popen([*PYTEST, *job.arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*PYTEST, *job.arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment
+        )
         _, status, used = os.wait4(process.pid, 0)  # tells what it used, its own children included
     process.returncode = os.waitstatus_to_exitcode(status)
     is_good = process.returncode in (0, NOTHING_COLLECTED)

@@ -88,6 +88,7 @@ def test_smollm2_compiled_in_bf16_answers_as_stock_does_bit_for_bit(smollm2, tmp
     check(smollm2, 49152, [BOTH, STEERING], tmp_path, monkeypatch)
 
 
+@pytest.mark.extended
 def test_gpt2_compiled_in_bf16_answers_as_stock_does_bit_for_bit(tmp_path, monkeypatch):
     """One stream instead of a branch and a residual, and norms of two reductions each."""
     check(tiny_model("gpt2"), 512, [BOTH], tmp_path, monkeypatch)

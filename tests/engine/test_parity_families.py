@@ -50,8 +50,8 @@ ROUNDED = [
     if family not in ROUTED
 ]
 """One of each kind in CI, where all of them are compared in fp32; the others are for ``make test-extended``."""
-COMPILED = ("gemma3", "granite", "olmo2")
-"""A pair with post-norms, a single stream with a multiplier, Hugging Face's own layers."""
+COMPILED = ("gemma3", "granite")
+"""A pair with post-norms, a single stream with a multiplier."""
 
 AROUND_MID = frozenset({HookPoint.ATTN_OUT, HookPoint.POST_ATTN})
 COMPILED_AHEAD = ("gemma3", "mixtral")
@@ -93,7 +93,14 @@ def rounded(request: pytest.FixtureRequest) -> Served:
     return serve(request.param, torch.bfloat16, eager=True)
 
 
-@pytest.fixture(scope="module", params=[*COMPILED, *(f"{family}, ahead" for family in COMPILED_AHEAD)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *COMPILED,
+        pytest.param("olmo2", marks=pytest.mark.extended),  # Hugging Face's own layers
+        *(f"{family}, ahead" for family in COMPILED_AHEAD),
+    ],
+)
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     family, _, is_ahead = request.param.partition(", ")
     with pytest.MonkeyPatch.context() as environment:
