@@ -6,8 +6,9 @@ Shapes: F rows of the flat ring (all sites' slots), D hidden size.
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,8 +16,13 @@ from headgate.capture.batch import Int64Array
 from headgate.capture.config import MIB
 
 PACK_BYTES = 16 * MIB
+"""Of each of the two buffers that scattered rows are packed into."""
 NUM_HOST_BUFFERS = 4
 """Steps that may be under way before the step thread has to wait for the oldest one's small copies."""
+FEW_RUNS = 4
+"""So many copies take the step thread as long as packing does."""
+RUN_BYTES = MIB // 4
+"""A run of this size takes the bus as long as its copy takes the step thread."""
 
 
 class Copied(Protocol):
@@ -43,7 +49,7 @@ class Link(Protocol):
         ...
 
     def reserve(self, start: int, stop: int) -> None:
-        """Let the next forward wait until slots ``start : stop`` of the ring were packed, if they still are."""
+        """Let the next forward wait until slots ``start : stop`` of the ring are free, if they are not yet."""
         ...
 
     def follow_forward(self) -> None:
@@ -62,8 +68,8 @@ class Link(Protocol):
         """Copy the flat rows at the first `count` indices into `target_ND`, which is host memory."""
         ...
 
-    def mark_packed(self, start: int, stop: int) -> None:
-        """Slots ``start : stop`` are free once everything that was gathered so far is packed."""
+    def mark_read(self, start: int, stop: int) -> None:
+        """Slots ``start : stop`` are free once everything that was fetched and gathered so far has left."""
         ...
 
 
@@ -100,7 +106,7 @@ class HostLink:
         torch.index_select(self._flat_FD, 0, self._index[:count], out=target_ND)
         return _DONE
 
-    def mark_packed(self, start: int, stop: int) -> None:
+    def mark_read(self, start: int, stop: int) -> None:
         pass
 
 
@@ -115,11 +121,24 @@ class _Done:
 _DONE = _Done()
 
 
-class CudaLink:
-    """For a forward pass on a GPU: a side stream gathers and copies while the next forward runs.
+class _Pack(NamedTuple):
+    """A buffer on the device that scattered rows are packed into, and the event of its last copy."""
 
-    All memory is allocated here; a step allocates none. The side stream works in order, so its buffers need no
-    guard against itself; host buffers that the GPU reads are taken in turn, each with an event.
+    rows_PD: Tensor
+    copied: torch.cuda.Event
+
+
+class CudaLink:
+    """For a forward pass on a GPU: a side stream copies while the next forward runs.
+
+    The side stream runs no kernel, only copies. On an H200, once kernels of two streams of a process have overlapped,
+    each of its kernels starts 0.2 to 0.35 us later from then on, in CUDA graphs too, until another process uses the
+    GPU: 5 to 15 % of a decode step, whoever captures or not (``tests/benchmarks/bench_side_stream.py``). So long runs
+    of rows are copied from where they are, and scattered ones are packed by the stream of the forward, which takes
+    microseconds.
+
+    All memory is allocated here; a step allocates none. Each stream works in order, so events are needed only between
+    them; host buffers that the GPU reads are taken in turn, each with an event.
 
     Args:
         flat_FD: The ring.
@@ -128,7 +147,7 @@ class CudaLink:
     """
 
     def __init__(self, flat_FD: Tensor, slots: Tensor, max_piece_rows: int) -> None:
-        device, row_bytes = flat_FD.device, flat_FD.shape[1] * flat_FD.element_size()
+        device, self._row_bytes = flat_FD.device, flat_FD.shape[1] * flat_FD.element_size()
         self._flat_FD = flat_FD
         self._slots = slots
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -136,11 +155,12 @@ class CudaLink:
         self._host_slots = _HostBuffers(len(slots))
         self._host_index = _HostBuffers(max_piece_rows)
         self._index = torch.empty(max_piece_rows, dtype=torch.int64, device=device)
-        pack_rows = min(max(PACK_BYTES // row_bytes, 1), max_piece_rows)
-        self._pack_PD = torch.empty(pack_rows, flat_FD.shape[1], dtype=flat_FD.dtype, device=device)
-        self._packing: deque[tuple[int, int, torch.cuda.Event]] = deque()
+        pack_rows = min(max(PACK_BYTES // self._row_bytes, 1), max_piece_rows)
+        packs = torch.empty(2, pack_rows, flat_FD.shape[1], dtype=flat_FD.dtype, device=device)
+        self._packs = deque(_Pack(rows_PD, torch.cuda.Event()) for rows_PD in packs)  # type: ignore[no-untyped-call]
+        self._leaving: deque[tuple[int, int, torch.cuda.Event]] = deque()
         self._idle_events: deque[torch.cuda.Event] = deque()
-        self.device_bytes = self._index.nbytes + self._pack_PD.nbytes
+        self.device_bytes = self._index.nbytes + packs.nbytes
 
     def slots_to_fill(self) -> Int64Array:
         return self._host_slots.next()
@@ -149,11 +169,11 @@ class CudaLink:
         self._host_slots.send(self._slots, count, self._compute_stream())
 
     def reserve(self, start: int, stop: int) -> None:
-        while self._packing and self._packing[0][2].query():  # type: ignore[no-untyped-call]
-            self._idle_events.append(self._packing.popleft()[2])
-        for begin, end, packed in self._packing:
+        while self._leaving and self._leaving[0][2].query():  # type: ignore[no-untyped-call]
+            self._idle_events.append(self._leaving.popleft()[2])
+        for begin, end, left in self._leaving:
             if begin < stop and start < end:
-                self._compute_stream().wait_event(packed)
+                self._compute_stream().wait_event(left)
 
     def follow_forward(self) -> None:
         self._launched.record(self._compute_stream())
@@ -167,17 +187,43 @@ class CudaLink:
         return self._host_index.next()
 
     def gather(self, count: int, target_ND: Tensor) -> Copied:
-        with torch.cuda.stream(self._side):
-            self._host_index.send(self._index, count, self._side)
-            for start in range(0, count, len(self._pack_PD)):
-                stop = min(start + len(self._pack_PD), count)
-                packed_ND = self._pack_PD[: stop - start]
-                torch.index_select(self._flat_FD, 0, self._index[start:stop], out=packed_ND)
-                target_ND[start:stop].copy_(packed_ND, non_blocking=True)
+        index = self._host_index.filled()[:count]
+        starts = run_starts(index)
+        if len(starts) <= FEW_RUNS or count * self._row_bytes >= len(starts) * RUN_BYTES:
+            self._copy_runs(index, starts, target_ND)
+        else:
+            self._copy_packed(count, target_ND)
         return _CudaCopied(self._record(), self._idle_events)
 
-    def mark_packed(self, start: int, stop: int) -> None:
-        self._packing.append((start, stop, self._record()))
+    def _copy_runs(self, index: Int64Array, starts: Int64Array, target_ND: Tensor) -> None:
+        """Copy rows from where they are, a run at a time."""
+        stops = [*starts[1:].tolist(), len(index)]
+        with torch.cuda.stream(self._side):
+            for start, stop, row in zip(starts.tolist(), stops, index[starts].tolist(), strict=True):
+                target_ND[start:stop].copy_(self._flat_FD[row : row + stop - start], non_blocking=True)
+
+    def _copy_packed(self, count: int, target_ND: Tensor) -> None:
+        """Pack rows behind the forward, in its stream, and copy what was packed.
+
+        With more than two buffers full, the next forward waits for the copies of all but the last two.
+        """
+        compute = self._compute_stream()
+        self._host_index.send(self._index, count, compute)
+        for start in range(0, count, len(self._packs[0].rows_PD)):
+            pack = self._packs[0]
+            self._packs.rotate()
+            stop = min(start + len(pack.rows_PD), count)
+            packed_ND = pack.rows_PD[: stop - start]
+            if not pack.copied.query():  # type: ignore[no-untyped-call]
+                compute.wait_event(pack.copied)
+            torch.index_select(self._flat_FD, 0, self._index[start:stop], out=packed_ND)
+            self.follow_forward()
+            with torch.cuda.stream(self._side):
+                target_ND[start:stop].copy_(packed_ND, non_blocking=True)
+            pack.copied.record(self._side)
+
+    def mark_read(self, start: int, stop: int) -> None:
+        self._leaving.append((start, stop, self._record()))
 
     def _compute_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._slots.device)
@@ -186,6 +232,12 @@ class CudaLink:
         event = self._idle_events.popleft() if self._idle_events else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._side)
         return event
+
+
+def run_starts(index: Int64Array) -> Int64Array:
+    """Where in `index`, which has at least one entry, runs of consecutive numbers begin: int64, ascending from 0."""
+    breaks: Int64Array = np.flatnonzero(index[1:] != index[:-1] + 1) + 1
+    return np.concatenate(([0], breaks))
 
 
 class _CudaCopied:
@@ -216,6 +268,10 @@ class _HostBuffers:
         """The next buffer, once the GPU has read what it held last."""
         self._at = (self._at + 1) % NUM_HOST_BUFFERS
         self._sent[self._at].synchronize()
+        return self.filled()
+
+    def filled(self) -> Int64Array:
+        """That buffer once more."""
         array: Int64Array = self._buffers[self._at].numpy()
         return array
 

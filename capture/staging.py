@@ -229,7 +229,7 @@ class StagingRing:
                 break
             copied = self._copy(piece, lease, kept[0].base)
             yield StagedRows(piece, self._arena_AD, self._arena, lease, copied, kept[0].since)
-        self._link.mark_packed(kept[0].base, kept[-1].end)
+        self._link.mark_read(kept[0].base, kept[-1].end)
 
     def _copy(self, piece: Piece, lease: Lease, base: int) -> Copied:
         index, start = self._link.index_to_fill(), 0

@@ -229,7 +229,7 @@ def test_the_next_forward_does_not_wait_for_copies_of_other_slots() -> None:
     check([second], plan, 2)
 
 
-def test_the_next_forward_waits_for_the_packing_of_its_slots() -> None:
+def test_the_next_forward_waits_until_its_slots_are_free() -> None:
     ring = make_ring(num_rows=MAX_TOKENS)
     model, plan = Model(ring, is_graph=True), plan_of(range(MAX_TOKENS), (range(NUM_SITES), range(MAX_TOKENS)))
     torch.cuda.synchronize()
@@ -243,6 +243,33 @@ def test_the_next_forward_waits_for_the_packing_of_its_slots() -> None:
     (second,) = ring.collect(plan, patience_s=0)
     check([first], plan, 1)
     check([second], plan, 2)
+
+
+@pytest.mark.parametrize("num_sites", [1, NUM_SITES], ids=["run", "packed"])
+def test_no_kernel_runs_beside_the_forward(num_sites: int) -> None:
+    """Else every kernel of the process would start later from then on: see `CudaLink`."""
+    ring = make_ring()
+    model, plan = Model(ring, is_graph=True), plan_of(range(9), (range(num_sites), range(9)))
+    token_ids = torch.zeros(MAX_TOKENS, dtype=torch.int32, device="cuda")
+
+    def step() -> None:
+        ring.begin(plan, token_ids)
+        model.forward(1)
+        check(list(ring.collect(plan, patience_s=0)), plan, 1)
+
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+
+    found = [event for event in profile.profiler.kineto_results.events() if event.device_type().name == "CUDA"]
+    of_stream: dict[int, set[str]] = {}
+    for event in found:
+        if not event.name().startswith(("Memcpy", "Memset")):
+            of_stream.setdefault(event.device_resource_id(), set()).add(event.name())
+    copies = [event.name() for event in found if "DtoH" in event.name()]
+    assert len(of_stream) == 1, of_stream
+    assert len(copies) == 2, "the rows and their tokens"
 
 
 def test_a_step_does_not_wait_for_the_device() -> None:
