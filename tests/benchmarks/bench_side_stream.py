@@ -70,12 +70,12 @@ class Steps:
         self._inputs = torch.zeros(64, dtype=torch.int32, device=device)
         self._on_host = torch.zeros(64, dtype=torch.int32, pin_memory=True)
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        small, large = torch.zeros(2048, device=device), torch.zeros(1 << 19, device=device)
-        small.add_(1)
+        self._small, self._large = torch.zeros(2048, device=device), torch.zeros(1 << 19, device=device)
+        self._small.add_(1)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             for number in range(num_kernels):
-                (large if number % 2 else small).add_(1)
+                (self._large if number % 2 else self._small).add_(1)
 
     def run(self, count: int, way: Way | None = None) -> float:
         """Milliseconds of a step: the median of `count`."""
