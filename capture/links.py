@@ -15,14 +15,15 @@ from torch import Tensor
 from headgate.capture.batch import Int64Array
 from headgate.capture.config import MIB
 
-PACK_BYTES = 16 * MIB
-"""Of each of the two buffers that scattered rows are packed into."""
+PACK_BYTES = 32 * MIB
+"""Of each of the two buffers that rows are packed into."""
 NUM_HOST_BUFFERS = 4
 """Steps that may be under way before the step thread has to wait for the oldest one's small copies."""
 FEW_RUNS = 4
 """So many copies take the step thread as long as packing does."""
 RUN_BYTES = MIB // 4
-"""A run of this size takes the bus as long as its copy takes the step thread."""
+"""A run of this size takes the bus as long as its copy takes the step thread: shorter ones are packed, even if the
+forward has to wait for a buffer."""
 
 
 class Copied(Protocol):
@@ -132,10 +133,10 @@ class CudaLink:
     """For a forward pass on a GPU: a side stream copies while the next forward runs.
 
     The side stream runs no kernel, only copies. On an H200, once kernels of two streams of a process have overlapped,
-    each of its kernels starts 0.2 to 0.35 us later from then on, in CUDA graphs too, until another process uses the
-    GPU: 5 to 15 % of a decode step, whoever captures or not (``tests/benchmarks/bench_side_stream.py``). So long runs
-    of rows are copied from where they are, and scattered ones are packed by the stream of the forward, which takes
-    microseconds.
+    each of its kernels starts 0.2 to 0.4 us later from then on, in CUDA graphs too, until another process uses the
+    GPU: 5 to 15 % of a decode step, whoever captures or not (``tests/benchmarks/bench_side_stream.py``). So a few
+    runs of rows, or many long ones, are copied from where they are; others are packed first by the stream of the
+    forward, which takes it microseconds.
 
     All memory is allocated here; a step allocates none. Each stream works in order, so events are needed only between
     them; host buffers that the GPU reads are taken in turn, each with an event.
@@ -187,9 +188,10 @@ class CudaLink:
         return self._host_index.next()
 
     def gather(self, count: int, target_ND: Tensor) -> Copied:
-        index = self._host_index.filled()[:count]
+        index, num_bytes = self._host_index.filled()[:count], count * self._row_bytes
         starts = run_starts(index)
-        if len(starts) <= FEW_RUNS or count * self._row_bytes >= len(starts) * RUN_BYTES:
+        is_large = num_bytes > len(self._packs) * PACK_BYTES
+        if len(starts) <= FEW_RUNS or (is_large and num_bytes >= len(starts) * RUN_BYTES):
             self._copy_runs(index, starts, target_ND)
         else:
             self._copy_packed(count, target_ND)
