@@ -60,6 +60,8 @@ SMALL_MODES = (
 )
 LARGE_MODES = ("stock", "both idle", "named", "16 configs", "256 configs", "1 layer", "all layers", "both")
 PARALLEL_MODES = ("stock", "both idle", "16 configs", "1 layer", "both")
+ROOM = ("--kv-gib", "2", "--engine", '{{"max_num_batched_tokens": 4096}}')
+"""Two large models leave 10 GB: with usual settings their prompts may have to free memory in order to get some."""
 INLINE_MODES = ("stock", "both idle", "16 configs", "16 msgpack", "256 configs", "256 msgpack")
 
 
@@ -144,7 +146,7 @@ def steps_of(call: str, model: str) -> list[Step]:
     modes = ("--modes", *(("installed",) if "installed" in few else ()), *LARGE_MODES) if few else ()
     servers, engines = (("--servers", *few), ("--variants", *few)) if few else ((), ())
     if model in LARGE:
-        own = ("--modes", *PARALLEL_MODES, "--columns", "bs1", "bs16", "prefill")
+        own = ("--modes", *PARALLEL_MODES, "--columns", "bs1", "bs16", "prefill", *ROOM)
     else:
         own = modes or ("--modes", *SMALL_MODES)
     calls = {
