@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from typing import Generic, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
 
 
+class _End:
+    """Stands behind the last item."""
+
+
+_END: Final = _End()
+
+
 class Handoff(Generic[T]):
-    """FIFO between the step thread, which puts, and the dispatch thread, which takes.
+    """FIFO between the step thread, which puts, and the one dispatch thread, which takes.
 
     It is not bounded itself: rows are, by the staging memory that they lie in, and everything else in it is small.
-    The lock guards the queue only and is never held while anything else runs, so the step thread never waits for a
-    consumer here.
+    The lock keeps items from coming behind the end; it is never held while anything else runs, so the step thread never
+    waits for a consumer here. A `SimpleQueue` wakes the other thread without running Python for it.
     """
 
     def __init__(self) -> None:
-        self._items: deque[T] = deque()
-        self._is_closed = False
-        self._changed = threading.Condition(threading.Lock())
+        self._items: SimpleQueue[T | _End] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closed = self._is_through = False
 
     def put(self, item: T) -> bool:
         """Append `item`; False once closed."""
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 return False
-            self._items.append(item)
-            self._changed.notify()
+            self._items.put(item)
             return True
 
     def take(self, timeout_s: float | None) -> T | None:
@@ -40,23 +46,25 @@ class Handoff(Generic[T]):
         Returns:
             None when the time is up, or when it is closed and empty.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._items or self._is_closed, timeout_s)
-            return self._items.popleft() if self._items else None
+        if self._is_through:
+            return None
+        try:
+            item = self._items.get(timeout=timeout_s)
+        except Empty:
+            return None
+        if isinstance(item, _End):
+            self._is_through = True
+            return None
+        return item
 
     def close(self) -> None:
         """Refuse further items and let `take` go through what is left."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._items.put(_END)
 
     @property
     def is_done(self) -> bool:
-        """Closed, and everything was taken."""
-        with self._changed:
-            return self._is_closed and not self._items
-
-    def __len__(self) -> int:
-        """Items that wait to be taken."""
-        with self._changed:
-            return len(self._items)
+        """Closed, and everything was taken. For the thread that takes."""
+        return self._is_through or (self._is_closed and self._items.qsize() == 1)

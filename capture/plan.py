@@ -251,8 +251,9 @@ class _RequestTable:
     def advance(self, slots: Int64Array, view: BatchView) -> _Fresh:
         """Count the step's positions as taken and return those that were not before."""
         stop = view.num_computed + view.num_scheduled
-        begin, end = np.maximum(view.num_computed, self._next[slots]), self._end[slots]
-        self.note_taken(slots, stop)
+        untaken, end = self._next[slots], self._end[slots]
+        begin = np.maximum(view.num_computed, untaken)
+        self._next[slots] = np.maximum(stop, untaken)
         num_rows = np.minimum(stop, end) - begin
         return _Fresh(
             begin=begin,
@@ -272,9 +273,11 @@ class _RequestTable:
         if not len(members):
             return
         numbers = self._numbers[slots[members]]
-        if (numbers != numbers[0]).any():
-            order = np.argsort(numbers, kind="stable")
-            members, numbers = members[order], numbers[order]
+        if (numbers == numbers[0]).all():
+            yield self._wants[int(slots[members[0]])].shape, members
+            return
+        order = np.argsort(numbers, kind="stable")
+        members, numbers = members[order], numbers[order]
         cuts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(members)]
         for start, stop in pairwise(cuts):
             yield self._wants[int(slots[members[start]])].shape, members[start:stop]
@@ -324,23 +327,28 @@ def _enlarged(array: Int64Array, *, axis: int, size: int) -> Int64Array:
 
 def _assemble(req_ids: tuple[str, ...], parts: Mapping[SiteSet, Sequence[_WantedRows]]) -> StepPlan:
     packed = {site_set: _in_batch_order(rows) for site_set, rows in parts.items()}
+    if len(packed) == 1:
+        ((site_set, rows),) = packed.items()
+        if (rows.batch_rows[1:] > rows.batch_rows[:-1]).all():  # everybody wants the same sites: nothing to merge
+            return StepPlan(rows.batch_rows, (_group(site_set, rows, np.arange(len(rows.batch_rows)), req_ids),))
     is_wanted = np.zeros(1 + max(int(rows.batch_rows.max()) for rows in packed.values()), dtype=np.bool_)
     for rows in packed.values():
         is_wanted[rows.batch_rows] = True
     token_rows = np.flatnonzero(is_wanted)
     offsets = np.cumsum(is_wanted) - 1
-    groups = (
-        PackGroup(
-            sites=site_set.sites,
-            site_ids=site_set.ids,
-            rows=offsets[rows.batch_rows],
-            positions=rows.positions,
-            masks=rows.masks,
-            spans=spans_of(rows.owners, req_ids),
-        )
-        for site_set, rows in packed.items()
-    )
+    groups = (_group(site_set, rows, offsets[rows.batch_rows], req_ids) for site_set, rows in packed.items())
     return StepPlan(token_rows, tuple(groups))
+
+
+def _group(site_set: SiteSet, rows: _WantedRows, offsets: Int64Array, req_ids: tuple[str, ...]) -> PackGroup:
+    return PackGroup(
+        sites=site_set.sites,
+        site_ids=site_set.ids,
+        rows=offsets,
+        positions=rows.positions,
+        masks=rows.masks,
+        spans=spans_of(rows.owners, req_ids),
+    )
 
 
 def _in_batch_order(parts: Sequence[_WantedRows]) -> _WantedRows:

@@ -262,25 +262,28 @@ class StagingRing:
 
     def _cut(self, groups: tuple[PackGroup, ...], num_rows: int, *, has_token_ids: bool) -> list[Piece]:
         """`groups` in parts that fit; all sites of a row are in one part."""
+        num_all = sum(len(group.site_ids) * len(group.rows) for group in groups)
+        if num_all <= self._max_piece_rows:
+            return [self._piece(groups, 0, num_rows, num_all, has_token_ids)]
         num_copies = np.zeros(num_rows, dtype=np.int64)
         for group in groups:
             num_copies[group.rows] += len(group.site_ids)
         total = np.cumsum(num_copies)
-        if total[-1] <= self._max_piece_rows:
-            return [self._piece(groups, 0, total, has_token_ids)]
         pieces, start = [], 0
         while start < len(total):
             before = int(total[start - 1]) if start else 0
             stop = int(np.searchsorted(total, before + self._max_piece_rows, side="right"))
             parts = (rows_between(group, start, stop) for group in groups)
             between = tuple(group for group in parts if group is not None)
-            pieces.append(self._piece(between, start, total[start:stop] - before, has_token_ids))
+            pieces.append(self._piece(between, start, stop - start, int(total[stop - 1]) - before, has_token_ids))
             start = stop
         return pieces
 
-    def _piece(self, groups: tuple[PackGroup, ...], start: int, total: Int64Array, has_token_ids: bool) -> Piece:
-        num_token_rows = -(-4 * len(total) // self.row_bytes) if has_token_ids else 0
-        return Piece(groups, start, len(total), int(total[-1]), num_token_rows)
+    def _piece(
+        self, groups: tuple[PackGroup, ...], start: int, num_rows: int, num_copies: int, has_token_ids: bool
+    ) -> Piece:
+        num_token_rows = -(-4 * num_rows // self.row_bytes) if has_token_ids else 0
+        return Piece(groups, start, num_rows, num_copies, num_token_rows)
 
     def _count_lost(self, pieces: Sequence[Piece], patience_s: float) -> None:
         self.counters.dropped_rows += sum(piece.num_rows for piece in pieces)
