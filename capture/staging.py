@@ -46,7 +46,7 @@ class StagingRing:
     """The memory that the forward pass writes captured rows to, and the way out of it.
 
     A step's rows get consecutive slots of every site's ring, and each step the ones behind the last step's. So the
-    forward of a step waits for the packing of an earlier one only when the ring has gone round, and the rows of some
+    forward of a step waits for the copies of an earlier one only when the ring has gone round, and the rows of some
     small steps can be copied out together: `keep` leaves them where they are, `collect` copies all that was kept. All
     methods are for the step thread, with the stream of the forward pass current. Nothing is allocated after
     construction.
