@@ -34,8 +34,9 @@ logger = logging.getLogger("headgate")
 
 ENGINE_GROUP = "headgate.engine"
 ENGINE_ATTRIBUTE = "headgate_worker"
-GRAPH_ABI = 9
-"""Part of the compile-cache key: raise it whenever the code in `graph` or an action changes what is traced."""
+GRAPH_ABI = 10
+"""Part of the compile-cache key: raise it whenever the code in `graph` or an action changes what is traced or
+what inductor makes of it."""
 
 Wanted = Mapping[HookPoint, Sequence[SiteAction]]
 """The actions of one layer."""

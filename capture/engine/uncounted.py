@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.engine.apart import inductor_for
+from headgate.capture.engine.early import read_early
 
 if TYPE_CHECKING:
     from torch._inductor.ir import TensorBox
@@ -80,7 +81,7 @@ def count_without_named(part: str) -> None:
         from torch._inductor.virtualized import V
     _load_uncounted(CSEProxy, V)
     _estimate_without(MemoryEstimator, V)
-    _keep_blocks(TritonKernel, config)
+    _keep_blocks(TritonKernel, config, V)
 
 
 def _load_uncounted(proxy_class: Any, virtual: Any) -> None:
@@ -124,16 +125,20 @@ def _writing(names: set[str], written: Iterable[str], buffers: Mapping[str, Any]
     return {name for name in written if name in buffers and not names.isdisjoint(buffers[name].get_mutations())}
 
 
-def _keep_blocks(kernel_class: Any, config: Any) -> None:
+def _keep_blocks(kernel_class: Any, config: Any, virtual: Any) -> None:
+    """And read what is named early."""
     generate = kernel_class.codegen_kernel
     if hasattr(generate, _NAMES):
         return
 
     @wraps(generate)
     def generate_as_chosen(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        scales = config.dynamic_scale_rblock and not hasattr(kernel, _NAMES)
-        with config.patch(dynamic_scale_rblock=scales):
+        if not hasattr(kernel, _NAMES):
             return generate(kernel, *args, **kwargs)
+        with config.patch(dynamic_scale_rblock=False):
+            source = generate(kernel, *args, **kwargs)
+        names, read = vars(virtual.graph)[_NAMES], kernel.args.input_buffers  # not those that it writes to
+        return read_early(source, {pointer for name, pointer in read.items() if name in names})
 
     setattr(generate_as_chosen, _NAMES, True)
     kernel_class.codegen_kernel = generate_as_chosen

@@ -146,6 +146,7 @@ def test_kernels_for_a_gpu_are_cut_into_blocks_as_they_are_without_us():
                 (kernel.counts, kernel.cut) for kernel in stock
             ]
             assert [kernel.fate for kernel in found] == ["scaled", "kept"]
+            assert [kernel.num_late for kernel in found] == [kernel.num_late for kernel in stock]
             assert found[1].stores == stock[1].stores + stores  # the ring's
 
 
@@ -154,12 +155,13 @@ class Kernel(NamedTuple):
     stores: int
     cut: str
     fate: str
+    num_late: int
 
 
 def kernels(printed: str, family: str, way: str) -> list[Kernel]:
     lines = [line.split() for line in printed.splitlines()]
     found = [line[2:] for line in lines if line[:2] == [family, way]]
-    return [Kernel(line[:4], int(line[5].rstrip(":")), line[6], line[7]) for line in found]
+    return [Kernel(line[:4], int(line[5].rstrip(":")), line[6], line[7], int(line[9])) for line in found]
 
 
 @pytest.mark.parametrize(
