@@ -137,7 +137,7 @@ def _keep_blocks(kernel_class: Any, config: Any, virtual: Any) -> None:
             return generate(kernel, *args, **kwargs)
         with config.patch(dynamic_scale_rblock=False):
             source = generate(kernel, *args, **kwargs)
-        names, read = vars(virtual.graph)[_NAMES], kernel.args.input_buffers  # not those that it writes to
+        names, read = vars(virtual.graph).get(_NAMES, ()), kernel.args.input_buffers  # not those that it writes to
         return read_early(source, {pointer for name, pointer in read.items() if name in names})
 
     setattr(generate_as_chosen, _NAMES, True)
