@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import threading
 from queue import Empty, SimpleQueue
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
-
-
-class _End:
-    """Stands behind the last item."""
-
-
-_END: Final = _End()
 
 
 class Handoff(Generic[T]):
@@ -25,7 +18,7 @@ class Handoff(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._items: SimpleQueue[T | _End] = SimpleQueue()
+        self._items: SimpleQueue[T | None] = SimpleQueue()  # None stands behind the last item
         self._lock = threading.Lock()
         self._is_closed = self._is_through = False
 
@@ -52,9 +45,7 @@ class Handoff(Generic[T]):
             item = self._items.get(timeout=timeout_s)
         except Empty:
             return None
-        if isinstance(item, _End):
-            self._is_through = True
-            return None
+        self._is_through = item is None
         return item
 
     def close(self) -> None:
@@ -62,9 +53,10 @@ class Handoff(Generic[T]):
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
-                self._items.put(_END)
+                self._items.put(None)
 
     @property
     def is_done(self) -> bool:
         """Closed, and everything was taken. For the thread that takes."""
-        return self._is_through or (self._is_closed and self._items.qsize() == 1)
+        with self._lock:  # else what is closed might not have its end yet, and one item be taken for it
+            return self._is_through or (self._is_closed and self._items.qsize() == 1)
