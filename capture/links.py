@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headgate.capture.batch import Int64Array
 from headgate.capture.config import MIB
+from headgate.capture.spans import changes
 
 PACK_BYTES = 32 * MIB
 """Of each of the two buffers that rows are packed into."""
@@ -238,8 +239,7 @@ class CudaLink:
 
 def run_starts(index: Int64Array) -> Int64Array:
     """Where in `index`, which has at least one entry, runs of consecutive numbers begin: int64, ascending from 0."""
-    breaks: Int64Array = np.flatnonzero(index[1:] != index[:-1] + 1) + 1
-    return np.concatenate(([0], breaks))
+    return np.concatenate(([0], changes(index - np.arange(len(index)))))
 
 
 class _CudaCopied:

@@ -14,7 +14,7 @@ import numpy as np
 
 from headgate.capture.batch import BatchView, Int64Array
 from headgate.capture.sites import Site
-from headgate.capture.spans import spans_of
+from headgate.capture.spans import changes, spans_of
 from headgate.capture.spec import CaptureSpec
 from headgate.capture.stepplan import PackGroup, StepPlan
 from headgate.capture.wants import BoolArray, Chosen, Shape, SiteSet, WantReader, Wants, list_keys
@@ -251,9 +251,8 @@ class _RequestTable:
     def advance(self, slots: Int64Array, view: BatchView) -> _Fresh:
         """Count the step's positions as taken and return those that were not before."""
         stop = view.num_computed + view.num_scheduled
-        untaken, end = self._next[slots], self._end[slots]
-        begin = np.maximum(view.num_computed, untaken)
-        self._next[slots] = np.maximum(stop, untaken)
+        begin, end = np.maximum(view.num_computed, self._next[slots]), self._end[slots]
+        self.note_taken(slots, stop)
         num_rows = np.minimum(stop, end) - begin
         return _Fresh(
             begin=begin,
@@ -278,7 +277,7 @@ class _RequestTable:
             return
         order = np.argsort(numbers, kind="stable")
         members, numbers = members[order], numbers[order]
-        cuts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(members)]
+        cuts = [0, *changes(numbers).tolist(), len(members)]
         for start, stop in pairwise(cuts):
             yield self._wants[int(slots[members[start]])].shape, members[start:stop]
 

@@ -12,6 +12,12 @@ RequestSpans = tuple[tuple[str, int, int], ...]
 """``(req_id, start, stop)``, next to each other, in order."""
 
 
+def changes(values: Int64Array) -> Int64Array:
+    """Where a value differs from the one before it, int64, ascending."""
+    found: Int64Array = np.flatnonzero(values[1:] != values[:-1]) + 1
+    return found
+
+
 def spans_of(owners: Int64Array, req_ids: Sequence[str]) -> RequestSpans:
     """The spans of rows that lie next to each other by owner.
 
@@ -19,7 +25,7 @@ def spans_of(owners: Int64Array, req_ids: Sequence[str]) -> RequestSpans:
         owners: int64 ``[N]``, whose each row is: indices into `req_ids`, ascending.
         req_ids: The requests.
     """
-    starts = [0, *(np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist()]
+    starts = [0, *changes(owners).tolist()]
     stops = [*starts[1:], len(owners)]
     return tuple(zip([req_ids[owner] for owner in owners[starts].tolist()], starts, stops, strict=True))
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch._inductor.ir import TensorBox
 
 _NAMES = "headgate_uncounted"
-"""Attribute of a graph of inductor: names of buffers that do not count. Also of a kernel that reads one of them, and of
+"""Attribute of a graph of inductor: names of buffers that do not count. Of a kernel: those that it reads. Also of
 what is patched, to patch it once."""
 
 
@@ -81,7 +81,7 @@ def count_without_named(part: str) -> None:
         from torch._inductor.virtualized import V
     _load_uncounted(CSEProxy, V)
     _estimate_without(MemoryEstimator, V)
-    _keep_blocks(TritonKernel, config, V)
+    _keep_blocks(TritonKernel, config)
 
 
 def _load_uncounted(proxy_class: Any, virtual: Any) -> None:
@@ -95,7 +95,7 @@ def _load_uncounted(proxy_class: Any, virtual: Any) -> None:
         value = load(proxy, name, index)
         if name in vars(virtual.graph).get(_NAMES, ()):
             proxy.kernel.num_load = num_load
-            setattr(proxy.kernel, _NAMES, True)
+            vars(proxy.kernel).setdefault(_NAMES, set()).add(name)
         return value
 
     setattr(load_uncounted, _NAMES, True)
@@ -125,20 +125,21 @@ def _writing(names: set[str], written: Iterable[str], buffers: Mapping[str, Any]
     return {name for name in written if name in buffers and not names.isdisjoint(buffers[name].get_mutations())}
 
 
-def _keep_blocks(kernel_class: Any, config: Any, virtual: Any) -> None:
-    """And read what is named early."""
+def _keep_blocks(kernel_class: Any, config: Any) -> None:
+    """And read early what does not count."""
     generate = kernel_class.codegen_kernel
     if hasattr(generate, _NAMES):
         return
 
     @wraps(generate)
     def generate_as_chosen(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(kernel, _NAMES):
+        names = vars(kernel).get(_NAMES)
+        if names is None:
             return generate(kernel, *args, **kwargs)
         with config.patch(dynamic_scale_rblock=False):
             source = generate(kernel, *args, **kwargs)
-        names, read = vars(virtual.graph).get(_NAMES, ()), kernel.args.input_buffers  # not those that it writes to
-        return read_early(source, {pointer for name, pointer in read.items() if name in names})
+        pointers = kernel.args.input_buffers  # not of what it writes to
+        return read_early(source, {pointers[name] for name in names if name in pointers})
 
     setattr(generate_as_chosen, _NAMES, True)
     kernel_class.codegen_kernel = generate_as_chosen
