@@ -60,7 +60,7 @@ SMALL_MODES = (
 )
 LARGE_MODES = ("stock", "both idle", "named", "16 configs", "256 configs", "1 layer", "all layers", "both")
 PARALLEL_MODES = ("stock", "both idle", "16 configs", "1 layer", "both")
-ROOM = ("--kv-gib", "2", "--engine", '{{"max_num_batched_tokens": 4096}}')
+ROOM = ("--kv-gib", "3", "--engine", '{{"max_num_batched_tokens": 4096}}')
 """Two large models leave 10 GB: with usual settings their prompts may have to free memory in order to get some."""
 INLINE_MODES = ("stock", "both idle", "16 configs", "16 msgpack", "256 configs", "256 msgpack")
 
