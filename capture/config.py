@@ -63,9 +63,9 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
         staging_bytes: Pinned host memory that the device copies rows into. If None, what a full step of all sites
             needs, rounded up to a power of two, within 256 MiB and 2 GiB and a sixteenth of the machine's memory.
         linger_s: Seconds that captured rows may wait for those of the next steps, so that the rows of several steps
-            are copied and handed to consumers at once; 0 does so for each step. So may the end of a request, unless
-            a consumer that is awaited takes part in it. Rows that wait when the worker shuts down, of requests that
-            have not ended, are given up.
+            are copied and handed to consumers at once; 0 does so for each step. If None, what the consumers of the
+            running requests allow. So may the end of a request, unless its client waits for its results. Rows that
+            wait when the worker shuts down, of requests that have not ended, are given up.
         spill_dir: Folder for ``overload="spill"``; the system's temporary folder if None.
         self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
         fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
@@ -82,7 +82,7 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     sites: dict[str, Any] = msgspec.field(default_factory=lambda: {"post_mlp": "all"})
     ring_rows: int | None = None
     staging_bytes: int | None = None
-    linger_s: float = 0.05
+    linger_s: float | None = None
     spill_dir: str | None = None
     self_test: bool = True
     fire_counter: bool = False
@@ -150,7 +150,7 @@ def _check(config: CaptureConsumersConfig) -> None:
     }
     if not 0 <= config.result_wait_s <= TIMEOUT_MAX:
         raise ConfigError(f"result_wait_s: must be from 0 to {TIMEOUT_MAX:.0f} seconds, got {config.result_wait_s}")
-    if not 0 <= config.linger_s <= MAX_LINGER_S:
+    if config.linger_s is not None and not 0 <= config.linger_s <= MAX_LINGER_S:
         raise ConfigError(f"linger_s: must be from 0 to {MAX_LINGER_S:g} seconds, got {config.linger_s}")
     for name, seconds in waits.items():
         if not 0 < seconds <= TIMEOUT_MAX:
@@ -158,6 +158,7 @@ def _check(config: CaptureConsumersConfig) -> None:
 
 
 MAX_LINGER_S = 1.0
+"""Rows may wait so long for those of the next steps, at most."""
 MAX_CONSUMERS = 63
 """A row's consumer mask is one int64."""
 

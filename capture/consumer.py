@@ -221,11 +221,15 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
         reads_client_spec: False if requests cannot name it: it then works through `global_capture_spec` alone.
         is_awaited: Its payload is what a client came for: requests that name it wait for their results as if they had
             set ``capture_wait``, unless they say false.
+        linger_s: Seconds that rows may wait for those of the next steps, so that they come in fewer and larger blocks,
+            which costs the engine less; the smallest of a running request's consumers counts. The operator's
+            ``capture.linger_s`` goes before it.
     """
 
     location: ClassVar[Literal["worker", "driver"]] = "worker"
     reads_client_spec: ClassVar[bool] = True
     is_awaited: ClassVar[bool] = False
+    linger_s: ClassVar[float] = 0.05
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         """Open the consumer. Check `params` in `check_params`, which also runs where no instance is made."""
@@ -265,6 +269,8 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
 
 class BatchedConsumer(CaptureConsumer):
     """A consumer that gets each finished request once, whole."""
+
+    linger_s = 0.25  # nobody looks at a row before the end
 
     @abstractmethod
     def on_capture(self, captured: CapturedRequest) -> Any:

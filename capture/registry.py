@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Literal, get_args
 
-from headgate.capture.config import CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.config import MAX_LINGER_S, CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.consumer import (
     BatchedConsumer,
     CaptureConsumer,
@@ -135,4 +135,6 @@ def _check_contract(loaded: object, where: str) -> type[BatchedConsumer] | type[
     for name in ("reads_client_spec", "is_awaited"):
         if not isinstance(value := getattr(loaded, name), bool):
             raise ConfigError(f"{where}: {name} is {value!r}; expected True or False")
+    if not isinstance(loaded.linger_s, int | float) or not 0 <= loaded.linger_s <= MAX_LINGER_S:
+        raise ConfigError(f"{where}: linger_s is {loaded.linger_s!r}; expected seconds, from 0 to {MAX_LINGER_S:g}")
     return loaded

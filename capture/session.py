@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from headgate.capture.assemble import Assembler
 from headgate.capture.batch import BatchView, FinalState, NewRequest
-from headgate.capture.config import CaptureConsumersConfig, CaptureConsumerSpec
-from headgate.capture.consumer import BatchedConsumer, ConsumerContext, ModelInfo, Origin, RequestInfo
+from headgate.capture.config import MAX_LINGER_S, CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.consumer import BatchedConsumer, CaptureConsumer, ConsumerContext, ModelInfo, Origin, RequestInfo
 from headgate.capture.dispatch import Dispatched, Dispatcher, MemoryWanted, RequestBegins, RequestEnds
 from headgate.capture.handoff import Handoff
 from headgate.capture.lanes import Lane, LaneLeft
@@ -38,9 +38,6 @@ WIRE_VERSION = 1
 
 STAGING_GRACE_S = 60.0
 """Patience with the dispatch thread beyond that with all consumers together: copies, and the GPU."""
-
-MAX_KEPT_ROWS = 512
-"""Rows of small steps that are left in the ring to be copied out together. With more there is nothing to save."""
 
 DISPATCH_SHARE, LANE_SHARE = 0.5, 0.9
 """Parts of the time to close after which the dispatch thread, then the consumers, must be through."""
@@ -109,14 +106,17 @@ class CaptureSession:
         self._close_outlet = close_outlet
         self._stage = {"stage": pp_rank, "num_stages": pp_size}
         self._keys: dict[str, str] = {}
-        self._awaited = {each.bit for each in consumers if type(each.consumer).is_awaited}
-        # Requests that may get further steps, and those whose clients wait for what a consumer makes of their rows.
-        self._running, self._urgent = set[str](), set[str]()
+        self._lingers = {each.bit: _linger_s(type(each.consumer), config) for each in consumers}
+        self._running: dict[str, float] = {}
+        """Requests that may get further steps, and how long their rows may wait."""
+        self._linger_s = MAX_LINGER_S
+        self._urgent = set[str]()
+        """Those whose clients wait for what consumers make of their rows."""
         self._ends: dict[str, RequestEnds] = {}
         """Requests that have ended, while rows are left in the ring."""
         self._plan: StepPlan | None = None
         self._step_thread: int | None = None
-        self._planner, self._linger_s = StepPlanner(sites), config.linger_s
+        self._planner = StepPlanner(sites)
         self._patience_s = min(
             sum(consumer.spec.max_stall_s for consumer in consumers) + STAGING_GRACE_S, threading.TIMEOUT_MAX
         )
@@ -147,14 +147,15 @@ class CaptureSession:
         begins = RequestBegins(new.req_id, new.num_prompt_tokens, requests, is_same_client)
         if self._handoff.put(begins):
             self._keys[new.req_id] = key
-            self._running.add(new.req_id)
-            if not self._awaited.isdisjoint(requests):
+            self._running[new.req_id] = linger_s = min((self._lingers[bit] for bit in requests), default=MAX_LINGER_S)
+            self._linger_s = min(self._linger_s, linger_s)
+            if new.wire is not None and new.wire.get("wait"):
                 self._urgent.add(new.req_id)
             self._planner.add(new.req_id, new.num_prompt_tokens, specs)
 
     def request_stopped(self, req_id: str) -> None:
         """The request gets no further step; how it ended is said later."""
-        self._running.discard(req_id)
+        self._running.pop(req_id, None)
         self._collect_if_last()
 
     def request_finished(self, req_id: str, final: FinalState | None) -> None:
@@ -168,7 +169,7 @@ class CaptureSession:
             return
         self._planner.remove(req_id)
         self._ends[req_id] = RequestEnds(req_id, final)
-        self._running.discard(req_id)
+        self._running.pop(req_id, None)
         if req_id in self._urgent or self._staging.kept_since is None:
             self._urgent.discard(req_id)
             self._collect()
@@ -194,9 +195,7 @@ class CaptureSession:
         if plan is not None:
             self._staging.keep(plan)
         since = self._staging.kept_since
-        if since is not None and (
-            self._staging.num_kept_rows >= MAX_KEPT_ROWS or time.monotonic() >= since + self._linger_s
-        ):
+        if since is not None and (self._staging.is_well_filled or time.monotonic() >= since + self._linger_s):
             self._collect()
 
     def _collect_if_last(self) -> None:
@@ -212,6 +211,7 @@ class CaptureSession:
         for staged in self._staging.collect(patience_s=self._patience_s):
             if not self._handoff.put(staged):
                 staged.release()
+        self._linger_s = min(self._running.values(), default=MAX_LINGER_S)
         self._hand_over_ends()
 
     def _hand_over_ends(self) -> None:
@@ -263,7 +263,8 @@ class CaptureSession:
 
     def _make_dispatcher(self) -> Dispatcher:
         size = self._staging.host_bytes
-        return Dispatcher(self._handoff, self._lanes, keep_bytes=size, hold_bytes=size // 4, linger_s=self._linger_s)
+        linger_s = min(self._lingers.values(), default=0)
+        return Dispatcher(self._handoff, self._lanes, keep_bytes=size, hold_bytes=size // 4, linger_s=linger_s)
 
     def _make_lane(self, consumer: OpenConsumer, config: CaptureConsumersConfig) -> Lane:
         instance = consumer.consumer
@@ -359,6 +360,10 @@ def open_session(
     except BaseException:
         close_consumers(opened, config.close_timeout_s)
         raise
+
+
+def _linger_s(consumer: type[CaptureConsumer], config: CaptureConsumersConfig) -> float:
+    return consumer.linger_s if config.linger_s is None else config.linger_s
 
 
 def _stand_ins(

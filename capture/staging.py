@@ -15,15 +15,18 @@ import torch
 from headgate.capture.arena import Arena, Lease, round_up
 from headgate.capture.batch import Int64Array
 from headgate.capture.errors import ConfigError
-from headgate.capture.links import Copied, CudaLink, HostLink, Link
+from headgate.capture.links import PACK_BYTES, Copied, CudaLink, HostLink, Link
 from headgate.capture.sites import Site
 from headgate.capture.sparselog import SparseLog
 from headgate.capture.staged import Piece, StagedRows, as_int32
 from headgate.capture.stats import StagingCounters
-from headgate.capture.stepplan import PackGroup, StepPlan, joined, rows_between
+from headgate.capture.stepplan import PackGroup, StepPlan, count_copies, joined, rows_between
 
 NUM_TRASH_ROWS = 64
 """Rows that nobody wants take turns: 8192 of them at one address would cost a prefill 3 % on an H200, at 64 nothing."""
+
+KEPT_BYTES = 2 * PACK_BYTES
+"""What is left in the ring to be copied out together: with more there is nothing to save."""
 
 
 class _Kept(NamedTuple):
@@ -109,8 +112,11 @@ class StagingRing:
         self.on_wait: Callable[[], object] = lambda: None
         self._log = SparseLog("capture staging")
         self._base = self._next_slot = self._num_set = 0
+        self._live_slots = self.slots[:0]
+        """``slots`` up to the last wanted row."""
         self._is_open = self._has_token_ids = False
         self._kept: list[_Kept] = []
+        self._kept_copies = 0
         self._all_rows: Int64Array | None = None
         """``plan.token_rows`` of the last step, if it wanted all of its rows up to its last one."""
 
@@ -130,7 +136,7 @@ class StagingRing:
         self.slots.copy_(self._unwanted)
         self._next_slot = self._num_set = 0
         self._is_open = False
-        self._kept.clear()
+        self._kept, self._kept_copies = [], 0
         self._all_rows = None
 
     @property
@@ -142,6 +148,14 @@ class StagingRing:
     def num_kept_rows(self) -> int:
         """Wanted rows of the kept steps: slots that wait for `collect`."""
         return self._kept[-1].end - self._kept[0].base if self._kept else 0
+
+    @property
+    def is_well_filled(self) -> bool:
+        """Whether so much is kept that nothing is saved by keeping more.
+
+        A quarter of the ring may be full of it: the next rows must not have to wait for the copies of the last.
+        """
+        return self._kept_copies * self.row_bytes >= KEPT_BYTES or self.num_kept_rows >= self._num_rows // 4
 
     def has_to_collect(self, plan: StepPlan) -> bool:
         """Whether `begin` needs slots, for this plan, that lie behind the end of the ring while rows are kept in it."""
@@ -175,12 +189,12 @@ class StagingRing:
         if token_ids is not None and num_wanted == self._num_set:  # every row: one plain copy, cheaper to launch
             self._token_ids[self._base : self._next_slot].copy_(token_ids[:num_wanted], non_blocking=True)
         elif token_ids is not None:
-            self._token_ids.index_put_((self.slots[: self._num_set],), token_ids[: self._num_set].to(torch.int32))
+            self._token_ids.index_put_((self._live_slots,), token_ids[: self._num_set].to(torch.int32))
 
     def _set_slots(self, token_rows: Int64Array, distance: int) -> None:
         """Bring the slots of a step's rows to the device; they are `distance` behind those of the step before."""
         if token_rows is self._all_rows:  # the planner gives the same array for the same rows, step after step
-            self.slots[: self._num_set].add_(distance)
+            self._live_slots.add_(distance)
             return
         num_set = int(token_rows[-1]) + 1
         num_sent = max(num_set, self._num_set)
@@ -188,7 +202,7 @@ class StagingRing:
         slots[:num_sent] = self._unwanted_on_host[:num_sent]
         slots[token_rows] = np.arange(self._base, self._next_slot)
         self._link.send_slots(num_sent)
-        self._num_set = num_set
+        self._num_set, self._live_slots = num_set, self.slots[:num_set]
         self._all_rows = token_rows if len(token_rows) == num_set else None
 
     def keep(self, plan: StepPlan) -> None:
@@ -201,6 +215,7 @@ class StagingRing:
             raise RuntimeError("the step was not begun, or was collected already")
         self._is_open = False
         self.counters.steps += 1
+        self._kept_copies += plan.num_copies
         self._kept.append(_Kept(plan, self._base, self._has_token_ids, time.monotonic()))
 
     def collect(self, plan: StepPlan | None = None, *, patience_s: float) -> Iterator[StagedRows]:
@@ -218,7 +233,7 @@ class StagingRing:
             self.keep(plan)
         if not self._kept:
             return
-        kept, self._kept = self._kept, []
+        kept, self._kept, self._kept_copies = self._kept, [], 0
         self._link.follow_forward()
         num_rows, has_token_ids = kept[-1].end - kept[0].base, all(step.has_token_ids for step in kept)
         pieces = self._cut(joined([step.plan for step in kept]), num_rows, has_token_ids=has_token_ids)
@@ -262,7 +277,7 @@ class StagingRing:
 
     def _cut(self, groups: tuple[PackGroup, ...], num_rows: int, *, has_token_ids: bool) -> list[Piece]:
         """`groups` in parts that fit; all sites of a row are in one part."""
-        num_all = sum(len(group.site_ids) * len(group.rows) for group in groups)
+        num_all = count_copies(groups)
         if num_all <= self._max_piece_rows:
             return [self._piece(groups, 0, num_rows, num_all, has_token_ids)]
         num_copies = np.zeros(num_rows, dtype=np.int64)

@@ -44,18 +44,23 @@ class StepPlan:
     Attributes:
         token_rows: int64 ``[K]``, ascending: the flat batch rows that somebody wants. Staging slot k of the step
             holds batch row ``token_rows[k]``. The same array object in all steps of a run.
+        num_copies: Wanted (row, site) pairs.
 
     Args:
         token_rows: See above.
         groups: What is wanted of them, at least one; no two have the same sites. If `number` is not 0: of the first
             step of a run, in which every request decodes one token a step.
         number: Of the step in its run: its positions are so many behind those of `groups`.
+        num_copies: See above, if it is known.
     """
 
-    __slots__ = ("_first", "_number", "token_rows")
+    __slots__ = ("_first", "_number", "num_copies", "token_rows")
 
-    def __init__(self, token_rows: Int64Array, groups: tuple[PackGroup, ...], number: int = 0) -> None:
+    def __init__(
+        self, token_rows: Int64Array, groups: tuple[PackGroup, ...], number: int = 0, num_copies: int | None = None
+    ) -> None:
         self.token_rows = token_rows
+        self.num_copies = count_copies(groups) if num_copies is None else num_copies
         self._first = groups
         self._number = number
 
@@ -68,7 +73,7 @@ class StepPlan:
 
     def later(self, distance: int) -> StepPlan:
         """The step so many steps later in the same run."""
-        return StepPlan(self.token_rows, self._first, self._number + distance)
+        return StepPlan(self.token_rows, self._first, self._number + distance, self.num_copies)
 
     def goes_on(self, before: StepPlan) -> bool:
         """Whether this is the step that follows `before` in its run."""
@@ -95,6 +100,11 @@ class StepPlan:
                 masks=np.repeat(group.masks, num_steps),
                 spans=tuple((req_id, start * num_steps, stop * num_steps) for req_id, start, stop in group.spans),
             )
+
+
+def count_copies(groups: Sequence[PackGroup]) -> int:
+    """Wanted (row, site) pairs of some groups."""
+    return sum(len(group.site_ids) * len(group.rows) for group in groups)
 
 
 def joined(plans: Sequence[StepPlan]) -> tuple[PackGroup, ...]:

@@ -208,6 +208,7 @@ def to_wire(ask: Ask, num_samples: int, request_id: str) -> dict[str, Any]:
         "n": num_samples,
         "key": ask.key,
         "reply": ask.reply,
+        "wait": ask.wait,
         CAPTURE: {instance: spec.to_wire() for instance, spec in ask.specs.items()},
     }
 

@@ -16,6 +16,7 @@ import pluggy
 from torch import Tensor
 
 from headgate.capture.batch import BatchView, FinalState, NewRequest
+from headgate.capture.engine.seam import straight
 from headgate.capture.errors import UnsupportedError
 
 WIRE_KEY = "headgate"
@@ -96,6 +97,8 @@ class RunnerSeam:
         self._runner = runner
         self._has_token_ids = has_token_ids
         self._hook = hooks.hook
+        self._step_begins = straight(hooks.hook.headgate_step_begins)
+        self._step_ends = straight(hooks.hook.headgate_step_ends)
         self._layout = layout_of(runner)
         self._live: set[str] = set()
         self._ended: set[str] = set()
@@ -147,7 +150,7 @@ class RunnerSeam:
         self._is_laid_out = False
         result = original(scheduler_output, *args, **kwargs)
         if self._is_laid_out:
-            self._hook.headgate_step_ends()
+            self._step_ends()
         return result
 
     def _dummy_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +164,7 @@ class RunnerSeam:
             self._was_active = self._is_laid_out = True
             view = self._layout.view(self._runner, args, result)
             token_ids = self._layout.token_ids(self._runner, result) if self._has_token_ids else None
-            self._hook.headgate_step_begins(view=view, token_ids=token_ids)
+            self._step_begins(view, token_ids)
         else:
             self._rest()
         return result
@@ -170,7 +173,7 @@ class RunnerSeam:
         """Leave nothing behind that a forward without live requests could act on."""
         if self._was_active:
             self._was_active = False
-            self._hook.headgate_step_begins(view=None, token_ids=None)
+            self._step_begins(None, None)
 
     def _follow(self, scheduler_output: Any) -> None:
         """Finished first: an id may end and begin again in one step. Sorted, so that all ranks see one order."""

@@ -199,3 +199,24 @@ def make_hooks(plugins: Mapping[str, object]) -> pluggy.PluginManager:
         manager.register(plugin, name)
     manager.check_pending()
     return manager
+
+
+def straight(hook: pluggy.HookCaller) -> Callable[..., None]:
+    """The implementations of `hook` as one function of its arguments, by place, in pluggy's order; it returns nothing.
+
+    pluggy itself takes 10 us a call, several times that with cold caches, and a step has two.
+
+    Raises:
+        AssertionError: If one is a wrapper, or nobody knows the hook.
+    """
+    names = () if hook.spec is None else hook.spec.argnames
+    found = list(reversed(hook.get_hookimpls()))
+    if hook.spec is None or any(one.wrapper or one.hookwrapper for one in found):
+        raise AssertionError(f"{hook.name} cannot be called without pluggy: {found}")
+    calls = [(one.function, tuple(names.index(name) for name in one.argnames)) for one in found]
+
+    def call(*args: Any) -> None:
+        for function, places in calls:
+            function(*[args[place] for place in places])
+
+    return call

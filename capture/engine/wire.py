@@ -6,6 +6,7 @@ ones as `headgate.capture.engine.frames.Frame`::
     {"v": 1,
      # if it captures:
      "id": client's request id, "n": samples, "key": random, "reply": the hub's address or None,
+     "wait": whether the client waits for its results,
      "capture": {instance: CaptureSpec.to_wire()},
      # of every other part that it asks something of, by its section:
      "steering": ...}

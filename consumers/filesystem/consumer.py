@@ -62,6 +62,7 @@ class FilesystemConsumer(StreamingConsumer):
     """
 
     location = "worker"
+    linger_s = 0.25  # files are complete when a request has ended, not before
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         import torch  # not at the top: reading captures loads this module and needs no torch

@@ -47,6 +47,9 @@ class Elsewhere(Good):
 class Moody(Good):
     reads_client_spec = "sometimes"
 
+class Lazy(Good):
+    linger_s = 60
+
 class Neither(CaptureConsumer): ...
 
 def function(): ...
@@ -115,6 +118,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(publish: Publish) -> No
         ("Unfinished", "does not define finish"),
         ("Elsewhere", "location is 'moon'; expected 'worker' or 'driver'"),
         ("Moody", "reads_client_spec is 'sometimes'; expected True or False"),
+        ("Lazy", "linger_s is 60; expected seconds, from 0 to 1"),
         ("Missing", "cannot be imported: AttributeError"),
     ],
 )

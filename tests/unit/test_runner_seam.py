@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headgate.capture.engine.runner import RunnerSeam, layout_of
-from headgate.capture.engine.seam import hookimpl, make_hooks
+from headgate.capture.engine.seam import hookimpl, make_hooks, straight
 from headgate.capture.errors import UnsupportedError
 
 
@@ -295,3 +295,39 @@ def test_a_bystander_may_come_as_embeddings(runner, follower):
     runner.execute_model(step(["x"], [7], [0], new=[new]))
 
     assert follower.calls == [("bystander", "x", 7)]
+
+
+def test_hooks_are_called_straight_as_pluggy_would_call_them():
+    calls = []
+
+    class Both:
+        @hookimpl
+        def headgate_step_begins(self, view, token_ids):
+            calls.append(("both", view, token_ids))
+
+    class One:
+        @hookimpl
+        def headgate_step_begins(self, token_ids):
+            calls.append(("one", token_ids))
+
+    class First:
+        @hookimpl(tryfirst=True)
+        def headgate_step_begins(self):
+            calls.append(("first",))
+
+    hook = make_hooks({"both": Both(), "first": First(), "one": One()}).hook.headgate_step_begins
+    hook(view="view", token_ids="ids")
+    by_pluggy, calls = calls, []
+    straight(hook)("view", "ids")
+
+    assert calls == by_pluggy == [("first",), ("one", "ids"), ("both", "view", "ids")]
+
+
+def test_a_hook_with_a_wrapper_is_not_called_straight():
+    class Wraps:
+        @hookimpl(wrapper=True)
+        def headgate_step_ends(self):
+            return (yield)
+
+    with pytest.raises(AssertionError, match="headgate_step_ends cannot be called without pluggy"):
+        straight(make_hooks({"wraps": Wraps()}).hook.headgate_step_ends)

@@ -7,13 +7,17 @@ import threading
 import pytest
 
 from tests.unit.pipeline import TIMEOUT_S, final_state
-from tests.unit.world import Keeper, make_staging, make_world, want, world
+from tests.unit.world import SITES, Keeper, make_staging, make_world, want, world
 
 LONG_S = 1.0
 
 
-class Awaited(Keeper):
-    is_awaited = True
+class Hasty(Keeper):
+    linger_s = 0.1
+
+
+class Patient(Keeper):
+    linger_s = 0.9
 
 
 def test_an_end_waits_for_the_rows_that_are_left_in_the_ring() -> None:
@@ -54,9 +58,9 @@ def test_an_end_does_not_wait_for_requests_that_have_stopped() -> None:
 
 def test_the_end_of_a_request_whose_client_waits_does_not() -> None:
     staging = make_staging()
-    with world((Awaited(), {}), (Keeper(), {}), staging=staging, linger_s=LONG_S) as it:
-        it.add("patient", {"c1": want()})
-        it.add("waits", {"c0": want()})
+    with world((Keeper(), {}), staging=staging, linger_s=LONG_S) as it:
+        it.add("patient", {"c0": want()})
+        it.add("waits", {"c0": want()}, wait=True)
         it.step(patient=(0, 4), waits=(0, 4))
 
         it.session.request_finished("waits", final_state(num_tokens=5))
@@ -84,10 +88,48 @@ def test_many_rows_do_not_wait() -> None:
     staging = make_staging(num_rows=1000, max_tokens=1000, staging_rows=20_000)
     with world((Keeper(), {}), staging=staging, linger_s=LONG_S) as it:
         it.add("a", {"c0": want()}, num_prompt=800)
-        it.step(a=(0, 400))
-        assert staging.num_kept_rows == 400
-        it.step(a=(400, 800))
+        it.step(a=(0, 240))
+        assert staging.num_kept_rows == 240
+        it.step(a=(240, 250))
+        assert staging.num_kept_rows == 0  # a quarter of the ring
+
+
+def test_many_bytes_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = make_staging(num_rows=1000, max_tokens=1000, staging_rows=20_000)
+    monkeypatch.setattr("headgate.capture.staging.KEPT_BYTES", (50 * len(SITES) + 10) * staging.row_bytes)
+    with world((Keeper(), {}), staging=staging, linger_s=LONG_S) as it:
+        it.add("a", {"c0": want()}, num_prompt=100)
+        it.add("b", {"c0": want(sites=SITES[:1])}, num_prompt=100)
+        it.step(a=(0, 50), b=(0, 9))
+        assert staging.num_kept_rows == 59
+        it.step(b=(9, 10))
         assert staging.num_kept_rows == 0
+
+
+def test_rows_wait_as_long_as_every_consumer_that_runs_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, now = make_staging(), [100.0]
+    monkeypatch.setattr("headgate.capture.staging.time.monotonic", lambda: now[0])
+    kept = []
+
+    def step(seconds: float, **spans: tuple[int, int]) -> None:
+        it.step(**spans)
+        kept.append(staging.num_kept_rows)
+        now[0] += seconds
+
+    with world((Patient(), {}), (Hasty(), {}), staging=staging, linger_s=None) as it:
+        it.add("patient", {"c0": want()})
+        step(0.5, patient=(0, 1))
+        it.add("both", {"c0": want(), "c1": want()})
+        step(0.05, patient=(1, 2), both=(0, 1))  # the first row has waited for longer than the new request's may
+        step(0.05, patient=(2, 3), both=(1, 2))
+        it.session.request_finished("both", final_state(4, 3))
+        step(0.2, patient=(3, 4))
+        step(0, patient=(4, 5))  # rows of "both" have waited for longer than they may, though it is over
+        step(0.8, patient=(5, 6))
+        step(0.2, patient=(6, 7))
+        step(0, patient=(7, 8))
+
+    assert kept == [1, 0, 2, 3, 0, 1, 2, 0]
 
 
 def test_an_id_that_begins_again_does_not_mix_with_what_waits() -> None:

@@ -123,7 +123,9 @@ def world(*consumers: Configured, sites: tuple[Site, ...] = SITES, **settings: A
         made.session.close(TIMEOUT_S)
 
 
-def make_world(*consumers: Configured, sites: tuple[Site, ...] = SITES, linger_s: float = 0, **settings: Any) -> World:
+def make_world(
+    *consumers: Configured, sites: tuple[Site, ...] = SITES, linger_s: float | None = 0, **settings: Any
+) -> World:
     """The same, not closed. With ``linger_s=0`` each step is a packet."""
     specs = [CaptureConsumerSpec(name=f"c{bit}", **knobs) for bit, (_, knobs) in enumerate(consumers)]
     staging, outlet = settings.pop("staging", None) or make_staging(sites), Outlet()
