@@ -7,17 +7,20 @@ Letters in shape comments: B requests of the step, N rows of a group, K rows wan
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from headgate.capture.batch import BatchView, Int64Array
 from headgate.capture.sites import Site
-from headgate.capture.spans import changes, spans_of
+from headgate.capture.spans import spans_of
 from headgate.capture.spec import CaptureSpec
 from headgate.capture.stepplan import PackGroup, StepPlan
 from headgate.capture.wants import BoolArray, Chosen, Shape, SiteSet, WantReader, Wants, list_keys
+
+NOWHERE = 2**62
+"""A position that no request reaches."""
 
 
 class StepPlanner:
@@ -67,18 +70,12 @@ class StepPlanner:
         if slots is None:
             return None
         fresh = self._table.advance(slots, view)
-        parts: dict[SiteSet, list[_WantedRows]] = {}
-        are_runs = True
-        for shape, members in self._table.by_shape(slots, fresh.members):
-            are_runs &= shape.is_run
-            rows = fresh.rows_of(members)
-            for chosen in self._choose(shape, rows, slots):
-                parts.setdefault(chosen.site_set, []).append(rows.take(chosen))
+        shapes = self._table.by_shape(fresh)
+        plan = self._assemble(shapes, fresh, slots, view.req_ids)
         for member in fresh.ended:
             self._table.remove(view.req_ids[member])
-        plan = _assemble(view.req_ids, parts) if parts else None
-        if plan is not None and are_runs and not fresh.ended and (view.num_scheduled == 1).all():
-            self._steady = _Steady(view, slots, plan, fresh.num_steps_alike(view))
+        if plan is not None and fresh.is_steady and all(shape.is_run for shape in shapes):
+            self._steady = _Steady(view, slots, plan, fresh.num_alike)
         return plan
 
     def _leave_run(self) -> None:
@@ -87,10 +84,24 @@ class StepPlanner:
         if steady is not None:
             self._table.note_taken(steady.slots, steady.stop)
 
-    def _choose(self, shape: Shape, rows: _Rows, slots: Int64Array) -> Iterator[Chosen]:
+    def _assemble(
+        self, shapes: Mapping[Shape, Sequence[int]], fresh: _Fresh, slots: Sequence[int], req_ids: tuple[str, ...]
+    ) -> StepPlan | None:
+        if len(shapes) == 1:
+            (shape,) = shapes
+            if shape.is_run and len(shape.covers) == 1 and fresh.batch_rows == sorted(fresh.batch_rows):
+                return fresh.whole(shape, req_ids)
+        parts: dict[SiteSet, list[_WantedRows]] = {}
+        for shape, picks in shapes.items():
+            rows = fresh.rows_of(picks)
+            for chosen in self._choose(shape, rows, slots):
+                parts.setdefault(chosen.site_set, []).append(rows.take(chosen))
+        return _merge(req_ids, parts) if parts else None
+
+    def _choose(self, shape: Shape, rows: _Rows, slots: Sequence[int]) -> Iterator[Chosen]:
         if shape.is_run:
             return shape.choose_all(len(rows.positions))
-        return shape.choose(self._table.hits(shape, slots[rows.owners], rows.positions))
+        return shape.choose(self._table.hits(shape, np.array(slots)[rows.owners], rows.positions))
 
 
 class _Steady:
@@ -103,7 +114,7 @@ class _Steady:
         num_left: How many later steps are wanted likewise.
     """
 
-    def __init__(self, view: BatchView, slots: Int64Array, plan: StepPlan, num_left: int) -> None:
+    def __init__(self, view: BatchView, slots: Sequence[int], plan: StepPlan, num_left: int) -> None:
         self.slots = slots
         self._first = view
         self._layout = (view.num_scheduled.tobytes(), view.starts.tobytes())
@@ -127,9 +138,9 @@ class _Steady:
         return self._plan.later(self._number)
 
     @property
-    def stop(self) -> Int64Array:
-        """Tokens of each request that are computed after the last step, int64 ``[B]``."""
-        return self._first.num_computed + self._number + 1
+    def stop(self) -> list[int]:
+        """Tokens of each of the ``B`` requests that are computed after the last step."""
+        return [computed + self._number + 1 for computed in self._first.num_computed.tolist()]
 
 
 class _Rows(NamedTuple):
@@ -156,43 +167,74 @@ class _WantedRows(NamedTuple):
     masks: Int64Array
 
 
-class _Fresh(NamedTuple):
+class _Fresh:
     """What a step computes for the first time, cut to the reach of each request's wants.
 
-    The arrays are int64 ``[B]``, one entry for each request of the step.
+    Requests are few and numpy's calls slow where caches are cold, as they are between two steps of a model: so these
+    are lists, with one entry for each request of which there is something, in batch order.
     """
 
-    begin: Int64Array
-    """First position."""
-    end: Int64Array
-    """What the requests want ends here."""
-    num_rows: Int64Array
-    """How many positions; not above 0 where there is nothing."""
-    batch_row: Int64Array
-    """Batch row of `begin`."""
-    members: Int64Array
-    """Ascending indices of the requests with something."""
-    ended: list[int]
-    """Indices of the requests that can want nothing after this step."""
+    __slots__ = ("batch_rows", "begins", "counts", "ended", "is_steady", "members", "num_alike", "slots")
 
-    def num_steps_alike(self, view: BatchView) -> int:
+    def __init__(self, *, is_steady: bool) -> None:
+        self.members: list[int] = []
+        """Index into ``BatchView.req_ids``."""
+        self.slots: list[int] = []
+        """In the planner's table."""
+        self.begins: list[int] = []
+        """First position."""
+        self.batch_rows: list[int] = []
+        """Its batch row."""
+        self.counts: list[int] = []
+        """How many positions follow each other from there."""
+        self.ended: list[int] = []
+        """Indices of the requests that can want nothing after this step."""
+        self.num_alike = NOWHERE
         """How many steps of one token each can follow until a request begins or ends to want something."""
-        stop = view.num_computed + view.num_scheduled
-        return int(np.where(self.num_rows > 0, self.end - stop - 1, self.begin - stop).min())
+        self.is_steady = is_steady
+        """Each request of the step computes one token; none has ended."""
 
-    def rows_of(self, members: Int64Array) -> _Rows:
-        """The rows of some of the members."""
-        begin, num_rows, batch_row = self.begin[members], self.num_rows[members], self.batch_row[members]
-        total = int(num_rows.sum())
-        if total == len(members):
-            return _Rows(members, batch_row, begin)
-        index = np.arange(total)
-        before = np.cumsum(num_rows) - num_rows
-        return _Rows(
-            owners=np.repeat(members, num_rows),
-            batch_rows=index + np.repeat(batch_row - before, num_rows),
-            positions=index + np.repeat(begin - before, num_rows),
+    def add(self, member: int, slot: int, begin: int, batch_row: int, count: int) -> None:
+        """Take the next request."""
+        self.members.append(member)
+        self.slots.append(slot)
+        self.begins.append(begin)
+        self.batch_rows.append(batch_row)
+        self.counts.append(count)
+
+    def whole(self, shape: Shape, req_ids: tuple[str, ...]) -> StepPlan:
+        """The plan where all is wanted, by requests of one shape, at the same sites, and batch rows are in order."""
+        (site_set,) = shape.covers
+        batch_rows, positions = _prolonged([self.batch_rows, self.begins], self.counts)
+        stops = [*accumulate(self.counts)]
+        found = [req_ids[member] for member in self.members]
+        group = PackGroup(
+            sites=site_set.sites,
+            site_ids=site_set.ids,
+            rows=np.arange(len(positions)),
+            positions=positions,
+            masks=np.full(len(positions), int(shape.bits[0, 0])),
+            spans=tuple(zip(found, [0, *stops[:-1]], stops, strict=True)),
         )
+        return StepPlan(batch_rows, (group,))
+
+    def rows_of(self, picks: Sequence[int]) -> _Rows:
+        """The rows of some of them."""
+        counts = [self.counts[pick] for pick in picks]
+        firsts = [[self.batch_rows[pick] for pick in picks], [self.begins[pick] for pick in picks]]
+        batch_rows, positions = _prolonged(firsts, counts)
+        return _Rows(np.repeat([self.members[pick] for pick in picks], counts), batch_rows, positions)
+
+
+def _prolonged(firsts: list[list[int]], counts: list[int]) -> Int64Array:
+    """Numbers that count up from each entry of `firsts`, so many as `counts` says: int64 ``[len(firsts), N]``."""
+    begun = np.array(firsts, dtype=np.int64)
+    total = sum(counts)
+    if total == len(counts):
+        return begun
+    before = np.array([0, *accumulate(counts)][:-1])
+    prolonged: Int64Array = np.repeat(begun - before, counts, axis=1) + np.arange(total)
+    return prolonged
 
 
 class _RequestTable:
@@ -201,17 +243,13 @@ class _RequestTable:
     Slot 0 belongs to no request: it stands for all that want nothing and lies out of any reach.
     """
 
-    _NOWHERE = 2**62
-
     def __init__(self) -> None:
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
         self._wants: dict[int, Wants] = {}
-        self._next = np.full(1, self._NOWHERE)
-        self._end = np.full(1, self._NOWHERE)
-        self._numbers = np.zeros(1, dtype=np.int64)
+        self._next, self._end = [NOWHERE], [NOWHERE]
         self._bounds = np.zeros((1, 3, 1), dtype=np.int64)
-        self._batch: tuple[tuple[str, ...], Int64Array | None] | None = None
+        self._batch: tuple[tuple[str, ...], list[int] | None] | None = None
 
     def insert(self, req_id: str, wants: Wants) -> None:
         """Take a request that is not in the table."""
@@ -223,8 +261,7 @@ class _RequestTable:
             self._bounds = _enlarged(self._bounds, axis=0, size=num_terms)
         self._slots[req_id] = slot
         self._wants[slot] = wants
-        self._numbers[slot] = wants.shape.number
-        self._next[slot], self._end[slot] = wants.bounds[:, 0].min(), wants.bounds[:, 1].max()
+        self._next[slot], self._end[slot] = int(wants.bounds[:, 0].min()), int(wants.bounds[:, 1].max())
         self._bounds[:num_terms, :, slot] = wants.bounds
         self._batch = None
 
@@ -236,8 +273,8 @@ class _RequestTable:
             self._free.append(slot)
             self._batch = None
 
-    def slots_of(self, req_ids: tuple[str, ...]) -> Int64Array | None:
-        """Slot of each request, int64 ``[B]``; None if none of them is in the table.
+    def slots_of(self, req_ids: tuple[str, ...]) -> list[int] | None:
+        """Slot of each of the ``B`` requests; None if none of them is in the table.
 
         Decode steps repeat the batch of the step before, so the last answer is kept.
         """
@@ -245,41 +282,39 @@ class _RequestTable:
             return None
         if self._batch is None or self._batch[0] != req_ids:
             slots = [self._slots.get(req_id, 0) for req_id in req_ids]
-            self._batch = (req_ids, np.array(slots, dtype=np.int64) if any(slots) else None)
+            self._batch = (req_ids, slots if any(slots) else None)
         return self._batch[1]
 
-    def advance(self, slots: Int64Array, view: BatchView) -> _Fresh:
+    def advance(self, slots: Sequence[int], view: BatchView) -> _Fresh:
         """Count the step's positions as taken and return those that were not before."""
-        stop = view.num_computed + view.num_scheduled
-        begin, end = np.maximum(view.num_computed, self._next[slots]), self._end[slots]
-        self.note_taken(slots, stop)
-        num_rows = np.minimum(stop, end) - begin
-        return _Fresh(
-            begin=begin,
-            end=end,
-            num_rows=num_rows,
-            batch_row=view.starts + (begin - view.num_computed),
-            members=np.flatnonzero(num_rows > 0),
-            ended=np.flatnonzero(stop >= end).tolist(),
-        )
+        starts, counts, computed = view.starts.tolist(), view.num_scheduled.tolist(), view.num_computed.tolist()
+        fresh = _Fresh(is_steady=counts.count(1) == len(counts))
+        for member, slot in enumerate(slots):
+            if not slot:
+                continue
+            first, taken, end = computed[member], self._next[slot], self._end[slot]
+            stop, begin = first + counts[member], max(first, taken)
+            self._next[slot] = max(stop, taken)
+            count = min(stop, end) - begin
+            if count > 0:
+                fresh.add(member, slot, begin, starts[member] + begin - first, count)
+            if stop >= end:
+                fresh.ended.append(member)
+            fresh.num_alike = min(fresh.num_alike, end - stop - 1 if count > 0 else begin - stop)
+        fresh.is_steady &= not fresh.ended
+        return fresh
 
-    def note_taken(self, slots: Int64Array, stop: Int64Array) -> None:
-        """Count positions up to `stop` as taken."""
-        self._next[slots] = np.maximum(stop, self._next[slots])
+    def note_taken(self, slots: Sequence[int], stops: Sequence[int]) -> None:
+        """Count positions up to these as taken."""
+        for slot, stop in zip(slots, stops, strict=True):
+            self._next[slot] = max(stop, self._next[slot])
 
-    def by_shape(self, slots: Int64Array, members: Int64Array) -> Iterator[tuple[Shape, Int64Array]]:
-        """Split members by shape; those of one shape stay in batch order."""
-        if not len(members):
-            return
-        numbers = self._numbers[slots[members]]
-        if (numbers == numbers[0]).all():
-            yield self._wants[int(slots[members[0]])].shape, members
-            return
-        order = np.argsort(numbers, kind="stable")
-        members, numbers = members[order], numbers[order]
-        cuts = [0, *changes(numbers).tolist(), len(members)]
-        for start, stop in pairwise(cuts):
-            yield self._wants[int(slots[members[start]])].shape, members[start:stop]
+    def by_shape(self, fresh: _Fresh) -> dict[Shape, list[int]]:
+        """Split what a step computes by shape: ascending indices into the lists of `fresh`."""
+        found: dict[Shape, list[int]] = {}
+        for index, slot in enumerate(fresh.slots):
+            found.setdefault(self._wants[slot].shape, []).append(index)
+        return found
 
     def hits(self, shape: Shape, slots: Int64Array, positions: Int64Array) -> BoolArray:
         """Which rows each term of their requests selects, bool ``[T, N]``.
@@ -311,9 +346,8 @@ class _RequestTable:
 
     def _grow(self) -> None:
         size = len(self._next)
-        self._next = _enlarged(self._next, axis=0, size=2 * size)
-        self._end = _enlarged(self._end, axis=0, size=2 * size)
-        self._numbers = _enlarged(self._numbers, axis=0, size=2 * size)
+        self._next += [0] * size
+        self._end += [0] * size
         self._bounds = _enlarged(self._bounds, axis=2, size=2 * size)
         self._free.extend(range(2 * size - 1, size - 1, -1))
 
@@ -324,7 +358,7 @@ def _enlarged(array: Int64Array, *, axis: int, size: int) -> Int64Array:
     return np.concatenate([array, np.zeros(missing, dtype=np.int64)], axis=axis)
 
 
-def _assemble(req_ids: tuple[str, ...], parts: Mapping[SiteSet, Sequence[_WantedRows]]) -> StepPlan:
+def _merge(req_ids: tuple[str, ...], parts: Mapping[SiteSet, Sequence[_WantedRows]]) -> StepPlan:
     packed = {site_set: _in_batch_order(rows) for site_set, rows in parts.items()}
     if len(packed) == 1:
         ((site_set, rows),) = packed.items()
