@@ -187,7 +187,8 @@ class StagingRing:
         self._set_slots(plan.token_rows, self._base - base)
         self._has_token_ids = token_ids is not None
         if token_ids is not None and num_wanted == self._num_set:  # every row: one plain copy, cheaper to launch
-            self._token_ids[self._base : self._next_slot].copy_(token_ids[:num_wanted], non_blocking=True)
+            target = self._token_ids.narrow(0, self._base, num_wanted)
+            target.copy_(token_ids.narrow(0, 0, num_wanted), non_blocking=True)
         elif token_ids is not None:
             self._token_ids.index_put_((self._live_slots,), token_ids[: self._num_set].to(torch.int32))
 
