@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from headgate.capture.assemble import Assembler
 from headgate.capture.batch import BatchView, FinalState, NewRequest
-from headgate.capture.config import MAX_LINGER_S, CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.consumer import BatchedConsumer, CaptureConsumer, ConsumerContext, ModelInfo, Origin, RequestInfo
 from headgate.capture.dispatch import Dispatched, Dispatcher, MemoryWanted, RequestBegins, RequestEnds
 from headgate.capture.handoff import Handoff
 from headgate.capture.lanes import Lane, LaneLeft
 from headgate.capture.ledger import LaneRequest
+from headgate.capture.linger import Linger
 from headgate.capture.plan import StepPlanner
 from headgate.capture.registry import OpenConsumer, close_consumers, open_consumers
 from headgate.capture.results import CaptureResult
@@ -106,12 +107,9 @@ class CaptureSession:
         self._close_outlet = close_outlet
         self._stage = {"stage": pp_rank, "num_stages": pp_size}
         self._keys: dict[str, str] = {}
-        self._lingers = {each.bit: _linger_s(type(each.consumer), config) for each in consumers}
-        self._running: dict[str, float] = {}
-        """Requests that may get further steps, and how long their rows may wait."""
-        self._linger_s = MAX_LINGER_S
+        self._linger = Linger({each.bit: _linger_s(type(each.consumer), config) for each in consumers})
         self._urgent = set[str]()
-        """Those whose clients wait for what consumers make of their rows."""
+        """Requests whose clients wait for what consumers make of their rows."""
         self._ends: dict[str, RequestEnds] = {}
         """Requests that have ended, while rows are left in the ring."""
         self._plan: StepPlan | None = None
@@ -147,15 +145,14 @@ class CaptureSession:
         begins = RequestBegins(new.req_id, new.num_prompt_tokens, requests, is_same_client)
         if self._handoff.put(begins):
             self._keys[new.req_id] = key
-            self._running[new.req_id] = linger_s = min((self._lingers[bit] for bit in requests), default=MAX_LINGER_S)
-            self._linger_s = min(self._linger_s, linger_s)
+            self._linger.begin(new.req_id, requests)
             if new.wire is not None and new.wire.get("wait"):
                 self._urgent.add(new.req_id)
             self._planner.add(new.req_id, new.num_prompt_tokens, specs)
 
     def request_stopped(self, req_id: str) -> None:
         """The request gets no further step; how it ended is said later."""
-        self._running.pop(req_id, None)
+        self._linger.stop(req_id)
         self._collect_if_last()
 
     def request_finished(self, req_id: str, final: FinalState | None) -> None:
@@ -169,7 +166,7 @@ class CaptureSession:
             return
         self._planner.remove(req_id)
         self._ends[req_id] = RequestEnds(req_id, final)
-        self._running.pop(req_id, None)
+        self._linger.stop(req_id)
         if req_id in self._urgent or self._staging.kept_since is None:
             self._urgent.discard(req_id)
             self._collect()
@@ -195,12 +192,12 @@ class CaptureSession:
         if plan is not None:
             self._staging.keep(plan)
         since = self._staging.kept_since
-        if since is not None and (self._staging.is_well_filled or time.monotonic() >= since + self._linger_s):
+        if since is not None and (self._staging.is_well_filled or time.monotonic() >= since + self._linger.seconds):
             self._collect()
 
     def _collect_if_last(self) -> None:
         """Without a request that runs there may be no step after which to look again."""
-        if not self._running:
+        if not self._linger.is_anything_running:
             self._collect()
 
     def _collect(self) -> None:
@@ -211,7 +208,7 @@ class CaptureSession:
         for staged in self._staging.collect(patience_s=self._patience_s):
             if not self._handoff.put(staged):
                 staged.release()
-        self._linger_s = min(self._running.values(), default=MAX_LINGER_S)
+        self._linger.collected()
         self._hand_over_ends()
 
     def _hand_over_ends(self) -> None:
@@ -263,8 +260,8 @@ class CaptureSession:
 
     def _make_dispatcher(self) -> Dispatcher:
         size = self._staging.host_bytes
-        linger_s = min(self._lingers.values(), default=0)
-        return Dispatcher(self._handoff, self._lanes, keep_bytes=size, hold_bytes=size // 4, linger_s=linger_s)
+        least_s = self._linger.least
+        return Dispatcher(self._handoff, self._lanes, keep_bytes=size, hold_bytes=size // 4, linger_s=least_s)
 
     def _make_lane(self, consumer: OpenConsumer, config: CaptureConsumersConfig) -> Lane:
         instance = consumer.consumer

@@ -111,14 +111,11 @@ class StagingRing:
         self.counters = StagingCounters()
         self.on_wait: Callable[[], object] = lambda: None
         self._log = SparseLog("capture staging")
-        self._base = self._next_slot = self._num_set = 0
-        self._live_slots = self.slots[:0]
-        """``slots`` up to the last wanted row."""
+        self._base = self._next_slot = self._num_set = self._kept_copies = 0
+        self._live_slots = self.slots[:0]  # up to the last wanted row
         self._is_open = self._has_token_ids = False
         self._kept: list[_Kept] = []
-        self._kept_copies = 0
-        self._all_rows: Int64Array | None = None
-        """``plan.token_rows`` of the last step, if it wanted all of its rows up to its last one."""
+        self._all_rows: Int64Array | None = None  # wanted rows of the last step, if it wanted all up to its last one
 
     @property
     def host_bytes(self) -> int:
