@@ -54,7 +54,7 @@ class CapturePart:
         self._sites = tuple(site for site in facts.model.sites if facts.owns(site))
         num_rows = self._num_rows(facts)
         staging_bytes = self._config.staging_bytes or default_staging_bytes(facts, len(self._sites))
-        self._check_memory(facts, num_rows, staging_bytes)
+        ring = self._check_memory(facts, num_rows)
         self._staging = StagingRing(
             sites=self._sites,
             num_rows=num_rows,
@@ -63,6 +63,10 @@ class CapturePart:
             dtype=facts.dtype,
             device=facts.device,
             staging_bytes=staging_bytes,
+        )
+        logger.info(
+            "capture: %.1f MiB of %s memory, of which the staging ring has %s; %.0f MiB of host memory",
+            *(self._staging.device_bytes / MIB, facts.device.type, ring, self._staging.host_bytes / MIB),
         )
         self._session = open_session(
             config=self._config,
@@ -145,22 +149,24 @@ class CapturePart:
             )
         return rows
 
-    def _check_memory(self, facts: WorkerFacts, num_rows: int, staging_bytes: int) -> None:
+    def _check_memory(self, facts: WorkerFacts, num_rows: int) -> str:
+        """What the ring takes, for people.
+
+        Raises:
+            ConfigError: If the device has less.
+        """
         row_bytes = facts.model.hidden_size * facts.dtype.itemsize
         num_slots = num_rows + NUM_TRASH_ROWS
         needed = len(self._sites) * num_slots * row_bytes
-        text = (
-            f"{len(self._sites)} sites x {num_slots} rows x {row_bytes} bytes = {needed / 2**20:.1f} MiB of "
-            f"{facts.device.type} memory for the staging ring"
-        )
+        text = f"{len(self._sites)} sites x {num_slots} rows x {row_bytes} bytes = {needed / MIB:.1f} MiB"
         if facts.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(facts.device)
             if needed > free:
                 raise ConfigError(
-                    f"capture: {text}, but {free / 2**20:.1f} MiB are free; configure fewer capture.sites or "
-                    "lower --max-num-batched-tokens"
+                    f"capture: the staging ring needs {text}, but {free / MIB:.1f} MiB of {facts.device.type} memory "
+                    "are free; configure fewer capture.sites or lower --max-num-batched-tokens"
                 )
-        logger.info("capture: %s, %.0f MiB of host memory", text, staging_bytes / 2**20)
+        return text
 
     def _make_actions(self, facts: WorkerFacts, staging: StagingRing) -> dict[Site, SiteAction]:
         run = capture_action(facts)

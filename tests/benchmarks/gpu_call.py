@@ -62,6 +62,7 @@ LARGE_MODES = ("stock", "both idle", "named", "16 configs", "256 configs", "1 la
 PARALLEL_MODES = ("stock", "both idle", "16 configs", "1 layer", "both")
 ROOM = ("--kv-gib", "3", "--engine", '{{"max_num_batched_tokens": 4096}}')
 """Two large models leave 10 GB: with usual settings their prompts may have to free memory in order to get some."""
+MAIN_MODES = ("stock", "both idle", "16 msgpack", "1 layer", "all layers")
 INLINE_MODES = ("stock", "both idle", "16 configs", "16 msgpack", "256 configs", "256 msgpack")
 
 
@@ -97,6 +98,14 @@ def kernels(*more: str) -> Step:
     return Step("kernels", command, 420, lines=24)
 
 
+def verify() -> Step:
+    """What a user runs: stock twice, headgate idle, in use, and in eager mode, one engine after the other."""
+    program = "from headgate.capture.cli import main; main()"
+    engine = ("--load-format", "dummy", "--max-model-len", "4096", "--max-num-seqs", "64")
+    report = ("--json", "{work}/verify.json", "--repeats", "0")
+    return Step("verify", (sys.executable, "-c", program, "verify", "{model}", *engine, *report), 560, lines=30)
+
+
 DISK = Step(
     "disk",
     (
@@ -111,7 +120,7 @@ DISK = Step(
 
 
 RING = ("tests/gpu/test_staging_cuda.py", "tests/gpu/test_staging_stress_cuda.py")
-ON_TWO = ("--variants", "stock", "both", "--modes", *PARALLEL_MODES, "--columns", "bs1", "bs16", "bs64", "prefill")
+ON_TWO = ("--variants", "stock", "both", "--modes", *PARALLEL_MODES, "--columns", "bs1", "bs16", "prefill")
 TESTS = {
     "check": [
         pytest_step("staging", 120, *RING),
@@ -126,12 +135,11 @@ TESTS = {
         pytest_step("staging", 100, *RING),
         pytest_step("soak", 330, "tests/gpu/test_soak_gpu.py", lines=24),
     ],
+    "race": [sanitized("memcheck", 120), sanitized("racecheck", 300)],
+    "verify": [verify()],
     "memory": [pytest_step("memory", 450, "tests/gpu/test_memory_gpu.py", lines=24)],
-    "parallel": [
-        pytest_step("two-gpus", 235, "tests/gpu/test_parallel_gpu.py", lines=16),
-        suite("tensor", 165, "--tp", "2", *ON_TWO),
-        suite("pipeline", 165, "--pp", "2", *ON_TWO),
-    ],
+    "parallel": [pytest_step("two-gpus", 400, "tests/gpu/test_parallel_gpu.py", lines=16)],
+    "parallel-cost": [suite("tensor", 280, "--tp", "2", *ON_TWO), suite("pipeline", 280, "--pp", "2", *ON_TWO)],
 }
 """Calls whose steps do not depend on the model."""
 
@@ -145,6 +153,7 @@ def steps_of(call: str, model: str) -> list[Step]:
     few = SIDE_BY_SIDE.get(model, ())
     modes = ("--modes", *(("installed",) if "installed" in few else ()), *LARGE_MODES) if few else ()
     servers, engines = (("--servers", *few), ("--variants", *few)) if few else ((), ())
+    three = ("--servers", "stock", "installed", "both", "--modes", "installed", *MAIN_MODES)
     if model in LARGE:
         own = ("--modes", *PARALLEL_MODES, "--columns", "bs1", "bs16", "prefill", *ROOM)
     else:
@@ -160,6 +169,7 @@ def steps_of(call: str, model: str) -> list[Step]:
             DISK,
             http("http-decode", ["decode"], LIMIT_S, "--servers", "stock", "both", "--modes", *LARGE_MODES),
         ],
+        "http-main": [DISK, http("http-main", ["chat", "decode"], LIMIT_S, *three)],
         "suite": [DISK, suite(model, LIMIT_S, *engines, *own)],
         "tiny": [
             pytest_step("pure", 120, "tests/unit/test_benchmarks.py"),
@@ -270,7 +280,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_call", description="One call on a GPU host, under ten minutes.")
     parser.add_argument(
         "call",
-        help="check, idle, soak, memory, kernels, http, http-inline, http-decode, suite, parallel, or tiny: a trial",
+        help="check, race, idle, soak, verify, memory, kernels, http, http-main, http-inline, http-decode, suite, "
+        "parallel, parallel-cost, or tiny: a trial",
     )
     parser.add_argument("model", nargs="?", default="gemma3-4b", help=f"of {', '.join(MODELS)} (default: gemma3-4b)")
     parser.add_argument("--out", type=Path, required=True, help="folder for what is kept")

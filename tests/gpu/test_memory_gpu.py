@@ -52,9 +52,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 
 def printed_mib(log: str) -> dict[str, float]:
-    """What start-up printed: MiB of device memory of the staging ring, and of steering."""
+    """What start-up printed: MiB of device memory of capture, and of steering."""
     found = {
-        "capture": re.search(r"= ([\d.]+) MiB of \w+ memory for the staging ring", log),
+        "capture": re.search(r"capture: ([\d.]+) MiB of \w+ memory", log),
         "steering": re.search(r"steering: \d+ sites, \d+ slots, ([\d.]+) MiB of \w+ memory", log),
     }
     return {name: float(match[1]) for name, match in found.items() if match}
@@ -69,11 +69,9 @@ def test_start_up_says_what_each_part_takes(runs, mode):
 
 @pytest.mark.parametrize("mode", ["steering", "capture", "both"])
 def test_what_is_printed_is_what_the_parts_hold(runs, mode):
-    """The rest of `device_bytes` are buffers of a few MiB that a line of a log need not name."""
     held, printed = runs[mode]["device_bytes"] / MIB, sum(printed_mib(runs[mode]["log"]).values())
 
-    assert printed <= held + 0.1
-    assert held - printed < TOLERANCE_MIB, (held, printed)
+    assert abs(held - printed) < 0.2, (held, printed)
 
 
 @pytest.mark.parametrize("mode", ["steering", "capture", "both"])

@@ -247,8 +247,8 @@ def test_figures_of_engines_are_per_token_or_of_the_whole_job() -> None:
 CALLS = [
     (call, "gemma3-4b")
     for call in (
-        *("check", "idle", "soak", "memory", "kernels", "parallel"),
-        *("http", "http-inline", "http-decode", "suite"),
+        *("check", "race", "idle", "soak", "verify", "memory", "kernels", "parallel", "parallel-cost"),
+        *("http", "http-main", "http-inline", "http-decode", "suite"),
     )
 ]
 
@@ -261,7 +261,7 @@ def test_the_steps_of_a_call_are_what_the_programs_take(call: str, model: str) -
 
     for step in options.steps:
         assert step.limit_s <= gpu_call.LIMIT_S
-        if step.name == "disk":
+        if step.name in ("disk", "verify"):
             continue
         command = gpu_call.Runner(options).command(step, step.limit_s)
         program = command[command.index("-m") + 1]
