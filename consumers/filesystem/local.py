@@ -109,11 +109,8 @@ class LocalStore:
         folder = os.open(self.root, _FOLDER)
         try:
             for depth, name in enumerate(names, start=1):
-                if make:
-                    with suppress(FileExistsError):
-                        os.mkdir(name, dir_fd=folder)
                 try:
-                    child = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+                    child = _open_child(name, folder, make=make)
                 except OSError as error:
                     if error.errno not in (errno.ELOOP, errno.ENOTDIR):
                         raise
@@ -180,6 +177,15 @@ def sync_folder(path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _open_child(name: str, folder: int, *, make: bool) -> int:
+    with suppress(FileNotFoundError):
+        return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+    if make:
+        with suppress(FileExistsError):
+            os.mkdir(name, dir_fd=folder)
+    return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
 
 
 def _link(temp: Path, name: str, folder: int) -> None:

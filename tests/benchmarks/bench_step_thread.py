@@ -98,7 +98,8 @@ class Load:
         first = self._num_requests <= NUM_REQUESTS
         self._running[req_id] = [0, PROMPT + self._random.randrange(1 if first else OUTPUT // 2, 3 * OUTPUT // 2)]
         if self._session is not None:
-            spec = CaptureSpec(sites=SITES, positions=Named("all"), options={**self._options, "name": req_id})
+            options = {**self._options, "request_id": req_id, "name": req_id}
+            spec = CaptureSpec(sites=SITES, positions=Named("all"), options=options)
             prompt = np.zeros(PROMPT, dtype=np.int64)
             self._session.request_added(
                 NewRequest(req_id=req_id, prompt_token_ids=prompt, wire=wire(spec, self._num_requests))
@@ -163,6 +164,9 @@ def main() -> None:
             sys.setswitchinterval(interval)
             session = open_one(CaptureConsumerSpec(name=name, instance_name="it", params=params))
             print(line(f"{name} {1e3 * interval:g} ms", run(session, options, seconds)), flush=True)
+            (counted,) = session.stats().consumers
+            if counted.errors:
+                sys.exit(f"{counted.errors} of {counted.requests} requests failed: nothing was measured")
             session.close(60)
             shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
