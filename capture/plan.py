@@ -74,7 +74,7 @@ class StepPlanner:
         plan = self._assemble(shapes, fresh, slots, view.req_ids)
         for member in fresh.ended:
             self._table.remove(view.req_ids[member])
-        if plan is not None and fresh.is_steady and all(shape.is_run for shape in shapes):
+        if plan is not None and fresh.is_decode and not fresh.ended and all(shape.is_run for shape in shapes):
             self._steady = _Steady(view, slots, plan, fresh.num_alike)
         return plan
 
@@ -174,9 +174,9 @@ class _Fresh:
     are lists, with one entry for each request of which there is something, in batch order.
     """
 
-    __slots__ = ("batch_rows", "begins", "counts", "ended", "is_steady", "members", "num_alike", "slots")
+    __slots__ = ("batch_rows", "begins", "counts", "ended", "is_decode", "members", "num_alike", "slots")
 
-    def __init__(self, *, is_steady: bool) -> None:
+    def __init__(self, *, is_decode: bool) -> None:
         self.members: list[int] = []
         """Index into ``BatchView.req_ids``."""
         self.slots: list[int] = []
@@ -191,8 +191,8 @@ class _Fresh:
         """Indices of the requests that can want nothing after this step."""
         self.num_alike = NOWHERE
         """How many steps of one token each can follow until a request begins or ends to want something."""
-        self.is_steady = is_steady
-        """Each request of the step computes one token; none has ended."""
+        self.is_decode = is_decode
+        """Each request of the step computes one token."""
 
     def add(self, member: int, slot: int, begin: int, batch_row: int, count: int) -> None:
         """Take the next request."""
@@ -204,16 +204,16 @@ class _Fresh:
 
     def whole(self, shape: Shape, req_ids: tuple[str, ...]) -> StepPlan:
         """The plan where all is wanted, by requests of one shape, at the same sites, and batch rows are in order."""
-        (site_set,) = shape.covers
         batch_rows, positions = _prolonged([self.batch_rows, self.begins], self.counts)
+        (chosen,) = shape.choose_all(len(positions))
         stops = [*accumulate(self.counts)]
         found = [req_ids[member] for member in self.members]
         group = PackGroup(
-            sites=site_set.sites,
-            site_ids=site_set.ids,
+            sites=chosen.site_set.sites,
+            site_ids=chosen.site_set.ids,
             rows=np.arange(len(positions)),
             positions=positions,
-            masks=np.full(len(positions), int(shape.bits[0, 0])),
+            masks=chosen.masks,
             spans=tuple(zip(found, [0, *stops[:-1]], stops, strict=True)),
         )
         return StepPlan(batch_rows, (group,))
@@ -288,7 +288,7 @@ class _RequestTable:
     def advance(self, slots: Sequence[int], view: BatchView) -> _Fresh:
         """Count the step's positions as taken and return those that were not before."""
         starts, counts, computed = view.starts.tolist(), view.num_scheduled.tolist(), view.num_computed.tolist()
-        fresh = _Fresh(is_steady=counts.count(1) == len(counts))
+        fresh = _Fresh(is_decode=counts.count(1) == len(counts))
         for member, slot in enumerate(slots):
             if not slot:
                 continue
@@ -301,7 +301,6 @@ class _RequestTable:
             if stop >= end:
                 fresh.ended.append(member)
             fresh.num_alike = min(fresh.num_alike, end - stop - 1 if count > 0 else begin - stop)
-        fresh.is_steady &= not fresh.ended
         return fresh
 
     def note_taken(self, slots: Sequence[int], stops: Sequence[int]) -> None:

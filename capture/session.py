@@ -133,7 +133,9 @@ class CaptureSession:
         Raises:
             RuntimeError: If it names a consumer that this worker does not have: front end and worker disagree.
         """
-        capture, key = ({}, "") if new.wire is None else (new.wire["capture"], new.wire["key"])
+        nothing: Mapping[str, Any] = {"capture": {}, "key": "", "wait": False}
+        wire = nothing if new.wire is None else new.wire
+        capture, key = wire["capture"], wire["key"]
         if not capture and new.req_id not in self._keys:
             return
         if new.req_id in self._keys or new.req_id in self._ends:
@@ -146,7 +148,7 @@ class CaptureSession:
         if self._handoff.put(begins):
             self._keys[new.req_id] = key
             self._linger.begin(new.req_id, requests)
-            if new.wire is not None and new.wire.get("wait"):
+            if wire["wait"]:
                 self._urgent.add(new.req_id)
             self._planner.add(new.req_id, new.num_prompt_tokens, specs)
 

@@ -79,13 +79,11 @@ class Shape:
     their prompts, or in the message they point at, are planned together.
 
     Attributes:
-        number: Identifies the shape.
         kinds: One for each of the ``T`` terms.
         covers: ``C`` sets of sites, disjoint; the sites of one are wanted by the same terms.
         bits: int64 ``[C, T]``: the consumers that want these sites by this term.
     """
 
-    number: int
     kinds: tuple[Kind, ...]
     covers: tuple[SiteSet, ...]
     bits: Int64Array
@@ -187,7 +185,7 @@ class WantReader:
         shape = self._shapes.get(key)
         if shape is None:
             covers = tuple(self._site_set(tuple(ids)) for ids in ids_by_bits.values())
-            shape = Shape(next(self._numbers), kinds, covers, _constant(list(ids_by_bits)))
+            shape = Shape(kinds, covers, _constant(list(ids_by_bits)))
             self._shapes[key] = shape
         return shape
 

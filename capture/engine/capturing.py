@@ -66,7 +66,10 @@ class CapturePart:
         )
         logger.info(
             "capture: %.1f MiB of %s memory, of which the staging ring has %s; %.0f MiB of host memory",
-            *(self._staging.device_bytes / MIB, facts.device.type, ring, self._staging.host_bytes / MIB),
+            self._staging.device_bytes / MIB,
+            facts.device.type,
+            ring,
+            self._staging.host_bytes / MIB,
         )
         self._session = open_session(
             config=self._config,

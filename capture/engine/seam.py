@@ -209,11 +209,10 @@ def straight(hook: pluggy.HookCaller) -> Callable[..., None]:
     Raises:
         AssertionError: If one is a wrapper, or nobody knows the hook.
     """
-    names = () if hook.spec is None else hook.spec.argnames
-    found = list(reversed(hook.get_hookimpls()))
-    if hook.spec is None or any(one.wrapper or one.hookwrapper for one in found):
+    spec, found = hook.spec, list(reversed(hook.get_hookimpls()))
+    if spec is None or any(one.wrapper or one.hookwrapper for one in found):
         raise AssertionError(f"{hook.name} cannot be called without pluggy: {found}")
-    calls = [(one.function, tuple(names.index(name) for name in one.argnames)) for one in found]
+    calls = [(one.function, [spec.argnames.index(name) for name in one.argnames]) for one in found]
 
     def call(*args: Any) -> None:
         for function, places in calls:

@@ -180,11 +180,13 @@ def sync_folder(path: Path) -> None:
 
 
 def _open_child(name: str, folder: int, *, make: bool) -> int:
-    with suppress(FileNotFoundError):
+    try:
         return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
-    if make:
-        with suppress(FileExistsError):
-            os.mkdir(name, dir_fd=folder)
+    except FileNotFoundError:
+        if not make:
+            raise
+    with suppress(FileExistsError):
+        os.mkdir(name, dir_fd=folder)
     return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
 
 

@@ -9,7 +9,6 @@ threads of the process share. Each line is one consumer at one switch interval, 
 from __future__ import annotations
 
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -59,6 +58,7 @@ def wire(spec: CaptureSpec, index: int) -> dict[str, Any]:
         "id": f"client-{index}",
         "n": 1,
         "reply": "ipc:///tmp/nobody",
+        "wait": False,
         "key": f"key-{index}",
         "capture": {"it": spec.to_wire()},
     }
@@ -156,20 +156,18 @@ def main() -> None:
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 5.0
     print(f"{'mean, median, p99 in ms':24} {'the runner itself':20}   {'step_begins':20}   step_ends")
     print(line("no capture", run(None, {}, seconds)))
-    folder = tempfile.mkdtemp(dir="/dev/shm")
     for name in ("memory", "filesystem"):
-        params = {"root": folder} if name == "filesystem" else {}
         options = {"tag": "t", "layout": "request"} if name == "filesystem" else {}
         for interval in (0.005, 0.0005, 0.00005):
             sys.setswitchinterval(interval)
-            session = open_one(CaptureConsumerSpec(name=name, instance_name="it", params=params))
-            print(line(f"{name} {1e3 * interval:g} ms", run(session, options, seconds)), flush=True)
-            (counted,) = session.stats().consumers
+            with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+                params = {"root": folder} if name == "filesystem" else {}
+                session = open_one(CaptureConsumerSpec(name=name, instance_name="it", params=params))
+                print(line(f"{name} {1e3 * interval:g} ms", run(session, options, seconds)), flush=True)
+                (counted,) = session.stats().consumers
+                session.close(60)
             if counted.errors:
                 sys.exit(f"{counted.errors} of {counted.requests} requests failed: nothing was measured")
-            session.close(60)
-            shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

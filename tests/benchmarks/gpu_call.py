@@ -59,10 +59,10 @@ SMALL_MODES = (
     *("capture idle", "last_prompt", "1 layer", "all layers", "both idle", "both"),
 )
 LARGE_MODES = ("stock", "both idle", "named", "16 configs", "256 configs", "1 layer", "all layers", "both")
-PARALLEL_MODES = ("stock", "both idle", "16 configs", "1 layer", "both")
+FEW = ("--modes", "stock", "both idle", "16 configs", "1 layer", "both", "--columns", "bs1", "bs16", "prefill")
 ROOM = ("--kv-gib", "3", "--engine", '{{"max_num_batched_tokens": 4096}}')
 """Two large models leave 10 GB: with usual settings their prompts may have to free memory in order to get some."""
-MAIN_MODES = ("stock", "both idle", "16 msgpack", "1 layer", "all layers")
+MAIN_MODES = ("stock", "installed", "both idle", "16 msgpack", "1 layer", "all layers")
 INLINE_MODES = ("stock", "both idle", "16 configs", "16 msgpack", "256 configs", "256 msgpack")
 
 
@@ -120,7 +120,7 @@ DISK = Step(
 
 
 RING = ("tests/gpu/test_staging_cuda.py", "tests/gpu/test_staging_stress_cuda.py")
-ON_TWO = ("--variants", "stock", "both", "--modes", *PARALLEL_MODES, "--columns", "bs1", "bs16", "prefill")
+ON_TWO = ("--variants", "stock", "both", *FEW)
 TESTS = {
     "check": [
         pytest_step("staging", 120, *RING),
@@ -153,11 +153,8 @@ def steps_of(call: str, model: str) -> list[Step]:
     few = SIDE_BY_SIDE.get(model, ())
     modes = ("--modes", *(("installed",) if "installed" in few else ()), *LARGE_MODES) if few else ()
     servers, engines = (("--servers", *few), ("--variants", *few)) if few else ((), ())
-    three = ("--servers", "stock", "installed", "both", "--modes", "installed", *MAIN_MODES)
-    if model in LARGE:
-        own = ("--modes", *PARALLEL_MODES, "--columns", "bs1", "bs16", "prefill", *ROOM)
-    else:
-        own = modes or ("--modes", *SMALL_MODES)
+    three = ("--servers", "stock", "installed", "both", "--modes", *MAIN_MODES)
+    own = (*FEW, *ROOM) if model in LARGE else modes or ("--modes", *SMALL_MODES)
     calls = {
         **TESTS,
         "kernels": [kernels(*(("--variants", "stock", "both") if few else ()))],

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.main import get_command
 
+from headgate.capture.engine.verify import verify
 from tests.benchmarks import bench_kernels, gpu_call, suite
 from tests.benchmarks.figures import Answer, Round, percentile, ratios, spread, summarize, summary, tables
 from tests.benchmarks.gpu_call import SIDE_BY_SIDE
@@ -261,9 +263,14 @@ def test_the_steps_of_a_call_are_what_the_programs_take(call: str, model: str) -
 
     for step in options.steps:
         assert step.limit_s <= gpu_call.LIMIT_S
-        if step.name in ("disk", "verify"):
+        if step.name == "disk":
             continue
         command = gpu_call.Runner(options).command(step, step.limit_s)
+        if step.name == "verify":
+            parsed = get_command(verify).make_context("verify", command[command.index("verify") + 1 :])
+            assert (parsed.params["model"], parsed.params["repeats"]) == (str(options.models / model), 0)
+            assert parsed.args[::2] == ["--load-format", "--max-model-len", "--max-num-seqs"]
+            continue
         program = command[command.index("-m") + 1]
         if program == "pytest":
             tests = [word for word in command if word.startswith("tests/")]

@@ -199,6 +199,7 @@ def test_a_fold_is_plain_and_replaces_the_fields() -> None:
     wire = msgspec.msgpack.decode(msgspec.msgpack.encode(extra["headgate"]))
     assert wire == extra["headgate"]
     assert (wire["v"], wire["id"], wire["n"], wire["key"], wire["reply"]) == (1, "client-7", 1, ask.key, None)
+    assert wire["wait"] is True
     assert CaptureSpec.from_wire(wire["capture"]["rows"]) == ask.specs["rows"]
 
 

@@ -170,7 +170,16 @@ def test_a_stand_in_hears_of_every_request_so_that_the_driver_can_count_stages()
 def test_a_request_that_the_front_end_should_not_have_let_through_is_a_loud_bug(
     change: dict[str, Any], message: str
 ) -> None:
-    wire = {"v": 1, "id": "a", "n": 1, "key": "k", "reply": None, "capture": {"c0": want().to_wire()}, **change}
+    wire = {
+        "v": 1,
+        "id": "a",
+        "n": 1,
+        "key": "k",
+        "reply": None,
+        "wait": False,
+        "capture": {"c0": want().to_wire()},
+        **change,
+    }
 
     with world((Keeper(), {})) as it, pytest.raises(RuntimeError, match=message):
         it.session.request_added(NewRequest(req_id="a", prompt_token_ids=np.arange(3), wire=wire))

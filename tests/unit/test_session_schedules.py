@@ -123,7 +123,7 @@ class Driven:
 
     def _announce(self, req_id: str, life: Life) -> None:
         capture = {f"c{bit}": spec.to_wire() for bit, spec in life.specs.items()}
-        wire = {"v": 1, "id": req_id, "n": 1, "key": life.key, "reply": None, "capture": capture}
+        wire = {"v": 1, "id": req_id, "n": 1, "key": life.key, "reply": None, "wait": False, "capture": capture}
         prompt = np.arange(life.num_prompt, dtype=np.int64)
         self.session.request_added(NewRequest(req_id=req_id, prompt_token_ids=prompt, wire=wire))
 

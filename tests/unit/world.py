@@ -68,7 +68,15 @@ class World:
         self, req_id: str, capture: Mapping[str, CaptureSpec], *, num_prompt: int = 4, number: int = 1, **wire: Any
     ):
         self.numbers[req_id] = number
-        fields = {"v": 1, "id": f"client-{req_id}", "n": 1, "key": f"key-{req_id}", "reply": "ipc://hub", **wire}
+        fields = {
+            "v": 1,
+            "id": f"client-{req_id}",
+            "n": 1,
+            "key": f"key-{req_id}",
+            "reply": "ipc://hub",
+            "wait": False,
+            **wire,
+        }
         raw = {instance: spec.to_wire() for instance, spec in capture.items()}
         self.session.request_added(
             NewRequest(
