@@ -102,7 +102,8 @@ class FilesystemConsumer(StreamingConsumer):
     def begin(self, request: RequestInfo) -> None:
         if request.spec.sites:
             index = self._index(request.request_id)
-            self._writers[index].submit(partial(self._partitions[index].begin, request))
+            # Nobody wakes up for it: the first rows bring the writer to it.
+            self._writers[index].submit(partial(self._partitions[index].begin, request), is_urgent=False)
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
         for block in blocks:
@@ -120,13 +121,15 @@ class FilesystemConsumer(StreamingConsumer):
                 f"tag {finished.request.spec.options['tag']!r} has no room for the rows of this request: max_tag_bytes "
                 f"is {self._settings.max_tag_bytes}; remove files under it, or use another tag"
             )
-        self._hand_over({finished.request.request_id: self._gatherer.take(finished.request.request_id)})
+        chunks = self._gatherer.take(finished.request.request_id)
         outcome: Outcome = Future()
         with self._outstanding_lock:
             self._outstanding.add(outcome)
         outcome.add_done_callback(self._no_longer_outstanding)
         index = self._index(finished.request.request_id)
-        self._writers[index].submit(partial(self._partitions[index].finish, finished, outcome))
+        self._writers[index].submit(
+            partial(self._partitions[index].finish, finished, chunks, outcome), sum(chunk.num_bytes for chunk in chunks)
+        )
         return outcome
 
     def abandon(self, request: RequestInfo) -> None:

@@ -6,19 +6,19 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from headgate.capture.errors import ConfigError, ConsumerError
+from headgate.consumers.filesystem.folders import FOLDER, Folders
 from headgate.consumers.filesystem.names import Target, numbered
 from headgate.consumers.filesystem.spool import write_all
 from headgate.consumers.filesystem.store import Published
-from headgate.consumers.filesystem.tempfolder import TempFolder
+from headgate.consumers.filesystem.tempfolder import TempFolder, is_unnamed, unnamed_path
 
 Buffers = Iterable[memoryview]
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
@@ -26,8 +26,13 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 class LocalStore:
     """A root on a file system of this machine.
 
-    Everything is written under ``.tmp`` and then linked or renamed into its place, which must be free. Folders below
-    the root are opened one by one and never through a symbolic link. Any thread may call.
+    Everything is written without a name or, where the file system cannot do that, under ``.tmp``, and then linked or
+    renamed into its place, which must be free. Any thread may call.
+
+    Attributes:
+        root: Absolute, without symbolic links.
+        folders: Those below the root.
+        fsync: As given.
 
     Args:
         root: Made if it does not exist.
@@ -43,6 +48,7 @@ class LocalStore:
             root.mkdir(parents=True, exist_ok=True)
             self.root = root.resolve(strict=True)
             self._temp = TempFolder(self.root)
+            self.folders = Folders(self.root)
         except OSError as error:
             raise ConfigError(f"filesystem: root {root} cannot be written to: {error}") from error
         self.fsync = fsync
@@ -54,6 +60,7 @@ class LocalStore:
 
     def close(self) -> None:
         """Remove temporary files. May be called again."""
+        self.folders.close()
         self._temp.close()
 
     def check_free(self, target: Target, suffix: str) -> None:
@@ -69,23 +76,18 @@ class LocalStore:
             OSError: If the disk takes no more.
             ConsumerError: If the name is taken, or the root is gone.
         """
-        temp = self._temp.new_path()
-        try:
-            num_bytes = write_file(temp, buffers, fsync=self.fsync)
-            with self.open_folder(*target.folder) as folder:
-                name = self._place(target, suffix, lambda name: _link(temp, name, folder))
-        finally:
-            temp.unlink(missing_ok=True)
-        path = self.root.joinpath(*target.folder) / name
-        return Published((str(path),), num_bytes, FolderSync(self, target.folder))
+        with self._written(buffers) as (num_bytes, path), self.folders.open(*target.folder) as folder:
+            name = self._place(target, suffix, lambda name: _link(path, name, folder.number))
+        placed = self.root.joinpath(*target.folder) / name
+        return Published((str(placed),), num_bytes, FolderSync(self, target.folder))
 
     def publish_folder(self, target: Target, files: Mapping[str, Buffers]) -> Published:
         """Write ``{folder}/{stem}/`` with `files` in it; it appears with all of them. Raises as `publish_file` does."""
         temp = self._temp.new_path()
         try:
             num_bytes = self.write_folder(temp, files)
-            with self.open_folder(*target.folder) as folder:
-                name = self._place(target, "", lambda name: os.rename(temp, name, dst_dir_fd=folder))
+            with self.folders.open(*target.folder) as folder:
+                name = self._place(target, "", lambda name: os.rename(temp, name, dst_dir_fd=folder.number))
         finally:
             shutil.rmtree(temp, ignore_errors=True)
         paths = tuple(str(self.root.joinpath(*target.folder) / name / file) for file in files)
@@ -100,27 +102,21 @@ class LocalStore:
         return num_bytes
 
     @contextmanager
-    def open_folder(self, *names: str, make: bool = True) -> Iterator[int]:
-        """Open, and if need be and `make` make, the folder `names` below the root; yields its file descriptor.
-
-        Raises:
-            ConsumerError: If one of them is a symbolic link or no folder.
-        """
-        folder = os.open(self.root, _FOLDER)
-        try:
-            for depth, name in enumerate(names, start=1):
-                try:
-                    child = _open_child(name, folder, make=make)
-                except OSError as error:
-                    if error.errno not in (errno.ELOOP, errno.ENOTDIR):
-                        raise
-                    path = self.root.joinpath(*names[:depth])
-                    raise ConsumerError(f"{path} is a symbolic link or no folder; nothing is written there") from error
-                os.close(folder)
-                folder = child
-            yield folder
-        finally:
-            os.close(folder)
+    def _written(self, buffers: Buffers) -> Iterator[tuple[int, str]]:
+        """Write a file that has no place yet; yields its bytes, and a path to link it from. It is gone after that."""
+        if self._temp.takes_unnamed:
+            file = self._temp.open_unnamed()
+            try:
+                yield _fill(file, buffers, fsync=self.fsync), unnamed_path(file)
+            finally:
+                os.close(file)
+        else:
+            temp = self._temp.new_path()
+            try:
+                # Closed before it has its place: network file systems may say only then that there was no room.
+                yield write_file(temp, buffers, fsync=self.fsync), str(temp)
+            finally:
+                temp.unlink(missing_ok=True)
 
     def _place(self, target: Target, suffix: str, place: Callable[[str], None]) -> str:
         """Give the file its name, the first free one if numbering is on; return it."""
@@ -149,9 +145,7 @@ class FolderSync:
     def settle(self) -> None:
         """Put the entries on the disk; does nothing with fsync off."""
         if self.store.fsync:
-            for depth in range(len(self.names), -1, -1):
-                with self.store.open_folder(*self.names[:depth], make=False) as folder:
-                    os.fsync(folder)
+            self.store.folders.sync(*self.names)
 
 
 def write_file(path: Path, buffers: Buffers, *, fsync: bool) -> int:
@@ -162,45 +156,38 @@ def write_file(path: Path, buffers: Buffers, *, fsync: bool) -> int:
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        num_bytes = write_all(file, buffers, 0)
-        if fsync:
-            os.fsync(file)
+        return _fill(file, buffers, fsync=fsync)
     finally:
         os.close(file)
+
+
+def _fill(file: int, buffers: Buffers, *, fsync: bool) -> int:
+    num_bytes = write_all(file, buffers, 0)
+    if fsync:
+        os.fsync(file)
     return num_bytes
 
 
 def sync_folder(path: Path) -> None:
     """Put a folder's entries on the disk."""
-    folder = os.open(path, _FOLDER)
+    folder = os.open(path, FOLDER)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
 
 
-def _open_child(name: str, folder: int, *, make: bool) -> int:
+def _link(path: str, name: str, folder: int) -> None:
+    """Give a file a name in `folder`, which must be free: unlike a rename, a link replaces nothing."""
     try:
-        return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
-    except FileNotFoundError:
-        if not make:
-            raise
-    with suppress(FileExistsError):
-        os.mkdir(name, dir_fd=folder)
-    return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
-
-
-def _link(temp: Path, name: str, folder: int) -> None:
-    """Give `temp` a second name in `folder`, which must be free: unlike a rename, a link replaces nothing."""
-    try:
-        os.link(temp, name, dst_dir_fd=folder, follow_symlinks=False)
+        os.link(path, name, dst_dir_fd=folder, follow_symlinks=is_unnamed(path))
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in _NO_LINKS or is_unnamed(path):
             raise
         # No hard links here. Two processes that publish one name in the same instant could replace each other.
         if name in os.listdir(folder):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from error
-        os.rename(temp, name, dst_dir_fd=folder)
+        os.rename(path, name, dst_dir_fd=folder)
 
 
 def _taken(path: Path) -> ConsumerError:

@@ -86,8 +86,9 @@ class Partition:
         if self._held_bytes > self._memory_bytes:
             self._make_room()
 
-    def finish(self, finished: FinishedRequest, outcome: Outcome) -> None:
-        """The request ended: write it; `outcome` completes with `settle`, or here if writing fails."""
+    def finish(self, finished: FinishedRequest, chunks: Sequence[Chunk], outcome: Outcome) -> None:
+        """The request ended with `chunks`: write it; `outcome` completes with `settle`, or here if writing fails."""
+        self.append([(finished.request.request_id, chunk) for chunk in chunks])
         running = self._running.pop(finished.request.request_id, None)
         if running is None:
             _complete(outcome, ConsumerError(f"request {finished.request.request_id} was never begun"))

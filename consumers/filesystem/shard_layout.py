@@ -125,10 +125,10 @@ class Shard:
             return
         lines = b"".join(self._lines())
         try:
-            with self._store.open_folder(*self._folder, make=False) as folder:
+            with self._store.folders.open(*self._folder, make=False) as folder:
                 for name, buffers, width in self._columns():
-                    self._write(folder, name, buffers, self._num_rows * width)
-                self._write(folder, INDEX, [memoryview(lines)], self._index_bytes)
+                    self._write(folder.number, name, buffers, self._num_rows * width)
+                self._write(folder.number, INDEX, [memoryview(lines)], self._index_bytes)
         except OSError:
             self._roll_back()
             raise

@@ -13,7 +13,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from headgate.capture.errors import ConsumerError
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _OWN = re.compile(r"(?P<host>.+)\.(?P<pid>\d+)\.[0-9a-f]{8}")
 _LOCK = "lock"
+_UNNAMED = os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_TMPFILE", os.O_CREAT | os.O_EXCL)  # the latter: always refused
+_OPEN_FILES = "/proc/self/fd/"
 
 
 class TempFolder:
@@ -32,6 +34,9 @@ class TempFolder:
     Opening one removes the folders of processes of this host that are gone: the lock, which the kernel drops with the
     process, tells, so a reused process id does not matter. Without locks (some network file systems) nothing is
     removed. Any thread may call.
+
+    Attributes:
+        takes_unnamed: Files without a name can be made here and be linked later: `open_unnamed` works.
 
     Raises:
         OSError: If the root cannot be written to.
@@ -48,6 +53,19 @@ class TempFolder:
         with self._exclusively():
             self._remove_stale()
             self._make()
+        self.takes_unnamed = self._probe()
+
+    def open_unnamed(self) -> int:
+        """A new file without a name, for writing; nothing is left of one that is closed before it is linked.
+
+        Raises:
+            ConsumerError: If the root is gone.
+            OSError: If there is no room, or `takes_unnamed` is False.
+        """
+        try:
+            return os.open(self._path, _UNNAMED, 0o666)
+        except FileNotFoundError:
+            return os.open(self.new_path().parent, _UNNAMED, 0o666)
 
     def new_path(self) -> Path:
         """A path that nobody else uses, on the file system of the root.
@@ -83,6 +101,20 @@ class TempFolder:
         self._lock_file = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         _lock(self._lock_file, wait=True)
 
+    def _probe(self) -> bool:
+        path = self.new_path()
+        with ExitStack() as stack:
+            try:
+                folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, folder)
+                file = os.open(path.parent, _UNNAMED, 0o600)
+                stack.callback(os.close, file)
+                os.link(unnamed_path(file), path.name, dst_dir_fd=folder, follow_symlinks=True)
+            except OSError:
+                return False
+        path.unlink()
+        return True
+
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
         """Keep other processes from looking while folders are made but not yet locked."""
@@ -99,6 +131,16 @@ class TempFolder:
             if match and match["host"] == self._host and not path.is_symlink() and _is_abandoned(path):
                 logger.info("removing %s, left by process %s, which is gone", path, match["pid"])
                 _remove(path)
+
+
+def unnamed_path(file: int) -> str:
+    """What a file without a name can be linked from."""
+    return f"{_OPEN_FILES}{file}"
+
+
+def is_unnamed(path: str) -> bool:
+    """Whether `path` is `unnamed_path`'s."""
+    return path.startswith(_OPEN_FILES)
 
 
 def _is_abandoned(path: Path) -> bool:

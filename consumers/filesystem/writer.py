@@ -41,20 +41,28 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, task: Task, num_bytes: int = 0) -> None:
+    def submit(self, task: Task, num_bytes: int = 0, *, is_urgent: bool = True) -> None:
         """Queue a task that holds `num_bytes` of rows; wait while the queue is full.
+
+        Args:
+            task: What is to be done.
+            num_bytes: Memory that it holds.
+            is_urgent: Otherwise it may wait until the next task comes that is.
 
         Raises:
             ConsumerError: If the writer is closed, also while waiting.
         """
         num_bytes += _TASK_BYTES
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._has_room(num_bytes))
+            if not self._has_room(num_bytes):
+                self._changed.notify_all()  # room may be taken by tasks that nobody has woken the thread for
+                self._changed.wait_for(lambda: self._closed or self._has_room(num_bytes))
             if self._closed:
                 raise ConsumerError("the consumer is closed")
             self._tasks.append((task, num_bytes))
             self._queued_bytes += num_bytes
-            self._changed.notify_all()
+            if is_urgent:
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Take no more tasks; the thread ends after those that wait. May be called again."""

@@ -44,11 +44,21 @@ def run(mode: str, folder: Path) -> dict[str, Any]:
     return {**json.loads(said), "log": text}
 
 
+class Runs(dict[str, dict[str, Any]]):
+    """What each mode's engine said: stock, or headgate in one of three configurations. An engine runs when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, mode: str) -> dict[str, Any]:
+        self[mode] = run(mode, self._folder)
+        return self[mode]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Stock, and headgate in three configurations."""
-    folder = tmp_path_factory.mktemp("memory")
-    return {mode: run(mode, folder) for mode in ("stock", "steering", "capture", "both")}
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("memory"))
 
 
 def printed_mib(log: str) -> dict[str, float]:
@@ -82,5 +92,6 @@ def test_the_device_has_that_much_less_free_than_under_stock(runs, mode):
     assert abs(used - held) < TOLERANCE_MIB, f"{used:.0f} MiB more in use, {held:.0f} MiB accounted for"
 
 
-def test_the_model_and_the_cache_are_the_same_under_all(runs):
-    assert len({found["kv_tokens"] for found in runs.values()}) == 1
+@pytest.mark.parametrize("mode", ["steering", "capture", "both"])
+def test_the_model_and_the_cache_are_stock_s(runs, mode):
+    assert runs[mode]["kv_tokens"] == runs["stock"]["kv_tokens"]

@@ -83,6 +83,34 @@ def test_a_task_larger_than_the_queue_is_taken_when_it_is_alone() -> None:
     assert writer.join(TIMEOUT_S)
 
 
+def test_a_task_that_is_not_urgent_is_done_before_the_next_and_at_the_end() -> None:
+    done: list[str] = []
+    urgent_is_done = threading.Event()
+    writer = Writer("test", queue_bytes=10_000, settle=nothing, ended=nothing)
+
+    writer.submit(partial(done.append, "first"), is_urgent=False)
+    writer.submit(urgent_is_done.set)
+    assert urgent_is_done.wait(TIMEOUT_S)
+    assert done == ["first"]
+    writer.submit(partial(done.append, "last"), is_urgent=False)
+    writer.close()
+
+    assert writer.join(TIMEOUT_S)
+    assert done == ["first", "last"]
+
+
+def test_room_that_a_task_takes_for_which_nobody_woke_the_thread_comes_free() -> None:
+    done: list[str] = []
+    writer = Writer("test", queue_bytes=10_000, settle=nothing, ended=nothing)
+    writer.submit(partial(done.append, "small"), is_urgent=False)
+
+    writer.submit(partial(done.append, "large"), 1_000_000)
+    writer.close()
+
+    assert writer.join(TIMEOUT_S)
+    assert done == ["small", "large"]
+
+
 def test_closing_turns_away_who_waits_for_room() -> None:
     gate, turned_away = Gate(), threading.Event()
     writer = Writer("test", queue_bytes=10_000, settle=nothing, ended=nothing)
