@@ -11,15 +11,10 @@ export PYTHONPATH=$_site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 for _module in rich typer fsspec; do
   python3 -c "import $_module" 2>/dev/null || { echo "$_module is missing here: the one that was brought along is used"; _install "$_dir"/whl/extra/*.whl; break; }
 done
-# Without bytecode each of an engine's three processes compiles all sources for itself: half a minute of every start.
+# Without bytecode each of an engine's processes compiles all sources for itself.
 unset PYTHONDONTWRITEBYTECODE
-python3 - <<'P'
-import compileall, importlib.util
-for name in ("vllm", "headgate", "torch", "transformers"):
-    found = importlib.util.find_spec(name)
-    for folder in found.submodule_search_locations or () if found else ():
-        compileall.compile_dir(folder, quiet=2, workers=0)
-P
+_folders=$(python3 -c 'from importlib.util import find_spec as f; print(*(p for m in map(f, ("vllm", "headgate", "torch", "transformers")) if m for p in m.submodule_search_locations))')
+[ -z "$_folders" ] || python3 -m compileall -q -j 0 $_folders > /dev/null 2>&1
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 BENCH_COMMIT=$(cat "$_dir/commit" 2>/dev/null)
 export VLLM_ALLREDUCE_USE_SYMM_MEM=0   # it uses NVLink multicast, which a shared host may not allow
 python3 -c "import flashinfer" 2>/dev/null || export VLLM_USE_FLASHINFER_SAMPLER=0

@@ -45,7 +45,7 @@ def run(mode: str, folder: Path) -> dict[str, Any]:
 
 
 class Runs(dict[str, dict[str, Any]]):
-    """What each mode's engine said: stock, or headgate in one of three configurations. An engine runs when it is asked for."""
+    """What each mode's engine said, when it is first asked for: stock, or headgate in one of three configurations."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
