@@ -63,6 +63,7 @@ FEW = ("--modes", "stock", "both idle", "16 configs", "1 layer", "both", "--colu
 ROOM = ("--kv-gib", "3", "--engine", '{{"max_num_batched_tokens": 4096}}')
 """Two large models leave 10 GB: with usual settings their prompts may have to free memory in order to get some."""
 MAIN_MODES = ("stock", "installed", "both idle", "16 msgpack", "1 layer", "all layers")
+PARTS_MODES = ("stock", "installed", "both idle", "1 layer forgotten", "1 layer cut", "1 layer")
 INLINE_MODES = ("stock", "both idle", "16 configs", "16 msgpack", "256 configs", "256 msgpack")
 
 
@@ -165,6 +166,9 @@ def steps_of(call: str, model: str) -> list[Step]:
         "http-decode": [
             DISK,
             http("http-decode", ["decode"], LIMIT_S, "--servers", "stock", "both", "--modes", *LARGE_MODES),
+        ],
+        "http-parts": [
+            http("http-parts", ["short"], LIMIT_S, "--servers", "stock", "installed", "both", "--modes", *PARTS_MODES),
         ],
         "http-main": [DISK, http("http-main", ["chat", "decode"], LIMIT_S, *three)],
         "suite": [DISK, suite(model, LIMIT_S, *engines, *own)],
@@ -277,8 +281,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_call", description="One call on a GPU host, under ten minutes.")
     parser.add_argument(
         "call",
-        help="check, race, idle, soak, verify, memory, kernels, http, http-main, http-inline, http-decode, suite, "
-        "parallel, parallel-cost, or tiny: a trial",
+        help="check, race, idle, soak, verify, memory, kernels, http, http-main, http-parts, http-inline, http-decode, "
+        "suite, parallel, parallel-cost, or tiny: a trial",
     )
     parser.add_argument("model", nargs="?", default="gemma3-4b", help=f"of {', '.join(MODELS)} (default: gemma3-4b)")
     parser.add_argument("--out", type=Path, required=True, help="folder for what is kept")

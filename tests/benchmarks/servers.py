@@ -32,6 +32,9 @@ FEATURES: Mapping[str, frozenset[str]] = {
 }
 """What each server is configured for. ``stock`` loads no plugin at all, ``installed`` loads headgate unconfigured."""
 
+SINKS = {"forget": "tests.benchmarks.sinks:ForgettingConsumer", "cut": "tests.benchmarks.sinks:CuttingConsumer"}
+"""Consumers that do a part of what ``filesystem`` does."""
+
 _INIT = re.compile(r"init engine \(.*?\) took ([\d.]+) s(?:econds)?(?: \(compilation: ([\d.]+) s)?")
 
 
@@ -188,7 +191,35 @@ def delays(page: str) -> dict[str, float]:
     return {name: sum(map(float, values)) for name, values in lines.items() if values}
 
 
-def start(name: str, command: Sequence[str], folder: Path, files: Path, slots: int) -> Server:
+def publish_sinks(folder: Path) -> None:
+    """Let processes that have `folder` and the repository's root on their path find `SINKS`."""
+    about = folder / "headgate_benchmark_sinks-0.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: headgate-benchmark-sinks\nVersion: 0\n")
+    lines = [f"{name} = {target}" for name, target in SINKS.items()]
+    (about / "entry_points.txt").write_text("\n".join(["[vllm.capture_consumers]", *lines, ""]))
+
+
+def environment(name: str, folder: Path, sinks: Sequence[str]) -> dict[str, str]:
+    """The environment of a server; for the arguments see `start`."""
+    made = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),  # as in `turns`
+        "VLLM_CACHE_ROOT": str(folder / f"{name}.cache"),  # each compiles for itself
+    }
+    if plugins := {"stock": "none", "installed": None}.get(name, "headgate"):
+        made["VLLM_PLUGINS"] = plugins
+    if sinks:
+        publish_sinks(folder / "sinks")
+        made["PYTHONPATH"] = os.pathsep.join([str(folder / "sinks"), os.environ.get("PYTHONPATH", "")])
+    return made
+
+
+def start(
+    name: str, command: Sequence[str], folder: Path, files: Path, slots: int, sinks: Sequence[str] = ()
+) -> Server:
     """Start a server; it is not awaited.
 
     Args:
@@ -197,6 +228,7 @@ def start(name: str, command: Sequence[str], folder: Path, files: Path, slots: i
         folder: For its log and its compile cache.
         files: Folder for a folder of its captures.
         slots: Vectors that it may steer with at a time, where it is configured for steering.
+        sinks: Of `SINKS`, for a server that captures to have them, too.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -208,21 +240,14 @@ def start(name: str, command: Sequence[str], folder: Path, files: Path, slots: i
         flags += ["--enable-steering", "--max-steering-slots", str(slots)]
     if "capture" in FEATURES[name]:
         flags += ["--capture-consumers", f"filesystem:root={own_files}"]
-    plugins = {"stock": "none", "installed": None}.get(name, "headgate")
+        flags += [f"{sink}:root={own_files / sink}" for sink in sinks]
     log = folder / f"{name}.log"
     with log.open("wb") as target:
         process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command, *flags],
             stdout=target,
             stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                "PYTHONUNBUFFERED": "1",
-                "HF_HUB_OFFLINE": "1",
-                "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),  # as in `turns`
-                "VLLM_CACHE_ROOT": str(folder / f"{name}.cache"),  # each compiles for itself
-                **({"VLLM_PLUGINS": plugins} if plugins else {}),
-            },
+            env=environment(name, folder, sinks),
         )
     return Server(name, f"http://127.0.0.1:{port}", process, log, own_files)
 

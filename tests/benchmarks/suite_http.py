@@ -31,7 +31,7 @@ from tests.benchmarks.figures import Answer, Round, summarize, summary, tables
 from tests.benchmarks.load import Load
 from tests.benchmarks.machine import hardware, parted_cpus, slots_for, stolen_s, versions
 from tests.benchmarks.models import ModelSize, size_of
-from tests.benchmarks.servers import CLOCKED, FEATURES, Cpu, Server, await_ready, gpu_mib_of, start, stop
+from tests.benchmarks.servers import CLOCKED, FEATURES, SINKS, Cpu, Server, await_ready, gpu_mib_of, start, stop
 from tests.benchmarks.workload import (
     BASE,
     MODES,
@@ -46,6 +46,7 @@ from tests.benchmarks.workload import (
 )
 
 DRAIN_TIMEOUT_S = 120
+USUAL_MODES = [name for name, mode in MODES.items() if mode.is_usual]
 BUSY_CLIENT = 0.7
 SERVED_NAME = "bench"
 
@@ -235,7 +236,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("model", help="model folder; see tests.benchmarks.models")
     parser.add_argument("out", type=Path, help="folder for the document, the chart and the logs")
     parser.add_argument("--name", default="http", help="of the document (default: http)")
-    parser.add_argument("--modes", nargs="*", default=[], help=f"default: all of {', '.join(MODES)}")
+    parser.add_argument("--modes", nargs="*", default=[], help=f"of {', '.join(MODES)}; default: the usual ones")
     parser.add_argument("--shapes", nargs="*", default=["chat", "prefill"], help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--servers", nargs="*", default=[], help=f"default: all of {', '.join(FEATURES)}")
     parser.add_argument("--seconds", type=float, default=500, help="for everything, the start included")
@@ -252,7 +253,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="last: other flags of all servers")
     options = parser.parse_args(arguments)
     try:
-        options.modes = pick(options.modes, MODES, "--modes")
+        options.modes = pick(options.modes or USUAL_MODES, MODES, "--modes")
         options.shapes = pick(options.shapes, SHAPES, "--shapes")
         options.servers = pick(options.servers, FEATURES, "--servers")
     except ValueError as error:
@@ -293,7 +294,8 @@ def serve(options: argparse.Namespace, load: Load) -> int:
     flags = shared_flags(options)
     most = max(SHAPES[name].in_flight for name in options.shapes)
     slots = slots_for(size_of(options.model), most)
-    started = [start(name, flags, options.out, options.files, slots) for name in names]
+    sinks = sorted({MODES[name].consumer for name in options.modes} & SINKS.keys())
+    started = [start(name, flags, options.out, options.files, slots, sinks) for name in names]
     ready: list[Server] = []
     try:
         ready = await_ready(started, options.start_timeout)

@@ -55,9 +55,10 @@ SHAPES = {
     "chat": Shape(in_flight=16, requests=96, prompt=256, tokens=128),
     "prefill": Shape(in_flight=16, requests=16, prompt=4096, tokens=1),
     "decode": Shape(in_flight=64, requests=64, prompt=128, tokens=1024),
+    "short": Shape(in_flight=16, requests=48, prompt=256, tokens=128),
     "tiny": Shape(in_flight=2, requests=4, prompt=24, tokens=4),
 }
-"""``chat`` is the landscape's, but for the lengths; ``tiny`` tries the benchmark itself."""
+"""``chat`` is the landscape's, but for the lengths; ``short`` is that in short turns; ``tiny`` tries the benchmark."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Mode:
         layers: Layers whose ``post_mlp`` every request captures; None: it captures nothing.
         positions: Of which positions.
         layout: Of the files.
+        consumer: What captures: ``filesystem``, or one of `servers.SINKS`.
     """
 
     needs: frozenset[str] = frozenset()
@@ -83,6 +85,7 @@ class Mode:
     layers: Layers | None = None
     positions: str = "all"
     layout: str = "request"
+    consumer: str = "filesystem"
 
     @property
     def is_capturing(self) -> bool:
@@ -92,14 +95,19 @@ class Mode:
     @property
     def is_for_engines(self) -> bool:
         """Whether it says something of an engine without a server: forms of bodies do not."""
-        return self.form == "packed"
+        return self.form == "packed" and self.is_usual
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it is something that users do, not a part of it."""
+        return self.consumer == "filesystem"
 
     def fields(self, size: ModelSize, tag: str) -> dict[str, Any]:
         """The fields of a request beside the usual ones, its files under `tag`; vectors are left to `Asked.body`."""
         found: dict[str, Any] = {"steering_name": MODULE} if self.is_named else {}
         if self.layers is not None:
             spec = {"hooks": {"post_mlp": chosen(self.layers, size.num_layers)}, "positions": self.positions}
-            found["capture"] = {"filesystem": {**spec, "layout": self.layout, "tag": tag}}
+            found["capture"] = {self.consumer: {**spec, "layout": self.layout, "tag": tag}}
         return found
 
 
@@ -130,6 +138,8 @@ MODES: Mapping[str, Mode] = {
     "capture idle": Mode(_CAPTURE),
     "last_prompt": Mode(_CAPTURE, layers="one", positions="last_prompt"),
     "1 layer": Mode(_CAPTURE, layers="one"),
+    "1 layer forgotten": Mode(_CAPTURE, layers="one", consumer="forget"),
+    "1 layer cut": Mode(_CAPTURE, layers="one", consumer="cut"),
     "4 layers": Mode(_CAPTURE, layers="four"),
     "all layers": Mode(_CAPTURE, layers="all"),
     "all shards": Mode(_CAPTURE, layers="all", layout="shards"),

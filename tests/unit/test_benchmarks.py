@@ -8,6 +8,7 @@ import math
 import statistics
 import subprocess
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 
 import msgspec
@@ -17,13 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.main import get_command
 
+from headgate.capture.consumer import ConsumerContext, SpecContext
 from headgate.capture.engine.verify import verify
+from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Feed
 from tests.benchmarks import bench_kernels, gpu_call, suite
 from tests.benchmarks.figures import Answer, Round, percentile, ratios, spread, summarize, summary, tables
 from tests.benchmarks.gpu_call import SIDE_BY_SIDE
 from tests.benchmarks.load import Raw, events, read
 from tests.benchmarks.models import MODELS, ModelSize
-from tests.benchmarks.servers import FEATURES, counters, delays, start_facts
+from tests.benchmarks.servers import FEATURES, SINKS, counters, delays, publish_sinks, start_facts
 from tests.benchmarks.suite import jobs_of, rounds_of
 from tests.benchmarks.suite_http import delay_figures, read_options, runnable
 from tests.benchmarks.turns import LONG, Engine
@@ -127,6 +130,39 @@ def test_bodies_of_every_form_hold_the_same_vectors(name: str) -> None:
         assert len(data) == 2 * SIZE.num_layers * SIZE.hidden
     assert document["steering_vectors"].keys() == set(HOOKS)
     assert len(document["prompt"]) == SHAPES["tiny"].prompt
+
+
+@pytest.mark.parametrize("name", list(SINKS))
+def test_servers_find_the_consumers_that_leave_work_undone(name: str, tmp_path: Path) -> None:
+    publish_sinks(tmp_path / "sinks")
+    found = {point.name: point for one in distributions(path=[str(tmp_path / "sinks")]) for point in one.entry_points}
+    context = ConsumerContext(instance_name=name, model=EXAMPLE_MODEL)
+    (mode,) = (mode for mode in MODES.values() if mode.consumer == name)
+    asked = Asked(mode, SHAPES["tiny"], SIZE, "m", seed=1)
+    capture = msgspec.json.decode(asked.body(0)[1])["capture"]
+    params = {"root": str(tmp_path / "files")}
+
+    consumer = found[name].load()
+    consumer.check_params(params)
+    spec = consumer.validate_client_spec(
+        {**capture[name], "hooks": {"post_mlp": [1]}},
+        SpecContext(instance_name=name, model=EXAMPLE_MODEL, params=params, client_request_id="a"),
+    )
+    feed = Feed(consumer(params, context))
+
+    assert found.keys() == SINKS.keys()
+    assert capture.keys() == {name}
+    assert feed.whole(ExampleRequest(spec, "engine-a")) == {}
+    feed.consumer.close(TIMEOUT_S)
+    assert not list((tmp_path / "files").glob("run*"))
+
+
+def test_parts_of_a_capture_are_measured_only_when_they_are_named() -> None:
+    arguments = ["m", "out", "--modes", "stock", "1 layer cut"]
+
+    assert "1 layer cut" not in read_options(["m", "out"]).modes
+    assert read_options(arguments).modes == ["stock", "1 layer cut"]
+    assert "1 layer cut" not in suite.ENGINE_MODES
 
 
 def test_requests_that_come_and_go_differ_in_length_and_others_do_not() -> None:

@@ -1,0 +1,57 @@
+"""Consumers that leave work undone: what is left tells what each part of a capture costs; see `servers.SINKS`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from headgate.capture.consumer import (
+    FinishedRequest,
+    RequestInfo,
+    RowBlock,
+    SpecContext,
+    StreamingConsumer,
+    parse_client_spec,
+)
+from headgate.capture.spec import CaptureSpec
+from headgate.consumers.filesystem import FilesystemConsumer
+from headgate.consumers.filesystem.partition import Partition
+
+
+class ForgettingConsumer(StreamingConsumer):
+    """Takes what the filesystem consumer takes, as seldom, and forgets it."""
+
+    linger_s = FilesystemConsumer.linger_s
+
+    @classmethod
+    def check_params(cls, params: Mapping[str, Any]) -> None:
+        """Any will do."""
+
+    @classmethod
+    def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
+        return parse_client_spec(raw, context, options=("layout", "tag"))
+
+    def write(self, blocks: Sequence[RowBlock]) -> None:
+        """Forget them."""
+
+    def finish(self, finished: FinishedRequest) -> dict[str, Any]:
+        return {}
+
+
+class CuttingConsumer(FilesystemConsumer):
+    """The filesystem consumer up to its writers, which forget the rows that were cut out for each request."""
+
+    def _new_partition(self) -> Partition:
+        return _Forgetting(self.context, {}, self._store.temp_path, max_request_bytes=1, memory_bytes=1)
+
+
+class _Forgetting(Partition):
+    def begin(self, request: RequestInfo) -> None:
+        """Nothing is kept."""
+
+    def append(self, chunks: Sequence[Any]) -> None:
+        """Forget them."""
+
+    def finish(self, finished: FinishedRequest, chunks: Sequence[Any], outcome: Future[dict[str, Any]]) -> None:
+        outcome.set_result({})
