@@ -16,6 +16,7 @@ import msgspec
 from headgate.capture.errors import ConfigError
 
 Overload = Literal["block", "drop", "spill"]
+Location = Literal["worker", "driver"]
 
 MIB = 1 << 20
 
@@ -30,6 +31,9 @@ class CaptureConsumerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         name: Its entry point's name in the group ``vllm.capture_consumers``.
         instance_name: What requests call it; `name` if None. Needed to configure one consumer twice.
         params: Passed to the consumer, which checks them.
+        location: ``driver`` puts a consumer that would run in the worker into the process that owns the requests (the
+            API server, or `LLM`'s). The engine's interpreter is spared its work, and rows of all pipeline stages come
+            to it as one; they are sent there, which takes memory bandwidth. Where it belongs if None.
         overload: What happens to rows while the consumer's queue is full: ``block`` holds up the forward pass
             (nothing is lost), ``drop`` loses them (counted, and said in the result), ``spill`` writes them to
             local disk and delivers them later, in order.
@@ -41,6 +45,7 @@ class CaptureConsumerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     name: str
     instance_name: str | None = None
     params: dict[str, Any] = msgspec.field(default_factory=dict)
+    location: Location | None = None
     overload: Overload = "block"
     queue_bytes: int = 256 * MIB
     max_stall_s: float = 30.0
@@ -167,8 +172,8 @@ def parse_shorthand(text: str) -> CaptureConsumerSpec:
     """Read ``name:key=val,key=val``; values are typed as JSON where they are JSON, else taken as text.
 
     ``True``, ``False`` and ``None`` are read as in Python. A text with a comma, a quote or a bracket in it is
-    written as JSON: ``root="/data/a,b"``. The keys of `CaptureConsumerSpec` (``instance_name``, ``overload``,
-    ``queue_bytes``, ``max_stall_s``) set those; every other key is a parameter of the consumer.
+    written as JSON: ``root="/data/a,b"``. The keys of `CaptureConsumerSpec` (``instance_name``, ``location``,
+    ``overload``, ``queue_bytes``, ``max_stall_s``) set those; every other key is a parameter of the consumer.
 
     Raises:
         ConfigError: If it is not of that form; the message shows the form.
@@ -191,7 +196,7 @@ def parse_shorthand(text: str) -> CaptureConsumerSpec:
         raise ConfigError(f"consumer {text!r}: {error}") from error
 
 
-_OWN_KEYS = {"instance_name", "overload", "queue_bytes", "max_stall_s"}
+_OWN_KEYS = {"instance_name", "location", "overload", "queue_bytes", "max_stall_s"}
 
 
 def _split_pairs(rest: str, text: str) -> list[str]:

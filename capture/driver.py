@@ -19,7 +19,7 @@ from headgate.capture.consumer import BatchedConsumer, ModelInfo, RequestInfo, S
 from headgate.capture.hub import Closer, ResultHub
 from headgate.capture.lanes import Lane, LaneLeft
 from headgate.capture.messages import DTYPES, origin_of
-from headgate.capture.registry import OpenConsumer, close_consumers, load_consumer, open_consumers
+from headgate.capture.registry import OpenConsumer, close_consumers, load_configured, open_consumers
 from headgate.capture.results import CaptureResult
 from headgate.capture.stats import ConsumerStats
 from headgate.capture.transport import rows_address
@@ -81,9 +81,7 @@ class DriverHost:
         self._hub = hub
         self._versions = dict(versions or {})
         self._feeds: list[_Feed] = []
-        self.instances = tuple(
-            spec.instance for spec in config.consumers if load_consumer(spec.name).location == "driver"
-        )
+        self.instances = tuple(spec.instance for spec in config.consumers if load_configured(spec).location == "driver")
         if self.instances:
             hub.answers_once(self.instances)
             hub.on_open(self._open)

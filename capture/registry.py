@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import Literal, get_args
+from typing import get_args
 
-from headgate.capture.config import MAX_LINGER_S, CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.config import MAX_LINGER_S, CaptureConsumersConfig, CaptureConsumerSpec, Location
 from headgate.capture.consumer import (
     BatchedConsumer,
     CaptureConsumer,
@@ -22,8 +22,6 @@ logger = logging.getLogger("headgate")
 
 GROUP = "vllm.capture_consumers"
 
-Location = Literal["worker", "driver"]
-
 
 @dataclass(frozen=True, slots=True)
 class OpenConsumer:
@@ -33,11 +31,13 @@ class OpenConsumer:
         bit: Its index in ``config.consumers``: the bit of a row's mask that stands for it, everywhere.
         spec: As configured.
         consumer: The instance; in a worker, a driver-located consumer is stood in for.
+        linger_s: See `CaptureConsumer`; of a stand-in, that of the consumer in the driver. The consumer's own if None.
     """
 
     bit: int
     spec: CaptureConsumerSpec
     consumer: BatchedConsumer | StreamingConsumer = field(repr=False)
+    linger_s: float | None = None
 
 
 def load_consumer(name: str) -> type[BatchedConsumer] | type[StreamingConsumer]:
@@ -64,6 +64,25 @@ def load_consumer(name: str) -> type[BatchedConsumer] | type[StreamingConsumer]:
     return _check_contract(loaded, where)
 
 
+def load_configured(spec: CaptureConsumerSpec) -> type[BatchedConsumer] | type[StreamingConsumer]:
+    """Import a configured consumer; its `location` is the one that was configured.
+
+    Raises:
+        ConfigError: See `load_consumer`; also if it can only run in the driver and was configured for the worker.
+    """
+    loaded = load_consumer(spec.name)
+    if spec.location in (None, loaded.location):
+        return loaded
+    if loaded.location == "driver":
+        raise ConfigError(
+            f"consumer {spec.instance!r}: location is {spec.location!r}, but {spec.name} needs what only the process "
+            "that owns the requests has; leave location out"
+        )
+    moved: type[BatchedConsumer] | type[StreamingConsumer]
+    moved = type(loaded.__name__, (loaded,), {"location": spec.location, "__module__": loaded.__module__})
+    return moved
+
+
 def open_consumers(
     config: CaptureConsumersConfig,
     *,
@@ -84,10 +103,10 @@ def open_consumers(
         versions: Likewise.
 
     Raises:
-        ConfigError: See `load_consumer`; also if parameters are wrong or a consumer cannot be opened. Those that
+        ConfigError: See `load_configured`; also if parameters are wrong or a consumer cannot be opened. Those that
             were opened before it are closed.
     """
-    classes = [load_consumer(spec.name) for spec in config.consumers]
+    classes = [load_configured(spec) for spec in config.consumers]
     for spec, consumer_class in zip(config.consumers, classes, strict=True):
         try:
             consumer_class.check_params(spec.params)

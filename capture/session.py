@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from headgate.capture.assemble import Assembler
 from headgate.capture.batch import BatchView, FinalState, NewRequest
 from headgate.capture.config import CaptureConsumersConfig, CaptureConsumerSpec
-from headgate.capture.consumer import BatchedConsumer, CaptureConsumer, ConsumerContext, ModelInfo, Origin, RequestInfo
+from headgate.capture.consumer import BatchedConsumer, ConsumerContext, ModelInfo, Origin, RequestInfo
 from headgate.capture.dispatch import Dispatched, Dispatcher, MemoryWanted, RequestBegins, RequestEnds
 from headgate.capture.handoff import Handoff
 from headgate.capture.lanes import Lane, LaneLeft
 from headgate.capture.ledger import LaneRequest
 from headgate.capture.linger import Linger
 from headgate.capture.plan import StepPlanner
-from headgate.capture.registry import OpenConsumer, close_consumers, open_consumers
+from headgate.capture.registry import OpenConsumer, close_consumers, load_configured, open_consumers
 from headgate.capture.results import CaptureResult
 from headgate.capture.sites import Site
 from headgate.capture.spec import CaptureSpec
@@ -107,7 +107,7 @@ class CaptureSession:
         self._close_outlet = close_outlet
         self._stage = {"stage": pp_rank, "num_stages": pp_size}
         self._keys: dict[str, str] = {}
-        self._linger = Linger({each.bit: _linger_s(type(each.consumer), config) for each in consumers})
+        self._linger = Linger({each.bit: _linger_s(each, config) for each in consumers})
         self._urgent = set[str]()
         """Requests whose clients wait for what consumers make of their rows."""
         self._ends: dict[str, RequestEnds] = {}
@@ -361,8 +361,9 @@ def open_session(
         raise
 
 
-def _linger_s(consumer: type[CaptureConsumer], config: CaptureConsumersConfig) -> float:
-    return consumer.linger_s if config.linger_s is None else config.linger_s
+def _linger_s(opened: OpenConsumer, config: CaptureConsumersConfig) -> float:
+    configured = opened.linger_s if config.linger_s is None else config.linger_s
+    return type(opened.consumer).linger_s if configured is None else configured
 
 
 def _stand_ins(
@@ -371,7 +372,8 @@ def _stand_ins(
     """What stands in for driver-located consumers, by their bits."""
     from headgate.capture.transport import RemoteSink
 
-    return [
-        OpenConsumer(bit, spec, RemoteSink(spec, replace(context, instance_name=spec.instance), outlet))
-        for bit, spec in specs.items()
-    ]
+    made = []
+    for bit, spec in specs.items():
+        sink = RemoteSink(spec, replace(context, instance_name=spec.instance), outlet)
+        made.append(OpenConsumer(bit, spec, sink, load_configured(spec).linger_s))
+    return made

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, HTTPException
 
 from headgate.capture.engine.frontend import FrontEnd, front_end_of
 from headgate.capture.engine.route_seam import RouteServices
-from headgate.capture.registry import load_consumer
+from headgate.capture.registry import load_configured
 from headgate.capture.sites import site_map
 
 _TEXT = {"type": "string"}
@@ -81,7 +81,7 @@ def described(front: FrontEnd) -> dict[str, Any]:
     """The answer of ``GET /v1/capture/consumers``."""
     found = []
     for spec in front.config.consumers:
-        consumer = load_consumer(spec.name)
+        consumer = load_configured(spec)
         found.append(
             {
                 "name": spec.instance,

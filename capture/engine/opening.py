@@ -20,7 +20,7 @@ from headgate.capture.engine.request_seam import request_parts
 from headgate.capture.engine.settings import capture_config, model_info, section, sections
 from headgate.capture.engine.support import check_version, versions
 from headgate.capture.errors import ConfigError, UnsupportedError
-from headgate.capture.registry import load_consumer
+from headgate.capture.registry import load_configured
 from headgate.capture.sites import site_map
 
 logger = logging.getLogger("headgate")
@@ -92,7 +92,7 @@ def load_consumers(config: CaptureConsumersConfig) -> dict[str, type[CaptureCons
     """
     consumers: dict[str, type[CaptureConsumer]] = {}
     for spec in config.consumers:
-        consumer = consumers[spec.instance] = load_consumer(spec.name)
+        consumer = consumers[spec.instance] = load_configured(spec)
         consumer.check_params(spec.params)
     return consumers
 

@@ -63,7 +63,7 @@ FEW = ("--modes", "stock", "both idle", "16 configs", "1 layer", "both", "--colu
 ROOM = ("--kv-gib", "3", "--engine", '{{"max_num_batched_tokens": 4096}}')
 """Two large models leave 10 GB: with usual settings their prompts may have to free memory in order to get some."""
 MAIN_MODES = ("stock", "installed", "both idle", "16 msgpack", "1 layer", "all layers")
-PARTS_MODES = ("stock", "installed", "both idle", "1 layer forgotten", "1 layer cut", "1 layer")
+PARTS_MODES = ("stock", "installed", "both idle", "1 layer forgotten", "1 layer cut", "1 layer", "1 layer far")
 INLINE_MODES = ("stock", "both idle", "16 configs", "16 msgpack", "256 configs", "256 msgpack")
 
 

@@ -34,6 +34,8 @@ FEATURES: Mapping[str, frozenset[str]] = {
 
 SINKS = {"forget": "tests.benchmarks.sinks:ForgettingConsumer", "cut": "tests.benchmarks.sinks:CuttingConsumer"}
 """Consumers that do a part of what ``filesystem`` does."""
+OTHERS = {name: f"{name}:" for name in SINKS} | {"far": "filesystem:instance_name=far,location=driver,"}
+"""Consumers beside ``filesystem`` that a server may have, by what requests call them: how they are configured."""
 
 _INIT = re.compile(r"init engine \(.*?\) took ([\d.]+) s(?:econds)?(?: \(compilation: ([\d.]+) s)?")
 
@@ -200,7 +202,7 @@ def publish_sinks(folder: Path) -> None:
     (about / "entry_points.txt").write_text("\n".join(["[vllm.capture_consumers]", *lines, ""]))
 
 
-def environment(name: str, folder: Path, sinks: Sequence[str]) -> dict[str, str]:
+def environment(name: str, folder: Path, others: Sequence[str]) -> dict[str, str]:
     """The environment of a server; for the arguments see `start`."""
     made = {
         **os.environ,
@@ -211,14 +213,14 @@ def environment(name: str, folder: Path, sinks: Sequence[str]) -> dict[str, str]
     }
     if plugins := {"stock": "none", "installed": None}.get(name, "headgate"):
         made["VLLM_PLUGINS"] = plugins
-    if sinks:
+    if SINKS.keys() & set(others):
         publish_sinks(folder / "sinks")
         made["PYTHONPATH"] = os.pathsep.join([str(folder / "sinks"), os.environ.get("PYTHONPATH", "")])
     return made
 
 
 def start(
-    name: str, command: Sequence[str], folder: Path, files: Path, slots: int, sinks: Sequence[str] = ()
+    name: str, command: Sequence[str], folder: Path, files: Path, slots: int, others: Sequence[str] = ()
 ) -> Server:
     """Start a server; it is not awaited.
 
@@ -228,7 +230,7 @@ def start(
         folder: For its log and its compile cache.
         files: Folder for a folder of its captures.
         slots: Vectors that it may steer with at a time, where it is configured for steering.
-        sinks: Of `SINKS`, for a server that captures to have them, too.
+        others: Of `OTHERS`, for a server that captures to have them, too.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -240,14 +242,14 @@ def start(
         flags += ["--enable-steering", "--max-steering-slots", str(slots)]
     if "capture" in FEATURES[name]:
         flags += ["--capture-consumers", f"filesystem:root={own_files}"]
-        flags += [f"{sink}:root={own_files / sink}" for sink in sinks]
+        flags += [f"{OTHERS[other]}root={own_files / other}" for other in others]
     log = folder / f"{name}.log"
     with log.open("wb") as target:
         process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command, *flags],
             stdout=target,
             stderr=subprocess.STDOUT,
-            env=environment(name, folder, sinks),
+            env=environment(name, folder, others),
         )
     return Server(name, f"http://127.0.0.1:{port}", process, log, own_files)
 

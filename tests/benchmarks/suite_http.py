@@ -31,7 +31,7 @@ from tests.benchmarks.figures import Answer, Round, summarize, summary, tables
 from tests.benchmarks.load import Load
 from tests.benchmarks.machine import hardware, parted_cpus, slots_for, stolen_s, versions
 from tests.benchmarks.models import ModelSize, size_of
-from tests.benchmarks.servers import CLOCKED, FEATURES, SINKS, Cpu, Server, await_ready, gpu_mib_of, start, stop
+from tests.benchmarks.servers import CLOCKED, FEATURES, OTHERS, Cpu, Server, await_ready, gpu_mib_of, start, stop
 from tests.benchmarks.workload import (
     BASE,
     MODES,
@@ -294,8 +294,8 @@ def serve(options: argparse.Namespace, load: Load) -> int:
     flags = shared_flags(options)
     most = max(SHAPES[name].in_flight for name in options.shapes)
     slots = slots_for(size_of(options.model), most)
-    sinks = sorted({MODES[name].consumer for name in options.modes} & SINKS.keys())
-    started = [start(name, flags, options.out, options.files, slots, sinks) for name in names]
+    others = sorted({MODES[name].consumer for name in options.modes} & OTHERS.keys())
+    started = [start(name, flags, options.out, options.files, slots, others) for name in names]
     ready: list[Server] = []
     try:
         ready = await_ready(started, options.start_timeout)

@@ -74,7 +74,7 @@ class Mode:
         layers: Layers whose ``post_mlp`` every request captures; None: it captures nothing.
         positions: Of which positions.
         layout: Of the files.
-        consumer: What captures: ``filesystem``, or one of `servers.SINKS`.
+        consumer: What captures: ``filesystem``, or one of `servers.OTHERS`.
     """
 
     needs: frozenset[str] = frozenset()
@@ -99,7 +99,7 @@ class Mode:
 
     @property
     def is_usual(self) -> bool:
-        """Whether it is something that users do, not a part of it."""
+        """Whether it is something that most users do, not a part of it or another way."""
         return self.consumer == "filesystem"
 
     def fields(self, size: ModelSize, tag: str) -> dict[str, Any]:
@@ -140,8 +140,10 @@ MODES: Mapping[str, Mode] = {
     "1 layer": Mode(_CAPTURE, layers="one"),
     "1 layer forgotten": Mode(_CAPTURE, layers="one", consumer="forget"),
     "1 layer cut": Mode(_CAPTURE, layers="one", consumer="cut"),
+    "1 layer far": Mode(_CAPTURE, layers="one", consumer="far"),
     "4 layers": Mode(_CAPTURE, layers="four"),
     "all layers": Mode(_CAPTURE, layers="all"),
+    "all layers far": Mode(_CAPTURE, layers="all", consumer="far"),
     "all shards": Mode(_CAPTURE, layers="all", layout="shards"),
     "both idle": Mode(_STEERING | _CAPTURE),
     "both": Mode(_STEERING | _CAPTURE, configs=16, layers="one"),

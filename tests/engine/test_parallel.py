@@ -39,17 +39,23 @@ class Served(NamedTuple):
         llm: The engine.
         num_stages: Of the pipeline.
         root: Where the files of the filesystem consumer are.
+        far_root: Of the one that is configured for the driver.
     """
 
     llm: Any
     num_stages: int
     root: Path
+    far_root: Path
 
 
 @pytest.fixture(scope="module", params=["tensor", "pipeline"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    root = tmp_path_factory.mktemp(request.param)
-    consumers = [{"name": "memory"}, {"name": "filesystem", "params": {"root": str(root)}}]
+    root, far_root = tmp_path_factory.mktemp(request.param), tmp_path_factory.mktemp(f"{request.param}-far")
+    consumers = [
+        {"name": "memory"},
+        {"name": "filesystem", "params": {"root": str(root)}},
+        {"name": "filesystem", "instance_name": "far", "location": "driver", "params": {"root": str(far_root)}},
+    ]
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers on a machine with one NUMA node
         llm = start_llm(
@@ -68,7 +74,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             },
             **{f"{request.param}_parallel_size": 2},
         )
-        yield Served(llm, 2 if request.param == "pipeline" else 1, root)
+        yield Served(llm, 2 if request.param == "pipeline" else 1, root, far_root)
         stop_llm(llm)
 
 
@@ -92,22 +98,28 @@ def generate(llm: Any, prompts: list[list[int]], params: Any) -> Any:
 
 
 def test_rows_of_two_ranks_equal_the_solo_run(served, reference):
-    params = sampling(capture={"memory": {"hooks": SITES}, "filesystem": {"hooks": SITES}})
+    params = sampling(capture={name: {"hooks": SITES} for name in ("memory", "filesystem", "far")})
 
     outputs = generate(served.llm, PROMPTS, params)
 
     stats = served.llm.collective_rpc("headgate_stats")
     assert sum(found["capture"] is not None for found in stats) == served.num_stages
     assert len(list(served.root.rglob("*.safetensors"))) == served.num_stages * len(PROMPTS)
-    captures = {capture.metadata["client_request_id"]: capture for capture in open_captures(served.root)}
+    assert len(list(served.far_root.rglob("*.safetensors"))) == len(PROMPTS)  # all stages' rows in one file
+    captures, far = (
+        {capture.metadata["client_request_id"]: capture for capture in open_captures(root)}
+        for root in (served.root, served.far_root)
+    )
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         expected = reference.run(prompt, list(output.outputs[0].token_ids)).rows
         assert_all_rows(output, expected, num_rows=len(prompt) + NUM_OUTPUT - 1)
         assert output.capture_results["filesystem"].status == "ok"
         capture = captures[output.request_id]
         assert {site.name for site in capture.sites} == {site.name for site in expected}
+        assert output.capture_results["far"].status == "ok"
         for site, rows in expected.items():
             assert relative_error(capture.tensor(site.name), rows) <= 1e-4, site
+            assert torch.equal(far[output.request_id].tensor(site.name), capture.tensor(site.name))
 
 
 def test_requests_steered_by_two_ranks_equal_the_solo_run(served, reference):

@@ -113,6 +113,7 @@ def test_a_wrong_document_is_refused_with_its_field(document: Any, message: str)
         ("fs:tag=a b", CaptureConsumerSpec(name="fs", params={"tag": "a b"})),
         ("fs:tag=", CaptureConsumerSpec(name="fs", params={"tag": ""})),
         ("fs:name=x,params=y", CaptureConsumerSpec(name="fs", params={"name": "x", "params": "y"})),
+        ("fs:location=driver,root=/", CaptureConsumerSpec(name="fs", location="driver", params={"root": "/"})),
         ("fs:instance_name=second,overload=drop,queue_bytes=1024,max_stall_s=1,root=/", CaptureConsumerSpec(
             name="fs", instance_name="second", overload="drop", queue_bytes=1024, max_stall_s=1, params={"root": "/"})),
     ],

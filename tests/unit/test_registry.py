@@ -10,7 +10,7 @@ import pytest
 
 from headgate.capture.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.errors import ConfigError
-from headgate.capture.registry import GROUP, load_consumer, open_consumers
+from headgate.capture.registry import GROUP, load_configured, load_consumer, open_consumers
 from tests.unit.pipeline import MODEL
 
 Publish = Callable[..., None]
@@ -165,6 +165,33 @@ def test_consumers_of_a_location_are_opened_with_their_place_in_the_configuratio
     assert (context.instance_name, context.pp_rank, context.pp_size) == ("mine", 1, 2)
     assert context.versions == {"vllm": "0.32"}
     assert context.model is MODEL
+
+
+def test_a_consumer_of_the_worker_can_be_configured_for_the_driver(publish: Publish) -> None:
+    publish("acme", good="Good")
+    document = config(
+        CaptureConsumerSpec(name="good", instance_name="here"),
+        CaptureConsumerSpec(name="good", instance_name="there", location="driver"),
+        CaptureConsumerSpec(name="good", instance_name="said", location="worker"),
+    )
+
+    workers = open_consumers(document, model=MODEL, location="worker")
+    (driver,) = open_consumers(document, model=MODEL, location="driver")
+
+    assert [worker.spec.instance for worker in workers] == ["here", "said"]
+    assert (driver.bit, driver.spec.instance, driver.consumer.location) == (1, "there", "driver")
+    assert isinstance(driver.consumer, load_consumer("good"))
+    assert load_consumer("good").location == "worker"
+    moved = load_configured(document.consumers[1])
+    assert (moved.__module__, moved.__qualname__, moved.linger_s) == ("consumers_of_acme", "Good", 0.25)
+
+
+def test_a_consumer_of_the_driver_cannot_be_configured_for_the_worker(publish: Publish) -> None:
+    publish("acme", driver="Driver")
+    document = config(CaptureConsumerSpec(name="driver", instance_name="mine", location="worker"))
+
+    with pytest.raises(ConfigError, match="consumer 'mine': location is 'worker', but driver needs what only the"):
+        open_consumers(document, model=MODEL, location="worker")
 
 
 def test_parameters_of_all_are_checked_before_any_is_opened(publish: Publish) -> None:

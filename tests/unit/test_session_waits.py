@@ -6,7 +6,12 @@ import threading
 
 import pytest
 
-from tests.unit.pipeline import TIMEOUT_S, final_state
+from headgate.capture import session
+from headgate.capture.config import CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.consumer import ConsumerContext
+from headgate.capture.registry import OpenConsumer
+from headgate.consumers.filesystem import FilesystemConsumer
+from tests.unit.pipeline import MODEL, TIMEOUT_S, final_state
 from tests.unit.world import SITES, Keeper, make_staging, make_world, want, world
 
 LONG_S = 1.0
@@ -130,6 +135,20 @@ def test_rows_wait_as_long_as_every_consumer_that_runs_allows(monkeypatch: pytes
         step(0, patient=(7, 8))
 
     assert kept == [1, 0, 2, 3, 0, 1, 2, 0]
+
+
+def test_a_stand_in_waits_as_the_consumer_in_the_driver_does() -> None:
+    def lingers(consumer: OpenConsumer, linger_s: float | None = None) -> float:
+        return session._linger_s(consumer, CaptureConsumersConfig(linger_s=linger_s))
+
+    spec = CaptureConsumerSpec(name="filesystem", location="driver", params={"root": "/data"})
+    context = ConsumerContext(instance_name="", model=MODEL)
+    (stand_in,) = session._stand_ins({3: spec}, context, outlet=None)
+    alone = OpenConsumer(0, CaptureConsumerSpec(name="patient"), Patient())
+
+    assert (stand_in.bit, stand_in.consumer.location) == (3, "driver")
+    assert lingers(stand_in) == FilesystemConsumer.linger_s != type(stand_in.consumer).linger_s
+    assert (lingers(alone), lingers(alone, 0.5), lingers(stand_in, 0.5)) == (Patient.linger_s, 0.5, 0.5)
 
 
 def test_an_id_that_begins_again_does_not_mix_with_what_waits() -> None:
