@@ -217,7 +217,7 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
     Class attributes:
         location: ``"worker"``: in the engine's worker, next to the model, once per pipeline stage; nothing is
             shipped but the payload (JSON values). ``"driver"``: in the process that owns the request, where live
-            Python objects are at hand; rows are shipped there.
+            Python objects are at hand; rows are shipped there. The operator may move a worker's consumer there, too.
         reads_client_spec: False if requests cannot name it: it then works through `global_capture_spec` alone.
         is_awaited: Its payload is what a client came for: requests that name it wait for their results as if they had
             set ``capture_wait``, unless they say false.
