@@ -135,9 +135,24 @@ class Server:
             time.sleep(0.02)
         return time.monotonic()
 
+    def await_files(self, count: int, timeout_s: float) -> float:
+        """Wait until the consumer ``far`` has published `count` files, and say when that was.
+
+        Workers report its requests when they have sent the rows, which is earlier.
+
+        Raises:
+            TimeoutError: If they were not in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (found := len(list((self.files / "far").glob("run*/*.safetensors")))) < count:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name}: {found} of {count} files after {timeout_s} s")
+            time.sleep(0.02)
+        return time.monotonic()
+
     def clear_files(self) -> None:
         """Throw away what was captured; the next captures must go under another tag, since shards are still open."""
-        for path in self.files.glob("run*"):  # the tags of `workload`
+        for path in [*self.files.glob("run*"), *self.files.glob("far/run*")]:  # the tags of `workload`
             shutil.rmtree(path)
 
 

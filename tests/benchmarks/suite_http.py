@@ -39,6 +39,7 @@ from tests.benchmarks.workload import (
     MODULE_CONFIG,
     SHAPES,
     Asked,
+    Mode,
     Shape,
     packed,
     pick,
@@ -101,7 +102,7 @@ class Run:
         if errors := [answer.error for answer in answers if answer.error]:
             self.note(f"{name}: {len(errors)} of {len(answers)} requests failed, the first with {errors[0]}")
         if mode.is_capturing:
-            figures |= self._captured(server, before, answers, figures)
+            figures |= self._captured(server, mode, before, answers, figures)
         return figures
 
     def attempt(self, number: int, name: str, shape: str, **changes: int) -> dict[str, float] | None:
@@ -113,12 +114,19 @@ class Run:
             return None
 
     def _captured(
-        self, server: Server, before: Mapping[str, float], answers: Sequence[Answer], figures: Mapping[str, float]
+        self,
+        server: Server,
+        mode: Mode,
+        before: Mapping[str, float],
+        answers: Sequence[Answer],
+        figures: Mapping[str, float],
     ) -> dict[str, float]:
         good = [answer for answer in answers if not answer.error]
         if not good:
             return {}
         done = server.drain(before.get("consumer_requests", 0) + len(good), DRAIN_TIMEOUT_S)
+        if mode.consumer == "far":
+            done = server.await_files(len(good), DRAIN_TIMEOUT_S)
         after = server.metrics()
         grown = {key: value - before.get(key, 0) for key, value in after.items()}
         server.clear_files()
