@@ -19,12 +19,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.batch import FinalState
+from headgate.capture.config import Location
 from headgate.capture.errors import RequestError, shown
 from headgate.capture.positions import parse_positions
 from headgate.capture.sites import Site, parse_sites
@@ -226,7 +227,7 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
             ``capture.linger_s`` goes before it.
     """
 
-    location: ClassVar[Literal["worker", "driver"]] = "worker"
+    location: ClassVar[Location] = "worker"
     reads_client_spec: ClassVar[bool] = True
     is_awaited: ClassVar[bool] = False
     linger_s: ClassVar[float] = 0.05

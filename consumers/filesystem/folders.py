@@ -23,18 +23,18 @@ class Folder:
     """An open folder.
 
     Attributes:
+        names: Where it is below the root.
         number: Its file descriptor.
         identity: Device and inode.
         are_parents_synced: Its own entry, and those of the folders above it, are on the disk.
         num_users: Who has it at the moment; it is not closed before they are done.
-        is_kept: Whether others get it, too.
     """
 
+    names: tuple[str, ...]
     number: int
     identity: tuple[int, int]
     are_parents_synced: bool = False
     num_users: int = 1
-    is_kept: bool = True
 
 
 class Folders:
@@ -50,7 +50,7 @@ class Folders:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._kept: OrderedDict[tuple[str, ...], Folder] = OrderedDict()
-        self._lock = threading.Lock()  # guards _kept, and num_users and is_kept of every folder
+        self._lock = threading.Lock()  # guards _kept, and num_users of every folder
 
     @contextmanager
     def open(self, *names: str, make: bool = True) -> Iterator[Folder]:
@@ -83,9 +83,8 @@ class Folders:
     def close(self) -> None:
         """Close every folder that nobody is using. May be called again."""
         with self._lock:
-            for folder in self._kept.values():
-                self._let_go(folder)
-            self._kept.clear()
+            while self._kept:
+                self._close_unused(self._kept.popitem()[1])
 
     def _find(self, names: tuple[str, ...]) -> Folder | None:
         """The folder that is kept, if it still lies at its path."""
@@ -100,30 +99,28 @@ class Folders:
         with self._lock:
             if self._kept.get(names) is folder:
                 del self._kept[names]
-            folder.is_kept = False
         self._give_back(folder)
         return None
 
     def _add(self, names: tuple[str, ...], number: int) -> Folder:
         status = os.fstat(number)
-        folder = Folder(number, (status.st_dev, status.st_ino))
+        folder = Folder(names, number, (status.st_dev, status.st_ino))
         with self._lock:
             if (other := self._kept.pop(names, None)) is not None:
-                self._let_go(other)
+                self._close_unused(other)
             self._kept[names] = folder
             if len(self._kept) > MAX_KEPT:
-                self._let_go(self._kept.popitem(last=False)[1])
+                self._close_unused(self._kept.popitem(last=False)[1])
         return folder
 
     def _give_back(self, folder: Folder) -> None:
         with self._lock:
             folder.num_users -= 1
-            if not folder.is_kept:
-                self._let_go(folder)
+            if self._kept.get(folder.names) is not folder:
+                self._close_unused(folder)
 
-    def _let_go(self, folder: Folder) -> None:
-        """Under the lock: nobody gets it any more; close it if nobody has it."""
-        folder.is_kept = False
+    def _close_unused(self, folder: Folder) -> None:
+        """Under the lock, of one that is not kept any more: close it, or leave that to the last who has it."""
         if folder.num_users == 0:
             os.close(folder.number)
 

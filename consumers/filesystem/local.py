@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from headgate.capture.errors import ConfigError, ConsumerError
@@ -15,9 +16,11 @@ from headgate.consumers.filesystem.folders import FOLDER, Folders
 from headgate.consumers.filesystem.names import Target, numbered
 from headgate.consumers.filesystem.spool import write_all
 from headgate.consumers.filesystem.store import Published
-from headgate.consumers.filesystem.tempfolder import TempFolder, is_unnamed, unnamed_path
+from headgate.consumers.filesystem.tempfolder import TempFolder, link_unnamed
 
 Buffers = Iterable[memoryview]
+Link = Callable[[str, int], None]
+"""Gives a file a name in an open folder, which must be free."""
 
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -76,8 +79,8 @@ class LocalStore:
             OSError: If the disk takes no more.
             ConsumerError: If the name is taken, or the root is gone.
         """
-        with self._written(buffers) as (num_bytes, path), self.folders.open(*target.folder) as folder:
-            name = self._place(target, suffix, lambda name: _link(path, name, folder.number))
+        with self._written(buffers) as (num_bytes, link), self.folders.open(*target.folder) as folder:
+            name = self._place(target, suffix, lambda name: link(name, folder.number))
         placed = self.root.joinpath(*target.folder) / name
         return Published((str(placed),), num_bytes, FolderSync(self, target.folder))
 
@@ -102,19 +105,19 @@ class LocalStore:
         return num_bytes
 
     @contextmanager
-    def _written(self, buffers: Buffers) -> Iterator[tuple[int, str]]:
-        """Write a file that has no place yet; yields its bytes, and a path to link it from. It is gone after that."""
+    def _written(self, buffers: Buffers) -> Iterator[tuple[int, Link]]:
+        """Write a file that has no place yet; yields its bytes, and what gives it one. It is gone after that."""
         if self._temp.takes_unnamed:
             file = self._temp.open_unnamed()
             try:
-                yield _fill(file, buffers, fsync=self.fsync), unnamed_path(file)
+                yield _fill(file, buffers, fsync=self.fsync), partial(link_unnamed, file)
             finally:
                 os.close(file)
         else:
             temp = self._temp.new_path()
             try:
                 # Closed before it has its place: network file systems may say only then that there was no room.
-                yield write_file(temp, buffers, fsync=self.fsync), str(temp)
+                yield write_file(temp, buffers, fsync=self.fsync), partial(_link, temp)
             finally:
                 temp.unlink(missing_ok=True)
 
@@ -177,17 +180,17 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def _link(path: str, name: str, folder: int) -> None:
-    """Give a file a name in `folder`, which must be free: unlike a rename, a link replaces nothing."""
+def _link(temp: Path, name: str, folder: int) -> None:
+    """Give `temp` a second name in `folder`, which must be free: unlike a rename, a link replaces nothing."""
     try:
-        os.link(path, name, dst_dir_fd=folder, follow_symlinks=is_unnamed(path))
+        os.link(temp, name, dst_dir_fd=folder, follow_symlinks=False)
     except OSError as error:
-        if error.errno not in _NO_LINKS or is_unnamed(path):
+        if error.errno not in _NO_LINKS:
             raise
         # No hard links here. Two processes that publish one name in the same instant could replace each other.
         if name in os.listdir(folder):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from error
-        os.rename(path, name, dst_dir_fd=folder)
+        os.rename(temp, name, dst_dir_fd=folder)
 
 
 def _taken(path: Path) -> ConsumerError:

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 _OWN = re.compile(r"(?P<host>.+)\.(?P<pid>\d+)\.[0-9a-f]{8}")
 _LOCK = "lock"
 _UNNAMED = os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_TMPFILE", os.O_CREAT | os.O_EXCL)  # the latter: always refused
-_OPEN_FILES = "/proc/self/fd/"
 
 
 class TempFolder:
@@ -36,7 +35,8 @@ class TempFolder:
     removed. Any thread may call.
 
     Attributes:
-        takes_unnamed: Files without a name can be made here and be linked later: `open_unnamed` works.
+        takes_unnamed: Files without a name can be made here and be linked later: `open_unnamed` and `link_unnamed`
+            work.
 
     Raises:
         OSError: If the root cannot be written to.
@@ -109,8 +109,9 @@ class TempFolder:
                 stack.callback(os.close, folder)
                 file = os.open(path.parent, _UNNAMED, 0o600)
                 stack.callback(os.close, file)
-                os.link(unnamed_path(file), path.name, dst_dir_fd=folder, follow_symlinks=True)
-            except OSError:
+                link_unnamed(file, path.name, folder)
+            except OSError as error:
+                logger.info("%s: files get a name there before they are whole, as it takes no others: %s", path, error)
                 return False
         path.unlink()
         return True
@@ -133,14 +134,9 @@ class TempFolder:
                 _remove(path)
 
 
-def unnamed_path(file: int) -> str:
-    """What a file without a name can be linked from."""
-    return f"{_OPEN_FILES}{file}"
-
-
-def is_unnamed(path: str) -> bool:
-    """Whether `path` is `unnamed_path`'s."""
-    return path.startswith(_OPEN_FILES)
+def link_unnamed(file: int, name: str, folder: int) -> None:
+    """Give an open file that has no name one in `folder`, which must be free."""
+    os.link(f"/proc/self/fd/{file}", name, dst_dir_fd=folder, follow_symlinks=True)
 
 
 def _is_abandoned(path: Path) -> bool:

@@ -56,7 +56,7 @@ class Writer:
         with self._changed:
             if not self._has_room(num_bytes):
                 self._changed.notify_all()  # room may be taken by tasks that nobody has woken the thread for
-                self._changed.wait_for(lambda: self._closed or self._has_room(num_bytes))
+            self._changed.wait_for(lambda: self._closed or self._has_room(num_bytes))
             if self._closed:
                 raise ConsumerError("the consumer is closed")
             self._tasks.append((task, num_bytes))

@@ -14,7 +14,7 @@ done
 # Without bytecode each of an engine's processes compiles all sources for itself.
 unset PYTHONDONTWRITEBYTECODE
 _folders=$(python3 -c 'from importlib.util import find_spec as f; print(*(p for m in map(f, ("vllm", "headgate", "torch", "transformers")) if m for p in m.submodule_search_locations))')
-[ -z "$_folders" ] || python3 -m compileall -q -j 0 $_folders > /dev/null 2>&1
+[ -z "$_folders" ] || python3 -m compileall -qq -j 0 $_folders || echo "not all sources could be compiled to bytecode: starts may take longer"
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 BENCH_COMMIT=$(cat "$_dir/commit" 2>/dev/null)
 export VLLM_ALLREDUCE_USE_SYMM_MEM=0   # it uses NVLink multicast, which a shared host may not allow
 python3 -c "import flashinfer" 2>/dev/null || export VLLM_USE_FLASHINFER_SAMPLER=0

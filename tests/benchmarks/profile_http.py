@@ -23,7 +23,7 @@ from tests.benchmarks.load import Load
 from tests.benchmarks.machine import slots_for
 from tests.benchmarks.models import size_of
 from tests.benchmarks.servers import FEATURES, Server, await_ready, start, stop
-from tests.benchmarks.suite_http import SERVED_NAME, Run, open_modules, shared_flags
+from tests.benchmarks.suite_http import SERVED_NAME, Run, open_modules, other_consumers, shared_flags
 from tests.benchmarks.workload import MODES, SHAPES, Asked, pick, server_of
 
 RATE_HZ, SECONDS = 200, 5
@@ -124,10 +124,10 @@ def main() -> int:
     options = read_options()
     options.out.mkdir(parents=True, exist_ok=True)
     names = dict.fromkeys(server_of(MODES[name], FEATURES) for name in options.modes)
-    size = size_of(options.model)
+    size, others = size_of(options.model), other_consumers(options.modes)
     with Load(4) as load:
         started = [
-            start(name, shared_flags(options), options.out, options.files, slots_for(size, 64))
+            start(name, shared_flags(options), options.out, options.files, slots_for(size, 64), others)
             for name in names
             if name is not None
         ]

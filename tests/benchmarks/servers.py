@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,12 +128,7 @@ class Server:
         Raises:
             TimeoutError: If they were not in time.
         """
-        deadline = time.monotonic() + timeout_s
-        while (found := self.metrics().get("consumer_requests", 0)) < requests:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.name}: {found:.0f} of {requests:.0f} results after {timeout_s} s")
-            time.sleep(0.02)
-        return time.monotonic()
+        return self._await("results", lambda: self.metrics().get("consumer_requests", 0), requests, timeout_s)
 
     def await_files(self, count: int, timeout_s: float) -> float:
         """Wait until the consumer ``far`` has published `count` files, and say when that was.
@@ -143,10 +138,13 @@ class Server:
         Raises:
             TimeoutError: If they were not in time.
         """
+        return self._await("files", lambda: len([*self.files.glob("far/run*/*.safetensors")]), count, timeout_s)
+
+    def _await(self, what: str, count: Callable[[], float], wanted: float, timeout_s: float) -> float:
         deadline = time.monotonic() + timeout_s
-        while (found := len(list((self.files / "far").glob("run*/*.safetensors")))) < count:
+        while (found := count()) < wanted:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.name}: {found} of {count} files after {timeout_s} s")
+                raise TimeoutError(f"{self.name}: {found:.0f} of {wanted:.0f} {what} after {timeout_s} s")
             time.sleep(0.02)
         return time.monotonic()
 

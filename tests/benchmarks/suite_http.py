@@ -277,6 +277,11 @@ def runnable(modes: Sequence[str], servers: Sequence[str]) -> list[str]:
     return [name for name in modes if server_of(MODES[name], has) is not None]
 
 
+def other_consumers(modes: Sequence[str]) -> list[str]:
+    """Those of `OTHERS` that `modes` need."""
+    return sorted({MODES[name].consumer for name in modes} & OTHERS.keys())
+
+
 def open_modules(run: Run) -> None:
     """Register the named module wherever it is used; forget modes whose server lacks it."""
     is_used = any(MODES[name].is_named for name in run.options.modes)
@@ -302,7 +307,7 @@ def serve(options: argparse.Namespace, load: Load) -> int:
     flags = shared_flags(options)
     most = max(SHAPES[name].in_flight for name in options.shapes)
     slots = slots_for(size_of(options.model), most)
-    others = sorted({MODES[name].consumer for name in options.modes} & OTHERS.keys())
+    others = other_consumers(options.modes)
     started = [start(name, flags, options.out, options.files, slots, others) for name in names]
     ready: list[Server] = []
     try:

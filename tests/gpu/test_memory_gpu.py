@@ -44,21 +44,22 @@ def run(mode: str, folder: Path) -> dict[str, Any]:
     return {**json.loads(said), "log": text}
 
 
-class Runs(dict[str, dict[str, Any]]):
-    """What each mode's engine said, when it is first asked for: stock, or headgate in one of three configurations."""
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What stock vLLM's engine said."""
+    return run("stock", tmp_path_factory.mktemp("memory"))
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
 
-    def __missing__(self, mode: str) -> dict[str, Any]:
-        self[mode] = run(mode, self._folder)
-        return self[mode]
+@pytest.fixture(scope="module", params=["steering", "capture", "both"])
+def mode(request: pytest.FixtureRequest) -> str:
+    """One of headgate's configurations."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("memory"))
+def ours(mode: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What its engine said."""
+    return run(mode, tmp_path_factory.mktemp("memory"))
 
 
 def printed_mib(log: str) -> dict[str, float]:
@@ -70,28 +71,24 @@ def printed_mib(log: str) -> dict[str, float]:
     return {name: float(match[1]) for name, match in found.items() if match}
 
 
-@pytest.mark.parametrize("mode", ["steering", "capture", "both"])
-def test_start_up_says_what_each_part_takes(runs, mode):
+def test_start_up_says_what_each_part_takes(ours, mode):
     wanted = {"steering", "capture"} if mode == "both" else {mode}
 
-    assert printed_mib(runs[mode]["log"]).keys() == wanted
+    assert printed_mib(ours["log"]).keys() == wanted
 
 
-@pytest.mark.parametrize("mode", ["steering", "capture", "both"])
-def test_what_is_printed_is_what_the_parts_hold(runs, mode):
-    held, printed = runs[mode]["device_bytes"] / MIB, sum(printed_mib(runs[mode]["log"]).values())
+def test_what_is_printed_is_what_the_parts_hold(ours):
+    held, printed = ours["device_bytes"] / MIB, sum(printed_mib(ours["log"]).values())
 
     assert abs(held - printed) < 0.2, (held, printed)
 
 
-@pytest.mark.parametrize("mode", ["steering", "capture", "both"])
-def test_the_device_has_that_much_less_free_than_under_stock(runs, mode):
-    used = (runs[mode]["used_bytes"] - runs["stock"]["used_bytes"]) / MIB
-    held = runs[mode]["device_bytes"] / MIB
+def test_the_device_has_that_much_less_free_than_under_stock(ours, stock):
+    used = (ours["used_bytes"] - stock["used_bytes"]) / MIB
+    held = ours["device_bytes"] / MIB
 
     assert abs(used - held) < TOLERANCE_MIB, f"{used:.0f} MiB more in use, {held:.0f} MiB accounted for"
 
 
-@pytest.mark.parametrize("mode", ["steering", "capture", "both"])
-def test_the_model_and_the_cache_are_stock_s(runs, mode):
-    assert runs[mode]["kv_tokens"] == runs["stock"]["kv_tokens"]
+def test_the_model_and_the_cache_are_stock_s(ours, stock):
+    assert ours["kv_tokens"] == stock["kv_tokens"]

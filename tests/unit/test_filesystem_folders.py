@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import threading
@@ -168,8 +169,11 @@ def test_a_file_without_a_name_leaves_nothing(tmp_path: Path) -> None:
 
 @each_layout
 @pytest.mark.usefixtures("named_only")
-def test_a_file_system_that_wants_names_gets_the_same_files(tmp_path: Path, layout: str) -> None:
-    with capturing(tmp_path, layout=layout) as files:
+def test_a_file_system_that_wants_names_gets_the_same_files(
+    tmp_path: Path, layout: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), capturing(tmp_path, layout=layout) as files:
+        assert "files get a name there before they are whole" in caplog.text
         assert not files.feed.consumer._store._temp.takes_unnamed
         request = files.request()
         files.feed.whole(request)

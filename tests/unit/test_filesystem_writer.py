@@ -104,7 +104,10 @@ def test_room_that_a_task_takes_for_which_nobody_woke_the_thread_comes_free() ->
     writer = Writer("test", queue_bytes=10_000, settle=nothing, ended=nothing)
     writer.submit(partial(done.append, "small"), is_urgent=False)
 
-    writer.submit(partial(done.append, "large"), 1_000_000)
+    other = threading.Thread(target=lambda: writer.submit(partial(done.append, "large"), 1_000_000), daemon=True)
+    other.start()
+    other.join(TIMEOUT_S)
+    assert not other.is_alive(), "nobody makes room"
     writer.close()
 
     assert writer.join(TIMEOUT_S)
