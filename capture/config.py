@@ -74,8 +74,9 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
         spill_dir: Folder for ``overload="spill"``; the system's temporary folder if None.
         self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
         fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
-        result_wait_s: Seconds a finished request waits for its results before they are ``pending``; requests
-            with ``capture_wait`` wait up to `result_timeout_s`.
+        result_wait_s: Seconds a finished request waits for its results before they are ``pending``; it does not where
+            rows may wait for longer and other requests capture, too. Requests with ``capture_wait`` wait up to
+            `result_timeout_s`.
         result_timeout_s: Upper limit of that wait, and of `LLM`'s.
         close_timeout_s: Seconds that shutting down may take to deliver what is still queued.
         max_request_rows: Positions that one request may capture for one consumer, its samples together; no limit if

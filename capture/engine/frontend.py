@@ -50,6 +50,12 @@ class FrontEnd:
         self.model = model
         self.door = Door(config, model, consumers)
         self._drivers = frozenset(name for name, consumer in consumers.items() if consumer.location == "driver")
+        self._linger_s = {
+            name: consumer.linger_s if config.linger_s is None else config.linger_s
+            for name, consumer in consumers.items()
+        }
+        self._awaited: dict[str, float] = {}
+        """By the keys of the requests whose results are collected: seconds that their rows may wait in the worker."""
         self._num_stages = num_stages
         self._open_drivers = open_drivers
         self._lock = threading.Lock()
@@ -102,10 +108,12 @@ class FrontEnd:
     def expect(self, ask: Ask, num_samples: int) -> None:
         """Collect results from now on, if the request is answered."""
         if ask.reply is not None:
+            self._awaited[ask.key] = min((self._linger_s[instance] for instance in ask.specs), default=0.0)
             self.hub.expect(ask.key, instances=tuple(ask.specs), num_samples=num_samples, num_stages=self._num_stages)
 
     def forget(self, ask: Ask) -> None:
         """Nobody waits for `ask` any more; idempotent."""
+        self._awaited.pop(ask.key, None)
         if self._hub is not None:
             self._hub.close(ask.key)
 
@@ -116,13 +124,23 @@ class FrontEnd:
         finally:
             self.forget(ask)
 
+    def patience_s(self) -> float:
+        """Seconds that a finished request which did not ask to wait is worth waiting for.
+
+        While others run, workers leave its last rows where they are for as long as the consumers of all of them allow
+        (`capture.linger.Linger`). Where that is longer than a client would be kept waiting, the wait would be in vain.
+        """
+        awaited = list(self._awaited.values())
+        is_late = len(awaited) > 1 and min(awaited) > self.config.result_wait_s
+        return 0.0 if is_late else self.config.result_wait_s
+
     async def wait_async(self, ask: Ask, *, is_aborted: bool) -> CaptureResults:
         """Results of a finished request, waited for as long as it asked for.
 
         An aborted request may never have reached a worker that could answer, so it does not wait long.
         """
         is_patient = ask.wait and not is_aborted
-        timeout_s = self.config.result_timeout_s if is_patient else self.config.result_wait_s
+        timeout_s = self.config.result_timeout_s if is_patient else self.patience_s()
         try:
             return await self.hub.wait_async(ask.key, timeout_s)
         finally:

@@ -127,7 +127,7 @@ def step(original: Callable[..., Any]) -> Callable[..., Any]:
             if output.finished and output.request_id in desk.asks:
                 desk.take(output)
         if desk.finished and not desk.is_run_by_llm:
-            _collect(self, desk, desk.front.config.result_wait_s)
+            _collect(self, desk, desk.front.patience_s())
         return outputs
 
     return wrapped

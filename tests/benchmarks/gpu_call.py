@@ -19,7 +19,7 @@ import tarfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.benchmarks.models import MODELS, write_model
@@ -64,6 +64,7 @@ ROOM = ("--kv-gib", "3", "--engine", '{{"max_num_batched_tokens": 4096}}')
 """Two large models leave 10 GB: with usual settings their prompts may have to free memory in order to get some."""
 MAIN_MODES = ("stock", "installed", "both idle", "16 msgpack", "1 layer", "all layers")
 PARTS_MODES = ("stock", "installed", "both idle", "1 layer forgotten", "1 layer cut", "1 layer", "1 layer far")
+STEPS_MODES = ("stock", "both idle", "1 layer forgotten", "1 layer", "1 layer far", "16 msgpack")
 INLINE_MODES = ("stock", "both idle", "16 configs", "16 msgpack", "256 configs", "256 msgpack")
 
 
@@ -85,6 +86,13 @@ def http(name: str, shapes: Sequence[str], limit_s: int, *more: str) -> Step:
     pin = ("--pin",) if (os.cpu_count() or 1) >= 8 else ()
     options = (*pin, "--seconds", "{left}", "--files", "{files}", "--shapes", *shapes, *more)
     return Step(name, (*command, *options), limit_s, lines=60)
+
+
+def steps(limit_s: int) -> Step:
+    """The suite over HTTP with clocks in the engine cores."""
+    found = http("steps", ["short"], limit_s, "--servers", "stock", "both", "--modes", *STEPS_MODES)
+    command = tuple(part.replace("suite_http", "profile_steps") for part in found.command)
+    return replace(found, command=command)
 
 
 def suite(name: str, limit_s: int, *more: str) -> Step:
@@ -170,6 +178,7 @@ def steps_of(call: str, model: str) -> list[Step]:
         "http-parts": [
             http("http-parts", ["short"], LIMIT_S, "--servers", "stock", "installed", "both", "--modes", *PARTS_MODES),
         ],
+        "steps": [steps(LIMIT_S)],
         "http-main": [DISK, http("http-main", ["chat", "decode"], LIMIT_S, *three)],
         "suite": [DISK, suite(model, LIMIT_S, *engines, *own)],
         "tiny": [

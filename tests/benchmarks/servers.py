@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from tests.benchmarks import step_clocks
 from tests.benchmarks.machine import Cpus, keep_on
 
 READY = "Application startup complete"
@@ -206,13 +207,14 @@ def delays(page: str) -> dict[str, float]:
     return {name: sum(map(float, values)) for name, values in lines.items() if values}
 
 
-def publish_sinks(folder: Path) -> None:
-    """Let processes that have `folder` and the repository's root on their path find `SINKS`."""
-    about = folder / "headgate_benchmark_sinks-0.dist-info"
+def publish_plugins(folder: Path) -> None:
+    """Let processes that have `folder` and the repository's root on their path find `SINKS` and the step clocks."""
+    about = folder / "headgate_benchmark_plugins-0.dist-info"
     about.mkdir(parents=True, exist_ok=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: headgate-benchmark-sinks\nVersion: 0\n")
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: headgate-benchmark-plugins\nVersion: 0\n")
     lines = [f"{name} = {target}" for name, target in SINKS.items()]
-    (about / "entry_points.txt").write_text("\n".join(["[vllm.capture_consumers]", *lines, ""]))
+    lines = ["[vllm.capture_consumers]", *lines, "[vllm.general_plugins]", step_clocks.ENTRY_POINT, ""]
+    (about / "entry_points.txt").write_text("\n".join(lines))
 
 
 def environment(name: str, folder: Path, others: Sequence[str]) -> dict[str, str]:
@@ -224,11 +226,16 @@ def environment(name: str, folder: Path, others: Sequence[str]) -> dict[str, str
         "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),  # as in `turns`
         "VLLM_CACHE_ROOT": str(folder / f"{name}.cache"),  # each compiles for itself
     }
-    if plugins := {"stock": "none", "installed": None}.get(name, "headgate"):
+    plugins = {"stock": "none", "installed": ""}.get(name, "headgate")
+    has_clocks = bool(os.environ.get(step_clocks.FOLDER))
+    if has_clocks:
+        made[step_clocks.FOLDER] = str(Path(os.environ[step_clocks.FOLDER]) / name)
+        plugins = plugins and f"{plugins},{step_clocks.PLUGIN}"
+    if plugins:
         made["VLLM_PLUGINS"] = plugins
-    if SINKS.keys() & set(others):
-        publish_sinks(folder / "sinks")
-        made["PYTHONPATH"] = os.pathsep.join([str(folder / "sinks"), os.environ.get("PYTHONPATH", "")])
+    if has_clocks or SINKS.keys() & set(others):
+        publish_plugins(folder / "plugins")
+        made["PYTHONPATH"] = os.pathsep.join([str(folder / "plugins"), os.environ.get("PYTHONPATH", "")])
     return made
 
 

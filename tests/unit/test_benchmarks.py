@@ -26,7 +26,7 @@ from tests.benchmarks.figures import Answer, Round, percentile, ratios, spread, 
 from tests.benchmarks.gpu_call import SIDE_BY_SIDE
 from tests.benchmarks.load import Raw, events, read
 from tests.benchmarks.models import MODELS, ModelSize
-from tests.benchmarks.servers import FEATURES, SINKS, counters, delays, publish_sinks, start_facts
+from tests.benchmarks.servers import FEATURES, SINKS, counters, delays, publish_plugins, start_facts
 from tests.benchmarks.suite import jobs_of, rounds_of
 from tests.benchmarks.suite_http import delay_figures, read_options, runnable
 from tests.benchmarks.turns import LONG, Engine
@@ -134,8 +134,9 @@ def test_bodies_of_every_form_hold_the_same_vectors(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(SINKS))
 def test_servers_find_the_consumers_that_leave_work_undone(name: str, tmp_path: Path) -> None:
-    publish_sinks(tmp_path / "sinks")
-    found = {point.name: point for one in distributions(path=[str(tmp_path / "sinks")]) for point in one.entry_points}
+    publish_plugins(tmp_path)
+    points = [point for one in distributions(path=[str(tmp_path)]) for point in one.entry_points]
+    found = {point.name: point for point in points if point.group == "vllm.capture_consumers"}
     context = ConsumerContext(instance_name=name, model=EXAMPLE_MODEL)
     (mode,) = (mode for mode in MODES.values() if mode.consumer == name)
     asked = Asked(mode, SHAPES["tiny"], SIZE, "m", seed=1)

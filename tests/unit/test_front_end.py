@@ -151,6 +151,35 @@ def test_a_request_does_not_wait_long_unless_it_asks_to(front_ends: FrontEnds) -
     assert front.hub.stats().waiting == 0
 
 
+class Prompt(Rows):
+    linger_s = 0.0
+
+
+def test_a_request_does_not_wait_in_vain_while_the_rows_of_others_are_awaited(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Rows, prompt=Prompt)
+    asked, other = ask(front, capture=ASKING), ask(front, capture=ASKING)
+    prompt = ask(front, capture={"prompt": ASKING["rows"]})
+    wait_s = front.config.result_wait_s
+
+    for wanted, running in ((wait_s, asked), (0.0, other), (wait_s, prompt)):
+        front.expect(running, 1)
+        assert front.patience_s() == wanted
+    front.forget(prompt)
+    assert front.patience_s() == 0.0
+    assert asyncio.run(front.wait_async(other, is_aborted=False)).merged["rows"].status == "pending"
+    assert front.patience_s() == wait_s
+
+
+def test_what_is_there_is_answered_without_waiting(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Rows)
+    asked, other = ask(front, capture=ASKING), ask(front, capture=ASKING)
+    for each in (asked, other):
+        front.expect(each, 1)
+    deliver(front, asked, num_rows=3)
+
+    assert asyncio.run(front.wait_async(asked, is_aborted=False)).merged["rows"].num_rows == 3
+
+
 def test_a_request_that_asks_to_waits_for_its_results(front_ends: FrontEnds) -> None:
     front = front_ends(rows=Rows)
     asked = ask(front, capture=ASKING, capture_wait=True)
