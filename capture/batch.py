@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
+_INT64 = np.dtype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,12 @@ class BatchView:
     num_computed: Int64Array
 
     def __post_init__(self) -> None:
-        for name in ("starts", "num_scheduled", "num_computed"):
-            array = getattr(self, name)
+        shape = (len(self.req_ids),)
+        arrays = (self.starts, self.num_scheduled, self.num_computed)
+        for name, array in zip(("starts", "num_scheduled", "num_computed"), arrays, strict=True):
             # A longer array, such as vLLM's query_start_loc with its closing entry, would broadcast over one request.
-            if array.shape != (len(self.req_ids),) or array.dtype != np.int64:
-                raise AssertionError(f"{name}: {array.dtype} {array.shape}, expected int64 ({len(self.req_ids)},)")
+            if array.shape != shape or array.dtype != _INT64:
+                raise AssertionError(f"{name}: {array.dtype} {array.shape}, expected int64 {shape}")
 
     @property
     def num_tokens(self) -> int:
@@ -50,13 +52,13 @@ class NewRequest:
 
     Attributes:
         req_id: Internal id: unique among running requests.
-        prompt_token_ids: int64 ``[num_prompt_tokens]``.
+        prompt_token_ids: ``num_prompt_tokens`` integers, a copy of the engine's.
         wire: The dict that the front end put under ``extra_args["headgate"]``; None when the request asks
             for nothing.
     """
 
     req_id: str
-    prompt_token_ids: Int64Array
+    prompt_token_ids: Sequence[int] | Int64Array
     wire: Mapping[str, Any] | None = None
 
     @property

@@ -28,13 +28,13 @@ class RequestBegins:
     Attributes:
         req_id: Internal id. If it is known already, the request under it is given up for this one.
         num_prompt: Length of its prompt.
-        requests: Consumer bit to the request in that consumer's lane.
+        requests: Makes the request for each consumer's lane, by the consumer's bit.
         is_same_client: That request's results go where this one's go, so that one result is enough for both.
     """
 
     req_id: str
     num_prompt: int
-    requests: Mapping[int, LaneRequest]
+    requests: Callable[[], Mapping[int, LaneRequest]]
     is_same_client: bool = False
 
 
@@ -161,11 +161,12 @@ class Dispatcher:
             self._try(self._end, end)
 
     def _begin(self, item: RequestBegins) -> None:
+        requests = item.requests()
         for bit, request in self._splitter.end(item.req_id).items():
-            self._lanes[bit].replace(request, is_silent=bit in item.requests and item.is_same_client)
-        self._splitter.begin(item.req_id, item.requests)
+            self._lanes[bit].replace(request, is_silent=bit in requests and item.is_same_client)
+        self._splitter.begin(item.req_id, requests)
         self._books[item.req_id] = TokenBook(item.num_prompt)
-        for bit, request in item.requests.items():
+        for bit, request in requests.items():
             self._lanes[bit].begin(request)
 
     def _end(self, item: RequestEnds) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from headgate.capture.batch import BatchView, Int64Array
 from headgate.capture.sites import Site
-from headgate.capture.spans import spans_of
+from headgate.capture.spans import count_up, spans_of
 from headgate.capture.spec import CaptureSpec
 from headgate.capture.stepplan import PackGroup, StepPlan
 from headgate.capture.wants import BoolArray, Chosen, Shape, SiteSet, WantReader, Wants, list_keys
@@ -204,36 +204,40 @@ class _Fresh:
 
     def whole(self, shape: Shape, req_ids: tuple[str, ...]) -> StepPlan:
         """The plan where all is wanted, by requests of one shape, at the same sites, and batch rows are in order."""
-        batch_rows, positions = _prolonged([self.batch_rows, self.begins], self.counts)
-        (chosen,) = shape.choose_all(len(positions))
         stops = [*accumulate(self.counts)]
+        starts, total = [0, *stops[:-1]], stops[-1]
+        (chosen,) = shape.choose_all(total)
         found = [req_ids[member] for member in self.members]
         group = PackGroup(
             sites=chosen.site_set.sites,
             site_ids=chosen.site_set.ids,
-            rows=np.arange(len(positions)),
-            positions=positions,
+            rows=count_up(0, total),
+            positions=_prolonged(self.begins, starts, self.counts),
             masks=chosen.masks,
-            spans=tuple(zip(found, [0, *stops[:-1]], stops, strict=True)),
+            spans=tuple(zip(found, starts, stops, strict=True)),
         )
-        return StepPlan(batch_rows, (group,))
+        first = self.batch_rows[0]
+        is_dense = self.batch_rows[-1] + self.counts[-1] - first == total
+        token_rows = count_up(first, first + total) if is_dense else _prolonged(self.batch_rows, starts, self.counts)
+        return StepPlan(token_rows, (group,))
 
     def rows_of(self, picks: Sequence[int]) -> _Rows:
         """The rows of some of them."""
         counts = [self.counts[pick] for pick in picks]
-        firsts = [[self.batch_rows[pick] for pick in picks], [self.begins[pick] for pick in picks]]
-        batch_rows, positions = _prolonged(firsts, counts)
+        starts = [0, *accumulate(counts)][:-1]
+        batch_rows = _prolonged([self.batch_rows[pick] for pick in picks], starts, counts)
+        positions = _prolonged([self.begins[pick] for pick in picks], starts, counts)
         return _Rows(np.repeat([self.members[pick] for pick in picks], counts), batch_rows, positions)
 
 
-def _prolonged(firsts: list[list[int]], counts: list[int]) -> Int64Array:
-    """Numbers that count up from each entry of `firsts`, so many as `counts` says: int64 ``[len(firsts), N]``."""
-    begun = np.array(firsts, dtype=np.int64)
-    total = sum(counts)
+def _prolonged(firsts: list[int], starts: list[int], counts: list[int]) -> Int64Array:
+    """Numbers that count up from each entry of `firsts`, so many as `counts` says, which begin at `starts`: ``[N]``."""
+    total = starts[-1] + counts[-1]
     if total == len(counts):
-        return begun
-    before = np.array([0, *accumulate(counts)][:-1])
-    prolonged: Int64Array = np.repeat(begun - before, counts, axis=1) + np.arange(total)
+        return np.array(firsts, dtype=np.int64)
+    bases = [first - start for first, start in zip(firsts, starts, strict=True)]
+    prolonged: Int64Array = np.repeat(np.array(bases, dtype=np.int64), counts)
+    prolonged += count_up(0, total)
     return prolonged
 
 
@@ -256,13 +260,14 @@ class _RequestTable:
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        num_terms = len(wants.bounds)
-        if num_terms > len(self._bounds):
-            self._bounds = _enlarged(self._bounds, axis=0, size=num_terms)
         self._slots[req_id] = slot
         self._wants[slot] = wants
-        self._next[slot], self._end[slot] = int(wants.bounds[:, 0].min()), int(wants.bounds[:, 1].max())
-        self._bounds[:num_terms, :, slot] = wants.bounds
+        self._next[slot], self._end[slot] = wants.first, wants.end
+        if not wants.shape.is_run:  # of a run, nobody asks for the terms' bounds
+            num_terms = len(wants.bounds)
+            if num_terms > len(self._bounds):
+                self._bounds = _enlarged(self._bounds, axis=0, size=num_terms)
+            self._bounds[:num_terms, :, slot] = wants.bounds
         self._batch = None
 
     def remove(self, req_id: str) -> None:

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from headgate.capture.assemble import Assembler
 from headgate.capture.batch import BatchView, FinalState, NewRequest
 from headgate.capture.config import CaptureConsumersConfig, CaptureConsumerSpec
@@ -23,7 +25,7 @@ from headgate.capture.plan import StepPlanner
 from headgate.capture.registry import OpenConsumer, close_consumers, load_configured, open_consumers
 from headgate.capture.results import CaptureResult
 from headgate.capture.sites import Site
-from headgate.capture.spec import CaptureSpec
+from headgate.capture.spec import CaptureSpec, SpecReader
 from headgate.capture.staging import StagingRing
 from headgate.capture.stats import CaptureStats
 from headgate.capture.stepplan import StepPlan
@@ -100,7 +102,7 @@ class CaptureSession:
         pp_size: int = 1,
     ) -> None:
         self.model = model
-        self._sites = frozenset(sites)
+        self._specs = SpecReader(sites)
         self._bits = {consumer.spec.instance: consumer.bit for consumer in consumers}
         self._staging = staging
         self._outlet = outlet
@@ -140,14 +142,17 @@ class CaptureSession:
             return
         if new.req_id in self._keys or new.req_id in self._ends:
             self._collect()  # what belongs to the request that was known under this id
-        requests = {self._bit(instance): self._request(new, raw) for instance, raw in capture.items()}
-        specs = {bit: request.info.spec for bit, request in requests.items()}
+        if capture and wire.get("v") != WIRE_VERSION:
+            raise RuntimeError(f"request {new.req_id}: expected wire version {WIRE_VERSION}, got {wire}")
+        specs = {self._bit(instance): self._specs.read(raw) for instance, raw in capture.items()}
         self._step_thread = threading.get_ident()
         is_same_client = self._keys.get(new.req_id) == key
+        # What lanes need to know of it is put together on the dispatch thread: every step waits for this one.
+        requests = partial(_lane_requests, new, specs)
         begins = RequestBegins(new.req_id, new.num_prompt_tokens, requests, is_same_client)
         if self._handoff.put(begins):
             self._keys[new.req_id] = key
-            self._linger.begin(new.req_id, requests)
+            self._linger.begin(new.req_id, specs)
             if wire["wait"]:
                 self._urgent.add(new.req_id)
             self._planner.add(new.req_id, new.num_prompt_tokens, specs)
@@ -285,26 +290,6 @@ class CaptureSession:
             )
         return bit
 
-    def _request(self, new: NewRequest, raw: Mapping[str, Any]) -> LaneRequest:
-        """The request as one consumer knows it, with the sites of this worker."""
-        wire = new.wire
-        if wire is None or wire["v"] != WIRE_VERSION:
-            raise RuntimeError(f"request {new.req_id}: expected wire version {WIRE_VERSION}, got {wire}")
-        spec = CaptureSpec.from_wire(raw)
-        num_samples = int(wire["n"])
-        return LaneRequest(
-            RequestInfo(
-                request_id=new.req_id,
-                client_request_id=wire["id"],
-                # With n > 1 vLLM calls the samples "0_ID", "1_ID", ...
-                sample_index=int(new.req_id.split("_", 1)[0]) if num_samples > 1 else 0,
-                num_samples=num_samples,
-                prompt_token_ids=new.prompt_token_ids,
-                spec=replace(spec, sites=tuple(site for site in spec.sites if site in self._sites)),
-                origin=Origin(reply=wire["reply"], key=wire["key"]),
-            )
-        )
-
     def _send(self, instance: str, request: RequestInfo, result: CaptureResult) -> None:
         origin = request.origin
         if origin is None:
@@ -359,6 +344,27 @@ def open_session(
     except BaseException:
         close_consumers(opened, config.close_timeout_s)
         raise
+
+
+def _lane_requests(new: NewRequest, specs: Mapping[int, CaptureSpec]) -> Mapping[int, LaneRequest]:
+    """The request as each consumer knows it, by the consumer's bit."""
+    wire: Mapping[str, Any] = new.wire or {}
+    prompt_token_ids = np.asarray(new.prompt_token_ids, dtype=np.int64)
+    made = {}
+    for bit, spec in specs.items():
+        num_samples = int(wire["n"])
+        info = RequestInfo(
+            request_id=new.req_id,
+            client_request_id=wire["id"],
+            # With n > 1 vLLM calls the samples "0_ID", "1_ID", ...
+            sample_index=int(new.req_id.split("_", 1)[0]) if num_samples > 1 else 0,
+            num_samples=num_samples,
+            prompt_token_ids=prompt_token_ids,
+            spec=spec,
+            origin=Origin(reply=wire["reply"], key=wire["key"]),
+        )
+        made[bit] = LaneRequest(info)
+    return made
 
 
 def _linger_s(opened: OpenConsumer, config: CaptureConsumersConfig) -> float:

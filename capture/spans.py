@@ -11,6 +11,18 @@ from headgate.capture.batch import Int64Array
 RequestSpans = tuple[tuple[str, int, int], ...]
 """``(req_id, start, stop)``, next to each other, in order."""
 
+_numbers: Int64Array = np.arange(0)
+
+
+def count_up(start: int, stop: int) -> Int64Array:
+    """Numbers from `start` up to `stop`, exclusive: int64 ``[stop - start]``, read-only. All share one memory."""
+    global _numbers
+    if stop > len(_numbers):
+        numbers = np.arange(max(stop, 2 * len(_numbers)))
+        numbers.flags.writeable = False
+        _numbers = numbers
+    return _numbers[start:stop]
+
 
 def changes(values: Int64Array) -> Int64Array:
     """Where a value differs from the one before it, int64, ascending."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from headgate.capture.positions import PositionSelector, selector_from_wire
 from headgate.capture.sites import HookPoint, Site, site_map, sort_sites
+
+MAX_KNOWN, MAX_KNOWN_BYTES = 256, 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,3 +46,30 @@ class CaptureSpec:
             positions=selector_from_wire(wire["positions"]),
             options=wire["options"],
         )
+
+
+class SpecReader:
+    """Reads specs off the wire for one worker. What many requests want alike is read once, but for their options.
+
+    Args:
+        sites: Those that the worker owns; others are left out.
+    """
+
+    def __init__(self, sites: Iterable[Site]) -> None:
+        self._sites = frozenset(sites)
+        self._known: dict[bytes, CaptureSpec] = {}
+
+    def read(self, wire: Mapping[str, Any]) -> CaptureSpec:
+        """Read `CaptureSpec.to_wire`'s form."""
+        key = msgspec.msgpack.encode((wire["sites"], wire["positions"]))
+        known = self._known.get(key)
+        if known is None:
+            known = CaptureSpec.from_wire(wire)
+            known = CaptureSpec(
+                sites=tuple(site for site in known.sites if site in self._sites), positions=known.positions
+            )
+            if len(key) <= MAX_KNOWN_BYTES:
+                if len(self._known) >= MAX_KNOWN:
+                    self._known.clear()
+                self._known[key] = known
+        return CaptureSpec(sites=known.sites, positions=known.positions, options=wire["options"])

@@ -195,13 +195,19 @@ class StagingRing:
             self._live_slots.add_(distance)
             return
         num_set = int(token_rows[-1]) + 1
+        if len(token_rows) == num_set:
+            if num_set < self._num_set:
+                self.slots[num_set : self._num_set].copy_(self._unwanted[num_set : self._num_set])
+            self._num_set, self._live_slots, self._all_rows = num_set, self.slots[:num_set], token_rows
+            torch.arange(self._base, self._next_slot, out=self._live_slots)
+            return
         num_sent = max(num_set, self._num_set)
         slots = self._link.slots_to_fill()
         slots[:num_sent] = self._unwanted_on_host[:num_sent]
         slots[token_rows] = np.arange(self._base, self._next_slot)
         self._link.send_slots(num_sent)
         self._num_set, self._live_slots = num_set, self.slots[:num_set]
-        self._all_rows = token_rows if len(token_rows) == num_set else None
+        self._all_rows = None
 
     def keep(self, plan: StepPlan) -> None:
         """Leave the rows of a step whose forward was launched in the ring, until `collect`.

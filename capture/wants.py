@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Literal, NamedTuple
 from weakref import WeakValueDictionary
@@ -25,7 +26,11 @@ BoolArray = npt.NDArray[np.bool_]
 Kind = Literal["run", "stride", "list"]
 """Of a term: consecutive positions, evenly spaced ones, or any others."""
 
+MAX_KNOWN = 256
+
 _Wanted = range | tuple[int, ...]
+_Asked = tuple[tuple[int, tuple[Site, ...], _Wanted], ...]
+"""``((consumer bit, its sites, wanted positions), ...)``, by bit."""
 _Terms = dict[_Wanted, dict[int, int]]
 """``{wanted positions: {site id: bits of the consumers}}``"""
 
@@ -88,7 +93,7 @@ class Shape:
     covers: tuple[SiteSet, ...]
     bits: Int64Array
 
-    @property
+    @cached_property
     def is_run(self) -> bool:
         """Whether everything from the first to the last wanted position is wanted, at all sites."""
         return self.kinds == ("run",)
@@ -113,16 +118,20 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Wants:
-    """What one request wants.
+    """What one request wants. Shared with other requests that want the same.
 
     Attributes:
-        shape: Shared with other requests.
+        shape: Shared with all requests of that shape.
+        first: First position that is wanted.
+        end: The one behind the last.
         bounds: int64 ``[T, 3]``: start, stop *(exclusive)* and step of each term; in place of the step, the number
             of a list.
         lists: For each term; None where the kind is not ``list``.
     """
 
     shape: Shape
+    first: int
+    end: int
     bounds: Int64Array
     lists: tuple[PositionList | None, ...]
 
@@ -143,6 +152,7 @@ class WantReader:
         self._lists: WeakValueDictionary[tuple[int, ...], PositionList] = WeakValueDictionary()
         self._shapes: WeakValueDictionary[object, Shape] = WeakValueDictionary()
         self._numbers = count()
+        self._known: dict[_Asked, Wants | None] = {}
 
     def read(self, num_prompt: int, specs: Mapping[int, CaptureSpec]) -> Wants | None:
         """Return what a request wants of this worker; None if that is nothing.
@@ -151,7 +161,21 @@ class WantReader:
             num_prompt: Length of the prompt.
             specs: Consumer bit to resolved spec.
         """
-        terms = self._terms(num_prompt, specs)
+        asked = tuple(
+            [(bit, spec.sites, spec.positions.wanted(num_prompt)) for bit, spec in sorted(specs.items())],
+        )
+        if any(isinstance(wanted, tuple) for _, _, wanted in asked):
+            return self._read(asked)
+        try:
+            return self._known[asked]
+        except KeyError:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            wants = self._known[asked] = self._read(asked)
+            return wants
+
+    def _read(self, asked: _Asked) -> Wants | None:
+        terms = self._terms(asked)
         if not terms:
             return None
         lists = tuple(self._list(wanted) if isinstance(wanted, tuple) else None for wanted in terms)
@@ -159,16 +183,16 @@ class WantReader:
             (wanted[0], wanted[-1] + 1, listed.number if listed else _step(wanted))
             for wanted, listed in zip(terms, lists, strict=True)
         ]
-        return Wants(self._shape(terms), np.array(bounds, dtype=np.int64), lists)
+        first, end = min(start for start, _, _ in bounds), max(stop for _, stop, _ in bounds)
+        return Wants(self._shape(terms), first, end, _constant(bounds), lists)
 
-    def _terms(self, num_prompt: int, specs: Mapping[int, CaptureSpec]) -> _Terms:
+    def _terms(self, asked: _Asked) -> _Terms:
         """In the order of the lowest consumer of each."""
         terms: _Terms = {}
-        for bit, spec in sorted(specs.items()):
+        for bit, sites, wanted in asked:
             if not 0 <= bit < MAX_CONSUMERS:
                 raise AssertionError(f"consumer bit {bit} does not fit a mask")
-            owned = [self._ids[site] for site in spec.sites if site in self._ids]
-            wanted = spec.positions.wanted(num_prompt)
+            owned = [self._ids[site] for site in sites if site in self._ids]
             if owned and wanted:
                 consumers = terms.setdefault(wanted, {})
                 for site_id in owned:

@@ -99,6 +99,9 @@ class RunnerSeam:
         self._hook = hooks.hook
         self._step_begins = straight(hooks.hook.headgate_step_begins)
         self._step_ends = straight(hooks.hook.headgate_step_ends)
+        self._request_added = straight(hooks.hook.headgate_request_added)
+        self._request_stopped = straight(hooks.hook.headgate_request_stopped)
+        self._request_finished = straight(hooks.hook.headgate_request_finished)
         self._layout = layout_of(runner)
         self._live: set[str] = set()
         self._ended: set[str] = set()
@@ -181,11 +184,11 @@ class RunnerSeam:
         for req_id in sorted(scheduler_output.finished_req_ids):
             if req_id in self._bystanders:
                 self._bystanders.remove(req_id)
-                self._hook.headgate_request_stopped(req_id=req_id)
+                self._request_stopped(req_id)
             elif req_id in self._live:
                 self._live.remove(req_id)
                 self._ended.add(req_id)
-                self._hook.headgate_request_stopped(req_id=req_id)
+                self._request_stopped(req_id)
                 if req_id not in finals:
                     self._finish(req_id, None)
         for req_id, final in finals.items():
@@ -200,14 +203,14 @@ class RunnerSeam:
             if data.req_id in self._ended:
                 self._finish(data.req_id, None)
             self._live.add(data.req_id)
-            self._hook.headgate_request_added(new=_new_request(data, wire))
+            self._request_added(_new_request(data, wire))
         elif wire is None and self._follows_bystanders and data.req_id not in self._bystanders:
             self._bystanders.add(data.req_id)
             self._hook.headgate_bystander_added(req_id=data.req_id, num_prompt_tokens=_num_prompt_tokens(data))
 
     def _finish(self, req_id: str, noted: Any) -> None:
         self._ended.remove(req_id)
-        self._hook.headgate_request_finished(req_id=req_id, final=_final(noted))
+        self._request_finished(req_id, _final(noted))
 
 
 def _wire(data: Any) -> Any:
@@ -220,7 +223,7 @@ def _new_request(data: Any, wire: Any) -> NewRequest:
         raise UnsupportedError(
             f"request {data.req_id}: prompts given as embeddings cannot be captured; the front end refuses them"
         )
-    return NewRequest(req_id=data.req_id, prompt_token_ids=np.asarray(data.prompt_token_ids, dtype=np.int64), wire=wire)
+    return NewRequest(req_id=data.req_id, prompt_token_ids=tuple(data.prompt_token_ids), wire=wire)
 
 
 def _num_prompt_tokens(data: Any) -> int:
