@@ -231,13 +231,18 @@ class _Fresh:
 
 
 def _prolonged(firsts: list[int], starts: list[int], counts: list[int]) -> Int64Array:
-    """Numbers that count up from each entry of `firsts`, so many as `counts` says, which begin at `starts`: ``[N]``."""
+    """Numbers that count up from each entry of `firsts`, so many as `counts` says, which begin at `starts`: ``[N]``.
+
+    Most are one number each; with cold caches, ``np.repeat`` takes as long as all of this.
+    """
     total = starts[-1] + counts[-1]
     if total == len(counts):
         return np.array(firsts, dtype=np.int64)
-    bases = [first - start for first, start in zip(firsts, starts, strict=True)]
-    prolonged: Int64Array = np.repeat(np.array(bases, dtype=np.int64), counts)
-    prolonged += count_up(0, total)
+    prolonged: Int64Array = np.empty(total, dtype=np.int64)
+    prolonged[starts] = firsts
+    for first, start, num in zip(firsts, starts, counts, strict=True):
+        if num > 1:
+            prolonged[start : start + num] = count_up(first, first + num)
     return prolonged
 
 
