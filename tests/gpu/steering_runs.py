@@ -2,7 +2,9 @@
 
 MODE is stock (no headgate), graphs (compiled, FULL CUDA graphs) or eager (the fused kernel). The last two serve the
 prompts once without steering and once with two of three requests steered, each by vectors of its own; with
-GPU_TEST_REPLAY the tokens of another run are the prompts, so that rows compare.
+GPU_TEST_REPLAY the tokens of another run are the prompts, so that rows compare. The engine core is in this process, so
+that batches do not depend on when requests arrive, and with them the last bits of sums: they are the same each time,
+which is checked.
 """
 
 from __future__ import annotations
@@ -66,14 +68,41 @@ def serve(llm: Any, *, steers: bool) -> list[dict[str, Any]]:
     return base.collect(llm.generate([{"prompt_token_ids": ids} for ids in requests], made, use_tqdm=False))
 
 
+class Batches:
+    """Notes which requests an engine computes how many tokens of, step by step.
+
+    Args:
+        llm: The engine, its core in this process.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        original, self._steps = scheduler.schedule, list[tuple[int, ...]]()
+
+        def schedule(*args: Any, **kwargs: Any) -> Any:
+            made = original(*args, **kwargs)
+            if made.num_scheduled_tokens:
+                self._steps.append(tuple(made.num_scheduled_tokens.values()))
+            return made
+
+        scheduler.schedule = schedule
+
+    def take(self) -> list[tuple[int, ...]]:
+        """Those since the last call."""
+        steps, self._steps = self._steps, []
+        return steps
+
+
 def main() -> None:
     """Serve one mode."""
     mode, out = sys.argv[1], sys.argv[2]
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     started = time.perf_counter()
     llm = base.open_engine(mode, headgate())
-    result: dict[str, Any] = {"start_s": time.perf_counter() - started, "plain": serve(llm, steers=False)}
+    start_s, batches = time.perf_counter() - started, Batches(llm)
+    result: dict[str, Any] = {"start_s": start_s, "plain": serve(llm, steers=False), "plain batches": batches.take()}
     if mode != "stock":
-        result["steered"] = serve(llm, steers=True)
+        result["steered"], result["steered batches"] = serve(llm, steers=True), batches.take()
         result["stats"] = llm.collective_rpc("headgate_stats")
         result["checksums"] = llm.collective_rpc("headgate_call", args=("steering", "checksum", {}))
     torch.save(result, out)

@@ -112,6 +112,7 @@ def test_rows_and_steering_of_two_gpus_equal_those_of_one(runs, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_steered_requests_generate_something_else_and_their_batch_mates_do_not(runs, kind):
     plain, mixed = runs[kind]["plain"], runs[kind]["steered"]
+    assert runs[kind]["plain batches"] == runs[kind]["steered batches"]
     same = [before["tokens"] == after["tokens"] for before, after in zip(plain, mixed, strict=True)]
     steered = [is_same for index, is_same in enumerate(same) if is_steered(index)]
     mates = [is_same for index, is_same in enumerate(same) if not is_steered(index)]
