@@ -14,7 +14,7 @@ import numpy as np
 
 from headgate.capture.batch import BatchView, Int64Array
 from headgate.capture.sites import Site
-from headgate.capture.spans import count_up, spans_of
+from headgate.capture.spans import count_up, prolonged, spans_of
 from headgate.capture.spec import CaptureSpec
 from headgate.capture.stepplan import PackGroup, StepPlan
 from headgate.capture.wants import BoolArray, Chosen, Shape, SiteSet, WantReader, Wants, list_keys
@@ -212,38 +212,22 @@ class _Fresh:
             sites=chosen.site_set.sites,
             site_ids=chosen.site_set.ids,
             rows=count_up(0, total),
-            positions=_prolonged(self.begins, starts, self.counts),
+            positions=prolonged(self.begins, starts, self.counts),
             masks=chosen.masks,
             spans=tuple(zip(found, starts, stops, strict=True)),
         )
         first = self.batch_rows[0]
         is_dense = self.batch_rows[-1] + self.counts[-1] - first == total
-        token_rows = count_up(first, first + total) if is_dense else _prolonged(self.batch_rows, starts, self.counts)
+        token_rows = count_up(first, first + total) if is_dense else prolonged(self.batch_rows, starts, self.counts)
         return StepPlan(token_rows, (group,))
 
     def rows_of(self, picks: Sequence[int]) -> _Rows:
         """The rows of some of them."""
         counts = [self.counts[pick] for pick in picks]
         starts = [0, *accumulate(counts)][:-1]
-        batch_rows = _prolonged([self.batch_rows[pick] for pick in picks], starts, counts)
-        positions = _prolonged([self.begins[pick] for pick in picks], starts, counts)
+        batch_rows = prolonged([self.batch_rows[pick] for pick in picks], starts, counts)
+        positions = prolonged([self.begins[pick] for pick in picks], starts, counts)
         return _Rows(np.repeat([self.members[pick] for pick in picks], counts), batch_rows, positions)
-
-
-def _prolonged(firsts: list[int], starts: list[int], counts: list[int]) -> Int64Array:
-    """Numbers that count up from each entry of `firsts`, so many as `counts` says, which begin at `starts`: ``[N]``.
-
-    Most are one number each; with cold caches, ``np.repeat`` takes as long as all of this.
-    """
-    total = starts[-1] + counts[-1]
-    if total == len(counts):
-        return np.array(firsts, dtype=np.int64)
-    prolonged: Int64Array = np.empty(total, dtype=np.int64)
-    prolonged[starts] = firsts
-    for first, start, num in zip(firsts, starts, counts, strict=True):
-        if num > 1:
-            prolonged[start : start + num] = count_up(first, first + num)
-    return prolonged
 
 
 class _RequestTable:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +15,6 @@ from tests.benchmarks.profile_steps import KINDS, SHOWN, column, read, table
 from tests.benchmarks.servers import environment, publish_plugins
 from tests.benchmarks.step_clocks import COLUMNS, Clocks
 
-STEP_S = 0.002
-
 
 class Core:
     """Schedules what it is given, one step after the other."""
@@ -25,7 +22,7 @@ class Core:
     def __init__(self, clocks: Clocks, steps: list[Any]) -> None:
         self.scheduler = SimpleNamespace(has_requests=lambda: bool(steps))
         schedule = clocks.timed("schedule", lambda: steps.pop(0) if steps else scheduled())
-        execute = clocks.timed("execute", lambda: time.sleep(STEP_S))
+        execute = clocks.timed("execute", lambda: sum(range(1000)))
 
         def step(core: Core) -> None:
             schedule()
@@ -67,7 +64,7 @@ def test_steps_are_noted_by_what_their_requests_capture(tmp_path: Path) -> None:
     assert {name: len(records) for name, (records, _) in found.items()} == {"idle": 13, "filesystem": 12}
     for records, periods in found.values():
         assert records.shape[1] == len(COLUMNS)
-        assert (column(records, "execute") >= STEP_S).all()
+        assert (column(records, "execute") > 0).all()
         assert (column(records, "execute") + column(records, "schedule") <= column(records, "step")).all()
         assert (periods >= column(records, "step")).all()
         assert (SHOWN["execute"](records) == column(records, "execute")).all()
