@@ -137,7 +137,8 @@ class Wants:
 
 
 class WantReader:
-    """Reads requests' specs. Equal parts are shared for as long as anybody holds them.
+    """Reads requests' specs. Equal parts are shared for as long as anybody holds them, and what was wanted lately is
+    not worked out again; lists of positions are, which may be long.
 
     Args:
         sites: Those that this worker owns, in ring order.
@@ -161,9 +162,7 @@ class WantReader:
             num_prompt: Length of the prompt.
             specs: Consumer bit to resolved spec.
         """
-        asked = tuple(
-            [(bit, spec.sites, spec.positions.wanted(num_prompt)) for bit, spec in sorted(specs.items())],
-        )
+        asked = tuple([(bit, spec.sites, spec.positions.wanted(num_prompt)) for bit, spec in sorted(specs.items())])
         if any(isinstance(wanted, tuple) for _, _, wanted in asked):
             return self._read(asked)
         try:
