@@ -34,7 +34,7 @@ PACKET_BYTES = packet([(lane_request(), [0])]).num_bytes
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The lanes' clock, which the test turns: ``clock.now``. It starts as the real one, by which tests end their waits."""
+    """The lanes' clock, which the test turns: ``clock.now``. It starts as the real one, by which waits of tests end."""
     clock = SimpleNamespace(now=time.monotonic())
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(lanes, "time", clock)
