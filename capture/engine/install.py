@@ -34,7 +34,7 @@ logger = logging.getLogger("headgate")
 
 ENGINE_GROUP = "headgate.engine"
 ENGINE_ATTRIBUTE = "headgate_worker"
-GRAPH_ABI = 10
+GRAPH_ABI = 11
 """Part of the compile-cache key: raise it whenever the code in `graph` or an action changes what is traced or
 what inductor makes of it."""
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.engine.apart import inductor_for
-from headgate.capture.engine.early import read_early
+from headgate.capture.engine.early import fetch_early, read_early
 
 if TYPE_CHECKING:
     from torch._inductor.ir import TensorBox
@@ -126,7 +126,7 @@ def _writing(names: set[str], written: Iterable[str], buffers: Mapping[str, Any]
 
 
 def _keep_blocks(kernel_class: Any, config: Any) -> None:
-    """And read early what does not count."""
+    """And ask early for what the kernel would wait for."""
     generate = kernel_class.codegen_kernel
     if hasattr(generate, _NAMES):
         return
@@ -139,7 +139,8 @@ def _keep_blocks(kernel_class: Any, config: Any) -> None:
         with config.patch(dynamic_scale_rblock=False):
             source = generate(kernel, *args, **kwargs)
         pointers = kernel.args.input_buffers  # not of what it writes to
-        return read_early(source, {pointers[name] for name in names if name in pointers})
+        source = read_early(source, {pointers[name] for name in names if name in pointers})
+        return source if torch.version.hip else fetch_early(source)
 
     setattr(generate_as_chosen, _NAMES, True)
     kernel_class.codegen_kernel = generate_as_chosen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headgate.capture.engine.early import read_early
+from headgate.capture.engine.early import fetch_early, read_early
 
 KERNEL = """\
 @triton.jit
@@ -57,3 +57,53 @@ def test_a_kernel_without_a_loop_stays_as_it_is():
     source = kernel("tmp2 = tl.load(in_ptr1 + (x0), xmask)").replace("for r0_offset", "if r0_offset")
 
     assert read_early(source, {"in_ptr1"}) == source
+
+
+SHARED = "tl.load(in_ptr3 + (r0_1), r0_mask, eviction_policy='evict_last', other=0.0).to(tl.float32)"
+
+
+def test_what_later_passes_read_for_all_rows_alike_is_fetched_in_front_of_the_first():
+    twice = f"        tmp3 = {SHARED}\n        tmp4 = {SHARED}\n        tl.store("
+    source = kernel().replace("        tl.store(", twice)
+
+    found = fetch_early(source)
+
+    start, end = source[:FIRST_LOOP], source[FIRST_LOOP:]
+    assert found.startswith(start)
+    assert found.endswith(end)
+    added = found[len(start) : -len(end)]
+    assert added.startswith("    if tl.program_id(0) == 0:\n        for r0_ahead in tl.range(0, r0_numel, R0_BLOCK):\n")
+    assert added.count("prefetch.global.L2") == added.count("[in_ptr3 + r0_fetched]") == 1
+    assert "tl.load" not in added
+    assert "tl.store" not in added
+
+
+@pytest.mark.parametrize(
+    ("offset", "address"), [("4096 + ", "in_ptr3 + 4096 + r0_fetched"), ("", "in_ptr3 + r0_fetched")]
+)
+def test_each_part_of_what_is_read_is_fetched(offset, address):
+    read = f"        tmp3 = tl.load(in_ptr3 + ({offset}r0_1), None, other=0.0)\n        tl.store("
+
+    assert f"[{address}]" in fetch_early(kernel().replace("        tl.store(", read))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        "tl.load(in_ptr3 + (r0_1 + 4096*x0), r0_mask & xmask)",  # a row's own
+        "tl.load(out_ptr0 + (r0_1), r0_mask)",  # made by the kernel
+        "tl.load(in_ptr3 + (x0), xmask)",
+        "tl.load(in_ptr3 + (r0_1 // 2), r0_mask)",
+    ],
+)
+def test_nothing_else_is_fetched(read):
+    source = kernel().replace("        tl.store(", f"        tmp3 = {read}\n        tl.store(")
+
+    assert fetch_early(source) == source
+
+
+def test_what_the_first_pass_reads_is_not_fetched():
+    source = kernel().replace("        tmp0 =", f"        tmp3 = {SHARED}\n        tmp0 =")
+
+    assert fetch_early(source) == source
+    assert fetch_early("no kernel") == "no kernel"
