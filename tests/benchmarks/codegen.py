@@ -4,10 +4,10 @@ Triton code is generated for a GPU that is made up, and not compiled. For two no
 with and without an addition to the stream, this shows of each kernel what inductor's heuristics look at: values it
 loads and stores, and reductions. From 10 loads and reductions on, a reduction's blocks are halved, and its additions
 come in another order; with up to 8, and if the memory moved says so, a block as long as a row is tried, too ("row").
-Blocks that are "scaled" become shorter if the kernel needs many registers; "late" are
-reads of one value a row behind the first pass over it. The counts of `stock` and `traced` for Gemma
-are those found on an H200 (torch 2.11). `ahead` is what headgate does there: `pooled`, and the vector of the mid stream
-where the kernel before attention stores the stream; `both` is that, and the capture of ``post_mlp``.
+Blocks that are "scaled" become shorter if the kernel needs many registers; "late" are reads of one value a row behind
+the first pass over it, "fetched" weights that are asked for in front of it. The counts of `stock` and `traced` for
+Gemma are those found on an H200 (torch 2.11). `ahead` is what headgate does there: `pooled`, and the vector of the mid
+stream where the kernel before attention stores the stream; `both` is that, and the capture of ``post_mlp``.
 
 Ways to add: see `headgate.steering.lowering`.
 """
@@ -168,7 +168,8 @@ def show(family: str, way: str, code: str) -> None:
     passes = code.partition("\n    for r0_offset in ")[2]
     late = len(re.findall(r"\n    tmp\d+ = tl\.load", passes))
     counts = f"loads {loads:2} reductions {reductions} stores {stores}"
-    print(f"{family} {way:10} {counts}: {cut:7} {fate:7} late {late} {kernel[1][11:70]}")
+    fetched = code.count("prefetch.global")
+    print(f"{family} {way:10} {counts}: {cut:7} {fate:7} late {late} fetched {fetched} {kernel[1][11:70]}")
 
 
 def main() -> None:

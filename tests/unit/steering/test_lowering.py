@@ -148,6 +148,8 @@ def test_kernels_for_a_gpu_are_cut_into_blocks_as_they_are_without_us():
             assert [kernel.fate for kernel in found] == ["scaled", "kept"]
             assert [kernel.num_late for kernel in found] == [kernel.num_late for kernel in stock]
             assert found[1].stores == stock[1].stores + stores  # the ring's
+        norms = {"gemma": 3, "llama": 1}[family]  # of which the later passes read the weights
+        assert [kernel.num_fetched for kernel in (*stock, *ahead, *both)] == [0, 0, 0, norms, 0, norms]
 
 
 class Kernel(NamedTuple):
@@ -156,12 +158,15 @@ class Kernel(NamedTuple):
     cut: str
     fate: str
     num_late: int
+    num_fetched: int
 
 
 def kernels(printed: str, family: str, way: str) -> list[Kernel]:
     lines = [line.split() for line in printed.splitlines()]
     found = [line[2:] for line in lines if line[:2] == [family, way]]
-    return [Kernel(line[:4], int(line[5].rstrip(":")), line[6], line[7], int(line[9])) for line in found]
+    return [
+        Kernel(line[:4], int(line[5].rstrip(":")), line[6], line[7], int(line[9]), int(line[11])) for line in found
+    ]
 
 
 @pytest.mark.parametrize(
