@@ -164,9 +164,7 @@ class Kernel(NamedTuple):
 def kernels(printed: str, family: str, way: str) -> list[Kernel]:
     lines = [line.split() for line in printed.splitlines()]
     found = [line[2:] for line in lines if line[:2] == [family, way]]
-    return [
-        Kernel(line[:4], int(line[5].rstrip(":")), line[6], line[7], int(line[9]), int(line[11])) for line in found
-    ]
+    return [Kernel(line[:4], int(line[5].rstrip(":")), line[6], line[7], int(line[9]), int(line[11])) for line in found]
 
 
 @pytest.mark.parametrize(
