@@ -16,6 +16,8 @@ _READ = re.compile(r"    tmp\d+ = tl\.load\((\w+) \+ \((\w+)\), (\w+)(?:, evicti
 _SHARED = re.compile(r"tl\.load\((in_ptr\d+) \+ \(((?:\d+ \+ )?)r0_\d+\), (?:r0_mask|None)\W")
 _ASSIGNED = re.compile(r"    (\w+)(?:: tl\.constexpr)? = ")
 
+_STEP = 16
+"""Values between two that are fetched: 32 bytes of bfloat16, a sector of the cache."""
 # By one program for all: where 64 ask for the same sectors at once, Gemma's kernel takes 1.2 us longer (H200).
 _FETCH = """\
     if tl.program_id(0) == 0:
@@ -26,8 +28,6 @@ _FETCH_ONE = """\
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [{address}], tl.int32, False, 1)\
 """
-_STEP = 16
-"""Values between two that are fetched: 32 bytes of bfloat16, a sector of the cache."""
 
 
 def read_early(source: str, pointers: Collection[str]) -> str:
@@ -58,12 +58,15 @@ def fetch_early(source: str) -> str:
         source: Of one kernel, for a GPU that understands PTX.
     """
     lines = source.split("\n")
-    first, *later = _loops(lines) or [0]
-    reads = [_SHARED.search(line) for start in later[:1] for line in lines[start:]]
-    if addresses := dict.fromkeys(f"{read[1]} + {read[2]}r0_fetched" for read in reads if read):
-        fetches = [_FETCH_ONE.format(address=address) for address in addresses]
-        lines[first:first] = [_FETCH.format(step=_STEP), *fetches]
-    return "\n".join(lines)
+    loops = _loops(lines)
+    if len(loops) < 2:
+        return source
+    reads = map(_SHARED.search, lines[loops[1] :])
+    addresses = dict.fromkeys(f"{read[1]} + {read[2]}r0_fetched" for read in reads if read)
+    if not addresses:
+        return source
+    fetches = [_FETCH.format(step=_STEP), *(_FETCH_ONE.format(address=address) for address in addresses)]
+    return "\n".join([*lines[: loops[0]], *fetches, *lines[loops[0] :]])
 
 
 def _loops(lines: list[str]) -> list[int]:

@@ -140,7 +140,7 @@ def _keep_blocks(kernel_class: Any, config: Any) -> None:
             source = generate(kernel, *args, **kwargs)
         pointers = kernel.args.input_buffers  # not of what it writes to
         source = read_early(source, {pointers[name] for name in names if name in pointers})
-        return source if torch.version.hip else fetch_early(source)
+        return source if torch.version.hip else fetch_early(source)  # AMD's compiler does not understand PTX
 
     setattr(generate_as_chosen, _NAMES, True)
     kernel_class.codegen_kernel = generate_as_chosen

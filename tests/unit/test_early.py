@@ -27,6 +27,11 @@ def kernel(*between: str) -> str:
     return KERNEL.replace("{between}", "\n".join(f"    {line}" for line in between))
 
 
+def kernel_that_reads_late(*reads: str) -> str:
+    lines = "".join(f"        tmp{number} = {read}\n" for number, read in enumerate(reads, 3))
+    return kernel().replace("        tl.store(", f"{lines}        tl.store(")
+
+
 def test_reads_between_the_passes_come_before_the_first_in_their_order():
     slots = "tmp2 = tl.load(in_ptr1 + (x0), xmask, eviction_policy='evict_last')"
     places = "tmp3 = tl.load(in_ptr2 + (x0), None)"
@@ -63,8 +68,7 @@ SHARED = "tl.load(in_ptr3 + (r0_1), r0_mask, eviction_policy='evict_last', other
 
 
 def test_what_later_passes_read_for_all_rows_alike_is_fetched_in_front_of_the_first():
-    twice = f"        tmp3 = {SHARED}\n        tmp4 = {SHARED}\n        tl.store("
-    source = kernel().replace("        tl.store(", twice)
+    source = kernel_that_reads_late(SHARED, SHARED)
 
     found = fetch_early(source)
 
@@ -82,9 +86,9 @@ def test_what_later_passes_read_for_all_rows_alike_is_fetched_in_front_of_the_fi
     ("offset", "address"), [("4096 + ", "in_ptr3 + 4096 + r0_fetched"), ("", "in_ptr3 + r0_fetched")]
 )
 def test_each_part_of_what_is_read_is_fetched(offset, address):
-    read = f"        tmp3 = tl.load(in_ptr3 + ({offset}r0_1), None, other=0.0)\n        tl.store("
+    source = kernel_that_reads_late(f"tl.load(in_ptr3 + ({offset}r0_1), None, other=0.0)")
 
-    assert f"[{address}]" in fetch_early(kernel().replace("        tl.store(", read))
+    assert f"[{address}]" in fetch_early(source)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +101,7 @@ def test_each_part_of_what_is_read_is_fetched(offset, address):
     ],
 )
 def test_nothing_else_is_fetched(read):
-    source = kernel().replace("        tl.store(", f"        tmp3 = {read}\n        tl.store(")
+    source = kernel_that_reads_late(read)
 
     assert fetch_early(source) == source
 
