@@ -33,13 +33,13 @@ def parse_server(document: object) -> ServerConfig:
         ConfigError: On an unknown key, a wrong type or a value out of range.
     """
     if document is not None and not isinstance(document, Mapping):
-        raise ConfigError(f"{_WHERE}: expected an object, got {document!r}")
+        raise ConfigError(f"{_SERVER_WHERE}: expected an object, got {document!r}")
     try:
         config = msgspec.convert(dict(document or {}), ServerConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{_WHERE}: {error}") from error
+        raise ConfigError(f"{_SERVER_WHERE}: {error}") from error
     if config.max_body_bytes < 1:
-        raise ConfigError(f"{_WHERE}: max_body_bytes must be at least 1, got {config.max_body_bytes}")
+        raise ConfigError(f"{_SERVER_WHERE}: max_body_bytes must be at least 1, got {config.max_body_bytes}")
     return config
 
 
@@ -49,4 +49,4 @@ def server_config(additional_config: Any) -> ServerConfig:
     return parse_server(ours.get("server") if isinstance(ours, Mapping) else None)
 
 
-_WHERE = "additional_config['headgate']['server']"
+_SERVER_WHERE = "additional_config['headgate']['server']"

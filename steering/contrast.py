@@ -93,12 +93,12 @@ def captured_rows(
     serve = llm.chat if is_chat else llm.generate
     means: dict[Site, list[Float64Array]] = {}
     for output in serve(list(prompts), params, use_tqdm=False):
-        for site, rows in _rows(output, consumer).items():
+        for site, rows in _rows_at_end(output, consumer).items():
             means.setdefault(site, []).append(rows.detach().cpu().double().numpy().mean(axis=0))
     return {site: np.stack(found) for site, found in means.items()}
 
 
-def _rows(output: Any, consumer: str) -> Mapping[Site, Any]:
+def _rows_at_end(output: Any, consumer: str) -> Mapping[Site, Any]:
     result = output.capture_results[consumer]
     rows = getattr(result.payload, "rows", None)
     if result.status != "ok" or not rows:

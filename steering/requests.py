@@ -8,7 +8,7 @@ from typing import Any, cast
 from headgate.capture.consumer import ModelInfo
 from headgate.capture.engine.request_seam import Known, RequestPart, Wanted
 from headgate.capture.errors import RequestError
-from headgate.steering import flags
+from headgate.steering.flags import add_flags, read_flags
 from headgate.steering.compose import LIMIT, peak
 from headgate.steering.config import parse_config
 from headgate.steering.dtypes import StoredType
@@ -113,6 +113,6 @@ def open_requests() -> RequestPart:
         handle=lambda cores, reader: Steering(cores, reader.steerable),  # type: ignore[attr-defined]
         async_handle=lambda cores, reader: AsyncSteering(cores, reader.steerable),  # type: ignore[attr-defined]
         check_section=parse_config,
-        add_flags=flags.add_flags,
-        read_flags=flags.read_flags,
+        add_flags=add_flags,
+        read_flags=read_flags,
     )
