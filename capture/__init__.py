@@ -8,16 +8,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from headgate.capture.config import CaptureConsumersConfig, CaptureConsumerSpec
-from headgate.capture.consumer import BatchedConsumer, StreamingConsumer
-from headgate.capture.errors import HeadgateError
-from headgate.capture.results import CaptureResult
-from headgate.capture.sites import HookPoint, Site
-from headgate.capture.spec import CaptureSpec
+from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.schema.consumer import BatchedConsumer, StreamingConsumer
+from headgate.capture.schema.errors import HeadgateError
+from headgate.capture.schema.results import CaptureResult
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.spec import CaptureSpec
 
 if TYPE_CHECKING:
-    from headgate.capture.engine.cli_flags import additional_config
-    from headgate.capture.engine.user import LLM, SamplingParams
+    from headgate.capture.engine.api import LLM, SamplingParams
+    from headgate.capture.engine.setup.cli_flags import additional_config
 
 __all__ = [
     "LLM",
@@ -35,9 +35,9 @@ __all__ = [
 ]
 
 _LATE = {
-    "LLM": "headgate.capture.engine.user",
-    "SamplingParams": "headgate.capture.engine.user",
-    "additional_config": "headgate.capture.engine.cli_flags",
+    "LLM": "headgate.capture.engine.api",
+    "SamplingParams": "headgate.capture.engine.api",
+    "additional_config": "headgate.capture.engine.setup.cli_flags",
 }
 """Names that need vLLM or are part of its world: imported when they are first used."""
 

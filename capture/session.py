@@ -12,28 +12,33 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headgate.capture.assemble import Assembler
-from headgate.capture.batch import BatchView, FinalState, NewRequest
-from headgate.capture.config import CaptureConsumersConfig, CaptureConsumerSpec
-from headgate.capture.consumer import BatchedConsumer, ConsumerContext, ModelInfo, Origin, RequestInfo
-from headgate.capture.dispatch import Dispatched, Dispatcher, MemoryWanted, RequestBegins, RequestEnds
-from headgate.capture.handoff import Handoff
-from headgate.capture.lanes import Lane, LaneLeft
-from headgate.capture.ledger import LaneRequest
-from headgate.capture.linger import Linger
-from headgate.capture.plan import StepPlanner
-from headgate.capture.registry import OpenConsumer, close_consumers, load_configured, open_consumers
-from headgate.capture.results import CaptureResult
-from headgate.capture.sites import Site
-from headgate.capture.spec import CaptureSpec, SpecReader
-from headgate.capture.staging import StagingRing
-from headgate.capture.stats import CaptureStats
-from headgate.capture.stepplan import StepPlan
+from headgate.capture.delivery.completeness import ConsumerRequest
+from headgate.capture.delivery.consumer_queue import ConsumerQueue, UnfinishedWork
+from headgate.capture.delivery.dispatcher import (
+    Dispatched,
+    Dispatcher,
+    Handoff,
+    MemoryWanted,
+    RequestBegins,
+    RequestEnds,
+)
+from headgate.capture.delivery.request_assembler import Assembler
+from headgate.capture.monitoring.stats import CaptureStats
+from headgate.capture.planning.planner import StepPlanner
+from headgate.capture.planning.step_plan import StepPlan
+from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
+from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo, Origin, RequestInfo
+from headgate.capture.schema.registry import OpenConsumer, close_consumers, load_configured, open_consumers
+from headgate.capture.schema.results import CaptureResult
+from headgate.capture.schema.sites import Site
+from headgate.capture.schema.spec import CaptureSpec, SpecReader
+from headgate.capture.staging.ring import Linger, StagingRing
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headgate.capture.transport import ResultOutlet
+    from headgate.capture.transport.result_sender import ResultSender
 
 logger = logging.getLogger("headgate")
 
@@ -56,14 +61,14 @@ class CloseReport:
         num_unsent: Results and messages that their front end did not acknowledge.
     """
 
-    lanes: Mapping[str, LaneLeft] = field(default_factory=dict)
+    lanes: Mapping[str, UnfinishedWork] = field(default_factory=dict)
     is_dispatch_stuck: bool = False
     num_unsent: int = 0
 
     @property
     def is_clean(self) -> bool:
         """Nothing was left."""
-        return not self.is_dispatch_stuck and not self.num_unsent and set(self.lanes.values()) <= {LaneLeft()}
+        return not self.is_dispatch_stuck and not self.num_unsent and set(self.lanes.values()) <= {UnfinishedWork()}
 
 
 class CaptureSession:
@@ -96,7 +101,7 @@ class CaptureSession:
         sites: Sequence[Site],
         consumers: Sequence[OpenConsumer],
         staging: StagingRing,
-        outlet: ResultOutlet,
+        outlet: ResultSender,
         close_outlet: Callable[[float], int] | None = None,
         pp_rank: int = 0,
         pp_size: int = 1,
@@ -270,9 +275,9 @@ class CaptureSession:
         least_s = self._linger.least
         return Dispatcher(self._handoff, self._lanes, keep_bytes=size, hold_bytes=size // 4, linger_s=least_s)
 
-    def _make_lane(self, consumer: OpenConsumer, config: CaptureConsumersConfig) -> Lane:
+    def _make_lane(self, consumer: OpenConsumer, config: CaptureConsumersConfig) -> ConsumerQueue:
         instance = consumer.consumer
-        return Lane(
+        return ConsumerQueue(
             consumer.spec,
             Assembler(instance) if isinstance(instance, BatchedConsumer) else instance,
             partial(self._send, consumer.spec.instance),
@@ -320,10 +325,10 @@ def open_session(
     Raises:
         ConfigError: If a consumer cannot be opened; those that were are closed.
     """
-    from headgate.capture.transport import ZmqOutlet
+    from headgate.capture.transport.result_sender import ZmqResultSender
 
     opened = open_consumers(config, model=model, location="worker", pp_rank=pp_rank, pp_size=pp_size, versions=versions)
-    outlet = ZmqOutlet()
+    outlet = ZmqResultSender()
     here = {consumer.bit for consumer in opened}
     far = {bit: spec for bit, spec in enumerate(config.consumers) if bit not in here}
     context = ConsumerContext(
@@ -346,7 +351,7 @@ def open_session(
         raise
 
 
-def _lane_requests(new: NewRequest, specs: Mapping[int, CaptureSpec]) -> Mapping[int, LaneRequest]:
+def _lane_requests(new: NewRequest, specs: Mapping[int, CaptureSpec]) -> Mapping[int, ConsumerRequest]:
     """The request as each consumer knows it, by the consumer's bit."""
     wire: Mapping[str, Any] = new.wire or {}
     prompt_token_ids = np.asarray(new.prompt_token_ids, dtype=np.int64)
@@ -363,7 +368,7 @@ def _lane_requests(new: NewRequest, specs: Mapping[int, CaptureSpec]) -> Mapping
             spec=spec,
             origin=Origin(reply=wire["reply"], key=wire["key"]),
         )
-        made[bit] = LaneRequest(info)
+        made[bit] = ConsumerRequest(info)
     return made
 
 
@@ -373,13 +378,13 @@ def _linger_s(opened: OpenConsumer, config: CaptureConsumersConfig) -> float:
 
 
 def _stand_ins(
-    specs: Mapping[int, CaptureConsumerSpec], context: ConsumerContext, outlet: ResultOutlet
+    specs: Mapping[int, CaptureConsumerSpec], context: ConsumerContext, outlet: ResultSender
 ) -> list[OpenConsumer]:
     """What stands in for driver-located consumers, by their bits."""
-    from headgate.capture.transport import RemoteSink
+    from headgate.capture.transport.result_sender import RowSender
 
     made = []
     for bit, spec in specs.items():
-        sink = RemoteSink(spec, replace(context, instance_name=spec.instance), outlet)
+        sink = RowSender(spec, replace(context, instance_name=spec.instance), outlet)
         made.append(OpenConsumer(bit, spec, sink, load_configured(spec).linger_s))
     return made

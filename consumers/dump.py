@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headgate.capture.errors import CaptureFileError
-from headgate.capture.sites import HookPoint, Site
+from headgate.capture.schema.errors import CaptureFileError
+from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.reader import CaptureFolder, StoredCapture, open_captures
 
 app = typer.Typer(help="Look into folders of captured rows.", no_args_is_help=True, add_completion=False)

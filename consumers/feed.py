@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headgate.capture.assemble import Assembler
-from headgate.capture.batch import FinalState, Int64Array
-from headgate.capture.consumer import (
+from headgate.capture.delivery.request_assembler import Assembler
+from headgate.capture.schema.batch import FinalState, Int64Array
+from headgate.capture.schema.consumer import (
     BatchedConsumer,
     CaptureConsumer,
     CapturedRequest,
@@ -23,8 +23,8 @@ from headgate.capture.consumer import (
     RowSpan,
     StreamingConsumer,
 )
-from headgate.capture.sites import FINAL_NORM_SITE, HookPoint, Site, sort_sites
-from headgate.capture.spec import CaptureSpec
+from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, sort_sites
+from headgate.capture.schema.spec import CaptureSpec
 
 EXAMPLE_MODEL = ModelInfo(
     name="example-model",

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headgate.capture.assemble import Assembler
-from headgate.capture.consumer import (
+from headgate.capture.delivery.request_assembler import Assembler
+from headgate.capture.schema.consumer import (
     BatchedConsumer,
     CapturedRequest,
     ConsumerContext,
@@ -22,11 +22,11 @@ from headgate.capture.consumer import (
     SpecContext,
     StreamingConsumer,
 )
-from headgate.capture.errors import ConfigError, ConsumerError
-from headgate.capture.messages import DTYPES, array_bytes, tensor_bytes
-from headgate.capture.spec import CaptureSpec
-from headgate.consumers.filesystem.sidecar import POSITIONS, TOKEN_IDS, sidecar_of
-from headgate.consumers.filesystem.tensorfile import header
+from headgate.capture.schema.errors import ConfigError, ConsumerError
+from headgate.capture.schema.spec import CaptureSpec
+from headgate.capture.transport.messages import DTYPES, array_bytes, tensor_bytes
+from headgate.consumers.filesystem.formats.sidecar import POSITIONS, TOKEN_IDS, sidecar_of
+from headgate.consumers.filesystem.formats.tensor_file import header
 
 MIB = 1 << 20
 TAG = "inline"

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from headgate.capture.consumer import BatchedConsumer, CapturedRequest, ConsumerContext
-from headgate.capture.errors import ConfigError
+from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ConsumerContext
+from headgate.capture.schema.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headgate.capture.assemble import Assembler
-from headgate.capture.consumer import (
+from headgate.capture.delivery.request_assembler import Assembler
+from headgate.capture.schema.consumer import (
     BatchedConsumer,
     CapturedRequest,
     ConsumerContext,
@@ -24,8 +24,8 @@ from headgate.capture.consumer import (
     RowSpan,
     StreamingConsumer,
 )
-from headgate.capture.errors import ConfigError, ConsumerError
-from headgate.capture.sites import Site
+from headgate.capture.schema.errors import ConfigError, ConsumerError
+from headgate.capture.schema.sites import Site
 
 GIB = 1 << 30
 

@@ -21,16 +21,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.errors import CaptureFileError
-from headgate.capture.sites import Site, sort_sites
-from headgate.consumers.filesystem.layout import StoredPart
-from headgate.consumers.filesystem.names import slug
-from headgate.consumers.filesystem.raw_layout import read_raw_folder
-from headgate.consumers.filesystem.request_layout import SUFFIX, read_request_file
-from headgate.consumers.filesystem.shard_index import read_shard
-from headgate.consumers.filesystem.sidecar import SHARD_FOLDER, LayoutName
-from headgate.consumers.filesystem.source import Source, open_source
-from headgate.consumers.filesystem.tensorfile import TensorRef
+from headgate.capture.schema.errors import CaptureFileError
+from headgate.capture.schema.sites import Site, sort_sites
+from headgate.consumers.filesystem.formats.layout import StoredPart
+from headgate.consumers.filesystem.formats.raw_layout import read_raw_folder
+from headgate.consumers.filesystem.formats.request_layout import SUFFIX, read_request_file
+from headgate.consumers.filesystem.formats.shard_layout import read_shard
+from headgate.consumers.filesystem.formats.sidecar import SHARD_FOLDER, LayoutName
+from headgate.consumers.filesystem.formats.tensor_file import TensorRef
+from headgate.consumers.filesystem.storage.names import slug
+from headgate.consumers.filesystem.storage.source import Source, open_source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ class StoredCapture:
         sites: In the order of the forward pass.
         num_rows: Rows per site.
         num_bytes: Bytes of the rows of all sites.
-        metadata: The sidecar: see `headgate.consumers.filesystem.sidecar.Sidecar`.
+        metadata: The sidecar: see `headgate.consumers.filesystem.formats.sidecar.Sidecar`.
         paths: Its files; for ``shards`` the folder of its shard.
     """
 

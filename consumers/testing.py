@@ -26,18 +26,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from headgate.capture.batch import Int64Array
-from headgate.capture.consumer import (
-    CaptureConsumer,
-    CapturedRequest,
-    ConsumerContext,
-    ModelInfo,
-    SpecContext,
-)
-from headgate.capture.errors import ConfigError, RequestError
-from headgate.capture.results import SupportsSummary
-from headgate.capture.sites import Site
-from headgate.capture.spec import CaptureSpec
+from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.consumer import CaptureConsumer, CapturedRequest, ConsumerContext, ModelInfo, SpecContext
+from headgate.capture.schema.errors import ConfigError, RequestError
+from headgate.capture.schema.results import SupportsSummary
+from headgate.capture.schema.sites import Site
+from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Feed
 
 __all__ = ["EXAMPLE_MODEL", "ConsumerContract", "ExampleRequest", "Feed"]

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headgate.capture import LLM, SamplingParams, additional_config
-    from headgate.capture.errors import ConfigError, RequestError
-    from headgate.capture.sites import HookPoint, Site
+    from headgate.capture.schema.errors import ConfigError, RequestError
+    from headgate.capture.schema.sites import HookPoint, Site
     from headgate.steering.config import SteeringConfig
-    from headgate.steering.contrast import captured_rows, contrast
-    from headgate.steering.directions import mean_difference, pca
-    from headgate.steering.files import VectorFile, VectorFileError, load, save
-    from headgate.steering.handle import AsyncSteering, Steering
-    from headgate.steering.vectors import ModuleRef, PhaseVectors, weighted_sum
+    from headgate.steering.control.handle import AsyncSteering, Steering
+    from headgate.steering.files.vector_files import VectorFile, VectorFileError, load, save
+    from headgate.steering.vectors.directions import captured_rows, contrast, mean_difference, pca
+    from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, weighted_sum
 
 __all__ = [
     "LLM",
@@ -52,14 +51,13 @@ __all__ = [
 
 _WHERE = {
     "headgate.capture": ("LLM", "SamplingParams", "additional_config"),
-    "headgate.capture.errors": ("ConfigError", "RequestError"),
-    "headgate.capture.sites": ("HookPoint", "Site"),
+    "headgate.capture.schema.errors": ("ConfigError", "RequestError"),
+    "headgate.capture.schema.sites": ("HookPoint", "Site"),
     "headgate.steering.config": ("SteeringConfig",),
-    "headgate.steering.contrast": ("captured_rows", "contrast"),
-    "headgate.steering.directions": ("mean_difference", "pca"),
-    "headgate.steering.files": ("VectorFile", "VectorFileError", "load", "save"),
-    "headgate.steering.handle": ("AsyncSteering", "Steering"),
-    "headgate.steering.vectors": ("ModuleRef", "PhaseVectors", "weighted_sum"),
+    "headgate.steering.vectors.directions": ("captured_rows", "contrast", "mean_difference", "pca"),
+    "headgate.steering.files.vector_files": ("VectorFile", "VectorFileError", "load", "save"),
+    "headgate.steering.control.handle": ("AsyncSteering", "Steering"),
+    "headgate.steering.vectors.phase_vectors": ("ModuleRef", "PhaseVectors", "weighted_sum"),
 }
 _LATE = {name: module for module, names in _WHERE.items() for name in names}
 

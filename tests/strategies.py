@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from headgate.capture.batch import BatchView, Int64Array
-from headgate.capture.errors import RequestError
-from headgate.capture.positions import NAMED, Indices, Named, PositionSelector, Span
-from headgate.capture.sites import FINAL_NORM_SITE, HookPoint, Site, sort_sites
-from headgate.capture.spec import CaptureSpec
+from headgate.capture.schema.batch import BatchView, Int64Array
+from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.positions import NAMED, Indices, Named, PositionSelector, Span
+from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, sort_sites
+from headgate.capture.schema.spec import CaptureSpec
 
 SITES = sort_sites([*(Site(layer, hook) for layer in range(2) for hook in HookPoint.__members__.values()
                       if hook is not HookPoint.FINAL_NORM), FINAL_NORM_SITE])  # fmt: skip

@@ -20,7 +20,17 @@ LIBRARY = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 SOURCES = [*LIBRARY, *TESTS, *sorted((ROOT / "examples").rglob("*.py")), *sorted((ROOT / ".ci").glob("*.py"))]
 
-WITHOUT_TORCH = ("batch", "config", "consumer", "errors", "handoff", "plan", "positions", "results", "sites", "spec")
+WITHOUT_TORCH = (
+    *("schema.batch", "schema.config", "schema.consumer", "schema.errors", "schema.positions", "schema.registry"),
+    *(
+        "schema.results",
+        "schema.sites",
+        "schema.spec",
+        "planning.planner",
+        "planning.request_plan",
+        "planning.step_plan",
+    ),
+)
 """Modules of `capture` that are used and tested where there is no torch."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

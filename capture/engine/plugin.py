@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from types import ModuleType
 
-from headgate.capture.engine.patching import PatchSet
-from headgate.capture.engine.support import find_version, is_supported
+from headgate.capture.engine.setup.patch_set import PatchSet
+from headgate.capture.engine.setup.versions import find_version, is_supported
 
 logger = logging.getLogger("headgate")
 
@@ -33,8 +33,9 @@ def installed_patches() -> PatchSet:
 
 def _install() -> PatchSet:
     try:
-        from headgate.capture.engine import handles, params
-        from headgate.capture.engine.patches import PATCHES
+        from headgate.capture.engine.frontends import engine_handles
+        from headgate.capture.engine.patch_table import PATCHES
+        from headgate.capture.engine.requests import sampling_params
     except Exception as error:
         logger.exception("headgate could not be installed; engines that are configured for it will not start")
         patches = PatchSet(())
@@ -44,19 +45,19 @@ def _install() -> PatchSet:
         # Nothing of a vLLM that we do not know is touched, except where an engine asks for us and is refused.
         patches = PatchSet([patch for patch in PATCHES if patch.only_refuses])
         patches.install()
-        patches.when_imported("vllm.sampling_params", params.refuse_properties)
+        patches.when_imported("vllm.sampling_params", sampling_params.refuse_properties)
         return patches
     patches = PatchSet(PATCHES)
     patches.install()
-    patches.when_imported("vllm.sampling_params", params.add_properties)
-    patches.when_imported("vllm.entrypoints.llm", handles.add_handles)
-    patches.when_imported("vllm.v1.engine.async_llm", handles.add_async_handles)
+    patches.when_imported("vllm.sampling_params", sampling_params.add_properties)
+    patches.when_imported("vllm.entrypoints.llm", engine_handles.add_handles)
+    patches.when_imported("vllm.v1.engine.async_llm", engine_handles.add_async_handles)
     patches.when_imported("vllm.v1.worker.worker_base", _patch_worker)
     return patches
 
 
 def _patch_worker(module: ModuleType) -> None:
-    from headgate.capture.engine.install import patch_worker
+    from headgate.capture.engine.worker.install import patch_worker
 
     patch_worker(module)
 

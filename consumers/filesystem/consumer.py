@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.consumer import (
+from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
     RequestInfo,
@@ -24,21 +24,20 @@ from headgate.capture.consumer import (
     SpecContext,
     StreamingConsumer,
 )
-from headgate.capture.errors import ConsumerError
-from headgate.capture.spec import CaptureSpec
-from headgate.consumers.filesystem.gather import RowGatherer
-from headgate.consumers.filesystem.layout import Layout
-from headgate.consumers.filesystem.local import LocalStore
+from headgate.capture.schema.errors import ConsumerError
+from headgate.capture.schema.spec import CaptureSpec
+from headgate.consumers.filesystem.formats.layout import Layout
+from headgate.consumers.filesystem.formats.raw_layout import RawLayout
+from headgate.consumers.filesystem.formats.request_layout import RequestLayout
+from headgate.consumers.filesystem.formats.shard_layout import ShardLayout
+from headgate.consumers.filesystem.formats.sidecar import LayoutName
 from headgate.consumers.filesystem.params import FilesystemParams, parse_global, parse_params, parse_request
-from headgate.consumers.filesystem.partition import Outcome, Partition
-from headgate.consumers.filesystem.quota import TagQuota, bytes_below
-from headgate.consumers.filesystem.raw_layout import RawLayout
-from headgate.consumers.filesystem.remote import RemoteStore
-from headgate.consumers.filesystem.request_layout import RequestLayout
-from headgate.consumers.filesystem.shard_layout import ShardLayout
-from headgate.consumers.filesystem.sidecar import LayoutName
-from headgate.consumers.filesystem.spool import Chunk
-from headgate.consumers.filesystem.writer import Writer
+from headgate.consumers.filesystem.storage.local_store import LocalStore
+from headgate.consumers.filesystem.storage.quota import TagQuota, bytes_below
+from headgate.consumers.filesystem.storage.remote_store import RemoteStore
+from headgate.consumers.filesystem.writing.request_writer import Outcome, Partition, RowGatherer
+from headgate.consumers.filesystem.writing.spool import Chunk
+from headgate.consumers.filesystem.writing.writer_thread import Writer
 
 logger = logging.getLogger(__name__)
 

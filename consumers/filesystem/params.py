@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from headgate.capture.consumer import SpecContext, parse_client_spec
-from headgate.capture.errors import ConfigError, RequestError, shown
-from headgate.capture.hostmemory import share_of_memory
-from headgate.capture.positions import parse_positions
-from headgate.capture.sites import parse_hook
-from headgate.capture.spec import CaptureSpec
-from headgate.consumers.filesystem.names import check_name, slug
-from headgate.consumers.filesystem.sidecar import LayoutName
+from headgate.capture.monitoring.machine_memory import share_of_memory
+from headgate.capture.schema.consumer import SpecContext, parse_client_spec
+from headgate.capture.schema.errors import ConfigError, RequestError, shown
+from headgate.capture.schema.positions import parse_positions
+from headgate.capture.schema.sites import parse_hook
+from headgate.capture.schema.spec import CaptureSpec
+from headgate.consumers.filesystem.formats.sidecar import LayoutName
+from headgate.consumers.filesystem.storage.names import check_name, slug
 
 GIB = 1 << 30
 LAYOUTS: tuple[LayoutName, ...] = ("request", "shards", "raw")

@@ -19,7 +19,7 @@ from examples.demo.server import Server, ServerError
 from examples.demo.steer import LAYER, Steered, SteeringDemoError, steer
 from examples.model import ModelError, ensure_model
 from headgate.consumers.reader import open_captures
-from headgate.steering import files
+from headgate.steering.files import vector_files
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """Largest relative error of one vector: order of summation in fp32, 8 bits of mantissa in bf16."""
@@ -89,7 +89,7 @@ def serve_and_ask(model: Path, out: Path, captures: Path, dtype: str) -> tuple[l
     num_prompt = sum(answer.num_prompt_tokens for answer in answers)
     num_answer = sum(answer.num_answer_tokens for answer in answers)
     console.print(f"served {num_prompt} prompt tokens and {num_answer} answer tokens in {took:.1f} s")
-    files.save(out / "joy.safetensors", vector)
+    vector_files.save(out / "joy.safetensors", vector)
     return answers, steered
 
 

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from openai import AsyncOpenAI
 
 from examples.demo.requests import Answer, Ask, send
-from headgate.capture.sites import HookPoint, Site
+from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.reader import StoredCapture, open_captures
-from headgate.steering.directions import mean_difference
-from headgate.steering.vectors import PhaseVectors
+from headgate.steering.vectors.directions import mean_difference
+from headgate.steering.vectors.phase_vectors import PhaseVectors
 
 Float64Array = npt.NDArray[np.float64]
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from headgate.capture.errors import RequestError
-from headgate.capture.results import CaptureResult
+from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.results import CaptureResult
 from headgate.steering.client.answers import Answer, Capturable, Choice, Consumer, GlobalUpdate, Layers, ServerError
 from headgate.steering.client.calls import packed_fields
 from headgate.steering.client.http import AsyncClient, Client
 from headgate.steering.client.rows import inline_rows
-from headgate.steering.operations import ModuleStatus, SteeringStatus
+from headgate.steering.control.operations import ModuleStatus, SteeringStatus
 
 __all__ = [
     "Answer",

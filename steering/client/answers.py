@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from headgate.capture.errors import HeadgateError
-from headgate.capture.results import CaptureResult
+from headgate.capture.schema.errors import HeadgateError
+from headgate.capture.schema.results import CaptureResult
 from headgate.steering.client.rows import Array, hidden_state
-from headgate.steering.operations import SteeringStatus
+from headgate.steering.control.operations import SteeringStatus
 
 Captures = dict[str, CaptureResult]
 """Results by consumer. With ``n > 1`` a payload is a list, one item for each sample."""

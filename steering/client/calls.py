@@ -23,9 +23,9 @@ from headgate.steering.client.answers import (
     read_status,
 )
 from headgate.steering.client.packing import pack
-from headgate.steering.files import load
-from headgate.steering.operations import ModuleStatus, SteeringStatus
-from headgate.steering.parse import BASE, DECODE, MODULE_FIELDS, PREFILL
+from headgate.steering.control.operations import ModuleStatus, SteeringStatus
+from headgate.steering.files.vector_files import load
+from headgate.steering.requests.request_fields import BASE, DECODE, MODULE_FIELDS, PREFILL
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from headgate.steering.client import calls
 from headgate.steering.client.answers import Answer, Capturable, GlobalUpdate, Layers
 from headgate.steering.client.calls import Access, Call, Generation
-from headgate.steering.operations import ModuleStatus, SteeringStatus
+from headgate.steering.control.operations import ModuleStatus, SteeringStatus
 
 try:
     import httpx

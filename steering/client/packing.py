@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from headgate.capture.errors import RequestError, shown
-from headgate.capture.sites import HookPoint, parse_hook
-from headgate.steering.dtypes import Rows, StoredType, widen
-from headgate.steering.entries import read_vector, split_scale
-from headgate.steering.vectors import PhaseVectors
+from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.sites import HookPoint, parse_hook
+from headgate.steering.requests.vector_forms import read_vector, split_scale
+from headgate.steering.vectors.dtypes import Rows, StoredType, widen
+from headgate.steering.vectors.phase_vectors import PhaseVectors
 
 Packed = dict[str, Any]
 

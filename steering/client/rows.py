@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from headgate.capture.results import CaptureResult
-from headgate.steering.dtypes import STORAGE, StoredType, widen
-from headgate.steering.tensorfile import Tensor, decode
+from headgate.capture.schema.results import CaptureResult
+from headgate.steering.files.tensor_bytes import Tensor, decode
+from headgate.steering.vectors.dtypes import STORAGE, StoredType, widen
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from headgate.capture.consumer import ModelInfo
+from headgate.capture.schema.consumer import ModelInfo
 
 LAYERS, HIDDEN, HOOKS = 34, 2560, ("pre_attn", "post_attn", "post_mlp")
 SITTINGS = 5
@@ -126,8 +126,8 @@ def application(server: str) -> Any:
     complete.__annotations__ = {"request": CompletionRequest, "return": dict[str, int]}
     app.post("/v1/completions")(complete)
     if server == PLUGIN:
-        from headgate.capture.engine.bodies import install_bodies
-        from headgate.capture.server_config import ServerConfig
+        from headgate.capture.engine.server.body_middleware import install_bodies
+        from headgate.capture.schema.config import ServerConfig
 
         install_bodies(app, ServerConfig())
     return app
@@ -161,17 +161,22 @@ def handlers(engine: Any) -> tuple[Any, Any, Any]:
 
 def patched(engine: Any) -> tuple[Any, Any, Any]:
     """The same three in headgate's wrappers, for an engine that steers and knows the module ``calm``."""
-    from headgate.capture.engine import http, inputs, online
-    from headgate.capture.engine.frontend import FRONT_END
-    from headgate.capture.engine.reception import RECEPTION, OpenPart, Reception
-    from headgate.capture.engine.request_seam import request_parts
+    from headgate.capture.engine.contracts.request_part import request_parts
+    from headgate.capture.engine.frontends import async_llm, input_processor
+    from headgate.capture.engine.requests.capture_frontend import FRONT_END
+    from headgate.capture.engine.requests.request_reader import REQUEST_READER, OpenPart, RequestReader
+    from headgate.capture.engine.server import openai_routes
 
     part = request_parts()["steering"]
     opened = OpenPart("steering", part, part.open({}, MODEL))
     opened.known = {"calm": {"name": "calm", "peak": 1.0}}
-    vars(engine.input_processor).update({RECEPTION: Reception(None, {"steering": opened}), FRONT_END: None})
+    vars(engine.input_processor).update({REQUEST_READER: RequestReader(None, {"steering": opened}), FRONT_END: None})
     process_inputs, generate, create_completion = handlers(engine)
-    return inputs.process_inputs(process_inputs), online.generate(generate), http.create_completion(create_completion)
+    return (
+        input_processor.process_inputs(process_inputs),
+        async_llm.generate(generate),
+        openai_routes.create_completion(create_completion),
+    )
 
 
 class Client:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from headgate.capture.batch import BatchView
-from headgate.capture.plan import StepPlanner
-from headgate.capture.positions import Indices, Named, PositionSelector, Span
-from headgate.capture.sites import HookPoint, Site
-from headgate.capture.spec import CaptureSpec
+from headgate.capture.planning.planner import StepPlanner
+from headgate.capture.schema.batch import BatchView
+from headgate.capture.schema.positions import Indices, Named, PositionSelector, Span
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.spec import CaptureSpec
 
 LAYERS = tuple(Site(layer, HookPoint.POST_MLP) for layer in range(34))
 NUM_STEPS = 2000

@@ -22,15 +22,15 @@ import msgspec
 import numpy as np
 import torch
 
-from headgate.capture.config import CaptureConsumersConfig, CaptureConsumerSpec
-from headgate.capture.consumer import ModelInfo
-from headgate.capture.engine.metrics import Counters, render
+from headgate.capture.engine.server.metrics_page import Counters, render
+from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.session import open_session
-from headgate.capture.sites import HookPoint, Site
-from headgate.capture.staging import StagingRing
-from headgate.steering.core import SteeringCore
-from headgate.steering.vectors import PhaseVectors, SteeringSpec
-from headgate.steering.wire import to_wire
+from headgate.capture.staging.ring import StagingRing
+from headgate.steering.core.steering_core import SteeringCore
+from headgate.steering.requests.wire import to_wire
+from headgate.steering.vectors.phase_vectors import PhaseVectors, SteeringSpec
 
 HIDDEN, NUM_MODULES, REPEATS = 64, 100, 200
 HOOKS = (HookPoint.PRE_ATTN, HookPoint.POST_ATTN, HookPoint.POST_MLP)

@@ -1,7 +1,7 @@
 """What the use of a second stream costs the steps that come after: ``python -m tests.benchmarks.bench_side_stream``.
 
 On an H200, once kernels of two streams of a process have overlapped, every kernel of a CUDA graph starts later from
-then on, until another process uses the GPU. So headgate's side stream runs no kernel (`headgate.capture.links`). Here
+then on, until another process uses the GPU. So headgate's side stream runs no kernel (`staging.device_copy`). Here
 steps run as vLLM runs them: a graph of small kernels, the token's copy on a stream of its own, two steps in flight. A
 job collects rows in one of several ways after every fifth step; shown is the time of a step before, during and after
 it, in ms: medians. It does not happen each time, so each way has several jobs. Between jobs another process uses the
@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headgate.capture.sites import HookPoint, Site
-from headgate.capture.staged import StagedRows
-from headgate.capture.staging import StagingRing
-from headgate.capture.stepplan import PackGroup, StepPlan
+from headgate.capture.planning.step_plan import PackGroup, StepPlan
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.staging.host_rows import StagedRows
+from headgate.capture.staging.ring import StagingRing
 
 NUM_SITES, HIDDEN = 48, 2048
 SITES = tuple(Site(layer, HookPoint.POST_MLP) for layer in range(NUM_SITES))

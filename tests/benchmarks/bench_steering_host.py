@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headgate.capture.sites import HookPoint
+from headgate.capture.schema.sites import HookPoint
 from headgate.steering.config import SteeringConfig
-from headgate.steering.parse import BASE, DECODE, PREFILL, read_steering
-from headgate.steering.wire import SteeringWire, to_wire
+from headgate.steering.requests.request_fields import BASE, DECODE, PREFILL, read_steering
+from headgate.steering.requests.wire import SteeringWire, to_wire
 
 LAYERS, HIDDEN, RUNS = 34, 2560, 41
 HOOKS = (HookPoint.PRE_ATTN, HookPoint.POST_ATTN, HookPoint.POST_MLP)

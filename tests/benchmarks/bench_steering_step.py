@@ -12,13 +12,13 @@ from itertools import count
 
 import numpy as np
 
-from headgate.capture.batch import BatchView
-from headgate.capture.sites import HookPoint, Site
-from headgate.steering.compose import Vectors, WeightedSum
-from headgate.steering.pool import SlotPool
-from headgate.steering.resolve import RowResolver, slots_at_sites
-from headgate.steering.rows import RowTable, rows_needed
-from headgate.steering.vectors import PhaseVectors
+from headgate.capture.schema.batch import BatchView
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.vectors.phase_vectors import PhaseVectors
+from headgate.steering.vectors.sums import Vectors, WeightedSum
+from headgate.steering.worker.row_resolver import RowResolver, slots_at_sites
+from headgate.steering.worker.row_table import RowTable, rows_needed
+from headgate.steering.worker.slot_pool import SlotPool
 
 HIDDEN = 2560
 HOOKS = (HookPoint.PRE_ATTN, HookPoint.POST_ATTN, HookPoint.POST_MLP)

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from headgate.capture.batch import BatchView, FinalState, NewRequest
-from headgate.capture.config import CaptureConsumersConfig, CaptureConsumerSpec
-from headgate.capture.consumer import ModelInfo
-from headgate.capture.positions import Named
+from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
+from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.positions import Named
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.session import CaptureSession, open_session
-from headgate.capture.sites import HookPoint, Site
-from headgate.capture.spec import CaptureSpec
-from headgate.capture.staging import StagingRing
+from headgate.capture.staging.ring import StagingRing
 
 NUM_REQUESTS, PROMPT, OUTPUT, HIDDEN = 64, 32, 96, 64
 SITES = tuple(Site(layer, HookPoint.POST_MLP) for layer in range(34))

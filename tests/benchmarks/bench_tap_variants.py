@@ -85,15 +85,15 @@ def install(variant: str) -> dict[str, Any]:
     """Patch every worker to put one capture action into each layer; returns what the actions share."""
     import vllm.v1.worker.worker_base as worker_base
 
-    from headgate.capture.engine import tap
-    from headgate.capture.engine.capturing import unaliased
-    from headgate.capture.engine.discover import find_decoder_stack
-    from headgate.capture.engine.install import install_actions
-    from headgate.capture.engine.seam import SiteAction
-    from headgate.capture.sites import HookPoint, Site
+    from headgate.capture.engine.contracts.worker_hooks import SiteAction
+    from headgate.capture.engine.model.find_layers import find_decoder_stack
+    from headgate.capture.engine.worker import capture_ops
+    from headgate.capture.engine.worker.capture_part import unaliased
+    from headgate.capture.engine.worker.install import install_actions
+    from headgate.capture.schema.sites import HookPoint, Site
 
     shared: dict[str, Any] = {}
-    run = tap.capture_traced if variant == "traced" else run_opaque
+    run = capture_ops.capture_traced if variant == "traced" else run_opaque
     if variant == "opaque":
         define_op()
 

@@ -9,7 +9,7 @@ the first pass over it, "fetched" weights that are asked for in front of it. The
 Gemma are those found on an H200 (torch 2.11). `ahead` is what headgate does there: `pooled`, and the vector of the mid
 stream where the kernel before attention stores the stream; `both` is that, and the capture of ``post_mlp``.
 
-Ways to add: see `headgate.steering.lowering`.
+Ways to add: see `headgate.steering.worker.lowering`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headgate.capture.engine.uncounted import register_uncounted, uncounted
-from headgate.steering.lowering import (
+from headgate.capture.engine.compiler.inductor_heuristics import register_uncounted, uncounted
+from headgate.steering.worker.lowering import (
     add_pooled,
     add_uncounted,
     gather_rows,

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from headgate.capture.batch import FinalState
-from headgate.capture.consumer import ConsumerContext, FinishedRequest, ModelInfo, RequestInfo, RowBlock, RowSpan
-from headgate.capture.positions import Named
-from headgate.capture.sites import HookPoint, Site
-from headgate.capture.spec import CaptureSpec
+from headgate.capture.schema.batch import FinalState
+from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, ModelInfo, RequestInfo, RowBlock, RowSpan
+from headgate.capture.schema.positions import Named
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem import FilesystemConsumer
 
 HIDDEN_SIZE = 2560

@@ -182,7 +182,7 @@ def steps_of(call: str, model: str) -> list[Step]:
         "http-main": [DISK, http("http-main", ["chat", "decode"], LIMIT_S, *three)],
         "suite": [DISK, suite(model, LIMIT_S, *engines, *own)],
         "tiny": [
-            pytest_step("pure", 120, "tests/unit/test_benchmarks.py"),
+            pytest_step("pure", 120, "tests/unit/benchmarks/test_benchmarks.py"),
             http("tiny", ["tiny"], LIMIT_S, "--servers", "stock", "both", "--modes", "stock", "both", "--rounds", "1"),
         ],
     }

@@ -20,7 +20,7 @@ export VLLM_ALLREDUCE_USE_SYMM_MEM=0   # it uses NVLink multicast, which a share
 python3 -c "import flashinfer" 2>/dev/null || export VLLM_USE_FLASHINFER_SAMPLER=0
 python3 - <<'P'
 import aiohttp, hypothesis, psutil, pytest, torch, triton, vllm
-import headgate.capture.session, headgate.consumers.filesystem, headgate.steering.worker
+import headgate.capture.session, headgate.consumers.filesystem, headgate.steering.worker.steering_part
 import tests.benchmarks.gpu_call  # fails where some package called tests is installed
 gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 print("torch", torch.__version__, "triton", triton.__version__, "vllm", vllm.__version__, "on", ", ".join(gpus) or "no GPU")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from headgate.capture.consumer import (
+from headgate.capture.schema.consumer import (
     FinishedRequest,
     RequestInfo,
     RowBlock,
@@ -14,9 +14,9 @@ from headgate.capture.consumer import (
     StreamingConsumer,
     parse_client_spec,
 )
-from headgate.capture.spec import CaptureSpec
+from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem import FilesystemConsumer
-from headgate.consumers.filesystem.partition import Partition
+from headgate.consumers.filesystem.writing.request_writer import Partition
 
 
 class ForgettingConsumer(StreamingConsumer):

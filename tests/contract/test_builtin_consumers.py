@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from headgate.capture.consumer import CapturedRequest
+from headgate.capture.schema.consumer import CapturedRequest
 from headgate.consumers.filesystem import FilesystemConsumer
 from headgate.consumers.inline import InlineConsumer
 from headgate.consumers.logging import LoggingConsumer

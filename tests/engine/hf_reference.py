@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headgate.capture.sites import FINAL_NORM_SITE, HookPoint, Site
+from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 
 IDENTITY_TOLERANCE = 1e-5
 """Of the checks within the reference, relative to the largest value: two fp32 sums in another order."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headgate.capture.sites import FINAL_NORM_SITE, HookPoint, Site
+from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from tests.engine.hf_reference import ANATOMIES, Reference, Steering, relative_error
 from tests.engine.tiny_models import HIDDEN, LAYERS, VOCABULARY
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from headgate.capture.sites import Site
+from headgate.capture.schema.sites import Site
 from tests.engine.hf_reference import HFReference, relative_error
 from tests.engine.tiny_models import LAYERS, VOCABULARY, tiny_model
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from headgate.capture.sites import HookPoint, Site
+from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.reader import open_captures
 from tests.engine.hf_reference import HFReference, relative_error
 from tests.engine.steering_cases import Tiers, sites_of, vectors

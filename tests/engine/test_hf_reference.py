@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headgate.capture.sites import FINAL_NORM_SITE, HookPoint, Site
+from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from tests.engine.hf_reference import ANATOMIES, Anatomy, HFReference, Reference, Steering, relative_error, row_cosines
 from tests.engine.tiny_models import FAMILIES, HIDDEN, LAYERS, tiny_model
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load
 
 from headgate.capture import SamplingParams, additional_config
-from headgate.capture.sites import FINAL_NORM_SITE
+from headgate.capture.schema.sites import FINAL_NORM_SITE
 from tests.engine.hf_reference import HFReference, relative_error
 
 PROMPTS = ["The capital of France is", "Once upon a time, in a land far away, there lived", "1 2 3"]

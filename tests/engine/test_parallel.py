@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from headgate.capture.sites import HookPoint, Site
+from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.reader import open_captures
 from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import HFReference, Steering, relative_error

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from headgate.capture.sites import FINAL_NORM_SITE, HookPoint, Site
+from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import Reference, Steering, own_process, reference_rows, relative_error, row_cosines
 from tests.engine.steering_cases import MAX_ERROR, Case, cases_of, check_logprobs, hooks_of

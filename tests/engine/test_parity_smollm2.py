@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from headgate.capture.sites import FINAL_NORM_SITE, HookPoint, Site
+from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from tests.engine.hf_reference import HFReference, relative_error, row_cosines
 
 CONVERSATIONS = [

@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import nn
 
-from headgate.capture.engine.layout import LayerLayout, analyse_layer
-from headgate.capture.errors import UnsupportedError
-from headgate.capture.sites import HookPoint
+from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
+from headgate.capture.schema.errors import UnsupportedError
+from headgate.capture.schema.sites import HookPoint
 
 SNAPSHOT = Path(__file__).with_name("layouts_vllm_0.32.json")
 ALL = frozenset(HookPoint) - {HookPoint.FINAL_NORM}

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headgate.steering.client import extra_body
-from tests.frontend.server import Server, serving
+from tests.fakes.server import Server, serving
 
 COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
 FLAGS = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.sites import HookPoint
+from headgate.capture.schema.sites import HookPoint
 from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import HFReference, Steering, relative_error
 from tests.engine.steering_cases import (

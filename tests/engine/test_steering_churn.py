@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from headgate.capture.sites import HookPoint, Site
-from headgate.steering import files
-from headgate.steering.vectors import PhaseVectors
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.files import vector_files
+from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.engine.hf_reference import HFReference, Reference, Steering, relative_error
 from tests.engine.steering_cases import Tiers, added, document, logprobs_of, sites_of, vectors
 from tests.engine.tiny_models import VOCABULARY, tiny_model
@@ -229,7 +229,7 @@ async def run_all(folder: Path, jobs: list[Job]) -> Churn:
     paths = {}
     for name, found in MODULES.items():
         paths[name] = str(folder / f"{name}.safetensors")
-        files.save(paths[name], PhaseVectors.from_rows({site: row.numpy() for site, row in found.items()}))
+        vector_files.save(paths[name], PhaseVectors.from_rows({site: row.numpy() for site, row in found.items()}))
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=str(tiny_model("llama")),

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from headgate.capture.checks import SERVED, Recording, Status, check_parts
-from headgate.capture.engine.verify import environment, run_engine
-from headgate.capture.engine.verify_capture import CAPTURED, judge_complete
-from headgate.capture.engine.verify_stock import judge_graphs
+from headgate.capture.engine.commands.verify import environment, run_engine
+from headgate.capture.engine.commands.verify_capture import CAPTURED, judge_complete
+from headgate.capture.engine.commands.verify_stock import judge_graphs
+from headgate.capture.monitoring.verify_checks import SERVED, Recording, Status, check_parts
 from tests.engine.tiny_models import tiny_model
 
 FLAGS = [

@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ENTRY_POINTS = """
 [vllm.general_plugins]
-fake_worker = tests.frontend.fake_plugin:register
+fake_worker = tests.fakes.worker_plugin:register
 
 [vllm.capture_consumers]
-rows = tests.frontend.fake_consumers:Rows
-everything = tests.frontend.fake_consumers:Everything
-broken = tests.frontend.fake_consumers:Broken
+rows = tests.fakes.consumers:Rows
+everything = tests.fakes.consumers:Everything
+broken = tests.fakes.consumers:Broken
 """
 
 ENGINE: dict[str, Any] = {
@@ -33,7 +33,7 @@ ENGINE: dict[str, Any] = {
     "max_model_len": 2048,
     "max_num_batched_tokens": 512,
     "max_num_seqs": 16,
-    "worker_cls": "tests.frontend.fake_worker.FakeWorker",
+    "worker_cls": "tests.fakes.worker.FakeWorker",
 }
 
 
@@ -51,7 +51,7 @@ def fake_packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ["PYTHONPATH"] = os.pathsep.join([*added, *([before] if before else [])])
     # Binding threads takes vLLM 0.33 a NUMA node for each engine core, and a worker without a model has none to bind.
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    from headgate.capture.engine import install
+    from headgate.capture.engine.worker import install
 
     real = install.install
     yield

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.frontend.server import Server, serving
+from tests.fakes.server import Server, serving
 from tests.frontend.test_http import CHAT, FLAGS, MODULE, events
 
 pytestmark = pytest.mark.engine

@@ -15,14 +15,15 @@ import httpx
 import msgspec
 import pytest
 
-from headgate.capture.consumer import ModelInfo
-from headgate.capture.engine import handles, plugin
-from headgate.capture.engine.core_seam import CoreFacts
-from headgate.capture.engine.keys import keys_of
-from headgate.capture.engine.reception import RECEPTION, OpenPart, Reception
-from headgate.capture.engine.request_seam import request_parts
-from headgate.capture.errors import RequestError
-from headgate.steering.core import open_core
+from headgate.capture.engine import plugin
+from headgate.capture.engine.contracts.core_part import CoreFacts
+from headgate.capture.engine.contracts.request_part import request_parts
+from headgate.capture.engine.frontends import engine_handles
+from headgate.capture.engine.requests.request_reader import REQUEST_READER, OpenPart, RequestReader
+from headgate.capture.engine.server.access_keys import keys_of
+from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.errors import RequestError
+from headgate.steering.core.steering_core import open_core
 
 pytestmark = pytest.mark.engine
 
@@ -86,12 +87,12 @@ class Engine:
         part = request_parts()["steering"]
         self.engine_core = Client(section or {})
         opened = {} if section is None else {"steering": OpenPart("steering", part, part.open(section, MODEL))}
-        self.input_processor = SimpleNamespace(**{RECEPTION: Reception(None, opened)})
+        self.input_processor = SimpleNamespace(**{REQUEST_READER: RequestReader(None, opened)})
         ours = {} if section is None else {"headgate": {"steering": section}}
         self.vllm_config = SimpleNamespace(additional_config=ours)
 
 
-handles.add_async_handles(SimpleNamespace(AsyncLLM=Engine))  # type: ignore[arg-type]
+engine_handles.add_async_handles(SimpleNamespace(AsyncLLM=Engine))  # type: ignore[arg-type]
 
 
 class Server:

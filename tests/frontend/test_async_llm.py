@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.errors import RequestError
+from headgate.capture.schema.errors import RequestError
 from tests.frontend.conftest import ENGINE, capture_settings
 
 pytestmark = pytest.mark.engine
@@ -46,7 +46,7 @@ class Engine:
 
     @property
     def hub(self) -> Any:
-        from headgate.capture.engine.frontend import front_end_of
+        from headgate.capture.engine.requests.capture_frontend import front_end_of
 
         front = front_end_of(self.llm)
         assert front is not None

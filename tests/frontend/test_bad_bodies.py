@@ -10,15 +10,15 @@ import httpx
 import pytest
 
 from headgate.steering.client import Client
-from tests.frontend.bad_bodies import CAPTURES, HOOKS, ROUTES, STEERS, VECTOR
-from tests.frontend.server import Server, serving
+from tests.fakes.bad_bodies import CAPTURES, HOOKS, ROUTES, STEERS, VECTOR
+from tests.fakes.server import Server, serving
 
 pytestmark = pytest.mark.engine
 
 COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
 FLAGS = [
     *("--served-model-name", "tiny", "--dtype", "bfloat16", "--load-format", "dummy", "--enforce-eager"),
-    *("--worker-cls", "tests.frontend.noting_worker.NotingWorker", "--block-size", "32", "--max-model-len", "1024"),
+    *("--worker-cls", "tests.fakes.noting_worker.NotingWorker", "--block-size", "32", "--max-model-len", "1024"),
     *("--distributed-executor-backend", "uni", "--max-num-seqs", "16"),
     *("--capture-consumers", "rows:size=1", "everything", "--capture-sites", '{"post_mlp": [3, 5]}'),
     *("--enable-steering", "--max-steering-slots", "150"),

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.frontend.server import Server, serving
-from tests.frontend.steering_forms import HIDDEN, LAYERS
+from tests.fakes.server import Server, serving
+from tests.fakes.steering_forms import HIDDEN, LAYERS
 from tests.frontend.test_http import CHAT, FLAGS, MODULE
 
 pytestmark = pytest.mark.engine
@@ -35,7 +35,7 @@ BODIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def server(model_dir: Path) -> Iterator[Server]:
     flags = [
-        *("--worker-cls", "tests.frontend.noting_worker.NotingWorker", "--enable-steering"),
+        *("--worker-cls", "tests.fakes.noting_worker.NotingWorker", "--enable-steering"),
         *("--max-steering-configs", "4", "--steering-sites", '{"post_mlp": "all", "pre_attn": "all"}'),
         *("--additional-config", json.dumps(SETTINGS)),
     ]

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from headgate.steering.client import AsyncClient, Client, ServerError
-from tests.frontend.server import Server, serving
-from tests.frontend.steering_forms import HIDDEN, LAYERS
+from tests.fakes.server import Server, serving
+from tests.fakes.steering_forms import HIDDEN, LAYERS
 from tests.frontend.test_bad_bodies import COMMAND, FLAGS
 
 pytestmark = pytest.mark.engine

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.frontend.server import Server, serving
+from tests.fakes.server import Server, serving
 
 pytestmark = pytest.mark.engine
 
@@ -18,7 +18,7 @@ MODULE = ["-m", "vllm.entrypoints.openai.api_server", "--model"]
 COMMAND = ["-c", "from headgate.capture.cli import main; main()", "serve"]
 FLAGS = [
     *("--served-model-name", "tiny", "--dtype", "bfloat16", "--load-format", "dummy", "--enforce-eager"),
-    *("--worker-cls", "tests.frontend.fake_worker.FakeWorker", "--block-size", "32", "--max-model-len", "1024"),
+    *("--worker-cls", "tests.fakes.worker.FakeWorker", "--block-size", "32", "--max-model-len", "1024"),
     *("--distributed-executor-backend", "uni"),
     *("--max-num-seqs", "16", "--capture-consumers", "rows:size=1", "broken"),
     *("--capture-sites", '{"post_mlp": [3, 5]}'),

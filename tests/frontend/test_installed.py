@@ -14,7 +14,7 @@ import importlib, json, sys
 import headgate.capture
 told = {"by importing capture": sorted({"vllm", "torch"} & set(sys.modules))}
 from headgate.capture.engine.plugin import installed_patches, register, unregister
-from headgate.capture.engine.patches import PATCHES
+from headgate.capture.engine.patch_table import PATCHES
 register()
 told["by registering"] = sorted({"vllm"} & set(sys.modules))
 modules = {patch.name: importlib.import_module(patch.module) for patch in PATCHES}
@@ -58,7 +58,7 @@ def test_every_patch_can_be_taken_out_and_put_in_again(told: dict[str, Any]) -> 
 
 
 def test_every_patch_says_why() -> None:
-    from headgate.capture.engine.patches import PATCHES
+    from headgate.capture.engine.patch_table import PATCHES
 
     names = [patch.name for patch in PATCHES]
     assert len(set(names)) == len(names)

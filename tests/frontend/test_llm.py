@@ -278,7 +278,7 @@ def test_nothing_is_left_in_worker_or_hub(llm: Any) -> None:
 
 
 def hub_of(llm: Any) -> Any:
-    from headgate.capture.engine.frontend import front_end_of
+    from headgate.capture.engine.requests.capture_frontend import front_end_of
 
     front = front_end_of(llm.llm_engine)
     assert front is not None

@@ -19,10 +19,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from headgate.capture.sites import HOOK_NAMES
-from headgate.steering.parse import FIELDS
-from tests.frontend.server import Server, serving
-from tests.frontend.steering_forms import ROW, listed, packed
+from headgate.capture.schema.sites import HOOK_NAMES
+from headgate.steering.requests.request_fields import FIELDS
+from tests.fakes.server import Server, serving
+from tests.fakes.steering_forms import ROW, listed, packed
 from tests.frontend.test_app import started  # noqa: F401  (a fixture)
 from tests.frontend.test_bad_bodies import COMMAND, FLAGS, send
 

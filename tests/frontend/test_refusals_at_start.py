@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine import opening, plugin, support
-from headgate.capture.engine.patching import PatchSet
-from headgate.capture.errors import ConfigError, UnsupportedError
+from headgate.capture.engine import plugin
+from headgate.capture.engine.frontends import startup
+from headgate.capture.engine.setup import versions
+from headgate.capture.engine.setup.patch_set import PatchSet
+from headgate.capture.schema.errors import ConfigError, UnsupportedError
 from tests.frontend.conftest import ENGINE, capture_settings
 
 pytestmark = pytest.mark.engine
@@ -32,22 +34,22 @@ def broken_patches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("broken_patches")
 def test_a_vllm_that_differs_is_refused_with_the_versions_that_work() -> None:
     with pytest.raises(UnsupportedError, match=r"(?s)vllm\.thing\.is_gone.*works with vLLM 0\.26 to 0\.33"):
-        opening.check_servable(config(capture_settings()))
+        startup.check_servable(config(capture_settings()))
 
 
 @pytest.mark.usefixtures("broken_patches")
 @pytest.mark.parametrize("additional", [None, {}, {"other plugin": 1}, {"headgate": {}}])
 def test_without_a_configuration_a_vllm_that_differs_is_served(additional: Any) -> None:
-    opening.check_servable(config(additional))
+    startup.check_servable(config(additional))
 
-    assert opening.open_front_end(config(additional)) is None
+    assert startup.open_front_end(config(additional)) is None
 
 
 def test_a_vllm_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "NEWEST", (0, 25))
+    monkeypatch.setattr(versions, "NEWEST", (0, 25))
 
     with pytest.raises(UnsupportedError, match="found"):
-        opening.check_servable(config(capture_settings()))
+        startup.check_servable(config(capture_settings()))
 
 
 @pytest.mark.parametrize(
@@ -63,16 +65,16 @@ def test_an_environment_that_keeps_headgate_out_is_refused(
     monkeypatch.setenv(name, value)
 
     with pytest.raises(UnsupportedError, match=reason):
-        opening.check_servable(config(capture_settings()))
+        startup.check_servable(config(capture_settings()))
 
 
 def test_in_a_vllm_of_another_release_nothing_but_the_refusal_is_installed() -> None:
     script = """
 import importlib
 from headgate.capture.engine import plugin, support
-support.NEWEST = (0, 25)
+versions.NEWEST = (0, 25)
 plugin.register()
-from headgate.capture.engine.patches import PATCHES
+from headgate.capture.engine.patch_table import PATCHES
 from vllm import SamplingParams
 installed = [p.target for p in PATCHES if p.is_installed(importlib.import_module(p.module))]
 expected = ["EngineArgs.add_cli_args", "EngineArgs.from_cli_args", "EngineArgs.create_engine_config"]
@@ -125,7 +127,7 @@ def test_an_engine_without_configuration_is_stock_and_refuses_capture(model_dir:
     from vllm import LLM
 
     from headgate.capture import SamplingParams
-    from headgate.capture.engine.frontend import front_end_of
+    from headgate.capture.engine.requests.capture_frontend import front_end_of
     from tests.frontend.conftest import stop
 
     llm = LLM(str(model_dir), **ENGINE)

@@ -9,19 +9,8 @@ import httpx
 import msgspec
 import pytest
 
-from tests.frontend.routes_server import (
-    COMMAND,
-    FLAGS,
-    ONE,
-    PLUGINS,
-    REGISTER,
-    SET,
-    UNREGISTER,
-    complete,
-    get,
-    post,
-)
-from tests.frontend.server import Server, serving
+from tests.fakes.routes_server import COMMAND, FLAGS, ONE, PLUGINS, REGISTER, SET, UNREGISTER, complete, get, post
+from tests.fakes.server import Server, serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.extended]
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.frontend.routes_server import (
+from tests.fakes.routes_server import (
     COMMAND,
     FLAGS,
     ONE,
@@ -23,8 +23,8 @@ from tests.frontend.routes_server import (
     get,
     post,
 )
-from tests.frontend.server import Server, serving
-from tests.frontend.steering_forms import HIDDEN, LAYERS, ROW, packed
+from tests.fakes.server import Server, serving
+from tests.fakes.steering_forms import HIDDEN, LAYERS, ROW, packed
 
 pytestmark = pytest.mark.engine
 

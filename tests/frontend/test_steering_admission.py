@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.errors import RequestError
-from headgate.steering.vectors import SteeringSpec
-from headgate.steering.wire import to_wire
-from tests.frontend.steered_core import BLOCK, Core, engine_request, naming
+from headgate.capture.schema.errors import RequestError
+from headgate.steering.requests.wire import to_wire
+from headgate.steering.vectors.phase_vectors import SteeringSpec
+from tests.fakes.steered_core import BLOCK, Core, engine_request, naming
 
 pytestmark = pytest.mark.engine
 
@@ -39,9 +39,9 @@ def core(engine: Core) -> Iterator[Core]:
 
 def held(core: Core) -> list[str]:
     """Requests that wait outside the scheduler, as they came."""
-    from headgate.capture.engine.core import seam_of
+    from headgate.capture.engine.core.engine_core import adapter_of
 
-    return list(seam_of(core.core)._held)  # type: ignore[union-attr]
+    return list(adapter_of(core.core)._held)  # type: ignore[union-attr]
 
 
 def five(core: Core, value: float) -> SteeringSpec:

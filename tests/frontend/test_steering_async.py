@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.errors import EngineStateError, RequestError
+from headgate.capture.schema.errors import EngineStateError, RequestError
+from tests.fakes.steering_forms import HIDDEN, ROW
 from tests.frontend.conftest import ENGINE
-from tests.frontend.steering_forms import HIDDEN, ROW
 from tests.frontend.test_async_llm import last_of
 
 pytestmark = pytest.mark.engine
 
-WORKER = "tests.frontend.noting_worker.NotingWorker"
+WORKER = "tests.fakes.noting_worker.NotingWorker"
 ONE = {"post_mlp": {3: ROW}}
 PROMPT = list(range(100, 120))
 
@@ -147,8 +147,8 @@ def test_every_engine_core_has_what_was_set_and_registered(engine: Engine) -> No
 
 def full(engine: Engine, which: int) -> Any:
     """Take 15 of the 19 slots of one engine core."""
-    from headgate.steering.parse import read_module
-    from headgate.steering.wire import to_wire
+    from headgate.steering.requests.request_fields import read_module
+    from headgate.steering.requests.wire import to_wire
 
     spec = read_module({"vectors": {"post_mlp": {i: ROW + i for i in range(15)}}}, engine.steering.steerable)
     client = engine.llm.engine_core

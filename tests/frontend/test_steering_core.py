@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from headgate.capture.errors import RequestError, UnsupportedError
-from headgate.steering.vectors import SteeringSpec
-from headgate.steering.wire import to_wire
-from tests.frontend.steered_core import BLOCK, Core, engine_request, naming
+from headgate.capture.schema.errors import RequestError, UnsupportedError
+from headgate.steering.requests.wire import to_wire
+from headgate.steering.vectors.phase_vectors import SteeringSpec
+from tests.fakes.steered_core import BLOCK, Core, engine_request, naming
 
 pytestmark = pytest.mark.engine
 

@@ -9,18 +9,18 @@ from typing import Any
 import httpx
 import pytest
 
-from headgate.capture.sites import HookPoint, Site
-from headgate.steering.files import save
-from headgate.steering.vectors import PhaseVectors
-from tests.frontend.server import Server, serving
-from tests.frontend.steering_forms import BAD, GOOD, ROW, listed
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.files.vector_files import save
+from headgate.steering.vectors.phase_vectors import PhaseVectors
+from tests.fakes.server import Server, serving
+from tests.fakes.steering_forms import BAD, GOOD, ROW, listed
 
 pytestmark = pytest.mark.engine
 
 MODULE = ["-m", "vllm.entrypoints.openai.api_server", "--model"]
 FLAGS = [
     *("--served-model-name", "tiny", "--dtype", "bfloat16", "--load-format", "dummy", "--enforce-eager"),
-    *("--worker-cls", "tests.frontend.noting_worker.NotingWorker", "--block-size", "32", "--max-model-len", "1024"),
+    *("--worker-cls", "tests.fakes.noting_worker.NotingWorker", "--block-size", "32", "--max-model-len", "1024"),
     *("--distributed-executor-backend", "uni", "--max-num-seqs", "16"),
     *("--enable-steering", "--max-steering-configs", "1", "--steering-sites", '{"post_mlp": "all", "pre_attn": "all"}'),
 ]

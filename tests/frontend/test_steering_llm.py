@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headgate.capture.errors import RequestError
-from headgate.steering.parse import read_steering
-from headgate.steering.wire import to_wire
+from headgate.capture.schema.errors import RequestError
+from headgate.steering.requests.request_fields import read_steering
+from headgate.steering.requests.wire import to_wire
+from tests.fakes.steering_forms import BAD, GOOD, HIDDEN, LAYERS, ROW, listed
 from tests.frontend.conftest import ENGINE, capture_settings, stop
-from tests.frontend.steering_forms import BAD, GOOD, HIDDEN, LAYERS, ROW, listed
 
 pytestmark = pytest.mark.engine
 
-WORKER = "tests.frontend.noting_worker.NotingWorker"
+WORKER = "tests.fakes.noting_worker.NotingWorker"
 ONE = {"post_mlp": {3: ROW}}
 
 
@@ -86,7 +86,7 @@ def test_a_steering_request_brings_its_wire_and_nothing_else(llm: Any) -> None:
 
 
 def test_a_steering_request_opens_no_hub_and_waits_for_nobody(llm: Any) -> None:
-    from headgate.capture.engine.frontend import front_end_of
+    from headgate.capture.engine.requests.capture_frontend import front_end_of
 
     front = front_end_of(llm.llm_engine)
     assert front is not None
@@ -146,10 +146,11 @@ def test_the_fields_survive(llm: Any, pass_on: Any) -> None:
 
 
 def test_one_params_for_many_prompts_is_read_once_and_stays_as_it_was(llm: Any, monkeypatch: Any) -> None:
-    from headgate.steering import SamplingParams, requests
+    from headgate.steering import SamplingParams
+    from headgate.steering.requests import reader
 
     reads: list[Any] = []
-    monkeypatch.setattr(requests, "read_steering", lambda *args: (reads.append(args), read_steering(*args))[1])
+    monkeypatch.setattr(reader, "read_steering", lambda *args: (reads.append(args), read_steering(*args))[1])
     vectors = {"post_mlp": {3: ROW.copy()}}
     params = SamplingParams(steering_vectors=vectors, max_tokens=2)
     before = dict(params.extra_args)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine import frames
-from headgate.steering.compose import peak
-from headgate.steering.vectors import SteeringSpec
-from headgate.steering.wire import SteeringWire, to_wire
-from tests.frontend.steered_core import PART, engine_config, engine_request, naming, vectors
+from headgate.capture.engine.core import frames
+from headgate.steering.requests.wire import SteeringWire, to_wire
+from headgate.steering.vectors.phase_vectors import SteeringSpec
+from headgate.steering.vectors.sums import peak
+from tests.fakes.steered_core import PART, engine_config, engine_request, naming, vectors
 
 pytestmark = pytest.mark.engine
 

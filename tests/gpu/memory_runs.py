@@ -31,7 +31,7 @@ def free_bytes() -> int:
 
 def device_bytes(worker: Any) -> int:
     """What headgate's parts account for, asked of a worker."""
-    from headgate.capture.engine.install import ENGINE_ATTRIBUTE
+    from headgate.capture.engine.worker.install import ENGINE_ATTRIBUTE
 
     return sum(getattr(worker, ENGINE_ATTRIBUTE).hooks.hook.headgate_device_bytes())
 

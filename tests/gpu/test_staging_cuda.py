@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from headgate.capture.batch import BatchView, NewRequest
-from headgate.capture.sites import HookPoint, Site
-from headgate.capture.staged import StagedRows
-from headgate.capture.staging import StagingRing
-from headgate.capture.stepplan import PackGroup, StepPlan
-from tests.unit.pipeline import TIMEOUT_S
+from headgate.capture.planning.step_plan import PackGroup, StepPlan
+from headgate.capture.schema.batch import BatchView, NewRequest
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.staging.host_rows import StagedRows
+from headgate.capture.staging.ring import StagingRing
+from tests.fakes.pipeline import TIMEOUT_S
 
 HIDDEN = 256
 NUM_SITES = 6
@@ -350,8 +350,8 @@ def test_steps_larger_than_the_host_memory_come_in_parts() -> None:
 
 
 def test_a_session_on_a_gpu_delivers_the_rows_of_each_request() -> None:
-    from tests.unit.pipeline import final_state
-    from tests.unit.world import Keeper, make_world, want
+    from tests.fakes.capture_world import Keeper, make_world, want
+    from tests.fakes.pipeline import final_state
 
     keeper = Keeper()
     ring = make_ring()

@@ -16,11 +16,11 @@ import pytest
 import torch
 from test_staging_cuda import MAX_TOKENS, SITES, Model, make_ring, plan_of, random_plan
 
-from headgate.capture import links
-from headgate.capture.staged import StagedRows
-from headgate.capture.staging import StagingRing
-from headgate.capture.stepplan import StepPlan
-from tests.unit.pipeline import TIMEOUT_S
+from headgate.capture.planning.step_plan import StepPlan
+from headgate.capture.staging import device_copy
+from headgate.capture.staging.host_rows import StagedRows
+from headgate.capture.staging.ring import StagingRing
+from tests.fakes.pipeline import TIMEOUT_S
 
 NUM_STEPS = 800
 NUM_VALUES = 251
@@ -118,7 +118,7 @@ def num_planned(plan: StepPlan) -> int:
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in WAYS[request.param].items():
-        monkeypatch.setattr(links, name, value)
+        monkeypatch.setattr(device_copy, name, value)
     return request.param
 
 

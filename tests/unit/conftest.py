@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from zmq.utils import garbage
 
-from headgate.capture.hub import ResultHub
-from headgate.capture.transport import ZmqOutlet
+from headgate.capture.transport.result_hub import ResultHub
+from headgate.capture.transport.result_sender import ZmqResultSender
 
 TIMEOUT_S = 30.0
 
@@ -37,17 +37,17 @@ def hub(folder: Path) -> Iterator[ResultHub]:
 
 
 @pytest.fixture
-def outlet() -> Iterator[ZmqOutlet]:
+def outlet() -> Iterator[ZmqResultSender]:
     """A worker's outlet."""
-    outlet = ZmqOutlet()
+    outlet = ZmqResultSender()
     yield outlet
     outlet.close(0)
 
 
 @pytest.fixture
 def driver_consumers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The consumers of `tests.unit.driving`, by their names in lower case."""
-    from tests.unit.driving import publish
+    """The consumers of `tests.fakes.driver_consumers`, by their names in lower case."""
+    from tests.fakes.driver_consumers import publish
 
     (tmp_path / "plugins").mkdir()
     publish(tmp_path / "plugins", monkeypatch)

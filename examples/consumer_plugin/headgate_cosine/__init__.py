@@ -8,10 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from headgate.capture.consumer import BatchedConsumer, CapturedRequest, ConsumerContext, SpecContext, parse_client_spec
-from headgate.capture.errors import ConfigError, ConsumerError, RequestError
-from headgate.capture.sites import Site, site_map
-from headgate.capture.spec import CaptureSpec
+from headgate.capture.schema.consumer import (
+    BatchedConsumer,
+    CapturedRequest,
+    ConsumerContext,
+    SpecContext,
+    parse_client_spec,
+)
+from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
+from headgate.capture.schema.sites import Site, site_map
+from headgate.capture.schema.spec import CaptureSpec
 
 __all__ = ["CosineConsumer"]
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from headgate_cosine import CosineConsumer
 
-from headgate.capture.consumer import CapturedRequest, ConsumerContext, SpecContext
-from headgate.capture.errors import ConfigError, ConsumerError
-from headgate.capture.sites import Site
+from headgate.capture.schema.consumer import CapturedRequest, ConsumerContext, SpecContext
+from headgate.capture.schema.errors import ConfigError, ConsumerError
+from headgate.capture.schema.sites import Site
 from headgate.consumers.testing import EXAMPLE_MODEL, ConsumerContract, ExampleRequest, Feed
 
 SITE = Site.parse("1.post_mlp")

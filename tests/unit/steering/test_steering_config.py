@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.errors import ConfigError
-from headgate.capture.sites import HookPoint, Site
+from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import SteeringConfig, parse_config
 
 

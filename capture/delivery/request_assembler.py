@@ -1,0 +1,190 @@
+"""Turns the rows of many steps into whole requests: how a `BatchedConsumer` is fed.
+
+Shapes: S sites, N rows of a block, C rows that there is room for, D hidden size, B bytes of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headgate.capture.delivery.buffer_pool import RowPool
+from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.config import MIB
+from headgate.capture.schema.consumer import (
+    BatchedConsumer,
+    CapturedRequest,
+    FinishedRequest,
+    ModelInfo,
+    RequestInfo,
+    RowBlock,
+)
+from headgate.capture.schema.sites import Site
+
+Bytes = npt.NDArray[np.uint8]
+
+CHUNK_ROWS = 32
+"""Rows of a chunk, beside a first one with room for the wanted part of the prompt."""
+KEEP_BYTES = 512 * MIB
+"""Host memory kept for later requests while nobody uses it: what 64 requests of all layers of a 4B model collect."""
+
+
+class Assembler:
+    """Collects each request's rows and hands them over whole when it is finished.
+
+    Rows are copied out of their blocks at once: a block holds rows of every request of its step, and keeping a
+    slice of it would keep all of them in memory for as long as the longest request runs.
+
+    Not locked: all calls come from one thread, the consumer's.
+
+    Args:
+        consumer: Gets `on_capture` once for each finished request.
+    """
+
+    def __init__(self, consumer: BatchedConsumer) -> None:
+        self._consumer = consumer
+        self._pool = RowPool(KEEP_BYTES)
+        self._requests: dict[str, _CollectedRows] = {}
+
+    def begin(self, request: RequestInfo) -> None:
+        """Expect rows of `request`."""
+        self._requests[request.request_id] = _CollectedRows(request, self._consumer.context.model, self._pool)
+
+    def write(self, blocks: Sequence[RowBlock]) -> None:
+        """Copy out the rows of every span."""
+        for block in blocks:
+            rows_SNB: Bytes = block.rows.view(torch.uint8).numpy()
+            for span in block.spans:
+                self._requests[span.request.request_id].add(block, rows_SNB, span.start, span.stop)
+
+    def finish(self, finished: FinishedRequest) -> Any:
+        """Hand the request over, without the rows that were computed in vain; return what the consumer returns."""
+        collected = self._requests.pop(finished.request.request_id)
+        positions, rows = collected.below(finished.final.num_rows)
+        captured = CapturedRequest(
+            request=finished.request,
+            final=finished.final,
+            sites=finished.request.spec.sites,
+            rows=rows,
+            positions=positions,
+            token_ids=finished.final.token_ids[positions],
+            dropped_rows=finished.dropped_rows,
+        )
+        return self._consumer.on_capture(captured)
+
+    def abandon(self, request: RequestInfo) -> None:
+        """Throw away what was collected of `request`, if anything."""
+        self._requests.pop(request.request_id, None)
+
+    def close(self, timeout_s: float) -> None:
+        """Close the consumer; what is not finished by now never will be."""
+        self._requests.clear()
+        self._consumer.close(timeout_s)
+
+
+class _CollectedRows:
+    """The rows of one request so far, by the sets of sites that they came in."""
+
+    def __init__(self, request: RequestInfo, model: ModelInfo, pool: RowPool) -> None:
+        self._pool = pool
+        self._sites = request.spec.sites
+        self._dtype: torch.dtype = getattr(torch, model.dtype)
+        self._hidden_size = model.hidden_size
+        prompt = np.arange(request.num_prompt_tokens, dtype=np.int64)
+        self._num_expected = int(request.spec.positions.mask(prompt, np.full_like(prompt, len(prompt))).sum())
+        self._parts: dict[int, _Part] = {}
+
+    def add(self, block: RowBlock, rows_SNB: Bytes, start: int, stop: int) -> None:
+        """Append rows ``start : stop`` of `block`, whose rows are `rows_SNB`."""
+        # Blocks of one kind share the tuple of their sites; a part keeps it, so that no other takes its id.
+        part = self._parts.get(id(block.sites))
+        if part is None:
+            part = self._parts[id(block.sites)] = _Part(block, self._num_expected, self._pool)
+        part.add(rows_SNB, block.positions, start, stop)
+
+    def below(self, num_positions: int) -> tuple[Int64Array, dict[Site, Tensor]]:
+        """Positions below `num_positions` that every site has, and each site's rows of them."""
+        pieces: dict[Site, list[tuple[Int64Array, Tensor]]] = {site: [] for site in self._sites}
+        for part in self._parts.values():
+            positions, rows_SND = part.below(num_positions)
+            for site, rows_ND in zip(part.sites, rows_SND, strict=True):
+                pieces[site].append((positions, rows_ND))
+        sites = {site: self._join(found) for site, found in pieces.items()}
+        common = sites[self._sites[0]][0]
+        if all(positions is common or np.array_equal(positions, common) for positions, _ in sites.values()):
+            return common, {site: rows for site, (_, rows) in sites.items()}
+        # Rows of some sites were lost on their way: only what is complete can be handed over.
+        for positions, _ in sites.values():
+            common = np.intersect1d(common, positions, assume_unique=True)
+        return common, {
+            site: rows[torch.from_numpy(np.searchsorted(positions, common))]
+            for site, (positions, rows) in sites.items()
+        }
+
+    def _join(self, pieces: list[tuple[Int64Array, Tensor]]) -> tuple[Int64Array, Tensor]:
+        """One site's rows in the order of their positions."""
+        if not pieces:
+            return np.empty(0, dtype=np.int64), torch.empty(0, self._hidden_size, dtype=self._dtype)
+        if len(pieces) == 1:
+            return pieces[0]
+        positions = np.concatenate([positions for positions, _ in pieces])
+        order = np.argsort(positions)
+        return positions[order], torch.cat([rows for _, rows in pieces])[torch.from_numpy(order)]
+
+
+class _Part:
+    """Rows that came with the same sites, in chunks of host memory; a request's prompt goes into the first.
+
+    As bytes, since numpy copies single rows ten times as fast as torch does.
+    """
+
+    def __init__(self, block: RowBlock, num_expected: int, pool: RowPool) -> None:
+        self.sites = block.sites
+        self._dtype = block.rows.dtype
+        self._row_bytes = block.rows.shape[2] * self._dtype.itemsize
+        self._pool = pool
+        self._chunks = [self._chunk(num_expected or CHUNK_ROWS)]
+        self._num_free = self._chunks[0].shape[1]
+        self._positions: Int64Array = np.empty(self._num_free, dtype=np.int64)
+        self._num_rows = 0
+
+    def add(self, rows_SNB: Bytes, positions: Int64Array, start: int, stop: int) -> None:
+        first, end = self._num_rows, self._num_rows + stop - start
+        if end > len(self._positions):
+            grown = np.empty(2 * end, dtype=np.int64)
+            grown[:first] = self._positions[:first]
+            self._positions = grown
+        self._positions[first:end] = positions[start:stop]
+        self._num_rows = end
+        while start < stop:
+            if not self._num_free:
+                self._chunks.append(self._chunk(max(stop - start, CHUNK_ROWS)))
+                self._num_free = self._chunks[-1].shape[1]
+            count = min(stop - start, self._num_free)
+            at = self._chunks[-1].shape[1] - self._num_free
+            self._chunks[-1][:, at : at + count] = rows_SNB[:, start : start + count]
+            self._num_free -= count
+            start += count
+
+    def below(self, num_positions: int) -> tuple[Int64Array, Tensor]:
+        """Positions below `num_positions`, and their rows at every site."""
+        count = int(np.searchsorted(self._positions[: self._num_rows], num_positions))
+        positions = self._positions[:count].copy()
+        if count == self._chunks[0].shape[1]:
+            return positions, torch.from_numpy(self._chunks[0]).view(self._dtype)
+        rows_SCB = self._pool.empty((len(self.sites), count, self._row_bytes), torch.uint8)
+        at = 0
+        for chunk in self._chunks:
+            taken = torch.from_numpy(chunk)[:, : count - at]
+            rows_SCB[:, at : at + taken.shape[1]] = taken
+            at += taken.shape[1]
+        return positions, rows_SCB.view(self._dtype)
+
+    def _chunk(self, num_rows: int) -> Bytes:
+        chunk: Bytes = self._pool.empty((len(self.sites), num_rows, self._row_bytes), torch.uint8).numpy()
+        return chunk

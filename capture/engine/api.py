@@ -1,0 +1,66 @@
+"""vLLM's own `LLM` and `SamplingParams`, with our keywords. Importing this imports vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import vllm
+
+from headgate.capture.engine.plugin import register
+from headgate.capture.engine.requests.sampling_params import make_sampling_params
+from headgate.capture.engine.setup.cli_flags import Consumer, additional_config
+
+register()
+
+SamplingParams: Any = make_sampling_params()
+
+
+class LLM(vllm.LLM):  # type: ignore[misc]
+    """vLLM's `LLM` with capture and steering configured by keyword.
+
+    ::
+
+        llm = LLM("model", capture_consumers=["memory"], capture_sites={"post_mlp": [10, 20]})
+        params = SamplingParams(max_tokens=32, capture={"memory": {"hooks": {"post_mlp": [20]}}})
+        (output,) = llm.generate("Hello", params)
+        output.capture_results["memory"]
+
+        llm = LLM("model", steering=True)
+        llm.steering.register("calm", path="calm.safetensors")
+        (output,) = llm.generate("Hello", SamplingParams(steering_module_ref=("calm", 2.0)))
+
+    The same configuration works with vLLM's own classes: ``vllm.LLM("model", additional_config=additional_config(
+    consumers=["memory"]))``, and so with `AsyncEngineArgs`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        capture_consumers: Sequence[Consumer] = (),
+        capture_sites: Mapping[str, Any] | None = None,
+        steering: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Start an engine.
+
+        Args:
+            args: For vLLM's `LLM`, as is everything else in `kwargs`.
+            capture_consumers: Each a `CaptureConsumerSpec`, its shorthand ``name:key=val,key=val``, or its fields
+                as a dict.
+            capture_sites: ``{hook point: layers}`` that can be captured; ``{"post_mlp": "all"}`` by default.
+            steering: True, or an object of settings: the fields of `headgate.steering.SteeringConfig`.
+            kwargs: Likewise.
+
+        Raises:
+            ConfigError: If the configuration is wrong.
+            UnsupportedError: If this vLLM, this model or a setting cannot be served.
+        """
+        if capture_consumers or capture_sites is not None or steering not in (None, False):
+            kwargs["additional_config"] = additional_config(
+                consumers=capture_consumers,
+                sites=capture_sites,
+                base=kwargs.get("additional_config"),
+                steering=steering,
+            )
+        super().__init__(*args, **kwargs)

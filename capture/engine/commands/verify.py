@@ -1,0 +1,300 @@
+"""``headgate verify MODEL ...``: proof on the user's own machine that headgate does what it says and harms nobody."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from headgate.capture.engine.commands.serve import LOADED_BY_DEFAULT, NAME
+from headgate.capture.engine.commands.verify_report import Report, is_passed, show, write_json
+from headgate.capture.engine.commands.verify_stock import Cost, idle_costs, judge_costs, judge_graphs, judge_stock
+from headgate.capture.engine.setup.cli_flags import add_flags, translate_flags
+from headgate.capture.engine.setup.settings import OUR_KEY
+from headgate.capture.engine.setup.versions import check_version, find_version
+from headgate.capture.monitoring.verify_checks import (
+    EAGER,
+    IDLE,
+    SERVED,
+    STOCK,
+    USAGE_STATUS,
+    Recording,
+    Status,
+    Verdict,
+    check_parts,
+)
+from headgate.capture.schema.errors import HeadgateError
+
+ENGINE = "headgate.capture.engine.commands.verify_engine"
+DEFAULT_BOUND = 2.0
+"""Idle cost in percent that is worth a warning."""
+TAIL_LINES = 40
+
+verify = typer.Typer(add_completion=False)
+
+
+class EngineError(HeadgateError, RuntimeError):
+    """An engine did not start, or ended before it was through; the message ends with its log."""
+
+
+class UsageError(HeadgateError, ValueError):
+    """vLLM does not take the arguments."""
+
+
+@verify.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Model folder or name, before all flags for vLLM.")],
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the report to this file as well.")] = None,
+    repeats: Annotated[int, typer.Option(min=0, help="Pairs of engines to time; 0 leaves the idle cost out.")] = 1,
+    max_idle_cost: Annotated[
+        float | None, typer.Option(help=f"Fail if idle costs more percent; without it {DEFAULT_BOUND:g} % warn.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings are failures.")] = False,
+    keep: Annotated[Path | None, typer.Option(help="Folder to keep logs and recordings of the engines in.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one engine may take in all.")] = 1800,
+) -> None:
+    """Verify headgate with MODEL on this machine: headgate verify MODEL --tensor-parallel-size 2 --max-model-len 4096
+
+    Takes every flag of vLLM's engine, and headgate's --capture-sites, --steering-sites and --max-steering-slots.
+    Engines are started one after the other: stock vLLM, headgate idle, stock again, headgate in use, headgate in
+    eager mode. Exits with 0 if all is well, 1 if something is off, 2 if the arguments are wrong.
+    """
+    console = Console()
+    flags = list(context.args)
+    try:
+        check_version(find_version() or "none")
+        sections, arguments = split_flags(flags)
+    except HeadgateError as error:
+        raise _refused(error) from error
+    verdicts: list[Verdict] = []
+    with _end_on_sigterm(), _folder(keep) as folder:
+        session = Session(folder, ["--model", model, *arguments], sections, timeout, console)
+        try:
+            session.run_all(repeats)
+            verdicts += session.judge()
+        except UsageError as error:
+            raise _refused(error) from error
+        except EngineError as error:
+            typer.secho(str(error), err=True)
+            verdicts.append(Verdict("every engine starts and serves", Status.FAILED, str(error).partition("\n")[0]))
+    costs = idle_costs(session.runs)
+    bound = DEFAULT_BOUND if max_idle_cost is None else max_idle_cost
+    verdicts += judge_costs(costs, bound=bound, is_limit=max_idle_cost is not None)
+    report = session.report(model, flags, verdicts, costs, is_good=is_passed(verdicts, strict=strict))
+    show(console, report)
+    if json_path is not None:
+        write_json(json_path, report)
+    raise typer.Exit(0 if report.is_passed else 1)
+
+
+def _refused(error: Exception) -> typer.Exit:
+    typer.secho(f"headgate verify: {error}", err=True, fg="red")
+    return typer.Exit(2)
+
+
+def split_flags(flags: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The sections of ``additional_config["headgate"]`` that headgate's flags come to, and all other flags.
+
+    Raises:
+        ConfigError: If headgate's are wrong.
+        SystemExit: With status 2, if they cannot be read.
+    """
+    parser = argparse.ArgumentParser(prog="headgate verify", add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    ours, others = parser.parse_known_args(flags)
+    translate_flags(ours)
+    document = getattr(ours, "additional_config", None) or {}
+    return dict(document.get(OUR_KEY) or {}), others
+
+
+def kinds_to_run(repeats: int) -> list[str]:
+    """The engines in their order: what is timed stands between stock engines."""
+    return [STOCK, IDLE] * repeats + [STOCK, SERVED, EAGER]
+
+
+@dataclass
+class Session:
+    """One verification: its engines, one after the other, and what they recorded.
+
+    Attributes:
+        folder: For jobs, logs and recordings.
+        arguments: For vLLM's parser.
+        sections: Of headgate's configuration.
+        timeout_s: Seconds that one engine may take.
+        console: For progress.
+        runs: What was recorded so far, by kind of engine.
+    """
+
+    folder: Path
+    arguments: list[str]
+    sections: dict[str, dict[str, Any]]
+    timeout_s: float
+    console: Console
+    runs: dict[str, list[Recording]] = field(default_factory=dict)
+    _started: list[tuple[str, float]] = field(default_factory=list)
+    _served: Path | None = None
+
+    def run_all(self, repeats: int) -> None:
+        """Start every engine in turn.
+
+        Raises:
+            EngineError: If one does not do its work.
+            UsageError: If vLLM's parser does not take the arguments.
+        """
+        waiting, number = deque(kinds_to_run(repeats)), 0
+        while waiting:
+            kind, number, began = waiting.popleft(), number + 1, time.monotonic()
+            is_last_stock = kind == STOCK and STOCK not in waiting
+            with self.console.status(f"engine {number} of {number + len(waiting)}: {kind}"):
+                recording = self._run(
+                    f"{number}-{kind}",
+                    kind,
+                    is_timed=repeats > 0 and kind in (STOCK, IDLE),
+                    is_compiled_anew=is_last_stock and self._is_tuned,
+                )
+            self.runs.setdefault(kind, []).append(recording)
+            if self._is_tuned and not repeats and number == 1:
+                waiting.appendleft(STOCK)
+            self._started.append((kind, recording.facts.start_s))
+            seconds = time.monotonic() - began
+            self.console.print(
+                f"engine {number} of {number + len(waiting)}: {kind:7} {seconds:4.0f} s, ready after "
+                f"{recording.facts.start_s:.0f} s",
+                highlight=False,
+            )
+
+    @property
+    def _is_tuned(self) -> bool:
+        """Whether stock ran kernels that torch.compile chose by timing them: compiled anew, it may choose others.
+
+        They add up in another order then, and so may headgate's, whose forward is compiled by itself.
+        """
+        return any(recording.facts.graph_mode != "NONE" for recording in self.runs.get(STOCK, ()))
+
+    def judge(self) -> Iterator[Verdict]:
+        """Every check but that of the idle cost."""
+        yield from judge_stock(self.runs)
+        yield from judge_graphs(self.runs)
+        for part in check_parts().values():
+            yield from part.judge(self.runs)
+
+    def report(
+        self, model: str, flags: list[str], verdicts: list[Verdict], costs: list[Cost], *, is_good: bool
+    ) -> Report:
+        """What is shown and written."""
+        last = [recording for recordings in self.runs.values() for recording in recordings][-1:]
+        return Report(
+            model=model,
+            flags=flags,
+            is_passed=is_good,
+            facts=last[0].facts if last else None,
+            start_s=self._started,
+            verdicts=verdicts,
+            idle_costs=costs,
+        )
+
+    def _run(self, name: str, kind: str, *, is_timed: bool, is_compiled_anew: bool) -> Recording:
+        log, out = self.folder / f"{name}.log", self.folder / f"{name}.msgpack"
+        out.unlink(missing_ok=True)  # of an earlier verification, if the user keeps them in one folder
+        if kind == SERVED:
+            self._served = out
+        job = {
+            "kind": kind,
+            "arguments": self.arguments,
+            "sections": self.sections,
+            "out": str(out),
+            "earlier": str(self._served) if kind == EAGER else None,
+            "is_timed": is_timed,
+        }
+        file = self.folder / f"{name}.json"
+        file.write_text(json.dumps(job))
+        env = environment(kind, os.environ)
+        if is_compiled_anew:
+            env["VLLM_CACHE_ROOT"] = str(self.folder / "compiled-anew")
+        status = run_engine(file, log, env, self.timeout_s)
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+        if status == USAGE_STATUS:
+            raise UsageError(tail.strip().splitlines()[-1])
+        if status != 0 or not out.exists():
+            ending = f"took more than {self.timeout_s:g} s" if status is None else f"ended with status {status}"
+            raise EngineError(f"the engine {name} {ending}. The end of its log:\n{tail}")
+        return msgspec.msgpack.decode(out.read_bytes(), type=Recording)
+
+
+def environment(kind: str, base: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an engine's process: which plugins vLLM loads, and an engine core in the same process.
+
+    Args:
+        kind: Of the engine. Stock vLLM loads every plugin but headgate.
+        base: The user's.
+    """
+    allowed = base.get("VLLM_PLUGINS")
+    found = {name for group in LOADED_BY_DEFAULT for name in entry_points(group=group).names}
+    names = found if allowed is None else set(filter(None, allowed.split(",")))
+    names = names - {NAME} if kind == STOCK else names | {NAME}
+    settings = {"VLLM_PLUGINS": ",".join(sorted(names)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **base, **settings}
+
+
+def run_engine(job: Path, log: Path, env: Mapping[str, str], timeout_s: float) -> int | None:
+    """Run one engine to its end; returns its exit status, None if it took too long.
+
+    Whatever it leaves behind is killed: its workers are in a process group of their own.
+    """
+    with log.open("wb") as target:
+        process = subprocess.Popen(  # noqa: S603  (this Python, and a file of ours)
+            [sys.executable, "-m", ENGINE, str(job)],
+            env=dict(env),
+            stdout=target,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
+def _end_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind the stack as Ctrl-C does, so that the engine at work ends too."""
+
+    def leave(signum: int, frame: object) -> None:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix="headgate-verify-") as folder:
+        yield Path(folder)

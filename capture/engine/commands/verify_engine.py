@@ -1,0 +1,359 @@
+"""One engine of ``headgate verify``, run by it in a process of its own: ``python -m`` and this module's name, ``JOB``.
+
+JOB is a file that holds a `Job`. The engine core runs in this process, so that all requests of a scene are there before
+the first step: then two engines batch them alike, and what they answer compares bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from headgate.capture.engine.commands.verify_capture import CONSUMER
+from headgate.capture.engine.commands.verify_stock import MIN_MODEL_LENGTH, plain_requests
+from headgate.capture.engine.setup.settings import OUR_KEY, model_info
+from headgate.capture.engine.setup.versions import versions
+from headgate.capture.monitoring.verify_checks import (
+    EAGER,
+    IDLE,
+    PLAIN,
+    PLAIN_AGAIN,
+    PLAIN_AT_THE_END,
+    SERVED,
+    STOCK,
+    USAGE_STATUS,
+    Answer,
+    Facts,
+    Recording,
+    Request,
+    Rows,
+    Scene,
+    Stage,
+    check_parts,
+)
+from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.sites import site_map
+
+NUM_LOGPROBS = 5
+IN_FLIGHT = (1, 8)
+NUM_DRAINING_STEPS = 5
+NUM_ROUNDS = 5
+TIMING_S = 120
+"""A slow machine begins no further round after this time."""
+TIMED_PROMPT = 32
+TIMED_TOKENS = 33
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run.
+
+    Attributes:
+        kind: Of the engine.
+        arguments: For vLLM's parser, ``--model`` first.
+        sections: Of ``additional_config["headgate"]``, as the user gave them by headgate's flags.
+        out: Where the recording goes.
+        earlier: File with the recording of `SERVED`, for `EAGER`.
+        is_timed: Whether decode steps are timed.
+    """
+
+    kind: str
+    arguments: list[str]
+    sections: dict[str, dict[str, Any]]
+    out: str
+    earlier: str | None = None
+    is_timed: bool = False
+
+
+def main() -> None:
+    """Run the job whose file is the first argument."""
+    job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
+    if job.kind != STOCK:
+        from headgate.capture.engine.plugin import register
+
+        register()
+    earlier = Path(job.earlier).read_bytes() if job.earlier else None
+    engine = Engine(job, msgspec.msgpack.decode(earlier, type=Recording) if earlier else None)
+    Path(job.out).write_bytes(msgspec.msgpack.encode(engine.record()))
+    engine.close()
+
+
+class Engine:
+    """vLLM's `LLM` as the user wants it, and what it did.
+
+    Raises:
+        ConfigError: If the model is too short for the prompts.
+    """
+
+    def __init__(self, job: Job, earlier: Recording | None) -> None:
+        self._job = job
+        self._earlier = earlier
+        began = time.perf_counter()
+        self._llm = _open(job)
+        self._start_s = time.perf_counter() - began
+        self._config = self._llm.llm_engine.vllm_config
+        model = self._config.model_config
+        if model.max_model_len < MIN_MODEL_LENGTH:
+            raise ConfigError(
+                f"headgate verify: max_model_len is {model.max_model_len}, too short for its prompts and answers; "
+                f"at least {MIN_MODEL_LENGTH} is needed"
+            )
+        self._plain = plain_requests(model.get_vocab_size(), model.max_model_len)
+        self._scenes: dict[str, list[Answer]] = {}
+        self._fires: dict[str, list[dict[str, dict[str, int]]]] = {}
+        self._replays: dict[str, list[int]] = {}
+
+    def record(self) -> Recording:
+        """Serve all scenes of this kind of engine."""
+        self._llm.collective_rpc(count_replays)
+        for scene in self._all_scenes():
+            self._serve(scene)
+        return Recording(
+            kind=self._job.kind,
+            facts=self._facts(),
+            scenes=self._scenes,
+            fires=self._fires,
+            replays=self._replays,
+            step_ms=self._time() if self._job.is_timed else {},
+        )
+
+    def close(self) -> None:
+        """Stop it."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _all_scenes(self) -> Iterator[Scene]:
+        if self._job.kind != EAGER:
+            yield Scene(name=PLAIN, requests=self._plain)
+            yield Scene(name=PLAIN_AGAIN, requests=self._plain)
+        if self._job.kind not in (STOCK, IDLE):
+            for part in check_parts().values():
+                yield from part.scenes(self._stage())
+        if self._job.kind == SERVED:
+            yield Scene(name=PLAIN_AT_THE_END, requests=self._plain)
+
+    def _stage(self) -> Stage:
+        info = model_info(self._config)
+        return Stage(
+            kind=self._job.kind,
+            llm=self._llm,
+            plain=self._plain,
+            sites=info.sites,
+            hidden_size=info.hidden_size,
+            earlier=self._earlier,
+        )
+
+    def _serve(self, scene: Scene) -> None:
+        self._empty_cache()
+        with self._counted(scene.name):
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": list(request.prompt)} for request in scene.requests],
+                [self._params(request) for request in scene.requests],
+                use_tqdm=False,
+            )
+        self._scenes[scene.name] = [
+            _answer(request, output) for request, output in zip(scene.requests, outputs, strict=True)
+        ]
+
+    def _empty_cache(self) -> None:
+        """Two scenes of the same prompts compute the same only if neither finds blocks of the other."""
+        for _ in range(NUM_DRAINING_STEPS):
+            if self._llm.reset_prefix_cache():
+                return
+            self._llm.llm_engine.engine_core.get_output()  # a step that async scheduling may still have under way
+        raise AssertionError("the prefix cache could not be emptied: blocks are in use between two scenes")
+
+    def _params(self, request: Request) -> Any:
+        from vllm import SamplingParams
+
+        made = SamplingParams(
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            max_tokens=request.max_tokens,
+            logprobs=NUM_LOGPROBS,
+        )
+        for name, value in request.fields.items():
+            setattr(made, name, value)
+        if request.captures:
+            made.capture = {CONSUMER: {"hooks": _all_of(self._stage())}}
+        return made
+
+    @contextmanager
+    def _counted(self, scene: str) -> Iterator[None]:
+        """Note how often sites ran and graphs were replayed meanwhile, on every worker."""
+        before, replayed = self._fires_now(), self._llm.collective_rpc(num_replays)
+        yield
+        self._fires[scene] = [
+            {part: _less(counts, earlier[part]) for part, counts in worker.items()}
+            for worker, earlier in zip(self._fires_now(), before, strict=True)
+        ]
+        self._replays[scene] = [b - a for a, b in zip(replayed, self._llm.collective_rpc(num_replays), strict=True)]
+
+    def _fires_now(self) -> list[dict[str, dict[str, int]]]:
+        if self._job.kind != SERVED:
+            return []
+        return [
+            {part: found["fires"] for part, found in worker.items() if found and "fires" in found}
+            for worker in self._llm.collective_rpc("headgate_stats")
+        ]
+
+    def _facts(self) -> Facts:
+        from vllm.platforms import current_platform
+
+        model, compilation = self._config.model_config, self._config.compilation_config
+        mode = compilation.cudagraph_mode
+        return Facts(
+            architecture=", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"]),
+            dtype=str(model.dtype).removeprefix("torch."),
+            num_layers=model.hf_text_config.num_hidden_layers,
+            hidden_size=model.get_hidden_size(),
+            num_experts=model.get_num_experts(),
+            graph_mode="NONE" if mode is None or current_platform.is_cpu() else mode.name,
+            device=_device_name(),
+            num_workers=len(self._llm.collective_rpc(num_replays)),
+            versions=versions(),
+            start_s=self._start_s,
+        )
+
+    def _time(self) -> dict[int, list[float]]:
+        """Median time of a decode step, in milliseconds, for each round; the first round only warms up."""
+        step_ms: dict[int, list[float]] = {number: [] for number in IN_FLIGHT}
+        began = time.perf_counter()
+        for round_index in range(NUM_ROUNDS + 1):
+            if round_index > 1 and time.perf_counter() - began > TIMING_S:
+                break
+            for number in IN_FLIGHT:
+                value = self._time_once(round_index, number)
+                if round_index:
+                    step_ms[number].append(value)
+        return step_ms
+
+    def _time_once(self, round_index: int, num_requests: int) -> float:
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        tokens = [token for request in self._plain for token in request.prompt]
+        longest = min(TIMED_PROMPT, self._config.model_config.max_model_len - TIMED_TOKENS - 1)
+        for index in range(num_requests):
+            start = (round_index * num_requests + index) % max(len(tokens) - longest, 1)
+            params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=TIMED_TOKENS)
+            prompt = {"prompt_token_ids": tokens[start : start + longest]}
+            engine.add_request(f"headgate-verify-{round_index}-{num_requests}-{index}", prompt, params)
+        ends = []
+        while engine.has_unfinished_requests():
+            engine.step()
+            ends.append(time.perf_counter())
+        # The first steps compute the prompts; the last one may only hand out what is there.
+        steps = [b - a for a, b in pairwise(ends)][2:-1]
+        return 1e3 * statistics.median(steps)
+
+
+def _open(job: Job) -> Any:
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="headgate verify", add_help=False))
+    try:
+        arguments = EngineArgs.from_cli_args(parser.parse_args(job.arguments))
+    except SystemExit:
+        sys.exit(USAGE_STATUS)
+    given = dict(arguments.additional_config or {})
+    ours = {**(given.pop(OUR_KEY, None) or {}), **job.sections}
+    if job.kind != STOCK:
+        parts = check_parts()
+        sections = {name: part.section(ours.get(name) or {}, counts=job.kind == SERVED) for name, part in parts.items()}
+        given[OUR_KEY] = {**ours, **sections}
+    arguments.additional_config = given
+    if job.kind == EAGER:
+        arguments.enforce_eager = True
+    llm = LLM.from_engine_args(arguments)
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    if hasattr(WorkerBase, "headgate_stats") != (job.kind != STOCK):
+        raise AssertionError(f"headgate verify: the {job.kind} engine was started with the wrong plugins")
+    return llm
+
+
+def _answer(request: Request, output: Any) -> Answer:
+    (sample,) = output.outputs
+    results = getattr(output, "capture_results", None)
+    return Answer(
+        label=request.label,
+        prompt=list(output.prompt_token_ids),
+        tokens=list(sample.token_ids),
+        logprobs=[{token: entry.logprob for token, entry in step.items()} for step in sample.logprobs],
+        rows=_rows(results[CONSUMER]) if results and request.captures else None,
+    )
+
+
+def _rows(result: Any) -> Rows:
+    captured = result.payload
+    if captured is None:
+        return Rows(status=result.status, error=result.error, dropped=result.dropped_rows)
+    values = {site.name: captured.rows[site].float().contiguous().numpy() for site in captured.sites}
+    return Rows(
+        status=result.status,
+        error=result.error,
+        dropped=result.dropped_rows,
+        positions=captured.positions.tolist(),
+        token_ids=captured.token_ids.tolist(),
+        hidden_size=next(iter(values.values())).shape[-1],
+        values={site: rows.tobytes() for site, rows in values.items()},
+    )
+
+
+def _all_of(stage: Stage) -> dict[str, Any]:
+    return {hook: layers or "all" for hook, layers in site_map(stage.sites).items()}
+
+
+def _less(counts: Mapping[str, int], earlier: Mapping[str, int]) -> dict[str, int]:
+    return {site: count - earlier[site] for site, count in counts.items()}
+
+
+def _device_name() -> str:
+    """Of the hardware; asked of vLLM, which makes no CUDA context for it."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return str(current_platform.get_device_name())
+    described = Path("/proc/cpuinfo")
+    lines = described.read_text().splitlines() if described.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} cores of {names[0]}" if names else "CPU"
+
+
+_replayed = 0
+
+
+def count_replays(worker: object) -> None:
+    """Worker call: count from now on how often a CUDA graph is replayed."""
+    graphs: Any = torch.cuda.CUDAGraph
+    original = graphs.replay
+
+    def replay(graph: Any) -> Any:
+        global _replayed
+        _replayed += 1
+        return original(graph)
+
+    graphs.replay = replay
+
+
+def num_replays(worker: object) -> int:
+    """Worker call: how many there were."""
+    return _replayed
+
+
+if __name__ == "__main__":
+    # Worker processes import what they call from this module by its name.
+
+    main()

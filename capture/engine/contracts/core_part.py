@@ -1,0 +1,150 @@
+"""What a part of headgate implements in an engine core, and what it is given there.
+
+A part is an entry point of the group ``headgate.core``, named like its section of the configuration; it is called as
+``open(facts, section, services)`` and returns a `CorePart`. Everything here is our own types; `core` translates from
+vLLM. An engine core has two threads that a part meets: the input thread takes requests in and hashes their prompts,
+and the engine thread does everything else, between two steps unless it is said otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headgate.capture.schema.consumer import ModelInfo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoreFacts:
+    """One engine core, after its workers loaded the model.
+
+    Attributes:
+        model: The whole model, as configured.
+    """
+
+    model: ModelInfo
+
+
+class BlockKeys(Protocol):
+    """What a request's KV blocks depend on beside their tokens. Immutable; equal ones make equal keys."""
+
+    def of_block(self, start: int, end: int, num_prompt: int) -> tuple[tuple[str, str], ...]:
+        """Pairs of a tag and a name that enter the hash of the block of tokens ``start : end``; none: stock's hash.
+
+        Args:
+            start: Position of the block's first token.
+            end: Position after its last.
+            num_prompt: Length of the request's prompt.
+        """
+        ...
+
+
+class CoreServices(Protocol):
+    """What a part can have done. Engine thread only."""
+
+    def call_workers(self, method: str, args: Mapping[str, Any]) -> list[Any]:
+        """Call ``headgate_call(part, method, args)`` in every worker, after the steps that were launched.
+
+        Args:
+            method: Of the same part in the worker.
+            args: Plain values and bytes.
+
+        Returns:
+            The workers' answers.
+
+        Raises:
+            Exception: What a worker raised, or the executor in its name; other workers may have done it.
+        """
+        ...
+
+    def check_restart(self, field: str) -> None:
+        """Whether `restart_running` could be called now.
+
+        Raises:
+            RequestError: If a request cannot be restarted; `field` is what the client is told.
+        """
+        ...
+
+    def restart_running(self) -> None:
+        """Ask for the block keys of every request anew, and compute its KV anew under them.
+
+        Requests keep the tokens they have generated; blocks that are cached under the new keys are used.
+        """
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Let the engine end instead of taking another step: its workers no longer agree with the part."""
+        ...
+
+
+class CorePart(Protocol):
+    """A part in one engine core. On the engine thread unless said otherwise."""
+
+    def take(self, req_id: str, wire: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """A request comes in. Input thread; `let_go` or `release` follow exactly if this returns.
+
+        Args:
+            req_id: Of the engine. A further chunk of a streaming-input session has the id of its session.
+            wire: What the front end wrote for this part; None if nothing.
+
+        Returns:
+            What the workers get in place of `wire`.
+
+        Raises:
+            RequestError: If it cannot be served.
+        """
+        ...
+
+    def block_keys(self, req_id: str) -> BlockKeys | None:
+        """What the blocks of a taken request depend on, as of now. Any thread. None: on nothing of ours."""
+        ...
+
+    def let_go(self, req_id: str) -> None:
+        """A request that was taken never reaches the scheduler. Any thread; nothing happens if it is not known."""
+        ...
+
+    def offer(self, req_id: str, *, priority: int, is_session: bool) -> bool:
+        """A request is to enter the scheduler. False: it waits until `admit` names it.
+
+        Args:
+            req_id: Of a request that was taken.
+            priority: Lower values go first; 0 for all unless the scheduler goes by priorities.
+            is_session: It is a streaming-input session: its prompt grows.
+
+        Raises:
+            RequestError: If it can never be served; `release` follows.
+        """
+        ...
+
+    def release(self, req_id: str) -> None:
+        """A request was freed or refused, also in the middle of a step. Nothing happens if it is not known."""
+        ...
+
+    def withdraw(self, req_ids: Collection[str] | None) -> list[str]:
+        """Of `req_ids` (None: all) those that wait stop waiting; returns them in order. `release` follows for each."""
+        ...
+
+    def admit(self) -> list[str]:
+        """Those that wait no longer, in order; they enter the scheduler. Also called in the middle of a step."""
+        ...
+
+    def call(self, method: str, args: Mapping[str, Any]) -> Any:
+        """The front end calls. Plain values and bytes go in and come out.
+
+        Raises:
+            RequestError: If it cannot be done; nothing has changed.
+        """
+        ...
+
+
+class OpenCore(Protocol):
+    """What an entry point of the group ``headgate.core`` is."""
+
+    def __call__(self, facts: CoreFacts, section: Mapping[str, Any], services: CoreServices) -> CorePart:
+        """Open the part for its section of the configuration.
+
+        Raises:
+            ConfigError: If the section is wrong.
+        """
+        ...

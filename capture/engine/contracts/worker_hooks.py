@@ -1,0 +1,221 @@
+"""What headgate's parts are told by one vLLM worker, as pluggy hook specifications.
+
+Capture and steering implement these alike and never learn of each other. Everything here is our own types; the
+modules beside this one translate from vLLM. All hooks run on the step thread of the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pluggy
+import torch
+from torch import Tensor, nn
+
+from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
+from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.sites import Site
+
+PROJECT = "headgate"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerFacts:
+    """One worker, after its model was loaded and before anything was traced.
+
+    Attributes:
+        model: The whole model, as configured.
+        owned_layers: Global indices of the decoder layers on this pipeline stage.
+        device: Where the forward pass runs.
+        dtype: Of the residual stream.
+        max_tokens: Upper limit of batch rows in one forward, padding included.
+        max_num_seqs: Upper limit of requests in one forward.
+        is_compiled: Whether the forward is traced by torch.compile; else it runs as written.
+        tp_rank: The stream is replicated over tensor-parallel ranks; rank 0 captures.
+        pp_rank: Pipeline stage.
+        pp_size: Number of stages.
+    """
+
+    model: ModelInfo
+    owned_layers: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype
+    max_tokens: int
+    max_num_seqs: int
+    is_compiled: bool
+    tp_rank: int = 0
+    pp_rank: int = 0
+    pp_size: int = 1
+
+    @property
+    def is_last_stage(self) -> bool:
+        """The last stage owns the final norm."""
+        return self.pp_rank == self.pp_size - 1
+
+    def owns(self, site: Site) -> bool:
+        """Whether `site` lies on this pipeline stage."""
+        return self.is_last_stage if site.layer < 0 else site.layer in self.owned_layers
+
+
+class SiteValue(NamedTuple):
+    """The value at a site and what carries it on, as the traced forward passes them to an action.
+
+    Attributes:
+        value: ``[num_tokens, hidden]`` or ``[1, num_tokens, hidden]``.
+        addend: Second summand of the value, or None: the stream of fused layers is ``value + addend``.
+        carry: The tensor that a vector is added to so that it acts on the site's value.
+        gain: Multiplier between the carry and the value, None if they are alike: whoever adds v to the value adds
+            ``v / gain`` to the carry.
+    """
+
+    value: Tensor
+    addend: Tensor | None
+    carry: Tensor
+    gain: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteAction:
+    """Code that runs at one site in every forward.
+
+    Attributes:
+        run: ``run(module, hook, value) -> carry``; traced, so plain tensor code without branches on data. `module` has
+            `tensors` as attributes, each under ``f"_headgate_{name}_{hook}"``. Returns the carry, changed or not.
+        tensors: Static tensors that `run` reads and writes. They become inputs of the compiled graph.
+        order: Actions of one site run in ascending order: capture 0 (pristine), patch 10, add 20, project 30.
+        repay: In layers that carry the stream alone, the mid norm reads a value that the stream does not pass through
+            again. There `repay` does to the stream, where the layer hands it on, what `run` did to that value. None
+            if `run` changes nothing.
+        ahead: Does to the residual of a layer that carries a pair what `run` does at the mid norm, where the layer's
+            first norm hands that residual on: before attention, which does not read it. Taken if every action at the
+            site has it, since none sees the value there; compiled, it spares the mid norm's kernel another read. The
+            site of its :class:`SiteValue` has no branch in it. None if `run` must see the value.
+        apart: `run` by code that the compiler does not fuse with the mid norm, taken where `ahead` could not be: in
+            the model's first layer, which has no residual before attention, and beside actions that lack it. None if
+            `run` itself may stay there.
+    """
+
+    run: Callable[[nn.Module, str, SiteValue], Tensor]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    order: int
+    repay: Callable[[nn.Module, str, SiteValue], Tensor] | None = None
+    ahead: Callable[[nn.Module, str, SiteValue], Tensor] | None = None
+    apart: Callable[[nn.Module, str, SiteValue], Tensor] | None = None
+
+
+class EngineHooks:
+    """The hooks. An implementer may leave out what it does not need."""
+
+    @hookspec
+    def headgate_actions(self, facts: WorkerFacts) -> Mapping[Site, SiteAction]:  # type: ignore[empty-body]
+        """What to run in the forward, by site; only sites that ``facts.owns``. Called once, first."""
+
+    @hookspec
+    def headgate_graph_key(self) -> Mapping[str, Any]:  # type: ignore[empty-body]
+        """Plain values that change whenever the traced code or the shapes it sees change.
+
+        They become part of vLLM's compile-cache key, so a graph with other sites is never loaded.
+        """
+
+    @hookspec
+    def headgate_device_bytes(self) -> int:  # type: ignore[empty-body]
+        """Device memory that was allocated in `headgate_actions`."""
+
+    @hookspec
+    def headgate_request_added(self, new: NewRequest) -> None:
+        """A request with a wire dict was scheduled for the first time."""
+
+    @hookspec
+    def headgate_request_finished(self, req_id: str, final: FinalState | None) -> None:
+        """It ended, however it ended; all its steps were seen. `final` is None if the scheduler did not say how."""
+
+    @hookspec
+    def headgate_plain_request_added(self, req_id: str, num_prompt_tokens: int) -> None:
+        """A request without a wire dict was scheduled for the first time; an engine of bystanders shows no steps."""
+
+    @hookspec
+    def headgate_request_stopped(self, req_id: str) -> None:
+        """A request, bystanders included, has no further steps. How it ended may be known only later."""
+
+    @hookspec
+    def headgate_needs_plain_steps(self) -> bool:  # type: ignore[empty-body]
+        """Whether the next step is to be shown even if there are only bystanders in it."""
+
+    @hookspec
+    def headgate_step_begins(self, view: BatchView | None, token_ids: Tensor | None) -> None:
+        """The inputs of a step are laid out and its forward follows.
+
+        Args:
+            view: The layout; None for dummy and idle steps.
+            token_ids: What the forward reads: the token of each batch row, int32 on the device, static memory that
+                the next step overwrites. None where this worker does not have them (later pipeline stages).
+        """
+
+    @hookspec
+    def headgate_step_ends(self) -> None:
+        """The forward of the step was launched."""
+
+    @hookspec
+    def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], Sequence[Tensor]]) -> None:
+        """Before serving: prove that every site responds.
+
+        ``run(num_tokens)`` drives a dummy forward and returns what this stage hands on, each ``[rows, ...]`` with at
+        least `num_tokens` rows; empty where the runner does not show it.
+
+        Raises:
+            SelfTestError: If one does not.
+        """
+
+    @hookspec
+    def headgate_call(self, part: str, method: str, args: Mapping[str, Any]) -> Any:
+        """The engine core calls `method` of one part, between two steps; others return None.
+
+        Raises:
+            AssertionError: If the part has no such method.
+        """
+
+    @hookspec
+    def headgate_stats(self) -> Mapping[str, Any]:  # type: ignore[empty-body]
+        """Counters as plain values, for the worker RPC of the same name."""
+
+    @hookspec
+    def headgate_close(self) -> None:
+        """The worker shuts down."""
+
+
+def make_hooks(plugins: Mapping[str, object]) -> pluggy.PluginManager:
+    """Register `plugins` by name and check each against the specifications.
+
+    Raises:
+        pluggy.PluginValidationError: If a plugin implements a hook that does not exist, or with other arguments.
+    """
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(EngineHooks)
+    for name, plugin in plugins.items():
+        manager.register(plugin, name)
+    manager.check_pending()
+    return manager
+
+
+def direct_calls(hook: pluggy.HookCaller) -> Callable[..., None]:
+    """The implementations of `hook` as one function of its arguments, by place, in pluggy's order; it returns nothing.
+
+    pluggy itself takes 10 us a call, several times that with cold caches, and a step has two.
+
+    Raises:
+        AssertionError: If one is a wrapper, or nobody knows the hook.
+    """
+    spec, found = hook.spec, list(reversed(hook.get_hookimpls()))
+    if spec is None or any(one.wrapper or one.hookwrapper for one in found):
+        raise AssertionError(f"{hook.name} cannot be called without pluggy: {found}")
+    calls = [(one.function, [spec.argnames.index(name) for name in one.argnames]) for one in found]
+
+    def call(*args: Any) -> None:
+        for function, places in calls:
+            function(*[args[place] for place in places])
+
+    return call

@@ -1,0 +1,117 @@
+"""Extra keys of KV blocks, folded into vLLM's own hash of a block.
+
+A request's keys hang on its sampling parameters as an attribute that is not a field: it is found in one lookup while
+the request is constructed, and neither copies nor messages nor pickles of the parameters carry it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from headgate.capture.engine.contracts.core_part import BlockKeys
+from headgate.capture.schema.errors import UnsupportedError
+
+_KEYS = "_headgate_block_keys"
+_HASHED_WITH = "_headgate_hashed_with"
+_LOOKAHEAD = 64
+"""More tokens than any hash of a block reads behind that block."""
+
+
+def attach_keys(sampling_params: Any, keys: BlockKeys | None) -> None:
+    """Hang `keys` on a request's parameters: the blocks that are hashed from now on have them."""
+    if keys is not None or getattr(sampling_params, _KEYS, None) is not None:
+        setattr(sampling_params, _KEYS, keys)
+
+
+def note_hashed(request: Any, keys: BlockKeys | None) -> None:
+    """Remember what the blocks of vLLM's `request` were hashed with. Samples of one prompt share their parameters."""
+    if keys is not None:
+        setattr(request, _HASHED_WITH, keys)
+
+
+def rehash(request: Any, keys: BlockKeys | None) -> None:
+    """Hash the blocks of vLLM's `request` with `keys`, unless they are; none of them may be in use.
+
+    Args:
+        request: Waits, in the scheduler or outside.
+        keys: What its blocks depend on now.
+    """
+    if vars(request).get(_HASHED_WITH) == keys:
+        return
+    attach_keys(request.sampling_params, keys)
+    setattr(request, _HASHED_WITH, keys)
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def extra_keys(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``generate_block_hash_extra_keys``: add a request's own pairs to those of stock vLLM."""
+
+    @wraps(original)
+    def wrapped(
+        request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int
+    ) -> tuple[tuple[Any, ...] | None, int]:
+        found, next_mm_idx = original(request, start_token_idx, end_token_idx, start_mm_idx)
+        keys: BlockKeys | None = getattr(request.sampling_params, _KEYS, None)
+        if keys is not None and (ours := keys.of_block(start_token_idx, end_token_idx, request.num_prompt_tokens)):
+            return (*(found or ()), *ours), next_mm_idx
+        return found, next_mm_idx
+
+    return wrapped
+
+
+def follow_extra_keys(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace a copy of ``generate_block_hash_extra_keys`` that was imported by name, perhaps before it was wrapped."""
+
+    @wraps(original)
+    def wrapped(*args: Any) -> Any:
+        from vllm.v1.core import kv_cache_utils
+
+        return kv_cache_utils.generate_block_hash_extra_keys(*args)
+
+    return wrapped
+
+
+class _Probe:
+    def of_block(self, start: int, end: int, num_prompt: int) -> tuple[tuple[str, str], ...]:
+        return (("headgate", "probe"),)
+
+
+def verify_block_keys(block_hasher: Callable[[Any], list[Any]] | None, block_size: int) -> None:
+    """Make sure that the keys of a request reach the hashes of its blocks.
+
+    Args:
+        block_hasher: The engine core's; None if it caches no prefixes.
+        block_size: Tokens of one hash.
+
+    Raises:
+        UnsupportedError: If they do not: two requests would share the KV of one of them.
+    """
+    if block_hasher is None:
+        return
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core import block_pool
+    from vllm.v1.request import Request
+
+    def request_with(keys: BlockKeys | None) -> Any:
+        params = SamplingParams(max_tokens=1)
+        attach_keys(params, keys)
+        return Request(
+            request_id="headgate-probe",
+            prompt_token_ids=[0] * (block_size + _LOOKAHEAD),
+            sampling_params=params,
+            pooling_params=None,
+            block_hasher=block_hasher,
+        )
+
+    plain, probe = request_with(None), request_with(_Probe())
+    found, _ = block_pool.generate_block_hash_extra_keys(probe, 0, 1, 0)
+    are_distinct = bool(plain.block_hashes) and not set(plain.block_hashes) & set(probe.block_hashes)
+    if not are_distinct or ("headgate", "probe") not in (found or ()):
+        raise UnsupportedError(
+            "the block hasher of this vLLM does not call generate_block_hash_extra_keys as headgate wrapped it, so "
+            "steered requests would share KV with others: another plugin replaced it; start without that plugin, or "
+            "with --no-enable-prefix-caching"
+        )

@@ -1,0 +1,141 @@
+"""Calls from a front end into its engine cores: ``EngineCore.headgate_call(part, method, args)``.
+
+It answers ``{"ok": plain}``, or ``{"error": {"field", "message"}}`` for a `RequestError`. Only plain values and bytes
+cross, long ones as `core.frames.Frame`. With data parallelism every engine core has a state of its
+own, so each of them gets every call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any, Generic
+
+from headgate.capture.engine.contracts.request_part import CoreCall, Operation, Result
+from headgate.capture.engine.core.frames import lift
+from headgate.capture.engine.setup.client_errors import as_client_error
+from headgate.capture.schema.errors import EngineStateError, RequestError
+
+METHOD = "headgate_call"
+
+
+class CoreClient:
+    """The engine core behind an `LLM`; see `EngineCores`.
+
+    Args:
+        client: The `LLMEngine`'s: of a core in this process or in one of its own.
+        part: Whose methods are called.
+    """
+
+    num_engines = 1
+
+    def __init__(self, client: Any, part: str) -> None:
+        self._client = client
+        self._part = part
+
+    def call(self, method: str, args: Mapping[str, Any]) -> list[Any]:
+        """What the engine core answers, as a list of one.
+
+        Raises:
+            RequestError: As it refused.
+        """
+        core = getattr(self._client, "engine_core", None)  # in this process
+        if core is not None:
+            return [_read(core.headgate_call(self._part, method, dict(args)))]
+        return [_read(self._client.call_utility(METHOD, self._part, method, lift(args)))]
+
+    def run(self, operation: Operation[Result]) -> Result:
+        """As `EngineCores.run`."""
+        with as_client_error():
+            step = _advance(operation, None)
+            while isinstance(step, CoreCall):
+                step = _advance(operation, self.call(step.method, step.args))
+            return step.result
+
+
+class AsyncCoreClient:
+    """The engine cores behind an `AsyncLLM`; see `EngineCores`. Event loop only.
+
+    Args:
+        client: The `AsyncLLM`'s.
+        part: Whose methods are called.
+        turn: One for each `AsyncLLM` and part: what operations do before their first call is done on a thread, and
+            they reach the engine cores in the order in which they were begun all the same.
+    """
+
+    def __init__(self, client: Any, part: str, turn: asyncio.Lock | None = None) -> None:
+        self._client = client
+        self._part = part
+        self._turn = turn or asyncio.Lock()
+
+    @property
+    def num_engines(self) -> int:
+        return len(self._client.core_engines)
+
+    async def call(
+        self, method: str, args: Mapping[str, Any], undo: tuple[str, Mapping[str, Any]] | None = None
+    ) -> list[Any]:
+        """What every engine core answers.
+
+        Raises:
+            RequestError: As one of them refused; those that did not refuse took it back with `undo`.
+            EngineStateError: If they could not.
+        """
+        engines = list(self._client.core_engines)
+        answers = await asyncio.gather(*(self._ask(engine, method, args) for engine in engines), return_exceptions=True)
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if not failures:
+            return answers
+        succeeded = [not isinstance(answer, BaseException) for answer in answers]
+        done = list(compress(engines, succeeded))
+        if undo is not None and done:
+            await self._take_back(done, method, undo)
+        raise failures[0]
+
+    async def run(self, operation: Operation[Result]) -> Result:
+        """As `EngineCores.run`."""
+        with as_client_error():
+            async with self._turn:
+                step = await asyncio.to_thread(_advance, operation, None)  # reads vectors, perhaps from a file
+            # The first messages are sent before whoever is next in turn is back from a thread.
+            while isinstance(step, CoreCall):
+                step = _advance(operation, await self.call(step.method, step.args, step.undo))
+            return step.result
+
+    async def _ask(self, engine: Any, method: str, args: Mapping[str, Any]) -> Any:
+        return _read(await self._client._call_utility_async(METHOD, self._part, method, lift(args), engine=engine))
+
+    async def _take_back(self, engines: Sequence[Any], method: str, undo: tuple[str, Mapping[str, Any]]) -> None:
+        answers = await asyncio.gather(*(self._ask(engine, *undo) for engine in engines), return_exceptions=True)
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failures:
+            raise EngineStateError(
+                f"{self._part}: {method} succeeded on {len(engines)} of {self.num_engines} engine cores and could not "
+                f"be taken back on {len(failures)} of them ({failures[0]}); they differ until it succeeds in all"
+            ) from failures[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Done(Generic[Result]):
+    result: Result
+
+
+def _advance(operation: Operation[Result], answers: Sequence[Any] | None) -> CoreCall | _Done[Result]:
+    """The operation's next call, or its end: `StopIteration` cannot leave a thread."""
+    try:
+        return next(operation) if answers is None else operation.send(answers)
+    except StopIteration as stop:
+        return _Done(stop.value)
+
+
+def _read(answer: Mapping[str, Any]) -> Any:
+    if (error := answer.get("error")) is not None:
+        raise request_error(error["field"], error["message"])
+    return answer["ok"]
+
+
+def request_error(field: str, message: str) -> RequestError:
+    """A `RequestError` as another process wrote it down: its text begins with the field, or does not."""
+    return RequestError(field, message.removeprefix(f"{field}: "))

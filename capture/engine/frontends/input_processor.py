@@ -1,0 +1,86 @@
+"""`InputProcessor`, where every request of every front end is made: what it asks of headgate is folded in here."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+from headgate.capture.engine.frontends.startup import open_front_end, open_parts
+from headgate.capture.engine.requests.capture_frontend import FRONT_END
+from headgate.capture.engine.requests.chat_messages import LLMChat
+from headgate.capture.engine.requests.request_reader import REQUEST_READER, RequestReader
+from headgate.capture.engine.requests.wire import HeadgateRequest, attach, attached, fold, refuse_kind
+from headgate.capture.engine.setup.client_errors import as_client_error
+
+_CHAT = "_headgate_chat"
+
+
+def open_with_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``InputProcessor.__init__``: open headgate's front end with the engine's, or refuse to start."""
+
+    @wraps(original)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        front = open_front_end(vllm_config)
+        setattr(self, FRONT_END, front)
+        setattr(self, REQUEST_READER, RequestReader(front, open_parts(vllm_config)))
+        if front is not None:
+            weakref.finalize(self, front.close)
+
+    return __init__
+
+
+def process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``InputProcessor.process_inputs``: fold what the request asks into the `EngineCoreRequest`.
+
+    `AsyncLLM.generate` and `LLMEngine.add_request` have read it already and will wait for its results. For callers
+    that come here by another way nobody waits.
+    """
+
+    @wraps(original)
+    def wrapped(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(params, "extra_args"):  # pooling
+            return original(self, request_id, prompt, params, *args, **kwargs)
+        reception: RequestReader = vars(self).get(REQUEST_READER) or RequestReader()
+        asked = attached(params)
+        if asked is None:
+            with as_client_error():
+                asked = reception.read(params, request_id)
+            if asked is None:
+                return original(self, request_id, prompt, params, *args, **kwargs)
+            params = attach(params, asked)
+        chat = _chat_of(self, prompt)
+        request = original(self, request_id, prompt, params, *args, **kwargs)
+        with as_client_error():
+            _fold(reception, request, asked, chat, request_id)
+        return request
+
+    return wrapped
+
+
+def _fold(
+    reception: RequestReader, request: Any, asked: HeadgateRequest, chat: LLMChat | None, request_id: str
+) -> None:
+    if asked.capture is not None:
+        refuse_kind(request, asked)
+        tokens = request.prompt_token_ids
+        find_message = None if chat is None else chat.find_message(tokens)
+        assert reception.capture is not None  # noqa: S101  (it has read what is captured)
+        reception.capture.expect(asked.capture, request.sampling_params.n)
+        resolved = reception.capture.resolve(asked.capture, len(tokens), request.sampling_params, find_message)
+        asked = replace(asked, capture=resolved)
+    fold(request, asked, request_id)
+
+
+def keep_chat(processor: Any, chat: LLMChat) -> None:
+    """Remember the conversation that `LLM.chat` rendered last: it adds each as a request right afterwards."""
+    setattr(processor, _CHAT, chat)
+
+
+def _chat_of(processor: Any, prompt: Any) -> LLMChat | None:
+    # Taken out, since the conversation leads back to the `LLM` and would keep it alive.
+    chat: LLMChat | None = vars(processor).pop(_CHAT, None)
+    return chat if chat is not None and chat.prompt is prompt else None

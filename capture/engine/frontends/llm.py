@@ -1,0 +1,245 @@
+"""`LLM` and `LLMEngine`: finished requests wait for their results before they are handed to the user."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+from headgate.capture.engine.frontends import input_processor
+from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, attach_results, front_end_of
+from headgate.capture.engine.requests.capture_request import CaptureRequest
+from headgate.capture.engine.requests.chat_messages import LLMChat
+from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, reader_of
+from headgate.capture.engine.requests.wire import HeadgateRequest, attach, refuse_made
+from headgate.capture.engine.setup.client_errors import as_client_error
+from headgate.capture.schema.errors import RequestError
+
+_PENDING_RESULTS = "_headgate_desk"
+
+
+@dataclass(slots=True)
+class _PendingResults:
+    """What an `LLMEngine` has to hand out.
+
+    Attributes:
+        reception: Its reception.
+        asks: Of running requests, by the caller's request id.
+        finished: Outputs without their results, while `LLM` runs the engine; it collects them at the end.
+        refused: What requests asked that the engine core did not take, while `LLM` runs the engine.
+        is_run_by_llm: `LLM` runs the engine; otherwise the user calls `step`.
+    """
+
+    reception: RequestReader
+    asks: dict[str, HeadgateRequest] = field(default_factory=dict)
+    finished: list[tuple[Any, CaptureRequest]] = field(default_factory=list)
+    refused: list[HeadgateRequest] = field(default_factory=list)
+    is_run_by_llm: bool = False
+
+    @property
+    def front(self) -> FrontEnd:
+        """Of capture; only for requests that capture."""
+        assert self.reception.capture is not None  # noqa: S101
+        return self.reception.capture
+
+    def forget(self, asked: HeadgateRequest) -> None:
+        """Nobody waits for results of `asked`."""
+        if asked.capture is not None:
+            self.front.forget(asked.capture)
+
+    def take(self, output: Any) -> None:
+        """An output of a request that finished."""
+        asked = self.asks.pop(output.request_id)
+        if is_refused(output):
+            self.forget(asked)
+            if self.is_run_by_llm:
+                self.refused.append(asked)
+        elif asked.capture is not None:
+            self.finished.append((output, asked.capture))
+
+
+def _pending_results(engine: Any) -> _PendingResults | None:
+    """The desk of an engine that is configured for headgate; None for others."""
+    desk: _PendingResults | None = vars(engine).get(_PENDING_RESULTS)
+    if desk is None:
+        reception = reader_of(engine)
+        if reception.capture is None and not reception.parts:
+            return None
+        desk = _PendingResults(reception)
+        setattr(engine, _PENDING_RESULTS, desk)
+        if reception.capture is not None:
+            setattr(engine.engine_core, FRONT_END, reception.capture)
+    return desk
+
+
+def add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``LLMEngine.add_request``: check what the request asks, and remember to hand out its results."""
+
+    @wraps(original)
+    def wrapped(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(params, "extra_args"):  # pooling
+            return original(self, request_id, prompt, params, *args, **kwargs)
+        with as_client_error():
+            if hasattr(prompt, "sampling_params"):
+                refuse_made(prompt, params)
+                return original(self, request_id, prompt, params, *args, **kwargs)
+            reception = reader_of(self)
+            asked = reception.read_answered(params, request_id, is_offline=True)
+            if asked is None:
+                return original(self, request_id, prompt, params, *args, **kwargs)
+            reception.confirm(asked, self.engine_core)
+        desk = _pending_results(self)
+        assert desk is not None  # noqa: S101  (a reception without parts reads nothing)
+        before = _ids(self, request_id)
+        try:
+            result = original(self, request_id, prompt, attach(params, asked), *args, **kwargs)
+        except BaseException as error:
+            desk.forget(asked)
+            # An engine core in this process refuses in the call, when the output processor already waits for it.
+            self.abort_request([known for known in _ids(self, request_id) if known not in before], internal=True)
+            if isinstance(error, RequestError):
+                _explain(self, desk, [asked])
+            raise
+        if not asked.is_empty:
+            desk.asks[request_id] = asked
+        return result
+
+    return wrapped
+
+
+def _ids(engine: Any, request_id: str) -> list[str]:
+    """The engine's ids of what runs under a caller's request id."""
+    return list(engine.output_processor.external_req_ids.get(request_id, ()))
+
+
+def step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``LLMEngine.step``: results for users who run the engine themselves."""
+
+    @wraps(original)
+    def wrapped(self: Any) -> Any:
+        outputs = original(self)
+        desk = _pending_results(self)
+        if desk is None or not desk.asks:
+            return outputs
+        for output in outputs:
+            if output.finished and output.request_id in desk.asks:
+                desk.take(output)
+        if desk.finished and not desk.is_run_by_llm:
+            _collect(self, desk, desk.front.patience_s())
+        return outputs
+
+    return wrapped
+
+
+def run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``LLM._run_engine``: wait for the results of all requests once, after the last has finished.
+
+    If the engine core refused a request for a registered name that is gone, that is raised as it would have been when
+    the request was made.
+    """
+
+    @wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = self.llm_engine
+        desk = _pending_results(engine)
+        if desk is None:
+            return original(self, *args, **kwargs)
+        desk.is_run_by_llm = True
+        try:
+            outputs = original(self, *args, **kwargs)
+        except BaseException:
+            for _, ask in desk.finished:
+                desk.front.forget(ask)
+            desk.finished, desk.refused = [], []
+            raise
+        finally:
+            desk.is_run_by_llm = False
+        if desk.finished:
+            _collect(engine, desk, desk.front.config.result_timeout_s)
+        refused, desk.refused = desk.refused, []
+        _explain(engine, desk, refused)
+        return outputs
+
+    return wrapped
+
+
+def _explain(engine: Any, desk: _PendingResults, refused: Iterable[HeadgateRequest]) -> None:
+    """Say why the engine core refused requests: for a name that is gone, or for want of room."""
+    for asked in refused:
+        with as_client_error():
+            desk.reception.explain(asked, engine.engine_core)
+
+
+def _collect(engine: Any, desk: _PendingResults, timeout_s: float) -> None:
+    """Wait for all that finished, `timeout_s` together, and hand the results out."""
+    _tell_worker(engine)
+    deadline = time.monotonic() + timeout_s
+    finished, desk.finished = desk.finished, []
+    for output, ask in finished:
+        attach_results(output, desk.front.wait(ask, deadline=deadline), desk.front.door.hidden_states)
+
+
+def _tell_worker(engine: Any) -> None:
+    """An engine core inside this process takes a step only when told to: the worker has yet to learn who finished."""
+    core = getattr(engine.engine_core, "engine_core", None)
+    if core is None:
+        return
+    while core.scheduler.has_finished_requests() and not core.scheduler.has_unfinished_requests():
+        engine.engine_core.get_output()
+
+
+def abort_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``LLMEngine.abort_request``: an aborted request has no output that could carry results."""
+
+    @wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if (desk := _pending_results(self)) is not None:
+            running = self.output_processor.external_req_ids
+            for request_id in [known for known in desk.asks if known not in running]:
+                desk.forget(desk.asks.pop(request_id))
+        return result
+
+    return wrapped
+
+
+def shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``shutdown`` of an `LLMEngine`'s client: the front end closes with the engine core, and after it."""
+
+    @wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            front: FrontEnd | None = vars(self).get(FRONT_END)
+            if front is not None:
+                front.close()
+
+    return wrapped
+
+
+def keep_chat(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``LLM._preprocess_chat_one``: remember the conversation behind a prompt, for message selectors."""
+
+    @wraps(original)
+    def wrapped(self: Any, conversation: Sequence[Any], **kwargs: Any) -> Any:
+        prompt = original(self, conversation, **kwargs)
+        if front_end_of(self.llm_engine) is not None:
+
+            def render(chat: Sequence[Any]) -> Any:
+                closed = {"add_generation_prompt": False, "continue_final_message": False}
+                return original(self, list(chat), **{**kwargs, **closed})["prompt_token_ids"]
+
+            chat = LLMChat(
+                prompt,
+                conversation,
+                render,
+                is_continued=kwargs.get("continue_final_message", False),
+                bos=getattr(self.get_tokenizer(), "bos_token_id", None),
+            )
+            input_processor.keep_chat(self.llm_engine.input_processor, chat)
+        return prompt
+
+    return wrapped

@@ -1,0 +1,64 @@
+"""Tells the engine core how many tokens the front end kept of requests that it ended itself; see `scheduler`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from headgate.capture.engine.core.request_endings import KeptTokens, mark_kept
+from headgate.capture.engine.requests.sampling_params import is_captured
+
+_WATCHED = "_headgate_watched"
+"""Attribute of `OutputProcessor`: the `RequestState` of each capturing request that runs, and whether it has stop
+strings."""
+
+
+def add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``OutputProcessor.add_request``: remember requests that capture."""
+
+    @wraps(original)
+    def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, request, *args, **kwargs)
+        params = request.sampling_params
+        if is_captured(params):
+            state = self.request_states[request.request_id]
+            vars(self).setdefault(_WATCHED, {})[request.request_id] = (state, bool(params.stop))
+        return result
+
+    return wrapped
+
+
+def process_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``OutputProcessor.process_outputs``: say what was kept of requests whose stop string was looked for."""
+
+    @wraps(original)
+    def wrapped(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        processed = original(self, engine_core_outputs, *args, **kwargs)
+        if watched := vars(self).get(_WATCHED):
+            for output in engine_core_outputs:
+                req_id = output.request_id
+                if req_id in watched and req_id not in self.request_states:
+                    state, has_stop_strings = watched.pop(req_id)
+                    if has_stop_strings:
+                        processed.reqs_to_abort.append(mark_kept(req_id, _kept(state, "stop")))
+        return processed
+
+    return wrapped
+
+
+def abort_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``OutputProcessor.abort_requests``: say what was kept of the requests that the engine is to abort."""
+
+    @wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        to_abort = original(self, *args, **kwargs)
+        watched = vars(self).get(_WATCHED, {})
+        ended = [req_id for req_id in to_abort if req_id in watched]
+        return [*to_abort, *(mark_kept(req_id, _kept(watched.pop(req_id)[0], "abort")) for req_id in ended)]
+
+    return wrapped
+
+
+def _kept(state: Any, status: str) -> KeptTokens:
+    return KeptTokens(state.prompt_len + state.detokenizer.num_output_tokens(), status)

@@ -1,0 +1,158 @@
+"""Opens capture in a front end or an engine core that is configured for it, or refuses to start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from importlib.metadata import entry_points
+from typing import Any
+
+from headgate.capture.engine.contracts.request_part import request_parts
+from headgate.capture.engine.core.engine_core import note_core
+from headgate.capture.engine.requests.capture_frontend import FrontEnd
+from headgate.capture.engine.requests.request_reader import OpenPart
+from headgate.capture.engine.setup.logs import speak_through_vllm
+from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
+from headgate.capture.engine.setup.settings import capture_config, model_info, section, sections
+from headgate.capture.engine.setup.versions import check_version, versions
+from headgate.capture.schema.config import MIB, CaptureConsumersConfig
+from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
+from headgate.capture.schema.errors import ConfigError, UnsupportedError
+from headgate.capture.schema.registry import load_configured
+from headgate.capture.schema.sites import site_map
+from headgate.capture.transport.driver_host import open_drivers
+
+logger = logging.getLogger("headgate")
+
+ENGINE_GROUP = "headgate.engine"
+PLUGIN = "headgate"
+"""Our name in the group ``vllm.general_plugins``."""
+
+
+def open_front_end(vllm_config: Any) -> FrontEnd | None:
+    """Capture's front end for an engine; None if it is not configured.
+
+    Raises:
+        ConfigError: If the configuration is wrong.
+        UnsupportedError: If this vLLM or a setting cannot be served.
+    """
+    check_servable(vllm_config)
+    config = capture_config(vllm_config)
+    if config is None:
+        return None
+    speak_through_vllm()
+    model = model_info(vllm_config)
+    consumers = load_consumers(config)
+    logger.info("capture: %s; what can be captured: %s", _told(config, consumers), _sites_told(model))
+    return FrontEnd(
+        config,
+        model,
+        consumers,
+        num_stages=vllm_config.parallel_config.pipeline_parallel_size,
+        open_drivers=partial(open_drivers, config=config, model=model, versions=versions()),
+    )
+
+
+def open_parts(vllm_config: Any) -> dict[str, OpenPart]:
+    """The front-end halves of the parts that are configured beside capture, by section; see `open_front_end`.
+
+    Raises:
+        ConfigError: If a section is wrong.
+    """
+    configured = {name: part for name, part in request_parts().items() if name in sections(vllm_config)}
+    if configured:
+        speak_through_vllm()
+    return {
+        name: OpenPart(name, part, part.open(section(vllm_config, name), model_info(vllm_config)))
+        for name, part in configured.items()
+    }
+
+
+def _told(config: CaptureConsumersConfig, consumers: Mapping[str, type[CaptureConsumer]]) -> str:
+    """The consumers, where they run, and the host memory that their queues may take."""
+    return ", ".join(
+        f"consumer {spec.instance} (in the {consumers[spec.instance].location}, {spec.overload} when its queue of "
+        f"{spec.queue_bytes / MIB:.0f} MiB is full)"
+        for spec in config.consumers
+    )
+
+
+def _sites_told(model: ModelInfo) -> str:
+    return ", ".join(
+        hook if not layers else f"{hook} of {len(layers)} layers" for hook, layers in site_map(model.sites).items()
+    )
+
+
+def load_consumers(config: CaptureConsumersConfig) -> dict[str, type[CaptureConsumer]]:
+    """The class of each configured consumer, by instance name, its parameters checked.
+
+    Raises:
+        ConfigError: On an unknown consumer or wrong parameters.
+    """
+    consumers: dict[str, type[CaptureConsumer]] = {}
+    for spec in config.consumers:
+        consumer = consumers[spec.instance] = load_configured(spec)
+        consumer.check_params(spec.params)
+    return consumers
+
+
+def check_servable(vllm_config: Any) -> None:
+    """Refuse to start an engine that is configured for headgate but cannot serve it.
+
+    Raises:
+        ConfigError: If a section of the configuration is unknown.
+        UnsupportedError: If this vLLM or a setting cannot be served.
+    """
+    found = sections(vllm_config)
+    if not found:
+        return
+    known = entry_points(group=ENGINE_GROUP).names
+    for name in found:
+        if name not in known:
+            raise ConfigError(
+                f"additional_config['headgate'] has no section {name!r}; known: {', '.join(sorted(known))}"
+            )
+    import vllm
+    from vllm import envs
+
+    from headgate.capture.engine.plugin import installed_patches
+
+    check_version(vllm.__version__)
+    installed_patches().require()
+    if envs.VLLM_PLUGINS is not None and PLUGIN not in envs.VLLM_PLUGINS:
+        raise UnsupportedError(
+            f"VLLM_PLUGINS={','.join(envs.VLLM_PLUGINS)} keeps {PLUGIN} out of vLLM's processes; add {PLUGIN} to it"
+        )
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise UnsupportedError("requests to the Rust front end do not reach headgate; unset VLLM_USE_RUST_FRONTEND")
+    refuse_unsupported_settings(vllm_config)
+
+
+def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``EngineArgs.create_engine_config``: refuse before any process is started."""
+
+    @wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vllm_config = original(self, *args, **kwargs)
+        check_servable(vllm_config)
+        return vllm_config
+
+    return wrapped
+
+
+def initialize_kv_caches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``EngineCore._initialize_kv_caches``: refuse in this process too, and make sure every worker took part.
+
+    It is what an engine core calls next after it has loaded plugins and started its workers.
+    """
+
+    @wraps(original)
+    def wrapped(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        check_servable(vllm_config)
+        if sections(vllm_config):
+            self.model_executor.collective_rpc("headgate_stats")
+            note_core(self)
+        return original(self, vllm_config, *args, **kwargs)
+
+    return wrapped

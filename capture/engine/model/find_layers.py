@@ -1,0 +1,126 @@
+"""Where the hook points are in a model: its decoder layers, what each of them offers (`layout`), and the last norm."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+
+from torch import nn
+
+from headgate.capture.engine.model.layer_layout import HIDDEN_NAMES, LayerLayout, analyse_layer
+from headgate.capture.engine.model.symbolic_forward import parse_function
+from headgate.capture.engine.model.symbols import Key, is_norm
+from headgate.capture.schema.errors import UnsupportedError
+
+__all__ = ["Key", "LayerLayout", "analyse_layer", "find_decoder_stack", "find_final_norm"]
+
+
+def find_decoder_stack(model: nn.Module) -> tuple[nn.Module, str, list[tuple[int, nn.Module]]]:
+    """The decoder layers of a language model, or of the language model within a multimodal one.
+
+    Returns:
+        The module that owns the list of layers, the list's attribute there, and ``(global index, layer)`` of the
+        layers on this pipeline stage.
+
+    Raises:
+        UnsupportedError: If there is no such list, more than one that could be it, or if its layers run more than
+            once in a forward.
+    """
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    parent, name, layers = _outermost_list(_language_model(model))
+    where = f"{type(parent).__name__}.{name}"
+    owned = [(index, layer) for index, layer in enumerate(layers) if not isinstance(layer, PPMissingLayer)]
+    if len({id(layer) for _, layer in owned}) < len(owned):
+        raise UnsupportedError(f"{where}: one layer object stands for several layers, so they cannot be told apart")
+    if _runs_in_a_loop(parent, name):
+        raise UnsupportedError(f"{where}: the layers run more than once in a forward, so a site has many values")
+    return parent, name, owned
+
+
+def find_final_norm(parent: nn.Module, layers: str | None = None) -> tuple[str, bool] | None:
+    """The norm that `parent` applies after its decoder layers.
+
+    Args:
+        parent: Owner of the list of layers.
+        layers: Attribute of the list; any list of modules if None.
+
+    Returns:
+        Its attribute, and whether it is called with ``(hidden, residual)``; None if this stage has none.
+    """
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    lists = (
+        [layers] if layers else [name for name, child in parent.named_children() if isinstance(child, nn.ModuleList)]
+    )
+    node = _forward_over(parent, lists)
+    if node is None:
+        return None
+    after = max(loop.end_lineno or 0 for loop in _loops_over(node, lists))
+    found = None
+    for call in ast.walk(node):
+        if not isinstance(call, ast.Call) or call.lineno <= after:
+            continue
+        name = ast.unparse(call.func).removeprefix("self.")
+        module = getattr(parent, name, None)
+        if isinstance(module, nn.Module) and is_norm(name, module) and not isinstance(module, PPMissingLayer):
+            num_inputs = len(call.args) + sum(keyword.arg == "residual" for keyword in call.keywords)
+            found = name, num_inputs > 1
+    return found
+
+
+def _language_model(model: nn.Module) -> nn.Module:
+    find = getattr(model, "get_language_model", None)
+    found = find() if callable(find) else model
+    return found if isinstance(found, nn.Module) else model
+
+
+def _outermost_list(model: nn.Module) -> tuple[nn.Module, str, nn.ModuleList]:
+    """The longest of the outermost lists of decoder layers; experts and the like lie within."""
+    depths: dict[int, list[tuple[nn.Module, str, nn.ModuleList]]] = {}
+    for path, parent in model.named_modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.ModuleList) and any(map(_is_decoder_layer, child)):
+                depths.setdefault(path.count(".") + bool(path), []).append((parent, name, child))
+    if not depths:
+        raise UnsupportedError(f"{type(model).__name__}: no list of decoder layers was found in it")
+    outermost = depths[min(depths)]
+    longest = max(len(layers) for *_, layers in outermost)
+    found = [candidate for candidate in outermost if len(candidate[2]) == longest]
+    if len(found) > 1:
+        names = ", ".join(f"{type(parent).__name__}.{name}" for parent, name, _ in found)
+        raise UnsupportedError(f"{type(model).__name__}: which of these lists holds the decoder's layers? {names}")
+    return found[0]
+
+
+def _is_decoder_layer(layer: nn.Module) -> bool:
+    parameters = inspect.signature(inspect.unwrap(type(layer).forward)).parameters
+    return any(name in parameters for name in HIDDEN_NAMES) and any(True for _ in layer.children())
+
+
+def _forward_over(parent: nn.Module, lists: list[str]) -> ast.FunctionDef | None:
+    """The forward that loops over one of `lists`: of the class of `parent`, or of one that it inherits from."""
+    for owner in type(parent).__mro__:
+        function = vars(owner).get("forward")
+        if function is not None and owner is not nn.Module:
+            node = parse_function(inspect.unwrap(function))
+            if _loops_over(node, lists):
+                return node
+    return None
+
+
+def _loops_over(node: ast.AST, lists: list[str]) -> list[ast.For]:
+    """Loops within `node` over one of `lists`, attributes of its object."""
+    attributes = {f"self.{name}" for name in lists}
+    return [loop for loop in ast.walk(node) if isinstance(loop, ast.For) and _attributes(loop.iter) & attributes]
+
+
+def _runs_in_a_loop(parent: nn.Module, name: str) -> bool:
+    """Whether the loop over the layers is itself repeated."""
+    node = _forward_over(parent, [name])
+    outer = [loop for loop in ast.walk(node) if isinstance(loop, ast.For | ast.While)] if node else []
+    return any(inner is not loop for loop in outer for inner in _loops_over(loop, [name]))
+
+
+def _attributes(node: ast.AST) -> set[str]:
+    return {ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Attribute)}

@@ -1,0 +1,107 @@
+"""What belongs to one HTTP call, from its body to its answer.
+
+It is held in context variables: the engine is called from inside the handler, which is where they are read.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headgate.capture.engine.contracts.request_part import PartRequest
+from headgate.capture.engine.requests.chat_messages import RenderedMessage, Tokens
+from headgate.capture.engine.requests.hidden_states import Form
+from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.positions import Message, Span
+from headgate.capture.schema.results import CaptureResults
+
+_call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("headgate_http_call", default=None)
+
+
+@dataclass(slots=True)
+class Slot:
+    """Results of one engine request of a call; None until it has finished."""
+
+    results: CaptureResults | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP call.
+
+    Attributes:
+        form: How the answer writes hidden states; None if they are not wanted.
+        states: The consumer that keeps them.
+        turns: Messages of the chat that selectors of this call mean.
+        slots: One for each prompt, in the order of the body; of /v1/responses, one for each turn with a tool.
+    """
+
+    form: Form | None = None
+    states: str | None = None
+    turns: dict[Message, RenderedMessage] = field(default_factory=dict)
+    slots: list[Slot] = field(default_factory=list)
+
+    def expect(self) -> Slot:
+        """A slot for one more prompt."""
+        self.slots.append(Slot())
+        return self.slots[-1]
+
+    def find_message(self, tokens: Tokens) -> Callable[[Message, str], Span]:
+        """Resolves message selectors for the prompt of these tokens."""
+
+        def find(selector: Message, where: str) -> Span:
+            turn = self.turns.get(selector)
+            if turn is None:
+                raise RequestError(where, "a message selector needs a chat request (/v1/chat/completions)")
+            return turn.span(tokens, where)
+
+        return find
+
+
+def current_call() -> Call | None:
+    """The HTTP call being handled, if any."""
+    return _call.get()
+
+
+def enter(call: Call) -> None:
+    """Make `call` the one that this task handles."""
+    _call.set(call)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractedFields:
+    """Fields of parts that were taken out of a body, and read, before the server saw the rest.
+
+    Attributes:
+        fields: The values.
+        wanted: What those of each part came to, by section.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    wanted: Mapping[str, PartRequest | None] = field(default_factory=dict)
+
+    def has(self, part: str, values: Mapping[str, Any]) -> bool:
+        """Whether `wanted` says what these very values of a part came to."""
+        return part in self.wanted and all(map(operator.is_, map(self.fields.get, values), values.values()))
+
+
+NOTHING = ExtractedFields()
+_taken: contextvars.ContextVar[ExtractedFields] = contextvars.ContextVar("headgate_taken", default=NOTHING)
+
+
+def taken() -> ExtractedFields:
+    """What was taken out of the body of the HTTP call at hand."""
+    return _taken.get()
+
+
+def hold(found: ExtractedFields) -> contextvars.Token[ExtractedFields]:
+    """Make `found` what was taken out of the body, for what this task calls until `release`."""
+    return _taken.set(found)
+
+
+def release(token: contextvars.Token[ExtractedFields]) -> None:
+    """What was held before `hold` is so again."""
+    _taken.reset(token)

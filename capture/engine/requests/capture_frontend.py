@@ -1,0 +1,184 @@
+"""Capture in the process that owns requests: what they ask, what they are told, the consumers that live here."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from headgate.capture.engine.requests import hidden_states
+from headgate.capture.engine.requests.capture_request import (
+    CaptureRequest,
+    CaptureRequestReader,
+    FindMessage,
+    check_quotas,
+    resolve,
+)
+from headgate.capture.schema.config import CaptureConsumersConfig
+from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
+from headgate.capture.schema.results import CaptureResults
+from headgate.capture.transport.result_hub import ResultHub
+
+logger = logging.getLogger("headgate")
+
+FRONT_END = "_headgate_front_end"
+"""Attribute of vLLM's `InputProcessor`, and of an `LLMEngine`'s client: its `FrontEnd`, or None without capture."""
+
+
+class FrontEnd:
+    """One engine's front end, as far as capture is concerned.
+
+    Nothing is opened before the first request that captures: neither the hub's socket and thread nor the consumers
+    that are located here. Any thread; the waits are the caller's own.
+
+    Args:
+        config: The operator's configuration.
+        model: The model being served.
+        consumers: The class of each configured consumer, by instance name.
+        num_stages: Pipeline stages of the engine.
+        open_drivers: Opens the consumers that are located here, for a hub.
+    """
+
+    def __init__(
+        self,
+        config: CaptureConsumersConfig,
+        model: ModelInfo,
+        consumers: Mapping[str, type[CaptureConsumer]],
+        *,
+        num_stages: int,
+        open_drivers: Callable[[ResultHub], object],
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.door = CaptureRequestReader(config, model, consumers)
+        self._drivers = frozenset(name for name, consumer in consumers.items() if consumer.location == "driver")
+        self._linger_s = {
+            name: consumer.linger_s if config.linger_s is None else config.linger_s
+            for name, consumer in consumers.items()
+        }
+        self._awaited: dict[str, float] = {}
+        """By the keys of the requests whose results are collected: seconds that their rows may wait in the worker."""
+        self._num_stages = num_stages
+        self._open_drivers = open_drivers
+        self._lock = threading.Lock()
+        self._hub: ResultHub | None = None
+
+    def read(self, params: Any, request_id: str, *, is_offline: bool) -> CaptureRequest | None:
+        """What a request asks, with the address that answers go to; see `CaptureRequestReader.read`.
+
+        Online, a request that did not ask for anything must not wait for the global consumers that look at it: it is
+        answered only if one of them is located here, and gets its rows that way.
+        """
+        ask = self.door.read(params, request_id)
+        if ask is None or not (is_offline or ask.is_explicit or ask.wait or self._drivers & set(ask.specs)):
+            return ask
+        return replace(ask, reply=self.hub.address)
+
+    def resolve(
+        self, ask: CaptureRequest, num_prompt: int, params: Any, find_message: FindMessage | None
+    ) -> CaptureRequest:
+        """Make every position absolute, and check how much that may come to; see `requests.resolve`.
+
+        Raises:
+            RequestError: If a selector can select nothing of this prompt, or if it could be too much.
+        """
+        resolved = resolve(ask, num_prompt, find_message)
+        check_quotas(
+            {instance: spec for instance, spec in resolved.specs.items() if instance in resolved.named},
+            self.config,
+            self.model,
+            num_prompt=num_prompt,
+            max_tokens=params.max_tokens,
+            num_samples=params.n,
+        )
+        return resolved
+
+    @property
+    def hub(self) -> ResultHub:
+        """Collects results; the first use opens the consumers that are located here.
+
+        Raises:
+            ConfigError: If one of them cannot be opened.
+            UnsupportedError: If the hub cannot listen.
+        """
+        with self._lock:
+            if self._hub is None:
+                hub = ResultHub()
+                if self._drivers:
+                    self._open_drivers(hub)
+                self._hub = hub
+            return self._hub
+
+    def expect(self, ask: CaptureRequest, num_samples: int) -> None:
+        """Collect results from now on, if the request is answered."""
+        if ask.reply is not None:
+            self._awaited[ask.key] = min((self._linger_s[instance] for instance in ask.specs), default=0.0)
+            self.hub.expect(ask.key, instances=tuple(ask.specs), num_samples=num_samples, num_stages=self._num_stages)
+
+    def forget(self, ask: CaptureRequest) -> None:
+        """Nobody waits for `ask` any more; idempotent."""
+        self._awaited.pop(ask.key, None)
+        if self._hub is not None:
+            self._hub.close(ask.key)
+
+    def wait(self, ask: CaptureRequest, *, deadline: float) -> CaptureResults:
+        """Results of a finished request, waited for until `deadline` (monotonic clock)."""
+        try:
+            return self.hub.wait(ask.key, max(deadline - time.monotonic(), 0))
+        finally:
+            self.forget(ask)
+
+    def patience_s(self) -> float:
+        """Seconds that a finished request which did not ask to wait is worth waiting for.
+
+        While others run, workers leave its last rows where they are for as long as the consumers of all of them allow
+        (`capture.linger.Linger`). Where that is longer than a client would be kept waiting, the wait would be in vain.
+        """
+        awaited = list(self._awaited.values())
+        is_late = len(awaited) > 1 and min(awaited) > self.config.result_wait_s
+        return 0.0 if is_late else self.config.result_wait_s
+
+    async def wait_async(self, ask: CaptureRequest, *, is_aborted: bool) -> CaptureResults:
+        """Results of a finished request, waited for as long as it asked for.
+
+        An aborted request may never have reached a worker that could answer, so it does not wait long.
+        """
+        is_patient = ask.wait and not is_aborted
+        timeout_s = self.config.result_timeout_s if is_patient else self.patience_s()
+        try:
+            return await self.hub.wait_async(ask.key, timeout_s)
+        finally:
+            self.forget(ask)
+
+    def close(self) -> None:
+        """Close the hub and the consumers that are located here; idempotent."""
+        with self._lock:
+            hub, self._hub = self._hub, None
+        if hub is not None and not hub.shutdown(self.config.close_timeout_s):
+            logger.warning(
+                "capture: consumers in this process did not close within %.0f s (capture.close_timeout_s)",
+                self.config.close_timeout_s,
+            )
+
+
+def attach_results(output: Any, results: CaptureResults, states: str | None = None) -> None:
+    """Put results on a `RequestOutput`, and each sample's on its `CompletionOutput`.
+
+    Args:
+        output: Of a finished request.
+        results: Of the same request.
+        states: The consumer that answers ``return_hidden_states``, if there is one.
+    """
+    output.capture_results = results.merged
+    for completion in output.outputs:
+        found = completion.capture_results = results.per_sample[completion.index]
+        if states in found:
+            setattr(completion, hidden_states.ATTRIBUTE, hidden_states.tensor_of(found[states]))
+
+
+def front_end_of(engine: Any) -> FrontEnd | None:
+    """The front end of an `LLMEngine` or `AsyncLLM`; None when capture is not configured."""
+    return vars(engine.input_processor).get(FRONT_END)  # type: ignore[no-any-return]

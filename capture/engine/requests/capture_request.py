@@ -1,0 +1,273 @@
+"""What a request wants captured: read, checked and resolved in the front end; `wire` says how it travels.
+
+How much one request may capture: what it could come to at most is known when its prompt is.
+
+Only what the client itself named counts: global consumers are the operator's, ``return_hidden_states`` keeps one row.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from headgate.capture.engine.requests import hidden_states
+from headgate.capture.engine.requests.sampling_params import (
+    CAPTURE,
+    CAPTURE_FIELDS,
+    CAPTURE_WAIT,
+    RETURN_HIDDEN_STATES,
+    read_field,
+    read_fields,
+)
+from headgate.capture.schema.config import HIDDEN_STATES, CaptureConsumersConfig
+from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, SpecContext
+from headgate.capture.schema.errors import ConsumerError, RequestError, shown
+from headgate.capture.schema.positions import Message, PositionSelector
+from headgate.capture.schema.spec import CaptureSpec
+from headgate.capture.transport.messages import DTYPES
+
+FindMessage = Callable[[Message, str], PositionSelector]
+"""Resolves a message selector of the request at hand; the text is the field, for errors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureRequest:
+    """What one request asks of capture, checked.
+
+    Attributes:
+        specs: By consumer instance.
+        wait: The client waits for results as long as it takes: ``capture_wait``, or a consumer that is awaited.
+        is_explicit: The client named a consumer itself; otherwise only global consumers look at the request.
+        named: Consumers that the client named: how much it may ask of these is limited.
+        key: Random; results for the request must carry it.
+        reply: Address of the result hub; None if nobody waits.
+    """
+
+    specs: Mapping[str, CaptureSpec]
+    wait: bool
+    is_explicit: bool
+    key: str
+    reply: str | None = None
+    named: frozenset[str] = frozenset()
+
+
+HOW_HIDDEN_STATES = (
+    "Start it with --enable-return-hidden-states, or with the consumer 'hidden_states' among capture's consumers"
+)
+
+
+class CaptureRequestReader:
+    """Checks what requests ask for, against the configured consumers. Stateless; any thread.
+
+    Args:
+        config: The operator's configuration.
+        model: The model being served.
+        consumers: The class of each configured consumer, by instance name.
+    """
+
+    def __init__(
+        self, config: CaptureConsumersConfig, model: ModelInfo, consumers: Mapping[str, type[CaptureConsumer]]
+    ) -> None:
+        self._model = model
+        self._consumers = consumers
+        self._params = {spec.instance: spec.params for spec in config.consumers}
+        self.hidden_states = next((spec.instance for spec in config.consumers if spec.name == HIDDEN_STATES), None)
+
+    def read(self, params: Any, request_id: str) -> CaptureRequest | None:
+        """Check the fields of a `SamplingParams`; None if nothing is to be captured.
+
+        Raises:
+            RequestError: Naming the field that is wrong.
+            ConsumerError: If a consumer's own check failed.
+        """
+        raw = read_field(params, CAPTURE)
+        wait = read_field(params, CAPTURE_WAIT)
+        if wait is not None and not isinstance(wait, bool):
+            raise RequestError(CAPTURE_WAIT, f"expected true or false, got {shown(wait)}")
+        specs = {} if raw is None else self._client_specs(raw, request_id)
+        named = frozenset(specs)
+        if hidden_states.read_form(read_field(params, RETURN_HIDDEN_STATES)) is not None:
+            specs[self._hidden_states()] = hidden_states.SPEC
+        is_explicit = bool(specs)
+        if wait is None:
+            wait = any(self._consumers[instance].is_awaited for instance in specs)
+        for instance in self._consumers:
+            if instance not in specs and (spec := self._global_spec(instance, request_id)) is not None:
+                specs[instance] = spec
+        if not specs:
+            return None
+        key = secrets.token_hex(16)
+        return CaptureRequest(specs=specs, wait=bool(wait), is_explicit=is_explicit, named=named, key=key)
+
+    def _hidden_states(self) -> str:
+        if self.hidden_states is None:
+            raise RequestError(RETURN_HIDDEN_STATES, f"this engine does not return them. {HOW_HIDDEN_STATES}")
+        return self.hidden_states
+
+    def _client_specs(self, raw: object, request_id: str) -> dict[str, CaptureSpec]:
+        if not isinstance(raw, Mapping) or not raw:
+            raise RequestError(CAPTURE, f"expected a non-empty object of consumer name to spec, got {shown(raw)}")
+        specs = {}
+        for instance, wanted in raw.items():
+            consumer = self._consumers.get(instance)
+            if consumer is None:
+                raise RequestError(f"{CAPTURE}.{instance}", f"no such consumer; configured: {self._names()}")
+            if instance == self.hidden_states:
+                raise RequestError(f"{CAPTURE}.{instance}", f"set {RETURN_HIDDEN_STATES}: true instead")
+            if not consumer.reads_client_spec:
+                raise RequestError(
+                    f"{CAPTURE}.{instance}", "requests cannot choose what this consumer gets; leave it out"
+                )
+            specs[instance] = self._checked(instance, consumer.validate_client_spec, wanted, request_id)
+        return specs
+
+    def _global_spec(self, instance: str, request_id: str) -> CaptureSpec | None:
+        context = self._context(instance, request_id)
+        return self._consumers[instance].global_capture_spec(context)
+
+    def _checked(
+        self, instance: str, validate: Callable[[object, SpecContext], CaptureSpec], raw: object, request_id: str
+    ) -> CaptureSpec:
+        context = self._context(instance, request_id)
+        try:
+            spec = validate(raw, context)
+        except RequestError:
+            raise
+        except Exception as error:
+            raise ConsumerError(f"consumer {instance!r} failed to check {context.field}: {error!r}") from error
+        try:
+            msgspec.msgpack.encode(spec.to_wire())
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RequestError(context.field, f"only JSON values can be given here: {error}") from error
+        return spec
+
+    def _context(self, instance: str, request_id: str) -> SpecContext:
+        return SpecContext(
+            instance_name=instance,
+            model=self._model,
+            params=self._params[instance],
+            client_request_id=request_id,
+        )
+
+    def _names(self) -> str:
+        return ", ".join(sorted(name for name, consumer in self._consumers.items() if consumer.reads_client_spec))
+
+
+def refuse_unconfigured(params: Any) -> None:
+    """Refuse what a request asks of an engine without capture.
+
+    Raises:
+        RequestError: If it asks for anything.
+    """
+    for field, value in read_fields(params, CAPTURE_FIELDS).items():
+        if field == RETURN_HIDDEN_STATES and hidden_states.read_form(value) is not None:
+            raise RequestError(field, f"this engine was started without capture. {HOW_HIDDEN_STATES}")
+        raise RequestError(
+            field,
+            "this engine was started without capture. Start it with --capture-consumers NAME:key=val, with "
+            "headgate.capture.LLM(..., capture_consumers=[...]), or with "
+            "additional_config={'headgate': {'capture': {'consumers': [...]}}}",
+        )
+
+
+def resolve(ask: CaptureRequest, num_prompt: int, find_message: FindMessage | None) -> CaptureRequest:
+    """Make every position absolute, now that the prompt is known.
+
+    Args:
+        ask: As `CaptureRequestReader.read` returned it; resolving it again changes nothing.
+        num_prompt: Tokens of the prompt.
+        find_message: For chat requests: resolves message selectors.
+
+    Raises:
+        RequestError: If a selector can select nothing of this prompt.
+    """
+    return replace(
+        ask, specs={name: _resolve(name, spec, num_prompt, find_message) for name, spec in ask.specs.items()}
+    )
+
+
+def _resolve(instance: str, spec: CaptureSpec, num_prompt: int, find_message: FindMessage | None) -> CaptureSpec:
+    field = f"{CAPTURE}.{instance}.positions"
+    positions = spec.positions
+    if isinstance(positions, Message) and find_message is not None:
+        positions = find_message(positions, field)
+    return replace(spec, positions=positions.resolve(num_prompt, field))
+
+
+def messages_of(ask: CaptureRequest) -> dict[Message, str]:
+    """The message selectors of a request that are not yet resolved, each with its field."""
+    return {
+        spec.positions: f"{CAPTURE}.{instance}.positions"
+        for instance, spec in ask.specs.items()
+        if isinstance(spec.positions, Message)
+    }
+
+
+def to_wire(ask: CaptureRequest, num_samples: int, request_id: str) -> dict[str, Any]:
+    """Capture's keys of the wire dict, for an ask whose positions are resolved."""
+    return {
+        "id": request_id,
+        "n": num_samples,
+        "key": ask.key,
+        "reply": ask.reply,
+        "wait": ask.wait,
+        CAPTURE: {instance: spec.to_wire() for instance, spec in ask.specs.items()},
+    }
+
+
+def needs_prompt(ask: CaptureRequest, num_prompt: int) -> bool:
+    """Whether prompt rows other than the last are wanted, which a hit in the prefix cache would skip."""
+    return any(spec.positions.needs_prompt(num_prompt) for spec in ask.specs.values())
+
+
+def check_quotas(
+    specs: Mapping[str, CaptureSpec],
+    config: CaptureConsumersConfig,
+    model: ModelInfo,
+    *,
+    num_prompt: int,
+    max_tokens: int | None,
+    num_samples: int,
+) -> None:
+    """Refuse a request that could capture more than it may.
+
+    Args:
+        specs: Of the consumers that the client named, resolved.
+        config: The operator's.
+        model: The model being served.
+        num_prompt: Tokens of the prompt.
+        max_tokens: What may be generated; None if that is not known yet: then nothing is refused.
+        num_samples: The request's ``n``.
+
+    Raises:
+        RequestError: Naming the consumer.
+    """
+    if (config.max_request_rows is None and config.max_request_bytes is None) or max_tokens is None:
+        return
+    row_bytes = model.hidden_size * DTYPES[model.dtype].itemsize
+    total = 0
+    for instance, spec in specs.items():
+        rows = num_samples * count_rows(spec.positions, num_prompt, num_prompt + max_tokens - 1)
+        total += rows * len(spec.sites) * row_bytes
+        for what, count, limit in (
+            ("positions", rows, config.max_request_rows),
+            ("bytes", total, config.max_request_bytes),
+        ):
+            if limit is not None and count > limit:
+                raise RequestError(
+                    f"capture.{instance}",
+                    f"with this prompt, max_tokens {max_tokens} and n {num_samples}, the request could capture {count} "
+                    f"{what}; at most {limit} are allowed here. Choose fewer positions or sites, or lower max_tokens",
+                )
+
+
+def count_rows(positions: PositionSelector, num_prompt: int, num_rows: int) -> int:
+    """Positions below `num_rows` that a resolved selector selects."""
+    wanted = positions.wanted(num_prompt)
+    if isinstance(wanted, range):
+        return len(range(wanted.start, min(wanted.stop, num_rows), wanted.step))
+    return sum(position < num_rows for position in wanted)

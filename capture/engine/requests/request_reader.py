@@ -1,0 +1,231 @@
+"""The front end of one engine, whatever is configured: what requests ask of each part, and who refuses what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from headgate.capture.engine.contracts.request_part import (
+    Known,
+    PartRequest,
+    PartRequestReader,
+    RequestPart,
+    request_parts,
+)
+from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
+from headgate.capture.engine.core.frames import lift
+from headgate.capture.engine.requests.call_context import taken
+from headgate.capture.engine.requests.capture_frontend import FrontEnd
+from headgate.capture.engine.requests.capture_request import CaptureRequest, refuse_unconfigured
+from headgate.capture.engine.requests.sampling_params import is_plain, read_fields
+from headgate.capture.engine.requests.wire import HeadgateRequest, refuse_forged
+from headgate.capture.schema.errors import RequestError
+
+REQUEST_READER = "_headgate_reception"
+"""Attribute of vLLM's `InputProcessor`: its `RequestReader`."""
+
+
+class OpenPart:
+    """A part whose section an engine configures.
+
+    The registered names are a cache: the engine core is the authority, and is asked again when a check fails.
+
+    Attributes:
+        name: Of its section.
+        part: What is installed.
+        reader: Reads its fields.
+        known: What the engine core said last about each registered name.
+        turn: For the operations of an `AsyncLLM`; see `AsyncCoreClient`.
+    """
+
+    def __init__(self, name: str, part: RequestPart, reader: PartRequestReader) -> None:
+        self.name = name
+        self.part = part
+        self.reader = reader
+        self.known: Known = {}
+        self.turn = asyncio.Lock()
+
+    def confirm(self, wanted: PartRequest, client: Any) -> None:
+        """Check the names in `wanted`, asking the engine core if need be.
+
+        Raises:
+            RequestError: If they cannot be used.
+        """
+        if not self.is_confirmed(wanted):
+            self._take(CoreClient(client, self.name).call(self.part.names_method, {}))
+            self.reader.check(wanted, self.known)
+
+    async def confirm_async(self, wanted: PartRequest, client: Any) -> None:
+        """The same for `AsyncLLM`."""
+        if not self.is_confirmed(wanted):
+            self._take(await AsyncCoreClient(client, self.name).call(self.part.names_method, {}))
+            self.reader.check(wanted, self.known)
+
+    def is_confirmed(self, wanted: PartRequest) -> bool:
+        """Whether the names in `wanted` can be used, as far as is known here."""
+        if not wanted.names:
+            return True
+        try:
+            self.reader.check(wanted, self.known)
+        except RequestError:
+            return False
+        return True
+
+    def explain(self, wanted: PartRequest, client: Any) -> None:
+        """The engine core refused `wanted`: raise why, as far as that is still so.
+
+        Raises:
+            RequestError: Naming the field.
+        """
+        self.known = {}
+        self.confirm(wanted, client)
+        CoreClient(client, self.name).call(self.part.check_method, {"spec": dict(wanted.wire), "field": wanted.field})
+
+    async def explain_async(self, wanted: PartRequest, client: Any) -> None:
+        """The same for `AsyncLLM`."""
+        self.known = {}
+        await self.confirm_async(wanted, client)
+        await AsyncCoreClient(client, self.name).call(
+            self.part.check_method, {"spec": dict(wanted.wire), "field": wanted.field}
+        )
+
+    def _take(self, answers: list[Any]) -> None:
+        """Names that every engine core knows."""
+        first, *others = [{entry["name"]: entry for entry in answer} for answer in answers]
+        self.known = {name: entry for name, entry in first.items() if all(name in other for other in others)}
+
+
+class RequestReader:
+    """Reads what requests ask. Any thread.
+
+    Args:
+        capture: Capture's front end; None if capture is not configured.
+        parts: The other parts that are configured, by section.
+    """
+
+    def __init__(self, capture: FrontEnd | None = None, parts: Mapping[str, OpenPart] | None = None) -> None:
+        self.capture = capture
+        self.parts = parts or {}
+
+    def read(self, params: Any, request_id: str) -> HeadgateRequest | None:
+        """Check the fields of a `SamplingParams`, for a request on whose results nobody waits.
+
+        Returns:
+            None if none of our fields is set and no consumer looks at the request unasked.
+
+        Raises:
+            RequestError: Naming the field that is wrong, or whose part is not configured.
+            ConsumerError: If a consumer's own check failed.
+        """
+        if self.capture is None:
+            return self._without_capture(params)
+        refuse_forged(params)
+        return self._with_parts(params, self.capture.door.read(params, request_id))
+
+    def read_answered(self, params: Any, request_id: str, *, is_offline: bool) -> HeadgateRequest | None:
+        """The same, with the address that results go to."""
+        if self.capture is None:
+            return self._without_capture(params)
+        refuse_forged(params)
+        return self._with_parts(params, self.capture.read(params, request_id, is_offline=is_offline))
+
+    def _without_capture(self, params: Any) -> HeadgateRequest | None:
+        if is_plain(params):
+            return None
+        refuse_forged(params)
+        refuse_unconfigured(params)
+        return self._with_parts(params, None)
+
+    def _with_parts(self, params: Any, ask: CaptureRequest | None) -> HeadgateRequest | None:
+        wanted = {}
+        is_set = False
+        for name, part in request_parts().items():
+            values = read_fields(params, part.fields)
+            if not values:
+                continue
+            is_set = True
+            before = taken()
+            found = before.wanted[name] if before.has(name, values) else self._read(name, part, values)
+            if found is not None:
+                wanted[name] = found
+        return HeadgateRequest(capture=ask, parts=wanted) if ask is not None or is_set else None
+
+    def read_parts(self, values: Mapping[str, Any]) -> dict[str, PartRequest | None]:
+        """What the fields of each part come to, for parts of which there are any; None if to nothing.
+
+        Raises:
+            RequestError: As `read`.
+        """
+        given = {
+            name: {field: values[field] for field in part.fields if field in values}
+            for name, part in request_parts().items()
+        }
+        return {name: self._read(name, request_parts()[name], fields) for name, fields in given.items() if fields}
+
+    def _read(self, name: str, part: RequestPart, values: Mapping[str, Any]) -> PartRequest | None:
+        wanted = self._open(name, part, values).reader.read(values)
+        return None if wanted is None else replace(wanted, wire=lift(wanted.wire))
+
+    def _open(self, name: str, part: RequestPart, values: Mapping[str, Any]) -> OpenPart:
+        opened = self.parts.get(name)
+        if opened is None:
+            raise RequestError(next(iter(values)), f"this engine was started without {name}. {part.how_to_start}")
+        return opened
+
+    def is_confirmed(self, asked: HeadgateRequest) -> bool:
+        """Whether every registered name that is asked for can be used, as far as is known here."""
+        return all(self.parts[name].is_confirmed(wanted) for name, wanted in asked.parts.items())
+
+    def confirm(self, asked: HeadgateRequest, client: Any) -> None:
+        """Check registered names, asking the engine core about those that are not known here.
+
+        Raises:
+            RequestError: If one cannot be used.
+        """
+        for name, wanted in asked.parts.items():
+            self.parts[name].confirm(wanted, client)
+
+    async def confirm_async(self, asked: HeadgateRequest, client: Any) -> None:
+        """The same for `AsyncLLM`."""
+        for name, wanted in asked.parts.items():
+            await self.parts[name].confirm_async(wanted, client)
+
+    async def confirm_names(self, values: Mapping[str, Any], client: Any) -> None:
+        """Check the registered names in raw fields, before anything else of the request is looked at.
+
+        Raises:
+            RequestError: If one is unknown, or its part is not configured.
+        """
+        for name, part in request_parts().items():
+            given = {field: values[field] for field in part.fields if values.get(field) is not None}
+            if not given:
+                continue
+            opened = self._open(name, part, given)
+            if names := opened.reader.names(given):
+                await opened.confirm_async(PartRequest(wire={}, field=next(iter(given)), names=names), client)
+
+    def explain(self, asked: HeadgateRequest, client: Any) -> None:
+        """The engine core refused a request, for a name that is gone or for want of room: raise why, if it still would.
+
+        Raises:
+            RequestError: Naming the field.
+        """
+        for name, wanted in asked.parts.items():
+            self.parts[name].explain(wanted, client)
+
+    async def explain_async(self, asked: HeadgateRequest, client: Any) -> None:
+        """The same for `AsyncLLM`."""
+        for name, wanted in asked.parts.items():
+            await self.parts[name].explain_async(wanted, client)
+
+
+def is_refused(output: Any) -> bool:
+    """Whether a `RequestOutput` ended because the engine core could not take the request, for whatever reason."""
+    return output.finished and any(completion.finish_reason == "error" for completion in output.outputs)
+
+
+def reader_of(engine: Any) -> RequestReader:
+    """The reception of an `LLMEngine` or `AsyncLLM`."""
+    return vars(engine.input_processor).get(REQUEST_READER) or RequestReader()

@@ -1,0 +1,127 @@
+"""``capture_results`` and ``hidden_states`` in the answers of OpenAI-compatible requests.
+
+A response gets ``capture_results``, and each of its choices ``hidden_states``. A stream of chunks gets one more chunk,
+before ``[DONE]``; a stream of events gets them in the response of its last event. vLLM's response models write fields
+that they do not know.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import msgspec
+
+from headgate.capture.engine.requests.call_context import Call, enter
+from headgate.capture.engine.requests.hidden_states import ATTRIBUTE, plain_state
+from headgate.capture.schema.results import CaptureResult, SupportsSummary
+
+RESULTS = "capture_results"
+_LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
+
+
+def answer_choices(answer: Any, call: Call) -> Any:
+    """Complete an answer of /v1/completions or /v1/chat/completions; errors stay as they are."""
+    if hasattr(answer, "__aiter__"):
+        return _stream_chunks(answer, call)
+    if not hasattr(answer, "choices"):
+        return answer
+    if (results := plain_results(call)) is not None:
+        setattr(answer, RESULTS, results)
+    states = dict(states_of(call))
+    for choice in answer.choices:
+        if choice.index in states:
+            setattr(choice, ATTRIBUTE, states[choice.index])
+    return answer
+
+
+def answer_response(answer: Any, call: Call) -> Any:
+    """Complete an answer of /v1/responses; errors stay as they are."""
+    if hasattr(answer, "__aiter__"):
+        return _stream_events(answer, call)
+    if hasattr(answer, "output"):
+        _complete_response(answer, call)
+    return answer
+
+
+def _complete_response(response: Any, call: Call) -> None:
+    if (results := plain_results(call)) is not None:
+        setattr(response, RESULTS, results)
+    if states := states_of(call):
+        setattr(response, ATTRIBUTE, states[-1][1])
+
+
+async def _stream_events(events: AsyncGenerator[Any, None], call: Call) -> AsyncGenerator[Any, None]:
+    enter(call)  # the engine is called from here, in a task of its own
+    try:
+        async for event in events:
+            if getattr(event, "type", None) in _LAST_EVENTS:
+                _complete_response(event.response, call)
+            yield event
+    finally:
+        await events.aclose()
+
+
+async def _stream_chunks(chunks: AsyncGenerator[str, None], call: Call) -> AsyncGenerator[str, None]:
+    first: dict[str, Any] | None = None
+    try:
+        async for chunk in chunks:
+            if first is None and chunk.startswith("data: {"):
+                first, _ = json.JSONDecoder().raw_decode(chunk, len("data: "))
+            if chunk.startswith("data: [DONE]") and (last := _last_chunk(first or {}, call)) is not None:
+                yield f"data: {json.dumps(last)}\n\n"
+            yield chunk
+    finally:
+        await chunks.aclose()
+
+
+def _last_chunk(first: Mapping[str, Any], call: Call) -> dict[str, Any] | None:
+    results, states = plain_results(call), states_of(call)
+    if results is None and not states:
+        return None
+    empty: dict[str, Any] = {"delta": {}} if str(first.get("object")).startswith("chat") else {"text": ""}
+    choices = [{"index": index, **empty, "finish_reason": None, ATTRIBUTE: state} for index, state in states]
+    chunk = {**{name: first.get(name) for name in ("id", "object", "created", "model")}, "choices": choices}
+    return chunk if results is None else {**chunk, RESULTS: results}
+
+
+def states_of(call: Call) -> list[tuple[int, Any]]:
+    """The hidden states that were asked for, each with the index of its choice; None for one that is missing."""
+    if call.form is None:
+        return []
+    samples = [sample for slot in call.slots if slot.results is not None for sample in slot.results.per_sample]
+    return [(index, plain_state(sample.get(call.states or ""), call.form)) for index, sample in enumerate(samples)]
+
+
+def plain_results(call: Call) -> Any:
+    """JSON: ``{instance: result}`` for a call with one prompt, a list of those for one with several."""
+    found = [None if slot.results is None else _plain(slot.results.merged, call) for slot in call.slots]
+    if not any(found):
+        return None
+    return found[0] if len(found) == 1 else found
+
+
+def _plain(results: Mapping[str, CaptureResult], call: Call) -> dict[str, Any]:
+    """Without hidden states, which have a place of their own, unless something is to be said about them."""
+    return {
+        instance: plain_result(instance, msgspec.structs.replace(result, payload=None))
+        if instance == call.states
+        else plain_result(instance, result)
+        for instance, result in results.items()
+        if instance != call.states or result.status != "ok"
+    }
+
+
+def plain_result(instance: str, result: CaptureResult) -> dict[str, Any]:
+    """A result as JSON values. A payload that is none becomes an error text, and never an error of the answer."""
+    try:
+        payload = result.payload.summary() if isinstance(result.payload, SupportsSummary) else result.payload
+        # By way of JSON text, and so without NaN and infinity, which JSON does not have.
+        return msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(result, payload=payload)))  # type: ignore[no-any-return]
+    except Exception as error:  # noqa: BLE001  (payload and summary are the consumer's; any failure is its own)
+        text = f"consumer {instance!r}: its payload, a {type(result.payload).__name__}, is not JSON: {error}"
+        told = f"{result.error}; {text}" if result.error else text
+        status = "partial_error" if result.status == "ok" else result.status
+        plain = msgspec.structs.replace(result, status=status, error=told, payload=None)
+        return msgspec.to_builtins(plain)  # type: ignore[no-any-return]

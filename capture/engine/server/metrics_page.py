@@ -1,0 +1,195 @@
+"""headgate's families on the server's own ``/metrics`` page.
+
+The page of vLLM is made by the API server process that is asked, from files that all of them share; our counters live
+in workers and engine cores. So they are fetched when the page is asked for, at most once a second, between two steps
+of the engine, and appended to it. An engine that takes long over a step does not hold the page up: it then shows what
+was fetched last, and ``headgate_stats_age_seconds`` says how old that is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from headgate.capture.engine.core.core_calls import METHOD
+from headgate.capture.engine.setup.settings import sections
+from headgate.capture.monitoring.metrics import GROUP, EngineStats, Family, MetricsPart, Sample
+
+logger = logging.getLogger("headgate")
+
+PAGE = "/metrics"
+FRESH_S = 1.0
+PATIENCE_S = 2.0
+
+Scope = Any
+App = Callable[[Scope, Any, Any], Any]
+
+
+class Counters:
+    """What one server's engine cores and workers count. Event loop only.
+
+    Args:
+        engine: The `AsyncLLM`, or None while it is not there.
+    """
+
+    def __init__(self, engine: Callable[[], Any]) -> None:
+        self._engine = engine
+        self._families: tuple[Family, ...] = ()
+        self._fetched_at: float | None = None
+        self._fetching: asyncio.Task[None] | None = None
+
+    async def families(self) -> tuple[Family, ...]:
+        """Everything, not older than `FRESH_S` if the engine answers in time; nothing if nothing is configured."""
+        engine = self._engine()
+        if engine is None or not sections(engine.vllm_config):
+            return ()
+        now = time.monotonic()
+        if self._fetching is None and (self._fetched_at is None or now - self._fetched_at >= FRESH_S):
+            self._fetching = asyncio.create_task(self._fetch(engine))
+        if self._fetching is not None:
+            await asyncio.wait([self._fetching], timeout=PATIENCE_S)
+        if self._fetched_at is None:
+            return ()
+        return *self._families, _age(time.monotonic() - self._fetched_at)
+
+    async def _fetch(self, engine: Any) -> None:
+        try:
+            fetched_at = time.monotonic()
+            found = await _fetch_parts(engine, metrics_parts())
+            self._families = tuple(
+                family
+                for name, part in metrics_parts().items()
+                if name in found
+                for family in part.families(found[name])
+            )
+            self._fetched_at = fetched_at
+        except Exception as error:  # noqa: BLE001  (the page is served all the same, and says how old its values are)
+            logger.warning("headgate: counters could not be fetched: %r", error)
+        finally:
+            self._fetching = None
+
+
+@cache
+def metrics_parts() -> Mapping[str, MetricsPart]:
+    """Every part that is installed, by the name of its section."""
+    return {entry.name: entry.load()() for entry in entry_points(group=GROUP)}
+
+
+async def _fetch_parts(engine: Any, parts: Mapping[str, MetricsPart]) -> dict[str, list[EngineStats]]:
+    """Of every part that is configured, what each engine core and its workers say."""
+    configured = {name: part for name, part in parts.items() if name in sections(engine.vllm_config)}
+    client = engine.engine_core
+    cores = list(client.core_engines)
+    answers = await asyncio.gather(*(_fetch_core(client, core, configured) for core in cores))
+    return {name: [answer[name] for answer in answers] for name in configured}
+
+
+async def _fetch_core(client: Any, core: Any, parts: Mapping[str, MetricsPart]) -> dict[str, EngineStats]:
+    stats = client._call_utility_async("collective_rpc", "headgate_stats", None, (), None, engine=core)
+    asked = {name: part.core_method for name, part in parts.items() if part.core_method is not None}
+    calls = [client._call_utility_async(METHOD, name, method, {}, engine=core) for name, method in asked.items()]
+    workers, *answers = await asyncio.gather(stats, *calls)
+    told = {name: answer["ok"] for name, answer in zip(asked, answers, strict=True)}
+    return {name: EngineStats(workers=[worker.get(name) for worker in workers], core=told.get(name)) for name in parts}
+
+
+def _age(seconds: float) -> Family:
+    return Family(
+        name="headgate_stats_age_seconds",
+        kind="gauge",
+        about="Seconds since the values of headgate's other families were fetched from the engine.",
+        labels=(),
+        samples=(Sample(labels=(), value=seconds),),
+    )
+
+
+class MetricsPage:
+    """ASGI middleware: appends families to the server's metrics page.
+
+    Args:
+        app: The server.
+        counters: What is appended.
+    """
+
+    def __init__(self, app: App, counters: Counters) -> None:
+        self._app = app
+        self._counters = counters
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or scope["method"] != "GET" or path != PAGE:
+            await self._app(scope, receive, send)
+            return
+        ours = render(await self._counters.families())
+        page = Page(send, ours)
+        await self._app(scope, receive, page.send)
+
+
+class Page:
+    """One answer: held back until it is whole, then sent with `ours` after it, if it is what it is expected to be."""
+
+    def __init__(self, send: Any, ours: bytes) -> None:
+        self._send = send
+        self._ours = ours
+        self._start: dict[str, Any] = {}
+        self._body: list[bytes] = []
+
+    async def send(self, message: dict[str, Any]) -> None:
+        """ASGI's ``send``."""
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        self._body.append(message.get("body", b""))
+        if message.get("more_body"):
+            return
+        body = b"".join(self._body)
+        headers = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
+        if self._start["status"] == 200 and _is_plain(headers):
+            body += self._ours
+        headers.append((b"content-length", str(len(body)).encode()))
+        await self._send({**self._start, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _is_plain(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    known = {name.lower(): value for name, value in headers}
+    return known.get(b"content-type", b"").startswith(b"text/plain") and b"content-encoding" not in known
+
+
+def render(families: Sequence[Family]) -> bytes:
+    """Families in the text format of Prometheus."""
+    from prometheus_client import generate_latest
+    from prometheus_client.registry import Collector, CollectorRegistry
+
+    class Ours(Collector):
+        def collect(self) -> Iterator[Any]:
+            return map(_metric, families)
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Ours())
+    return bytes(generate_latest(registry))
+
+
+def _metric(family: Family) -> Any:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    if family.kind == "histogram":
+        histogram = HistogramMetricFamily(family.name, family.about, labels=family.labels)
+        for sample in family.samples:
+            histogram.add_metric(sample.labels, _cumulative(family.bounds, sample.counts), sample.value)
+        return histogram
+    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric = kind(family.name, family.about, labels=family.labels)
+    for sample in family.samples:
+        metric.add_metric(sample.labels, float(sample.value))
+    return metric
+
+
+def _cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, int]]:
+    edges = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    return [(edge, sum(counts[: index + 1])) for index, edge in enumerate(edges)]

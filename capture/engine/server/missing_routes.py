@@ -1,0 +1,67 @@
+"""What clients are told where ``VLLM_PLUGINS`` does not let headgate add routes and bodies to vLLM's server."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from http import HTTPStatus
+from typing import Any
+
+ROUTES = ("/v1/steering", "/v1/capture")
+BINARY = ("application/msgpack", "application/x-msgpack")
+_HOW = "The operator starts it with `headgate serve`, or with the environment variable VLLM_PLUGINS=headgate"
+
+
+def load_endpoint_plugins(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``vllm.plugins.load_endpoint_plugins``: where ours is not loaded, explain that. No route is added."""
+
+    @wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        plugins = original(*args, **kwargs)
+        if any(plugin.name == Explanation.name for plugin in plugins):
+            return plugins
+        return [*plugins, Explanation()]
+
+    return wrapped
+
+
+class Explanation:
+    """Stands in for `headgate.capture.engine.server.plugin_routes.Endpoints` where that is not let in."""
+
+    name = "headgate"
+    required_tasks = None
+
+    def attach_router(self, app: Any) -> None:
+        """Answer requests to what is not there with the reason."""
+        app.add_middleware(MissingRouteMiddleware)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Nothing to do."""
+
+
+class MissingRouteMiddleware:
+    """ASGI middleware: requests to our routes, and with binary bodies, are answered with what to set."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and (reason := _reason(scope)) is not None:
+            from starlette.responses import JSONResponse
+
+            status, message = reason
+            error = {"message": message, "type": status.phrase, "param": None, "code": status.value}
+            await JSONResponse({"error": error}, status)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _reason(scope: Any) -> tuple[HTTPStatus, str] | None:
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if any(path == route or path.startswith(f"{route}/") for route in ROUTES):
+        return HTTPStatus.NOT_FOUND, f"this server does not serve {'/'.join(path.split('/')[:3])}. {_HOW}"
+    kind = dict(scope["headers"]).get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+    if kind in BINARY:
+        return HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"this server does not read {kind}. {_HOW}"
+    return None

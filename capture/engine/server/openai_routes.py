@@ -1,0 +1,284 @@
+"""Our fields in the bodies of OpenAI-compatible requests; `answers` writes what comes of them.
+
+vLLM's request models keep unknown fields of a body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+from headgate.capture.engine.requests.call_context import Call, current_call, enter, taken
+from headgate.capture.engine.requests.capture_frontend import front_end_of
+from headgate.capture.engine.requests.capture_request import messages_of
+from headgate.capture.engine.requests.chat_messages import Chat, RenderedMessage, Tokens, locate, pick
+from headgate.capture.engine.requests.hidden_states import read_form
+from headgate.capture.engine.requests.request_reader import reader_of
+from headgate.capture.engine.requests.sampling_params import (
+    CAPTURE,
+    CAPTURE_FIELDS,
+    RETURN_HIDDEN_STATES,
+    all_fields,
+    none_if_default,
+    read_fields,
+)
+from headgate.capture.engine.server.access_keys import require_key
+from headgate.capture.engine.server.answers import answer_choices, answer_response
+from headgate.capture.engine.setup.client_errors import as_client_error
+from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.positions import Message
+
+
+def to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``to_sampling_params`` of a request model: pass our fields of the body on.
+
+    Other routes use these models too (batches, rendering); their answers have no place for captured results.
+    """
+
+    @wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = _given(self)
+        if given and current_call() is None:
+            _refuse_capture(given)
+        params = original(self, *args, **kwargs)
+        for name in read_fields(params, CAPTURE_FIELDS):
+            # Its answer would have no place for results, and nobody has asked for a key.
+            with as_client_error():
+                raise RequestError(f"vllm_xargs.{name}", f"give {name!r} as a field of the body")
+        for name, value in given.items():
+            setattr(params, name, value)
+        return params
+
+    return wrapped
+
+
+def _unknown_to_vllm(request: Any) -> Mapping[str, Any]:
+    """Fields of a body that vLLM's model of it does not have, and those that were taken out before."""
+    extra, before = request.model_extra or {}, taken().fields
+    return {**extra, **before} if before else extra
+
+
+def _given(request: Any) -> dict[str, Any]:
+    """Those of our fields that a body has."""
+    extra = _unknown_to_vllm(request)
+    if not extra:
+        return {}  # most requests: they shall not pay for ours
+    given = {}
+    for name in all_fields():
+        if name in extra and none_if_default(name, extra[name]) is not None:
+            given[name] = extra[name]
+    return given
+
+
+def _captures(given: Mapping[str, Any]) -> bool:
+    return not given.keys().isdisjoint(CAPTURE_FIELDS)
+
+
+def _refuse_capture(given: Mapping[str, Any]) -> None:
+    for name in CAPTURE_FIELDS:
+        if name in given:
+            with as_client_error():
+                raise RequestError(name, "use /v1/completions, /v1/chat/completions or /v1/responses to capture")
+
+
+def create_completion(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``OpenAIServingCompletion.create_completion``."""
+
+    @wraps(original)
+    async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        given = _given(request)
+        if given:
+            await _check_early(given, self, request, *args, **kwargs)
+        if not _captures(given):
+            return await original(self, request, *args, **kwargs)
+        call = _begin_call(self, given)
+        return answer_choices(await original(self, request, *args, **kwargs), call)
+
+    return wrapped
+
+
+def create_chat_completion(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``OpenAIServingChat.create_chat_completion``."""
+
+    @wraps(original)
+    async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        given = _given(request)
+        if given:
+            await _check_early(given, self, request, *args, **kwargs)
+        if not _captures(given):
+            return await original(self, request, *args, **kwargs)
+        call = _begin_call(self, given)
+        call.turns = await _find_turns(self, request)
+        return answer_choices(await original(self, request, *args, **kwargs), call)
+
+    return wrapped
+
+
+def create_responses(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``OpenAIServingResponses.create_responses``.
+
+    It calls the engine from inside its stream, too late for a status 400: so everything is read here once before.
+    """
+
+    @wraps(original)
+    async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        given = _given(request)
+        if not given:
+            return await original(self, request, *args, **kwargs)
+        await _check_early(given, self, request, *args, **kwargs)
+        call = _begin_call(self, given)
+        with as_client_error():
+            if _captures(given) and request.background:
+                raise RequestError("background", "a response in the background has no answer that could carry results")
+            params = request.to_sampling_params(1, self.default_sampling_params)
+            asked = reader_of(self.engine_client).read(params, request.request_id)
+            if asked is not None:
+                await reader_of(self.engine_client).confirm_async(asked, self.engine_client.engine_core)
+        answer = await original(self, request, *args, **kwargs)
+        return answer_response(answer, call) if _captures(given) else answer
+
+    return wrapped
+
+
+def generate_response(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``OpenAIServingResponses._generate_with_builtin_tools``.
+
+    It is called with the prompt before the response begins, and calls the engine afterwards: what is to be captured of
+    the prompt is checked in between.
+    """
+
+    @wraps(original)
+    def wrapped(
+        self: Any, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        with as_client_error():
+            reception = reader_of(self.engine_client)
+            asked = None if current_call() is None else reception.read(sampling_params, request_id)
+            if asked is not None and asked.capture is not None and "prompt_token_ids" in engine_input:
+                assert reception.capture is not None  # noqa: S101  (it has read what is captured)
+                num_prompt = len(engine_input["prompt_token_ids"])
+                reception.capture.resolve(asked.capture, num_prompt, sampling_params, Call().find_message([]))
+        return original(self, request_id, engine_input, sampling_params, *args, **kwargs)  # type: ignore[no-any-return]
+
+    return wrapped
+
+
+def create_messages(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``AnthropicServingMessages.create_messages``, whose request model drops what it does not know."""
+
+    @wraps(original)
+    async def wrapped(self: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any) -> Any:
+        body = {} if raw_request is None else await raw_request.json()
+        try:
+            _refuse_any({**body, **taken().fields}, "/v1/messages does not take it; use /v1/chat/completions")
+        except RequestError as error:
+            return self.create_error_response(error)  # vLLM 0.26 answers whatever is raised with status 500
+        return await original(self, request, raw_request, *args, **kwargs)
+
+    return wrapped
+
+
+def create_generative_scoring(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``ServingGenerativeScoring.create_generative_scoring``, which makes parameters of its own."""
+
+    @wraps(original)
+    async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            _refuse_any(_unknown_to_vllm(request), "/generative_scoring does not take it; use /v1/completions")
+        except RequestError as error:
+            return self.create_error_response(error)
+        return await original(self, request, *args, **kwargs)
+
+    return wrapped
+
+
+def _refuse_any(given: Mapping[str, Any], why: str) -> None:
+    for name in all_fields():
+        if given.get(name) is not None:
+            with as_client_error():
+                raise RequestError(name, why)
+
+
+def serve_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``ServingTokens.serve_tokens``, whose clients write `SamplingParams` themselves."""
+
+    @wraps(original)
+    async def wrapped(self: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if raw_request is not None and read_fields(request.sampling_params, CAPTURE_FIELDS):
+            require_key(CAPTURE, raw_request)
+        return await original(self, request, raw_request, *args, **kwargs)
+
+    return wrapped
+
+
+def _begin_call(serving: Any, given: Mapping[str, Any]) -> Call:
+    """Handle a call in this task, whose answer will have a place for what is captured."""
+    with as_client_error():
+        form = read_form(given.get(RETURN_HIDDEN_STATES))
+    front = front_end_of(serving.engine_client)
+    call = Call(form=form, states=None if front is None else front.door.hidden_states)
+    enter(call)
+    return call
+
+
+async def _check_early(
+    given: Mapping[str, Any], serving: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    """Check what cannot be checked in the call of the engine, of a request that gives fields of ours.
+
+    That is the key of an HTTP client who captures (batches of the operator's own have no client), beam search, which
+    drops our fields, and registered names.
+    """
+    if raw_request is not None and _captures(given):
+        require_key(CAPTURE, raw_request)
+    with as_client_error():
+        if getattr(request, "use_beam_search", False):
+            raise RequestError(
+                next(iter(given)), "beam search cannot be captured or steered: its requests come and go with the beams"
+            )
+        client = serving.engine_client
+        await reader_of(client).confirm_names(given, client.engine_core)
+
+
+async def _find_turns(serving: Any, request: Any) -> dict[Message, RenderedMessage]:
+    """Render the beginnings of the chat that message selectors need, as the chat itself will be rendered."""
+    front = front_end_of(serving.engine_client)
+    if front is None:
+        return {}
+    with as_client_error():
+        ask = front.door.read(request.to_sampling_params(1, {}), request.request_id)
+        if ask is None:
+            return {}
+        return {
+            selector: await _locate(serving, request, selector, where) for selector, where in messages_of(ask).items()
+        }
+
+
+async def _locate(serving: Any, request: Any, selector: Message, where: str) -> RenderedMessage:
+    chat: Sequence[Any] = request.messages
+    rendering = locate(
+        chat,
+        pick(selector, chat, where),
+        is_continued=request.continue_final_message,
+        bos=getattr(serving.renderer.tokenizer, "bos_token_id", None),
+        field=where,
+    )
+    try:
+        part = next(rendering)
+        while True:
+            part = rendering.send(await _try_render(serving, request, part))
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+
+
+async def _try_render(serving: Any, request: Any, chat: Chat) -> Tokens | None:
+    part = request.model_copy(
+        update={"messages": list(chat), "add_generation_prompt": False, "continue_final_message": False}
+    )
+    try:
+        rendered = await serving.render_chat_request(part)
+        _, (prompt,) = rendered
+        return prompt["prompt_token_ids"]  # type: ignore[no-any-return]
+    except Exception:  # noqa: BLE001  (templates raise whatever they like to refuse a conversation)
+        return None

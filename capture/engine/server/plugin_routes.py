@@ -1,0 +1,115 @@
+"""Entry point of the group ``vllm.endpoint_plugins``: headgate's own routes on vLLM's server.
+
+vLLM loads it only where ``VLLM_PLUGINS`` names it: ``VLLM_PLUGINS=headgate``. Fields of requests work without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, HTTPException, Request
+
+from headgate.capture.engine.contracts.route_part import GROUP, RouteServices
+from headgate.capture.engine.frontends.engine_handles import NotConfiguredError
+from headgate.capture.engine.server.access_keys import access_of, require_key
+from headgate.capture.engine.server.body_middleware import LONG, install_bodies
+from headgate.capture.engine.server.body_parsing import read_json
+from headgate.capture.engine.server.loop_threads import run_in_thread
+from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
+from headgate.capture.engine.setup.client_errors import as_client_error
+from headgate.capture.engine.setup.logs import speak_through_vllm
+from headgate.capture.schema.config import server_config
+from headgate.capture.schema.errors import RequestError
+
+logger = logging.getLogger("headgate")
+
+_Decode = Callable[[bytes], Any]
+_MSGPACK = (msgspec.msgpack.decode, msgspec.msgpack.decode)
+_DECODERS: dict[str, tuple[_Decode, _Decode]] = {
+    "application/json": (msgspec.json.decode, read_json),
+    "application/msgpack": _MSGPACK,
+    "application/x-msgpack": _MSGPACK,
+}
+"""By content type: of short bodies, on the event loop, and of long ones, on a thread."""
+
+
+class Endpoints:
+    """Implements ``vllm.plugins.endpoint_plugins.interface.EndpointPlugin``."""
+
+    name = "headgate"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add every part's routes, our counters to the page of metrics, and the reader of bodies."""
+        for entry in _parts():
+            app.include_router(entry.load()(self._services(entry.name)))
+        app.add_middleware(MetricsPage, counters=Counters(lambda: self._engine))
+        install_bodies(app, server_config(getattr(app.state.args, "additional_config", None)))
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """The engine is there; the keys are read."""
+        self._engine = engine_client
+        speak_through_vllm()
+        for entry in _parts():
+            logger.info("headgate: /v1/%s is served; %s", entry.name, access_of(entry.name, args))
+
+    def _services(self, part: str) -> RouteServices:
+        async def check_key(request: Request) -> None:
+            require_key(part, request)
+
+        return RouteServices(
+            part=part,
+            engine=lambda: self._engine,
+            handle=lambda: self._handle(part),
+            require_key=check_key,
+            read_object=read_object,
+            client_errors=as_client_error,
+        )
+
+    def _handle(self, part: str) -> Any:
+        try:
+            return getattr(self._engine, part)
+        except NotConfiguredError as error:
+            raise HTTPException(404, str(error)) from None
+
+
+def _parts() -> list[EntryPoint]:
+    return sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The body of a request as an object.
+
+    Raises:
+        HTTPException: With status 415, if it is neither JSON nor msgpack.
+        RequestError: If it cannot be decoded, or is no object.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind not in _DECODERS:
+        raise HTTPException(
+            415, f"Unsupported Media Type {kind!r}: send Content-Type: application/json or application/msgpack"
+        )
+    body = await _body_of(request)
+    try:
+        short, long = _DECODERS[kind]
+        document = short(body) if len(body) < LONG else await run_in_thread(partial(long, body))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError("body", f"is not {kind.rpartition('/')[2]}: {error}") from None
+    if not isinstance(document, dict) or not all(isinstance(name, str) for name in document):
+        raise RequestError("body", f"expected an object, got {type(document).__name__}")
+    return document
+
+
+async def _body_of(request: Request) -> bytes:
+    """As ``request.body()``, which copies what `bodies` hands on in one piece."""
+    pieces = [piece async for piece in request.stream() if piece]
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)

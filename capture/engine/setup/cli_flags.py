@@ -1,0 +1,183 @@
+"""``--capture-consumers``, ``--capture-sites`` and other parts' flags on vLLM's own command line, translated.
+
+vLLM hands its parsed arguments on to other processes and parses configurations anew in them, so the flags are turned
+into ``additional_config`` in the arguments themselves, once: whoever reads those sees the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import msgspec
+
+from headgate.capture.engine.contracts.request_part import request_parts
+from headgate.capture.engine.setup.settings import OUR_KEY
+from headgate.capture.schema.config import HIDDEN_STATES, CaptureConsumerSpec, parse_config, parse_shorthand
+from headgate.capture.schema.errors import ConfigError
+
+Consumer = str | Mapping[str, Any] | CaptureConsumerSpec
+
+
+def additional_config(
+    *,
+    consumers: Sequence[Consumer] = (),
+    sites: Mapping[str, Any] | None = None,
+    base: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """``additional_config`` for `EngineArgs`, `AsyncEngineArgs` or vLLM's `LLM`, with capture or steering configured.
+
+    Args:
+        consumers: Each a `CaptureConsumerSpec`, its shorthand ``name:key=val,key=val``, or its fields as a dict.
+            They are added to those in `base`.
+        sites: ``{hook point: layers}`` that can be captured.
+        base: What else stands in ``additional_config``; it is not changed.
+        settings: Other fields of `CaptureConsumersConfig`; or ``steering=True``, or ``steering={...}`` with fields of
+            `headgate.steering.SteeringConfig`.
+
+    Raises:
+        ConfigError: If anything is wrong.
+    """
+    merged = dict(base or {})
+    ours = dict(merged.get(OUR_KEY) or {})
+    parts = {name: settings.pop(name) for name in request_parts() if name in settings}
+    for name, wanted in parts.items():
+        if wanted is not None and wanted is not False:
+            ours[name] = _section(name, ours.get(name), wanted)
+    if not (consumers or settings or "capture" in ours) and sites is None and parts:
+        return {**merged, OUR_KEY: ours} if ours else merged
+    capture = {**(ours.get("capture") or {}), **settings}
+    if consumers:
+        capture["consumers"] = [*capture.get("consumers", ()), *(_plain_consumer(consumer) for consumer in consumers)]
+    if sites is not None:
+        capture["sites"] = dict(sites)
+    parse_config(capture)
+    return {**merged, OUR_KEY: {**ours, "capture": capture}}
+
+
+def _section(name: str, base: Mapping[str, Any] | None, wanted: object) -> dict[str, Any]:
+    if isinstance(wanted, msgspec.Struct):
+        wanted = msgspec.to_builtins(wanted)
+    if wanted is not True and not isinstance(wanted, Mapping):
+        raise ConfigError(f"{name}: expected True or an object of settings, got {wanted!r}")
+    document = {**(base or {}), **({} if wanted is True else wanted)}
+    request_parts()[name].check_section(document)
+    return document
+
+
+def _plain_consumer(consumer: Consumer) -> dict[str, Any]:
+    if isinstance(consumer, str):
+        consumer = parse_shorthand(consumer)
+    if isinstance(consumer, CaptureConsumerSpec):
+        return msgspec.to_builtins(consumer)  # type: ignore[no-any-return]
+    return dict(consumer)
+
+
+def add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``EngineArgs.add_cli_args``."""
+
+    @wraps(original)
+    def wrapped(parser: Any) -> Any:
+        parser = original(parser)
+        group = parser.add_argument_group(
+            title="headgate", description="Capture and steering of activations while the model is served."
+        )
+        add_flags(group)
+        return parser
+
+    return wrapped
+
+
+def add_flags(group: Any) -> None:
+    """Add capture's flags, and those of every other part, to a group of an `argparse.ArgumentParser`."""
+    group.add_argument(
+        "--capture-consumers",
+        type=_shorthand,
+        nargs="+",
+        action="extend",
+        default=None,
+        metavar="NAME:key=val,...",
+        help="Consumers of captured activations, such as filesystem:root=/data/run1. May be repeated.",
+    )
+    group.add_argument(
+        "--capture-sites",
+        type=json_object,
+        default=None,
+        metavar="JSON",
+        help='What can be captured, as {hook point: layers}; {"post_mlp": "all"} if not given.',
+    )
+    group.add_argument(
+        "--enable-return-hidden-states",
+        action="store_true",
+        default=None,
+        help="Let requests set return_hidden_states: the last row of the final norm with each choice. Adds the "
+        "consumer hidden_states and the site final_norm to what is configured.",
+    )
+    for part in request_parts().values():
+        part.add_flags(group)
+
+
+def from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``EngineArgs.from_cli_args``."""
+
+    @wraps(original)
+    def wrapped(cls: Any, args: argparse.Namespace) -> Any:
+        translate_flags(args)
+        return original(cls, args)
+
+    return wrapped
+
+
+def translate_flags(args: argparse.Namespace) -> None:
+    """Move our flags into ``args.additional_config``; a second call changes nothing.
+
+    Raises:
+        ConfigError: If the result is wrong.
+    """
+    base = getattr(args, "additional_config", None)
+    sections = (base or {}).get(OUR_KEY) or {}
+    given = {name: part.read_flags(args, sections.get(name)) for name, part in request_parts().items()}
+    parts = {name: document for name, document in given.items() if document is not None}
+    consumers, sites = getattr(args, "capture_consumers", None), getattr(args, "capture_sites", None)
+    if getattr(args, _STATES, None):
+        consumers = [*(consumers or ()), *_missing_states(consumers or (), sections.get("capture") or {})]
+    if consumers is None and sites is None and not parts:
+        return
+    args.additional_config = additional_config(consumers=consumers or (), sites=sites, base=base, **parts)
+    args.capture_consumers = args.capture_sites = args.enable_return_hidden_states = None
+
+
+_STATES = "enable_return_hidden_states"
+
+
+def _missing_states(consumers: Sequence[str], section: Mapping[str, Any]) -> list[str]:
+    """The consumer behind ``return_hidden_states``, unless it is configured."""
+    configured = [*map(parse_shorthand, consumers), *parse_config(section).consumers]
+    return [] if any(consumer.name == HIDDEN_STATES for consumer in configured) else [HIDDEN_STATES]
+
+
+def _shorthand(text: str) -> str:
+    try:
+        parse_shorthand(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The type of a flag that takes a JSON object.
+
+    Raises:
+        argparse.ArgumentTypeError: If `text` is none.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'expected an object such as {{"post_mlp": "all"}}, got {text!r}')
+    return value

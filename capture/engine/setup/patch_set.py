@@ -1,0 +1,264 @@
+"""Replacing attributes of vLLM: what one patch is, putting a table of them in, and taking them out.
+
+A replacement wraps whatever is there, so patches of other plugins stay in force below it. A patch whose target is
+missing, or takes other parameters than expected, is not installed and is remembered: whoever needs it refuses.
+
+Runs a function on a module right after that module was imported, without importing it.
+
+Every vLLM process imports its own part of vLLM; what is patched in a module must neither load it where it is not
+needed nor come too late where it is.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import inspect
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from headgate.capture.engine.setup.versions import WORKS_WITH
+from headgate.capture.schema.errors import UnsupportedError
+
+logger = logging.getLogger("headgate")
+
+Wrap = Callable[[Any], Any]
+_MARK = "headgate_patch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patch:
+    """One attribute of vLLM that headgate wraps.
+
+    Attributes:
+        module: Where the attribute's owner is imported from; the same in every supported version.
+        target: Path below the module: a function, or ``Class.method``.
+        wrap: Makes the replacement from the original.
+        why: What the replacement does, and what would go wrong without it.
+        parameters: The original's first parameters, by name and order. More may follow: versions differ there,
+            and replacements pass them on.
+        only_refuses: It is of use in a vLLM that headgate was not made for, too.
+    """
+
+    module: str
+    target: str
+    wrap: Wrap
+    why: str
+    parameters: tuple[str, ...]
+    only_refuses: bool = False
+
+    @property
+    def name(self) -> str:
+        """Module and target, as one reads them."""
+        return f"{self.module}.{self.target}"
+
+    def problem(self, module: ModuleType) -> str | None:
+        """What keeps the patch from being installed in `module`; None if nothing does."""
+        owner, attribute = self._locate(module)
+        if owner is None or not hasattr(owner, attribute):
+            return f"{self.name} does not exist"
+        found = tuple(inspect.signature(_function(owner, attribute)).parameters)
+        if found[: len(self.parameters)] != self.parameters:
+            return f"{self.name} takes ({', '.join(found)}), expected ({', '.join(self.parameters)}, ...)"
+        return None
+
+    def install(self, module: ModuleType) -> Callable[[], bool]:
+        """Put the replacement in; return its undo, which says whether it could take it out again."""
+        owner, attribute = self._locate(module)
+        inherited = attribute not in vars(owner)
+        held = inspect.getattr_static(owner, attribute)
+        replacement = self.wrap(_function(owner, attribute))
+        setattr(replacement, _MARK, self.name)
+        installed = staticmethod(replacement) if isinstance(held, staticmethod) else replacement
+        installed = classmethod(replacement) if isinstance(held, classmethod) else installed
+        setattr(owner, attribute, installed)
+
+        def undo() -> bool:
+            if inspect.getattr_static(owner, attribute) is not installed:
+                return False
+            if inherited:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, held)
+            return True
+
+        return undo
+
+    def is_installed(self, module: ModuleType) -> bool:
+        """Whether the attribute, or something it wraps, is already our replacement."""
+        owner, attribute = self._locate(module)
+        current = getattr(owner, attribute, None)
+        while current is not None:
+            if getattr(current, _MARK, None) == self.name:
+                return True
+            current = getattr(current, "__wrapped__", None)
+        return False
+
+    def _locate(self, module: ModuleType) -> tuple[Any, str]:
+        *path, attribute = self.target.split(".")
+        owner: Any = module
+        for name in path:
+            owner = getattr(owner, name, None)
+        return owner, attribute
+
+
+def _function(owner: Any, attribute: str) -> Any:
+    """The plain function: an inherited class method must not stay bound to the class it was found on."""
+    held = inspect.getattr_static(owner, attribute)
+    return held.__func__ if isinstance(held, staticmethod | classmethod) else held
+
+
+def _exists(module: str) -> bool:
+    """Whether `module` could be imported; its parent packages are."""
+    try:
+        return module in sys.modules or find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+class PatchSet:
+    """A table of patches at work in this process.
+
+    Attributes:
+        problems: What could not be patched so far, and why.
+    """
+
+    def __init__(self, patches: Iterable[Patch]) -> None:
+        self._patches = tuple(patches)
+        self._hook = ImportHook()
+        self._undo: list[tuple[Patch, Callable[[], bool]]] = []
+        self.problems: list[str] = []
+
+    def install(self) -> None:
+        """Patch what is imported, and the rest as soon as it is. Idempotent."""
+        for patch in self._patches:
+            self._hook.when_imported(patch.module, partial(self._install, patch))
+
+    def when_imported(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        """Call `call` with module `name` when that is imported; its failure counts as a problem."""
+
+        def guarded(module: ModuleType) -> None:
+            try:
+                call(module)
+            except Exception as error:  # noqa: BLE001  (an import of vLLM's must not fail by our doing)
+                self._note(f"{name}: {error}")
+
+        self._hook.when_imported(name, guarded)
+
+    def undo(self) -> list[str]:
+        """Take the patches out, last first; return those that another patch lies on top of."""
+        self._hook.forget()
+        stuck = [patch.name for patch, undo in reversed(self._undo) if not undo()]
+        self._undo.clear()
+        return stuck
+
+    def require(self) -> None:
+        """Refuse if anything could not be patched.
+
+        Raises:
+            UnsupportedError: Naming what differs and the versions that work.
+        """
+        absent = {patch.module for patch in self._patches if not _exists(patch.module)}
+        problems = [*self.problems, *(f"{module} does not exist" for module in sorted(absent))]
+        if problems:
+            lines = "\n".join(f"- {problem}" for problem in problems)
+            raise UnsupportedError(f"this vLLM differs from those headgate was made for:\n{lines}\n{WORKS_WITH}")
+
+    def _install(self, patch: Patch, module: ModuleType) -> None:
+        problem = patch.problem(module)
+        if problem is not None:
+            self._note(problem)
+        elif not patch.is_installed(module):
+            self._undo.append((patch, patch.install(module)))
+
+    def _note(self, problem: str) -> None:
+        self.problems.append(problem)
+        logger.warning("headgate: %s; capture is not available in this process. %s", problem, WORKS_WITH)
+
+
+OnImport = Callable[[ModuleType], None]
+
+
+class ImportHook(importlib.abc.MetaPathFinder):
+    """Finder at the head of ``sys.meta_path`` that watches for the modules asked for.
+
+    Modules are imported on any thread; `_lock` guards the table of callbacks and is never held while one runs.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, list[OnImport]] = {}
+
+    def when_imported(self, name: str, call: OnImport) -> None:
+        """Call `call` with module `name`: now if it is imported, else as soon as it is."""
+        module = sys.modules.get(name)
+        if module is not None and not _is_initializing(module):
+            call(module)
+            return
+        with self._lock:
+            self._waiting.setdefault(name, []).append(call)
+            if self not in sys.meta_path:
+                sys.meta_path.insert(0, self)
+
+    def forget(self) -> None:
+        """Drop every callback that still waits, and leave ``sys.meta_path``."""
+        with self._lock:
+            self._waiting.clear()
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Let the other finders find `name`; run the callbacks after it was executed."""
+        with self._lock:
+            if name not in self._waiting:
+                return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _NotifyingLoader(spec.loader, self)
+                return spec
+        return None
+
+    def _imported(self, module: ModuleType) -> None:
+        with self._lock:
+            calls = self._waiting.pop(module.__name__, [])
+        for call in calls:
+            call(module)
+
+
+class _NotifyingLoader(importlib.abc.Loader):
+    """A module's own loader, followed by the callbacks."""
+
+    def __init__(self, loader: Any, hook: ImportHook) -> None:
+        self._loader = loader
+        self._hook = hook
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        # From here on the module is as if we had never been there: `inspect` and `pkgutil` look at these.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._hook._imported(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _is_initializing(module: ModuleType) -> bool:
+    spec = getattr(module, "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))

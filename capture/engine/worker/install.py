@@ -1,0 +1,301 @@
+"""Installs headgate in a vLLM worker, right after its model was loaded and before anything is traced."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
+from importlib.metadata import entry_points
+from typing import Any
+
+import pluggy
+import torch
+from torch import nn
+
+from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts, make_hooks
+from headgate.capture.engine.model import forward_wrappers
+from headgate.capture.engine.model.find_layers import LayerLayout, analyse_layer, find_decoder_stack, find_final_norm
+from headgate.capture.engine.setup.logs import speak_through_vllm
+from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
+from headgate.capture.engine.setup.settings import model_info, section, sections
+from headgate.capture.engine.worker.runner import RunnerAdapter
+from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.errors import ConfigError, UnsupportedError
+from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
+
+logger = logging.getLogger("headgate")
+
+ENGINE_GROUP = "headgate.engine"
+ENGINE_ATTRIBUTE = "headgate_worker"
+GRAPH_ABI = 11
+"""Part of the compile-cache key: raise it whenever the code in `graph` or an action changes what is traced or
+what inductor makes of it."""
+
+Wanted = Mapping[HookPoint, Sequence[SiteAction]]
+"""The actions of one layer."""
+
+
+def patch_worker(module: Any) -> None:
+    """Let every worker of ``vllm.v1.worker.worker_base`` install headgate when its model is loaded."""
+    wrapper = module.WorkerWrapperBase
+    if "load_model" in vars(wrapper):
+        if getattr(vars(wrapper)["load_model"], "headgate", False):
+            return
+        raise UnsupportedError("WorkerWrapperBase.load_model is taken: another plugin or a newer vLLM defines it")
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self.worker.load_model(*args, **kwargs)
+        if sections(self.worker.vllm_config):
+            install(self.worker)
+        return result
+
+    load_model.headgate = True  # type: ignore[attr-defined]
+    wrapper.load_model = load_model
+    module.WorkerBase.headgate_stats = _stats
+    module.WorkerBase.headgate_call = _call
+
+
+def _stats(self: Any) -> dict[str, Any]:
+    """Worker RPC: counters of every part, by name."""
+    return getattr(self, ENGINE_ATTRIBUTE).stats()  # type: ignore[no-any-return]
+
+
+def _call(self: Any, part: str, method: str, args: Mapping[str, Any]) -> Any:
+    """Worker RPC: `method` of one part, called by the same part in the engine core."""
+    return getattr(self, ENGINE_ATTRIBUTE).call(part, method, args)
+
+
+def install(worker: Any) -> InstalledWorker:
+    """Put the configured parts into `worker`.
+
+    Raises:
+        ConfigError: If a section of the configuration is unknown or wrong.
+        UnsupportedError: If the model or a setting cannot be served.
+    """
+    config = worker.vllm_config
+    speak_through_vllm()
+    refuse_unsupported_settings(config)
+    hooks = make_hooks({name: _open_part(name, config) for name in sections(config)})
+    model = worker.model_runner.get_model()
+    parent, stack_name, layers = find_decoder_stack(model)
+    facts = _facts(worker, model_info(config), [index for index, _ in layers])
+    actions = _collect_actions(hooks, facts)
+    install_actions(parent, stack_name, layers, actions)
+    _account(worker, hooks)
+    _key_graph(config, hooks)
+    installed = InstalledWorker(worker, facts, hooks)
+    setattr(worker, ENGINE_ATTRIBUTE, installed)
+    return installed
+
+
+class InstalledWorker:
+    """The parts at work in one vLLM worker, and the moments of its life that they follow."""
+
+    def __init__(self, worker: Any, facts: WorkerFacts, hooks: pluggy.PluginManager) -> None:
+        self.facts = facts
+        self.hooks = hooks
+        self._seam = RunnerAdapter(worker.model_runner, hooks, has_token_ids=facts.pp_rank == 0)
+        _after(worker, "compile_or_warm_up_model", self._self_test)
+        _before(worker, "shutdown", self.close)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of every part."""
+        return {key: value for found in self.hooks.hook.headgate_stats() for key, value in found.items()}
+
+    def call(self, part: str, method: str, args: Mapping[str, Any]) -> Any:
+        """What the part says; None if it says nothing."""
+        answers = self.hooks.hook.headgate_call(part=part, method=method, args=args)
+        return answers[0] if answers else None
+
+    def close(self) -> None:
+        """Close every part; idempotent, since the parts are."""
+        self.hooks.hook.headgate_close()
+
+    def _self_test(self) -> None:
+        self.hooks.hook.headgate_self_test(facts=self.facts, run=self._seam.run_dummy)
+
+
+def install_actions(
+    parent: nn.Module,
+    stack_name: str,
+    layers: Sequence[tuple[int, nn.Module]],
+    actions: Mapping[Site, Sequence[SiteAction]],
+) -> None:
+    """Put `actions` into the modules of one decoder stack.
+
+    Raises:
+        UnsupportedError: If a site does not exist in the model; the message says which there are.
+    """
+    for index, layer in layers:
+        wanted = forward_wrappers.sites_by_hook(actions, index)
+        if wanted:
+            _install_layer(f"{stack_name}.{index}", layer, wanted, is_first=index == 0)
+    if FINAL_NORM_SITE in actions:
+        _install_final_norm(parent, actions[FINAL_NORM_SITE])
+
+
+def _install_layer(where: str, layer: nn.Module, wanted: Wanted, *, is_first: bool) -> None:
+    layout = analyse_layer(type(layer), layer)
+    missing = [hook for hook in wanted if hook not in layout.hooks]
+    if missing:
+        raise UnsupportedError(
+            f"{where} ({type(layer).__name__}) has no hook point {missing[0]}; it has "
+            f"{', '.join(sorted(layout.hooks))}. Take {missing[0]} out of the configured sites"
+        )
+    parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
+    wanted, ahead = _settle_mid(layout, wanted, is_first=is_first)
+    places = submodule_places(layout, layer) | ahead
+    for name in dict.fromkeys(place.module for place in places.values()):
+        module = layer.get_submodule(name)
+        taken = [
+            (hook, place, forward_wrappers.attach(module, hook, wanted[hook]))
+            for hook, place in places.items()
+            if hook in wanted and place.module == name
+        ]
+        if taken:
+            forward_wrappers.swap_class(module, forward_wrappers.module_forward(taken))
+    own = {hook: forward_wrappers.attach(layer, hook, wanted[hook]) for hook in wanted if hook not in places}
+    repays = _repays(layout, layer, wanted.get(HookPoint.POST_ATTN, ()))
+    if own or repays:
+        forward_wrappers.swap_class(layer, forward_wrappers.layer_forward(layout, own, parameters, repays))
+
+
+def _settle_mid(
+    layout: LayerLayout, wanted: Wanted, *, is_first: bool
+) -> tuple[Wanted, dict[HookPoint, forward_wrappers.Place]]:
+    """How actions around a fused mid norm run: ahead of attention where all can, and at what places; else apart."""
+    if layout.mid_residual is None:
+        return wanted, {}
+    settled, places = dict(wanted), {}
+    for hook in (HookPoint.ATTN_OUT, HookPoint.POST_ATTN):
+        actions = wanted.get(hook, ())
+        ahead = [replace(action, run=action.ahead) for action in actions if action.ahead is not None]
+        if layout.first_norm is not None and not is_first and actions and len(ahead) == len(actions):
+            settled[hook] = ahead
+            places[hook] = forward_wrappers.Place(module=layout.first_norm, result=1)
+        elif actions:
+            settled[hook] = [replace(action, run=action.apart or action.run) for action in actions]
+    return settled, places
+
+
+def _repays(layout: LayerLayout, layer: nn.Module, actions: Sequence[SiteAction]) -> tuple[forward_wrappers.Run, ...]:
+    """What is to be done to the stream again, since the mid stream is read by a module and not passed through it."""
+    if layout.mid_residual is not None:
+        return ()
+    changing = sorted((action for action in actions if action.repay is not None), key=lambda action: action.order)
+    forward_wrappers.attach(layer, HookPoint.POST_ATTN, changing)
+    return tuple(action.repay for action in changing if action.repay is not None)
+
+
+def submodule_places(layout: LayerLayout, layer: nn.Module) -> dict[HookPoint, forward_wrappers.Place]:
+    """The hook points taken at submodules of `layer`, in the order of the forward; the others at `layer` itself."""
+    places: dict[HookPoint, forward_wrappers.Place] = {}
+    is_pair = layout.style == "pair"
+    scale = float(getattr(layer, layout.branch_scale)) if layout.branch_scale else None
+    if layout.attn_branch and not is_pair:
+        places[HookPoint.ATTN_OUT] = forward_wrappers.Place(module=layout.attn_branch, scale=scale)
+    if layout.mid:
+        addend = layout.mid_residual if is_pair else None
+        if is_pair:
+            places[HookPoint.ATTN_OUT] = forward_wrappers.Place(module=layout.mid, value=layout.mid_input, carry=addend)
+        places[HookPoint.POST_ATTN] = forward_wrappers.Place(
+            module=layout.mid, value=layout.mid_input, addend=addend, carry=addend
+        )
+    if layout.mlp_in_is_norm_output and layout.mid_norm:
+        places[HookPoint.MLP_IN] = forward_wrappers.Place(module=layout.mid_norm)
+    elif layout.mlp:
+        places[HookPoint.MLP_IN] = forward_wrappers.Place(module=layout.mlp, value=layout.mlp_input)
+    if layout.mlp_branch and not is_pair:
+        places[HookPoint.MLP_OUT] = forward_wrappers.Place(module=layout.mlp_branch, scale=scale)
+    return {hook: place for hook, place in places.items() if hook in layout.hooks}
+
+
+def _install_final_norm(parent: nn.Module, actions: Sequence[SiteAction]) -> None:
+    found = find_final_norm(parent)
+    if found is None:
+        raise UnsupportedError(
+            f"no final norm was found in {type(parent).__name__}.forward; take final_norm out of the configured sites"
+        )
+    module = parent.get_submodule(found[0])
+    runs = forward_wrappers.attach(module, HookPoint.FINAL_NORM, actions)
+    taken = [(HookPoint.FINAL_NORM, forward_wrappers.Place(module=found[0]), runs)]
+    forward_wrappers.swap_class(module, forward_wrappers.module_forward(taken))
+
+
+def _open_part(name: str, vllm_config: Any) -> object:
+    found = entry_points(group=ENGINE_GROUP)
+    if name not in found.names:
+        known = ", ".join(sorted(found.names))
+        raise ConfigError(f"additional_config['headgate'] has no section {name!r}; known: {known}")
+    return found[name].load()(vllm_config, section(vllm_config, name))
+
+
+def _facts(worker: Any, model: ModelInfo, owned_layers: list[int]) -> WorkerFacts:
+    from vllm.config import CompilationMode
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    config = worker.vllm_config
+    sizes = config.compilation_config.cudagraph_capture_sizes or [0]
+    return WorkerFacts(
+        model=model,
+        owned_layers=tuple(owned_layers),
+        device=torch.device(worker.device),
+        dtype=config.model_config.dtype,
+        max_tokens=max(config.scheduler_config.max_num_batched_tokens, *sizes, 1),
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        is_compiled=config.compilation_config.mode != CompilationMode.NONE,
+        tp_rank=get_tp_group().rank_in_group,
+        pp_rank=get_pp_group().rank_in_group,
+        pp_size=get_pp_group().world_size,
+    )
+
+
+def _collect_actions(hooks: pluggy.PluginManager, facts: WorkerFacts) -> dict[Site, list[SiteAction]]:
+    collected: dict[Site, list[SiteAction]] = {}
+    for found in hooks.hook.headgate_actions(facts=facts):
+        for site, action in found.items():
+            collected.setdefault(site, []).append(action)
+    return collected
+
+
+def _account(worker: Any, hooks: pluggy.PluginManager) -> None:
+    """vLLM 0.26 sizes the KV cache by this figure; later releases measure free memory. CPU runners have none."""
+    if hasattr(worker.model_runner, "model_memory_usage"):
+        worker.model_runner.model_memory_usage += sum(hooks.hook.headgate_device_bytes())
+
+
+def _key_graph(vllm_config: Any, hooks: pluggy.PluginManager) -> None:
+    """Make vLLM's compile caches tell our graphs from stock's and from each other's.
+
+    `additional_config` is hashed into every compile-cache key. The operator's own section is taken out of it here,
+    so that a consumer's output folder does not force a compilation; `settings` has read it before.
+    """
+    key: dict[str, Any] = {"abi": GRAPH_ABI}
+    for found in hooks.hook.headgate_graph_key():
+        key.update(found)
+    vllm_config.additional_config = {**vllm_config.additional_config, "headgate": {"graph": key}}
+
+
+def _after(owner: Any, name: str, call: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        call()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _before(owner: Any, name: str, call: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)

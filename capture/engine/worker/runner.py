@@ -1,0 +1,238 @@
+"""Watches one model runner of vLLM and tells the engine hooks what it does.
+
+Instance methods of the runner are wrapped, never its class: draft models and other runners stay as they are. The
+V1 and the V2 runner differ in one thing only, where the layout of a step's batch can be read.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Protocol
+
+import numpy as np
+import pluggy
+from torch import Tensor
+
+from headgate.capture.engine.contracts.worker_hooks import direct_calls
+from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
+from headgate.capture.schema.errors import UnsupportedError
+
+WIRE_KEY = "headgate"
+FINAL_ATTRIBUTE = "headgate_final"
+_V2_MODULES = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")
+
+
+class BatchLayout(Protocol):
+    """How one generation of the model runner lays out its batch."""
+
+    method: str
+    """Name of the runner's method that lays out a step's inputs."""
+
+    def view(self, runner: Any, args: tuple[Any, ...], result: Any) -> BatchView:
+        """Read the layout after ``runner.method(*args)`` returned `result`."""
+        ...
+
+    def token_ids(self, runner: Any, result: Any) -> Tensor:
+        """The token of each batch row, as the forward will read them: int32 on the device."""
+        ...
+
+
+class V1Layout:
+    """``vllm.v1.worker.gpu_model_runner``: the persistent batch holds the layout."""
+
+    method = "_prepare_inputs"
+
+    def view(self, runner: Any, args: tuple[Any, ...], result: Any) -> BatchView:
+        batch = runner.input_batch
+        num_reqs = batch.num_reqs
+        return BatchView(
+            req_ids=tuple(batch.req_ids[:num_reqs]),
+            starts=runner.query_start_loc.np[:num_reqs].astype(np.int64),
+            num_scheduled=np.asarray(args[1][:num_reqs], dtype=np.int64),
+            num_computed=batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64),
+        )
+
+    def token_ids(self, runner: Any, result: Any) -> Tensor:
+        return runner.input_ids.gpu  # type: ignore[no-any-return]
+
+
+class V2Layout:
+    """``vllm.v1.worker.gpu.model_runner``: the returned input batch holds the layout."""
+
+    method = "prepare_inputs"
+
+    def view(self, runner: Any, args: tuple[Any, ...], result: Any) -> BatchView:
+        num_reqs = result.num_reqs
+        return BatchView(
+            req_ids=tuple(result.req_ids[:num_reqs]),
+            starts=np.asarray(result.query_start_loc_np[:num_reqs], dtype=np.int64),
+            num_scheduled=np.asarray(result.num_scheduled_tokens[:num_reqs], dtype=np.int64),
+            num_computed=np.asarray(result.num_computed_tokens_np[:num_reqs], dtype=np.int64),
+        )
+
+    def token_ids(self, runner: Any, result: Any) -> Tensor:
+        return result.input_ids  # type: ignore[no-any-return]
+
+
+def layout_of(runner: Any) -> BatchLayout:
+    """The layout reader for `runner`'s generation."""
+    return V2Layout() if type(runner).__module__.startswith(_V2_MODULES) else V1Layout()
+
+
+class RunnerAdapter:
+    """Calls the hooks for one runner. All on the step thread.
+
+    A request that carries no wire dict is a bystander: unless a part asks for those, it is never looked at again, and
+    steps without any capturing or steering request cost one comparison.
+
+    Args:
+        runner: vLLM's model runner.
+        hooks: Who is told.
+        has_token_ids: Whether `runner` knows the tokens of its batch: only on the first pipeline stage.
+    """
+
+    def __init__(self, runner: Any, hooks: pluggy.PluginManager, *, has_token_ids: bool) -> None:
+        self._runner = runner
+        self._has_token_ids = has_token_ids
+        self._hook = hooks.hook
+        self._step_begins = direct_calls(hooks.hook.headgate_step_begins)
+        self._step_ends = direct_calls(hooks.hook.headgate_step_ends)
+        self._request_added = direct_calls(hooks.hook.headgate_request_added)
+        self._request_stopped = direct_calls(hooks.hook.headgate_request_stopped)
+        self._request_finished = direct_calls(hooks.hook.headgate_request_finished)
+        self._layout = layout_of(runner)
+        self._live: set[str] = set()
+        self._ended: set[str] = set()
+        """Without further steps; how they ended is said later, since only the front end knows."""
+        self._bystanders: set[str] = set()
+        self._follows_bystanders = bool(self._hook.headgate_plain_request_added.get_hookimpls())
+        self._was_active = False
+        self._is_laid_out = False
+        self._in_self_test = False
+        self._watch("execute_model", self._execute_model)
+        self._watch("_dummy_run", self._dummy_run)
+        self._watch(self._layout.method, self._lay_out)
+        # The V1 runner leaves attention out of dummy steps, and its output uninitialised, unless it is told not to.
+        takes = inspect.signature(runner._dummy_run).parameters
+        self._with_attention = {"force_attention": True} if "force_attention" in takes else {}
+
+    def run_dummy(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """Drive a dummy forward without resetting the step state first: for the self-test.
+
+        Returns:
+            What the model returned, as far as the runner shows it: hidden states, or what goes to the next stage.
+        """
+        self._in_self_test = True
+        try:
+            result = self._runner._dummy_run(num_tokens, **self._with_attention)
+        finally:
+            self._in_self_test = False
+        output = result[0] if isinstance(result, tuple) else result
+        tensors = getattr(output, "tensors", {"hidden_states": output})
+        return tuple(tensor for tensor in tensors.values() if isinstance(tensor, Tensor))
+
+    def _watch(self, name: str, replacement: Callable[..., Any]) -> None:
+        original = getattr(self._runner, name, None)
+        if original is None:
+            raise UnsupportedError(
+                f"{type(self._runner).__name__} has no method {name!r}; this vLLM's model runner is not supported"
+            )
+
+        @wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        setattr(self._runner, name, watched)
+
+    def _execute_model(self, original: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
+            return original(scheduler_output, *args, **kwargs)
+        self._follow(scheduler_output)
+        self._is_laid_out = False
+        result = original(scheduler_output, *args, **kwargs)
+        if self._is_laid_out:
+            self._step_ends()
+        return result
+
+    def _dummy_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._in_self_test:
+            self._rest()
+        return original(*args, **kwargs)
+
+    def _lay_out(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if self._live or (self._bystanders and any(self._hook.headgate_needs_plain_steps())):
+            self._was_active = self._is_laid_out = True
+            view = self._layout.view(self._runner, args, result)
+            token_ids = self._layout.token_ids(self._runner, result) if self._has_token_ids else None
+            self._step_begins(view, token_ids)
+        else:
+            self._rest()
+        return result
+
+    def _rest(self) -> None:
+        """Leave nothing behind that a forward without live requests could act on."""
+        if self._was_active:
+            self._was_active = False
+            self._step_begins(None, None)
+
+    def _follow(self, scheduler_output: Any) -> None:
+        """Finished first: an id may end and begin again in one step. Sorted, so that all ranks see one order."""
+        finals = getattr(scheduler_output, FINAL_ATTRIBUTE, None) or {}
+        for req_id in sorted(scheduler_output.finished_req_ids):
+            if req_id in self._bystanders:
+                self._bystanders.remove(req_id)
+                self._request_stopped(req_id)
+            elif req_id in self._live:
+                self._live.remove(req_id)
+                self._ended.add(req_id)
+                self._request_stopped(req_id)
+                if req_id not in finals:
+                    self._finish(req_id, None)
+        for req_id, final in finals.items():
+            if req_id in self._ended and final is not None:
+                self._finish(req_id, final)
+        for data in scheduler_output.scheduled_new_reqs:
+            self._add(data, _wire(data))
+
+    def _add(self, data: Any, wire: Any) -> None:
+        # A known id comes back after preemption (V2 runner): its state, and what it has captured, stay.
+        if wire is not None and data.req_id not in self._live:
+            if data.req_id in self._ended:
+                self._finish(data.req_id, None)
+            self._live.add(data.req_id)
+            self._request_added(_new_request(data, wire))
+        elif wire is None and self._follows_bystanders and data.req_id not in self._bystanders:
+            self._bystanders.add(data.req_id)
+            self._hook.headgate_plain_request_added(req_id=data.req_id, num_prompt_tokens=_num_prompt_tokens(data))
+
+    def _finish(self, req_id: str, noted: Any) -> None:
+        self._ended.remove(req_id)
+        self._request_finished(req_id, _final(noted))
+
+
+def _wire(data: Any) -> Any:
+    params = data.sampling_params
+    return None if params is None or not params.extra_args else params.extra_args.get(WIRE_KEY)
+
+
+def _new_request(data: Any, wire: Any) -> NewRequest:
+    if data.prompt_token_ids is None:
+        raise UnsupportedError(
+            f"request {data.req_id}: prompts given as embeddings cannot be captured; the front end refuses them"
+        )
+    return NewRequest(req_id=data.req_id, prompt_token_ids=tuple(data.prompt_token_ids), wire=wire)
+
+
+def _num_prompt_tokens(data: Any) -> int:
+    prompt = data.prompt_embeds if data.prompt_token_ids is None else data.prompt_token_ids
+    return len(prompt)
+
+
+def _final(noted: Any) -> FinalState | None:
+    if noted is None:
+        return None
+    num_prompt, token_ids, status = noted
+    return FinalState(num_prompt_tokens=num_prompt, token_ids=np.asarray(token_ids, dtype=np.int64), status=status)

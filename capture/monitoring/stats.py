@@ -1,0 +1,114 @@
+"""What capture counts. Every counter only ever grows; the others say so."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+RESULT_BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Upper bounds of the buckets in which `ConsumerStats.result_counts` counts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConsumerStats:
+    """One consumer on one worker.
+
+    Attributes:
+        instance: What requests call it.
+        rows: Rows delivered; a row is one position of one request, at all its sites.
+        bytes: Bytes of them, over all sites.
+        requests: Requests whose result was reported.
+        errors: Those of them that ended in ``error``.
+        dropped_rows: Rows that never reached it.
+        spilled_rows: Rows that went through the spill file.
+        stalls: Times that delivery had to wait for room in its queue.
+        stall_s: Seconds of that.
+        hangs: Times that it was taken for hung.
+        lost_reports: Results that could not be sent.
+        call_s: Seconds that its calls took.
+        result_s: Seconds from the ends of requests to their results, summed up.
+        result_counts: Requests by those seconds: up to each of `RESULT_BOUNDS_S`, and above the last.
+        queued_bytes: Now: rows in its queue or in its hands.
+        spilled_bytes: Now: rows in its spill file.
+        is_hung: Now.
+    """
+
+    instance: str
+    rows: int = 0
+    bytes: int = 0
+    requests: int = 0
+    errors: int = 0
+    dropped_rows: int = 0
+    spilled_rows: int = 0
+    stalls: int = 0
+    stall_s: float = 0.0
+    hangs: int = 0
+    lost_reports: int = 0
+    call_s: float = 0.0
+    result_s: float = 0.0
+    result_counts: Sequence[int] = (0,) * (len(RESULT_BOUNDS_S) + 1)
+    queued_bytes: int = 0
+    spilled_bytes: int = 0
+    is_hung: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureStats:
+    """Capture on one worker.
+
+    Attributes:
+        steps: Steps of which something was captured.
+        rows: Batch rows copied off the device, each once however many consumers want it.
+        bytes: Bytes of them, over all sites.
+        stalls: Times that the step thread had to wait for staging memory.
+        stall_s: Seconds of that: time that the engine lost.
+        dropped_rows: Rows lost because staging memory did not become free in time.
+        dispatch_errors: Steps that could not be dispatched; a bug of ours, logged with its traceback.
+        staged_bytes: Now: staging memory in use.
+        consumers: One for each consumer, in the order of the configuration.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    bytes: int = 0
+    stalls: int = 0
+    stall_s: float = 0.0
+    dropped_rows: int = 0
+    dispatch_errors: int = 0
+    staged_bytes: int = 0
+    consumers: tuple[ConsumerStats, ...] = ()
+
+
+@dataclass(slots=True)
+class QueueCounters:
+    """The growing part of `ConsumerStats`; guarded by the lane's lock."""
+
+    rows: int = 0
+    bytes: int = 0
+    requests: int = 0
+    errors: int = 0
+    stalls: int = 0
+    stall_s: float = 0.0
+    hangs: int = 0
+    lost_reports: int = 0
+    call_s: float = 0.0
+    result_s: float = 0.0
+    result_counts: list[int] = field(default_factory=lambda: [0] * (len(RESULT_BOUNDS_S) + 1))
+
+    def note_result(self, seconds: float) -> None:
+        """A request's result came so long after its end."""
+        self.result_s += seconds
+        self.result_counts[bisect_left(RESULT_BOUNDS_S, seconds)] += 1
+
+
+@dataclass(slots=True)
+class StagingCounters:
+    """The step thread's counters: it alone writes them."""
+
+    steps: int = 0
+    rows: int = 0
+    bytes: int = 0
+    stalls: int = 0
+    stall_s: float = 0.0
+    dropped_rows: int = 0

@@ -1,0 +1,397 @@
+"""Which batch rows of a step somebody wants, at which sites, and for whom. Numpy only: no torch, no vLLM.
+
+Letters in shape comments: B requests of the step, N rows of a group, K rows wanted by anybody, S sites, T terms
+(distinct selectors) of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from headgate.capture.planning.request_plan import (
+    BoolArray,
+    SelectedRows,
+    SelectionShape,
+    SiteSet,
+    WantReader,
+    Wants,
+    list_keys,
+)
+from headgate.capture.planning.step_plan import PackGroup, StepPlan, count_up, prolonged, spans_of
+from headgate.capture.schema.batch import BatchView, Int64Array
+from headgate.capture.schema.sites import Site
+from headgate.capture.schema.spec import CaptureSpec
+
+NOWHERE = 2**62
+"""A position that no request reaches."""
+
+
+class StepPlanner:
+    """Turns each step's batch into the rows to keep. One thread: the step thread.
+
+    A request's positions count as taken once they are scheduled, wanted or not: what is computed again after a
+    preemption is not taken twice. So a request stays known while it is preempted; `add` starts it afresh.
+    A request of which nothing more can be wanted (``last_prompt`` after the prompt) is forgotten by itself.
+
+    Cost of a step: numpy over its wanted tokens, and a Python loop over its distinct shapes (`SelectionShape`). Where
+    the same requests decode one token each and all want theirs, step after step, it is a comparison.
+
+    Args:
+        sites: The sites that this worker owns, in ring order.
+    """
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self._wants = WantReader(sites)
+        self._table = _RequestTable()
+        self._steady: _DecodeRun | None = None
+
+    def add(self, req_id: str, num_prompt: int, specs: Mapping[int, CaptureSpec]) -> None:
+        """Take a request, or start a known id afresh.
+
+        Args:
+            req_id: Internal id.
+            num_prompt: Length of the prompt.
+            specs: Consumer bit, below ``MAX_CONSUMERS``, to what that consumer wants; selectors are resolved.
+                Sites that this worker does not own are left out; a request with no site left costs nothing.
+        """
+        self.remove(req_id)
+        wants = self._wants.read(num_prompt, specs)
+        if wants is not None:
+            self._table.insert(req_id, wants)
+
+    def remove(self, req_id: str) -> None:
+        """Forget a request. An id that is not known is one that wanted nothing, or nothing more."""
+        self._leave_run()
+        self._table.remove(req_id)
+
+    def plan(self, view: BatchView) -> StepPlan | None:
+        """Plan one step. To be called once for each, in order. None if nobody wants anything of it."""
+        if self._steady is not None and self._steady.goes_on_with(view):
+            return self._steady.next()
+        self._leave_run()
+        slots = self._table.slots_of(view.req_ids)
+        if slots is None:
+            return None
+        fresh = self._table.advance(slots, view)
+        shapes = self._table.by_shape(fresh)
+        plan = self._assemble(shapes, fresh, slots, view.req_ids)
+        for member in fresh.ended:
+            self._table.remove(view.req_ids[member])
+        if plan is not None and fresh.is_decode and not fresh.ended and all(shape.is_run for shape in shapes):
+            self._steady = _DecodeRun(view, slots, plan, fresh.num_alike)
+        return plan
+
+    def _leave_run(self) -> None:
+        """The steps of the run count as taken from now on; they are not asked for while it lasts."""
+        steady, self._steady = self._steady, None
+        if steady is not None:
+            self._table.note_taken(steady.slots, steady.stop)
+
+    def _assemble(
+        self,
+        shapes: Mapping[SelectionShape, Sequence[int]],
+        fresh: _NewPositions,
+        slots: Sequence[int],
+        req_ids: tuple[str, ...],
+    ) -> StepPlan | None:
+        if len(shapes) == 1:
+            (shape,) = shapes
+            if shape.is_run and len(shape.covers) == 1 and fresh.batch_rows == sorted(fresh.batch_rows):
+                return fresh.whole(shape, req_ids)
+        parts: dict[SiteSet, list[_WantedRows]] = {}
+        for shape, picks in shapes.items():
+            rows = fresh.rows_of(picks)
+            for chosen in self._choose(shape, rows, slots):
+                parts.setdefault(chosen.site_set, []).append(rows.take(chosen))
+        return _merge(req_ids, parts) if parts else None
+
+    def _choose(self, shape: SelectionShape, rows: _Rows, slots: Sequence[int]) -> Iterator[SelectedRows]:
+        if shape.is_run:
+            return shape.choose_all(len(rows.positions))
+        return shape.choose(self._table.hits(shape, np.array(slots)[rows.owners], rows.positions))
+
+
+class _DecodeRun:
+    """A run: steps in which the same requests decode one token each and all want theirs.
+
+    Args:
+        view: Its first step.
+        slots: Of the requests, in the planner's table.
+        plan: Of that step.
+        num_left: How many later steps are wanted likewise.
+    """
+
+    def __init__(self, view: BatchView, slots: Sequence[int], plan: StepPlan, num_left: int) -> None:
+        self.slots = slots
+        self._first = view
+        self._layout = (view.num_scheduled.tobytes(), view.starts.tobytes())
+        self._computed = view.num_computed.tobytes()
+        self._plan = plan
+        self._num_left = num_left
+        self._number = 0
+
+    def goes_on_with(self, view: BatchView) -> bool:
+        """Whether `view` is the next step. Bytes are compared: several times as fast as arrays of this size."""
+        return (
+            self._number < self._num_left
+            and view.req_ids == self._first.req_ids
+            and (view.num_scheduled.tobytes(), view.starts.tobytes()) == self._layout
+            and (view.num_computed - (self._number + 1)).tobytes() == self._computed
+        )
+
+    def next(self) -> StepPlan:
+        """The next step: the same rows, one position later."""
+        self._number += 1
+        return self._plan.later(self._number)
+
+    @property
+    def stop(self) -> list[int]:
+        """Tokens of each of the ``B`` requests that are computed after the last step."""
+        return [computed + self._number + 1 for computed in self._first.num_computed.tolist()]
+
+
+class _Rows(NamedTuple):
+    """Rows of a step, each array int64 ``[N]``. A request's are next to each other, by ascending position."""
+
+    owners: Int64Array
+    """Index into ``BatchView.req_ids``, ascending."""
+    batch_rows: Int64Array
+    positions: Int64Array
+
+    def take(self, chosen: SelectedRows) -> _WantedRows:
+        """Those that are chosen, with the reasons."""
+        if (picks := chosen.picks) is None:
+            return _WantedRows(self.owners, self.batch_rows, self.positions, chosen.masks)
+        return _WantedRows(self.owners[picks], self.batch_rows[picks], self.positions[picks], chosen.masks)
+
+
+class _WantedRows(NamedTuple):
+    """`_Rows` of which it is known who wants them."""
+
+    owners: Int64Array
+    batch_rows: Int64Array
+    positions: Int64Array
+    masks: Int64Array
+
+
+class _NewPositions:
+    """What a step computes for the first time, cut to the reach of each request's wants.
+
+    Requests are few and numpy's calls slow where caches are cold, as they are between two steps of a model: so these
+    are lists, with one entry for each request of which there is something, in batch order.
+    """
+
+    __slots__ = ("batch_rows", "begins", "counts", "ended", "is_decode", "members", "num_alike", "slots")
+
+    def __init__(self, *, is_decode: bool) -> None:
+        self.members: list[int] = []
+        """Index into ``BatchView.req_ids``."""
+        self.slots: list[int] = []
+        """In the planner's table."""
+        self.begins: list[int] = []
+        """First position."""
+        self.batch_rows: list[int] = []
+        """Its batch row."""
+        self.counts: list[int] = []
+        """How many positions follow each other from there."""
+        self.ended: list[int] = []
+        """Indices of the requests that can want nothing after this step."""
+        self.num_alike = NOWHERE
+        """How many steps of one token each can follow until a request begins or ends to want something."""
+        self.is_decode = is_decode
+        """Each request of the step computes one token."""
+
+    def add(self, member: int, slot: int, begin: int, batch_row: int, count: int) -> None:
+        """Take the next request."""
+        self.members.append(member)
+        self.slots.append(slot)
+        self.begins.append(begin)
+        self.batch_rows.append(batch_row)
+        self.counts.append(count)
+
+    def whole(self, shape: SelectionShape, req_ids: tuple[str, ...]) -> StepPlan:
+        """The plan where all is wanted, by requests of one shape, at the same sites, and batch rows are in order."""
+        stops = [*accumulate(self.counts)]
+        starts, total = [0, *stops[:-1]], stops[-1]
+        (chosen,) = shape.choose_all(total)
+        found = [req_ids[member] for member in self.members]
+        group = PackGroup(
+            sites=chosen.site_set.sites,
+            site_ids=chosen.site_set.ids,
+            rows=count_up(0, total),
+            positions=prolonged(self.begins, starts, self.counts),
+            masks=chosen.masks,
+            spans=tuple(zip(found, starts, stops, strict=True)),
+        )
+        first = self.batch_rows[0]
+        is_dense = self.batch_rows[-1] + self.counts[-1] - first == total
+        token_rows = count_up(first, first + total) if is_dense else prolonged(self.batch_rows, starts, self.counts)
+        return StepPlan(token_rows, (group,))
+
+    def rows_of(self, picks: Sequence[int]) -> _Rows:
+        """The rows of some of them."""
+        counts = [self.counts[pick] for pick in picks]
+        starts = [0, *accumulate(counts)][:-1]
+        batch_rows = prolonged([self.batch_rows[pick] for pick in picks], starts, counts)
+        positions = prolonged([self.begins[pick] for pick in picks], starts, counts)
+        return _Rows(np.repeat([self.members[pick] for pick in picks], counts), batch_rows, positions)
+
+
+class _RequestTable:
+    """The state of each request, in arrays that a step indexes by slot.
+
+    Slot 0 belongs to no request: it stands for all that want nothing and lies out of any reach.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[str, int] = {}
+        self._free: list[int] = []
+        self._wants: dict[int, Wants] = {}
+        self._next, self._end = [NOWHERE], [NOWHERE]
+        self._bounds = np.zeros((1, 3, 1), dtype=np.int64)
+        self._batch: tuple[tuple[str, ...], list[int] | None] | None = None
+
+    def insert(self, req_id: str, wants: Wants) -> None:
+        """Take a request that is not in the table."""
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self._slots[req_id] = slot
+        self._wants[slot] = wants
+        self._next[slot], self._end[slot] = wants.first, wants.end
+        if not wants.shape.is_run:  # of a run, nobody asks for the terms' bounds
+            num_terms = len(wants.bounds)
+            if num_terms > len(self._bounds):
+                self._bounds = _enlarged(self._bounds, axis=0, size=num_terms)
+            self._bounds[:num_terms, :, slot] = wants.bounds
+        self._batch = None
+
+    def remove(self, req_id: str) -> None:
+        """Forget a request; nothing happens if it is not in the table."""
+        slot = self._slots.pop(req_id, None)
+        if slot is not None:
+            del self._wants[slot]
+            self._free.append(slot)
+            self._batch = None
+
+    def slots_of(self, req_ids: tuple[str, ...]) -> list[int] | None:
+        """Slot of each of the ``B`` requests; None if none of them is in the table.
+
+        Decode steps repeat the batch of the step before, so the last answer is kept.
+        """
+        if not self._slots:
+            return None
+        if self._batch is None or self._batch[0] != req_ids:
+            slots = [self._slots.get(req_id, 0) for req_id in req_ids]
+            self._batch = (req_ids, slots if any(slots) else None)
+        return self._batch[1]
+
+    def advance(self, slots: Sequence[int], view: BatchView) -> _NewPositions:
+        """Count the step's positions as taken and return those that were not before."""
+        starts, counts, computed = view.starts.tolist(), view.num_scheduled.tolist(), view.num_computed.tolist()
+        fresh = _NewPositions(is_decode=counts.count(1) == len(counts))
+        for member, slot in enumerate(slots):
+            if not slot:
+                continue
+            first, taken, end = computed[member], self._next[slot], self._end[slot]
+            stop, begin = first + counts[member], max(first, taken)
+            self._next[slot] = max(stop, taken)
+            count = min(stop, end) - begin
+            if count > 0:
+                fresh.add(member, slot, begin, starts[member] + begin - first, count)
+            if stop >= end:
+                fresh.ended.append(member)
+            fresh.num_alike = min(fresh.num_alike, end - stop - 1 if count > 0 else begin - stop)
+        return fresh
+
+    def note_taken(self, slots: Sequence[int], stops: Sequence[int]) -> None:
+        """Count positions up to these as taken."""
+        for slot, stop in zip(slots, stops, strict=True):
+            self._next[slot] = max(stop, self._next[slot])
+
+    def by_shape(self, fresh: _NewPositions) -> dict[SelectionShape, list[int]]:
+        """Split what a step computes by shape: ascending indices into the lists of `fresh`."""
+        found: dict[SelectionShape, list[int]] = {}
+        for index, slot in enumerate(fresh.slots):
+            found.setdefault(self._wants[slot].shape, []).append(index)
+        return found
+
+    def hits(self, shape: SelectionShape, slots: Int64Array, positions: Int64Array) -> BoolArray:
+        """Which rows each term of their requests selects, bool ``[T, N]``.
+
+        Args:
+            shape: That of all the rows' requests.
+            slots: Of each row's request, int64 ``[N]``.
+            positions: int64 ``[N]``.
+        """
+        is_hit = np.empty((len(shape.kinds), len(positions)), dtype=np.bool_)
+        for term, kind in enumerate(shape.kinds):
+            start, stop, step = self._bounds[term][:, slots]
+            if kind == "list":
+                is_hit[term] = self._is_listed(term, step, slots, positions)
+                continue
+            np.logical_and(positions >= start, positions < stop, out=is_hit[term])
+            if kind == "stride":
+                is_hit[term] &= (positions - start) % step == 0
+        return is_hit
+
+    def _is_listed(self, term: int, numbers: Int64Array, slots: Int64Array, positions: Int64Array) -> BoolArray:
+        """Whether each row's position is in the list with that row's number; one search for all lists."""
+        _, one_of_each = np.unique(numbers, return_index=True)
+        lists = [self._wants[slot].lists[term] for slot in slots[one_of_each].tolist()]
+        keys = np.concatenate([listed.keys for listed in lists if listed])
+        wanted = list_keys(positions, numbers)
+        is_listed: BoolArray = keys[np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)] == wanted
+        return is_listed
+
+    def _grow(self) -> None:
+        size = len(self._next)
+        self._next += [0] * size
+        self._end += [0] * size
+        self._bounds = _enlarged(self._bounds, axis=2, size=2 * size)
+        self._free.extend(range(2 * size - 1, size - 1, -1))
+
+
+def _enlarged(array: Int64Array, *, axis: int, size: int) -> Int64Array:
+    missing = list(array.shape)
+    missing[axis] = size - array.shape[axis]
+    return np.concatenate([array, np.zeros(missing, dtype=np.int64)], axis=axis)
+
+
+def _merge(req_ids: tuple[str, ...], parts: Mapping[SiteSet, Sequence[_WantedRows]]) -> StepPlan:
+    packed = {site_set: _in_batch_order(rows) for site_set, rows in parts.items()}
+    if len(packed) == 1:
+        ((site_set, rows),) = packed.items()
+        if (rows.batch_rows[1:] > rows.batch_rows[:-1]).all():  # everybody wants the same sites: nothing to merge
+            return StepPlan(rows.batch_rows, (_group(site_set, rows, np.arange(len(rows.batch_rows)), req_ids),))
+    is_wanted = np.zeros(1 + max(int(rows.batch_rows.max()) for rows in packed.values()), dtype=np.bool_)
+    for rows in packed.values():
+        is_wanted[rows.batch_rows] = True
+    token_rows = np.flatnonzero(is_wanted)
+    offsets = np.cumsum(is_wanted) - 1
+    groups = (_group(site_set, rows, offsets[rows.batch_rows], req_ids) for site_set, rows in packed.items())
+    return StepPlan(token_rows, tuple(groups))
+
+
+def _group(site_set: SiteSet, rows: _WantedRows, offsets: Int64Array, req_ids: tuple[str, ...]) -> PackGroup:
+    return PackGroup(
+        sites=site_set.sites,
+        site_ids=site_set.ids,
+        rows=offsets,
+        positions=rows.positions,
+        masks=rows.masks,
+        spans=spans_of(rows.owners, req_ids),
+    )
+
+
+def _in_batch_order(parts: Sequence[_WantedRows]) -> _WantedRows:
+    """One set of rows out of those of several shapes, each of which is in batch order and has its own requests."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = _WantedRows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    order = np.argsort(rows.owners, kind="stable")
+    return _WantedRows(*(array[order] for array in rows))

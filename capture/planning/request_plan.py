@@ -1,0 +1,245 @@
+"""What requests want, reduced to what the planner computes with. Numpy only: no torch, no vLLM.
+
+Letters in shape comments: N rows, S sites, C covers, T terms. A term is a distinct selector of a request; consumers
+with equal selectors share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from typing import Literal, NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.config import MAX_CONSUMERS
+from headgate.capture.schema.positions import MAX_POSITION
+from headgate.capture.schema.sites import Site
+from headgate.capture.schema.spec import CaptureSpec
+
+BoolArray = npt.NDArray[np.bool_]
+Kind = Literal["run", "stride", "list"]
+"""Of a term: consecutive positions, evenly spaced ones, or any others."""
+
+MAX_KNOWN = 256
+
+_Wanted = range | tuple[int, ...]
+_Asked = tuple[tuple[int, tuple[Site, ...], _Wanted], ...]
+"""``((consumer bit, its sites, wanted positions), ...)``, by bit."""
+_Terms = dict[_Wanted, dict[int, int]]
+"""``{wanted positions: {site id: bits of the consumers}}``"""
+
+
+@dataclass(frozen=True, eq=False)
+class SiteSet:
+    """Sites of this worker, in ring order. Interned: equal sets are one object.
+
+    Attributes:
+        sites: ``S`` sites.
+        ids: int64 ``[S]``, read-only: their indices in the worker's list.
+    """
+
+    sites: tuple[Site, ...]
+    ids: Int64Array
+
+
+@dataclass(frozen=True, eq=False)
+class PositionList:
+    """Unevenly spaced positions. Interned: equal lists are one object.
+
+    Attributes:
+        number: Identifies the list.
+        keys: `list_keys` of the positions, ascending; read-only.
+    """
+
+    number: int
+    keys: Int64Array
+
+
+def list_keys(positions: Int64Array, numbers: Int64Array | int) -> Int64Array:
+    """Each (list, position) as one int64, ordered by the number of the list, then by position."""
+    return positions + numbers * (MAX_POSITION + 1)
+
+
+class SelectedRows(NamedTuple):
+    """Rows that somebody wants at some sites."""
+
+    site_set: SiteSet
+    picks: Int64Array | None
+    """Int64 ``[N]``, ascending, into the rows that were offered; None for all of them."""
+    masks: Int64Array
+    """Int64 ``[N]``: bit i says that consumer i wants the row."""
+
+
+@dataclass(frozen=True, eq=False)
+class SelectionShape:
+    """Which consumers want which sites by what kinds of selectors. Interned: requests of one shape share the object.
+
+    The numbers (where a run begins, which list) belong to each request, so requests that differ in the length of
+    their prompts, or in the message they point at, are planned together.
+
+    Attributes:
+        kinds: One for each of the ``T`` terms.
+        covers: ``C`` sets of sites, disjoint; the sites of one are wanted by the same terms.
+        bits: int64 ``[C, T]``: the consumers that want these sites by this term.
+    """
+
+    kinds: tuple[Kind, ...]
+    covers: tuple[SiteSet, ...]
+    bits: Int64Array
+
+    @cached_property
+    def is_run(self) -> bool:
+        """Whether everything from the first to the last wanted position is wanted, at all sites."""
+        return self.kinds == ("run",)
+
+    def choose(self, is_hit: BoolArray) -> Iterator[SelectedRows]:
+        """Yield what is wanted of N rows, at most once for each cover.
+
+        Args:
+            is_hit: bool ``[T, N]``: which rows each term selects.
+        """
+        # A consumer is in one term only, so the sum over terms is the union.
+        for site_set, masks in zip(self.covers, self.bits @ is_hit, strict=True):
+            picks = np.flatnonzero(masks)
+            if len(picks):
+                yield SelectedRows(site_set, picks, masks[picks])
+
+    def choose_all(self, num_rows: int) -> Iterator[SelectedRows]:
+        """The same where `is_run`, for rows between the first and the last that are wanted."""
+        for site_set, consumers in zip(self.covers, self.bits[:, 0].tolist(), strict=True):
+            yield SelectedRows(site_set, None, np.full(num_rows, consumers, dtype=np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Wants:
+    """What one request wants. Shared with other requests that want the same.
+
+    Attributes:
+        shape: Shared with all requests of that shape.
+        first: First position that is wanted.
+        end: The one behind the last.
+        bounds: int64 ``[T, 3]``: start, stop *(exclusive)* and step of each term; in place of the step, the number
+            of a list.
+        lists: For each term; None where the kind is not ``list``.
+    """
+
+    shape: SelectionShape
+    first: int
+    end: int
+    bounds: Int64Array
+    lists: tuple[PositionList | None, ...]
+
+
+class WantReader:
+    """Reads requests' specs. Equal parts are shared for as long as anybody holds them, and what was wanted lately is
+    not worked out again; lists of positions are, which may be long.
+
+    Args:
+        sites: Those that this worker owns, in ring order.
+    """
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self._sites = tuple(sites)
+        self._ids = {site: index for index, site in enumerate(sites)}
+        if len(self._ids) != len(self._sites):
+            raise AssertionError(f"a site is listed twice: {sites}")
+        self._site_sets: WeakValueDictionary[tuple[int, ...], SiteSet] = WeakValueDictionary()
+        self._lists: WeakValueDictionary[tuple[int, ...], PositionList] = WeakValueDictionary()
+        self._shapes: WeakValueDictionary[object, SelectionShape] = WeakValueDictionary()
+        self._numbers = count()
+        self._known: dict[_Asked, Wants | None] = {}
+
+    def read(self, num_prompt: int, specs: Mapping[int, CaptureSpec]) -> Wants | None:
+        """Return what a request wants of this worker; None if that is nothing.
+
+        Args:
+            num_prompt: Length of the prompt.
+            specs: Consumer bit to resolved spec.
+        """
+        asked = tuple([(bit, spec.sites, spec.positions.wanted(num_prompt)) for bit, spec in sorted(specs.items())])
+        if any(isinstance(wanted, tuple) for _, _, wanted in asked):
+            return self._read(asked)
+        try:
+            return self._known[asked]
+        except KeyError:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            wants = self._known[asked] = self._read(asked)
+            return wants
+
+    def _read(self, asked: _Asked) -> Wants | None:
+        terms = self._terms(asked)
+        if not terms:
+            return None
+        lists = tuple(self._list(wanted) if isinstance(wanted, tuple) else None for wanted in terms)
+        bounds = [
+            (wanted[0], wanted[-1] + 1, listed.number if listed else _step(wanted))
+            for wanted, listed in zip(terms, lists, strict=True)
+        ]
+        first, end = min(start for start, _, _ in bounds), max(stop for _, stop, _ in bounds)
+        return Wants(self._shape(terms), first, end, _constant(bounds), lists)
+
+    def _terms(self, asked: _Asked) -> _Terms:
+        """In the order of the lowest consumer of each."""
+        terms: _Terms = {}
+        for bit, sites, wanted in asked:
+            if not 0 <= bit < MAX_CONSUMERS:
+                raise AssertionError(f"consumer bit {bit} does not fit a mask")
+            owned = [self._ids[site] for site in sites if site in self._ids]
+            if owned and wanted:
+                consumers = terms.setdefault(wanted, {})
+                for site_id in owned:
+                    consumers[site_id] = consumers.get(site_id, 0) | 1 << bit
+        return terms
+
+    def _shape(self, terms: _Terms) -> SelectionShape:
+        ids_by_bits: dict[tuple[int, ...], list[int]] = {}
+        for site_id in sorted(set().union(*terms.values())):
+            bits = tuple(consumers.get(site_id, 0) for consumers in terms.values())
+            ids_by_bits.setdefault(bits, []).append(site_id)
+        kinds = tuple(_kind(wanted) for wanted in terms)
+        key = kinds, tuple((bits, tuple(ids)) for bits, ids in ids_by_bits.items())
+        shape = self._shapes.get(key)
+        if shape is None:
+            covers = tuple(self._site_set(tuple(ids)) for ids in ids_by_bits.values())
+            shape = SelectionShape(kinds, covers, _constant(list(ids_by_bits)))
+            self._shapes[key] = shape
+        return shape
+
+    def _site_set(self, ids: tuple[int, ...]) -> SiteSet:
+        site_set = self._site_sets.get(ids)
+        if site_set is None:
+            site_set = SiteSet(tuple(self._sites[index] for index in ids), _constant(ids))
+            self._site_sets[ids] = site_set
+        return site_set
+
+    def _list(self, positions: tuple[int, ...]) -> PositionList:
+        listed = self._lists.get(positions)
+        if listed is None:
+            number = next(self._numbers)
+            listed = PositionList(number, _constant(list_keys(np.array(positions, dtype=np.int64), number)))
+            self._lists[positions] = listed
+        return listed
+
+
+def _kind(wanted: _Wanted) -> Kind:
+    if isinstance(wanted, tuple):
+        return "list"
+    return "run" if _step(wanted) == 1 else "stride"
+
+
+def _step(wanted: _Wanted) -> int:
+    """A single position is a run, whatever the step it was written with."""
+    return wanted.step if isinstance(wanted, range) and len(wanted) > 1 else 1
+
+
+def _constant(values: object) -> Int64Array:
+    array = np.array(values, dtype=np.int64)
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,209 @@
+"""What is wanted of a step, and of a run of steps that are alike. Numpy only.
+
+Letters in shape comments: N rows of a group, K rows wanted by anybody, S sites, T steps of a run.
+
+Spans over rows of a batch: which of consecutive rows are whose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.sites import Site
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackGroup:
+    """Rows of one step that share a set of sites. Each wanted (row, site) pair is in exactly one group.
+
+    Attributes:
+        sites: ``S`` sites, in ring order.
+        site_ids: int64 ``[S]``, read-only: their indices in the worker's site list. The same array object step
+            after step while any request wants exactly these sites, so it can serve as a cache key.
+        rows: int64 ``[N]``, offsets into `StepPlan.token_rows`.
+        positions: int64 ``[N]``, absolute; ascending within a request.
+        masks: int64 ``[N]``, never 0; bit i: consumer i wants the row at these sites.
+        spans: ``(req_id, start, stop)``: rows ``start : stop`` of the group are that request's. In batch order,
+            one per request, together covering ``0 : N``.
+    """
+
+    sites: tuple[Site, ...]
+    site_ids: Int64Array
+    rows: Int64Array
+    positions: Int64Array
+    masks: Int64Array
+    spans: tuple[tuple[str, int, int], ...]
+
+
+class StepPlan:
+    """What to keep of one step.
+
+    Attributes:
+        token_rows: int64 ``[K]``, ascending: the flat batch rows that somebody wants. Staging slot k of the step
+            holds batch row ``token_rows[k]``. The same array object in all steps of a run.
+        num_copies: Wanted (row, site) pairs.
+
+    Args:
+        token_rows: See above.
+        groups: What is wanted of them, at least one; no two have the same sites. If `number` is not 0: of the first
+            step of a run, in which every request decodes one token a step.
+        number: Of the step in its run: its positions are so many behind those of `groups`.
+        num_copies: See above, if it is known.
+    """
+
+    __slots__ = ("_first", "_number", "num_copies", "token_rows")
+
+    def __init__(
+        self, token_rows: Int64Array, groups: tuple[PackGroup, ...], number: int = 0, num_copies: int | None = None
+    ) -> None:
+        self.token_rows = token_rows
+        self.num_copies = count_copies(groups) if num_copies is None else num_copies
+        self._first = groups
+        self._number = number
+
+    @property
+    def groups(self) -> tuple[PackGroup, ...]:
+        """What is wanted of the rows, by sites."""
+        if not self._number:
+            return self._first
+        return tuple(replace(group, positions=group.positions + self._number) for group in self._first)
+
+    def later(self, distance: int) -> StepPlan:
+        """The step so many steps later in the same run."""
+        return StepPlan(self.token_rows, self._first, self._number + distance, self.num_copies)
+
+    def goes_on(self, before: StepPlan) -> bool:
+        """Whether this is the step that follows `before` in its run."""
+        return self._first is before._first and self._number == before._number + 1
+
+    def run(self, num_steps: int, distance: int) -> Iterator[PackGroup]:
+        """The groups of `num_steps` steps of a run together, of which this is the first.
+
+        Each step's wanted rows follow the last one's, and `distance` other rows come before the first. The rows of a
+        request are next to each other.
+        """
+        if num_steps == 1:
+            yield from (replace(group, rows=group.rows + distance) for group in self.groups)
+            return
+        steps = np.arange(num_steps)
+        for group in self.groups:
+            if len(group.spans) != len(group.rows):
+                raise AssertionError(f"a run in which {len(group.spans)} requests have {len(group.rows)} rows a step")
+            yield PackGroup(
+                sites=group.sites,
+                site_ids=group.site_ids,
+                rows=np.add.outer(group.rows + distance, steps * len(self.token_rows)).reshape(-1),
+                positions=np.add.outer(group.positions, steps).reshape(-1),
+                masks=np.repeat(group.masks, num_steps),
+                spans=tuple((req_id, start * num_steps, stop * num_steps) for req_id, start, stop in group.spans),
+            )
+
+
+def count_copies(groups: Sequence[PackGroup]) -> int:
+    """Wanted (row, site) pairs of some groups."""
+    return sum(len(group.site_ids) * len(group.rows) for group in groups)
+
+
+def joined(plans: Sequence[StepPlan]) -> tuple[PackGroup, ...]:
+    """The groups of some steps whose wanted rows follow each other; rows count from the first step's first one.
+
+    Steps of one run that follow each other come as one group for each set of sites.
+    """
+    if len(plans) == 1:
+        return plans[0].groups
+    found: list[PackGroup] = []
+    start = distance = 0
+    for stop in range(1, len(plans) + 1):
+        if stop < len(plans) and plans[stop].goes_on(plans[stop - 1]):
+            continue
+        found.extend(plans[start].run(stop - start, distance))
+        distance += sum(len(plan.token_rows) for plan in plans[start:stop])
+        start = stop
+    return tuple(found)
+
+
+def rows_between(group: PackGroup, start: int, stop: int) -> PackGroup | None:
+    """The group's rows at offsets ``start : stop`` of the step's wanted rows."""
+    index: Int64Array = np.flatnonzero((group.rows >= start) & (group.rows < stop))
+    if not len(index):
+        return None
+    return replace(
+        group,
+        rows=group.rows[index],
+        positions=group.positions[index],
+        masks=group.masks[index],
+        spans=take_spans(group.spans, index),
+    )
+
+
+RequestSpans = tuple[tuple[str, int, int], ...]
+"""``(req_id, start, stop)``, next to each other, in order."""
+
+_numbers: Int64Array = np.arange(0)
+
+
+def count_up(start: int, stop: int) -> Int64Array:
+    """Numbers from `start` up to `stop`, exclusive: int64 ``[stop - start]``, read-only. All share one memory."""
+    global _numbers
+    if stop > len(_numbers):
+        numbers = np.arange(max(stop, 2 * len(_numbers)))
+        numbers.flags.writeable = False
+        _numbers = numbers
+    return _numbers[start:stop]
+
+
+def prolonged(firsts: Sequence[int], starts: list[int], counts: Sequence[int]) -> Int64Array:
+    """Numbers that count up from each entry of `firsts`, one run behind the other: int64 ``[N]``.
+
+    Most runs are one number: with cold caches, ``np.repeat`` alone takes as long as all of this.
+
+    Args:
+        firsts: Of each run, its first number.
+        starts: Where it begins among the ``N``.
+        counts: How many numbers it has.
+    """
+    total = starts[-1] + counts[-1]
+    if total == len(counts):
+        return np.array(firsts, dtype=np.int64)
+    made: Int64Array = np.empty(total, dtype=np.int64)
+    made[starts] = firsts
+    for first, start, num in zip(firsts, starts, counts, strict=True):
+        if num > 1:
+            made[start : start + num] = count_up(first, first + num)
+    return made
+
+
+def changes(values: Int64Array) -> Int64Array:
+    """Where a value differs from the one before it, int64, ascending."""
+    found: Int64Array = np.flatnonzero(values[1:] != values[:-1]) + 1
+    return found
+
+
+def spans_of(owners: Int64Array, req_ids: Sequence[str]) -> RequestSpans:
+    """The spans of rows that lie next to each other by owner.
+
+    Args:
+        owners: int64 ``[N]``, whose each row is: indices into `req_ids`, ascending.
+        req_ids: The requests.
+    """
+    starts = [0, *changes(owners).tolist()]
+    stops = [*starts[1:], len(owners)]
+    return tuple(zip([req_ids[owner] for owner in owners[starts].tolist()], starts, stops, strict=True))
+
+
+def take_spans(spans: RequestSpans, index: Int64Array) -> RequestSpans:
+    """The spans of the rows that are left when only those at `index` are kept.
+
+    Args:
+        spans: Together covering ``0 : N``.
+        index: Ascending, each in ``0 : N``.
+    """
+    starts = np.searchsorted(index, [start for _, start, _ in spans]).tolist()
+    stops = np.searchsorted(index, [stop for _, _, stop in spans]).tolist()
+    return tuple(
+        (req_id, start, stop) for (req_id, _, _), start, stop in zip(spans, starts, stops, strict=True) if start < stop
+    )

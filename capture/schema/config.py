@@ -1,0 +1,274 @@
+"""Every knob of capture, with its unit and what it costs.
+
+The operator's document is ``additional_config={"headgate": {"capture": {...}}}`` (or vLLM's
+``--additional-config``); its keys are the fields below, and unknown keys are refused.
+
+What the operator configures of the HTTP server: ``additional_config["headgate"]["server"]``.
+
+These settings concern the API servers alone; an engine without capture and steering stays stock with them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from threading import TIMEOUT_MAX
+from typing import Any, Literal
+
+import msgspec
+
+from headgate.capture.schema.errors import ConfigError
+
+Overload = Literal["block", "drop", "spill"]
+Location = Literal["worker", "driver"]
+
+MIB = 1 << 20
+
+HIDDEN_STATES = "hidden_states"
+"""Entry point of the consumer behind ``return_hidden_states``; whoever configures it gets its site too."""
+
+
+class CaptureConsumerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One configured consumer.
+
+    Attributes:
+        name: Its entry point's name in the group ``vllm.capture_consumers``.
+        instance_name: What requests call it; `name` if None. Needed to configure one consumer twice.
+        params: Passed to the consumer, which checks them.
+        location: ``driver`` puts a consumer that would run in the worker into the process that owns the requests (the
+            API server, or `LLM`'s). The engine's interpreter is spared its work, and rows of all pipeline stages come
+            to it as one; they are sent there, which takes memory bandwidth. Where it belongs if None.
+        overload: What happens to rows while the consumer's queue is full: ``block`` holds up the forward pass
+            (nothing is lost), ``drop`` loses them (counted, and said in the result), ``spill`` writes them to
+            local disk and delivers them later, in order.
+        queue_bytes: Host memory that rows waiting for this consumer may take.
+        max_stall_s: Seconds one delivery may take, or hold up the engine, before the consumer counts as hung:
+            its requests then end with an error and the engine goes on without it.
+    """
+
+    name: str
+    instance_name: str | None = None
+    params: dict[str, Any] = msgspec.field(default_factory=dict)
+    location: Location | None = None
+    overload: Overload = "block"
+    queue_bytes: int = 256 * MIB
+    max_stall_s: float = 30.0
+
+    @property
+    def instance(self) -> str:
+        """The name that requests use."""
+        return self.instance_name or self.name
+
+
+class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Capture as the operator configured it. No consumers: capture does nothing at all.
+
+    Attributes:
+        consumers: The consumers to load.
+        sites: ``{hook point: layers}`` that can be captured; requests choose any subset. Changes the compiled
+            graph. Each site costs ``ring_rows * hidden_size`` elements of device memory. Where the consumer
+            `HIDDEN_STATES` is configured ``final_norm`` is added, and is the default if it is the only consumer.
+        ring_rows: Rows of the staging ring on the device, at least ``max_num_batched_tokens``; that if None.
+        staging_bytes: Pinned host memory that the device copies rows into. If None, what a full step of all sites
+            needs, rounded up to a power of two, within 256 MiB and 2 GiB and a sixteenth of the machine's memory.
+        linger_s: Seconds that captured rows may wait for those of the next steps, so that the rows of several steps
+            are copied and handed to consumers at once; 0 does so for each step. If None, what the consumers of the
+            running requests allow. So may the end of a request, unless its client waits for its results. Rows that
+            wait when the worker shuts down, of requests that have not ended, are given up.
+        spill_dir: Folder for ``overload="spill"``; the system's temporary folder if None.
+        self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
+        fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
+        result_wait_s: Seconds a finished request waits for its results before they are ``pending``; it does not where
+            rows may wait for longer and other requests capture, too. Requests with ``capture_wait`` wait up to
+            `result_timeout_s`.
+        result_timeout_s: Upper limit of that wait, and of `LLM`'s.
+        close_timeout_s: Seconds that shutting down may take to deliver what is still queued.
+        max_request_rows: Positions that one request may capture for one consumer, its samples together; no limit if
+            None. A request that could capture more, if it generated all that its ``max_tokens`` allows, is refused.
+        max_request_bytes: The same for the rows of all sites and consumers, in bytes.
+    """
+
+    consumers: tuple[CaptureConsumerSpec, ...] = ()
+    sites: dict[str, Any] = msgspec.field(default_factory=lambda: {"post_mlp": "all"})
+    ring_rows: int | None = None
+    staging_bytes: int | None = None
+    linger_s: float | None = None
+    spill_dir: str | None = None
+    self_test: bool = True
+    fire_counter: bool = False
+    result_wait_s: float = 0.01
+    result_timeout_s: float = 60.0
+    close_timeout_s: float = 10.0
+    max_request_rows: int | None = None
+    max_request_bytes: int | None = None
+
+
+def parse_config(document: Mapping[str, Any] | None) -> CaptureConsumersConfig:
+    """Read the value of ``additional_config["headgate"]["capture"]``.
+
+    Raises:
+        ConfigError: On an unknown key, a wrong type, a value out of range, or two consumers of one name.
+    """
+    if document is not None and not isinstance(document, Mapping):
+        raise ConfigError(f"{_WHERE}: expected an object, got {document!r}")
+    try:
+        config = msgspec.convert(document or {}, CaptureConsumersConfig)
+        config = _with_final_norm(config, is_default="sites" not in (document or {}))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{_WHERE}: {error}") from error
+    _check(config)
+    return config
+
+
+def _with_final_norm(config: CaptureConsumersConfig, *, is_default: bool) -> CaptureConsumersConfig:
+    """Add the site of the consumer `HIDDEN_STATES`, if that is configured."""
+    names = {consumer.name for consumer in config.consumers}
+    if HIDDEN_STATES not in names or not {"final_norm", "last_hidden_state"}.isdisjoint(config.sites):
+        return config
+    others = {} if is_default and names == {HIDDEN_STATES} else config.sites
+    return msgspec.structs.replace(config, sites={**others, "final_norm": "all"})
+
+
+_WHERE = "additional_config['headgate']['capture']"
+
+
+def _check(config: CaptureConsumersConfig) -> None:
+    instances = [consumer.instance for consumer in config.consumers]
+    twice = {name for name in instances if instances.count(name) > 1}
+    if twice:
+        raise ConfigError(f"consumers: {sorted(twice)} configured more than once; give each its own instance_name")
+    if len(instances) > MAX_CONSUMERS:
+        raise ConfigError(f"consumers: {len(instances)} configured, at most {MAX_CONSUMERS} are supported")
+    if not all(consumer.name for consumer in config.consumers):
+        raise ConfigError("consumers: name is empty; expected the name of an entry point")
+    if not config.sites:
+        raise ConfigError("sites: name at least one hook point, such as {'post_mlp': 'all'}")
+    sizes = {
+        "ring_rows": config.ring_rows,
+        "staging_bytes": config.staging_bytes,
+        "max_request_rows": config.max_request_rows,
+        "max_request_bytes": config.max_request_bytes,
+        **{f"{c.instance}.queue_bytes": c.queue_bytes for c in config.consumers},
+    }
+    for name, size in sizes.items():
+        if size is not None and size <= 0:
+            raise ConfigError(f"{name}: must be above 0, got {size}")
+    waits = {
+        "result_timeout_s": config.result_timeout_s,
+        "close_timeout_s": config.close_timeout_s,
+        **{f"{c.instance}.max_stall_s": c.max_stall_s for c in config.consumers},
+    }
+    if not 0 <= config.result_wait_s <= TIMEOUT_MAX:
+        raise ConfigError(f"result_wait_s: must be from 0 to {TIMEOUT_MAX:.0f} seconds, got {config.result_wait_s}")
+    if config.linger_s is not None and not 0 <= config.linger_s <= MAX_LINGER_S:
+        raise ConfigError(f"linger_s: must be from 0 to {MAX_LINGER_S:g} seconds, got {config.linger_s}")
+    for name, seconds in waits.items():
+        if not 0 < seconds <= TIMEOUT_MAX:
+            raise ConfigError(f"{name}: must be above 0 and at most {TIMEOUT_MAX:.0f} seconds, got {seconds}")
+
+
+MAX_LINGER_S = 1.0
+"""Rows may wait so long for those of the next steps, at most."""
+MAX_CONSUMERS = 63
+"""A row's consumer mask is one int64."""
+
+
+def parse_shorthand(text: str) -> CaptureConsumerSpec:
+    """Read ``name:key=val,key=val``; values are typed as JSON where they are JSON, else taken as text.
+
+    ``True``, ``False`` and ``None`` are read as in Python. A text with a comma, a quote or a bracket in it is
+    written as JSON: ``root="/data/a,b"``. The keys of `CaptureConsumerSpec` (``instance_name``, ``location``,
+    ``overload``, ``queue_bytes``, ``max_stall_s``) set those; every other key is a parameter of the consumer.
+
+    Raises:
+        ConfigError: If it is not of that form; the message shows the form.
+    """
+    name, _, rest = text.partition(":")
+    if not name.strip():
+        raise ConfigError(f"consumer {text!r}: expected name:key=val,key=val")
+    own: dict[str, Any] = {"name": name.strip(), "params": {}}
+    for pair in _split_pairs(rest, text):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not key:
+            raise ConfigError(f"consumer {text!r}: {pair!r} is not key=val")
+        target = own if key in _OWN_KEYS else own["params"]
+        if key in target:
+            raise ConfigError(f"consumer {text!r}: {key} is given twice")
+        target[key] = _typed(value)
+    try:
+        return msgspec.convert(own, CaptureConsumerSpec)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"consumer {text!r}: {error}") from error
+
+
+_OWN_KEYS = {"instance_name", "location", "overload", "queue_bytes", "max_stall_s"}
+
+
+def _split_pairs(rest: str, text: str) -> list[str]:
+    """Split at commas that are not inside brackets or quotes, so that values may be JSON lists and objects."""
+    pairs, depth, start = [], 0, 0
+    for match in _STRUCTURE.finditer(rest):
+        mark = match[0]
+        if mark in "[{":
+            depth += 1
+        elif mark in "]}":
+            depth -= 1
+        elif mark == "," and depth == 0:
+            pairs.append(rest[start : match.start()])
+            start = match.end()
+        if depth < 0 or mark == '"':
+            break
+    else:
+        if depth == 0:
+            return [pair for pair in (*pairs, rest[start:]) if pair.strip()]
+    raise ConfigError(
+        f'consumer {text!r}: quotes or brackets do not match; write such a text as JSON, for example name:key="a[b"'
+    )
+
+
+_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},"]')
+"""A whole JSON string, or a character that matters outside of one; a quote of its own has no partner."""
+
+
+def _typed(value: str) -> Any:
+    try:
+        return msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return {"True": True, "False": False, "None": None}.get(value, value)
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the HTTP server.
+
+    Attributes:
+        max_body_bytes: Of one request; longer ones are answered with status 413. Uploads of files
+            (``multipart/form-data``) have vLLM's own limits.
+    """
+
+    max_body_bytes: int = 128 * MIB
+
+
+def parse_server(document: object) -> ServerConfig:
+    """Read the section; None gives the defaults.
+
+    Raises:
+        ConfigError: On an unknown key, a wrong type or a value out of range.
+    """
+    if document is not None and not isinstance(document, Mapping):
+        raise ConfigError(f"{_SERVER_WHERE}: expected an object, got {document!r}")
+    try:
+        config = msgspec.convert(dict(document or {}), ServerConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{_SERVER_WHERE}: {error}") from error
+    if config.max_body_bytes < 1:
+        raise ConfigError(f"{_SERVER_WHERE}: max_body_bytes must be at least 1, got {config.max_body_bytes}")
+    return config
+
+
+def server_config(additional_config: Any) -> ServerConfig:
+    """The section of vLLM's ``additional_config``; see `parse_server`."""
+    ours = additional_config.get("headgate") if isinstance(additional_config, Mapping) else None
+    return parse_server(ours.get("server") if isinstance(ours, Mapping) else None)
+
+
+_SERVER_WHERE = "additional_config['headgate']['server']"

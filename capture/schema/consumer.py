@@ -1,0 +1,361 @@
+"""The contract of a capture consumer, and what it is handed.
+
+A consumer is a class published under the entry-point group ``vllm.capture_consumers``. Subclass
+
+* `BatchedConsumer` to get each finished request once, with all its rows, or
+* `StreamingConsumer` to get rows as they arrive, step by step.
+
+Threads: `validate_client_spec` runs in the front end, on the event loop, and must be quick. Everything else of one
+instance runs on one thread of its own, in order, so a slow consumer holds up nobody else. Whatever it raises ends
+the request it was working for with an error and nothing else.
+
+A consumer that does slow work on threads of its own returns a `concurrent.futures.Future` in place of the payload:
+the request's result is reported when it completes, with its exception as the error, and the consumer's thread goes
+on meanwhile. `CaptureConsumer.close` completes every future that was handed out.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from headgate.capture.schema.batch import FinalState
+from headgate.capture.schema.config import Location
+from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.positions import parse_positions
+from headgate.capture.schema.sites import Site, parse_sites
+from headgate.capture.schema.spec import CaptureSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """The model being served, as far as capture is concerned.
+
+    Attributes:
+        name: As the operator gave it.
+        num_layers: Decoder layers of the whole model, also under pipeline parallelism.
+        hidden_size: Width of the residual stream.
+        dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``: the dtype of every captured row.
+        sites: Sites that can be captured, as configured.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    sites: tuple[Site, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConsumerContext:
+    """Where an instance of a consumer lives.
+
+    Attributes:
+        instance_name: What requests call it.
+        model: The model being served.
+        pp_rank: Pipeline stage of this worker; it sees the sites of its own layers only. 0 in the driver.
+        pp_size: Number of stages.
+        versions: Of headgate, vllm and torch.
+    """
+
+    instance_name: str
+    model: ModelInfo
+    pp_rank: int = 0
+    pp_size: int = 1
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a request's results go.
+
+    Attributes:
+        reply: Address of the result hub of the front end that owns the request; None if nobody waits.
+        key: Random per request: what the hub knows it by.
+    """
+
+    reply: str | None
+    key: str = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestInfo:
+    """One request as a consumer knows it.
+
+    Attributes:
+        request_id: Internal id, unique among running requests; with ``n > 1`` each sample has its own.
+        client_request_id: The id that the client or vLLM's front end gave; shared by the samples of ``n > 1``.
+        sample_index: Which of the ``n`` samples.
+        num_samples: ``n``: how many requests share `client_request_id`.
+        prompt_token_ids: int64 ``[num_prompt_tokens]``.
+        spec: What the request wants of this consumer; the sites are those of this worker.
+        origin: Where its results go; of no use to consumers.
+    """
+
+    request_id: str
+    client_request_id: str
+    sample_index: int = 0
+    num_samples: int = 1
+    prompt_token_ids: Int64Array = field(repr=False)
+    spec: CaptureSpec
+    origin: Origin | None = field(default=None, repr=False)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt; positions below it are prefill, the others decode."""
+        return len(self.prompt_token_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowSpan:
+    """Rows ``start : stop`` of a `RowBlock` belong to `request`."""
+
+    request: RequestInfo
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowBlock:
+    """Rows of one step: the same sites for every row. Read-only, and yours to keep.
+
+    A request's rows arrive in ascending order of position, each position once. Its sites may be spread over
+    several blocks of one `write`; every site then has the same positions.
+
+    Attributes:
+        sites: ``S`` sites.
+        rows: ``[S, N, hidden]`` in the model's dtype, on the CPU.
+        positions: int64 ``[N]``, absolute.
+        spans: Whose rows these are, in order; together they cover ``0 : N``.
+    """
+
+    sites: tuple[Site, ...]
+    rows: Tensor
+    positions: Int64Array
+    spans: tuple[RowSpan, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedRequest:
+    """A request that got its last row.
+
+    Attributes:
+        request: The request.
+        final: Its tokens and how it ended. Rows at positions ``>= final.num_rows`` were computed in vain (a step
+            that was already under way when the request stopped) and must be discarded.
+        dropped_rows: Rows that never reached the consumer because of overload.
+    """
+
+    request: RequestInfo
+    final: FinalState
+    dropped_rows: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapturedRequest:
+    """Everything captured of one finished request.
+
+    Attributes:
+        request: The request.
+        final: Its tokens and how it ended.
+        sites: In the order of the forward pass.
+        rows: One tensor per site, ``[num_rows, hidden]`` in the model's dtype, on the CPU.
+        positions: int64 ``[num_rows]``, ascending; the same for every site.
+        token_ids: int64 ``[num_rows]``: the token whose forward gave the row.
+        dropped_rows: Rows that were lost to overload.
+    """
+
+    request: RequestInfo
+    final: FinalState
+    sites: tuple[Site, ...]
+    rows: Mapping[Site, Tensor] = field(repr=False)
+    positions: Int64Array = field(repr=False)
+    token_ids: Int64Array = field(repr=False)
+    dropped_rows: int = 0
+
+    @property
+    def is_prefill(self) -> npt.NDArray[np.bool_]:
+        """bool ``[num_rows]``: True where the row's token was part of the prompt."""
+        return self.positions < self.final.num_prompt_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpecContext:
+    """What `CaptureConsumer.validate_client_spec` may look at.
+
+    Attributes:
+        instance_name: What the request calls the consumer.
+        model: The model being served.
+        params: The consumer's configured parameters.
+        client_request_id: The request's id.
+        field: Path of the spec in the client's document, for errors: ``capture.<instance>``.
+    """
+
+    instance_name: str
+    model: ModelInfo
+    params: Mapping[str, Any]
+    client_request_id: str
+
+    @property
+    def field(self) -> str:
+        """Where the spec stands in the request."""
+        return f"capture.{self.instance_name}"
+
+
+class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the two kinds below)
+    """What every consumer has; subclass `BatchedConsumer` or `StreamingConsumer`.
+
+    Class attributes:
+        location: ``"worker"``: in the engine's worker, next to the model, once per pipeline stage; nothing is
+            shipped but the payload (JSON values). ``"driver"``: in the process that owns the request, where live
+            Python objects are at hand; rows are shipped there. The operator may move a worker's consumer there, too.
+        reads_client_spec: False if requests cannot name it: it then works through `global_capture_spec` alone.
+        is_awaited: Its payload is what a client came for: requests that name it wait for their results as if they had
+            set ``capture_wait``, unless they say false.
+        linger_s: Seconds that rows may wait for those of the next steps, so that they come in fewer and larger blocks,
+            which costs the engine less; the smallest of a running request's consumers counts. The operator's
+            ``capture.linger_s`` goes before it.
+    """
+
+    location: ClassVar[Location] = "worker"
+    reads_client_spec: ClassVar[bool] = True
+    is_awaited: ClassVar[bool] = False
+    linger_s: ClassVar[float] = 0.05
+
+    def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
+        """Open the consumer. Check `params` in `check_params`, which also runs where no instance is made."""
+        self.params = params
+        self.context = context
+
+    @classmethod
+    def check_params(cls, params: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` if the configured parameters are wrong. By default there are none.
+
+        Runs in the front end and in the worker before anything is opened.
+        """
+        from headgate.capture.schema.errors import ConfigError
+
+        if params:
+            raise ConfigError(f"{cls.__name__} takes no parameters, got {sorted(params)}")
+
+    @classmethod
+    def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
+        """Check and resolve what a request wrote under ``capture[instance]``.
+
+        By default: ``{"hooks": {hook: layers}, "positions": selector}``, `positions` being ``"all"`` if absent.
+
+        Raises:
+            RequestError: Naming the field; the client gets HTTP 400.
+        """
+        return parse_client_spec(raw, context, options=())
+
+    @classmethod
+    def global_capture_spec(cls, context: SpecContext) -> CaptureSpec | None:
+        """What to capture of every request, whether it asks or not; None for nothing."""
+        return None
+
+    def close(self, timeout_s: float) -> None:  # noqa: B027  (optional)
+        """Write out what is buffered and release everything, within `timeout_s` seconds."""
+
+
+class BatchedConsumer(CaptureConsumer):
+    """A consumer that gets each finished request once, whole."""
+
+    linger_s = 0.25  # nobody looks at a row before the end
+
+    @abstractmethod
+    def on_capture(self, captured: CapturedRequest) -> Any:
+        """Take one finished request; what is returned, or a future's result, becomes ``CaptureResult.payload``."""
+
+
+class StreamingConsumer(CaptureConsumer):
+    """A consumer that gets rows as they arrive. Calls for one request: `begin`, any `write`, `finish` or `abandon`."""
+
+    def begin(self, request: RequestInfo) -> None:
+        """A request that wants something of this consumer was taken."""
+
+    @abstractmethod
+    def write(self, blocks: Sequence[RowBlock]) -> None:
+        """Take the rows of one step, of any number of requests."""
+
+    @abstractmethod
+    def finish(self, finished: FinishedRequest) -> Any:
+        """The request ended and all its rows were written.
+
+        Returns:
+            ``CaptureResult.payload``, or a `concurrent.futures.Future` of it.
+        """
+
+    def abandon(self, request: RequestInfo) -> None:
+        """The request failed after `begin` and will never be finished: let go of what is kept for it.
+
+        Its result is an error already. It comes after a `begin` or `write` that raised, a call that took too long,
+        or an end of the request that nobody can account for.
+        """
+
+
+def parse_client_spec(raw: object, context: SpecContext, *, options: Sequence[str]) -> CaptureSpec:
+    """Read ``{"hooks": ..., "positions": ..., **options}``; consumers build their own validation on it.
+
+    Args:
+        raw: What the client wrote.
+        context: Names the field and knows which sites can be captured.
+        options: Further keys that the consumer accepts; passed through unchecked in ``CaptureSpec.options``.
+
+    Raises:
+        RequestError: On a wrong type, an unknown key or hook point, or a site that is not configured.
+    """
+    if not isinstance(raw, Mapping):
+        raise RequestError(context.field, f"expected an object with 'hooks', got {shown(raw)}")
+    unknown = sorted(str(key) for key in raw if key not in {"hooks", "positions", *options})
+    if unknown:
+        known = ", ".join(["hooks", "positions", *options])
+        raise RequestError(f"{context.field}.{unknown[0]}", f"unknown field; known: {known}")
+    if "hooks" not in raw:
+        raise RequestError(f"{context.field}.hooks", "required: {hook point: layers}")
+    return CaptureSpec(
+        sites=select_sites(raw["hooks"], context),
+        positions=parse_positions(raw.get("positions", "all"), f"{context.field}.positions"),
+        options={key: raw[key] for key in options if key in raw},
+    )
+
+
+def select_sites(hooks: object, context: SpecContext) -> tuple[Site, ...]:
+    """Resolve ``{hook: layers}``; ``"all"`` means every layer that is configured for that hook point.
+
+    Raises:
+        RequestError: Also if a site is not configured, naming those that are.
+    """
+    model, where = context.model, f"{context.field}.hooks"
+    if isinstance(hooks, Mapping):
+        hooks = {name: _expand_all(name, layers, model.sites, where) for name, layers in hooks.items()}
+    sites = parse_sites(hooks, model.num_layers, where)
+    missing = [site for site in sites if site not in model.sites]
+    if missing:
+        layers = sorted({site.layer for site in model.sites if site.hook is missing[0].hook})
+        raise RequestError(
+            f"{where}.{missing[0].hook}",
+            f"site {missing[0].name} cannot be captured on this server; its configuration has "
+            f"{f'layers {layers}' if layers else 'no layer'} of {missing[0].hook} (setting: capture.sites)",
+        )
+    return sites
+
+
+def _expand_all(name: object, layers: object, sites: Sequence[Site], field: str) -> object:
+    from headgate.capture.schema.sites import parse_hook
+
+    if layers != "all":
+        return layers
+    hook = parse_hook(name, f"{field}.{name}")
+    configured = [site.layer for site in sites if site.hook is hook and site.layer >= 0]
+    return configured or layers

@@ -1,0 +1,104 @@
+"""What a request is told about its capture.
+
+How the answers of several pipeline stages become one result, and those of several samples the request's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import msgspec
+
+Status = Literal["ok", "partial_error", "error", "pending"]
+
+
+class CaptureResult(msgspec.Struct, kw_only=True, omit_defaults=False):
+    """The outcome of one request for one consumer.
+
+    Attributes:
+        status: ``ok``: every wanted row was delivered. ``partial_error``: some were, `error` says what is missing.
+            ``error``: nothing usable. ``pending``: not done when the answer was sent; it goes on by itself.
+        error: Text for people; None when `status` is ``ok``.
+        payload: What the consumer reports: a file list, a score, ... From driver consumers of `LLM` and
+            `AsyncLLM` any object; over HTTP and from workers JSON values only.
+        num_rows: Positions captured.
+        num_bytes: Bytes of rows delivered, over all sites.
+        dropped_rows: Positions lost to overload.
+    """
+
+    status: Status
+    error: str | None = None
+    payload: Any = None
+    num_rows: int = 0
+    num_bytes: int = 0
+    dropped_rows: int = 0
+
+
+@runtime_checkable
+class SupportsSummary(Protocol):
+    """A payload that is a live object: what it looks like where only JSON can go, over HTTP for instance."""
+
+    def summary(self) -> dict[str, Any]:
+        """JSON values that describe the payload; never its rows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureResults:
+    """All results of one request.
+
+    Attributes:
+        per_sample: For each of the ``n`` samples, instance name -> result.
+        merged: Instance name -> result of the whole request: with ``n > 1`` its payload is the list of the
+            samples' payloads.
+    """
+
+    per_sample: list[dict[str, CaptureResult]]
+    merged: dict[str, CaptureResult]
+
+
+def merge_stages(answers: Mapping[int, CaptureResult]) -> CaptureResult:
+    """One sample's result for one consumer, from those of the pipeline stages that answered.
+
+    Stages that had nothing to do (no rows, no payload, no error) are left out. If one is left its payload is the
+    result's; of several it is a list, in the order of the stages.
+    """
+    stages = sorted(answers)
+    busy = [stage for stage in stages if not _is_blank(answers[stage])] or stages[:1]
+    if len(busy) == 1:
+        return answers[busy[0]]
+    return _merge([answers[stage] for stage in busy], [f"stage {stage}" for stage in busy], same_positions=True)
+
+
+def merge_samples(samples: Sequence[CaptureResult]) -> CaptureResult:
+    """The whole request's result for one consumer: the only sample's, or one whose payload lists the samples'."""
+    if len(samples) == 1:
+        return samples[0]
+    return _merge(samples, [f"sample {index}" for index in range(len(samples))], same_positions=False)
+
+
+def merge_status(statuses: Sequence[Status]) -> Status:
+    """``pending`` if anything is; what all agree on; ``partial_error`` otherwise, since something was delivered."""
+    if "pending" in statuses:
+        return "pending"
+    return statuses[0] if len(set(statuses)) == 1 else "partial_error"
+
+
+def _is_blank(result: CaptureResult) -> bool:
+    return result.status == "ok" and result.payload is None and not result.num_rows
+
+
+def _merge(results: Sequence[CaptureResult], names: Sequence[str], *, same_positions: bool) -> CaptureResult:
+    """Stages capture the same positions at other sites, samples other positions at the same sites."""
+    errors = [f"{name}: {result.error}" for name, result in zip(names, results, strict=True) if result.error]
+    total = max if same_positions else sum
+    return CaptureResult(
+        status=merge_status([result.status for result in results]),
+        error="; ".join(errors) or None,
+        payload=[result.payload for result in results],
+        num_rows=total(result.num_rows for result in results),
+        num_bytes=sum(result.num_bytes for result in results),
+        dropped_rows=total(result.dropped_rows for result in results),
+    )

@@ -1,0 +1,223 @@
+"""Hook points, sites, and the selection of sites by a request or a configuration.
+
+A hook point names the value that the next sublayer consumes; a site is a hook point of one layer.
+The words are the same for every model family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+
+from headgate.capture.schema.errors import RequestError, shown
+
+
+class HookPoint(str, Enum):
+    """A named place in a decoder layer; `FINAL_NORM` is the one place outside the layers."""
+
+    PRE_ATTN = "pre_attn"
+    """Residual stream entering the layer, before its input norm: HF ``hidden_states[L]``."""
+    POST_ATTN = "post_attn"
+    """Stream after the attention branch was added, before the MLP's norm."""
+    POST_MLP = "post_mlp"
+    """Stream leaving the layer: HF ``hidden_states[L + 1]`` (HF norms the last one)."""
+    ATTN_OUT = "attn_out"
+    """Attention branch as it is added to the stream: after any post-norm and multiplier."""
+    MLP_IN = "mlp_in"
+    """Input of the MLP: after the MLP's norm."""
+    MLP_OUT = "mlp_out"
+    """MLP branch as it is added to the stream: after any post-norm and multiplier."""
+    FINAL_NORM = "final_norm"
+    """Output of the model's last norm, before the LM head: HF ``hidden_states[-1]``."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+ALIASES: dict[str, HookPoint] = {
+    "resid_pre": HookPoint.PRE_ATTN,
+    "resid_mid": HookPoint.POST_ATTN,
+    "post_block": HookPoint.POST_MLP,
+    "resid_post": HookPoint.POST_MLP,
+    "last_hidden_state": HookPoint.FINAL_NORM,
+}
+"""Names of other tools that are accepted wherever a hook point is read; answers use our own."""
+
+HOOK_NAMES: dict[str, HookPoint] = {**{hook.value: hook for hook in HookPoint}, **ALIASES}
+
+
+class Site(NamedTuple):
+    """A hook point of one layer.
+
+    Attributes:
+        layer: Global layer index, also under pipeline parallelism; -1 for `FINAL_NORM`.
+        hook: The hook point.
+    """
+
+    layer: int
+    hook: HookPoint
+
+    @property
+    def name(self) -> str:
+        """``"12.post_mlp"``, or ``"final_norm"``: the tensor name in files and results."""
+        return self.hook.value if self.hook is HookPoint.FINAL_NORM else f"{self.layer}.{self.hook.value}"
+
+    @classmethod
+    def parse(cls, name: str) -> Site:
+        """Read what `name` writes; aliases are accepted.
+
+        Raises:
+            ValueError: If `name` is neither ``LAYER.HOOK`` nor ``final_norm``.
+        """
+        layer, dot, hook = name.rpartition(".")
+        point = HOOK_NAMES.get(hook)
+        if point is HookPoint.FINAL_NORM and not dot:
+            return FINAL_NORM_SITE
+        if point is None or point is HookPoint.FINAL_NORM or not layer.isdecimal():
+            raise ValueError(f"not a site: {name!r}; expected LAYER.HOOK such as 12.post_mlp, or final_norm")
+        return cls(int(layer), point)
+
+
+FINAL_NORM_SITE = Site(-1, HookPoint.FINAL_NORM)
+
+
+def parse_hook(name: object, field: str) -> HookPoint:
+    """Return the hook point called `name`, by its own name or an alias.
+
+    Raises:
+        RequestError: If there is no such hook point; the message lists those there are.
+    """
+    point = HOOK_NAMES.get(name) if isinstance(name, str) else None
+    if point is None:
+        raise RequestError(field, f"unknown hook point {shown(name)}; known: {', '.join(sorted(HOOK_NAMES))}")
+    return point
+
+
+def parse_sites(hooks: object, num_layers: int, field: str) -> tuple[Site, ...]:
+    """Resolve ``{hook: layers}`` to sites, in layer order, each once.
+
+    Args:
+        hooks: Mapping of hook point to layers. Layers are ``"all"``, one int, a list of ints (negative
+            from the last layer), or ``{"layers": [...], "ranges": [[start, stop], ...]}`` with `stop`
+            exclusive. For ``final_norm`` the value is ``"all"``, ``True``, ``None`` or ``[]``.
+        num_layers: Number of decoder layers of the model.
+        field: Path of `hooks` in the user's document, for errors.
+
+    Raises:
+        RequestError: On an unknown hook point, a layer out of range, or an empty selection.
+    """
+    if not isinstance(hooks, Mapping) or not hooks:
+        raise RequestError(field, f"expected a non-empty object of hook point to layers, got {shown(hooks)}")
+    sites: set[Site] = set()
+    for name, layers in hooks.items():
+        hook = parse_hook(name, f"{field}.{name}")
+        if hook is HookPoint.FINAL_NORM:
+            _check_final_norm(layers, f"{field}.{name}")
+            sites.add(FINAL_NORM_SITE)
+        else:
+            sites.update(Site(layer, hook) for layer in parse_layers(layers, num_layers, f"{field}.{name}"))
+    return sort_sites(sites)
+
+
+def sort_sites(sites: Iterable[Site]) -> tuple[Site, ...]:
+    """Sites in the order of the forward pass: by layer, then as the stream flows; the final norm last."""
+    return tuple(sorted(sites, key=_forward_order))
+
+
+_FLOW = {
+    hook: order
+    for order, hook in enumerate(
+        (
+            HookPoint.PRE_ATTN,
+            HookPoint.ATTN_OUT,
+            HookPoint.POST_ATTN,
+            HookPoint.MLP_IN,
+            HookPoint.MLP_OUT,
+            HookPoint.POST_MLP,
+        )
+    )
+}
+
+
+def _forward_order(site: Site) -> tuple[bool, int, int]:
+    is_final = site.hook is HookPoint.FINAL_NORM
+    return is_final, site.layer, 0 if is_final else _FLOW[site.hook]
+
+
+def parse_layers(layers: object, num_layers: int, field: str) -> tuple[int, ...]:
+    """Resolve one hook point's layers; see `parse_sites`."""
+    if isinstance(layers, str) and layers == "all":
+        return tuple(range(num_layers))
+    if isinstance(layers, Mapping):
+        return _layers_and_ranges(layers, num_layers, field)
+    if isinstance(layers, int | np.integer) and not isinstance(layers, bool):
+        layers = [layers]
+    if not _is_list(layers) or not layers:
+        raise RequestError(
+            field,
+            f'expected "all", a layer, a non-empty list of layers or {{"layers": [...], "ranges": [...]}}, '
+            f"got {shown(layers)}",
+        )
+    return tuple(sorted({_layer(layer, num_layers, field) for layer in layers}))
+
+
+def site_map(sites: Iterable[Site]) -> dict[str, list[int]]:
+    """``{hook: [layers]}``: what `parse_sites` resolves to the same sites, made of plain values."""
+    hooks: dict[str, list[int]] = {}
+    for site in sites:
+        layers = hooks.setdefault(site.hook.value, [])
+        if site.hook is not HookPoint.FINAL_NORM:
+            layers.append(site.layer)
+    return hooks
+
+
+def _layers_and_ranges(layers: Mapping[Any, Any], num_layers: int, field: str) -> tuple[int, ...]:
+    unknown = set(layers) - {"layers", "ranges"}
+    if unknown or not layers:
+        raise RequestError(field, f"expected the keys 'layers' and 'ranges', got {shown(sorted(map(str, layers)))}")
+    chosen = {_layer(layer, num_layers, f"{field}.layers") for layer in _listed(layers, "layers", field)}
+    for index, pair in enumerate(_listed(layers, "ranges", field)):
+        where = f"{field}.ranges[{index}]"
+        if not _is_list(pair) or len(pair) != 2:
+            raise RequestError(where, f"expected [start, stop] with stop exclusive, got {shown(pair)}")
+        start, stop = (_bound(bound, num_layers, where) for bound in pair)
+        if start >= stop:
+            raise RequestError(where, f"selects no layer: start {pair[0]} is not below stop {pair[1]}")
+        chosen.update(range(start, stop))
+    if not chosen:
+        raise RequestError(field, "selects no layer")
+    return tuple(sorted(chosen))
+
+
+def _listed(layers: Mapping[Any, Any], key: str, field: str) -> Sequence[Any]:
+    value = layers.get(key)
+    if value is None:
+        return ()
+    if not _is_list(value):
+        raise RequestError(f"{field}.{key}", f"expected a list, got {shown(value)}")
+    return value
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _layer(layer: object, num_layers: int, field: str) -> int:
+    if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not -num_layers <= layer < num_layers:
+        raise RequestError(field, f"layer {shown(layer)} is not an integer from {-num_layers} to {num_layers - 1}")
+    return int(layer) % num_layers
+
+
+def _bound(bound: object, num_layers: int, field: str) -> int:
+    if isinstance(bound, bool) or not isinstance(bound, int | np.integer) or not -num_layers <= bound <= num_layers:
+        raise RequestError(field, f"bound {shown(bound)} is not an integer from {-num_layers} to {num_layers}")
+    return int(bound) if bound >= 0 else int(bound) + num_layers
+
+
+def _check_final_norm(layers: object, field: str) -> None:
+    is_empty_list = _is_list(layers) and not layers
+    if not (layers is None or layers is True or is_empty_list or (isinstance(layers, str) and layers == "all")):
+        raise RequestError(field, f'final_norm has no layers: expected "all", true, null or [], got {shown(layers)}')

@@ -1,0 +1,75 @@
+"""What one request wants captured for one consumer, checked and resolved, and its form on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from headgate.capture.schema.positions import PositionSelector, selector_from_wire
+from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
+
+MAX_KNOWN, MAX_KNOWN_BYTES = 256, 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureSpec:
+    """Sites and positions that one consumer gets of one request.
+
+    Attributes:
+        sites: In the order of the forward pass, each once.
+        positions: Which positions of the request.
+        options: The consumer's own part of the client's spec (tag, layout, ...): str, number, bool, None,
+            list or dict only, since it travels to the worker as msgpack.
+    """
+
+    sites: tuple[Site, ...]
+    positions: PositionSelector
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_wire(self) -> dict[str, Any]:
+        """A msgpack-able form that `from_wire` reads back."""
+        return {
+            "sites": site_map(self.sites),
+            "positions": self.positions.to_wire(),
+            "options": dict(self.options),
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> CaptureSpec:
+        """Read `to_wire`'s form. The front end made and checked it: a malformed one is a bug, not bad input."""
+        sites = [Site(layer, HookPoint(hook)) for hook, layers in wire["sites"].items() for layer in (layers or (-1,))]
+        return cls(
+            sites=sort_sites(sites),
+            positions=selector_from_wire(wire["positions"]),
+            options=wire["options"],
+        )
+
+
+class SpecReader:
+    """Reads specs off the wire for one worker. What many requests want alike is read once, but for their options.
+
+    Args:
+        sites: Those that the worker owns; others are left out.
+    """
+
+    def __init__(self, sites: Iterable[Site]) -> None:
+        self._sites = frozenset(sites)
+        self._known: dict[bytes, CaptureSpec] = {}
+
+    def read(self, wire: Mapping[str, Any]) -> CaptureSpec:
+        """Read `CaptureSpec.to_wire`'s form."""
+        key = msgspec.msgpack.encode((wire["sites"], wire["positions"]))
+        known = self._known.get(key)
+        if known is None:
+            known = CaptureSpec.from_wire(wire)
+            known = CaptureSpec(
+                sites=tuple(site for site in known.sites if site in self._sites), positions=known.positions
+            )
+            if len(key) <= MAX_KNOWN_BYTES:
+                if len(self._known) >= MAX_KNOWN:
+                    self._known.clear()
+                self._known[key] = known
+        return CaptureSpec(sites=known.sites, positions=known.positions, options=wire["options"])

@@ -1,0 +1,283 @@
+"""How rows get from the memory of the forward pass into host memory: one way for each kind of device.
+
+Shapes: F rows of the flat ring (all sites' slots), D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headgate.capture.planning.step_plan import changes
+from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.config import MIB
+
+PACK_BYTES = 32 * MIB
+"""Of each of the two buffers that rows are packed into."""
+NUM_HOST_BUFFERS = 4
+"""Steps that may be under way before the step thread has to wait for the oldest one's small copies."""
+FEW_RUNS = 4
+"""So many copies take the step thread as long as packing does."""
+RUN_BYTES = MIB // 4
+"""A run of this size takes the bus as long as its copy takes the step thread: shorter ones are packed, even if the
+forward has to wait for a buffer."""
+
+
+class Copied(Protocol):
+    """A copy into host memory that may still be under way."""
+
+    def wait(self) -> None:
+        """Wait until the rows are there."""
+        ...
+
+    def release(self) -> None:
+        """Nobody waits for it any more."""
+        ...
+
+
+class DeviceCopier(Protocol):
+    """Moves slots to the device and rows off it. Step thread only, except for `Copied`."""
+
+    def slots_to_fill(self) -> Int64Array:
+        """Host memory for the next slots, int64 ``[max_tokens]``."""
+        ...
+
+    def send_slots(self, count: int) -> None:
+        """Bring the first `count` slots that were filled in to the device, before the next forward."""
+        ...
+
+    def reserve(self, start: int, stop: int) -> None:
+        """Let the next forward wait until slots ``start : stop`` of the ring are free, if they are not yet."""
+        ...
+
+    def follow_forward(self) -> None:
+        """Let what follows wait for the forward that was launched."""
+        ...
+
+    def fetch(self, source: Tensor, target: Tensor) -> None:
+        """Copy `source` from the device into `target`, which is host memory, before what is gathered next."""
+        ...
+
+    def index_to_fill(self) -> Int64Array:
+        """Host memory for the next flat row indices, int64 ``[max_piece_rows]``."""
+        ...
+
+    def gather(self, count: int, target_ND: Tensor) -> Copied:
+        """Copy the flat rows at the first `count` indices into `target_ND`, which is host memory."""
+        ...
+
+    def mark_read(self, start: int, stop: int) -> None:
+        """Slots ``start : stop`` are free once everything that was fetched and gathered so far has left."""
+        ...
+
+
+class HostCopier:
+    """For a forward pass on the CPU: everything has happened when the call returns."""
+
+    device_bytes = 0
+
+    def __init__(self, flat_FD: Tensor, slots: Tensor, max_piece_rows: int) -> None:
+        self._flat_FD = flat_FD
+        self._slots: Int64Array = slots.numpy()
+        self._index = torch.empty(max_piece_rows, dtype=torch.int64)
+
+    def slots_to_fill(self) -> Int64Array:
+        return self._slots
+
+    def send_slots(self, count: int) -> None:
+        pass
+
+    def reserve(self, start: int, stop: int) -> None:
+        pass
+
+    def follow_forward(self) -> None:
+        pass
+
+    def fetch(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+
+    def index_to_fill(self) -> Int64Array:
+        index: Int64Array = self._index.numpy()
+        return index
+
+    def gather(self, count: int, target_ND: Tensor) -> Copied:
+        torch.index_select(self._flat_FD, 0, self._index[:count], out=target_ND)
+        return _DONE
+
+    def mark_read(self, start: int, stop: int) -> None:
+        pass
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+_DONE = _Done()
+
+
+class _Pack(NamedTuple):
+    """A buffer on the device that scattered rows are packed into, and the event of its last copy."""
+
+    rows_PD: Tensor
+    copied: torch.cuda.Event
+
+
+class CudaCopier:
+    """For a forward pass on a GPU: a side stream copies while the next forward runs.
+
+    The side stream runs no kernel, only copies. On an H200, once kernels of two streams of a process have overlapped,
+    each of its kernels starts 0.2 to 0.4 us later from then on, in CUDA graphs too, until another process uses the
+    GPU: 5 to 15 % of a decode step, whoever captures or not (``tests/benchmarks/bench_side_stream.py``). So a few
+    runs of rows, or many long ones, are copied from where they are; others are packed first by the stream of the
+    forward, which takes it microseconds.
+
+    All memory is allocated here; a step allocates none. Each stream works in order, so events are needed only between
+    them; host buffers that the GPU reads are taken in turn, each with an event.
+
+    Args:
+        flat_FD: The ring.
+        slots: int64 ``[max_tokens]`` on the device.
+        max_piece_rows: Upper limit of rows in one `gather`.
+    """
+
+    def __init__(self, flat_FD: Tensor, slots: Tensor, max_piece_rows: int) -> None:
+        device, self._row_bytes = flat_FD.device, flat_FD.shape[1] * flat_FD.element_size()
+        self._flat_FD = flat_FD
+        self._slots = slots
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._host_slots = _HostBuffers(len(slots))
+        self._host_index = _HostBuffers(max_piece_rows)
+        self._index = torch.empty(max_piece_rows, dtype=torch.int64, device=device)
+        pack_rows = min(max(PACK_BYTES // self._row_bytes, 1), max_piece_rows)
+        packs = torch.empty(2, pack_rows, flat_FD.shape[1], dtype=flat_FD.dtype, device=device)
+        self._packs = deque(_Pack(rows_PD, torch.cuda.Event()) for rows_PD in packs)  # type: ignore[no-untyped-call]
+        self._leaving: deque[tuple[int, int, torch.cuda.Event]] = deque()
+        self._idle_events: deque[torch.cuda.Event] = deque()
+        self.device_bytes = self._index.nbytes + packs.nbytes
+
+    def slots_to_fill(self) -> Int64Array:
+        return self._host_slots.next()
+
+    def send_slots(self, count: int) -> None:
+        self._host_slots.send(self._slots, count, self._compute_stream())
+
+    def reserve(self, start: int, stop: int) -> None:
+        while self._leaving and self._leaving[0][2].query():  # type: ignore[no-untyped-call]
+            self._idle_events.append(self._leaving.popleft()[2])
+        for begin, end, left in self._leaving:
+            if begin < stop and start < end:
+                self._compute_stream().wait_event(left)
+
+    def follow_forward(self) -> None:
+        self._launched.record(self._compute_stream())
+        self._side.wait_event(self._launched)
+
+    def fetch(self, source: Tensor, target: Tensor) -> None:
+        with torch.cuda.stream(self._side):
+            target.copy_(source, non_blocking=True)
+
+    def index_to_fill(self) -> Int64Array:
+        return self._host_index.next()
+
+    def gather(self, count: int, target_ND: Tensor) -> Copied:
+        index, num_bytes = self._host_index.filled()[:count], count * self._row_bytes
+        starts = run_starts(index)
+        is_large = num_bytes > len(self._packs) * PACK_BYTES
+        if len(starts) <= FEW_RUNS or (is_large and num_bytes >= len(starts) * RUN_BYTES):
+            self._copy_runs(index, starts, target_ND)
+        else:
+            self._copy_packed(count, target_ND)
+        return _CudaCopied(self._record(), self._idle_events)
+
+    def _copy_runs(self, index: Int64Array, starts: Int64Array, target_ND: Tensor) -> None:
+        """Copy rows from where they are, a run at a time."""
+        stops = [*starts[1:].tolist(), len(index)]
+        with torch.cuda.stream(self._side):
+            for start, stop, row in zip(starts.tolist(), stops, index[starts].tolist(), strict=True):
+                target_ND[start:stop].copy_(self._flat_FD[row : row + stop - start], non_blocking=True)
+
+    def _copy_packed(self, count: int, target_ND: Tensor) -> None:
+        """Pack rows behind the forward, in its stream, and copy what was packed.
+
+        With more than two buffers full, the next forward waits for the copies of all but the last two.
+        """
+        compute = self._compute_stream()
+        self._host_index.send(self._index, count, compute)
+        for start in range(0, count, len(self._packs[0].rows_PD)):
+            pack = self._packs[0]
+            self._packs.rotate()
+            stop = min(start + len(pack.rows_PD), count)
+            packed_ND = pack.rows_PD[: stop - start]
+            if not pack.copied.query():  # type: ignore[no-untyped-call]
+                compute.wait_event(pack.copied)
+            torch.index_select(self._flat_FD, 0, self._index[start:stop], out=packed_ND)
+            self.follow_forward()
+            with torch.cuda.stream(self._side):
+                target_ND[start:stop].copy_(packed_ND, non_blocking=True)
+            pack.copied.record(self._side)
+
+    def mark_read(self, start: int, stop: int) -> None:
+        self._leaving.append((start, stop, self._record()))
+
+    def _compute_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._slots.device)
+
+    def _record(self) -> torch.cuda.Event:
+        event = self._idle_events.popleft() if self._idle_events else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._side)
+        return event
+
+
+def run_starts(index: Int64Array) -> Int64Array:
+    """Where in `index`, which has at least one entry, runs of consecutive numbers begin: int64, ascending from 0."""
+    return np.concatenate(([0], changes(index - np.arange(len(index)))))
+
+
+class _CudaCopied:
+    """Dispatch thread. `idle` takes the event back; a deque's ends are safe to use from two threads."""
+
+    __slots__ = ("_event", "_idle")
+
+    def __init__(self, event: torch.cuda.Event, idle: deque[torch.cuda.Event]) -> None:
+        self._event = event
+        self._idle = idle
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def release(self) -> None:
+        self._idle.append(self._event)
+
+
+class _HostBuffers:
+    """Pinned int64 buffers that are filled, sent and used again in turn."""
+
+    def __init__(self, size: int) -> None:
+        self._buffers = [torch.empty(size, dtype=torch.int64, pin_memory=True) for _ in range(NUM_HOST_BUFFERS)]
+        self._sent = [torch.cuda.Event(blocking=True) for _ in range(NUM_HOST_BUFFERS)]  # type: ignore[no-untyped-call]
+        self._at = 0
+
+    def next(self) -> Int64Array:
+        """The next buffer, once the GPU has read what it held last."""
+        self._at = (self._at + 1) % NUM_HOST_BUFFERS
+        self._sent[self._at].synchronize()
+        return self.filled()
+
+    def filled(self) -> Int64Array:
+        """That buffer once more."""
+        array: Int64Array = self._buffers[self._at].numpy()
+        return array
+
+    def send(self, target: Tensor, count: int, stream: torch.cuda.Stream) -> None:
+        """Copy the first `count` values of that buffer into `target`. `stream` is the current one."""
+        target[:count].copy_(self._buffers[self._at][:count], non_blocking=True)
+        self._sent[self._at].record(stream)

@@ -1,0 +1,208 @@
+"""Host memory that rows lie in from the device copy until they are dispatched: leased in order, given back in order.
+
+Rows that have left the ring: what of them is where in the staging memory, until they are copied out of it.
+
+Shapes: S sites, N rows of a group, D hidden size, A rows of the arena.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headgate.capture.delivery.completeness import Int32Array
+from headgate.capture.planning.step_plan import PackGroup
+from headgate.capture.staging.device_copy import Copied
+
+GRANULARITY = 16
+"""Leases are multiples of so many rows."""
+
+
+def round_up(num_rows: int) -> int:
+    """`num_rows`, rounded up to whole granules."""
+    return -(-num_rows // GRANULARITY) * GRANULARITY
+
+
+class Lease:
+    """Rows ``start : start + num_rows`` of the arena, until `Arena.release`."""
+
+    __slots__ = ("is_released", "num_rows", "start")
+
+    def __init__(self, start: int, num_rows: int) -> None:
+        self.start = start
+        self.num_rows = num_rows
+        self.is_released = False
+
+
+class Arena:
+    """Hands out consecutive rows of a ring. It owns no memory, only the bookkeeping of it.
+
+    The step thread leases, the dispatch thread releases. The lock guards the bookkeeping alone.
+
+    Args:
+        num_rows: Size; a lease can be as large as that.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows - num_rows % GRANULARITY
+        self._leases: deque[Lease] = deque()
+        self._num_released = 0
+        self._freed = threading.Condition(threading.Lock())
+
+    @property
+    def num_leased(self) -> int:
+        """Rows in use."""
+        with self._freed:
+            return sum(lease.num_rows for lease in self._leases)
+
+    def try_lease(self, num_rows: int) -> Lease | None:
+        """Lease `num_rows`, rounded up; None if there is no room for them now."""
+        with self._freed:
+            return self._lease(round_up(num_rows))
+
+    def lease(self, num_rows: int, patience_s: float) -> Lease | None:
+        """Lease `num_rows`, rounded up, and wait for room.
+
+        Args:
+            num_rows: At most `self.num_rows`.
+            patience_s: Seconds to wait without any row becoming free.
+
+        Returns:
+            None if patience ran out.
+        """
+        size = round_up(num_rows)
+        with self._freed:
+            while (lease := self._lease(size)) is None:
+                seen = self._num_released
+                if not self._freed.wait_for(lambda seen=seen: self._num_released != seen, patience_s):  # type: ignore[misc]
+                    return None
+            return lease
+
+    def release(self, lease: Lease) -> None:
+        """Give a lease back; its rows are free when those leased before it are."""
+        with self._freed:
+            lease.is_released = True
+            while self._leases and self._leases[0].is_released:
+                self._leases.popleft()
+            self._num_released += 1
+            self._freed.notify_all()
+
+    def _lease(self, size: int) -> Lease | None:
+        start = self._find(size)
+        if start is None:
+            return None
+        lease = Lease(start, size)
+        self._leases.append(lease)
+        return lease
+
+    def _find(self, size: int) -> int | None:
+        """Where `size` consecutive rows are free."""
+        if not self._leases:
+            return 0 if size <= self.num_rows else None
+        first, last = self._leases[0], self._leases[-1]
+        end = last.start + last.num_rows
+        if end <= first.start:  # wrapped around: free in between
+            return end if first.start - end >= size else None
+        if self.num_rows - end >= size:
+            return end
+        return 0 if first.start >= size else None
+
+
+class CopyPart(NamedTuple):
+    """What is copied in one go: some of the wanted rows of the kept steps, at all their sites."""
+
+    groups: tuple[PackGroup, ...]
+    start: int
+    """The first of those steps' wanted rows."""
+    num_rows: int
+    """How many of them."""
+    num_copies: int
+    """Rows to copy, over all sites."""
+    num_token_rows: int = 0
+    """Rows of the arena that the tokens of the rows take, ahead of the rows; 0 if they are not known."""
+
+
+class StagedRows:
+    """Rows of some steps, or of a part of one, on their way into host memory. For the dispatch thread.
+
+    Their memory is leased: `wait`, read `groups`, copy out, `release`.
+
+    Attributes:
+        since: When the forward of the first of the steps was launched, in seconds of the monotonic clock.
+    """
+
+    def __init__(
+        self, piece: CopyPart, arena_AD: Tensor, arena: Arena, lease: Lease, copied: Copied, since: float
+    ) -> None:
+        self._piece = piece
+        self._arena_AD = arena_AD
+        self._arena = arena
+        self._lease = lease
+        self._copied = copied
+        self._token_ids: Int32Array | None = None
+        self.since = since
+
+    def wait(self) -> None:
+        """Wait until the rows have arrived."""
+        self._copied.wait()
+
+    @property
+    def contents(self) -> tuple[PackGroup, ...]:
+        """What is there."""
+        return self._piece.groups
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the leased memory."""
+        return self._lease.num_rows * self._arena_AD.shape[1] * self._arena_AD.element_size()
+
+    @property
+    def memory(self) -> Tensor:
+        """``[A, D]``: all of the staging memory, in which `places` says what lies where."""
+        return self._arena_AD
+
+    @property
+    def places(self) -> list[tuple[PackGroup, int]]:
+        """What is there, and the row of `memory` at which its first site's first row lies.
+
+        The rows of a site follow each other, and so do the sites: ``[S, N, D]`` from there on.
+        """
+        found, start = [], self._lease.start + self._piece.num_token_rows
+        for group in self._piece.groups:
+            found.append((group, start))
+            start += len(group.site_ids) * len(group.rows)
+        return found
+
+    @property
+    def groups(self) -> list[tuple[PackGroup, Tensor]]:
+        """What is there, and its rows: ``[S, N, D]``, a view of the leased memory."""
+        return [(group, self.view(group, start)) for group, start in self.places]
+
+    def view(self, group: PackGroup, start: int) -> Tensor:
+        """The rows of a group, ``[S, N, D]``, that begin at `start`; see `places`."""
+        num_sites, num_rows = len(group.site_ids), len(group.rows)
+        return self._arena_AD[start : start + num_sites * num_rows].view(num_sites, num_rows, -1)
+
+    def token_ids(self, group: PackGroup) -> Int32Array | None:
+        """The token that each row of `group` was computed from, int32 ``[N]``; None if nobody knows."""
+        if not self._piece.num_token_rows:
+            return None
+        if self._token_ids is None:
+            self._token_ids = as_int32(self._arena_AD, self._lease.start, self._piece.num_rows).numpy()
+        found: Int32Array = self._token_ids[group.rows - self._piece.start]
+        return found
+
+    def release(self) -> None:
+        """Give the memory back. The views of `groups` are void from here on."""
+        self._copied.release()
+        self._arena.release(self._lease)
+
+
+def as_int32(arena_AD: Tensor, start: int, count: int) -> Tensor:
+    """`count` integers in the arena, from row `start` on."""
+    first = start * arena_AD.shape[1] * arena_AD.element_size()
+    return arena_AD.view(-1).view(torch.uint8)[first : first + 4 * count].view(torch.int32)

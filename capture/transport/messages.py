@@ -1,0 +1,366 @@
+"""What travels between a worker and a front end: a msgpack header and raw frames. Never pickle.
+
+Every message is one multipart ZMQ message. Its first frame is the header, one of the structs below, tagged; the
+frames after it are arrays, whose shapes and dtypes the header tells:
+
+================ ==================================================================================
+`ResultMessage`  none
+`BeginMessage`   prompt token ids, int64
+`RowsMessage`    two a block: positions, int64 ``[N]``, and rows, ``[S, N, hidden]`` in the block's dtype
+`FinishMessage`  token ids, int64
+`AbandonMessage` none
+================ ==================================================================================
+
+Both ends run on one host, so arrays are in its byte order. bfloat16 rows are sent as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+import zmq
+from torch import Tensor
+
+from headgate.capture.schema.batch import FinalState
+from headgate.capture.schema.consumer import FinishedRequest, Origin, RequestInfo, RowBlock, RowSpan
+from headgate.capture.schema.errors import ConsumerError
+from headgate.capture.schema.results import CaptureResult
+from headgate.capture.schema.sites import Site
+from headgate.capture.schema.spec import CaptureSpec
+
+Int64Array = npt.NDArray[np.int64]
+Frames: TypeAlias = Sequence[bytes | memoryview]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class MalformedMessage(ValueError):
+    """Frames that are not one of our messages; the receiver counts them and goes on."""
+
+
+class ResultMessage(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
+    """How a request ended for one worker-located consumer at one pipeline stage.
+
+    Attributes:
+        key: What the hub knows the request by.
+        req_id: Internal id, for logs.
+        sample_index: Which of the ``n`` samples.
+        instance: The consumer.
+        stage: Pipeline stage that answers.
+        num_stages: How many stages answer for this consumer.
+        result: The outcome.
+    """
+
+    key: str
+    req_id: str
+    sample_index: int
+    instance: str
+    stage: int
+    num_stages: int
+    result: CaptureResult
+
+
+class BeginMessage(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
+    """A request that wants rows for a driver-located consumer; `num_stages` stages will send them."""
+
+    key: str
+    req_id: str
+    client_request_id: str
+    sample_index: int
+    num_samples: int
+    stage: int
+    num_stages: int
+    spec: dict[str, Any]
+
+
+class SpanHeader(msgspec.Struct, frozen=True, array_like=True):
+    """Rows ``start : stop`` of a block belong to one request."""
+
+    key: str
+    req_id: str
+    start: int
+    stop: int
+
+
+class BlockHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """A `RowBlock` without its arrays."""
+
+    sites: list[str]
+    dtype: str
+    shape: tuple[int, int, int]
+    spans: list[SpanHeader]
+
+
+class RowsMessage(msgspec.Struct, frozen=True, kw_only=True, tag="rows"):
+    """Everything one `StreamingConsumer.write` hands over that goes to one front end."""
+
+    stage: int
+    blocks: list[BlockHeader]
+
+
+class FinishMessage(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
+    """A request got its last row of this stage; `dropped_rows` of them were lost on the way."""
+
+    key: str
+    req_id: str
+    stage: int
+    num_prompt_tokens: int
+    status: str
+    dropped_rows: int
+
+
+class AbandonMessage(msgspec.Struct, frozen=True, kw_only=True, tag="abandon"):
+    """A request failed on this stage; its result, an error, travels by itself."""
+
+    key: str
+    req_id: str
+    stage: int
+
+
+Message: TypeAlias = ResultMessage | BeginMessage | RowsMessage | FinishMessage | AbandonMessage
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message, arrays: Sequence[memoryview] = ()) -> list[bytes | memoryview]:
+    """The frames of a message.
+
+    Raises:
+        TypeError, ValueError, OverflowError, RecursionError: If a payload is not made of plain values.
+    """
+    return [_encoder.encode(message), *arrays]
+
+
+def decode(frames: Sequence[zmq.Frame]) -> Message:
+    """Read the header; the arrays are read by the functions below.
+
+    Raises:
+        MalformedMessage: If it is not one of our messages.
+    """
+    if not frames:
+        raise MalformedMessage("no header")
+    try:
+        return cast(Message, _decoder.decode(frames[0].buffer))
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise MalformedMessage(f"header: {error}") from error
+
+
+def origin_of(request: RequestInfo) -> Origin:
+    """Where the request's results go.
+
+    Raises:
+        ConsumerError: If nobody is to get them.
+    """
+    if request.origin is None:
+        raise ConsumerError(f"request {request.client_request_id} has no front end that waits for its results")
+    return request.origin
+
+
+def encode_begin(request: RequestInfo, *, stage: int, num_stages: int) -> list[bytes | memoryview]:
+    """`BeginMessage` for a request."""
+    message = BeginMessage(
+        key=origin_of(request).key,
+        req_id=request.request_id,
+        client_request_id=request.client_request_id,
+        sample_index=request.sample_index,
+        num_samples=request.num_samples,
+        stage=stage,
+        num_stages=num_stages,
+        spec=request.spec.to_wire(),
+    )
+    return encode(message, [array_bytes(request.prompt_token_ids)])
+
+
+def read_begin(message: BeginMessage, frames: Sequence[zmq.Frame]) -> RequestInfo:
+    """The request that a `BeginMessage` announces.
+
+    Raises:
+        MalformedMessage: If its frames or its spec are not as they should be.
+    """
+    _check_num_arrays(frames, 1)
+    if not (0 <= message.stage < message.num_stages and 0 <= message.sample_index < message.num_samples):
+        raise MalformedMessage(
+            f"stage {message.stage} of {message.num_stages}, sample {message.sample_index} of {message.num_samples}"
+        )
+    try:
+        spec = CaptureSpec.from_wire(message.spec)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise MalformedMessage(f"spec: {error!r}") from error
+    return RequestInfo(
+        request_id=message.req_id,
+        client_request_id=message.client_request_id,
+        sample_index=message.sample_index,
+        num_samples=message.num_samples,
+        prompt_token_ids=read_int64(frames[1]),
+        spec=spec,
+        origin=Origin(None, message.key),
+    )
+
+
+def encode_rows(blocks: Sequence[RowBlock], *, stage: int) -> list[bytes | memoryview]:
+    """`RowsMessage` for blocks of rows; their memory is not copied if it is contiguous."""
+    arrays: list[memoryview] = []
+    for block in blocks:
+        arrays += [array_bytes(block.positions), tensor_bytes(block.rows)]
+    return encode(RowsMessage(stage=stage, blocks=[_block_header(block) for block in blocks]), arrays)
+
+
+def _block_header(block: RowBlock) -> BlockHeader:
+    spans = [
+        SpanHeader(origin_of(span.request).key, span.request.request_id, span.start, span.stop) for span in block.spans
+    ]
+    num_sites, num_rows, hidden_size = block.rows.shape
+    return BlockHeader(
+        sites=[site.name for site in block.sites],
+        dtype=str(block.rows.dtype).removeprefix("torch."),
+        shape=(num_sites, num_rows, hidden_size),
+        spans=spans,
+    )
+
+
+def read_rows(
+    message: RowsMessage, frames: Sequence[zmq.Frame], requests: Mapping[tuple[str, str], RequestInfo]
+) -> list[RowBlock]:
+    """The blocks of a `RowsMessage`; they share the memory of the frames.
+
+    Args:
+        message: The header.
+        frames: All frames, the header's included.
+        requests: ``(key, req_id)`` -> request; rows of any other are left out.
+
+    Raises:
+        MalformedMessage: If header and frames do not fit each other.
+    """
+    _check_num_arrays(frames, 2 * len(message.blocks))
+    blocks = []
+    for header, positions, rows in zip(message.blocks, frames[1::2], frames[2::2], strict=True):
+        spans = tuple(
+            RowSpan(request=requests[span.key, span.req_id], start=span.start, stop=span.stop)
+            for span in header.spans
+            if (span.key, span.req_id) in requests
+        )
+        block = RowBlock(
+            sites=_read_sites(header),
+            rows=_read_tensor(header, rows),
+            positions=_read_positions(header, positions),
+            spans=spans,
+        )
+        if len(spans) == len(header.spans):
+            blocks.append(block)
+        elif spans:
+            blocks.append(select_spans(block, spans))
+    return blocks
+
+
+def select_spans(block: RowBlock, spans: Sequence[RowSpan]) -> RowBlock:
+    """The rows of some of a block's spans, copied, as a block of their own."""
+    rows = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+    stops = np.cumsum([span.stop - span.start for span in spans]).tolist()
+    return RowBlock(
+        sites=block.sites,
+        rows=block.rows[:, torch.from_numpy(rows)],
+        positions=block.positions[rows],
+        spans=tuple(
+            RowSpan(request=span.request, start=stop - (span.stop - span.start), stop=stop)
+            for span, stop in zip(spans, stops, strict=True)
+        ),
+    )
+
+
+def _read_sites(header: BlockHeader) -> tuple[Site, ...]:
+    if len(header.sites) != header.shape[0]:
+        raise MalformedMessage(f"{len(header.sites)} sites for rows of shape {header.shape}")
+    try:
+        return _parse_sites(tuple(header.sites))
+    except ValueError as error:
+        raise MalformedMessage(str(error)) from error
+
+
+@lru_cache(maxsize=256)
+def _parse_sites(names: tuple[str, ...]) -> tuple[Site, ...]:
+    """The same tuple for the same names: a consumer may tell from it that blocks are of one kind."""
+    return tuple(Site.parse(name) for name in names)
+
+
+def _read_positions(header: BlockHeader, frame: zmq.Frame) -> Int64Array:
+    positions, num_rows = read_int64(frame), header.shape[1]
+    if len(positions) != num_rows:
+        raise MalformedMessage(f"{len(positions)} positions for rows of shape {header.shape}")
+    stop = 0
+    for span in header.spans:
+        if span.start != stop or span.stop <= span.start:
+            raise MalformedMessage(f"spans do not cover rows 0 to {num_rows} one after the other")
+        stop = span.stop
+    if stop != num_rows:
+        raise MalformedMessage(f"spans cover {stop} of {num_rows} rows")
+    return positions
+
+
+def _read_tensor(header: BlockHeader, frame: zmq.Frame) -> Tensor:
+    dtype = DTYPES.get(header.dtype)
+    if dtype is None or min(header.shape) < 1:
+        raise MalformedMessage(f"rows of dtype {header.dtype!r} and shape {header.shape}")
+    num_bytes = header.shape[0] * header.shape[1] * header.shape[2] * dtype.itemsize
+    if len(frame) != num_bytes:
+        raise MalformedMessage(f"{len(frame)} bytes for {header.dtype} rows of shape {header.shape}")
+    # ZMQ places small messages at any address; torch wants elements at multiples of their size.
+    is_aligned = np.frombuffer(frame.buffer, np.uint8).ctypes.data % dtype.itemsize == 0
+    return torch.frombuffer(frame.buffer if is_aligned else bytearray(frame.buffer), dtype=dtype).view(header.shape)
+
+
+def encode_finish(finished: FinishedRequest, *, stage: int) -> list[bytes | memoryview]:
+    """`FinishMessage` for a request."""
+    message = FinishMessage(
+        key=origin_of(finished.request).key,
+        req_id=finished.request.request_id,
+        stage=stage,
+        num_prompt_tokens=finished.final.num_prompt_tokens,
+        status=finished.final.status,
+        dropped_rows=finished.dropped_rows,
+    )
+    return encode(message, [array_bytes(finished.final.token_ids)])
+
+
+def read_final(message: FinishMessage, frames: Sequence[zmq.Frame]) -> FinalState:
+    """How the request of a `FinishMessage` ended.
+
+    Raises:
+        MalformedMessage: If its frames are not as they should be.
+    """
+    _check_num_arrays(frames, 1)
+    return FinalState(
+        num_prompt_tokens=message.num_prompt_tokens, token_ids=read_int64(frames[1]), status=message.status
+    )
+
+
+def array_bytes(array: Int64Array) -> memoryview:
+    """The bytes of an int64 array."""
+    return np.ascontiguousarray(array, dtype=np.int64).data.cast("B")
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a CPU tensor with at least one element; a view of it if it is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def read_int64(frame: zmq.Frame) -> Int64Array:
+    """An int64 array of its own memory.
+
+    Raises:
+        MalformedMessage: If the frame does not hold whole numbers of 8 bytes.
+    """
+    if len(frame) % 8:
+        raise MalformedMessage(f"{len(frame)} bytes are no int64 array")
+    return np.frombuffer(frame.buffer, dtype=np.int64).copy()
+
+
+def _check_num_arrays(frames: Sequence[zmq.Frame], expected: int) -> None:
+    if len(frames) != expected + 1:
+        raise MalformedMessage(f"{len(frames) - 1} arrays, expected {expected}")

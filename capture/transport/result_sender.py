@@ -1,0 +1,303 @@
+"""The sending end in a worker: results, and the rows that driver-located consumers want, to their front end.
+
+A dead or stopped front end must not hold up the worker. Each address has a `Channel`, which keeps at most a window
+of bytes that the other end has not acknowledged, and notices at once when the other end is gone. What cannot be
+sent is counted and logged once an address; rows that were lost are also said in the request's result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+import zmq
+
+from headgate.capture.schema.config import MIB, CaptureConsumerSpec
+from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RequestInfo, RowBlock, StreamingConsumer
+from headgate.capture.schema.errors import ConsumerError
+from headgate.capture.schema.results import CaptureResult, SupportsSummary
+from headgate.capture.transport.channel import Channel
+from headgate.capture.transport.messages import (
+    AbandonMessage,
+    Frames,
+    ResultMessage,
+    encode,
+    encode_begin,
+    encode_finish,
+    encode_rows,
+    origin_of,
+    select_spans,
+)
+
+WINDOW_BYTES = 32 * MIB
+"""Bytes on their way to one inbox; one larger message may go alone."""
+
+
+PATIENCE = 0.8
+"""Part of ``max_stall_s`` that a worker waits for a front end: the lane must not take the wait for a hang."""
+
+
+class Deferred:
+    """What a consumer's `finish` returns if the request's result comes from elsewhere: do not report one."""
+
+
+DEFERRED: Final = Deferred()
+
+
+class ResultSender(Protocol):
+    """Where a worker's results, and the rows for driver-located consumers, go. Callable from any thread."""
+
+    def send_result(
+        self,
+        *,
+        reply: str | None,
+        key: str,
+        req_id: str,
+        sample_index: int,
+        instance: str,
+        stage: int,
+        num_stages: int,
+        result: CaptureResult,
+    ) -> None:
+        """Send a result without waiting; nowhere if `reply` is None."""
+        ...
+
+    def send_begin(self, request: RequestInfo, *, instance: str, stage: int, num_stages: int) -> None:
+        """Announce a request to the driver-located consumer `instance`, without waiting."""
+        ...
+
+    def send_rows(self, reply: str, blocks: Sequence[RowBlock], *, instance: str, stage: int, timeout_s: float) -> bool:
+        """Send rows of requests that were announced; wait up to `timeout_s` for room. False: they were not sent."""
+        ...
+
+    def send_finish(self, finished: FinishedRequest, *, instance: str, stage: int) -> None:
+        """Say that the request got its last row, without waiting."""
+        ...
+
+    def send_abandon(self, request: RequestInfo, *, instance: str, stage: int) -> None:
+        """Say that the request failed here and will never be finished, without waiting."""
+        ...
+
+
+def rows_address(reply: str, instance: str) -> str:
+    """Where the rows for a driver-located consumer go: beside the hub, so that `reply` is all a request carries."""
+    return f"{reply}.{hashlib.blake2b(instance.encode(), digest_size=6).hexdigest()}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SenderStats:
+    """What an outlet could not deliver.
+
+    Attributes:
+        lost_results: Results whose front end was gone or did not answer.
+        lost_messages: Row messages, likewise; the rows in them are counted in their requests' results.
+    """
+
+    lost_results: int
+    lost_messages: int
+
+
+class ZmqResultSender:
+    """`ResultSender` over ZMQ. Opens a channel when an address is first used.
+
+    Threads: any; the lock guards the table of channels, each channel has its own.
+    """
+
+    def __init__(self, *, window_bytes: int = WINDOW_BYTES) -> None:
+        self._window_bytes = window_bytes
+        self._lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._results: dict[str, Channel] = {}
+        self._rows: dict[str, Channel] = {}
+        self._is_closed = False
+
+    def send_result(
+        self,
+        *,
+        reply: str | None,
+        key: str,
+        req_id: str,
+        sample_index: int,
+        instance: str,
+        stage: int,
+        num_stages: int,
+        result: CaptureResult,
+    ) -> None:
+        """Send a result without waiting; a payload that is not made of plain values becomes an error."""
+        if reply is None:
+            return
+        message = ResultMessage(
+            key=key,
+            req_id=req_id,
+            sample_index=sample_index,
+            instance=instance,
+            stage=stage,
+            num_stages=num_stages,
+            result=result,
+        )
+        self._send(self._results, reply, _encode_result(message), timeout_s=0)
+
+    def send_begin(self, request: RequestInfo, *, instance: str, stage: int, num_stages: int) -> None:
+        """See `ResultSender.send_begin`; the request must have a reply address."""
+        address = rows_address(_reply(request), instance)
+        self._send(self._rows, address, encode_begin(request, stage=stage, num_stages=num_stages), timeout_s=None)
+
+    def send_rows(self, reply: str, blocks: Sequence[RowBlock], *, instance: str, stage: int, timeout_s: float) -> bool:
+        """See `ResultSender.send_rows`."""
+        frames = encode_rows(blocks, stage=stage)
+        return self._send(self._rows, rows_address(reply, instance), frames, timeout_s=timeout_s)
+
+    def send_finish(self, finished: FinishedRequest, *, instance: str, stage: int) -> None:
+        """See `ResultSender.send_finish`."""
+        address = rows_address(_reply(finished.request), instance)
+        self._send(self._rows, address, encode_finish(finished, stage=stage), timeout_s=None)
+
+    def send_abandon(self, request: RequestInfo, *, instance: str, stage: int) -> None:
+        """See `ResultSender.send_abandon`."""
+        message = AbandonMessage(key=origin_of(request).key, req_id=request.request_id, stage=stage)
+        self._send(self._rows, rows_address(_reply(request), instance), encode(message), timeout_s=None)
+
+    def stats(self) -> SenderStats:
+        """Counters so far."""
+        with self._lock:
+            return SenderStats(
+                lost_results=sum(channel.lost for channel in self._results.values()),
+                lost_messages=sum(channel.lost for channel in self._rows.values()),
+            )
+
+    def close(self, timeout_s: float) -> int:
+        """Wait up to `timeout_s` seconds for what was sent to arrive; return how many messages did not.
+
+        Whatever is sent afterwards is ignored. Close the lanes first.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._is_closed = True
+            channels = [*self._results.values(), *self._rows.values()]
+        unacknowledged = sum(channel.close(max(deadline - time.monotonic(), 0)) for channel in channels)
+        if self._context is not None:
+            self._context.term()
+        return unacknowledged
+
+    def _send(self, channels: dict[str, Channel], address: str, frames: Frames, *, timeout_s: float | None) -> bool:
+        with self._lock:
+            if self._is_closed:
+                return False
+            channel = channels.get(address)
+            if channel is None:
+                if self._context is None:
+                    self._context = zmq.Context()
+                channel = channels[address] = Channel(self._context, address, self._window_bytes)
+        return channel.send(frames, timeout_s=timeout_s)
+
+
+def _encode_result(message: ResultMessage) -> list[bytes | memoryview]:
+    try:
+        payload = message.result.payload
+        if isinstance(payload, SupportsSummary):
+            plain = msgspec.structs.replace(message.result, payload=payload.summary())
+            message = msgspec.structs.replace(message, result=plain)
+        return encode(message)
+    except Exception as error:  # noqa: BLE001  (payload and summary are the consumer's; any failure is its own)
+        result = CaptureResult(
+            status="error",
+            error=f"consumer {message.instance}: its payload cannot be sent from a worker ({error!r}); "
+            "return str, number, bool, None, list or dict, or use location = 'driver'",
+            num_rows=message.result.num_rows,
+            num_bytes=message.result.num_bytes,
+            dropped_rows=message.result.dropped_rows,
+        )
+        return encode(msgspec.structs.replace(message, result=result))
+
+
+def _reply(request: RequestInfo) -> str:
+    reply = origin_of(request).reply
+    if reply is None:
+        raise ConsumerError(f"request {request.client_request_id} has no front end that waits for its results")
+    return reply
+
+
+class RowSender(StreamingConsumer):
+    """A worker's stand-in for a consumer that is located in the driver: sends everything to the request's owner.
+
+    It never fails a request because of rows that it could not send in time: they count as dropped, and the driver's
+    consumer learns how many there were when the request finishes. So a front end that hangs or dies costs the
+    requests of others nothing.
+    """
+
+    location = "driver"
+
+    def __init__(self, spec: CaptureConsumerSpec, context: ConsumerContext, outlet: ResultSender) -> None:
+        super().__init__(spec.params, context)
+        self._outlet = outlet
+        self._timeout_s = PATIENCE * spec.max_stall_s
+        self._lost_rows: dict[str, int] = {}
+
+    def begin(self, request: RequestInfo) -> None:
+        """Announce the request.
+
+        Raises:
+            ConsumerError: If no front end waits for it.
+        """
+        _reply(request)  # raises before anything is kept
+        self._lost_rows[request.request_id] = 0
+        self._outlet.send_begin(
+            request,
+            instance=self.context.instance_name,
+            stage=self.context.pp_rank,
+            num_stages=self.context.pp_size,
+        )
+
+    def write(self, blocks: Sequence[RowBlock]) -> None:
+        """Send the rows, waiting while the front end does not keep up."""
+        deadline = time.monotonic() + self._timeout_s
+        for reply, part in split_by_reply(blocks).items():
+            sent = self._outlet.send_rows(
+                reply,
+                part,
+                instance=self.context.instance_name,
+                stage=self.context.pp_rank,
+                timeout_s=max(deadline - time.monotonic(), 0),
+            )
+            if not sent:
+                self._count_lost(part)
+
+    def finish(self, finished: FinishedRequest) -> Deferred:
+        """Pass the end on; the result comes from the front end."""
+        lost = self._lost_rows.pop(finished.request.request_id, 0)
+        finished = FinishedRequest(
+            request=finished.request, final=finished.final, dropped_rows=finished.dropped_rows + lost
+        )
+        self._outlet.send_finish(finished, instance=self.context.instance_name, stage=self.context.pp_rank)
+        return DEFERRED
+
+    def abandon(self, request: RequestInfo) -> None:
+        """Pass the failure on; the lane reports it."""
+        if self._lost_rows.pop(request.request_id, None) is not None:
+            self._outlet.send_abandon(request, instance=self.context.instance_name, stage=self.context.pp_rank)
+
+    def _count_lost(self, blocks: Sequence[RowBlock]) -> None:
+        positions: dict[str, list[int]] = {}
+        for block in blocks:
+            for span in block.spans:
+                lost = positions.setdefault(span.request.request_id, [])
+                lost += block.positions[span.start : span.stop].tolist()
+        for req_id, lost in positions.items():
+            self._lost_rows[req_id] = self._lost_rows.get(req_id, 0) + len(np.unique(lost))
+
+
+def split_by_reply(blocks: Sequence[RowBlock]) -> dict[str, list[RowBlock]]:
+    """The blocks for each reply address; rows are copied only where a block has several."""
+    parts: dict[str, list[RowBlock]] = {}
+    for block in blocks:
+        replies = dict.fromkeys(_reply(span.request) for span in block.spans)
+        for reply in replies:
+            spans = [span for span in block.spans if _reply(span.request) == reply]
+            parts.setdefault(reply, []).append(block if len(replies) == 1 else select_spans(block, spans))
+    return parts

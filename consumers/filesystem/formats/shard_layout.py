@@ -1,0 +1,295 @@
+"""Layout ``shards``: many small requests, one after the other in few files that only grow.
+
+``{root}/{tag}/_shards/{shard}/`` holds, for requests that wanted the same sites,
+
+* ``shard.json``: the fields of `Sidecar` that its requests share, above all ``sites``, ``dtype`` and ``hidden_size``;
+* ``{layer}_{hook}.bin``: one flat array ``[all rows, hidden]`` per site, in the model's dtype;
+* ``positions.bin`` and ``token_ids.bin``: int64 ``[all rows]``;
+* ``index.jsonl``: one line per request: ``rows``, its range ``[start, stop]`` in those arrays, and the other fields of
+  `Sidecar`; ``check`` is the CRC-32 of the rest of the line.
+
+A line is appended once the rows it speaks of are on the disk, so the index tells what is whole: whatever a killed
+process left behind it is not there. No shard is ever appended to by a second process.
+
+The index of a shard: what its lines look like, and reading them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from typing import Any
+
+import msgspec
+
+from headgate.capture.schema.errors import CaptureFileError
+from headgate.capture.schema.sites import Site
+from headgate.consumers.filesystem.formats.layout import Finished, Stored, StoredPart, payload_of
+from headgate.consumers.filesystem.formats.sidecar import (
+    FORMAT,
+    ITEM_SIZES,
+    POSITIONS,
+    SHARD_FOLDER,
+    TOKEN_IDS,
+    Sidecar,
+    read_sidecar,
+)
+from headgate.consumers.filesystem.formats.tensor_file import TensorRef
+from headgate.consumers.filesystem.storage.local_store import LocalStore
+from headgate.consumers.filesystem.storage.names import Target, site_file
+from headgate.consumers.filesystem.storage.source import Source
+from headgate.consumers.filesystem.storage.store import Published
+from headgate.consumers.filesystem.writing.spool import bytes_of, write_all
+
+logger = logging.getLogger(__name__)
+
+_MAX_SHARDS = 256
+"""Shards that can still grow, per writer thread; beyond that the one used longest ago is left as it is."""
+
+
+class ShardLayout:
+    """Appends requests to shards of their tag and sites; see `Layout`.
+
+    Args:
+        store: A local root.
+        shard_bytes: Size at which a shard is full; one request is never cut, so a shard can be larger.
+    """
+
+    def __init__(self, store: LocalStore, *, shard_bytes: int) -> None:
+        self._store = store
+        self._shard_bytes = shard_bytes
+        self._growing: OrderedDict[tuple[str, ...], Shard] = OrderedDict()
+
+    def check_free(self, target: Target) -> None:
+        """Every request has room: equal names are entries of their own."""
+
+    def store(self, finished: Finished) -> Stored:
+        key = (finished.sidecar.tag, *finished.sidecar.sites)
+        shard = self._growing.get(key)
+        if shard is None or shard.num_bytes >= self._shard_bytes or shard.is_damaged:
+            shard = self._growing[key] = Shard(self._store, finished.sidecar)
+        self._growing.move_to_end(key)
+        if len(self._growing) > _MAX_SHARDS:
+            self._growing.popitem(last=False)
+        return shard.add(finished)
+
+    def close(self) -> None:
+        """Nothing stays open between two batches; the next request would begin a new shard."""
+        self._growing.clear()
+
+
+class Shard:
+    """One shard while it grows. Used by one thread.
+
+    Attributes:
+        num_bytes: Of rows, those that `settle` has yet to write included.
+        is_damaged: After a failure that left the index in doubt; such a shard is not appended to again.
+
+    Raises:
+        OSError: If its folder cannot be made.
+    """
+
+    def __init__(self, store: LocalStore, sidecar: Sidecar) -> None:
+        name = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
+        folder = (sidecar.tag, SHARD_FOLDER)
+        sites = [site_file(Site.parse(site)) for site in sidecar.sites]
+        columns = [f"{column}{COLUMN_SUFFIX}" for column in (*sites, POSITIONS, TOKEN_IDS)]
+        shared = {key: value for key, value in msgspec.to_builtins(sidecar).items() if key in SHARED_FIELDS}
+        files: dict[str, Iterable[memoryview]] = dict.fromkeys((*columns, INDEX), ())
+        store.publish_folder(
+            Target(folder, name), files | {SHARD: [memoryview(msgspec.json.encode(shared))]}
+        ).settling.settle()
+        self.num_bytes = 0
+        self.is_damaged = False
+        self._store = store
+        self._folder = (*folder, name)
+        self._path = str(store.root.joinpath(*self._folder))
+        self._sites = sidecar.sites
+        self._row_bytes = sidecar.hidden_size * ITEM_SIZES[sidecar.dtype]
+        self._num_rows = 0  # on the disk
+        self._index_bytes = 0  # on the disk
+        self._pending: list[Finished] = []
+        self._pending_rows = 0
+
+    def add(self, finished: Finished) -> Stored:
+        """Take a request; `settle` writes it."""
+        start = self._num_rows + self._pending_rows
+        num_rows = finished.rows.num_rows
+        self._pending.append(finished)
+        self._pending_rows += num_rows
+        num_bytes = num_rows * (self._row_bytes * len(self._sites) + 2 * ITEM_SIZES["int64"])
+        self.num_bytes += num_bytes
+        published = Published((self._path,), num_bytes, self)
+        payload = payload_of("shards", finished, published, durable=self._store.fsync)
+        return Stored(payload | {"rows": [start, start + num_rows]}, self)
+
+    def settle(self) -> None:
+        """Write what was added since the last call: rows, then the index.
+
+        Raises:
+            OSError: If the disk takes no more: none of it is in the shard then.
+        """
+        if not self._pending:
+            return
+        lines = b"".join(self._lines())
+        try:
+            with self._store.folders.open(*self._folder, make=False) as folder:
+                for name, buffers, width in self._columns():
+                    self._write(folder.number, name, buffers, self._num_rows * width)
+                self._write(folder.number, INDEX, [memoryview(lines)], self._index_bytes)
+        except OSError:
+            self._roll_back()
+            raise
+        else:
+            self._num_rows += self._pending_rows
+            self._index_bytes += len(lines)
+        finally:
+            self._pending.clear()
+            self._pending_rows = 0
+
+    def _columns(self) -> Iterator[tuple[str, Iterable[memoryview], int]]:
+        """Each file's name, what to append to it, and its bytes per row."""
+        for name in self._sites:
+            site = Site.parse(name)
+            buffers = (buffer for finished in self._pending for buffer in finished.rows.buffers(site))
+            yield f"{site_file(site)}{COLUMN_SUFFIX}", buffers, self._row_bytes
+        width = ITEM_SIZES["int64"]
+        positions = [bytes_of(finished.rows.positions) for finished in self._pending]
+        yield f"{POSITIONS}{COLUMN_SUFFIX}", positions, width
+        yield f"{TOKEN_IDS}{COLUMN_SUFFIX}", [bytes_of(finished.token_ids) for finished in self._pending], width
+
+    def _lines(self) -> Iterator[bytes]:
+        start = self._num_rows
+        for finished in self._pending:
+            stop = start + finished.rows.num_rows
+            yield index_line(finished.sidecar, start, stop)
+            start = stop
+
+    def _write(self, folder: int, name: str, buffers: Iterable[memoryview], offset: int) -> None:
+        file = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            write_all(file, buffers, offset)
+            if self._store.fsync:
+                os.fsync(file)
+        finally:
+            os.close(file)
+
+    def _roll_back(self) -> None:
+        """Cut the files back to what the index spoke of before; space comes free, and no half line stays."""
+        self.num_bytes = self._num_rows * (self._row_bytes * len(self._sites) + 2 * ITEM_SIZES["int64"])
+        try:
+            os.truncate(f"{self._path}/{INDEX}", self._index_bytes)
+        except OSError as error:
+            logger.warning("%s is not appended to again: %s", self._path, error)
+            self.is_damaged = True
+        for name, _, width in self._columns():
+            with suppress(OSError):  # rows beyond the index are nobody's; the next ones overwrite them
+                os.truncate(f"{self._path}/{name}", self._num_rows * width)
+
+
+INDEX = "index.jsonl"
+SHARD = "shard.json"
+COLUMN_SUFFIX = ".bin"
+
+SHARED_FIELDS = frozenset(
+    {
+        "format",
+        "format_version",
+        "tag",
+        "model",
+        "num_layers",
+        "hidden_size",
+        "dtype",
+        "versions",
+        "sites",
+        "pp_rank",
+        "pp_size",
+    }
+)
+"""Fields of `Sidecar` that all requests of a shard share."""
+
+_CHECK_START = b'{"check":"'
+_CHECK_END = b'",'
+_CHECK_BYTES = len(_CHECK_START) + 8 + len(_CHECK_END)
+
+
+def index_line(sidecar: Sidecar, start: int, stop: int) -> bytes:
+    """The line of a request whose rows are ``start : stop``: a JSON object that begins with its own check."""
+    own = {key: value for key, value in msgspec.to_builtins(sidecar).items() if key not in SHARED_FIELDS}
+    rest = msgspec.json.encode({"rows": [start, stop], **own})[1:]
+    return _CHECK_START + f"{zlib.crc32(rest):08x}".encode() + _CHECK_END + rest + b"\n"
+
+
+def read_shard(source: Source, folder: str) -> Iterator[StoredPart]:
+    """Read the requests of a shard, those of a shard that still grows included.
+
+    Raises:
+        CaptureFileError: If the index speaks of rows that are not there, or is damaged before its last line.
+    """
+    shared = _read_shared(source, f"{folder}/{SHARD}")
+    if shared is None:
+        return
+    index = f"{folder}/{INDEX}"
+    lines = source.read(index, 0, source.size(index)).split(b"\n")
+    sizes: dict[str, int] = {}
+    for number, line in enumerate(lines[:-1], start=1):
+        entry = _checked(line)
+        if entry is None and number == len(lines) - 1:
+            logger.warning(
+                "%s: its last line is partial and is left out: its process was killed or still writes", index
+            )
+        elif entry is None:
+            raise CaptureFileError(f"{index}: line {number} is damaged")
+        else:
+            yield _part(source, folder, shared, entry, sizes)
+
+
+def _read_shared(source: Source, path: str) -> dict[str, Any] | None:
+    try:
+        shared = msgspec.json.decode(source.read(path, 0, source.size(path)), type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise CaptureFileError(f"{path}: damaged: {error}") from error
+    return shared if shared.get("format") == FORMAT else None
+
+
+def _checked(line: bytes) -> dict[str, Any] | None:
+    """The entry of a whole line; None for a partial or damaged one."""
+    rest = line[_CHECK_BYTES:]
+    head = _CHECK_START + f"{zlib.crc32(rest):08x}".encode() + _CHECK_END
+    return msgspec.json.decode(b"{" + rest, type=dict[str, Any]) if rest and line.startswith(head) else None
+
+
+def _part(
+    source: Source, folder: str, shared: Mapping[str, Any], entry: dict[str, Any], sizes: dict[str, int]
+) -> StoredPart:
+    start, stop = entry.pop("rows")
+    sidecar = read_sidecar({**shared, **entry}, folder)
+    if stop - start != sidecar.num_rows:
+        raise CaptureFileError(f"{folder}: damaged: rows {start} to {stop} of a request with {sidecar.num_rows}")
+
+    def column(name: str, dtype: str, *width: int) -> TensorRef:
+        path = f"{folder}/{name}{COLUMN_SUFFIX}"
+        whole = TensorRef(path, 0, dtype, (start, *width))
+        ref = TensorRef(path, whole.num_bytes, dtype, (stop - start, *width))
+        if path not in sizes:
+            sizes[path] = source.size(path)
+        if sizes[path] < ref.offset + ref.num_bytes:
+            raise CaptureFileError(f"{path}: partial: {sizes[path]} bytes, the index speaks of more")
+        return ref
+
+    return StoredPart(
+        layout="shards",
+        sidecar=sidecar,
+        paths=(folder,),
+        tensors={
+            name: column(site_file(Site.parse(name)), sidecar.dtype, sidecar.hidden_size) for name in sidecar.sites
+        },
+        positions=column(POSITIONS, "int64"),
+        token_ids=column(TOKEN_IDS, "int64"),
+    )

@@ -1,0 +1,350 @@
+"""Publishing files and folders in a local root: whole or not at all, and never over something that is there.
+
+Folders below a root: opened one by one, never through a symbolic link, and kept open for the next file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from errno import ELOOP, ENOTDIR
+from functools import partial
+from pathlib import Path
+
+from headgate.capture.schema.errors import ConfigError, ConsumerError
+from headgate.consumers.filesystem.storage.names import Target, numbered
+from headgate.consumers.filesystem.storage.store import Published
+from headgate.consumers.filesystem.storage.temp_folder import TempFolder, link_unnamed
+from headgate.consumers.filesystem.writing.spool import write_all
+
+Buffers = Iterable[memoryview]
+Link = Callable[[str, int], None]
+"""Gives a file a name in an open folder, which must be free."""
+
+_TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class LocalStore:
+    """A root on a file system of this machine.
+
+    Everything is written without a name or, where the file system cannot do that, under ``.tmp``, and then linked or
+    renamed into its place, which must be free. Any thread may call.
+
+    Attributes:
+        root: Absolute, without symbolic links.
+        folders: Those below the root.
+        fsync: As given.
+
+    Args:
+        root: Made if it does not exist.
+        fsync: Put files on the disk before they appear.
+        numbering: Whether a taken name is answered with the next number instead of an error.
+
+    Raises:
+        ConfigError: If the root cannot be made or written to.
+    """
+
+    def __init__(self, root: Path, *, fsync: bool, numbering: bool) -> None:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self.root = root.resolve(strict=True)
+            self._temp = TempFolder(self.root)
+            self.folders = Folders(self.root)
+        except OSError as error:
+            raise ConfigError(f"filesystem: root {root} cannot be written to: {error}") from error
+        self.fsync = fsync
+        self._numbering = numbering
+
+    def temp_path(self) -> Path:
+        """A path for a file of one's own, on the file system of the root; removed at the latest when closing."""
+        return self._temp.new_path()
+
+    def close(self) -> None:
+        """Remove temporary files. May be called again."""
+        self.folders.close()
+        self._temp.close()
+
+    def check_free(self, target: Target, suffix: str) -> None:
+        """Raise `ConsumerError` if the name is taken and numbering is off: early, before rows are collected."""
+        path = self.root.joinpath(*target.folder) / f"{target.stem}{suffix}"
+        if not self._numbering and os.path.lexists(path):
+            raise _taken(path)
+
+    def publish_file(self, target: Target, suffix: str, buffers: Buffers) -> Published:
+        """Write ``{folder}/{stem}{suffix}``.
+
+        Raises:
+            OSError: If the disk takes no more.
+            ConsumerError: If the name is taken, or the root is gone.
+        """
+        with self._written(buffers) as (num_bytes, link), self.folders.open(*target.folder) as folder:
+            name = self._place(target, suffix, lambda name: link(name, folder.number))
+        placed = self.root.joinpath(*target.folder) / name
+        return Published((str(placed),), num_bytes, FolderSync(self, target.folder))
+
+    def publish_folder(self, target: Target, files: Mapping[str, Buffers]) -> Published:
+        """Write ``{folder}/{stem}/`` with `files` in it; it appears with all of them. Raises as `publish_file` does."""
+        temp = self._temp.new_path()
+        try:
+            num_bytes = self.write_folder(temp, files)
+            with self.folders.open(*target.folder) as folder:
+                name = self._place(target, "", lambda name: os.rename(temp, name, dst_dir_fd=folder.number))
+        finally:
+            shutil.rmtree(temp, ignore_errors=True)
+        paths = tuple(str(self.root.joinpath(*target.folder) / name / file) for file in files)
+        return Published(paths, num_bytes, FolderSync(self, target.folder))
+
+    def write_folder(self, path: Path, files: Mapping[str, Buffers]) -> int:
+        """Make a folder of `files` at `path`; return their bytes."""
+        path.mkdir()
+        num_bytes = sum(write_file(path / name, buffers, fsync=self.fsync) for name, buffers in files.items())
+        if self.fsync:
+            sync_folder(path)
+        return num_bytes
+
+    @contextmanager
+    def _written(self, buffers: Buffers) -> Iterator[tuple[int, Link]]:
+        """Write a file that has no place yet; yields its bytes, and what gives it one. It is gone after that."""
+        if self._temp.takes_unnamed:
+            file = self._temp.open_unnamed()
+            try:
+                yield _fill(file, buffers, fsync=self.fsync), partial(link_unnamed, file)
+            finally:
+                os.close(file)
+        else:
+            temp = self._temp.new_path()
+            try:
+                # Closed before it has its place: network file systems may say only then that there was no room.
+                yield write_file(temp, buffers, fsync=self.fsync), partial(_link, temp)
+            finally:
+                temp.unlink(missing_ok=True)
+
+    def _place(self, target: Target, suffix: str, place: Callable[[str], None]) -> str:
+        """Give the file its name, the first free one if numbering is on; return it."""
+        count = 1
+        while True:
+            name = f"{numbered(target.stem, count)}{suffix}"
+            try:
+                place(name)
+            except OSError as error:
+                if error.errno not in _TAKEN or not os.path.lexists(self.root.joinpath(*target.folder) / name):
+                    raise
+                if not self._numbering:
+                    raise _taken(self.root.joinpath(*target.folder) / name) from error
+                count += 1
+            else:
+                return name
+
+
+@dataclass(frozen=True, slots=True)
+class FolderSync:
+    """The entries of a folder and of those above it, which are on the disk once `settle` returns."""
+
+    store: LocalStore
+    names: tuple[str, ...]
+
+    def settle(self) -> None:
+        """Put the entries on the disk; does nothing with fsync off."""
+        if self.store.fsync:
+            self.store.folders.sync(*self.names)
+
+
+def write_file(path: Path, buffers: Buffers, *, fsync: bool) -> int:
+    """Write a new file; return its bytes.
+
+    Raises:
+        OSError: If the disk takes no more; a partial file is then at `path`.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        return _fill(file, buffers, fsync=fsync)
+    finally:
+        os.close(file)
+
+
+def _fill(file: int, buffers: Buffers, *, fsync: bool) -> int:
+    num_bytes = write_all(file, buffers, 0)
+    if fsync:
+        os.fsync(file)
+    return num_bytes
+
+
+def sync_folder(path: Path) -> None:
+    """Put a folder's entries on the disk."""
+    folder = os.open(path, FOLDER)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _link(temp: Path, name: str, folder: int) -> None:
+    """Give `temp` a second name in `folder`, which must be free: unlike a rename, a link replaces nothing."""
+    try:
+        os.link(temp, name, dst_dir_fd=folder, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # No hard links here. Two processes that publish one name in the same instant could replace each other.
+        if name in os.listdir(folder):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from error
+        os.rename(temp, name, dst_dir_fd=folder)
+
+
+def _taken(path: Path) -> ConsumerError:
+    return ConsumerError(
+        f"{path} exists and is not overwritten; give another tag or request_id, or set the parameter if_exists=number"
+    )
+
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+MAX_KEPT = 32
+"""Folders kept open."""
+
+
+@dataclass(slots=True)
+class Folder:
+    """An open folder.
+
+    Attributes:
+        names: Where it is below the root.
+        number: Its file descriptor.
+        identity: Device and inode.
+        are_parents_synced: Its own entry, and those of the folders above it, are on the disk.
+        num_users: Who has it at the moment; it is not closed before they are done.
+    """
+
+    names: tuple[str, ...]
+    number: int
+    identity: tuple[int, int]
+    are_parents_synced: bool = False
+    num_users: int = 1
+
+
+class Folders:
+    """The folders below a root. Any thread may call.
+
+    A folder stays open for those who come next, as every system call of a writer costs the engine's own thread a wait
+    for the interpreter. Whether it still is what lies at its path is looked up each time.
+
+    Args:
+        root: An existing folder, without symbolic links in its path.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._kept: OrderedDict[tuple[str, ...], Folder] = OrderedDict()
+        self._lock = threading.Lock()  # guards _kept, and num_users of every folder
+
+    @contextmanager
+    def open(self, *names: str, make: bool = True) -> Iterator[Folder]:
+        """The folder `names`; it and those above it are made if need be and `make`.
+
+        Raises:
+            ConsumerError: If one of them is a symbolic link or no folder.
+            FileNotFoundError: If it is not there and is not to be made.
+        """
+        folder = self._find(names) or self._add(names, self._walk(names, make=make))
+        try:
+            yield folder
+        finally:
+            self._give_back(folder)
+
+    def sync(self, *names: str) -> None:
+        """Put the entries of a folder on the disk, and once those of the folders above it.
+
+        Raises:
+            OSError: If that fails, or the folder is gone.
+        """
+        with self.open(*names, make=False) as folder:
+            os.fsync(folder.number)
+            if not folder.are_parents_synced:
+                for depth in range(len(names) - 1, -1, -1):
+                    with self.open(*names[:depth], make=False) as parent:
+                        os.fsync(parent.number)
+                folder.are_parents_synced = True
+
+    def close(self) -> None:
+        """Close every folder that nobody is using. May be called again."""
+        with self._lock:
+            while self._kept:
+                self._close_unused(self._kept.popitem()[1])
+
+    def _find(self, names: tuple[str, ...]) -> Folder | None:
+        """The folder that is kept, if it still lies at its path."""
+        with self._lock:
+            folder = self._kept.get(names)
+            if folder is None:
+                return None
+            self._kept.move_to_end(names)
+            folder.num_users += 1
+        if _identity(self._root.joinpath(*names)) == folder.identity:
+            return folder
+        with self._lock:
+            if self._kept.get(names) is folder:
+                del self._kept[names]
+        self._give_back(folder)
+        return None
+
+    def _add(self, names: tuple[str, ...], number: int) -> Folder:
+        status = os.fstat(number)
+        folder = Folder(names, number, (status.st_dev, status.st_ino))
+        with self._lock:
+            if (other := self._kept.pop(names, None)) is not None:
+                self._close_unused(other)
+            self._kept[names] = folder
+            if len(self._kept) > MAX_KEPT:
+                self._close_unused(self._kept.popitem(last=False)[1])
+        return folder
+
+    def _give_back(self, folder: Folder) -> None:
+        with self._lock:
+            folder.num_users -= 1
+            if self._kept.get(folder.names) is not folder:
+                self._close_unused(folder)
+
+    def _close_unused(self, folder: Folder) -> None:
+        """Under the lock, of one that is not kept any more: close it, or leave that to the last who has it."""
+        if folder.num_users == 0:
+            os.close(folder.number)
+
+    def _walk(self, names: tuple[str, ...], *, make: bool) -> int:
+        folder = os.open(self._root, FOLDER)
+        for depth, name in enumerate(names, start=1):
+            try:
+                child = _open_child(name, folder, make=make)
+            except OSError as error:
+                if error.errno not in (ELOOP, ENOTDIR):
+                    raise
+                path = self._root.joinpath(*names[:depth])
+                raise ConsumerError(f"{path} is a symbolic link or no folder; nothing is written there") from error
+            finally:
+                os.close(folder)
+            folder = child
+        return folder
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None  # opening it says why
+    return status.st_dev, status.st_ino
+
+
+def _open_child(name: str, folder: int, *, make: bool) -> int:
+    try:
+        return os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+    except FileNotFoundError:
+        if not make:
+            raise
+    with suppress(FileExistsError):
+        os.mkdir(name, dir_fd=folder)
+    return os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=folder)

@@ -1,0 +1,44 @@
+"""Steering's counters on ``/metrics``: entry point of the group ``headgate.metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from headgate.capture.monitoring.metrics import EngineStats, Family, MetricsPart, Sample, each_worker
+
+_CORE = (
+    ("slots", "Vectors that fit on the device at a time."),
+    ("slots_reserved", "Slots that are taken: by global vectors, modules and requests."),
+    ("configs", "Distinct sets of vectors that have slots."),
+    ("requests_running", "Steered requests that have their slots."),
+    ("requests_waiting", "Steered requests that wait for slots."),
+    ("modules", "Named modules that are registered."),
+    ("global_vectors", "Global vectors that are set, over both phases."),
+)
+_WORKERS = (
+    ("slots_live", "Slots whose vectors act on requests now."),
+    ("slots_used", "Slots in use, those that are kept for later included."),
+)
+
+
+def open_metrics() -> MetricsPart:
+    """Steering's part of the page."""
+    return MetricsPart(families=families, core_method="counts")
+
+
+def families(engines: Sequence[EngineStats]) -> Iterator[Family]:
+    """What every engine core and every worker holds."""
+    cores = [((str(engine),), stats.core) for engine, stats in enumerate(engines) if stats.core is not None]
+    for name, about in _CORE:
+        found = tuple(Sample(labels=where, value=core[name]) for where, core in cores)
+        yield Family(name=f"headgate_steering_{name}", kind="gauge", about=about, labels=("engine",), samples=found)
+    workers = list(each_worker(engines))
+    for name, about in _WORKERS:
+        found = tuple(Sample(labels=where, value=counted[name]) for where, counted in workers)
+        yield Family(
+            name=f"headgate_steering_worker_{name}",
+            kind="gauge",
+            about=about,
+            labels=("engine", "worker"),
+            samples=found,
+        )

@@ -1,0 +1,231 @@
+"""What the calls of users come to: calls of the engine cores, and what their answers say. No transport.
+
+With data parallelism each engine core has its own global vectors and modules. Every call goes to all of them; what one
+refuses is taken back in the others, and after a change they are compared, since another front end may have changed the
+same at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headgate.capture.engine.contracts.request_part import CoreCall, Operation, Result
+from headgate.capture.schema.errors import EngineStateError, RequestError
+from headgate.steering.files.vector_files import load
+from headgate.steering.requests.request_fields import MODULE_FIELDS, check_name, read_module, read_tier, sum_tiers
+from headgate.steering.requests.wire import to_wire
+from headgate.steering.vectors.phase_vectors import Steerable, SteeringSpec
+
+_TIERS = ("base", "prefill", "decode")
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseContent:
+    """What acts in one phase.
+
+    Attributes:
+        hash: Hexadecimal; equal if and only if the vectors are. None if nothing acts.
+        sites: Such as ``"12.post_mlp"``, in the order of the forward pass.
+    """
+
+    hash: str | None
+    sites: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleStatus:
+    """A registered module.
+
+    Attributes:
+        name: As requests say it.
+        prefill: What it adds at prompt positions.
+        decode: What it adds at generated positions.
+        version: Grows with every change in the engine core.
+    """
+
+    name: str
+    prefill: PhaseContent
+    decode: PhaseContent
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlobalStatus:
+    """The global vectors.
+
+    Attributes:
+        tiers: Sites of each tier that is set: ``base``, ``prefill``, ``decode``.
+        prefill: What they come to at prompt positions.
+        decode: What they come to at generated positions.
+        version: Grows with every change in the engine core.
+    """
+
+    tiers: Mapping[str, tuple[str, ...]]
+    prefill: PhaseContent
+    decode: PhaseContent
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotStatus:
+    """Vector slots of one engine core.
+
+    Attributes:
+        capacity: Vectors that it holds at a time.
+        reserved: Of these, taken by requests, modules and global vectors.
+        waiting: Requests that wait for slots.
+    """
+
+    capacity: int
+    reserved: int
+    waiting: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SteeringStatus:
+    """What an engine steers with.
+
+    Attributes:
+        shared: The global vectors, which act on every request.
+        modules: The registered modules, by name.
+        slots: Of each engine core; one without data parallelism.
+        is_consistent: Whether the engine cores hold the same vectors and modules. If not, set or register them again.
+    """
+
+    shared: GlobalStatus
+    modules: Mapping[str, ModuleStatus]
+    slots: tuple[SlotStatus, ...]
+    is_consistent: bool
+
+
+def set_global(
+    document: Mapping[str, Any], steerable: Steerable, *, replace: bool, num_engines: int
+) -> Operation[SteeringStatus]:
+    """Set global vectors: a document with the keys `MODULE_FIELDS`."""
+    tiers = [read_tier(document.get(field), steerable, field) for field in MODULE_FIELDS]
+    if not any(tiers) and not replace:
+        raise RequestError(MODULE_FIELDS[0], "there is no vector other than zero to set; clear() takes all away")
+    sum_tiers(tiers, steerable, MODULE_FIELDS)
+    wire = {name: tier and to_wire(SteeringSpec(prefill=tier)) for name, tier in zip(_TIERS, tiers, strict=True)}
+    return (yield from _change_global(("set_global", {"tiers": wire, "replace": replace}), num_engines))
+
+
+def clear_global(*, num_engines: int) -> Operation[SteeringStatus]:
+    """Take all global vectors away."""
+    return (yield from _change_global(("clear_global", {}), num_engines))
+
+
+def status() -> Operation[SteeringStatus]:
+    """What is set and registered."""
+    return _status((yield CoreCall(method="status", args={})))
+
+
+def register(
+    name: str, document: Mapping[str, Any], path: str | os.PathLike[str] | None, steerable: Steerable, num_engines: int
+) -> Operation[ModuleStatus]:
+    """Register a module from a document with the keys `MODULE_FIELDS`, or from a file."""
+    check_name(name, "name")
+    wire = to_wire(_read(document, path, steerable))
+
+    def attempt() -> Operation[ModuleStatus]:
+        undo: tuple[str, Mapping[str, Any]] = ("unregister", {"name": name})
+        if num_engines > 1 and name in _by_name((yield CoreCall(method="modules", args={}))[0]):
+            (earlier, *_) = yield CoreCall(method="export_module", args={"name": name})
+            undo = ("register", {"name": name, "spec": earlier})
+        answers = yield CoreCall(method="register", args={"name": name, "spec": wire}, undo=undo)
+        return _module(answers[0])
+
+    return (yield from _agreed(attempt, num_engines))
+
+
+def unregister(name: str, num_engines: int) -> Operation[ModuleStatus]:
+    """Forget a module."""
+    check_name(name, "name")
+    undo = None
+    if num_engines > 1:
+        (earlier, *_) = yield CoreCall(method="export_module", args={"name": name})
+        undo = ("register", {"name": name, "spec": earlier})
+    answers = yield CoreCall(method="unregister", args={"name": name}, undo=undo)
+    return _module(answers[0])
+
+
+def modules() -> Operation[dict[str, ModuleStatus]]:
+    """What is registered, by name."""
+    return _by_name((yield CoreCall(method="modules", args={}))[0])
+
+
+def _read(document: Mapping[str, Any], path: str | os.PathLike[str] | None, steerable: Steerable) -> SteeringSpec:
+    given = {field: value for field, value in document.items() if value is not None}
+    if path is None:
+        return read_module(given, steerable)
+    if given:
+        raise RequestError("path", f"give a file or vectors, not both; got a path and {', '.join(given)}")
+    try:
+        return load(path).spec(steerable)
+    except OSError as error:
+        raise RequestError("path", f"cannot read {os.fspath(path)}: {error.strerror or error}") from error
+    except ValueError as error:  # a VectorFileError, or a RequestError that names a tier of the file
+        raise RequestError("path", f"{os.fspath(path)}: {error}") from error
+
+
+def _change_global(order: tuple[str, Mapping[str, Any]], num_engines: int) -> Operation[SteeringStatus]:
+    def attempt() -> Operation[SteeringStatus]:
+        undo = None
+        if num_engines > 1:
+            (earlier, *_) = yield CoreCall(method="export_global", args={})
+            undo = ("set_global", {"tiers": earlier, "replace": True})
+        return _status((yield CoreCall(method=order[0], args=order[1], undo=undo)))
+
+    return (yield from _agreed(attempt, num_engines))
+
+
+def _agreed(attempt: Callable[[], Operation[Result]], num_engines: int) -> Operation[Result]:
+    """Repeat a change until all engine cores hold the same."""
+    for _ in range(_ATTEMPTS):
+        result = yield from attempt()
+        if num_engines == 1 or _status((yield CoreCall(method="status", args={}))).is_consistent:
+            return result
+    raise EngineStateError(
+        f"steering: the {num_engines} engine cores do not agree after {_ATTEMPTS} attempts: others are changing the "
+        "same; set or register it again when they have finished"
+    )
+
+
+def _status(answers: Sequence[Mapping[str, Any]]) -> SteeringStatus:
+    first = answers[0]
+    return SteeringStatus(
+        shared=GlobalStatus(
+            tiers={tier: tuple(sites) for tier, sites in first["global"]["tiers"].items()},
+            prefill=_content(first["global"], "prefill"),
+            decode=_content(first["global"], "decode"),
+            version=first["global"]["version"],
+        ),
+        modules=_by_name(first["modules"]),
+        slots=tuple(SlotStatus(**answer["slots"], waiting=answer["waiting"]) for answer in answers),
+        is_consistent=all(_identity(answer) == _identity(first) for answer in answers),
+    )
+
+
+def _identity(answer: Mapping[str, Any]) -> tuple[Any, ...]:
+    return answer["global"]["hash"], {module["name"]: module["hash"] for module in answer["modules"]}
+
+
+def _by_name(described: Sequence[Mapping[str, Any]]) -> dict[str, ModuleStatus]:
+    return {module["name"]: _module(module) for module in described}
+
+
+def _module(described: Mapping[str, Any]) -> ModuleStatus:
+    return ModuleStatus(
+        name=described["name"],
+        prefill=_content(described, "prefill"),
+        decode=_content(described, "decode"),
+        version=described["version"],
+    )
+
+
+def _content(described: Mapping[str, Any], phase: str) -> PhaseContent:
+    return PhaseContent(hash=described["hash"][phase], sites=tuple(described["sites"][phase]))

@@ -1,0 +1,161 @@
+"""HTTP routes ``/v1/steering/...`` on vLLM's server: entry point of the group ``headgate.routes``.
+
+Loaded by servers alone, whose FastAPI it uses. Vectors are read beside the event loop; what the engine cores are asked
+to do is the same as what ``AsyncLLM.steering`` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+
+from headgate.capture.engine.contracts.route_part import RouteServices
+from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.sites import HookPoint, parse_hook
+from headgate.steering.control import openapi
+from headgate.steering.control.handle import AsyncSteering
+from headgate.steering.control.operations import SteeringStatus
+from headgate.steering.requests.request_fields import MODULE_FIELDS, read_tier
+from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable
+
+Tiers = dict[str, PhaseVectors | None]
+
+
+def open_routes(services: RouteServices) -> APIRouter:
+    """The router of ``/v1/steering``."""
+    routes = SteeringRoutes(services)
+    router = APIRouter(prefix="/v1/steering", tags=["steering"])
+    keyed = [Depends(services.require_key)]
+    for path, answer, about in (
+        ("/set", routes.set, openapi.SET),
+        ("/clear", routes.clear, openapi.CLEAR),
+        ("/modules/register", routes.register, openapi.REGISTER),
+        ("/modules/unregister", routes.unregister, openapi.UNREGISTER),
+    ):
+        router.add_api_route(path, answer, methods=["POST"], dependencies=keyed, response_model=None, **about)
+    for path, answer, about in (
+        ("", routes.status, openapi.STATUS),
+        ("/layers", routes.layers, openapi.LAYERS),
+        ("/modules", routes.modules, openapi.MODULES),
+    ):
+        router.add_api_route(path, answer, methods=["GET"], response_model=None, **about)
+    return router
+
+
+class SteeringRoutes:
+    """What the routes answer; each method is one. Errors are HTTP errors, or `RequestError`s that become one."""
+
+    def __init__(self, services: RouteServices) -> None:
+        self._services = services
+
+    async def set(self, request: Request) -> dict[str, Any]:
+        """Add global vectors, or replace all of them; requests that run are steered by them from the next step on.
+
+        Vectors replace those at the same site of the same tier; with `replace` everything else is taken away.
+        """
+        handle = self._handle()
+        with self._services.client_errors():
+            document = await self._read(request, (*MODULE_FIELDS, "replace"))
+            replace = document.get("replace") or False
+            if not isinstance(replace, bool):
+                raise RequestError("replace", f"expected true or false, got {shown(replace)}")
+            tiers = await asyncio.to_thread(read_tiers, document, handle.steerable)
+            await handle.set(**tiers, replace=replace)
+        return {"status": "ok", "hook_points": hook_points(document), "layers_updated": layers_of(tiers)}
+
+    async def clear(self) -> dict[str, Any]:
+        """Take all global vectors away; named modules stay."""
+        await self._handle().clear()
+        return {"status": "ok"}
+
+    async def register(self, request: Request) -> dict[str, Any]:
+        """Name vectors, in place of what had the name; requests then say `steering_name` or `steering_module_ref`.
+
+        Requests that run already keep what the name meant when they were made.
+        """
+        handle = self._handle()
+        with self._services.client_errors():
+            document = await self._read(request, ("name", *MODULE_FIELDS))
+            tiers = await asyncio.to_thread(read_tiers, document, handle.steerable)
+            vectors, prefill, decode = tiers.values()
+            module = await handle.register(_name(document), vectors, prefill_vectors=prefill, decode_vectors=decode)
+        return {"status": "ok", **dataclasses.asdict(module)}
+
+    async def unregister(self, request: Request) -> dict[str, Any]:
+        """Forget a named module; requests that run already keep it."""
+        handle = self._handle()
+        with self._services.client_errors():
+            module = await handle.unregister(_name(await self._read(request, ("name",))))
+        return {"status": "ok", "name": module.name}
+
+    async def status(self) -> dict[str, Any]:
+        """What is set and registered, and how many vector slots are in use."""
+        return plain_status(await self._handle().status())
+
+    async def layers(self) -> dict[str, Any]:
+        """What can be steered on this server."""
+        handle = self._handle()
+        about = handle.steerable
+        return {
+            "hook_points": handle.layers(),
+            "num_layers": about.num_layers,
+            "hidden_size": about.hidden_size,
+            "dtype": about.dtype,
+            "max_vectors_per_request": about.max_vectors,
+        }
+
+    async def modules(self) -> dict[str, Any]:
+        """Names of the registered modules."""
+        names = list(await self._handle().modules())
+        return {"modules": names, "count": len(names)}
+
+    def _handle(self) -> AsyncSteering:
+        return self._services.handle()  # type: ignore[no-any-return]
+
+    async def _read(self, request: Request, known: Collection[str]) -> dict[str, Any]:
+        document = await self._services.read_object(request)
+        for name in document:
+            if name not in known:
+                raise RequestError(shown(name)[1:-1], f"is no field of this route; it has {', '.join(known)}")
+        return document
+
+
+def read_tiers(document: Mapping[str, Any], steerable: Steerable) -> Tiers:
+    """The vectors in a body, by field; long lists take a while.
+
+    Raises:
+        RequestError: Naming the field that is wrong.
+    """
+    return {field: read_tier(document.get(field), steerable, field) for field in MODULE_FIELDS}
+
+
+def hook_points(document: Mapping[str, Any]) -> list[str]:
+    """The hook points in a body that was read, by their own names, in the order of the body."""
+    given = (hook for field in MODULE_FIELDS for hook in document.get(field) or ())
+    return list(dict.fromkeys(parse_hook(hook, MODULE_FIELDS[0]).value for hook in given))
+
+
+def layers_of(tiers: Tiers) -> list[int]:
+    """The layers that have vectors other than zero; the final norm has none."""
+    sites = {site for vectors in tiers.values() if vectors is not None for site in vectors.sites}
+    return sorted({site.layer for site in sites if site.hook is not HookPoint.FINAL_NORM})
+
+
+def plain_status(status: SteeringStatus) -> dict[str, Any]:
+    """A status as JSON values."""
+    return {
+        "global": dataclasses.asdict(status.shared),
+        "modules": {name: dataclasses.asdict(module) for name, module in status.modules.items()},
+        "slots": [dataclasses.asdict(slots) for slots in status.slots],
+        "is_consistent": status.is_consistent,
+    }
+
+
+def _name(document: Mapping[str, Any]) -> Any:
+    if "name" not in document:
+        raise RequestError("name", "is missing")
+    return document["name"]

@@ -1,0 +1,325 @@
+"""What the operator steers with: global vectors and named modules. One per engine core, which is the authority.
+
+Requests name modules; here the names are resolved to content, once, when the engine core takes the request. So a name
+that is registered anew steers later requests only, and never shares KV or vectors with what it meant before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import NamedTuple
+
+from headgate.capture.schema.errors import RequestError
+from headgate.steering.core.admission import Demand, Load
+from headgate.steering.vectors.content_keys import sum_key
+from headgate.steering.vectors.dtypes import StoredType
+from headgate.steering.vectors.phase_vectors import PhaseVectors, SteeringSpec, weighted_sum
+from headgate.steering.vectors.sums import LIMIT, merge_over, peak
+
+Parts = tuple[tuple[bytes, float], ...]
+"""Keys of the contents of modules, and their scales."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlobalTiers:
+    """Vectors that act on every request. Immutable: a change makes new ones.
+
+    Attributes:
+        base: In both phases.
+        prefill: Added to it at positions of the prompt.
+        decode: Added to it at generated positions.
+    """
+
+    base: PhaseVectors | None = None
+    prefill: PhaseVectors | None = None
+    decode: PhaseVectors | None = None
+
+    def updated(self, update: GlobalTiers, *, replace: bool) -> GlobalTiers:
+        """Take over `update`, site by site in each tier; with `replace` nothing else is left."""
+        if replace:
+            return update
+        return GlobalTiers(
+            base=merge_over(self.base, update.base),
+            prefill=merge_over(self.prefill, update.prefill),
+            decode=merge_over(self.decode, update.decode),
+        )
+
+    def phases(self, dtype: StoredType, field: str) -> SteeringSpec:
+        """What acts in each phase.
+
+        Raises:
+            RequestError: If a sum leaves what `dtype`, the model's, can hold beside a request's vectors.
+        """
+        try:
+            prefill = weighted_sum([(self.base, 1.0), (self.prefill, 1.0)])
+            decode = weighted_sum([(self.base, 1.0), (self.decode, 1.0)])
+        except OverflowError as error:
+            raise RequestError(field, str(error)) from error
+        _check_limit(max(peak(prefill), peak(decode)), dtype, field)
+        return SteeringSpec(prefill=prefill, decode=decode)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Module:
+    """A registered module.
+
+    Attributes:
+        name: As requests say it.
+        prefill: Its vectors at positions of the prompt.
+        decode: Its vectors at generated positions.
+        peak: Largest magnitude of any of its values.
+        version: `SteeringState.version` when it was registered.
+    """
+
+    name: str
+    prefill: PhaseVectors | None
+    decode: PhaseVectors | None
+    peak: float
+    version: int
+    _about: Mapping[str, object] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Once: a list of many modules is made while the engine waits.
+        object.__setattr__(self, "_about", described(self.prefill, self.decode))
+
+    @property
+    def demand(self) -> Demand:
+        """The slots that it holds while it is registered."""
+        return demand_of(self.prefill, self.decode)
+
+    def described(self) -> dict[str, object]:
+        """For the list of modules, plain values."""
+        return {"name": self.name, "version": self.version, **self._about}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """What a request is steered by, in terms of content.
+
+    Attributes:
+        prefill: Key of its sum in the prefill phase; None if nothing of its own acts there.
+        decode: The same for the decode phase.
+        prefill_parts: What workers add to its inline prefill vectors.
+        decode_parts: What workers add to its inline decode vectors.
+        demand: The slots to reserve.
+    """
+
+    prefill: bytes | None
+    decode: bytes | None
+    prefill_parts: Parts
+    decode_parts: Parts
+    demand: Demand
+
+
+class GlobalKeys(NamedTuple):
+    """The global vectors of one moment.
+
+    Attributes:
+        version: `SteeringState.version` when they were set; block hashes made under another one are stale.
+        prefill: Key of what acts in the prefill phase; None if nothing does.
+        decode: The same for the decode phase.
+    """
+
+    version: int = 0
+    prefill: bytes | None = None
+    decode: bytes | None = None
+
+
+class SteeringState:
+    """Global vectors, named modules, and the content that requests still refer to.
+
+    Requests are resolved on the thread that takes them in, and everything else happens on the engine core's own: the
+    lock guards the modules and who refers to their content. `global_keys` is replaced as a whole, so any thread reads
+    a consistent one.
+
+    Args:
+        dtype: The model's.
+
+    Attributes:
+        tiers: The global vectors.
+        shared: `tiers`, as what acts in each phase.
+        version: Counts changes, of global vectors and of modules.
+        global_keys: Their keys, and the version they date from.
+    """
+
+    def __init__(self, dtype: StoredType) -> None:
+        self.tiers = GlobalTiers()
+        self.shared = SteeringSpec()
+        self.version = 0
+        self.global_keys = GlobalKeys()
+        self._lock = Lock()
+        self._dtype: StoredType = dtype
+        self._modules: dict[str, Module] = {}
+        self._users: Counter[bytes] = Counter()
+        self._of_request: dict[str, frozenset[bytes]] = {}
+        self._dropped: set[bytes] = set()
+
+    def global_phases(self, tiers: GlobalTiers, field: str = "global") -> SteeringSpec:
+        """What `tiers` come to; to reserve their slots before `set_global`. Raises as `GlobalTiers.phases`."""
+        return tiers.phases(self._dtype, field)
+
+    def set_global(self, tiers: GlobalTiers) -> None:
+        """Make `tiers` the global vectors; without argument values (``GlobalTiers()``) that clears them."""
+        self.shared = self.global_phases(tiers)
+        self.tiers = tiers
+        with self._lock:
+            self.version += 1
+        prefill, decode = self.shared.prefill, self.shared.decode
+        self.global_keys = GlobalKeys(self.version, prefill.key if prefill else None, decode.key if decode else None)
+
+    def global_status(self) -> dict[str, object]:
+        """Sites and keys of what is set, plain values."""
+        tiers = {"base": self.tiers.base, "prefill": self.tiers.prefill, "decode": self.tiers.decode}
+        return {
+            "version": self.global_keys.version,
+            "tiers": {name: _sites(vectors) for name, vectors in tiers.items() if vectors is not None},
+            **described(self.shared.prefill, self.shared.decode),
+        }
+
+    def read_module(self, name: str, spec: SteeringSpec, field: str = "module") -> Module:
+        """What `name` would be; to reserve its slots before `register`.
+
+        Raises:
+            RequestError: If it names other modules, holds nothing but zeros, or is too large for the model's dtype.
+        """
+        if spec.modules:
+            raise RequestError(field, f"module {name!r} refers to other modules; give their vectors instead")
+        if spec.prefill is None and spec.decode is None:
+            raise RequestError(field, f"module {name!r} has no vector other than zero")
+        largest = max(peak(spec.prefill), peak(spec.decode))
+        _check_limit(largest, self._dtype, field)
+        return Module(name=name, prefill=spec.prefill, decode=spec.decode, peak=largest, version=self.version + 1)
+
+    def register(self, module: Module) -> None:
+        """Take a module, in place of an earlier one of its name."""
+        with self._lock:
+            earlier = self._modules.get(module.name)
+            self._modules[module.name] = module
+            self._use(_contents(module))
+            if earlier is not None:
+                self._disuse(_contents(earlier))
+            self.version += 1
+
+    def unregister(self, name: str, field: str = "name") -> Module:
+        """Forget a module; requests that were resolved keep what they have.
+
+        Raises:
+            RequestError: If there is none of that name.
+        """
+        with self._lock:
+            module = self._module(name, field)
+            del self._modules[name]
+            self._disuse(_contents(module))
+            self.version += 1
+        return module
+
+    def modules(self) -> tuple[Module, ...]:
+        """All modules, by name."""
+        with self._lock:
+            return tuple(self._modules[name] for name in sorted(self._modules))
+
+    def take(self, req_id: str, spec: SteeringSpec, field: str = "steering_module_ref") -> Resolved:
+        """Turn the names in a request's spec into content, and keep that content until `let_go`.
+
+        Raises:
+            RequestError: On an unknown name, or if the sum could leave what the model's dtype can hold.
+        """
+        own = max(peak(spec.prefill), peak(spec.decode))
+        with self._lock:
+            named = [(self._module(ref.name, field), ref.scale) for ref in spec.modules]
+            _check_limit(max((abs(scale) for _, scale in named), default=0.0), "float32", field)
+            _check_limit(own + sum(abs(scale) * module.peak for module, scale in named), self._dtype, field)
+            resolved = _resolved(spec, named)
+            parts = frozenset(key for key, _ in (*resolved.prefill_parts, *resolved.decode_parts))
+            if parts:
+                if req_id in self._of_request:
+                    raise AssertionError(f"request {req_id!r} was taken already")
+                self._of_request[req_id] = parts
+                self._use(parts)
+        return resolved
+
+    def let_go(self, req_id: str) -> None:
+        """A request was freed or refused; nothing happens if it refers to no module."""
+        with self._lock:
+            self._disuse(self._of_request.pop(req_id, frozenset()))
+
+    def take_dropped(self) -> tuple[bytes, ...]:
+        """Keys of contents that nobody refers to any more; workers can forget them. Sorted."""
+        with self._lock:
+            dropped, self._dropped = tuple(sorted(self._dropped)), set()
+        return dropped
+
+    def _module(self, name: str, field: str) -> Module:
+        module = self._modules.get(name)
+        if module is None:
+            known = ", ".join(sorted(self._modules)) or "none"
+            raise RequestError(field, f"unknown steering module {name!r}; registered: {known}")
+        return module
+
+    def _use(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._users[key] += 1
+            self._dropped.discard(key)
+
+    def _disuse(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
+                self._dropped.add(key)
+
+
+def demand_of(prefill: PhaseVectors | None, decode: PhaseVectors | None) -> Demand:
+    """The slots of vectors as they are."""
+    return Demand(_load_of(prefill, []), _load_of(decode, []))
+
+
+def described(prefill: PhaseVectors | None, decode: PhaseVectors | None) -> dict[str, object]:
+    """Keys and sites of both phases, plain values; the hash names the content."""
+    return {
+        "hash": {
+            "prefill": prefill.key.hex() if prefill else None,
+            "decode": decode.key.hex() if decode else None,
+        },
+        "sites": {"prefill": _sites(prefill), "decode": _sites(decode)},
+    }
+
+
+def _resolved(spec: SteeringSpec, named: list[tuple[Module, float]]) -> Resolved:
+    prefill = [(module.prefill, scale) for module, scale in named if module.prefill and scale != 0]
+    decode = [(module.decode, scale) for module, scale in named if module.decode and scale != 0]
+    demand = Demand(_load_of(spec.prefill, prefill), _load_of(spec.decode, decode))
+    return Resolved(
+        prefill=demand.prefill.key if demand.prefill else None,
+        decode=demand.decode.key if demand.decode else None,
+        prefill_parts=tuple((vectors.key, scale) for vectors, scale in prefill),
+        decode_parts=tuple((vectors.key, scale) for vectors, scale in decode),
+        demand=demand,
+    )
+
+
+def _load_of(own: PhaseVectors | None, named: list[tuple[PhaseVectors, float]]) -> Load | None:
+    """The sum of a request's own vectors and modules."""
+    parts = [*named, (own, 1.0)] if own else named
+    key = sum_key((vectors.key, scale) for vectors, scale in parts)
+    return None if key is None else Load(key, len({site for vectors, _ in parts for site in vectors.sites}))
+
+
+def _contents(module: Module) -> frozenset[bytes]:
+    return frozenset(vectors.key for vectors in (module.prefill, module.decode) if vectors)
+
+
+def _sites(vectors: PhaseVectors | None) -> list[str]:
+    return [site.name for site in vectors.sites] if vectors else []
+
+
+def _check_limit(largest: float, dtype: StoredType, field: str) -> None:
+    if not largest < LIMIT[dtype]:
+        raise RequestError(
+            field,
+            f"the vectors times their scales reach {largest:.4g}; sums for a model in {dtype} stay finite below "
+            f"{LIMIT[dtype]:.4g}: use smaller vectors or scales",
+        )

@@ -1,0 +1,235 @@
+"""A request's steering fields, read and checked: from what the client wrote to a `SteeringSpec`.
+
+Every mistake is one `RequestError` that names the field. A site that is given twice in one field, be it through an
+alias (``post_mlp`` and ``post_block``) or through two names of one layer (``3`` and ``"3"``, or counted from the end),
+is refused: adding the two up would double a vector that was meant once. Vectors of one field may differ in dtype; one
+vector may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.sites import parse_hook
+from headgate.steering.requests.vector_forms import Entry, check_scale, entries
+from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType, peaks, widen
+from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, Steerable, SteeringSpec, weighted_sum
+
+BASE, PREFILL, DECODE = "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"
+NAME, MODULE_REF = "steering_name", "steering_module_ref"
+
+FIELDS = (BASE, PREFILL, DECODE, NAME, MODULE_REF)
+"""What a request may carry."""
+
+MODULE_FIELDS = ("vectors", "prefill_vectors", "decode_vectors")
+"""The tiers as a module's or the global document names them, in the order of `FIELDS`."""
+
+MAX_MODULES = 64
+"""Modules that one request may name."""
+
+_MAX_NAME = 256
+
+
+def read_steering(fields: Mapping[str, Any], steerable: Steerable) -> SteeringSpec | None:
+    """What a request steers with; None if it asks for nothing, or for nothing but zeros.
+
+    Args:
+        fields: The request's values by the names in `FIELDS`; absent and None are alike.
+        steerable: The model and its limits.
+
+    Raises:
+        RequestError: Naming the field that is wrong.
+    """
+    modules = read_modules(fields.get(NAME), fields.get(MODULE_REF))
+    tiers = [read_tier(fields.get(field), steerable, field) for field in FIELDS[:3]]
+    spec = sum_tiers(tiers, steerable, FIELDS[:3], modules)
+    return spec if spec.modules or spec.prefill or spec.decode else None
+
+
+def read_module(document: Mapping[str, Any], steerable: Steerable) -> SteeringSpec:
+    """The content of a named module: a document with the keys `MODULE_FIELDS`.
+
+    Raises:
+        RequestError: Naming the field that is wrong; also if there is nothing but zeros in it.
+    """
+    tiers = [read_tier(document.get(field), steerable, field) for field in MODULE_FIELDS]
+    spec = sum_tiers(tiers, steerable, MODULE_FIELDS)
+    if spec.prefill is None and spec.decode is None:
+        raise RequestError(MODULE_FIELDS[0], "there is no vector other than zero in the module")
+    return spec
+
+
+def read_tier(value: object, steerable: Steerable, field: str) -> PhaseVectors | None:
+    """One tier: ``{hook: ...}`` in any of the accepted forms, or `PhaseVectors`; None if absent or all zero.
+
+    Raises:
+        RequestError: Naming what is wrong in `field`.
+    """
+    if value is None:
+        return None
+    if isinstance(value, PhaseVectors):
+        value = value.packed()
+    if not isinstance(value, Mapping) or not value:
+        raise RequestError(field, f"expected a non-empty object of hook point to vectors, got {shown(value)}")
+    found: list[Entry] = []
+    for name, given in value.items():
+        if isinstance(name, str) and len(name) > _MAX_NAME:
+            raise RequestError(field, f"unknown hook point {shown(name)}")
+        where = f"{field}.{name}"
+        found.extend(entries(given, parse_hook(name, where), steerable, where))
+    return _vectors(_by_rank(found, steerable), steerable)
+
+
+def sum_tiers(
+    tiers: Sequence[PhaseVectors | None],
+    steerable: Steerable,
+    fields: Sequence[str],
+    modules: tuple[ModuleRef, ...] = (),
+) -> SteeringSpec:
+    """Base, prefill and decode tier as what each phase adds, within the limits of `steerable`.
+
+    Raises:
+        RequestError: If a sum is not finite in the model's dtype, or if the vectors are more than one request may
+            take.
+    """
+    base, prefill_tier, decode_tier = tiers
+    prefill = _phase(base, prefill_tier, steerable, fields[1] if prefill_tier else fields[0])
+    decode = _phase(base, decode_tier, steerable, fields[2] if decode_tier else fields[0])
+    if prefill and decode and prefill.key == decode.key:
+        decode = prefill
+    spec = SteeringSpec(prefill=prefill, decode=decode, modules=modules)
+    if spec.num_vectors > steerable.max_vectors:
+        raise RequestError(
+            fields[0],
+            f"takes {spec.num_vectors} vectors (one for each site and phase), at most {steerable.max_vectors} are "
+            "allowed; the operator sets max_vectors_per_request and max_steering_slots",
+        )
+    return spec
+
+
+def read_modules(name: object, ref: object) -> tuple[ModuleRef, ...]:
+    """The modules that ``steering_name`` and ``steering_module_ref`` name, each once; scales as given.
+
+    Names are a text or a list of texts. References are ``(name, scale)``, ``{"name", "scale"}``, a name, or a list
+    of these.
+
+    Raises:
+        RequestError: On any other form, or a name given twice.
+    """
+    refs = [ModuleRef(check_name(item, NAME)) for item in _items(name, NAME)]
+    if ref is not None:
+        is_single = isinstance(ref, str | Mapping) or (
+            isinstance(ref, list | tuple) and len(ref) == 2 and isinstance(ref[0], str) and not _is_ref(ref[1])
+        )
+        refs.extend(_module_ref(item) for item in ([ref] if is_single else _items(ref, MODULE_REF)))
+    names = [item.name for item in refs]
+    twice = next((text for text in names if names.count(text) > 1), None)
+    if twice is not None:
+        field = NAME if ref is None else MODULE_REF
+        raise RequestError(field, f"{twice!r} is named more than once; name it once, with the sum of the scales")
+    if len(refs) > MAX_MODULES:
+        raise RequestError(NAME if ref is None else MODULE_REF, f"names {len(refs)} modules, at most {MAX_MODULES}")
+    return tuple(refs)
+
+
+def check_name(name: object, field: str) -> str:
+    """`name` if it can be a module's.
+
+    Raises:
+        RequestError: Unless it is a printable text of 1 to 256 characters.
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+        raise RequestError(
+            field, f"expected a module's name (printable, 1 to {_MAX_NAME} characters), got {shown(name)}"
+        )
+    return name
+
+
+def _items(value: object, field: str) -> Sequence[Any]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list | tuple) or not value:
+        raise RequestError(field, f"expected a module or a non-empty list of modules, got {shown(value)}")
+    if len(value) > MAX_MODULES:
+        raise RequestError(field, f"names {len(value)} modules, at most {MAX_MODULES}")
+    return value
+
+
+def _is_ref(value: object) -> bool:
+    return isinstance(value, str | list | tuple | Mapping)
+
+
+def _module_ref(item: object) -> ModuleRef:
+    if isinstance(item, ModuleRef):
+        item = (item.name, item.scale)
+    if isinstance(item, Mapping):
+        if "name" not in item or not set(item) <= {"name", "scale"}:
+            raise RequestError(MODULE_REF, f"expected the keys 'name' and 'scale', got {shown(list(item))}")
+        item = (item["name"], item.get("scale", 1.0))
+    if isinstance(item, str):
+        item = (item, 1.0)
+    if not isinstance(item, list | tuple) or len(item) != 2:
+        raise RequestError(MODULE_REF, f"expected (name, scale), got {shown(item)}")
+    return ModuleRef(check_name(item[0], MODULE_REF), check_scale(item[1], f"{MODULE_REF}.scale"))
+
+
+def _by_rank(found: list[Entry], steerable: Steerable) -> list[Entry]:
+    found.sort(key=lambda entry: entry.rank)
+    for one, other in pairwise(found):
+        if one.rank == other.rank:
+            name = steerable.sites[one.rank].name
+            raise RequestError(other.where, f"{name} is given twice, also as {one.where}; give their sum instead")
+    return found
+
+
+def _vectors(found: list[Entry], steerable: Steerable) -> PhaseVectors | None:
+    dtype, rows = _one_type(found)
+    payload = b"".join(rows)  # type: ignore[arg-type]
+    stacked = np.frombuffer(payload, STORAGE[dtype]).reshape(len(found), -1)
+    largest = peaks(stacked, dtype)
+    if not np.isfinite(largest).all():
+        _refuse_infinite(found, int(np.flatnonzero(~np.isfinite(largest))[0]))
+    sites = tuple([steerable.sites[entry.rank] for entry in found])
+    return PhaseVectors.from_bytes(sites, payload, dtype, steerable.hidden_size, largest)
+
+
+def _one_type(found: list[Entry]) -> tuple[StoredType, list[Rows]]:
+    """The rows in one type: as they are if they are alike, else in float32; scales multiplied in, in float32."""
+    dtypes = {entry.dtype for entry in found}
+    if len(dtypes) == 1 and all(entry.scale == 1 for entry in found):
+        return found[0].dtype, [entry.row for entry in found]
+    rows = []
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        for entry in found:
+            row = widen(entry.row, entry.dtype)
+            rows.append(row if entry.scale == 1 else row * np.float32(entry.scale))
+    return "float32", rows
+
+
+def _refuse_infinite(found: list[Entry], index: int) -> None:
+    entry = found[index]
+    row = widen(entry.row, entry.dtype)
+    wrong = np.flatnonzero(~np.isfinite(row))
+    if wrong.size:
+        raise RequestError(entry.where, f"value {wrong[0]} is not finite in float32: {row[wrong[0]]}")
+    raise RequestError(entry.where, f"is not finite in float32 once multiplied by its scale {entry.scale}")
+
+
+def _phase(
+    base: PhaseVectors | None, tier: PhaseVectors | None, steerable: Steerable, field: str
+) -> PhaseVectors | None:
+    try:
+        total = weighted_sum([(base, 1), (tier, 1)])
+    except OverflowError as error:
+        raise RequestError(field, str(error)) from None
+    over = total.first_overflow(steerable.dtype) if total else None
+    if over is not None:
+        raise RequestError(field, f"the vector at {over.name} has a value too large for the model's {steerable.dtype}")
+    return total

@@ -1,0 +1,260 @@
+"""One hook point's part of a steering field, read into single vectors: every form a client may send.
+
+Forms are told apart here and nowhere else. A vector keeps the bytes it came with, except that float64 and lists are
+rounded to float32. Sizes are compared before anything is decoded or converted, so a giant payload costs no more than a
+small one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pybase64
+
+from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.sites import HookPoint, Site, parse_layers, site_map
+from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType
+from headgate.steering.vectors.phase_vectors import Steerable
+
+
+class Entry(NamedTuple):
+    """One vector of a field.
+
+    Attributes:
+        rank: Index of its site in `Steerable.sites`.
+        row: ``[hidden]`` in the storage of `dtype`, contiguous; not checked for values that are not finite.
+        dtype: What the row is in.
+        scale: To be multiplied in.
+        where: Path in the client's document, for errors.
+    """
+
+    rank: int
+    row: Rows
+    dtype: StoredType
+    scale: float
+    where: str
+
+
+PACKED_TYPES: dict[str, np.dtype[Any]] = {str(name): dtype for name, dtype in STORAGE.items()}
+PACKED_TYPES["float64"] = np.dtype("<f8")
+"""What packed data, arrays and tensors may be in."""
+
+_STORED: dict[str, StoredType] = {"<f4": "float32", "<f2": "float16"}
+_PACKED_KEYS = {"dtype", "shape", "layer_indices", "data", "scales"}
+_MAX_SCALE = float(np.finfo(np.float32).max)
+_INTEGER = re.compile(r"-?[0-9]{1,9}")
+_FORMS = (
+    '{layer: vector} with a vector as a list of numbers, an array, a tensor or {"vector": ..., "scale": number}, '
+    'or the packed form {"dtype", "shape", "layer_indices", "data"}'
+)
+
+
+def entries(value: object, hook: HookPoint, steerable: Steerable, where: str) -> Iterator[Entry]:
+    """The vectors of one hook point's value.
+
+    Raises:
+        RequestError: On the first thing that is wrong, naming it.
+    """
+    if isinstance(value, Mapping) and "data" in value:
+        yield from _packed(value, hook, steerable, where)
+        return
+    if hook is HookPoint.FINAL_NORM and not (isinstance(value, Mapping) and "vector" not in value):
+        value = {-1: value}
+    if not isinstance(value, Mapping) or not value:
+        raise RequestError(where, f"expected {_FORMS}, not empty; got {shown(value)}")
+    ranks, hidden = steerable.ranks[hook], steerable.hidden_size
+    for key, given in value.items():
+        layer = _layer(key, hook, steerable, where)
+        inner = f"{where}.{key}"
+        rank = _known(ranks[layer], layer, hook, steerable, inner)
+        scale = 1.0
+        if isinstance(given, Mapping):
+            given, scale = split_scale(given, inner)
+        row, dtype = read_vector(given, hidden, inner)
+        yield Entry(rank, row, dtype, scale, inner)
+
+
+def check_scale(scale: object, where: str) -> float:
+    """`scale` as a float.
+
+    Raises:
+        RequestError: Unless it is a number that is finite in float32.
+    """
+    is_number = isinstance(scale, int | float | np.integer | np.floating) and not isinstance(scale, bool)
+    if not is_number or not -_MAX_SCALE <= scale <= _MAX_SCALE:  # type: ignore[operator]
+        raise RequestError(where, f"expected a finite number, got {shown(scale)}")
+    return float(scale)  # type: ignore[arg-type]
+
+
+def _layer(key: object, hook: HookPoint, steerable: Steerable, where: str) -> int:
+    if type(key) is int and 0 <= key < steerable.num_layers and hook is not HookPoint.FINAL_NORM:
+        return key
+    if isinstance(key, str) and _INTEGER.fullmatch(key):
+        key = int(key)
+    if hook is HookPoint.FINAL_NORM:
+        if isinstance(key, bool) or key != -1:
+            raise RequestError(where, f"final_norm has no layers: expected the vector itself, got layer {shown(key)}")
+        return -1
+    if isinstance(key, str):
+        raise RequestError(where, f"layer {shown(key)} is not an integer")
+    return parse_layers([key], steerable.num_layers, where)[0]
+
+
+def _known(rank: int, layer: int, hook: HookPoint, steerable: Steerable, where: str) -> int:
+    if rank < 0:
+        known = shown(site_map(steerable.sites))
+        raise RequestError(
+            where,
+            f"{Site(layer, hook).name} cannot be steered on this server, which was started for {known}; "
+            "the operator sets additional_config['headgate']['steering']['sites']",
+        )
+    return rank
+
+
+def split_scale(given: Mapping[Any, Any], where: str) -> tuple[object, float]:
+    """The vector and the scale of ``{"vector": ..., "scale": number}``.
+
+    Raises:
+        RequestError: If it is another object, or the scale no finite number.
+    """
+    if "vector" not in given or not set(given) <= {"vector", "scale"}:
+        raise RequestError(where, f"expected the keys 'vector' and 'scale', got {shown(list(given))}")
+    return given["vector"], check_scale(given.get("scale", 1.0), f"{where}.scale")
+
+
+def read_vector(value: object, hidden: int, where: str) -> tuple[Rows, StoredType]:
+    """A list, an array or a tensor of `hidden` numbers as a row in a stored type; float64 and lists become float32.
+
+    Raises:
+        RequestError: If it is something else.
+    """
+    if isinstance(value, np.ndarray):
+        return _array(value, hidden, where)
+    if isinstance(value, list | tuple):
+        return _listed(value, hidden, where), "float32"
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _tensor(value, torch, hidden, where)
+    raise RequestError(where, f"expected a list of {hidden} numbers, an array or a tensor, got {shown(value)}")
+
+
+def _array(array: np.ndarray[Any, Any], hidden: int, where: str) -> tuple[Rows, StoredType]:
+    if array.shape != (hidden,):
+        got = array.size if array.ndim == 1 else f"the shape {list(array.shape)}"
+        raise RequestError(where, f"expected {hidden} numbers, the hidden size; got {got}")
+    dtype = array.dtype
+    if isinstance(array, np.ma.MaskedArray):
+        raise RequestError(where, "expected a plain array, got a masked one; fill the masked values first")
+    stored = _STORED.get(dtype.str)
+    if stored is not None:
+        return np.ascontiguousarray(array), stored
+    if dtype.name == "bfloat16":
+        return np.ascontiguousarray(array).view(np.uint16), "bfloat16"
+    if dtype.kind != "f" or dtype.itemsize > 8:
+        raise RequestError(where, f"expected {', '.join(PACKED_TYPES)}; got an array of {dtype.name}")
+    if dtype.itemsize < 8:
+        little = array.astype(dtype.newbyteorder("<"))
+        return little, _STORED[little.dtype.str]
+    return _rounded(array), "float32"
+
+
+def _rounded(array: np.ndarray[Any, Any]) -> Rows:
+    with np.errstate(over="ignore", under="ignore"):
+        return array.astype("<f4")
+
+
+def _listed(values: Sequence[Any], hidden: int, where: str) -> Rows:
+    if len(values) != hidden:
+        raise RequestError(where, f"expected {hidden} numbers, the hidden size; got {len(values)}")
+    others = {kind for kind in set(map(type, values)) - {float, int} if not issubclass(kind, np.floating | np.integer)}
+    if others:
+        index = next(i for i, value in enumerate(values) if type(value) in others)
+        raise RequestError(where, f"value {index} is not a number: {shown(values[index])}")
+    try:
+        return _rounded(np.array(values, np.float64))
+    except OverflowError:
+        raise RequestError(where, "has a number that does not fit float32") from None
+
+
+def _tensor(tensor: Any, torch: Any, hidden: int, where: str) -> tuple[Rows, StoredType]:
+    """Read a torch tensor; one on a device is copied, which waits for that device."""
+    if tuple(tensor.shape) != (hidden,):
+        raise RequestError(where, f"expected {hidden} numbers, the hidden size; got the shape {list(tensor.shape)}")
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in PACKED_TYPES:
+        raise RequestError(where, f"expected {', '.join(PACKED_TYPES)}; got a tensor of {name}")
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        raise RequestError(where, f"expected a dense tensor with data, got {tensor.layout} on {tensor.device}")
+    plain = tensor.detach().cpu().contiguous()
+    if name == "bfloat16":
+        return plain.view(torch.int16).numpy().view(np.uint16), "bfloat16"
+    return _array(plain.numpy(), hidden, where)
+
+
+def _packed(value: Mapping[Any, Any], hook: HookPoint, steerable: Steerable, where: str) -> Iterator[Entry]:
+    missing = _PACKED_KEYS - {"scales"} - set(value)
+    unknown = set(value) - _PACKED_KEYS
+    if missing or unknown:
+        wrong = f"lacks {sorted(missing)}" if missing else f"has the unknown keys {shown(sorted(map(str, unknown)))}"
+        raise RequestError(where, f"the packed form {wrong}; its keys are {sorted(_PACKED_KEYS)}, 'scales' optional")
+    dtype = value["dtype"]
+    if not isinstance(dtype, str) or dtype not in PACKED_TYPES:
+        raise RequestError(f"{where}.dtype", f"expected one of {', '.join(PACKED_TYPES)}; got {shown(dtype)}")
+    layers = _listing(value["layer_indices"], f"{where}.layer_indices")
+    if not 0 < len(layers) <= steerable.num_layers:
+        raise RequestError(f"{where}.layer_indices", f"expected 1 to {steerable.num_layers} layers, got {len(layers)}")
+    shape = list(_listing(value["shape"], f"{where}.shape"))
+    expected = [len(layers), steerable.hidden_size]
+    if shape != expected:
+        raise RequestError(
+            f"{where}.shape", f"expected {expected}, one row of the hidden size for each layer; got {shown(shape)}"
+        )
+    scales = _scales(value.get("scales"), len(layers), f"{where}.scales")
+    rows = _data(value["data"], PACKED_TYPES[dtype], len(layers), steerable.hidden_size, f"{where}.data")
+    stored: StoredType = "float32" if dtype == "float64" else dtype  # type: ignore[assignment]
+    for key, row, scale in zip(layers, rows, scales, strict=True):
+        layer = _layer(key, hook, steerable, f"{where}.layer_indices")
+        inner = f"{where}.{key}"
+        yield Entry(_known(steerable.ranks[hook][layer], layer, hook, steerable, inner), row, stored, scale, inner)
+
+
+def _listing(value: object, where: str) -> Sequence[Any]:
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iuf":
+        return value.tolist()  # type: ignore[no-any-return]
+    if not isinstance(value, list | tuple):
+        raise RequestError(where, f"expected a list, got {shown(value)}")
+    return value
+
+
+def _scales(value: object, count: int, where: str) -> Sequence[float]:
+    if value is None:
+        return [1.0] * count
+    scales = _listing(value, where)
+    if len(scales) != count:
+        raise RequestError(where, f"expected {count} numbers, one for each layer; got {len(scales)}")
+    return [check_scale(scale, f"{where}[{index}]") for index, scale in enumerate(scales)]
+
+
+def _data(data: object, dtype: np.dtype[Any], count: int, hidden: int, where: str) -> Rows:
+    size = count * hidden * dtype.itemsize
+    expected = f"expected {size} bytes ({count} x {hidden} of {dtype.itemsize})"
+    if isinstance(data, str):
+        if len(data) != (size + 2) // 3 * 4:
+            raise RequestError(
+                where, f"{expected}, which is {(size + 2) // 3 * 4} characters of base64; got {len(data)}"
+            )
+        try:
+            data = pybase64.b64decode(data, validate=True)  # seven times as fast as `base64`, twice as fast as msgspec
+        except ValueError:
+            raise RequestError(where, f"is not base64: {shown(data)}") from None
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise RequestError(where, f"expected base64 text or bytes, got {shown(data)}")
+    given = memoryview(data).nbytes
+    if given != size:
+        raise RequestError(where, f"{expected}; got {given}")
+    rows = np.frombuffer(data, dtype).reshape(count, hidden)
+    return _rounded(rows) if dtype.itemsize == 8 else rows

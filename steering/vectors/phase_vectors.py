@@ -1,0 +1,228 @@
+"""Steering vectors as they are once they were read: rows at sites, their sums, and what one request asks for.
+
+A set of vectors has one canonical form: its rows in the order of the forward pass, without rows of zeros, in the
+first of bfloat16, float16 and float32 that holds every value exactly. So equal vectors have equal bytes and equal
+keys, whether they came as lists, arrays, tensors or packed bytes, and no value is ever rounded on the way. The worker
+rounds once, to the model's dtype, after the last sum.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
+from headgate.steering.vectors.content_keys import content_key
+from headgate.steering.vectors.dtypes import OVERFLOW, STORAGE, Float32Rows, Rows, StoredType, narrowest, peaks, widen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steerable:
+    """What of the served model can be steered, and how much of it one request may ask for.
+
+    Attributes:
+        num_layers: Decoder layers of the whole model.
+        hidden_size: Width of the residual stream, and of every vector.
+        dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``: what sums are rounded to.
+        sites: In the order of the forward pass.
+        max_vectors: Vectors that one request may take: one for each site and phase, counted once if both phases
+            are alike.
+    """
+
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    sites: tuple[Site, ...]
+    max_vectors: int
+    ranks: Mapping[HookPoint, Sequence[int]] = field(init=False, repr=False, compare=False)
+    """Per hook point, each layer's index into `sites`; -1 where it cannot be steered."""
+
+    def __post_init__(self) -> None:
+        ranks = {hook: [-1] * (1 if hook is HookPoint.FINAL_NORM else self.num_layers) for hook in HookPoint}
+        for rank, (layer, hook) in enumerate(self.sites):
+            ranks[hook][layer] = rank
+        object.__setattr__(self, "ranks", ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseVectors:
+    """Vectors at sites, for one phase or as one tier; immutable, in canonical form, never empty.
+
+    Make them with `from_rows`, `from_bytes`, `weighted_sum`, or by reading a request or a file.
+
+    Attributes:
+        sites: In the order of the forward pass, each once.
+        hidden_size: Values of a row.
+        dtype: What the rows are stored in.
+        payload: The rows, one after the other, little-endian.
+        key: 16 bytes; equal if and only if the vectors are.
+        peak: The largest magnitude of any value.
+    """
+
+    sites: tuple[Site, ...]
+    hidden_size: int
+    dtype: StoredType
+    payload: bytes = field(repr=False, compare=False)
+    key: bytes = field(repr=False)
+    peak: float = field(repr=False, compare=False)
+
+    @classmethod
+    def from_rows(cls, rows: Mapping[Site, Any]) -> PhaseVectors | None:
+        """Vectors from arrays of ``[hidden]``, rounded to float32; None if all are zero.
+
+        Raises:
+            ValueError: If there is none, if their widths differ, or if a value is not finite in float32.
+        """
+        sites = sort_sites(rows)
+        widths = {np.shape(rows[site]) for site in sites}
+        if len(widths) != 1 or len(next(iter(widths))) != 1:
+            raise ValueError(f"expected one or more vectors of one width, got the shapes {sorted(widths)}")
+        with np.errstate(over="ignore"):
+            stacked = np.stack([np.asarray(rows[site], np.float64) for site in sites]).astype(np.float32)
+        largest = peaks(stacked, "float32")
+        for site, peak in zip(sites, largest, strict=True):
+            if not np.isfinite(peak):
+                raise ValueError(f"the vector at {site.name} has a value that is not finite in float32")
+        return cls.from_bytes(sites, stacked.tobytes(), "float32", stacked.shape[1], largest)
+
+    @classmethod
+    def from_bytes(
+        cls, sites: tuple[Site, ...], payload: bytes, dtype: StoredType, hidden_size: int, largest: Float32Rows
+    ) -> PhaseVectors | None:
+        """Vectors from checked rows; None if all are zero.
+
+        Args:
+            sites: In the order of the forward pass, each once.
+            payload: Their rows; kept as it is if it is canonical.
+            dtype: What `payload` is in.
+            hidden_size: Values of a row.
+            largest: `peaks` of the rows; all finite.
+        """
+        rows = _rows(payload, dtype, hidden_size)
+        if not largest.all():
+            kept = largest != 0
+            sites = tuple(site for site, is_kept in zip(sites, kept.tolist(), strict=True) if is_kept)
+            rows = rows[kept]
+        if not sites:
+            return None
+        narrow, narrow_dtype = narrowest(rows, dtype)
+        if narrow_dtype != dtype or len(narrow) != len(largest):
+            payload = narrow.tobytes()
+        key = content_key(sites, hidden_size, narrow_dtype, payload)
+        peak = float(largest.max())
+        return cls(sites=sites, hidden_size=hidden_size, dtype=narrow_dtype, payload=payload, key=key, peak=peak)
+
+    @property
+    def rows(self) -> Rows:
+        """``[n, hidden]`` as stored (bfloat16 as uint16 bits): a read-only view of `payload`."""
+        return _rows(self.payload, self.dtype, self.hidden_size)
+
+    def float32(self) -> Float32Rows:
+        """``[n, hidden]`` in float32, exact; read-only if that is how they are stored."""
+        return widen(self.rows, self.dtype)
+
+    def stored_as(self, dtype: StoredType) -> Rows | None:
+        """`rows`, if they are stored in `dtype`."""
+        return self.rows if self.dtype == dtype else None
+
+    def scaled(self, scale: float) -> PhaseVectors | None:
+        """These vectors times `scale`, in float32; None if that leaves nothing.
+
+        Raises:
+            OverflowError: As `weighted_sum`.
+        """
+        return weighted_sum([(self, scale)])
+
+    def packed(self, *, as_text: bool = False) -> dict[str, Any]:
+        """The packed form of a request field, which is read back to equal vectors.
+
+        Args:
+            as_text: `data` is base64, for a JSON body, instead of bytes.
+        """
+        ranks = {site: rank for rank, site in enumerate(self.sites)}
+        rows, hooks = self.rows, {}
+        for hook, layers in site_map(self.sites).items():
+            layers = layers or [-1]
+            chosen = rows[[ranks[Site(layer, HookPoint(hook))] for layer in layers]].tobytes()
+            hooks[hook] = {
+                "dtype": self.dtype,
+                "shape": [len(layers), self.hidden_size],
+                "layer_indices": layers,
+                "data": base64.b64encode(chosen).decode("ascii") if as_text else chosen,
+            }
+        return hooks
+
+    def first_overflow(self, dtype: str) -> Site | None:
+        """The first site whose vector is infinite once rounded to `dtype`, the model's; None if none is."""
+        if self.peak < OVERFLOW[dtype]:
+            return None
+        over = np.flatnonzero(peaks(self.rows, self.dtype) >= OVERFLOW[dtype])
+        return self.sites[over[0]] if over.size else None
+
+
+def _rows(payload: bytes, dtype: StoredType, hidden_size: int) -> Rows:
+    return np.frombuffer(payload, STORAGE[dtype]).reshape(-1, hidden_size)
+
+
+def weighted_sum(parts: Iterable[tuple[PhaseVectors | None, float]]) -> PhaseVectors | None:
+    """The sum of vectors times scales, per site, in float32; None if it is zero everywhere.
+
+    Scales are rounded to float32 and multiplied in first. The parts are added in the order of their keys, so the
+    result does not depend on the order they are given in. One part of scale 1 is returned as it is.
+
+    Raises:
+        OverflowError: If a sum is not finite in float32; the message names the site.
+    """
+    counted = [(vectors, scale) for vectors, scale in parts if vectors is not None and scale != 0]
+    if not counted:
+        return None
+    if len(counted) == 1 and counted[0][1] == 1:
+        return counted[0][0]
+    counted.sort(key=lambda part: (part[0].key, part[1]))
+    sites = sort_sites({site for vectors, _ in counted for site in vectors.sites})
+    ranks = {site: rank for rank, site in enumerate(sites)}
+    total = np.zeros((len(sites), counted[0][0].hidden_size), np.float32)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        for vectors, scale in counted:
+            rows = vectors.float32()
+            total[[ranks[site] for site in vectors.sites]] += rows if scale == 1 else rows * np.float32(scale)
+    largest = peaks(total, "float32")
+    if not np.isfinite(largest).all():
+        site = sites[int(np.flatnonzero(~np.isfinite(largest))[0])]
+        raise OverflowError(f"the sum of the vectors at {site.name} is not finite in float32")
+    return PhaseVectors.from_bytes(sites, total.tobytes(), "float32", total.shape[1], largest)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRef:
+    """A named module and how strongly to apply it. Scale 0 adds nothing, but the name must exist all the same."""
+
+    name: str
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SteeringSpec:
+    """What one request, or one named module, steers with.
+
+    Attributes:
+        prefill: At positions of the prompt: base plus prefill tier.
+        decode: At generated positions: base plus decode tier. The same object as `prefill` if they are equal.
+        modules: Named modules that are added to both.
+    """
+
+    prefill: PhaseVectors | None = None
+    decode: PhaseVectors | None = None
+    modules: tuple[ModuleRef, ...] = ()
+
+    @property
+    def num_vectors(self) -> int:
+        """Vectors of its own, without those of the modules; phases that are alike count once."""
+        prefill = len(self.prefill.sites) if self.prefill else 0
+        if self.decode is None or (self.prefill and self.decode.key == self.prefill.key):
+            return prefill
+        return prefill + len(self.decode.sites)

@@ -1,0 +1,253 @@
+"""Steering as a part of one worker: its sites in the graph, its tables before each step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts, hookimpl
+from headgate.capture.schema.batch import BatchView, NewRequest
+from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.sites import Site, parse_sites
+from headgate.steering.config import SteeringConfig, parse_config
+from headgate.steering.requests.wire import SteeringWire
+from headgate.steering.vectors.phase_vectors import PhaseVectors
+from headgate.steering.vectors.sums import Vectors, sum_of
+from headgate.steering.worker import site_action
+from headgate.steering.worker.device_tables import DeviceTables
+from headgate.steering.worker.row_resolver import RowResolver
+from headgate.steering.worker.row_table import RowTable, rows_needed
+from headgate.steering.worker.self_test import check_steering
+from headgate.steering.worker.slot_pool import SlotPool
+
+logger = logging.getLogger("headgate")
+
+PART = "steering"
+
+
+def open_steering(vllm_config: Any, section: Mapping[str, Any]) -> SteeringPart:
+    """The part for the configuration's ``steering`` section: entry point of the group ``headgate.engine``."""
+    return SteeringPart(parse_config(section))
+
+
+class SteeringPart:
+    """Implements the engine hooks for steering. Every rank steers: each carries the whole stream."""
+
+    def __init__(self, config: SteeringConfig) -> None:
+        self._config = config
+        self._state: WorkerSteering | None = None
+        self._sites: tuple[Site, ...] = ()
+        self._fires: Tensor | None = None
+
+    @hookimpl
+    def headgate_actions(self, facts: WorkerFacts) -> dict[Site, SiteAction]:
+        """Allocate the tables and return the steering action of every site of this worker."""
+        sites = parse_sites(self._config.sites, facts.model.num_layers, "steering.sites")
+        self._sites = tuple(site for site in sites if facts.owns(site))
+        self._check_memory(facts)
+        self._state = WorkerSteering(self._config, self._sites, facts)
+        logger.info(
+            "steering: %d sites, %d slots, %.1f MiB of %s memory",
+            len(self._sites),
+            self._config.max_steering_slots,
+            self._state.tables.device_bytes / 2**20,
+            facts.device.type,
+        )
+        return self._make_actions(facts, self._state.tables)
+
+    @hookimpl
+    def headgate_graph_key(self) -> dict[str, Any]:
+        """Sites and shapes: whatever the traced code depends on."""
+        sites = [site.name for site in self._sites]
+        return {PART: {"sites": sites, "slots": self._config.max_steering_slots, "fires": self._config.fire_counter}}
+
+    @hookimpl
+    def headgate_device_bytes(self) -> int:
+        """Bytes of the tables."""
+        return self._opened.tables.device_bytes
+
+    @hookimpl
+    def headgate_request_added(self, new: NewRequest) -> None:
+        wire = new.wire.get(PART) if new.wire is not None else None
+        self._opened.add(new.req_id, new.num_prompt_tokens, wire)
+
+    @hookimpl
+    def headgate_plain_request_added(self, req_id: str, num_prompt_tokens: int) -> None:
+        self._opened.add(req_id, num_prompt_tokens, None)
+
+    @hookimpl
+    def headgate_request_stopped(self, req_id: str) -> None:
+        self._opened.table.remove(req_id)
+
+    @hookimpl
+    def headgate_needs_plain_steps(self) -> bool:
+        return not self._opened.table.is_idle
+
+    @hookimpl
+    def headgate_step_begins(self, view: BatchView | None) -> None:
+        self._opened.step_begins(view)
+
+    @hookimpl
+    def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], Sequence[Tensor]]) -> None:
+        """Prove that every site of this worker steers; every rank runs the same dummy steps."""
+        if self._config.self_test:
+            rows = min(facts.max_num_seqs, facts.max_tokens)
+            check_steering(self._opened.tables, self._sites, rows, run)
+
+    @hookimpl
+    def headgate_call(self, part: str, method: str, args: Mapping[str, Any]) -> Any:
+        if part != PART:
+            return None
+        call = _METHODS.get(method)
+        if call is None:
+            raise AssertionError(f"steering: workers have no method {method!r}; known: {', '.join(sorted(_METHODS))}")
+        return call(self._opened, **args)
+
+    @hookimpl
+    def headgate_stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = self._opened.stats()
+        if self._fires is not None:
+            counts = self._fires.tolist()
+            stats["fires"] = {site.name: count for site, count in zip(self._sites, counts, strict=True)}
+        return {PART: stats}
+
+    @property
+    def _opened(self) -> WorkerSteering:
+        if self._state is None:
+            raise AssertionError("steering: the worker was used before its sites were installed")
+        return self._state
+
+    def _check_memory(self, facts: WorkerFacts) -> None:
+        num_slots, row_bytes = self._config.max_steering_slots, facts.model.hidden_size * facts.dtype.itemsize
+        if facts.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(facts.device)
+            if num_slots * row_bytes > free:
+                raise ConfigError(
+                    f"steering.max_steering_slots: {num_slots} vectors of {row_bytes} bytes are "
+                    f"{num_slots * row_bytes / 2**20:.1f} MiB, but {free / 2**20:.1f} MiB are free; lower it"
+                )
+
+    def _make_actions(self, facts: WorkerFacts, tables: DeviceTables) -> dict[Site, SiteAction]:
+        add = site_action.addition(facts)
+        repay = add.run
+        if self._config.fire_counter:
+            self._fires = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
+            add = add.counted()
+        actions = {}
+        for index, site in enumerate(self._sites):
+            tensors = {site_action.POOL: tables.pool, site_action.SLOTS: tables.slots[index]}
+            if self._fires is not None:
+                tensors[site_action.FIRES] = torch.utils.dlpack.from_dlpack(self._fires[index : index + 1])
+            actions[site] = SiteAction(
+                run=add.run, ahead=add.ahead, apart=add.apart, repay=repay, tensors=tensors, order=20
+            )
+        return actions
+
+
+class WorkerSteering:
+    """Requests, modules and global vectors of one worker, and the tables that follow them. Step thread only.
+
+    Args:
+        config: The operator's.
+        sites: Those of this worker, in the order of the forward pass.
+        facts: The worker's.
+
+    Attributes:
+        table: Requests and rows, on the host.
+        tables: What the forward reads.
+    """
+
+    def __init__(self, config: SteeringConfig, sites: Sequence[Site], facts: WorkerFacts) -> None:
+        dtype: Any = str(facts.dtype).removeprefix("torch.")
+        num_rows = rows_needed(facts.max_num_seqs)
+        pool = SlotPool(config.max_steering_slots, facts.model.hidden_size, dtype)
+        self.table = RowTable(sites=sites, num_rows=num_rows, pool=pool, dtype=dtype)
+        self.tables = DeviceTables(
+            num_sites=len(sites),
+            num_slots=config.max_steering_slots,
+            num_rows=num_rows,
+            max_tokens=facts.max_tokens,
+            hidden_size=facts.model.hidden_size,
+            dtype=facts.dtype,
+            device=facts.device,
+        )
+        self._resolver = RowResolver(self.table, facts.max_tokens)
+        self._library: dict[bytes, PhaseVectors] = {}
+        self._modules: set[str] = set()
+
+    def add(self, req_id: str, num_prompt: int, wire: Mapping[str, Any] | None) -> None:
+        """Take a request; `wire` is what it steers with, None if it does not."""
+        if wire is None:
+            self.table.add(req_id, num_prompt)
+            return
+        own = SteeringWire(wire).spec()
+        prefill = self._sum(wire.get("pp", ()), own.prefill)
+        decode = self._sum(wire.get("dp", ()), own.decode)
+        self.table.add(req_id, num_prompt, prefill, decode)
+
+    def step_begins(self, view: BatchView | None) -> None:
+        """Aim the tables at a step; None for dummy and idle steps."""
+        step = self._resolver.resolve(view)
+        with torch.inference_mode():
+            self.tables.follow(self.table.take_writes(), step)
+
+    def set_global(self, spec: Mapping[str, Any]) -> None:
+        """RPC: make the phases of `spec` the global vectors; an empty one clears them."""
+        read = SteeringWire(spec)
+        self.table.set_global(read.prefill(), read.decode())
+
+    def keep(self, name: str, spec: Mapping[str, Any]) -> None:
+        """RPC: a module was registered, in place of an earlier one of its name."""
+        if name in self._modules:
+            self.let_go(name)
+        read = SteeringWire(spec)
+        prefill, decode = read.prefill(), read.decode()
+        self._library.update({vectors.key: vectors for vectors in (prefill, decode) if vectors is not None})
+        self.table.keep(name, prefill, decode)
+        self._modules.add(name)
+
+    def let_go(self, name: str) -> None:
+        """RPC: a module was unregistered; requests that use it keep what they have.
+
+        Nothing happens if it is not kept: where `keep` failed in one worker, it is undone in all.
+        """
+        if name in self._modules:
+            self._modules.remove(name)
+            self.table.let_go(name)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """RPC: contents of modules that no request refers to any more."""
+        for key in keys:
+            self._library.pop(key, None)
+
+    def checksum(self) -> int:
+        """RPC: the state as a number, equal on all tensor-parallel ranks."""
+        return self.table.checksum()
+
+    def stats(self) -> dict[str, Any]:
+        """Plain counters."""
+        return {
+            "slots_live": self.table.num_live_slots,
+            "slots_used": self.table.num_slots_used,
+            "modules": len(self._modules),
+        }
+
+    def _sum(self, parts: Sequence[tuple[bytes, float]], own: PhaseVectors | None) -> Vectors | None:
+        try:
+            named: list[tuple[PhaseVectors | None, float]] = [(self._library[key], scale) for key, scale in parts]
+        except KeyError as error:
+            raise AssertionError(f"steering: no module has the content {error.args[0]!r}") from None
+        return sum_of([*named, (own, 1.0)])
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "set_global": WorkerSteering.set_global,
+    "keep": WorkerSteering.keep,
+    "let_go": WorkerSteering.let_go,
+    "forget": WorkerSteering.forget,
+    "checksum": WorkerSteering.checksum,
+}

@@ -1,0 +1,153 @@
+"""A capture session, the ring it stages from, and a model whose rows say whose they are; no vLLM, no GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from headgate.capture.schema.batch import BatchView, NewRequest
+from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.schema.consumer import BatchedConsumer, CaptureConsumer, CapturedRequest, ConsumerContext
+from headgate.capture.schema.positions import Named, PositionSelector
+from headgate.capture.schema.registry import OpenConsumer
+from headgate.capture.schema.results import CaptureResult
+from headgate.capture.schema.sites import Site
+from headgate.capture.schema.spec import CaptureSpec
+from headgate.capture.session import CaptureSession
+from headgate.capture.staging.ring import StagingRing
+from tests.fakes.pipeline import HIDDEN, MODEL, ROW_BYTES, SITES, TIMEOUT_S, row_values
+
+
+class Keeper(BatchedConsumer):
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__({}, ConsumerContext(instance_name="keeper", model=MODEL))
+        self.captured: list[CapturedRequest] = []
+
+    def on_capture(self, captured: CapturedRequest) -> int:
+        self.captured.append(captured)
+        return len(captured.positions)
+
+
+class Outlet:
+    """A `ResultOutlet` that keeps results; rows of driver-located consumers never come this way in these tests."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.sent: list[dict[str, Any]] = []
+
+    def send_result(self, **message: Any) -> None:
+        with self._changed:
+            self.sent.append(message)
+            self._changed.notify_all()
+
+    def wait(self, count: int = 1) -> list[CaptureResult]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.sent) >= count, TIMEOUT_S), f"only {self.sent}"
+            return [message["result"] for message in self.sent]
+
+
+@dataclass
+class World:
+    """A session, its staging ring, and the model whose forward pass writes into it."""
+
+    session: CaptureSession
+    staging: StagingRing
+    outlet: Outlet
+    numbers: dict[str, int] = field(default_factory=dict)
+    """What stands for a request in the rows it computes."""
+
+    def add(
+        self, req_id: str, capture: Mapping[str, CaptureSpec], *, num_prompt: int = 4, number: int = 1, **wire: Any
+    ):
+        self.numbers[req_id] = number
+        fields = {
+            "v": 1,
+            "id": f"client-{req_id}",
+            "n": 1,
+            "key": f"key-{req_id}",
+            "reply": "ipc://hub",
+            "wait": False,
+            **wire,
+        }
+        raw = {instance: spec.to_wire() for instance, spec in capture.items()}
+        self.session.request_added(
+            NewRequest(
+                req_id=req_id,
+                prompt_token_ids=np.arange(num_prompt, dtype=np.int64),
+                wire={**fields, "capture": raw},
+            )
+        )
+
+    def view(self, **spans: tuple[int, int]) -> BatchView:
+        """A batch with the positions ``start : stop`` of each request."""
+        counts = np.array([stop - start for start, stop in spans.values()], dtype=np.int64)
+        computed = np.array([start for start, _ in spans.values()], dtype=np.int64)
+        return BatchView(tuple(spans), np.cumsum(counts) - counts, counts, computed)
+
+    def step(self, *, token_ids: torch.Tensor | None = None, **spans: tuple[int, int]) -> None:
+        """One step of such a batch."""
+        view = self.view(**spans)
+        self.session.step_begins(view, token_ids)
+        rows = list(zip(view.req_ids, view.starts, view.num_scheduled, view.num_computed, strict=True))
+        for index, buffer in enumerate(self.staging.buffers):
+            for req_id, start, count, first in rows:
+                values = row_values(self.numbers[req_id], np.arange(first, first + count), index)
+                buffer.index_put_((self.staging.slots[start : start + count],), values)
+        self.session.step_ends()
+
+
+def make_staging(
+    sites: tuple[Site, ...] = SITES, *, num_rows: int = 64, max_tokens: int = 64, staging_rows: int = 1000
+) -> StagingRing:
+    return StagingRing(
+        sites=sites,
+        num_rows=num_rows,
+        max_tokens=max_tokens,
+        hidden_size=HIDDEN,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        staging_bytes=staging_rows * ROW_BYTES,
+    )
+
+
+Configured = tuple[CaptureConsumer, dict[str, Any]]
+
+
+@contextmanager
+def world(*consumers: Configured, sites: tuple[Site, ...] = SITES, **settings: Any) -> Iterator[World]:
+    """A world whose consumers are called ``c0``, ``c1``, ...; closed at the end."""
+    made = make_world(*consumers, sites=sites, **settings)
+    try:
+        yield made
+    finally:
+        made.session.close(TIMEOUT_S)
+
+
+def make_world(
+    *consumers: Configured, sites: tuple[Site, ...] = SITES, linger_s: float | None = 0, **settings: Any
+) -> World:
+    """The same, not closed. With ``linger_s=0`` each step is a packet."""
+    specs = [CaptureConsumerSpec(name=f"c{bit}", **knobs) for bit, (_, knobs) in enumerate(consumers)]
+    staging, outlet = settings.pop("staging", None) or make_staging(sites), Outlet()
+    session = CaptureSession(
+        config=CaptureConsumersConfig(consumers=tuple(specs), linger_s=linger_s),
+        model=MODEL,
+        sites=sites,
+        consumers=[OpenConsumer(bit, specs[bit], consumer) for bit, (consumer, _) in enumerate(consumers)],
+        staging=staging,
+        outlet=outlet,
+        **settings,
+    )
+    return World(session, staging, outlet)
+
+
+def want(positions: PositionSelector | None = None, sites: tuple[Site, ...] = SITES) -> CaptureSpec:
+    return CaptureSpec(sites=sites, positions=positions or Named("all"), options={"tag": "t"})

@@ -1,0 +1,45 @@
+"""Consumers as the front end sees them: what they accept. The fake worker answers in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, SpecContext, parse_client_spec
+from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.positions import Named
+from headgate.capture.schema.spec import CaptureSpec
+
+
+class Rows(BatchedConsumer):
+    """Takes any selection, and an option."""
+
+    @classmethod
+    def check_params(cls, params: Mapping[str, Any]) -> None:
+        if set(params) - {"size"}:
+            raise ConfigError(f"rows takes 'size' alone, got {sorted(params)}")
+
+    @classmethod
+    def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
+        return parse_client_spec(raw, context, options=("tag",))
+
+    def on_capture(self, captured: CapturedRequest) -> Any:
+        raise AssertionError("the fake worker answers")
+
+
+class Everything(Rows):
+    """Looks at every request, asked or not."""
+
+    reads_client_spec = False
+
+    @classmethod
+    def global_capture_spec(cls, context: SpecContext) -> CaptureSpec:
+        return CaptureSpec(sites=context.model.sites[:1], positions=Named("last_prompt"))
+
+
+class Broken(Rows):
+    """Fails while it checks a request."""
+
+    @classmethod
+    def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
+        raise KeyError("oops")

@@ -1,0 +1,346 @@
+"""The pure parts of the benchmarks: statistics, tables, what is asked, what is read back, and options."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import statistics
+import subprocess
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.main import get_command
+
+from headgate.capture.engine.commands.verify import verify
+from headgate.capture.schema.consumer import ConsumerContext, SpecContext
+from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Feed
+from tests.benchmarks import bench_kernels, gpu_call, suite
+from tests.benchmarks.figures import Answer, Round, percentile, ratios, spread, summarize, summary, tables
+from tests.benchmarks.gpu_call import SIDE_BY_SIDE
+from tests.benchmarks.load import Raw, events, read
+from tests.benchmarks.models import MODELS, ModelSize
+from tests.benchmarks.servers import FEATURES, SINKS, counters, delays, publish_plugins, start_facts
+from tests.benchmarks.suite import jobs_of, rounds_of
+from tests.benchmarks.suite_http import delay_figures, read_options, runnable
+from tests.benchmarks.turns import LONG, Engine
+from tests.benchmarks.workload import HOOKS, MODES, SHAPES, Asked, chosen, listed, packed, server_of
+
+SIZE = ModelSize(num_layers=8, hidden=16, vocabulary=5000)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.floats(0, 1))
+def test_percentiles_are_numpys(values: list[float], share: float) -> None:
+    assert percentile(values, share) == pytest.approx(float(np.percentile(values, 100 * share)), abs=1e-6)
+
+
+def test_quartiles_of_two_values_lie_between_them() -> None:
+    assert spread([1.0, 2.0]) == (1.25, 1.5, 1.75)
+    assert math.isnan(percentile([], 0.5))
+
+
+def test_latencies_count_from_sending_and_tokens_from_the_first_sent_to_the_last_closed() -> None:
+    answers = [Answer(10, 10.1, 11.1, 11.2, 11), Answer(10.5, 10.7, 12.7, 13.0, 21), Answer(0, 0, 0, 99, 0, error="no")]
+
+    found = summarize(answers)
+
+    assert (found["requests"], found["errors"]) == (3, 1)
+    assert found["wall_s"] == pytest.approx(3.0)
+    assert found["tok_s"] == pytest.approx(32 / 3)
+    assert found["ttft_p50"] == pytest.approx(150)
+    assert found["tpot_p50"] == pytest.approx(100)
+    assert found["e2e_p99"] == pytest.approx(2487, abs=1)
+    assert not any(name.startswith("tpot") for name in summarize([Answer(0, 1, 1, 1, 1)]))
+
+
+def rounds() -> list[Round]:
+    """Stock gets slower from round to round, and the mode takes a tenth more each time; once stock is missing."""
+    made = []
+    for number, value in enumerate([10.0, 20.0, 40.0], start=1):
+        made.append(Round(number, "chat", "mode", {"tpot_p50": 1.1 * value, "dropped": 0}))
+        if number != 3:
+            made.append(Round(number, "chat", "stock", {"tpot_p50": value}))
+    return made
+
+
+def test_modes_are_compared_within_a_round() -> None:
+    assert ratios(rounds(), "chat", "mode", "tpot_p50", "stock") == pytest.approx([1.1, 1.1])
+    found = summary(rounds(), "stock")["chat"]["mode"]
+    assert found["to_base"]["tpot_p50"] == pytest.approx([1.1, 1.1, 1.1])
+    assert found["median"]["tpot_p50"] == pytest.approx(statistics.median([11, 22, 44]))
+
+
+def test_the_table_has_a_line_for_each_mode_and_compares_all_but_stock() -> None:
+    head, ours, stock = tables(rounds(), "stock")
+
+    assert head.split() == ["chat", "rounds", "tpot_p50", "dropped"]
+    assert ours.split()[:4] == ["mode", "3", "22", "+10.0%"]
+    assert stock.split() == ["stock", "2", "15"]
+
+
+@given(st.integers(1, 40), st.integers(0, 3))
+def test_events_of_a_stream_are_found_however_it_is_cut(cut: int, num_results: int) -> None:
+    told = {"choices": [], "capture_results": {"files": {"status": "ok", "error": None, "dropped_rows": num_results}}}
+    documents = [*({"choices": [{"text": f"w{i}"}]} for i in range(3)), {"usage": {"completion_tokens": 3}}, told]
+    stream = "".join(f"data: {json.dumps(document)}\n\n" for document in documents).encode() + b"data: [DONE]\n\n"
+    chunks = [(float(at), stream[at : at + cut]) for at in range(0, len(stream), cut)]
+
+    found = list(events(chunks))
+    answer = read(Raw(-1.0, 200, chunks, 999.0), tokens=3)
+
+    assert [document for _, document in found] == documents
+    assert (answer.error, answer.tokens, answer.dropped_rows) == ("", 3, num_results)
+    assert (answer.first, answer.last) == (found[0][0], found[2][0])
+
+
+@pytest.mark.parametrize(
+    ("status", "stream", "error"),
+    [
+        (400, b'{"error": "bad"}', "HTTP 400"),
+        (200, b'data: {"error": {"message": "gone"}}\n\n', "gone"),
+        (200, b'data: {"choices": [{"text": "a"}]}\n\ndata: {"usage": {"completion_tokens": 2}}\n\n', "expected 3"),
+        (200, b'data: {"capture_results": {"f": {"status": "error", "error": "disk full"}}}\n\n', "f: disk full"),
+    ],
+    ids=["refused", "failed", "cut", "lost"],
+)
+def test_an_answer_that_is_not_whole_is_an_error(status: int, stream: bytes, error: str) -> None:
+    assert error in read(Raw(0.0, status, [(1.0, stream)], 2.0), tokens=3).error
+
+
+@pytest.mark.parametrize("name", ["shared list", "16 configs", "16 msgpack"])
+def test_bodies_of_every_form_hold_the_same_vectors(name: str) -> None:
+    asked = Asked(MODES[name], SHAPES["tiny"], SIZE, "m", seed=3)
+    media_type, body = asked.body(1)
+    document = msgspec.msgpack.decode(body) if "msgpack" in media_type else msgspec.json.decode(body)
+    config = (3 * SHAPES["tiny"].requests + 1) % MODES[name].configs
+
+    given = document["steering_vectors"]["post_mlp"]
+
+    if name == "shared list":
+        assert given == listed(config, SIZE)["post_mlp"]
+    else:
+        data = given["data"] if isinstance(given["data"], bytes) else base64.b64decode(given["data"])
+        assert data == packed(config, SIZE)["post_mlp"]["data"]
+        assert len(data) == 2 * SIZE.num_layers * SIZE.hidden
+    assert document["steering_vectors"].keys() == set(HOOKS)
+    assert len(document["prompt"]) == SHAPES["tiny"].prompt
+
+
+@pytest.mark.parametrize("name", list(SINKS))
+def test_servers_find_the_consumers_that_leave_work_undone(name: str, tmp_path: Path) -> None:
+    publish_plugins(tmp_path)
+    points = [point for one in distributions(path=[str(tmp_path)]) for point in one.entry_points]
+    found = {point.name: point for point in points if point.group == "vllm.capture_consumers"}
+    context = ConsumerContext(instance_name=name, model=EXAMPLE_MODEL)
+    (mode,) = (mode for mode in MODES.values() if mode.consumer == name)
+    asked = Asked(mode, SHAPES["tiny"], SIZE, "m", seed=1)
+    capture = msgspec.json.decode(asked.body(0)[1])["capture"]
+    params = {"root": str(tmp_path / "files")}
+
+    consumer = found[name].load()
+    consumer.check_params(params)
+    spec = consumer.validate_client_spec(
+        {**capture[name], "hooks": {"post_mlp": [1]}},
+        SpecContext(instance_name=name, model=EXAMPLE_MODEL, params=params, client_request_id="a"),
+    )
+    feed = Feed(consumer(params, context))
+
+    assert found.keys() == SINKS.keys()
+    assert capture.keys() == {name}
+    assert feed.whole(ExampleRequest(spec, "engine-a")) == {}
+    feed.consumer.close(TIMEOUT_S)
+    assert not list((tmp_path / "files").glob("run*"))
+
+
+def test_parts_of_a_capture_are_measured_only_when_they_are_named() -> None:
+    arguments = ["m", "out", "--modes", "stock", "1 layer cut"]
+
+    assert "1 layer cut" not in read_options(["m", "out"]).modes
+    assert read_options(arguments).modes == ["stock", "1 layer cut"]
+    assert "1 layer cut" not in suite.ENGINE_MODES
+
+
+def test_requests_that_come_and_go_differ_in_length_and_others_do_not() -> None:
+    chat, decode = SHAPES["chat"], SHAPES["decode"]
+
+    lengths = [chat.tokens_of(index) for index in range(2000)]
+    bodies = [msgspec.json.decode(Asked(MODES["stock"], chat, SIZE, "m", seed).body(7)[1]) for seed in (1, 2)]
+
+    assert (min(lengths), max(lengths)) == (chat.tokens // 2, chat.most_tokens)
+    assert abs(sum(lengths) / len(lengths) - chat.tokens) < 0.03 * chat.tokens
+    assert [body["max_tokens"] for body in bodies] == [chat.tokens_of(7)] * 2
+    assert {decode.tokens_of(index) for index in range(9)} == {decode.tokens} == {decode.most_tokens}
+
+
+def test_no_two_prompts_begin_alike() -> None:
+    asked = [Asked(MODES["stock"], shape, SIZE, "m", seed) for shape in SHAPES.values() for seed in (1, 2)]
+
+    begins = [tuple(msgspec.json.decode(one.body(index)[1])["prompt"][:16]) for one in asked for index in range(4)]
+
+    assert len(set(begins)) == len(begins)
+
+
+def test_requests_bring_as_many_configurations_as_their_mode_says() -> None:
+    asked = Asked(MODES["4 configs"], SHAPES["chat"], SIZE, "m", seed=1)
+
+    bodies = {json.dumps(msgspec.json.decode(asked.body(index)[1])["steering_vectors"]) for index in range(8)}
+
+    assert len(bodies) == 4
+
+
+def test_layers_are_spread_over_the_model() -> None:
+    assert (chosen("one", 34), chosen("four", 34), chosen("all", 34)) == ([17], [4, 12, 21, 29], "all")
+
+
+def test_a_mode_runs_on_the_server_with_the_least_beyond_what_it_needs() -> None:
+    few = {name: FEATURES[name] for name in ("stock", "both")}
+
+    assert server_of(MODES["16 configs"], FEATURES) == "steering"
+    assert server_of(MODES["16 configs"], few) == "both"
+    assert server_of(MODES["both"], FEATURES) == "both"
+    assert server_of(MODES["installed"], few) is None
+    assert {server_of(mode, FEATURES) for mode in MODES.values()} == set(FEATURES)
+    assert "installed" not in runnable(list(MODES), ["stock", "both"])
+
+
+def test_delays_of_one_round_are_means_of_what_vllm_clocked_in_it() -> None:
+    def page(ttft: float, queued: float, count: int) -> str:
+        return (
+            f'vllm:time_to_first_token_seconds_sum{{engine="0",model_name="m"}} {ttft}\n'
+            f'vllm:time_to_first_token_seconds_count{{engine="0",model_name="m"}} {count}.0\n'
+            f'vllm:request_queue_time_seconds_sum{{engine="0",model_name="m"}} {queued}\n'
+            f'vllm:request_queue_time_seconds_count{{engine="0",model_name="m"}} {count}.0\n'
+            'vllm:request_prefill_time_seconds_sum{engine="0",model_name="m"} 0.0\n'
+        )
+
+    before, after = delays(page(1.0, 0.5, 10)), delays(page(2.0, 0.6, 30) + page(1.0, 0.0, 0))
+
+    assert delay_figures(before, after) == pytest.approx({"server_ttft": 100.0, "queued": 5.0, "prefilled": 0.0})
+    assert delay_figures(after, after) == {}
+
+
+def test_counters_are_summed_over_workers_and_consumers() -> None:
+    page = (
+        "# HELP headgate_capture_consumer_bytes x\n"
+        'headgate_capture_consumer_bytes_total{consumer="a",engine="0"} 10.0\n'
+        'headgate_capture_consumer_bytes_total{consumer="b",engine="0"} 2.5e1\n'
+        'headgate_capture_staged_bytes{engine="0"} 3\n'
+        'vllm:prompt_tokens_total{engine="0"} 7\n'
+    )
+
+    assert counters(page) == {"consumer_bytes": 35.0, "staged_bytes": 3.0}
+
+
+def test_times_of_a_start_are_read_from_vllms_log() -> None:
+    line = "init engine (profile, create kv cache, warmup model) took 31.50 s"
+
+    assert start_facts(f"INFO [core.py:1] {line} (compilation: 12.25 s)\n") == {"init_s": 31.5, "compile_s": 12.25}
+    assert start_facts(f"INFO [core.py:1] {line}\n") == {"init_s": 31.5}
+    assert start_facts("nothing") == {}
+
+
+def test_wrong_options_name_the_right_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_options(["m", "out", "--modes", "stock", "nonsense"])
+    assert "nonsense: unknown; known: stock, installed" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        read_options(["m", "out", "--modes", "named"])
+    assert "the mode and the server 'stock'" in capsys.readouterr().err
+
+
+def test_models_have_the_sizes_of_the_real_ones() -> None:
+    sizes = {name: (config["num_hidden_layers"], config["hidden_size"]) for name, config in MODELS.items()}
+
+    del sizes["tiny"]
+    assert sizes == {
+        "gemma3-4b": (34, 2560),
+        "gemma3-27b": (62, 5376),
+        "llama3-8b": (32, 4096),
+        "qwen3-30b-a3b": (48, 2048),
+    }
+
+
+def test_figures_of_engines_are_per_token_or_of_the_whole_job() -> None:
+    engine = Engine("e", process=None, connection=None)  # type: ignore[arg-type]
+    jobs = jobs_of(["bs16", "prefill"])
+    for number in range(2):
+        for job in jobs:
+            seconds = 0.1 + (LONG - 1) * 0.004 * (number + 1) if job.tokens == LONG else 0.1
+            engine.seconds.setdefault(("stock", job), []).append(seconds)
+    engine.seconds["stock", jobs[0]].append(9.0)  # a round that was cut off
+
+    found = rounds_of([engine], jobs)
+
+    assert [one.number for one in found] == [1, 2]
+    assert [one.figures["bs16"] for one in found] == pytest.approx([4, 8])
+    assert found[0].figures.keys() == {"bs16", "prefill"}
+    assert found[0].figures["prefill"] == pytest.approx(100)
+
+
+CALLS = [
+    (call, "gemma3-4b")
+    for call in (
+        *("check", "race", "idle", "soak", "verify", "memory", "kernels", "parallel", "parallel-cost"),
+        *("http", "http-main", "http-inline", "http-decode", "suite"),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "model"), [*CALLS, *((call, model) for call in ("kernels", "http", "suite") for model in SIDE_BY_SIDE)]
+)
+def test_the_steps_of_a_call_are_what_the_programs_take(call: str, model: str) -> None:
+    options = gpu_call.read_options([call, model, "--out", "unused"])
+
+    for step in options.steps:
+        assert step.limit_s <= gpu_call.LIMIT_S
+        if step.name == "disk":
+            continue
+        command = gpu_call.Runner(options).command(step, step.limit_s)
+        if step.name == "verify":
+            parsed = get_command(verify).make_context("verify", command[command.index("verify") + 1 :])
+            assert (parsed.params["model"], parsed.params["repeats"]) == (str(options.models / model), 0)
+            assert parsed.args[::2] == ["--load-format", "--max-model-len", "--max-num-seqs"]
+            continue
+        program = command[command.index("-m") + 1]
+        if program == "pytest":
+            tests = [word for word in command if word.startswith("tests/")]
+            assert tests
+            assert all(Path(word).exists() for word in tests)
+        elif program == "tests.benchmarks.bench_kernels":
+            assert "stock" in bench_kernels.read_options(command[command.index(program) + 1 :]).variants
+        else:
+            read = {"suite": suite.read_options, "suite_http": read_options}[program.rpartition(".")[2]]
+            assert read(command[command.index(program) + 1 :]).seconds == step.limit_s - 25
+
+
+def test_a_call_that_there_is_not_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, told in ((["nonsense"], "known: check, idle, soak"), (["http", "gpt"], "known: gemma3-4b")):
+        with pytest.raises(SystemExit):
+            gpu_call.read_options([*arguments, "--out", "unused"])
+        assert told in capsys.readouterr().err
+
+
+def test_a_step_is_stopped_at_its_limit_and_said_to_have_failed(tmp_path: Path) -> None:
+    options = gpu_call.read_options(
+        ["tiny", "--out", str(tmp_path / "out"), "--work", str(tmp_path), "--seconds", "60"]
+    )
+    runner = gpu_call.Runner(options)
+    python = ("-c", "import sys; print('working', flush=True); sys.stdin.read() if len(sys.argv) > 1 else exit(3)")
+
+    failed = runner.run(gpu_call.Step("fails", (sys.executable, *python), 40))
+    missing = runner.run(gpu_call.Step("lacks", (sys.executable,), 40, needs="no-such-program"))
+    runner.collect()
+
+    assert failed.status == "FAILED with status 3"
+    assert failed.tail == "working"
+    assert missing.status == "skipped: no-such-program is not on this machine"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["logs-tiny-tiny.tgz"]
+    sleeper = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
+    assert gpu_call.wait(sleeper, 0.5) == "FAILED: stopped after 0 s"

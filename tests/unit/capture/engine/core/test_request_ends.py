@@ -1,0 +1,108 @@
+"""How requests ended, from the scheduler and the front end together; see `request_endings`."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headgate.capture.engine.core.request_endings import KeptTokens, RequestEnds, mark_kept, split_marks
+
+TOKENS = [10, 11, 12, 13, 14, 15]
+
+
+def final(status: str, tokens: list[int] = TOKENS) -> tuple[int, list[int], str]:
+    return 2, list(tokens), status
+
+
+def test_what_the_engine_decides_is_told_at_once() -> None:
+    ends = RequestEnds()
+
+    ends.end("a", final("length"), is_decided=True)
+
+    assert ends.take() == {"a": final("length")}
+    assert ends.take() == {}
+
+
+def test_what_the_front_end_decides_is_announced_and_told_later() -> None:
+    ends = RequestEnds()
+
+    ends.end("a", final("length"), is_decided=False)
+    assert ends.take() == {"a": None}
+    ends.front_end_kept("a", KeptTokens(4, "stop"), is_running=False)
+
+    assert ends.take() == {"a": (2, TOKENS[:4], "stop")}
+
+
+def test_both_may_come_before_the_next_step() -> None:
+    ends = RequestEnds()
+
+    ends.end("a", final("stop"), is_decided=False)
+    ends.front_end_kept("a", KeptTokens(6, "stop"), is_running=False)
+
+    assert ends.take() == {"a": final("stop")}
+
+
+@pytest.mark.parametrize("num_kept", [3, 6])
+def test_a_stop_string_looks_like_an_abort_to_the_engine(num_kept: int) -> None:
+    ends = RequestEnds()
+
+    ends.front_end_kept("a", KeptTokens(num_kept, "stop"), is_running=True)
+    ends.end("a", final("abort"), is_decided=True)
+
+    assert ends.take() == {"a": (2, TOKENS[:num_kept], "stop")}
+
+
+def test_the_engine_ends_a_request_on_the_way_of_the_news() -> None:
+    ends = RequestEnds()
+
+    ends.front_end_kept("a", KeptTokens(5, "stop"), is_running=True)
+    ends.end("a", final("length"), is_decided=False)
+
+    assert ends.take() == {"a": (2, TOKENS[:5], "stop")}
+
+
+def test_the_engine_knows_why_if_both_end_at_the_same_token() -> None:
+    ends = RequestEnds()
+
+    ends.end("a", final("length"), is_decided=False)
+    ends.front_end_kept("a", KeptTokens(6, "stop"), is_running=False)
+
+    assert ends.take() == {"a": final("length")}
+
+
+def test_a_front_end_that_gives_up_leaves_the_engine_s_word() -> None:
+    ends = RequestEnds()
+
+    ends.end("a", final("stop"), is_decided=False)
+    ends.take()
+    ends.front_end_left("a")
+
+    assert ends.take() == {"a": final("stop")}
+
+
+def test_news_that_come_twice_or_of_unknown_requests_are_ignored() -> None:
+    ends = RequestEnds()
+
+    ends.end("a", final("stop"), is_decided=False)
+    for _ in range(2):
+        ends.front_end_kept("a", KeptTokens(4, "stop"), is_running=False)
+    ends.front_end_kept("b", KeptTokens(1, "stop"), is_running=False)
+    ends.front_end_left("c")
+
+    assert ends.take() == {"a": (2, TOKENS[:4], "stop")}
+    assert vars(ends) == vars(RequestEnds())
+
+
+@given(
+    ids=st.lists(st.text(st.characters(exclude_characters="\0"), min_size=1), unique=True),
+    kept=st.dictionaries(
+        st.text(st.characters(exclude_characters="\0"), min_size=1),
+        st.builds(KeptTokens, st.integers(0, 2**31), st.sampled_from(["stop", "abort"])),
+    ),
+)
+def test_marks_travel_among_ids(ids: list[str], kept: dict[str, KeptTokens]) -> None:
+    entries = [*ids, *(mark_kept(req_id, said) for req_id, said in kept.items())]
+
+    assert split_marks(entries) == (ids, kept)
+    assert split_marks(entries[::-1]) == (ids[::-1], kept)

@@ -1,0 +1,227 @@
+"""Capture in the process that owns requests: who is answered, and for how long they wait."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results
+from headgate.capture.engine.requests.capture_request import CaptureRequest
+from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
+from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.positions import Named
+from headgate.capture.schema.results import CaptureResult
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.spec import CaptureSpec
+from headgate.capture.transport.result_hub import ResultHub
+
+MODEL = ModelInfo(name="tiny", num_layers=2, hidden_size=8, dtype="float32", sites=(Site(0, HookPoint.POST_MLP),))
+ASKING = {"rows": {"hooks": {"post_mlp": [0]}}}
+
+
+class Rows(BatchedConsumer):
+    def on_capture(self, captured: CapturedRequest) -> Any:
+        raise AssertionError("nothing is captured here")
+
+
+class Watching(Rows):
+    @classmethod
+    def global_capture_spec(cls, context: SpecContext) -> CaptureSpec:
+        return CaptureSpec(sites=context.model.sites, positions=Named("last_prompt"))
+
+
+class WatchingHere(Watching):
+    location = "driver"
+
+
+class FrontEnds:
+    """Makes front ends and closes them."""
+
+    def __init__(self) -> None:
+        self.made: list[FrontEnd] = []
+        self.opened: list[ResultHub] = []
+
+    def __call__(self, open_drivers: Any = None, **consumers: type[BatchedConsumer]) -> FrontEnd:
+        config = CaptureConsumersConfig(
+            consumers=tuple(CaptureConsumerSpec(name=name) for name in consumers), result_timeout_s=20.0
+        )
+        front = FrontEnd(config, MODEL, consumers, num_stages=1, open_drivers=open_drivers or self.opened.append)
+        self.made.append(front)
+        return front
+
+
+@pytest.fixture
+def front_ends() -> Iterator[FrontEnds]:
+    front_ends = FrontEnds()
+    yield front_ends
+    for front in front_ends.made:
+        front.close()
+
+
+def params(**extra: Any) -> Any:
+    return SimpleNamespace(extra_args=extra or None)
+
+
+def ask(front: FrontEnd, *, is_offline: bool = False, **extra: Any) -> CaptureRequest:
+    found = front.read(params(**extra), "r", is_offline=is_offline)
+    assert found is not None
+    return found
+
+
+def deliver(front: FrontEnd, asked: CaptureRequest, **result: Any) -> None:
+    front.hub.deliver(
+        key=asked.key,
+        sample_index=0,
+        instance="rows",
+        stage=0,
+        num_stages=1,
+        result=CaptureResult(status="ok", **result),
+    )
+
+
+def test_nothing_is_opened_before_a_request_captures(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Rows, watching=WatchingHere)
+
+    assert front_ends.opened == []
+    assert ask(front, capture=ASKING).reply == front.hub.address
+    assert front_ends.opened == [front.hub]
+
+
+def test_consumers_elsewhere_are_not_opened_here(front_ends: FrontEnds) -> None:
+    ask(front_ends(rows=Rows), capture=ASKING)
+
+    assert front_ends.opened == []
+
+
+@pytest.mark.parametrize(
+    ("consumer", "is_offline", "extra", "is_answered"),
+    [
+        (Watching, False, {}, False),
+        (Watching, False, {"capture_wait": True}, True),
+        (Watching, True, {}, True),
+        (WatchingHere, False, {}, True),
+    ],
+    ids=["online", "online-and-waiting", "offline", "located-here"],
+)
+def test_who_is_answered_of_those_that_global_consumers_look_at(
+    front_ends: FrontEnds, consumer: type[BatchedConsumer], is_offline: bool, extra: dict[str, Any], is_answered: bool
+) -> None:
+    asked = ask(front_ends(watching=consumer), is_offline=is_offline, **extra)
+
+    assert (asked.reply is not None) == is_answered
+
+
+def test_consumers_that_cannot_be_opened_are_told_every_time(front_ends: FrontEnds) -> None:
+    def fail(hub: ResultHub) -> None:
+        raise ConfigError("no such file")
+
+    front = front_ends(fail, rows=WatchingHere)
+
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="no such file"):
+            ask(front)
+
+
+def test_results_that_are_there_are_handed_out(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Rows)
+    asked = ask(front, capture=ASKING)
+    front.expect(asked, 1)
+    deliver(front, asked, num_rows=4)
+
+    results = front.wait(asked, deadline=time.monotonic() + 20)
+
+    assert results.merged["rows"].num_rows == 4
+    assert front.hub.stats().waiting == 0
+
+
+def test_a_request_does_not_wait_long_unless_it_asks_to(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Rows)
+    asked = ask(front, capture=ASKING)
+    front.expect(asked, 1)
+
+    results = asyncio.run(front.wait_async(asked, is_aborted=False))
+
+    assert results.merged["rows"].status == "pending"
+    assert front.hub.stats().waiting == 0
+
+
+class Prompt(Rows):
+    linger_s = 0.0
+
+
+def test_a_request_does_not_wait_in_vain_while_the_rows_of_others_are_awaited(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Rows, prompt=Prompt)
+    asked, other = ask(front, capture=ASKING), ask(front, capture=ASKING)
+    prompt = ask(front, capture={"prompt": ASKING["rows"]})
+    wait_s = front.config.result_wait_s
+
+    for wanted, running in ((wait_s, asked), (0.0, other), (wait_s, prompt)):
+        front.expect(running, 1)
+        assert front.patience_s() == wanted
+    front.forget(prompt)
+    assert front.patience_s() == 0.0
+    assert asyncio.run(front.wait_async(other, is_aborted=False)).merged["rows"].status == "pending"
+    assert front.patience_s() == wait_s
+
+
+def test_what_is_there_is_answered_without_waiting(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Rows)
+    asked, other = ask(front, capture=ASKING), ask(front, capture=ASKING)
+    for each in (asked, other):
+        front.expect(each, 1)
+    deliver(front, asked, num_rows=3)
+
+    assert asyncio.run(front.wait_async(asked, is_aborted=False)).merged["rows"].num_rows == 3
+
+
+def test_a_request_that_asks_to_waits_for_its_results(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Rows)
+    asked = ask(front, capture=ASKING, capture_wait=True)
+    front.expect(asked, 1)
+
+    async def wait() -> Any:
+        waiting = asyncio.create_task(front.wait_async(asked, is_aborted=False))
+        # Longer than a request waits that did not ask to.
+        done, _ = await asyncio.wait({waiting}, timeout=4 * front.config.result_wait_s)
+        assert not done
+        deliver(front, asked, num_rows=7)
+        return await waiting
+
+    assert asyncio.run(wait()).merged["rows"].num_rows == 7
+
+
+def test_an_aborted_request_does_not_wait_for_an_answer_that_may_never_come(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Rows)
+    asked = ask(front, capture=ASKING, capture_wait=True)
+    front.expect(asked, 1)
+
+    results = asyncio.run(asyncio.wait_for(front.wait_async(asked, is_aborted=True), 10))
+
+    assert results.merged["rows"].status == "pending"
+
+
+def test_results_are_put_on_an_output_and_on_its_samples(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Rows)
+    asked = ask(front, capture=ASKING)
+    front.expect(asked, 1)
+    deliver(front, asked, num_rows=2)
+    output = SimpleNamespace(outputs=[SimpleNamespace(index=0)])
+
+    attach_results(output, front.wait(asked, deadline=time.monotonic() + 20))
+
+    assert output.capture_results["rows"].num_rows == 2
+    assert output.outputs[0].capture_results == output.capture_results
+
+
+def test_closing_twice_is_fine(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Rows)
+    ask(front, capture=ASKING)
+
+    front.close()
+    front.close()

@@ -1,0 +1,99 @@
+"""How much a request may capture, known from its prompt and from what it may generate."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headgate.capture.engine.requests.capture_frontend import FrontEnd
+from headgate.capture.engine.requests.capture_request import count_rows
+from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec, parse_config
+from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
+from headgate.capture.schema.errors import ConfigError, RequestError
+from headgate.capture.schema.positions import Indices, Named, PositionSelector, Span
+from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
+from headgate.capture.schema.spec import CaptureSpec
+
+SITES = (Site(0, HookPoint.POST_MLP), Site(1, HookPoint.POST_MLP), FINAL_NORM_SITE)
+MODEL = ModelInfo(name="tiny", num_layers=2, hidden_size=8, dtype="float32", sites=SITES)
+ROW_BYTES = 32
+NUM_PROMPT, MAX_TOKENS = 10, 5
+
+
+class Rows(BatchedConsumer):
+    def on_capture(self, captured: CapturedRequest) -> Any:
+        raise AssertionError("nothing is captured here")
+
+
+class Watching(Rows):
+    @classmethod
+    def global_capture_spec(cls, context: SpecContext) -> CaptureSpec:
+        return CaptureSpec(sites=context.model.sites, positions=Named("all"))
+
+
+def check(capture: Any, *, n: int = 1, states: Any = None, max_tokens: int | None = MAX_TOKENS, **limits: int) -> None:
+    consumers = {"rows": Rows, "others": Rows, "watching": Watching, "hidden_states": Rows}
+    specs = tuple(CaptureConsumerSpec(name=name) for name in consumers)
+    config = CaptureConsumersConfig(consumers=specs, **limits)  # type: ignore[arg-type]
+    front = FrontEnd(config, MODEL, consumers, num_stages=1, open_drivers=lambda hub: None)
+    extra = {"capture": capture, "return_hidden_states": states}
+    params = SimpleNamespace(extra_args=extra, max_tokens=max_tokens, n=n)
+    ask = front.door.read(params, "r")
+    assert ask is not None
+    front.resolve(ask, NUM_PROMPT, params, None)
+
+
+def rows(positions: Any, *layers: int) -> Any:
+    return {"hooks": {"post_mlp": list(layers or (0,))}, "positions": positions}
+
+
+@pytest.mark.parametrize(
+    ("positions", "count"),
+    [("all", 14), ("all_prompt", 10), ("all_generated", 4), ([0, 3, -1, 13, 14, 99], 4), ({"start": -2}, 6)],
+    ids=str,
+)
+def test_rows_are_counted_as_they_could_be_at_most(positions: Any, count: int) -> None:
+    check({"rows": rows(positions)}, max_request_rows=count)
+    with pytest.raises(RequestError, match=rf"capture\.rows: .* {count} positions; at most {count - 1} are allowed"):
+        check({"rows": rows(positions)}, max_request_rows=count - 1)
+
+
+def test_samples_count_together() -> None:
+    check({"rows": rows("all_generated")}, n=3, max_request_rows=12)
+    with pytest.raises(RequestError, match="12 positions; at most 11"):
+        check({"rows": rows("all_generated")}, n=3, max_request_rows=11)
+
+
+def test_bytes_are_counted_over_sites_and_consumers() -> None:
+    capture = {"rows": rows("all_prompt", 0, 1), "others": rows("last_prompt")}
+    num_bytes = (10 * 2 + 1) * ROW_BYTES
+
+    check(capture, max_request_bytes=num_bytes)
+    with pytest.raises(RequestError, match=rf"capture\.others: .* {num_bytes} bytes; at most {num_bytes - 1}"):
+        check(capture, max_request_bytes=num_bytes - 1)
+
+
+def test_what_the_operator_records_does_not_count() -> None:
+    check(None, max_request_rows=1, max_request_bytes=1)
+    check({"rows": rows("last_prompt")}, states=True, max_request_rows=1, max_request_bytes=ROW_BYTES)
+
+
+def test_nothing_is_refused_while_the_length_is_not_known() -> None:
+    check({"rows": rows("all")}, max_tokens=None, max_request_rows=1)
+
+
+@pytest.mark.parametrize(
+    ("selector", "count"),
+    [(Span(2, None, 3), 4), (Span(0, 4), 4), (Span(20), 0), (Indices((1, 5, 6)), 3), (Indices((13, 14)), 1)],
+    ids=str,
+)
+def test_counts(selector: PositionSelector, count: int) -> None:
+    assert count_rows(selector, NUM_PROMPT, 14) == count
+
+
+@pytest.mark.parametrize("name", ["max_request_rows", "max_request_bytes"])
+def test_a_limit_below_one_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        parse_config({name: 0})

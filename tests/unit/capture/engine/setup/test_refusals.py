@@ -1,0 +1,64 @@
+"""Engine settings that would make rows wrong are refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
+from headgate.capture.schema.errors import UnsupportedError
+
+
+def settings(**changes):
+    parallel = SimpleNamespace(use_ubatching=False, prefill_context_parallel_size=1, use_sequence_parallel_moe=False)
+    config = SimpleNamespace(
+        parallel_config=parallel,
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
+        speculative_config=None,
+        kv_transfer_config=None,
+        model_config=SimpleNamespace(is_encoder_decoder=False, runner_type="generate"),
+    )
+    for path, value in changes.items():
+        *owners, name = path.split("__")
+        owner = config
+        for part in owners:
+            owner = getattr(owner, part)
+        setattr(owner, name, value)
+    return config
+
+
+def test_ordinary_settings_are_served():
+    refuse_unsupported_settings(settings())
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "text"),
+    [
+        ("parallel_config__use_ubatching", True, "--enable-dbo"),
+        ("parallel_config__prefill_context_parallel_size", 2, "prefill context"),
+        ("parallel_config__use_sequence_parallel_moe", True, "--enable-expert-parallel"),
+        ("compilation_config__pass_config__enable_sp", True, "enable_sp"),
+        ("speculative_config", object(), "speculative"),
+        ("kv_transfer_config", object(), "--kv-transfer-config"),
+        ("model_config__is_encoder_decoder", True, "encoder-decoder"),
+        ("model_config__runner_type", "pooling", "pooling"),
+    ],
+)
+def test_each_is_refused_with_what_to_do_instead(change, value, text):
+    with pytest.raises(UnsupportedError, match=text):
+        refuse_unsupported_settings(settings(**{change: value}))
+
+
+def test_all_are_named_at_once():
+    config = settings(speculative_config=object(), kv_transfer_config=object())
+
+    with pytest.raises(UnsupportedError, match=r"(?s)speculative.*kv-transfer"):
+        refuse_unsupported_settings(config)
+
+
+def test_releases_without_the_sequence_parallel_pass_are_served():
+    config = settings()
+    del config.compilation_config.pass_config.enable_sp
+
+    refuse_unsupported_settings(config)

@@ -1,0 +1,333 @@
+"""What the hooks are told of a model runner, from batches laid out as vLLM's two generations lay them out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from headgate.capture.engine.contracts.worker_hooks import direct_calls, hookimpl, make_hooks
+from headgate.capture.engine.worker.runner import RunnerAdapter, layout_of
+from headgate.capture.schema.errors import UnsupportedError
+
+
+class Recorder:
+    """Writes down every hook call."""
+
+    def __init__(self):
+        self.calls = []
+
+    @hookimpl
+    def headgate_request_added(self, new):
+        self.calls.append(("added", new.req_id, new.num_prompt_tokens))
+
+    @hookimpl
+    def headgate_request_finished(self, req_id, final):
+        self.calls.append(("finished", req_id, None if final is None else (final.num_rows, final.status)))
+
+    @hookimpl
+    def headgate_step_begins(self, view, token_ids):
+        self.token_ids = token_ids
+        if view is None:
+            self.calls.append(("begins", None))
+        else:
+            columns = (view.starts, view.num_scheduled, view.num_computed)
+            self.calls.append(("begins", view.req_ids, *(column.tolist() for column in columns)))
+
+    @hookimpl
+    def headgate_step_ends(self):
+        self.calls.append(("ends",))
+
+
+class V1Runner:
+    """The V1 runner as the seam sees it: a persistent batch that `_prepare_inputs` has filled."""
+
+    def execute_model(self, scheduler_output, intermediate_tensors=None):
+        if scheduler_output.total_num_scheduled_tokens:
+            self._prepare_inputs(scheduler_output, np.array(scheduler_output.counts, dtype=np.int32))
+
+    def _prepare_inputs(self, scheduler_output, num_scheduled_tokens):
+        self.input_ids = SimpleNamespace(gpu="tokens on the device")
+        starts = np.concatenate([[0], np.cumsum(num_scheduled_tokens)])
+        self.query_start_loc = SimpleNamespace(np=np.pad(starts, (0, 5), constant_values=starts[-1]))
+        self.input_batch = SimpleNamespace(
+            req_ids=scheduler_output.order,
+            num_reqs=len(scheduler_output.order),
+            num_computed_tokens_cpu=np.array([*scheduler_output.computed, 99, 99], dtype=np.int32),
+        )
+        return "logits_indices", None
+
+    def _dummy_run(self, num_tokens):
+        return num_tokens
+
+
+class V2Runner:
+    """The V2 runner as the seam sees it: `prepare_inputs` returns a batch; dummy runs go through execute_model."""
+
+    def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run=False):
+        if not dummy_run and scheduler_output.total_num_scheduled_tokens:
+            self.prepare_inputs(scheduler_output, "batch_desc")
+
+    def prepare_inputs(self, scheduler_output, batch_desc):
+        counts = np.array(scheduler_output.counts, dtype=np.int32)
+        return SimpleNamespace(
+            req_ids=scheduler_output.order,
+            num_reqs=len(counts),
+            input_ids="tokens on the device",
+            num_scheduled_tokens=counts,
+            query_start_loc_np=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            num_computed_tokens_np=np.array(scheduler_output.computed, dtype=np.int32),
+        )
+
+    def _dummy_run(self, num_tokens):
+        self.execute_model(step(), dummy_run=True)
+
+
+V2Runner.__module__ = "vllm.v1.worker.gpu.model_runner"
+
+
+def request(req_id, num_prompt, wire="asks"):
+    params = SimpleNamespace(extra_args={"headgate": {"capture": wire}} if wire else {})
+    return SimpleNamespace(req_id=req_id, prompt_token_ids=list(range(num_prompt)), sampling_params=params)
+
+
+def step(order=(), counts=(), computed=(), new=(), finished=(), finals=None):
+    made = SimpleNamespace(
+        order=list(order),
+        counts=list(counts),
+        computed=list(computed),
+        total_num_scheduled_tokens=sum(counts),
+        scheduled_new_reqs=list(new),
+        finished_req_ids=set(finished),
+    )
+    if finals is not None:
+        made.headgate_final = finals
+    return made
+
+
+@pytest.fixture(params=[V1Runner, V2Runner], ids=["v1", "v2"])
+def runner(request):
+    return request.param()
+
+
+@pytest.fixture
+def recorder(runner):
+    recorder = Recorder()
+    runner.seam = RunnerAdapter(runner, make_hooks({"recorder": recorder}), has_token_ids=True)
+    return recorder
+
+
+def test_the_view_is_the_batch_as_the_runner_laid_it_out(runner, recorder):
+    runner.execute_model(step(["b", "a"], [1, 5], [7, 0], new=[request("a", 5), request("b", 3)]))
+
+    assert recorder.calls == [
+        ("added", "a", 5),
+        ("added", "b", 3),
+        ("begins", ("b", "a"), [0, 1], [1, 5], [7, 0]),
+        ("ends",),
+    ]
+    assert recorder.token_ids == "tokens on the device"
+
+
+def test_steps_without_our_requests_are_not_told(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4, wire=None)]))
+    runner.execute_model(step(["a"], [1], [4], finished=["unknown"]))
+
+    assert recorder.calls == []
+
+
+def test_after_the_last_of_our_requests_one_empty_step_is_told(runner, recorder):
+    runner.execute_model(step(["a", "x"], [4, 2], [0, 0], new=[request("a", 4), request("x", 2, wire=None)]))
+    recorder.calls.clear()
+
+    runner.execute_model(step(["x"], [1], [2], finished=["a"], finals={"a": (4, [1, 2, 3, 4, 5], "length")}))
+    runner.execute_model(step(["x"], [1], [3]))
+
+    assert recorder.calls == [("finished", "a", (4, "length")), ("begins", None)]
+
+
+def test_a_request_whose_end_only_the_front_end_knows_is_finished_when_it_has_said_so(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    recorder.calls.clear()
+
+    runner.execute_model(step(finished=["a"], finals={"a": None}))
+    assert recorder.calls == []
+
+    runner.execute_model(step(finals={"a": (4, [1, 2, 3, 4, 5, 6], "stop")}))
+    assert recorder.calls == [("finished", "a", (5, "stop"))]
+
+
+def test_a_request_that_begins_again_before_its_end_is_known_has_no_known_end(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    runner.execute_model(step(finished=["a"], finals={"a": None}))
+    recorder.calls.clear()
+
+    runner.execute_model(step(["a"], [2], [0], new=[request("a", 2)]))
+
+    assert recorder.calls[:2] == [("finished", "a", None), ("added", "a", 2)]
+
+
+def test_an_id_that_ends_and_begins_again_in_one_step_ends_first(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    recorder.calls.clear()
+
+    runner.execute_model(step(["a"], [2], [0], new=[request("a", 2)], finished=["a"]))
+
+    assert [call[0] for call in recorder.calls] == ["finished", "added", "begins", "ends"]
+
+
+def test_a_preempted_request_that_comes_back_as_new_keeps_its_state(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    recorder.calls.clear()
+
+    runner.execute_model(step(["a"], [3], [0], new=[request("a", 4)]))
+
+    assert recorder.calls == [("begins", ("a",), [0], [3], [0]), ("ends",)]
+
+
+def test_a_step_without_tokens_ends_nothing_twice(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    recorder.calls.clear()
+
+    runner.execute_model(step())
+
+    assert recorder.calls == []
+
+
+def test_dummy_runs_see_no_request(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    recorder.calls.clear()
+
+    runner._dummy_run(8)
+
+    assert recorder.calls == [("begins", None)]
+
+
+def test_the_self_test_may_prepare_its_own_step(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    recorder.calls.clear()
+
+    runner.seam.run_dummy(8)
+
+    assert recorder.calls == []
+
+
+def test_a_runner_without_the_expected_method_is_refused():
+    class Other:
+        def execute_model(self):
+            """Not a runner that we know."""
+
+    with pytest.raises(UnsupportedError, match="_dummy_run"):
+        RunnerAdapter(Other(), make_hooks({}), has_token_ids=True)
+
+
+def test_the_generation_is_told_by_the_module():
+    assert layout_of(V1Runner()).method == "_prepare_inputs"
+    assert layout_of(V2Runner()).method == "prepare_inputs"
+
+
+class Follower(Recorder):
+    """A part that also follows requests that ask for nothing, and may be concerned by them."""
+
+    is_concerned = False
+
+    @hookimpl
+    def headgate_plain_request_added(self, req_id, num_prompt_tokens):
+        self.calls.append(("bystander", req_id, num_prompt_tokens))
+
+    @hookimpl
+    def headgate_request_stopped(self, req_id):
+        self.calls.append(("stopped", req_id))
+
+    @hookimpl
+    def headgate_needs_plain_steps(self):
+        return self.is_concerned
+
+
+@pytest.fixture
+def follower(runner):
+    follower = Follower()
+    runner.seam = RunnerAdapter(runner, make_hooks({"follower": follower}), has_token_ids=True)
+    return follower
+
+
+def test_bystanders_are_told_to_who_follows_them_and_their_steps_when_they_concern_it(runner, follower):
+    runner.execute_model(step(["x"], [4], [0], new=[request("x", 4, wire=None)]))
+    assert follower.calls == [("bystander", "x", 4)]
+
+    follower.is_concerned = True
+    runner.execute_model(step(["x"], [1], [4]))
+    follower.is_concerned = False
+    runner.execute_model(step(["x"], [1], [5]))
+    runner.execute_model(step(finished=["x"]))
+
+    assert follower.calls[1:] == [
+        ("begins", ("x",), [0], [1], [4]),
+        ("ends",),
+        ("begins", None),
+        ("stopped", "x"),
+    ]
+
+
+def test_a_preempted_bystander_is_added_once(runner, follower):
+    for _ in range(2):
+        runner.execute_model(step(["x"], [4], [0], new=[request("x", 4, wire=None)]))
+
+    assert follower.calls == [("bystander", "x", 4)]
+
+
+def test_a_request_stops_at_once_also_where_its_end_is_not_known_yet(runner, follower):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    follower.calls.clear()
+
+    runner.execute_model(step(finished=["a"], finals={"a": None}))
+    assert follower.calls == [("stopped", "a")]
+
+    runner.execute_model(step(finals={"a": (4, [1, 2, 3, 4, 5, 6], "stop")}))
+    assert follower.calls == [("stopped", "a"), ("finished", "a", (5, "stop"))]
+
+
+def test_a_bystander_may_come_as_embeddings(runner, follower):
+    new = request("x", 0, wire=None)
+    new.prompt_token_ids, new.prompt_embeds = None, np.zeros((7, 2))
+
+    runner.execute_model(step(["x"], [7], [0], new=[new]))
+
+    assert follower.calls == [("bystander", "x", 7)]
+
+
+def test_hooks_are_called_straight_as_pluggy_would_call_them():
+    calls = []
+
+    class Both:
+        @hookimpl
+        def headgate_step_begins(self, view, token_ids):
+            calls.append(("both", view, token_ids))
+
+    class One:
+        @hookimpl
+        def headgate_step_begins(self, token_ids):
+            calls.append(("one", token_ids))
+
+    class First:
+        @hookimpl(tryfirst=True)
+        def headgate_step_begins(self):
+            calls.append(("first",))
+
+    hook = make_hooks({"both": Both(), "first": First(), "one": One()}).hook.headgate_step_begins
+    hook(view="view", token_ids="ids")
+    by_pluggy, calls = calls, []
+    direct_calls(hook)("view", "ids")
+
+    assert calls == by_pluggy == [("first",), ("one", "ids"), ("both", "view", "ids")]
+
+
+def test_a_hook_with_a_wrapper_is_not_called_straight():
+    class Wraps:
+        @hookimpl(wrapper=True)
+        def headgate_step_ends(self):
+            return (yield)
+
+    with pytest.raises(AssertionError, match="headgate_step_ends cannot be called without pluggy"):
+        direct_calls(make_hooks({"wraps": Wraps()}).hook.headgate_step_ends)

@@ -1,0 +1,220 @@
+"""Consumers are found by name, only when asked for, and refused with words that help."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.registry import GROUP, load_configured, load_consumer, open_consumers
+from tests.fakes.pipeline import MODEL
+
+Publish = Callable[..., None]
+
+CONSUMER = """
+from headgate.capture.schema.consumer import BatchedConsumer, StreamingConsumer, CaptureConsumer
+from headgate.capture.schema.errors import ConfigError
+log = []
+
+class Good(BatchedConsumer):
+    def __init__(self, params, context):
+        super().__init__(params, context)
+        log.append(("open", context.instance_name))
+        if params.get("fail"):
+            raise OSError("no disk")
+    @classmethod
+    def check_params(cls, params):
+        if "wrong" in params:
+            raise ConfigError("wrong: is not a parameter")
+        log.append(("check", None))
+    def on_capture(self, captured): ...
+    def close(self, timeout_s):
+        log.append(("close", self.context.instance_name))
+
+class Driver(Good):
+    location = "driver"
+
+class Unfinished(StreamingConsumer):
+    def write(self, blocks): ...
+
+class Elsewhere(Good):
+    location = "moon"
+
+class Moody(Good):
+    reads_client_spec = "sometimes"
+
+class Lazy(Good):
+    linger_s = 60
+
+class Neither(CaptureConsumer): ...
+
+def function(): ...
+"""
+
+
+def install_plugin(folder: Path, distribution: str, source: str, entries: Mapping[str, str]) -> None:
+    """Put a package that publishes consumers into a folder of ``sys.path``: ``{name: attribute}``."""
+    module = f"consumers_of_{distribution}"
+    (folder / f"{module}.py").write_text(source)
+    info = folder / f"{distribution}-1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.5\n")
+    lines = [f"{name.replace('_', '-')} = {module}:{attribute}" for name, attribute in entries.items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines]))
+
+
+@pytest.fixture
+def publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publish]:
+    """Install a package that publishes consumers: ``publish("name", good="Good")``."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def install(distribution: str, source: str = CONSUMER, **entries: str) -> None:
+        install_plugin(tmp_path, distribution, source, entries)
+
+    yield install
+    for name in [name for name in sys.modules if name.startswith("consumers_of_")]:
+        del sys.modules[name]
+
+
+def config(*consumers: CaptureConsumerSpec) -> CaptureConsumersConfig:
+    return CaptureConsumersConfig(consumers=consumers)
+
+
+def log_of(distribution: str) -> list[tuple[str, str | None]]:
+    return sys.modules[f"consumers_of_{distribution}"].log
+
+
+def test_a_consumer_is_loaded_by_its_name(publish: Publish) -> None:
+    publish("acme", good="Good")
+
+    assert load_consumer("good").__name__ == "Good"
+
+
+def test_only_what_is_asked_for_is_imported(publish: Publish) -> None:
+    publish("acme", good="Good")
+    publish("broken", source="raise RuntimeError('at import')", bad="Bad")
+
+    load_consumer("good")
+
+    assert "consumers_of_broken" not in sys.modules
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones(publish: Publish) -> None:
+    publish("acme", good="Good", other="Driver")
+
+    with pytest.raises(ConfigError, match=r"consumer 'god' is not installed; installed: .*good.*other"):
+        load_consumer("god")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "message"),
+    [
+        ("function", r"is <function .*; expected a subclass of BatchedConsumer or StreamingConsumer"),
+        ("Neither", "subclasses CaptureConsumer alone"),
+        ("Unfinished", "does not define finish"),
+        ("Elsewhere", "location is 'moon'; expected 'worker' or 'driver'"),
+        ("Moody", "reads_client_spec is 'sometimes'; expected True or False"),
+        ("Lazy", "linger_s is 60; expected seconds, from 0 to 1"),
+        ("Missing", "cannot be imported: AttributeError"),
+    ],
+)
+def test_what_does_not_fulfil_the_contract_is_refused_with_what_is_missing(
+    publish: Publish, attribute: str, message: str
+) -> None:
+    publish("acme", mine=attribute)
+
+    with pytest.raises(ConfigError, match=rf"consumer 'mine' \(consumers_of_acme:{attribute} of acme 1.5\).*{message}"):
+        load_consumer("mine")
+
+
+def test_a_module_that_fails_to_import_is_refused_with_its_error(publish: Publish) -> None:
+    publish("broken", source="import a_module_that_is_missing", bad="Bad")
+
+    with pytest.raises(ConfigError, match=r"cannot be imported: ModuleNotFoundError: .*a_module_that_is_missing"):
+        load_consumer("bad")
+
+
+def test_a_name_that_two_packages_publish_is_refused_with_both(publish: Publish) -> None:
+    publish("acme", good="Good")
+    publish("rival", good="Good")
+
+    with pytest.raises(ConfigError, match=r"published more than once: .*of acme 1.5, .*of rival 1.5"):
+        load_consumer("good")
+
+
+def test_consumers_of_a_location_are_opened_with_their_place_in_the_configuration(publish: Publish) -> None:
+    publish("acme", good="Good", driver="Driver")
+    document = config(
+        CaptureConsumerSpec(name="driver"),
+        CaptureConsumerSpec(name="good", instance_name="mine", params={"root": "/data"}),
+    )
+
+    (worker,) = open_consumers(
+        document, model=MODEL, location="worker", pp_rank=1, pp_size=2, versions={"vllm": "0.32"}
+    )
+    (driver,) = open_consumers(document, model=MODEL, location="driver")
+
+    assert (worker.bit, driver.bit) == (1, 0)
+    assert worker.spec is document.consumers[1]
+    assert worker.consumer.params == {"root": "/data"}
+    context = worker.consumer.context
+    assert (context.instance_name, context.pp_rank, context.pp_size) == ("mine", 1, 2)
+    assert context.versions == {"vllm": "0.32"}
+    assert context.model is MODEL
+
+
+def test_a_consumer_of_the_worker_can_be_configured_for_the_driver(publish: Publish) -> None:
+    publish("acme", good="Good")
+    document = config(
+        CaptureConsumerSpec(name="good", instance_name="here"),
+        CaptureConsumerSpec(name="good", instance_name="there", location="driver"),
+        CaptureConsumerSpec(name="good", instance_name="said", location="worker"),
+    )
+
+    workers = open_consumers(document, model=MODEL, location="worker")
+    (driver,) = open_consumers(document, model=MODEL, location="driver")
+
+    assert [worker.spec.instance for worker in workers] == ["here", "said"]
+    assert (driver.bit, driver.spec.instance, driver.consumer.location) == (1, "there", "driver")
+    assert isinstance(driver.consumer, load_consumer("good"))
+    assert load_consumer("good").location == "worker"
+    moved = load_configured(document.consumers[1])
+    assert (moved.__module__, moved.__qualname__, moved.linger_s) == ("consumers_of_acme", "Good", 0.25)
+
+
+def test_a_consumer_of_the_driver_cannot_be_configured_for_the_worker(publish: Publish) -> None:
+    publish("acme", driver="Driver")
+    document = config(CaptureConsumerSpec(name="driver", instance_name="mine", location="worker"))
+
+    with pytest.raises(ConfigError, match="consumer 'mine': location is 'worker', but driver needs what only the"):
+        open_consumers(document, model=MODEL, location="worker")
+
+
+def test_parameters_of_all_are_checked_before_any_is_opened(publish: Publish) -> None:
+    publish("acme", good="Good")
+    document = config(
+        CaptureConsumerSpec(name="good"),
+        CaptureConsumerSpec(name="good", instance_name="second", params={"wrong": 1}),
+    )
+
+    with pytest.raises(ConfigError, match="consumer 'second': wrong: is not a parameter"):
+        open_consumers(document, model=MODEL, location="worker")
+
+    assert log_of("acme") == [("check", None)]
+
+
+def test_a_consumer_that_cannot_be_opened_closes_those_before_it(publish: Publish) -> None:
+    publish("acme", good="Good")
+    document = config(
+        CaptureConsumerSpec(name="good", instance_name="first"),
+        CaptureConsumerSpec(name="good", instance_name="second", params={"fail": True}),
+    )
+
+    with pytest.raises(ConfigError, match="consumer 'second' cannot be opened: no disk"):
+        open_consumers(document, model=MODEL, location="worker")
+
+    assert log_of("acme")[2:] == [("open", "first"), ("open", "second"), ("close", "first")]

@@ -1,0 +1,106 @@
+"""From the step of a worker to a consumer in the front end and back to the request: every part is the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headgate.capture.schema.consumer import ConsumerContext
+from headgate.capture.schema.registry import OpenConsumer
+from headgate.capture.schema.sites import Site
+from headgate.capture.session import CaptureSession
+from headgate.capture.transport.result_hub import ResultHub
+from headgate.capture.transport.result_sender import RowSender, ZmqResultSender
+from tests.fakes.capture_world import World, make_staging, want
+from tests.fakes.driver_consumers import WHOLE, assert_rows, config, expect, hosting, result, whole
+from tests.fakes.pipeline import MODEL, ROW_BYTES, SITES, TIMEOUT_S, final_state
+
+pytestmark = pytest.mark.usefixtures("driver_consumers")
+
+
+@contextmanager
+def working(sites: tuple[Site, ...] = SITES, *, stage: int = 0, num_stages: int = 1) -> Iterator[World]:
+    """A worker whose only consumer is ``whole``, in the front end."""
+    outlet, staging = ZmqResultSender(), make_staging(sites)
+    context = ConsumerContext(instance_name="whole", model=MODEL, pp_rank=stage, pp_size=num_stages)
+    session = CaptureSession(
+        config=config(WHOLE),
+        model=MODEL,
+        sites=sites,
+        consumers=[OpenConsumer(0, WHOLE, RowSender(WHOLE, context, outlet))],
+        staging=staging,
+        outlet=outlet,
+        close_outlet=outlet.close,
+        pp_rank=stage,
+        pp_size=num_stages,
+    )
+    yield World(session, staging, outlet)  # type: ignore[arg-type]
+    assert session.close(TIMEOUT_S).is_clean
+
+
+def add(worker: World, hub: ResultHub, number: int) -> str:
+    req_id = f"request-{number}"
+    worker.add(req_id, {"whole": want()}, number=number, reply=hub.address)
+    return req_id
+
+
+def test_rows_of_concurrent_requests_come_back_as_results(folder: Path) -> None:
+    with hosting(folder, WHOLE) as (hub, host), working() as worker:
+        expect(hub, "whole", "request-1", "request-2")
+        one, two = add(worker, hub, 1), add(worker, hub, 2)
+
+        worker.step(**{one: (0, 3)})
+        worker.step(**{two: (0, 4), one: (3, 4)})
+        worker.step(**{one: (4, 5), two: (4, 5)})
+        worker.session.request_finished(one, final_state(num_tokens=6))
+        worker.step(**{two: (5, 6)})
+        worker.session.request_finished(two, final_state(num_tokens=6))
+
+        for number, req_id in ((1, one), (2, two)):
+            answer = result(hub, "whole", req_id)
+            assert (answer.status, answer.error) == ("ok", None)
+            assert (answer.num_rows, answer.num_bytes) == (5, 5 * len(SITES) * ROW_BYTES)
+            assert_rows(answer.payload, number, [0, 1, 2, 3, 4])
+        assert len(whole(host).captured) == 2
+
+
+def test_a_request_whose_end_nobody_knows_is_an_error_and_let_go_of(folder: Path) -> None:
+    with hosting(folder, WHOLE) as (hub, host), working() as worker:
+        expect(hub, "whole", "request-1", "request-2")
+        lost, fine = add(worker, hub, 1), add(worker, hub, 2)
+
+        worker.step(**{lost: (0, 4), fine: (0, 4)})
+        worker.session.request_finished(lost, None)
+        worker.session.request_finished(fine, final_state())
+
+        assert result(hub, "whole", fine).status == "ok"
+        answer = result(hub, "whole", lost)
+        assert answer.status == "error"
+        assert "nobody knows how the request ended" in str(answer.error)
+        assert [captured.request.request_id for captured in whole(host).captured] == [fine]
+
+
+def test_two_stages_make_one_request(folder: Path) -> None:
+    with (
+        hosting(folder, WHOLE) as (hub, host),
+        working(SITES[:2], num_stages=2) as first,
+        working(SITES[2:], stage=1, num_stages=2) as second,
+    ):
+        expect(hub, "whole", num_stages=2)
+        for worker in (first, second):
+            req_id = add(worker, hub, 1)
+            worker.step(**{req_id: (0, 4)})
+            worker.session.request_finished(req_id, final_state())
+
+        answer = result(hub, "whole")
+        assert (answer.status, answer.num_rows) == ("ok", 4)
+        (captured,) = whole(host).captured
+        assert captured.sites == SITES
+        # The worlds number their own sites from 0.
+        rows = {site: captured.rows[site].clone() for site in SITES}
+        rows[SITES[2]][:, 2] = 2
+        assert_rows(replace(captured, rows=rows), 1, [0, 1, 2, 3])

@@ -1,0 +1,199 @@
+"""Over random schedules, each consumer gets exactly the rows its request wants, with the right values, and is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
+from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
+from headgate.capture.schema.consumer import CapturedRequest
+from headgate.capture.schema.registry import OpenConsumer
+from headgate.capture.schema.results import CaptureResult
+from headgate.capture.schema.spec import CaptureSpec
+from headgate.capture.session import CaptureSession
+from headgate.capture.staging.ring import StagingRing
+from tests.fakes.capture_world import Keeper, Outlet
+from tests.fakes.pipeline import HIDDEN, MODEL, ROW_BYTES, TIMEOUT_S, row_values
+from tests.strategies import BITS, SITES, Step, schedules
+
+MAX_TOKENS = 256
+
+KNOBS: Mapping[int, dict[str, Any]] = {
+    BITS[0]: {},
+    BITS[1]: {"queue_bytes": 1},
+    BITS[2]: {"queue_bytes": 200, "overload": "spill"},
+    BITS[3]: {"queue_bytes": 2000},
+}
+"""Large, tiny and spilling queues; none of these loses anything."""
+
+
+@dataclass
+class Life:
+    """One request from its arrival to its end; an id may live several times."""
+
+    number: int
+    num_prompt: int
+    specs: Mapping[int, CaptureSpec]
+    computed: set[int] = field(default_factory=set)
+    num_known: int = 0
+    final: FinalState | None = None
+
+    @property
+    def key(self) -> str:
+        return f"key-{self.number}"
+
+    def compute(self, start: int, stop: int) -> None:
+        """Positions of one step. What is computed again, or late after a preemption, is not captured."""
+        self.computed |= set(range(max(start, self.num_known), stop))
+        self.num_known = max(self.num_known, stop)
+
+    def end(self) -> FinalState:
+        """All tokens that were computed and one that was sampled; for every other request, the last row was in vain."""
+        num_tokens = max([position + 1 for position in self.computed], default=0) + 1 - self.number % 2
+        num_tokens = max(num_tokens, self.num_prompt)
+        self.final = FinalState(
+            num_prompt_tokens=self.num_prompt,
+            token_ids=1000 * self.number + np.arange(num_tokens, dtype=np.int64),
+            status="stop",
+        )
+        return self.final
+
+    def expected(self, bit: int) -> tuple[list[int], int]:
+        """Positions that consumer gets, and how many it misses, by a slow loop."""
+        assert self.final is not None
+        prompt = np.array([self.num_prompt])
+        wanted = [
+            position
+            for position in range(self.final.num_rows)
+            if self.specs[bit].positions.mask(np.array([position]), prompt)[0]
+        ]
+        got = [position for position in wanted if position in self.computed]
+        return got, len(wanted) - len(got)
+
+
+class Driven:
+    """Drives a session through a schedule as an engine would, and keeps book."""
+
+    def __init__(self, staging_rows: int, num_rows: int, linger_s: float) -> None:
+        self.staging = StagingRing(
+            sites=SITES,
+            num_rows=num_rows,
+            max_tokens=MAX_TOKENS,
+            hidden_size=HIDDEN,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            staging_bytes=staging_rows * ROW_BYTES,
+        )
+        self.outlet = Outlet()
+        self.keepers = {bit: Keeper() for bit in BITS}
+        specs = {bit: CaptureConsumerSpec(name=f"c{bit}", **KNOBS[bit]) for bit in BITS}
+        self.session = CaptureSession(
+            config=CaptureConsumersConfig(consumers=tuple(specs.values()), linger_s=linger_s),
+            model=MODEL,
+            sites=SITES,
+            consumers=[OpenConsumer(bit, specs[bit], self.keepers[bit]) for bit in BITS],
+            staging=self.staging,
+            outlet=self.outlet,
+        )
+        self.alive: dict[str, Life] = {}
+        self.lives: list[Life] = []
+
+    def step(self, step: Step) -> None:
+        for req_id in step.left:
+            self._end(req_id)
+        for arrival in step.arrived:
+            self.alive[arrival.req_id] = life = Life(len(self.lives), arrival.num_prompt, arrival.specs)
+            self.lives.append(life)
+            self._announce(arrival.req_id, life)
+        self.session.step_begins(step.view, self._token_ids(step.view))
+        self._forward(step.view)
+        self.session.step_ends()
+
+    def finish(self) -> None:
+        for req_id in [*self.alive]:
+            self._end(req_id)
+        assert self.session.close(TIMEOUT_S).is_clean
+
+    def _announce(self, req_id: str, life: Life) -> None:
+        capture = {f"c{bit}": spec.to_wire() for bit, spec in life.specs.items()}
+        wire = {"v": 1, "id": req_id, "n": 1, "key": life.key, "reply": None, "wait": False, "capture": capture}
+        prompt = np.arange(life.num_prompt, dtype=np.int64)
+        self.session.request_added(NewRequest(req_id=req_id, prompt_token_ids=prompt, wire=wire))
+
+    def _end(self, req_id: str) -> None:
+        self.session.request_finished(req_id, self.alive.pop(req_id).end())
+
+    def _token_ids(self, view: BatchView) -> torch.Tensor:
+        """What the forward reads: position p of a request is token ``1000 * its number + p``."""
+        token_ids = torch.full((MAX_TOKENS,), -1, dtype=torch.int32)
+        for req_id, start, count, first in zip(
+            view.req_ids, view.starts, view.num_scheduled, view.num_computed, strict=True
+        ):
+            ids = 1000 * self.alive[req_id].number + torch.arange(first, first + count)
+            token_ids[start : start + count] = ids.to(torch.int32)
+        return token_ids
+
+    def _forward(self, view: BatchView) -> None:
+        batch = list(zip(view.req_ids, view.starts, view.num_scheduled, view.num_computed, strict=True))
+        for req_id, _, count, first in batch:
+            self.alive[req_id].compute(first, first + count)
+        for index, buffer in enumerate(self.staging.buffers):
+            for req_id, start, count, first in batch:
+                values = row_values(self.alive[req_id].number, np.arange(first, first + count), index)
+                buffer.index_put_((self.staging.slots[start : start + count],), values)
+
+
+@settings(max_examples=60)
+@given(
+    schedules(),
+    st.sampled_from([32, 64, 100_000]),
+    st.sampled_from([MAX_TOKENS, 2 * MAX_TOKENS]),
+    st.sampled_from([0.0, 0.02, 1.0]),
+)
+def test_every_consumer_gets_exactly_its_rows_and_every_request_its_result(
+    steps: list[Step], staging_rows: int, num_rows: int, linger_s: float
+) -> None:
+    driven = Driven(staging_rows, num_rows, linger_s)
+    try:
+        for step in steps:
+            driven.step(step)
+        driven.finish()
+    finally:
+        driven.session.close(TIMEOUT_S)
+
+    results = {(message["key"], message["instance"]): message["result"] for message in driven.outlet.sent}
+    captured = {(_key(each), bit): each for bit, keeper in driven.keepers.items() for each in keeper.captured}
+    assert len(driven.outlet.sent) == len(results) == sum(len(life.specs) for life in driven.lives)
+    for life in driven.lives:
+        for bit in life.specs:
+            result = results[life.key, f"c{bit}"]
+            if life.final is None:
+                assert "another request took over the id" in result.error
+                assert (life.key, bit) not in captured
+            else:
+                check(life, bit, result, captured[life.key, bit])
+
+
+def check(life: Life, bit: int, result: CaptureResult, captured: CapturedRequest) -> None:
+    """Assert that one consumer got what it should of one request, and that its result says so."""
+    positions, num_missing = life.expected(bit)
+    assert (result.status == "ok") == (num_missing == 0), result
+    assert (result.num_rows, result.dropped_rows) == (len(positions), 0)
+    assert not num_missing or f"{num_missing} of" in str(result.error)
+    assert captured.positions.tolist() == positions
+    assert captured.token_ids.tolist() == [1000 * life.number + position for position in positions]
+    assert captured.sites == life.specs[bit].sites
+    for site, values in captured.rows.items():
+        assert torch.equal(values, row_values(life.number, np.array(positions, np.int64), SITES.index(site)))
+
+
+def _key(captured: CapturedRequest) -> str:
+    assert captured.request.origin is not None
+    return captured.request.origin.key

@@ -1,0 +1,264 @@
+"""Messages survive the wire bit for bit, and nothing but our messages is taken for one."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headgate.capture.schema.batch import FinalState
+from headgate.capture.schema.consumer import FinishedRequest, Origin, RequestInfo, RowBlock, RowSpan
+from headgate.capture.schema.errors import ConsumerError
+from headgate.capture.schema.positions import Named
+from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
+from headgate.capture.schema.spec import CaptureSpec
+from headgate.capture.transport.messages import (
+    BlockHeader,
+    MalformedMessage,
+    RowsMessage,
+    SpanHeader,
+    array_bytes,
+    decode,
+    encode,
+    encode_begin,
+    encode_finish,
+    encode_rows,
+    read_begin,
+    read_final,
+    read_rows,
+    select_spans,
+)
+
+SITES = (Site(0, HookPoint.POST_MLP), Site(3, HookPoint.ATTN_OUT), FINAL_NORM_SITE)
+
+
+def request(name: str = "r0", *, reply: str | None = "ipc:///hub", key: str = "k") -> RequestInfo:
+    return RequestInfo(
+        request_id=name,
+        client_request_id=f"client-{name}",
+        sample_index=1,
+        num_samples=2,
+        prompt_token_ids=np.arange(5, dtype=np.int64),
+        spec=CaptureSpec(sites=SITES, positions=Named("all"), options={"tag": "x"}),
+        origin=Origin(reply, key),
+    )
+
+
+def block(requests: list[RequestInfo], counts: list[int], dtype: torch.dtype = torch.bfloat16) -> RowBlock:
+    stops = np.cumsum(counts).tolist()
+    num_rows = stops[-1]
+    return RowBlock(
+        sites=SITES,
+        rows=torch.randn(len(SITES), num_rows, 7).to(dtype),
+        positions=np.arange(100, 100 + num_rows, dtype=np.int64),
+        spans=tuple(
+            RowSpan(request=info, start=stop - count, stop=stop)
+            for info, count, stop in zip(requests, counts, stops, strict=True)
+        ),
+    )
+
+
+def frames_of(parts: list[bytes | memoryview], *, offset: int = 0) -> list[zmq.Frame]:
+    """Frames as ZMQ might hand them over: each array at any address."""
+    return [zmq.Frame(memoryview(bytes(offset) + bytes(part))[offset:]) for part in parts]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_rows_arrive_bit_for_bit_wherever_zmq_places_them(dtype: torch.dtype, offset: int) -> None:
+    sent = [block([request("a"), request("b")], [2, 3], dtype), block([request("a")], [4], dtype)]
+    known = {("k", "a"): request("a"), ("k", "b"): request("b")}
+    frames = frames_of(encode_rows(sent, stage=2), offset=offset)
+
+    message = decode(frames)
+    assert isinstance(message, RowsMessage)
+    received = read_rows(message, frames, known)
+
+    assert message.stage == 2
+    for before, after in zip(sent, received, strict=True):
+        assert after.sites == before.sites
+        assert after.rows.dtype == dtype
+        assert torch.equal(after.rows.view(torch.uint8), before.rows.view(torch.uint8))
+        assert np.array_equal(after.positions, before.positions)
+        assert [(span.request.request_id, span.start, span.stop) for span in after.spans] == [
+            (span.request.request_id, span.start, span.stop) for span in before.spans
+        ]
+
+
+def test_blocks_of_the_same_sites_share_them_so_that_consumers_can_tell() -> None:
+    received = []
+    for _ in range(2):
+        frames = frames_of(encode_rows([block([request("a")], [2])], stage=0))
+        message = decode(frames)
+        assert isinstance(message, RowsMessage)
+        received += read_rows(message, frames, {("k", "a"): request("a")})
+
+    assert received[0].sites is received[1].sites
+
+
+def test_rows_that_are_not_contiguous_are_sent_as_they_are_read() -> None:
+    whole = torch.randn(3, 10, 7)
+    sent = RowBlock(
+        sites=SITES,
+        rows=whole[:, 2:6],
+        positions=np.arange(4, dtype=np.int64),
+        spans=(RowSpan(request=request(), start=0, stop=4),),
+    )
+    frames = frames_of(encode_rows([sent], stage=0))
+
+    message = decode(frames)
+    assert isinstance(message, RowsMessage)
+    (received,) = read_rows(message, frames, {("k", "r0"): request()})
+
+    assert torch.equal(received.rows, whole[:, 2:6])
+
+
+def test_rows_of_unknown_requests_are_left_out() -> None:
+    requests = [request("a"), request("stranger"), request("b")]
+    sent = block(requests, [2, 3, 1])
+    frames = frames_of(encode_rows([sent, block([requests[1]], [2])], stage=0))
+
+    message = decode(frames)
+    assert isinstance(message, RowsMessage)
+    received = read_rows(message, frames, {("k", "a"): requests[0], ("k", "b"): requests[2]})
+
+    assert len(received) == 1
+    assert torch.equal(received[0].rows, sent.rows[:, [0, 1, 5]])
+    assert received[0].positions.tolist() == [100, 101, 105]
+    assert [(span.request.request_id, span.start, span.stop) for span in received[0].spans] == [
+        ("a", 0, 2),
+        ("b", 2, 3),
+    ]
+
+
+def test_a_key_belongs_to_its_request() -> None:
+    frames = frames_of(encode_rows([block([request("a", key="forged")], [2])], stage=0))
+
+    message = decode(frames)
+    assert isinstance(message, RowsMessage)
+
+    assert read_rows(message, frames, {("k", "a"): request("a")}) == []
+
+
+def test_begin_and_finish_arrive_as_sent() -> None:
+    begin = frames_of(encode_begin(request(), stage=1, num_stages=2))
+    final = FinalState(num_prompt_tokens=5, token_ids=np.array([1, 2**40, 3], dtype=np.int64), status="stop")
+    finish = frames_of(encode_finish(FinishedRequest(request=request(), final=final, dropped_rows=4), stage=1))
+
+    begun, finished = decode(begin), decode(finish)
+    received = read_begin(begun, begin)
+    received_final = read_final(finished, finish)
+
+    assert (begun.stage, begun.num_stages) == (1, 2)
+    assert received.spec == request().spec
+    assert received.origin == Origin(None, "k")
+    assert (received.request_id, received.client_request_id) == ("r0", "client-r0")
+    assert (received.sample_index, received.num_samples) == (1, 2)
+    assert np.array_equal(received.prompt_token_ids, request().prompt_token_ids)
+    assert finished.dropped_rows == 4
+    assert np.array_equal(received_final.token_ids, final.token_ids)
+    assert (received_final.num_prompt_tokens, received_final.status) == (5, "stop")
+
+
+def test_a_request_without_an_origin_cannot_be_sent() -> None:
+    homeless = RequestInfo(
+        request_id="r", client_request_id="c", prompt_token_ids=np.zeros(0, dtype=np.int64), spec=request().spec
+    )
+
+    with pytest.raises(ConsumerError, match="request c has no front end"):
+        encode_begin(homeless, stage=0, num_stages=1)
+
+
+HEADER = BlockHeader(sites=["final_norm"], dtype="float32", shape=(1, 2, 3), spans=[SpanHeader("k", "r0", 0, 2)])
+POSITIONS = array_bytes(np.arange(2, dtype=np.int64))
+ROWS = bytes(24)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arrays", "complaint"),
+    [
+        ({}, [POSITIONS], "1 arrays, expected 2"),
+        ({}, [POSITIONS, ROWS, ROWS], "3 arrays, expected 2"),
+        ({}, [POSITIONS, ROWS[:-1]], "23 bytes for float32 rows"),
+        ({}, [POSITIONS[:-1], ROWS], "15 bytes are no int64 array"),
+        ({}, [POSITIONS[:8], ROWS], "1 positions for rows"),
+        ({"dtype": "object"}, [POSITIONS, ROWS], "dtype 'object'"),
+        ({"shape": (1, -2, -3)}, [POSITIONS, ROWS], "shape"),
+        ({"shape": (2, 2, 3)}, [POSITIONS, bytes(48)], "1 sites for rows"),
+        ({"sites": ["__import__"]}, [POSITIONS, ROWS], "not a site"),
+        ({"spans": [SpanHeader("k", "r0", 0, 1)]}, [POSITIONS, ROWS], "spans cover 1 of 2"),
+        ({"spans": [SpanHeader("k", "r0", 1, 2)]}, [POSITIONS, ROWS], "spans do not cover"),
+        ({"spans": [SpanHeader("k", "r0", 0, 2), SpanHeader("k", "r0", 2, 1)]}, [POSITIONS, ROWS], "spans do not"),
+    ],
+)
+def test_rows_whose_header_and_frames_differ_are_refused(
+    changes: dict[str, object], arrays: list[bytes | memoryview], complaint: str
+) -> None:
+    message = RowsMessage(stage=0, blocks=[msgspec.structs.replace(HEADER, **changes)])
+    frames = frames_of(encode(message, arrays))
+
+    with pytest.raises(MalformedMessage, match=complaint):
+        read_rows(message, frames, {("k", "r0"): request()})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"spec": {}},
+        {"spec": {"sites": {"nowhere": [1]}, "positions": "all", "options": {}}},
+        {"spec": {"sites": [], "positions": "all", "options": {}}},
+        {"stage": 2},
+        {"stage": -1},
+        {"sample_index": 2},
+    ],
+)
+def test_a_begin_that_makes_no_sense_is_refused(changes: dict[str, object]) -> None:
+    frames = frames_of(encode_begin(request(), stage=1, num_stages=2))
+    message = msgspec.structs.replace(decode(frames), **changes)
+
+    with pytest.raises(MalformedMessage):
+        read_begin(message, frames)
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_are_refused_and_nothing_else_happens(header: bytes) -> None:
+    with pytest.raises(MalformedMessage):
+        decode([zmq.Frame(header)])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        msgspec.msgpack.encode({"type": "result"}),
+        msgspec.msgpack.encode({"type": "pickle", "data": b"cos\nsystem\n"}),
+        b"\x91" * 100_000,
+        b"",
+    ],
+)
+def test_msgpack_that_is_no_message_is_refused(header: bytes) -> None:
+    with pytest.raises(MalformedMessage):
+        decode([zmq.Frame(header)])
+
+
+def test_a_message_without_frames_is_refused() -> None:
+    with pytest.raises(MalformedMessage):
+        decode([])
+
+
+@given(st.data())
+def test_selected_spans_hold_their_own_rows(data: st.DataObject) -> None:
+    counts = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    whole = block([request(str(index)) for index in range(len(counts))], counts)
+    chosen = data.draw(st.lists(st.sampled_from(whole.spans), min_size=1, unique_by=lambda span: span.start))
+
+    part = select_spans(whole, chosen)
+
+    assert part.spans[-1].stop == len(part.positions) == part.rows.shape[1]
+    for before, after in zip(chosen, part.spans, strict=True):
+        assert after.request is before.request
+        assert torch.equal(part.rows[:, after.start : after.stop], whole.rows[:, before.start : before.stop])
+        assert np.array_equal(part.positions[after.start : after.stop], whole.positions[before.start : before.stop])

@@ -1,0 +1,348 @@
+"""What a worker sends arrives, or is counted and said; a front end that is gone costs it nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from headgate.capture.schema.batch import FinalState
+from headgate.capture.schema.config import CaptureConsumerSpec
+from headgate.capture.schema.consumer import (
+    ConsumerContext,
+    FinishedRequest,
+    ModelInfo,
+    Origin,
+    RequestInfo,
+    RowBlock,
+    RowSpan,
+)
+from headgate.capture.schema.errors import ConsumerError
+from headgate.capture.schema.positions import Named
+from headgate.capture.schema.results import CaptureResult
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.spec import CaptureSpec
+from headgate.capture.transport.channel import Inbox
+from headgate.capture.transport.messages import (
+    AbandonMessage,
+    BeginMessage,
+    FinishMessage,
+    Message,
+    ResultMessage,
+    RowsMessage,
+    decode,
+    read_rows,
+)
+from headgate.capture.transport.result_sender import DEFERRED, RowSender, ZmqResultSender, rows_address, split_by_reply
+
+TIMEOUT_S = 30.0
+SITES = (Site(0, HookPoint.POST_MLP), Site(1, HookPoint.POST_MLP))
+SPEC = CaptureSpec(sites=SITES, positions=Named("all"))
+MODEL = ModelInfo(name="m", num_layers=2, hidden_size=4, dtype="float32", sites=SITES)
+
+
+class Box:
+    """A front end that keeps what it gets, and reads on only when it may."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.received: list[tuple[Message, list[zmq.Frame]]] = []
+        self.may_read = threading.Event()
+        self.may_read.set()
+        self._arrived = threading.Semaphore(0)
+        self._inbox = Inbox(address, self._handle, name="headgate-test")
+
+    def _handle(self, frames: Sequence[zmq.Frame]) -> None:
+        assert self.may_read.wait(TIMEOUT_S)
+        self.received.append((decode(frames), list(frames)))
+        self._arrived.release()
+
+    def messages(self, count: int) -> list[Any]:
+        for _ in range(count):
+            assert self._arrived.acquire(timeout=TIMEOUT_S)
+        return [message for message, _ in self.received]
+
+    def close(self) -> None:
+        self.may_read.set()
+        assert self._inbox.close(TIMEOUT_S)
+
+
+@pytest.fixture
+def open_box() -> Iterator[Callable[[str], Box]]:
+    boxes: list[Box] = []
+
+    def open_box(address: str) -> Box:
+        boxes.append(Box(address))
+        return boxes[-1]
+
+    yield open_box
+    for box in boxes:
+        box.close()
+
+
+@pytest.fixture
+def outlet() -> Iterator[ZmqResultSender]:
+    outlet = ZmqResultSender(window_bytes=2000)
+    yield outlet
+    outlet.close(0)
+
+
+@pytest.fixture
+def reply(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/hub"
+
+
+def send(outlet: ZmqResultSender, reply: str | None, result: CaptureResult, *, req_id: str = "r") -> None:
+    outlet.send_result(
+        reply=reply, key="k", req_id=req_id, sample_index=0, instance="files", stage=0, num_stages=1, result=result
+    )
+
+
+def request(name: str, reply: str | None) -> RequestInfo:
+    return RequestInfo(
+        request_id=name,
+        client_request_id=f"client-{name}",
+        prompt_token_ids=np.arange(2, dtype=np.int64),
+        spec=SPEC,
+        origin=Origin(reply, f"key-{name}"),
+    )
+
+
+def rows(*parts: tuple[RequestInfo, Sequence[int]], sites: tuple[Site, ...] = SITES) -> RowBlock:
+    positions = np.concatenate([np.asarray(part, dtype=np.int64) for _, part in parts])
+    stops = np.cumsum([len(part) for _, part in parts]).tolist()
+    return RowBlock(
+        sites=sites,
+        rows=torch.randn(len(sites), len(positions), 4),
+        positions=positions,
+        spans=tuple(
+            RowSpan(request=info, start=stop - len(part), stop=stop)
+            for (info, part), stop in zip(parts, stops, strict=True)
+        ),
+    )
+
+
+def finished(info: RequestInfo, dropped_rows: int = 0) -> FinishedRequest:
+    final = FinalState(num_prompt_tokens=2, token_ids=np.arange(4, dtype=np.int64), status="stop")
+    return FinishedRequest(request=info, final=final, dropped_rows=dropped_rows)
+
+
+def remote_sink(outlet: ZmqResultSender, *, max_stall_s: float = TIMEOUT_S) -> RowSender:
+    spec = CaptureConsumerSpec(name="reward", max_stall_s=max_stall_s)
+    return RowSender(spec, ConsumerContext(instance_name="reward", model=MODEL, pp_rank=1, pp_size=3), outlet)
+
+
+class Summarised:
+    def __init__(self, summary: Callable[[], dict[str, Any]]) -> None:
+        self._summary = summary
+
+    def summary(self) -> dict[str, Any]:
+        return self._summary()
+
+
+def test_results_of_many_threads_arrive(outlet: ZmqResultSender, reply: str, open_box: Callable[[str], Box]) -> None:
+    box = open_box(reply)
+    outlet = ZmqResultSender()
+
+    def send_many(thread: int) -> None:
+        for index in range(100):
+            send(outlet, reply, CaptureResult(status="ok", num_rows=index), req_id=f"{thread}-{index}")
+
+    threads = [threading.Thread(target=send_many, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+
+    messages = box.messages(400)
+    assert {message.req_id for message in messages} == {f"{t}-{i}" for t in range(4) for i in range(100)}
+    assert all(message.result.num_rows == int(message.req_id.split("-")[1]) for message in messages)
+    assert outlet.close(TIMEOUT_S) == 0
+
+
+def test_a_result_that_nobody_waits_for_is_not_sent(outlet: ZmqResultSender) -> None:
+    send(outlet, None, CaptureResult(status="ok"))
+
+    assert outlet.stats().lost_results == 0
+
+
+@pytest.mark.parametrize(
+    ("payload", "complaint"),
+    [
+        (object(), "object"),
+        ({"x": 1 << 70}, "OverflowError"),
+        (Summarised(lambda: {"rows": object()}), "object"),
+        (Summarised(lambda: {}["missing"]), "KeyError"),
+    ],
+)
+def test_a_payload_that_cannot_be_sent_becomes_an_error_that_says_so(
+    outlet: ZmqResultSender, reply: str, open_box: Callable[[str], Box], payload: object, complaint: str
+) -> None:
+    box = open_box(reply)
+
+    send(outlet, reply, CaptureResult(status="ok", payload=payload, num_rows=3, num_bytes=4, dropped_rows=5))
+
+    (message,) = box.messages(1)
+    assert isinstance(message, ResultMessage)
+    assert message.result.status == "error"
+    assert message.result.payload is None
+    assert "consumer files: its payload cannot be sent from a worker" in str(message.result.error)
+    assert complaint in str(message.result.error)
+    assert (message.result.num_rows, message.result.num_bytes, message.result.dropped_rows) == (3, 4, 5)
+
+
+def test_a_live_payload_is_sent_as_its_summary(
+    outlet: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+) -> None:
+    box = open_box(reply)
+
+    send(outlet, reply, CaptureResult(status="ok", payload=Summarised(lambda: {"rows": 3})))
+
+    assert box.messages(1)[0].result.payload == {"rows": 3}
+
+
+def test_a_front_end_that_is_gone_costs_no_time_and_is_counted(outlet: ZmqResultSender, reply: str) -> None:
+    started = time.monotonic()
+    for _ in range(100):
+        send(outlet, reply, CaptureResult(status="ok", payload="x" * 1000))
+    left = outlet.close(TIMEOUT_S)
+
+    assert time.monotonic() - started < TIMEOUT_S / 2
+    assert outlet.stats().lost_results + left == 100
+
+
+def test_a_front_end_that_does_not_read_bounds_the_memory_and_is_counted(
+    outlet: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+) -> None:
+    box = open_box(reply)
+    box.may_read.clear()
+
+    for _ in range(10):
+        send(outlet, reply, CaptureResult(status="ok", payload="x" * 800))
+
+    assert outlet.stats().lost_results == 8
+    box.may_read.set()
+    assert len(box.messages(2)) == 2
+
+
+def test_nothing_is_sent_after_close_and_no_error_is_raised(
+    outlet: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+) -> None:
+    box = open_box(reply)
+    assert outlet.close(TIMEOUT_S) == 0
+
+    send(outlet, reply, CaptureResult(status="ok"))
+
+    assert box.received == []
+
+
+def test_a_remote_sink_passes_a_request_on_in_order(
+    outlet: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+) -> None:
+    box, sink, info = open_box(rows_address(reply, "reward")), remote_sink(outlet), request("a", reply)
+    first, second = rows((info, [0, 1])), rows((info, [2]))
+
+    sink.begin(info)
+    sink.write([first])
+    sink.write([second])
+    outcome = sink.finish(finished(info, dropped_rows=2))
+
+    begin, *row_messages, finish = box.messages(4)
+    assert outcome is DEFERRED
+    assert isinstance(begin, BeginMessage)
+    assert (begin.key, begin.req_id, begin.stage, begin.num_stages) == ("key-a", "a", 1, 3)
+    for sent, message, (_, frames) in zip((first, second), row_messages, box.received[1:3], strict=True):
+        assert isinstance(message, RowsMessage)
+        (received,) = read_rows(message, frames, {("key-a", "a"): info})
+        assert torch.equal(received.rows, sent.rows)
+    assert isinstance(finish, FinishMessage)
+    assert (finish.status, finish.dropped_rows) == ("stop", 2)
+
+
+def test_rows_of_several_front_ends_in_one_write_go_each_to_its_own(
+    outlet: ZmqResultSender, tmp_path: Path, open_box: Callable[[str], Box]
+) -> None:
+    replies = [f"ipc://{tmp_path}/one", f"ipc://{tmp_path}/two"]
+    boxes = [open_box(rows_address(reply, "reward")) for reply in replies]
+    sink, infos = remote_sink(outlet), [request("a", replies[0]), request("b", replies[1])]
+    mixed = rows((infos[0], [0, 1]), (infos[1], [0]), (infos[0], [2]))
+
+    for info in infos:
+        sink.begin(info)
+    sink.write([mixed])
+
+    for box, info, indices in zip(boxes, infos, ([0, 1, 3], [2]), strict=True):
+        message = box.messages(2)[1]
+        (received,) = read_rows(message, box.received[1][1], {(f"key-{info.request_id}", info.request_id): info})
+        assert torch.equal(received.rows, mixed.rows[:, indices])
+
+
+def test_rows_of_one_front_end_are_not_copied() -> None:
+    block = rows((request("a", "x"), [0, 1]), (request("b", "x"), [0]))
+
+    assert split_by_reply([block]) == {"x": [block]}
+
+
+def test_rows_that_a_stuck_front_end_does_not_take_are_told_when_it_moves_again(
+    outlet: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+) -> None:
+    box, sink, info = (
+        open_box(rows_address(reply, "reward")),
+        remote_sink(outlet, max_stall_s=0.01),
+        request("a", reply),
+    )
+    sites = SITES[:1]
+    box.may_read.clear()
+    sink.begin(info)
+    for start in range(0, 1000, 100):
+        sink.write([rows((info, range(start, start + 100)), sites=sites), rows((info, range(start, start + 100)))])
+
+    sink.finish(finished(info, dropped_rows=7))
+    box.may_read.set()
+    while not isinstance(box.messages(1)[-1], FinishMessage):
+        pass
+
+    arrived = [message.blocks[0].shape[1] for message, _ in box.received if isinstance(message, RowsMessage)]
+    finish = box.received[-1][0]
+    assert isinstance(finish, FinishMessage)
+    assert finish.dropped_rows == 1000 - sum(arrived) + 7
+    assert len(arrived) < 10
+
+
+def test_a_request_that_no_front_end_waits_for_is_refused(outlet: ZmqResultSender) -> None:
+    with pytest.raises(ConsumerError, match="request client-a has no front end"):
+        remote_sink(outlet).begin(request("a", None))
+    with pytest.raises(ConsumerError, match="request client-a has no front end"):
+        remote_sink(outlet).begin(replace(request("a", "x"), origin=None))
+
+
+def test_an_abandoned_request_is_announced_once_and_only_if_it_was_begun(
+    outlet: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+) -> None:
+    box, sink = open_box(rows_address(reply, "reward")), remote_sink(outlet)
+
+    sink.abandon(request("never begun", reply))
+    sink.begin(request("a", reply))
+    sink.abandon(request("a", reply))
+    sink.abandon(request("a", reply))
+    sink.begin(request("last", reply))
+
+    _, abandoned, last = box.messages(3)
+    assert isinstance(abandoned, AbandonMessage)
+    assert (abandoned.key, abandoned.req_id, abandoned.stage) == ("key-a", "a", 1)
+    assert last.req_id == "last"
+
+
+def test_addresses_for_rows_differ_by_consumer_and_stay_short() -> None:
+    addresses = {rows_address("ipc:///tmp/hub", name) for name in ("a", "b", "x" * 500, "ünicode/..")}
+
+    assert len(addresses) == 4
+    assert all(address.startswith("ipc:///tmp/hub.") and len(address) < 30 for address in addresses)

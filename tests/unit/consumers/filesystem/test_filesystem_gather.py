@@ -1,0 +1,109 @@
+"""Rows of many steps, gathered: each site's rows in their order, whatever the blocks looked like."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headgate.capture.schema.consumer import RequestInfo, RowBlock, RowSpan
+from headgate.capture.schema.positions import Named
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.spec import CaptureSpec
+from headgate.consumers.filesystem.writing.request_writer import MAX_BLOCKS, RowGatherer
+
+SITES = tuple(Site(layer, HookPoint.POST_MLP) for layer in range(3))
+REQUESTS = [
+    RequestInfo(
+        request_id=name,
+        client_request_id=name,
+        prompt_token_ids=np.zeros(1, dtype=np.int64),
+        spec=CaptureSpec(sites=SITES, positions=Named("all")),
+    )
+    for name in ("a", "b", "c")
+]
+
+partitions = st.sampled_from([[(0, 1, 2)], [(0,), (1, 2)], [(2,), (0, 1)], [(0,), (1,), (2,)]])
+steps = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), unique=True, min_size=1), partitions, st.integers(1, 4)), max_size=12
+)
+
+
+def block_of(request_indices: list[int], site_indices: tuple[int, ...], num_rows: int, computed: list[int]) -> RowBlock:
+    """Rows whose every byte pair names its request, site and position."""
+    spans, positions, columns = [], [], []
+    for place, index in enumerate(request_indices):
+        spans.append(RowSpan(request=REQUESTS[index], start=place * num_rows, stop=(place + 1) * num_rows))
+        of_request = np.arange(computed[index], computed[index] + num_rows)
+        positions.append(of_request)
+        columns.append([[value(index, site, position)] for site in site_indices for position in of_request])
+    rows = torch.tensor(np.array(columns).reshape(len(request_indices), len(site_indices), num_rows, 1))
+    return RowBlock(
+        sites=tuple(SITES[index] for index in site_indices),
+        rows=rows.transpose(0, 1).reshape(len(site_indices), -1, 1).to(torch.int16),
+        positions=np.concatenate(positions),
+        spans=tuple(spans),
+    )
+
+
+def value(request: int, site: int, position: int) -> int:
+    return request * 10_000 + site * 1_000 + position
+
+
+@given(steps, st.integers(0, 2))
+def test_every_row_comes_out_once_and_in_order(
+    plan: list[tuple[list[int], list[tuple[int, ...]], int]], taken_alone: int
+) -> None:
+    gatherer = RowGatherer(1 << 20)
+    computed = [0, 0, 0]
+    for request_indices, parts, num_rows in plan:
+        for part in parts:
+            block = block_of(request_indices, part, num_rows, computed)
+            gatherer.add(block, block.rows.view(torch.uint8).numpy())
+        for index in request_indices:
+            computed[index] += num_rows
+
+    alone = gatherer.take(REQUESTS[taken_alone].request_id)
+    chunks = {**gatherer.take_all(), REQUESTS[taken_alone].request_id: alone}
+
+    for index, request in enumerate(REQUESTS):
+        for place, site in enumerate(SITES):
+            found = [
+                (int(position), int(row.view(np.int16)[0]))
+                for chunk in chunks.get(request.request_id, [])
+                if site in chunk.sites and chunk.data is not None
+                for position, row in zip(chunk.positions, chunk.data[chunk.sites.index(site)], strict=True)
+            ]
+            assert found == [(position, value(index, place, position)) for position in range(computed[index])]
+    assert gatherer.take_all() == {}
+
+
+def test_it_is_full_by_blocks_and_by_bytes() -> None:
+    block = block_of([0], (0, 1, 2), 4, [0, 0, 0])
+    data = block.rows.view(torch.uint8).numpy()
+    by_bytes, by_blocks = RowGatherer(2 * data.nbytes), RowGatherer(1 << 20)
+
+    by_bytes.add(block, data)
+    assert not by_bytes.is_full
+    by_bytes.add(block, data)
+    assert by_bytes.is_full
+
+    for _ in range(MAX_BLOCKS):
+        assert not by_blocks.is_full
+        by_blocks.add(block, data)
+    assert by_blocks.is_full
+    by_blocks.take_all()
+    assert not by_blocks.is_full
+
+
+def test_few_rows_of_a_large_block_do_not_keep_it_in_memory() -> None:
+    block = block_of([0, 1, 2], (0, 1, 2), 4, [0, 0, 0])
+    data = block.rows.view(torch.uint8).numpy()
+    gatherer = RowGatherer(1 << 20)
+    gatherer.add(block, data)
+
+    for chunks in gatherer.take_all().values():
+        for chunk in chunks:
+            assert chunk.data is not None
+            assert not np.shares_memory(chunk.data, data)

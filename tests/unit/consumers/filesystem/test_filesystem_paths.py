@@ -1,0 +1,126 @@
+"""No name that a client can write leads out of the root."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headgate.capture.schema.errors import ConsumerError, RequestError
+from headgate.consumers.filesystem import FilesystemConsumer
+from headgate.consumers.filesystem.storage.names import check_name, numbered, slug, stem_of
+from tests.fakes.capturing import HOOKS, capturing, spec_context
+
+texts = st.text(max_size=300) | st.text(alphabet="./\\~_-a", max_size=20)
+
+
+@pytest.mark.parametrize("field", ["tag", "request_id"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../a",
+        "a/b",
+        "/etc",
+        "a\0b",
+        "a\nb",
+        "a\n",
+        ".tmp",
+        "_shards",
+        "~a",
+        "-a",
+        "ü",
+        "a" * 181,
+        7,
+        None,
+        ["a"],
+    ],
+)
+def test_a_bad_name_is_refused_by_the_name_of_its_field(field: str, name: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        FilesystemConsumer.validate_client_spec({"hooks": HOOKS, field: name}, spec_context({"root": "captures"}))
+
+    assert caught.value.field == f"capture.files.{field}"
+
+
+@pytest.mark.parametrize("name", ["a", "A.b_c-d", "0", "2026-11-20", "a..b", "a" * 180])
+def test_a_plain_name_is_taken_as_it_is(name: str) -> None:
+    assert check_name(name, "tag") == name == slug(name)
+
+
+@given(texts)
+def test_a_slug_is_one_visible_file_name(text: str) -> None:
+    name = stem_of(numbered(slug(text), 9999), sample=(12, 13), stage=(7, 8)) + ".safetensors"
+
+    assert os.path.basename(os.path.normpath(name)) == name
+    assert not name.startswith((".", "_"))
+    assert len(os.fsencode(name)) <= 255
+    assert name.isascii()
+    assert name.isprintable()
+
+
+@given(st.lists(texts, unique=True, min_size=2, max_size=20))
+def test_slugs_of_different_texts_differ(names: list[str]) -> None:
+    assert len({slug(name) for name in names}) == len(names)
+
+
+@given(texts)
+def test_a_slug_is_never_a_name_that_a_client_could_have_written_for_something_else(text: str) -> None:
+    made = slug(text)
+
+    if made != text:
+        with pytest.raises(RequestError):
+            check_name(made, "request_id")
+
+
+@pytest.mark.parametrize("layout", ["request", "raw", "shards"])
+def test_nothing_is_written_through_a_symbolic_link(tmp_path: Path, layout: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    root = tmp_path / "root"
+    with capturing(root, layout=layout) as files:
+        (root / "escape").symlink_to(outside)
+
+        with pytest.raises(ConsumerError, match="symbolic link"):
+            files.feed.whole(files.request({"tag": "escape"}))
+        files.feed.whole(files.request({"tag": "fine"}))
+
+        assert files.temporary() == []
+    assert list(outside.iterdir()) == []
+
+
+def test_a_dangling_link_in_a_file_s_place_is_left_alone(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with capturing(root) as files:
+        (root / "default").mkdir()
+        (root / "default" / "a.safetensors").symlink_to(tmp_path / "outside")
+
+        with pytest.raises(ConsumerError, match="exists and is not overwritten"):
+            files.feed.whole(files.request({"request_id": "a"}))
+    assert not (tmp_path / "outside").exists()
+
+
+def test_a_file_in_a_tag_s_place_is_an_error_of_that_request_alone(tmp_path: Path) -> None:
+    with capturing(tmp_path) as files:
+        (tmp_path / "taken").write_text("mine")
+
+        with pytest.raises(ConsumerError, match="no folder"):
+            files.feed.whole(files.request({"tag": "taken"}))
+        payload = files.feed.whole(files.request())
+
+    assert Path(payload["paths"][0]).exists()
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_the_root_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "root").symlink_to(tmp_path / "disk")
+    with capturing(tmp_path / "root") as files:
+        payload = files.feed.whole(files.request())
+
+    assert payload["paths"] == [str(tmp_path / "disk" / "default" / "client-1.safetensors")]

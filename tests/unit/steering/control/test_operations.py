@@ -1,0 +1,218 @@
+"""What users' calls come to, over engine cores that are played by the real authority, without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
+from headgate.capture.schema.errors import EngineStateError, RequestError
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.control.handle import AsyncSteering, Steering
+from headgate.steering.core.steering_core import SteeringCore
+from headgate.steering.vectors.phase_vectors import Steerable
+
+STEERABLE = Steerable(
+    num_layers=2,
+    hidden_size=4,
+    dtype="bfloat16",
+    sites=tuple(Site(layer, HookPoint.POST_MLP) for layer in range(2)),
+    max_vectors=4,
+)
+ONE = {"post_mlp": {0: np.ones(4, np.float32)}}
+TWO = {"post_mlp": {0: np.ones(4, np.float32), 1: np.full(4, 2, np.float32)}}
+
+
+class EngineCore:
+    """The engine core's half of steering, without workers."""
+
+    def __init__(self, capacity: int = 32) -> None:
+        services = SimpleNamespace(
+            call_workers=lambda method, args: [],
+            check_restart=lambda field: None,
+            restart_running=lambda: None,
+            fail=lambda reason: None,
+        )
+        self.part = SteeringCore("bfloat16", capacity, services)
+        self.before: Callable[[str], None] = lambda method: None
+        self.refused: set[str] = set()
+
+    def headgate_call(self, part: str, method: str, args: Mapping[str, Any]) -> dict[str, Any]:
+        assert part == "steering"
+        self.before(method)
+        if method in self.refused:
+            return {"error": {"field": "module", "message": "no room"}}
+        try:
+            return {"ok": self.part.call(method, args)}
+        except RequestError as error:
+            return {"error": {"field": error.field, "message": str(error).removeprefix(f"{error.field}: ")}}
+
+
+class Client:
+    """As much of an `AsyncMPClient` as is called."""
+
+    def __init__(self, *engines: EngineCore) -> None:
+        self.core_engines = list(engines)
+
+    async def _call_utility_async(self, name: str, *args: Any, engine: EngineCore) -> Any:
+        assert name == "headgate_call"
+        return engine.headgate_call(*args)
+
+
+def several(*engines: EngineCore) -> AsyncSteering:
+    return AsyncSteering(AsyncCoreClient(Client(*engines), "steering"), STEERABLE)
+
+
+def one(engine: EngineCore) -> Steering:
+    return Steering(CoreClient(SimpleNamespace(engine_core=engine), "steering"), STEERABLE)
+
+
+def content(engine: EngineCore) -> Any:
+    status = engine.part.call("status", {})
+    return status["global"]["hash"], {module["name"]: module["hash"] for module in status["modules"]}
+
+
+def test_one_engine_core_needs_one_call() -> None:
+    engine, calls = EngineCore(), []
+    engine.before = calls.append
+    steering = one(engine)
+
+    steering.register("calm", ONE)
+    steering.set(TWO)
+    steering.unregister("calm")
+    steering.clear()
+
+    assert calls == ["register", "set_global", "unregister", "clear_global"]
+
+
+def test_an_error_of_the_engine_core_names_its_field_once() -> None:
+    with pytest.raises(RequestError) as caught:
+        one(EngineCore()).unregister("nobody")
+
+    assert caught.value.field == "name"
+    assert str(caught.value) == "name: unknown steering module 'nobody'; registered: none"
+
+
+CHANGES: dict[str, tuple[str, Callable[[AsyncSteering], Any]]] = {
+    "a new module": ("register", lambda steering: steering.register("new", TWO)),
+    "another content": ("register", lambda steering: steering.register("calm", TWO)),
+    "no module": ("unregister", lambda steering: steering.unregister("calm")),
+    "a global vector": ("set_global", lambda steering: steering.set(TWO)),
+    "no global vector": ("clear_global", lambda steering: steering.clear()),
+}
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize(("method", "change"), CHANGES.values(), ids=CHANGES.keys())
+def test_what_one_refuses_the_others_take_back(method: str, change: Any, which: int) -> None:
+    engines = [EngineCore() for _ in range(3)]
+    steering = several(*engines)
+    asyncio.run(steering.register("calm", ONE))
+    asyncio.run(steering.set(ONE, decode_vectors=TWO))
+    before = content(engines[0])
+    engines[which].refused = {method}
+
+    with pytest.raises(RequestError, match="module: no room"):
+        asyncio.run(change(steering))
+
+    assert [content(engine) for engine in engines] == [before] * 3
+    engines[which].refused = set()
+    asyncio.run(change(steering))
+    assert content(engines[0]) != before
+    assert [content(engine) for engine in engines[1:]] == [content(engines[0])] * 2
+
+
+def test_what_cannot_be_taken_back_is_told() -> None:
+    engines = [EngineCore(), EngineCore()]
+    engines[0].refused, engines[1].refused = {"unregister"}, {"register"}
+
+    with pytest.raises(EngineStateError, match=r"register succeeded on 1 of 2 .* could not be taken back on 1"):
+        asyncio.run(several(*engines).register("calm", ONE))
+
+
+def test_a_change_that_met_another_is_repeated() -> None:
+    engines = [EngineCore(), EngineCore()]
+    others = iter([{"post_mlp": {1: np.ones(4, np.float32)}}])
+
+    def meddle(method: str) -> None:
+        if method == "status" and (vectors := next(others, None)) is not None:
+            one(engines[1]).set(vectors, replace=True)
+
+    engines[0].before = meddle
+    status = asyncio.run(several(*engines).set(ONE, replace=True))
+
+    assert status.is_consistent
+    assert content(engines[0]) == content(engines[1])
+    assert next(others, None) is None
+
+
+def test_engine_cores_that_never_agree_are_told() -> None:
+    engines = [EngineCore(), EngineCore()]
+    asyncio.run(several(*engines).register("calm", ONE))
+    one(engines[1]).register("calm", TWO)
+
+    assert not asyncio.run(several(*engines).status()).is_consistent
+    with pytest.raises(EngineStateError, match="2 engine cores do not agree after 3 attempts"):
+        asyncio.run(several(*engines).register("other", ONE))
+
+
+class Waiting(dict[str, Any]):
+    """Vectors that cannot be read before `go` is set; says when someone tries."""
+
+    def __init__(self, vectors: Mapping[str, Any], on_read: Callable[[], object]) -> None:
+        super().__init__(vectors)
+        self.go = threading.Event()
+        self._on_read = on_read
+
+    def items(self) -> Any:
+        self._on_read()
+        assert self.go.wait(20), "whoever reads holds up whoever would set it"
+        return super().items()
+
+
+def test_reading_holds_no_event_loop_up_and_changes_keep_their_order() -> None:
+    engine, calls = EngineCore(), []
+    engine.before = calls.append
+    steering = several(engine)
+
+    async def change() -> None:
+        is_reading, loop = asyncio.Event(), asyncio.get_running_loop()
+        slow = Waiting(ONE, on_read=lambda: loop.call_soon_threadsafe(is_reading.set))
+        first = asyncio.ensure_future(steering.set(slow))
+        await asyncio.wait_for(is_reading.wait(), 20)
+        others = [asyncio.ensure_future(steering.clear()), asyncio.ensure_future(steering.register("calm", TWO))]
+        await asyncio.sleep(0)
+        assert calls == []
+        slow.go.set()
+        await asyncio.gather(first, *others)
+
+    asyncio.run(change())
+
+    assert calls == ["set_global", "clear_global", "register"]
+
+
+def test_a_change_that_is_wrong_or_given_up_does_not_hold_up_the_next() -> None:
+    engine = EngineCore()
+    steering = several(engine)
+
+    async def change() -> None:
+        is_reading, loop = asyncio.Event(), asyncio.get_running_loop()
+        slow = Waiting(ONE, on_read=lambda: loop.call_soon_threadsafe(is_reading.set))
+        given_up = asyncio.ensure_future(steering.set(slow))
+        await asyncio.wait_for(is_reading.wait(), 20)
+        given_up.cancel()
+        with pytest.raises(RequestError, match="vectors"):
+            await steering.set({})
+        await steering.register("calm", TWO)
+        slow.go.set()
+
+    asyncio.run(change())
+
+    shared, modules = content(engine)
+    assert (shared["prefill"], list(modules)) == (None, ["calm"])

@@ -1,0 +1,96 @@
+"""Steering's flags and keywords, and the configuration that they come to."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from headgate.capture.engine.setup import cli_flags
+from headgate.capture.engine.setup.cli_flags import additional_config, translate_flags
+from headgate.capture.schema.errors import ConfigError
+from headgate.steering import SteeringConfig
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    """A parser with our flags."""
+    return cli_flags.add_cli_args(lambda parser: parser)(argparse.ArgumentParser(exit_on_error=False))  # type: ignore[no-any-return]
+
+
+def section(parser: argparse.ArgumentParser, *flags: str, base: Any = None) -> Any:
+    args = parser.parse_args(flags)
+    args.additional_config = base
+    translate_flags(args)
+    translate_flags(args)
+    return None if args.additional_config is None else args.additional_config["headgate"].get("steering")
+
+
+def test_flags_become_the_section(parser: argparse.ArgumentParser) -> None:
+    assert section(parser) is None
+    assert section(parser, "--enable-steering") == {}
+    assert section(parser, "--max-steering-slots", "100") == {"max_steering_slots": 100}
+    assert section(parser, "--max-steering-configs", "4") == {"max_steering_slots": 1025}
+    assert section(parser, "--steering-sites", '{"post_mlp": [1]}') == {"sites": {"post_mlp": [1]}}
+    named = section(parser, "--steering-modules", "a=/x/a.json", "b=b=c.gguf", "--steering-modules", "c=d.json")
+    assert named == {"modules": {"a": "/x/a.json", "b": "b=c.gguf", "c": "d.json"}}
+
+
+def test_flags_are_added_to_what_is_configured(parser: argparse.ArgumentParser) -> None:
+    base = {"theirs": 1, "headgate": {"steering": {"self_test": False, "modules": {"a": "a.json"}}}}
+
+    told = section(parser, "--steering-modules", "b=b.json", "--max-steering-slots", "9", base=base)
+
+    assert told == {"self_test": False, "modules": {"a": "a.json", "b": "b.json"}, "max_steering_slots": 9}
+    assert base["headgate"] == {"steering": {"self_test": False, "modules": {"a": "a.json"}}}
+
+
+def test_flags_of_capture_and_steering_together(parser: argparse.ArgumentParser) -> None:
+    args = parser.parse_args(["--enable-steering", "--capture-consumers", "memory"])
+    translate_flags(args)
+
+    assert set(args.additional_config["headgate"]) == {"capture", "steering"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--max-steering-slots", "9", "--max-steering-configs", "9"], "give one of them"),
+        (["--max-steering-configs", "0"], "must be at least 1"),
+        (["--max-steering-slots", "1"], "max_steering_slots must be at least 2"),
+        (["--steering-modules", "a=a.json", "a=b.json"], "'a' is given as a.json and as b.json"),
+        (["--steering-sites", "{}"], "name at least one hook point"),
+    ],
+)
+def test_flags_that_contradict(parser: argparse.ArgumentParser, flags: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        section(parser, *flags)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--steering-modules", "a"], ["--steering-modules", "=b"], ["--steering-sites", "x"]]
+)
+def test_wrong_flags_are_errors_of_the_command_line(parser: argparse.ArgumentParser, flags: list[str]) -> None:
+    with pytest.raises(argparse.ArgumentError):
+        parser.parse_args(flags)
+
+
+def test_the_keyword_becomes_the_section() -> None:
+    assert additional_config(steering=True) == {"headgate": {"steering": {}}}
+    assert additional_config(steering={"max_steering_slots": 9})["headgate"] == {"steering": {"max_steering_slots": 9}}
+    config = additional_config(steering=SteeringConfig(max_steering_slots=9), consumers=["memory"])["headgate"]
+    assert config["steering"]["max_steering_slots"] == 9
+    assert config["capture"]["consumers"]
+    assert additional_config(steering=None, base={"theirs": 1}) == {"theirs": 1}
+    assert additional_config(steering={}, base={"headgate": {"steering": {"self_test": False}}}) == {
+        "headgate": {"steering": {"self_test": False}}
+    }
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"), [("yes", "expected True"), ({"slots": 1}, "slots"), (3, "expected True")]
+)
+def test_a_wrong_keyword_is_refused(wanted: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        additional_config(steering=wanted)
