@@ -1,4 +1,4 @@
-"""``headgate dump ls ROOT`` and ``headgate dump show ROOT REQUEST``: what is in a folder of captured rows."""
+"""``headgate dump ls ROOT`` and ``headgate dump show ROOT REQUEST``: the contents of a folder of captured rows."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _warn_of_damage(folder: CaptureFolder) -> None:
-    """Say what could not be read, and let the exit status say so too."""
+    """Print the files that could not be read, and set the exit status."""
     console = Console(stderr=True)
     for error in folder.damaged:
         console.print(f"[red]damaged:[/red] {escape(str(error))}", soft_wrap=True)

@@ -97,7 +97,7 @@ class ExampleRequest:
         return torch.from_numpy(rows).to(getattr(torch, model.dtype))
 
     def expected(self) -> CapturedRequest:
-        """What a consumer should have of it at the end."""
+        """The request as a consumer should have it at the end."""
         positions = self.wanted()
         return CapturedRequest(
             request=self.info,

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
+from safetensors.torch import save
 
 from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.schema.consumer import (
@@ -24,11 +26,9 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.capture.transport.messages import DTYPES, array_bytes, tensor_bytes
-from headgate.consumers.filesystem.formats.sidecar import POSITIONS, TOKEN_IDS, sidecar_of
-from headgate.consumers.filesystem.formats.tensor_file import header
+from headgate.capture.transport.messages import DTYPES
+from headgate.consumers.filesystem.formats.layout import POSITIONS, TOKEN_IDS, sidecar_of
 
-MIB = 1 << 20
 TAG = "inline"
 
 
@@ -40,13 +40,13 @@ class InlineParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             In the answer they take a third more.
     """
 
-    max_bytes: int = MIB
+    max_bytes: int = 1 << 20
 
 
 class InlineConsumer(StreamingConsumer):
     """Returns each sample's rows in the answer: ``{"format": "safetensors", "num_bytes", "data": base64}``.
 
-    Decoded, `data` is the file that the filesystem consumer writes in its layout ``request``: a tensor a site,
+    Decoded, `data` is a file as the filesystem consumer writes it in its layout ``request``: a tensor a site,
     ``[rows, hidden]`` in the model's dtype, ``positions`` and ``token_ids``. `InlineParams` lists the parameters.
     """
 
@@ -96,7 +96,7 @@ class InlineConsumer(StreamingConsumer):
         self._rows.close(timeout_s)
 
     def _has_room(self, span: RowSpan, block: RowBlock) -> bool:
-        """Count the rows of `span`; once they are too many, let go of all that the request has."""
+        """Count the rows of `span`; once they are too many, discard all that the request has."""
         request = span.request
         before = self._taken[request.request_id]
         now = before + (span.stop - span.start) * len(block.sites) * self._row_bytes
@@ -107,7 +107,7 @@ class InlineConsumer(StreamingConsumer):
 
 
 class _Encode(BatchedConsumer):
-    """What the assembler hands whole requests to."""
+    """Receives whole requests from the assembler and encodes them."""
 
     def on_capture(self, captured: CapturedRequest) -> dict[str, Any]:
         data = encode(captured, self.context)
@@ -125,14 +125,11 @@ def encode(captured: CapturedRequest, context: ConsumerContext) -> bytes:
         num_prefill_rows=int(np.count_nonzero(captured.is_prefill)),
         name=captured.request.client_request_id,
     )
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
-        POSITIONS: ("int64", (num_rows,)),
-        TOKEN_IDS: ("int64", (num_rows,)),
-        **dict.fromkeys(sidecar.sites, (model.dtype, (num_rows, model.hidden_size))),
-    }
-    rows = [tensor_bytes(captured.rows[site]) for site in captured.sites] if num_rows else []
-    ids = [array_bytes(captured.positions), array_bytes(captured.token_ids)]
-    return b"".join([header(tensors, sidecar.to_strings()), *ids, *rows])
+    tensors = {POSITIONS: torch.from_numpy(captured.positions), TOKEN_IDS: torch.from_numpy(captured.token_ids)}
+    for site in captured.sites:
+        # A copy: sites may be views of one block, and the library refuses tensors that share memory.
+        tensors[site.name] = captured.rows[site].reshape(num_rows, model.hidden_size).clone()
+    return save(tensors, metadata=sidecar.to_strings())
 
 
 def _parse(params: Mapping[str, Any]) -> InlineParams:

@@ -1,4 +1,4 @@
-"""The consumer that only says what it saw."""
+"""The consumer that logs one line for each captured request."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class CapturedRows:
         return array
 
     def summary(self) -> dict[str, Any]:
-        """What can be said in JSON: everything but the rows."""
+        """The payload in JSON values: everything but the rows."""
         return {
             "num_rows": len(self),
             "shapes": {site.name: list(self.rows[site].shape) for site in self.sites},
@@ -156,14 +156,14 @@ class MemoryConsumer(StreamingConsumer):
 
     def abandon(self, request: RequestInfo) -> None:
         self._too_large.discard(request.request_id)
-        self._let_go(request)
+        self._release(request)
 
     def close(self, timeout_s: float) -> None:
         self._taken.clear()
         self._rows.close(timeout_s)
 
     def _reserve(self, span: RowSpan, block: RowBlock) -> bool:
-        """Take memory for the rows of `span`; if that is too much, give back all that the request has."""
+        """Take memory for the rows of `span`; if that is too much, release all that the request has."""
         request_id = span.request.request_id
         if request_id in self._too_large:
             return False
@@ -172,19 +172,19 @@ class MemoryConsumer(StreamingConsumer):
         num_bytes = (span.stop - span.start) * len(block.sites) * row_bytes
         if self._used.num_bytes + num_bytes > self._max_bytes:
             self._too_large.add(request_id)
-            self._let_go(span.request)
+            self._release(span.request)
             return False
         self._used.add(num_bytes)
         self._taken[request_id] += num_bytes
         return True
 
-    def _let_go(self, request: RequestInfo) -> None:
+    def _release(self, request: RequestInfo) -> None:
         self._used.add(-self._taken.pop(request.request_id, 0))
         self._rows.abandon(request)
 
 
 class _Wrap(BatchedConsumer):
-    """What the assembler hands whole requests to."""
+    """Receives whole requests from the assembler and wraps them."""
 
     def on_capture(self, captured: CapturedRequest) -> CapturedRows:
         return CapturedRows(captured)

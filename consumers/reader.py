@@ -23,14 +23,12 @@ import numpy.typing as npt
 
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site, sort_sites
-from headgate.consumers.filesystem.formats.layout import StoredPart
+from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, LayoutName, StoredPart
 from headgate.consumers.filesystem.formats.raw_layout import read_raw_folder
-from headgate.consumers.filesystem.formats.request_layout import SUFFIX, read_request_file
+from headgate.consumers.filesystem.formats.request_layout import SUFFIX, TensorRef, read_request_file
 from headgate.consumers.filesystem.formats.shard_layout import read_shard
-from headgate.consumers.filesystem.formats.sidecar import SHARD_FOLDER, LayoutName
-from headgate.consumers.filesystem.formats.tensor_file import TensorRef
-from headgate.consumers.filesystem.storage.names import slug
 from headgate.consumers.filesystem.storage.source import Source, open_source
+from headgate.consumers.filesystem.storage.store import slug
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,12 +46,12 @@ class StoredCapture:
     Attributes:
         layout: ``request``, ``shards`` or ``raw``.
         tag: Its folder.
-        request_id: What the client called it, or the request's own id.
+        request_id: The client's name for it, or the request's own id.
         name: `request_id` as a file name, with the sample's number if there were several.
         sites: In the order of the forward pass.
         num_rows: Rows per site.
         num_bytes: Bytes of the rows of all sites.
-        metadata: The sidecar: see `headgate.consumers.filesystem.formats.sidecar.Sidecar`.
+        metadata: The sidecar: see `headgate.consumers.filesystem.formats.layout.Sidecar`.
         paths: Its files; for ``shards`` the folder of its shard.
     """
 
@@ -148,7 +146,7 @@ class CaptureFolder:
     """All requests in a root of the filesystem consumer. Iterating reads it anew: tags, then names, in their order.
 
     Attributes:
-        damaged: What the last iteration came across and left out, if the folder was opened with ``strict=False``.
+        damaged: Errors of the files that the last iteration left out, if the folder was opened with ``strict=False``.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, strict: bool) -> None:
@@ -205,7 +203,7 @@ class CaptureFolder:
                 yield StoredCapture(self._source, parts)
 
     def _parts(self, folder: str, prefix: str) -> Iterator[StoredPart]:
-        """What lies in a tag's folder under names that begin with `prefix`, and all that is in its shards."""
+        """Parts of a tag's folder whose names begin with `prefix`, and all requests in its shards."""
         for name, is_folder in self._source.names(folder):
             if name == SHARD_FOLDER and is_folder:
                 for shard, _ in self._source.names(f"{folder}/{name}"):
@@ -267,6 +265,6 @@ def _read_part(source: Source, path: str, is_folder: bool) -> StoredPart | None:
 
 
 def _request_key(part: StoredPart) -> tuple[str, ...]:
-    """What the stages of one request have in common."""
+    """The fields that the parts of one request, written by several pipeline stages, share."""
     sidecar = part.sidecar
     return part.layout, sidecar.name, sidecar.engine_request_id, sidecar.client_request_id

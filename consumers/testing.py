@@ -1,4 +1,4 @@
-"""What every consumer must hold to, as a pytest class: subclass it, and its tests are yours.
+"""The contract of a consumer as a pytest class: subclass it, and its tests are yours.
 
 ::
 
@@ -57,7 +57,7 @@ class ConsumerContract(ABC):
         return {}
 
     def client_spec(self) -> Any:
-        """What a request asks for in these tests, every position and, if it can choose sites, two or more."""
+        """The spec of a request in these tests: every position and, if it can choose sites, two or more."""
         return {"hooks": {"post_mlp": [1, -1], "final_norm": "all"}, "positions": "all"}
 
     def bad_specs(self) -> Mapping[str, Any]:
@@ -66,12 +66,12 @@ class ConsumerContract(ABC):
 
     @pytest.fixture
     def context(self) -> ConsumerContext:
-        """Where the consumer is told to live."""
+        """The context that the consumer is opened in."""
         return ConsumerContext(instance_name="mine", model=self.model, versions={"headgate": "test"})
 
     @pytest.fixture
     def spec_context(self, tmp_path: Path) -> SpecContext:
-        """What a spec is checked against."""
+        """The context in which a spec is checked."""
         return SpecContext(
             instance_name="mine", model=self.model, params=self.params(tmp_path), client_request_id="client-request-1"
         )

@@ -9,7 +9,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,18 +25,16 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.consumers.filesystem.formats.layout import Layout
+from headgate.consumers.filesystem.formats.layout import Layout, LayoutName
 from headgate.consumers.filesystem.formats.raw_layout import RawLayout
 from headgate.consumers.filesystem.formats.request_layout import RequestLayout
 from headgate.consumers.filesystem.formats.shard_layout import ShardLayout
-from headgate.consumers.filesystem.formats.sidecar import LayoutName
 from headgate.consumers.filesystem.params import FilesystemParams, parse_global, parse_params, parse_request
 from headgate.consumers.filesystem.storage.local_store import LocalStore
 from headgate.consumers.filesystem.storage.quota import TagQuota, bytes_below
 from headgate.consumers.filesystem.storage.remote_store import RemoteStore
-from headgate.consumers.filesystem.writing.request_writer import Outcome, Partition, RowGatherer
+from headgate.consumers.filesystem.writing.request_writer import Outcome, RequestWriter, RowGatherer, WriterThread
 from headgate.consumers.filesystem.writing.spool import Chunk
-from headgate.consumers.filesystem.writing.writer_thread import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -74,16 +71,16 @@ class FilesystemConsumer(StreamingConsumer):
         self._gatherer = RowGatherer(min(self._settings.memory // 8, MAX_GATHERED_BYTES))
         self._outstanding: set[Outcome] = set()
         self._outstanding_lock = threading.Lock()  # guards _outstanding, which writer threads take from
-        self._partitions = [self._new_partition() for _ in range(self._settings.threads)]
+        self._request_writers = [self._new_request_writer() for _ in range(self._settings.threads)]
         queue_bytes = self._settings.memory // 4 // self._settings.threads
-        self._writers = [
-            Writer(
+        self._threads = [
+            WriterThread(
                 f"headgate-{context.instance_name}-{index}",
                 queue_bytes=queue_bytes,
-                settle=partition.settle,
-                ended=partition.close,
+                after_batch=writer.sync_stored,
+                ended=writer.close,
             )
-            for index, partition in enumerate(self._partitions)
+            for index, writer in enumerate(self._request_writers)
         ]
 
     @classmethod
@@ -102,47 +99,48 @@ class FilesystemConsumer(StreamingConsumer):
         if request.spec.sites:
             index = self._index(request.request_id)
             # Nobody wakes up for it: the first rows bring the writer to it.
-            self._writers[index].submit(partial(self._partitions[index].begin, request), is_urgent=False)
+            self._threads[index].submit(partial(self._request_writers[index].begin, request), is_urgent=False)
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
         for block in blocks:
             data = self._bytes_of(block)
-            self._gatherer.add(self._within_quota(block, data), data)
+            self._gatherer.add(self._quota.within(block, data), data)
         if self._gatherer.is_full:
-            self._hand_over(self._gatherer.take_all())
+            self._hand_over(self._gatherer.pop_all())
 
     def finish(self, finished: FinishedRequest) -> Any:
         if not finished.request.spec.sites:
             return None  # all of its sites belong to other pipeline stages
-        if not self._quota.settle(finished.request.request_id):
+        if not self._quota.confirm(finished.request.request_id):
             self.abandon(finished.request)
             raise ConsumerError(
                 f"tag {finished.request.spec.options['tag']!r} has no room for the rows of this request: max_tag_bytes "
                 f"is {self._settings.max_tag_bytes}; remove files under it, or use another tag"
             )
-        chunks = self._gatherer.take(finished.request.request_id)
+        chunks = self._gatherer.pop(finished.request.request_id)
         outcome: Outcome = Future()
         with self._outstanding_lock:
             self._outstanding.add(outcome)
         outcome.add_done_callback(self._no_longer_outstanding)
         index = self._index(finished.request.request_id)
-        self._writers[index].submit(
-            partial(self._partitions[index].finish, finished, chunks, outcome), sum(chunk.num_bytes for chunk in chunks)
+        self._threads[index].submit(
+            partial(self._request_writers[index].finish, finished, chunks, outcome),
+            sum(chunk.num_bytes for chunk in chunks),
         )
         return outcome
 
     def abandon(self, request: RequestInfo) -> None:
-        self._quota.let_go(request.request_id)
-        self._gatherer.take(request.request_id)
+        self._quota.release(request.request_id)
+        self._gatherer.pop(request.request_id)
         index = self._index(request.request_id)
-        self._writers[index].submit(partial(self._partitions[index].abandon, request))
+        self._threads[index].submit(partial(self._request_writers[index].abandon, request))
 
     def close(self, timeout_s: float) -> None:
-        """Write what is queued, within `timeout_s` seconds; what is left then ends with an error. Any thread."""
+        """Write all queued rows within `timeout_s` seconds; requests left over end with an error. Any thread."""
         deadline = time.monotonic() + timeout_s
-        for writer in self._writers:
-            writer.close()
-        ended = [writer.join(max(deadline - time.monotonic(), 0.0)) for writer in self._writers]
+        for thread in self._threads:
+            thread.close()
+        ended = [thread.join(max(deadline - time.monotonic(), 0.0)) for thread in self._threads]
         with self._outstanding_lock:
             left = list(self._outstanding)
         for outcome in left:
@@ -152,9 +150,9 @@ class FilesystemConsumer(StreamingConsumer):
         else:  # the hanging threads may still write there; the next start removes the folder
             logger.error("%d writer threads did not end within %.1f s", ended.count(False), timeout_s)
 
-    def _new_partition(self) -> Partition:
+    def _new_request_writer(self) -> RequestWriter:
         settings = self._settings
-        return Partition(
+        return RequestWriter(
             self.context,
             _layouts(self._store, settings),
             self._store.temp_path,
@@ -170,32 +168,16 @@ class FilesystemConsumer(StreamingConsumer):
                 by_writer[self._index(request_id)] += [(request_id, chunk) for chunk in of_request]
         for index, pairs in by_writer.items():
             num_bytes = sum(chunk.num_bytes for _, chunk in pairs)
-            self._writers[index].submit(partial(self._partitions[index].append, pairs), num_bytes)
+            self._threads[index].submit(partial(self._request_writers[index].append, pairs), num_bytes)
 
     def _index(self, request_id: str) -> int:
-        return zlib.crc32(request_id.encode("utf-8", "surrogatepass")) % len(self._writers)
-
-    def _within_quota(self, block: RowBlock, data: npt.NDArray[np.uint8]) -> RowBlock:
-        """The block without the spans for which their tags have no room."""
-        if self._settings.max_tag_bytes is None:
-            return block
-        num_sites, _, row_bytes = data.shape
-        spans = tuple(
-            span
-            for span in block.spans
-            if self._quota.take(
-                span.request.request_id,
-                str(span.request.spec.options["tag"]),
-                (span.stop - span.start) * num_sites * row_bytes,
-            )
-        )
-        return block if len(spans) == len(block.spans) else replace(block, spans=spans)
+        return zlib.crc32(request_id.encode("utf-8", "surrogatepass")) % len(self._threads)
 
     def _bytes_of_tag(self, tag: str) -> int:
         return bytes_below(self._settings.local_root / tag)
 
     def _bytes_of(self, block: RowBlock) -> npt.NDArray[np.uint8]:
-        """A block's rows as uint8 ``[S, N, row_bytes]``."""
+        """The rows of a block as uint8 ``[S, N, row_bytes]``."""
         import torch
 
         hidden_size = self.context.model.hidden_size

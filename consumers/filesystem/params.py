@@ -1,4 +1,4 @@
-"""What the operator configures and what a request may ask for, checked at the door."""
+"""Parameters of the operator and fields of a request, checked before anything is captured."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from headgate.capture.schema.errors import ConfigError, RequestError, shown
 from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.sites import parse_hook
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.consumers.filesystem.formats.sidecar import LayoutName
-from headgate.consumers.filesystem.storage.names import check_name, slug
+from headgate.consumers.filesystem.formats.layout import LayoutName
+from headgate.consumers.filesystem.storage.store import check_name, slug
 
 GIB = 1 << 30
 LAYOUTS: tuple[LayoutName, ...] = ("request", "shards", "raw")
@@ -30,7 +30,7 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         root: Folder, or fsspec URL (``s3://bucket/run``), that everything is written under.
         layout: For requests that name none.
         tag: For requests that name none.
-        threads: Writer threads; all rows of one request go through the same one.
+        threads: WriterThread threads; all rows of one request go through the same one.
         fsync: Put files and their folders on the disk before a request's result says so. Without it a killed process
             still leaves only whole files, a power cut may not.
         if_exists: When a file of that tag and request id is there already: ``error`` ends the request with an error,

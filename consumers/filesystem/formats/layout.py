@@ -1,20 +1,178 @@
-"""What a layout is: how one whole request becomes files, and how it is found and read again."""
+"""Captured requests as files: the sidecar that describes one, the interface of a layout, and where stored rows lie.
+
+Three layouts implement `Layout`: `request_layout`, `raw_layout` and `shard_layout`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from datetime import datetime, timezone
+from typing import Any, Literal, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headgate.consumers.filesystem.formats.sidecar import LayoutName, Sidecar
-from headgate.consumers.filesystem.formats.tensor_file import TensorRef
-from headgate.consumers.filesystem.storage.names import Target
-from headgate.consumers.filesystem.storage.store import Published, Settling
-from headgate.consumers.filesystem.writing.spool import WholeRequest
+from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest
+from headgate.capture.schema.errors import CaptureFileError
+from headgate.capture.schema.sites import Site
+from headgate.consumers.filesystem.storage.local_store import bytes_of
+from headgate.consumers.filesystem.storage.store import PendingSync, Published, Target
 
-Int64Array = npt.NDArray[np.int64]
+FORMAT = "headgate-capture"
+FORMAT_VERSION = 1
+POSITIONS = "positions"
+TOKEN_IDS = "token_ids"  # noqa: S105  (a tensor's name)
+SHARD_FOLDER = "_shards"
+LayoutName = Literal["request", "shards", "raw"]
+ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "int64": 8}
+"""Bytes of one element, by dtype."""
+Bytes2D = npt.NDArray[np.uint8]
+
+
+class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
+    """Description of a request's rows, stored with them, their positions and their tokens.
+
+    Attributes:
+        request_id: The name that the client or the front end gave; the file is named after it.
+        client_request_id: The id of the request in its API.
+        engine_request_id: The id inside the engine, where each sample has its own.
+        sample_index: Which of `num_samples` samples of one request.
+        tag: The folder.
+        name: File name without extension and stage: `request_id` made safe, with the sample's number.
+        model: Name of the model as the operator gave it.
+        dtype: ``bfloat16``, ``float16`` or ``float32``: of every row.
+        versions: Of headgate, vllm and torch.
+        sites: Names of the sites in this file, in the order of the forward pass.
+        selector: The position selector that the request asked for.
+        num_rows: Rows per site.
+        num_prompt_tokens: Length of the prompt; rows at positions below it are prefill.
+        num_tokens: Prompt and output, the last one, which has no row, included.
+        phases: ``{"prefill": [start, stop], "decode": [start, stop]}`` in rows, `stop` exclusive.
+        status: How the request ended: ``stop``, ``length``, ``abort``, ``error`` ...
+        dropped_rows: Rows that overload kept from this file.
+        pp_rank: Pipeline stage that wrote this file, of `pp_size`: it holds the sites of its own layers.
+        written_at: UTC, ISO 8601.
+    """
+
+    format: str = FORMAT
+    format_version: int = FORMAT_VERSION
+    request_id: str
+    client_request_id: str
+    engine_request_id: str
+    sample_index: int
+    num_samples: int
+    tag: str
+    name: str
+    model: str
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    versions: dict[str, str]
+    sites: list[str]
+    selector: Any
+    num_rows: int
+    num_prompt_tokens: int
+    num_tokens: int
+    phases: dict[str, list[int]]
+    status: str
+    dropped_rows: int
+    pp_rank: int
+    pp_size: int
+    written_at: str
+
+    def to_strings(self) -> dict[str, str]:
+        """The form that safetensors metadata takes: text as it is, everything else as JSON."""
+        return {
+            key: value if key in _TEXT_FIELDS else msgspec.json.encode(value).decode()
+            for key, value in msgspec.to_builtins(self).items()
+        }
+
+
+_TEXT_FIELDS = {field.name for field in msgspec.structs.fields(Sidecar) if field.type is str}
+
+
+def sidecar_of(
+    finished: FinishedRequest, context: ConsumerContext, *, num_rows: int, num_prefill_rows: int, name: str
+) -> Sidecar:
+    """Describe a finished request's rows; `name` is the file's without extension and stage."""
+    request, final, model = finished.request, finished.final, context.model
+    return Sidecar(
+        request_id=str(request.spec.options["request_id"]),
+        client_request_id=request.client_request_id,
+        engine_request_id=request.request_id,
+        sample_index=request.sample_index,
+        num_samples=request.num_samples,
+        tag=str(request.spec.options["tag"]),
+        name=name,
+        model=model.name,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        dtype=model.dtype,
+        versions=dict(context.versions),
+        sites=[site.name for site in request.spec.sites],
+        selector=request.spec.positions.to_wire(),
+        num_rows=num_rows,
+        num_prompt_tokens=final.num_prompt_tokens,
+        num_tokens=len(final.token_ids),
+        phases={"prefill": [0, num_prefill_rows], "decode": [num_prefill_rows, num_rows]},
+        status=final.status,
+        dropped_rows=finished.dropped_rows,
+        pp_rank=context.pp_rank,
+        pp_size=context.pp_size,
+        written_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+    )
+
+
+def read_sidecar(document: Mapping[str, Any], path: str) -> Sidecar:
+    """Read a sidecar out of plain values.
+
+    Raises:
+        CaptureFileError: If it is of another version or lacks something.
+    """
+    version = document.get("format_version")
+    if version != FORMAT_VERSION:
+        raise CaptureFileError(f"{path}: format version {version!r}; this headgate reads version {FORMAT_VERSION}")
+    try:
+        return msgspec.convert(dict(document), Sidecar)
+    except msgspec.ValidationError as error:
+        raise CaptureFileError(f"{path}: damaged metadata: {error}") from error
+
+
+def sidecar_from_strings(metadata: Mapping[str, str], path: str) -> Sidecar:
+    """Read what `Sidecar.to_strings` wrote; see `read_sidecar`."""
+    try:
+        document = {
+            key: value if key in _TEXT_FIELDS else msgspec.json.decode(value) for key, value in metadata.items()
+        }
+    except msgspec.DecodeError as error:
+        raise CaptureFileError(f"{path}: damaged metadata: {error}") from error
+    return read_sidecar(document, path)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeRequest:
+    """All valid rows of one request, ready to be written.
+
+    Attributes:
+        positions: int64 ``[rows]``, ascending; the same for every site.
+        pieces: For each site its rows in order, uint8 ``[n, row_bytes]`` each.
+    """
+
+    positions: Int64Array
+    pieces: Mapping[Site, Sequence[Bytes2D]]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows per site."""
+        return len(self.positions)
+
+    def buffers(self, site: Site) -> Iterator[memoryview]:
+        """The bytes of `site`'s rows, row after row."""
+        for piece in self.pieces[site]:
+            yield bytes_of(np.ascontiguousarray(piece))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,15 +198,15 @@ class Stored:
 
     Attributes:
         payload: What its result says, as JSON values.
-        settling: What must be settled before the result may say it.
+        pending_sync: What must be synced before the result may say it.
     """
 
     payload: dict[str, Any]
-    settling: Settling
+    pending_sync: PendingSync
 
 
 class Layout(Protocol):
-    """Used by one writer thread."""
+    """Writes whole requests as files of one kind. Used by one writer thread."""
 
     def check_free(self, target: Target) -> None:
         """Raise `ConsumerError` if nothing can be stored there because something is there already."""
@@ -66,6 +224,47 @@ class Layout(Protocol):
     def close(self) -> None:
         """Close what is open. May be called again."""
         ...
+
+
+def payload_of(layout: LayoutName, finished: Finished, published: Published, *, durable: bool | None) -> dict[str, Any]:
+    """The payload of a request's result.
+
+    Keys: ``layout``, ``paths``, ``sites``, ``num_rows``, ``num_bytes`` (of the files) and ``durable``: whether the rows
+    survive a power cut; None where the remote store decides.
+    """
+    return {
+        "layout": layout,
+        "paths": list(published.paths),
+        "sites": finished.sidecar.sites,
+        "num_rows": finished.rows.num_rows,
+        "num_bytes": published.num_bytes,
+        "durable": durable,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor that lies in a file, row after row.
+
+    Attributes:
+        path: The file.
+        offset: Its first byte there.
+        dtype: ``bfloat16``, ``float16``, ``float32`` or ``int64``.
+        shape: Its sizes.
+    """
+
+    path: str
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it takes in the file."""
+        size = ITEM_SIZES[self.dtype]
+        for length in self.shape:
+            size *= length
+        return size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,19 +286,3 @@ class StoredPart:
     tensors: dict[str, TensorRef] = field(repr=False)
     positions: Int64Array | TensorRef = field(repr=False)
     token_ids: Int64Array | TensorRef = field(repr=False)
-
-
-def payload_of(layout: LayoutName, finished: Finished, published: Published, *, durable: bool | None) -> dict[str, Any]:
-    """What a request's result says.
-
-    Keys: ``layout``, ``paths``, ``sites``, ``num_rows``, ``num_bytes`` (of the files) and ``durable``: whether the rows
-    survive a power cut; None where the remote store decides.
-    """
-    return {
-        "layout": layout,
-        "paths": list(published.paths),
-        "sites": finished.sidecar.sites,
-        "num_rows": finished.rows.num_rows,
-        "num_bytes": published.num_bytes,
-        "durable": durable,
-    }

@@ -14,12 +14,21 @@ import numpy as np
 
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
-from headgate.consumers.filesystem.formats.layout import Finished, Int64Array, Stored, StoredPart, payload_of
-from headgate.consumers.filesystem.formats.sidecar import FORMAT, POSITIONS, TOKEN_IDS, Sidecar, read_sidecar
-from headgate.consumers.filesystem.formats.tensor_file import TensorRef
-from headgate.consumers.filesystem.storage.names import Target, site_file
+from headgate.consumers.filesystem.formats.layout import (
+    FORMAT,
+    POSITIONS,
+    TOKEN_IDS,
+    Finished,
+    Int64Array,
+    Sidecar,
+    Stored,
+    StoredPart,
+    payload_of,
+    read_sidecar,
+)
+from headgate.consumers.filesystem.formats.request_layout import TensorRef
 from headgate.consumers.filesystem.storage.source import Source
-from headgate.consumers.filesystem.storage.store import Store
+from headgate.consumers.filesystem.storage.store import Store, Target, site_file
 
 DATA_SUFFIX = ".bin"
 SIDECAR_SUFFIX = ".json"
@@ -43,7 +52,7 @@ class RawLayout:
         # Sidecars last: where a folder cannot appear at once, a `.bin` without its `.json` is not there yet.
         files |= {f"{site_file(site)}{SIDECAR_SUFFIX}": _sidecar_file(finished, site) for site in sites}
         published = self._store.publish_folder(finished.target, files)
-        return Stored(payload_of("raw", finished, published, durable=self._durable), published.settling)
+        return Stored(payload_of("raw", finished, published, durable=self._durable), published.pending_sync)
 
     def close(self) -> None:
         """Nothing stays open."""
@@ -92,7 +101,7 @@ def read_raw_folder(source: Source, folder: str) -> StoredPart | None:
 
 
 _SHARED = ("engine_request_id", "num_rows", "hidden_size", "dtype", POSITIONS, TOKEN_IDS)
-"""What every sidecar of a folder must say alike."""
+"""Fields on which all sidecars of a folder must agree."""
 
 
 def _read_document(source: Source, path: str) -> dict[str, Any]:

@@ -2,23 +2,41 @@
 
 Tensors: ``positions`` and ``token_ids``, int64 ``[rows]``, and one per site, ``12.post_mlp`` or ``final_norm``,
 ``[rows, hidden]`` in the model's dtype. Metadata: the fields of `Sidecar`.
+
+The header is written and read here, not by the safetensors library: that wants every tensor in memory to write a file,
+and a path on this machine to read one. Rows are streamed into the file instead, from a temporary file where they are
+many, and files are read from any file system of fsspec without loading them. Tests read the files with the library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
 
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
-from headgate.consumers.filesystem.formats.layout import Finished, Stored, StoredPart, payload_of
-from headgate.consumers.filesystem.formats.sidecar import FORMAT, POSITIONS, TOKEN_IDS, sidecar_from_strings
-from headgate.consumers.filesystem.formats.tensor_file import header, read_header
-from headgate.consumers.filesystem.storage.names import Target
+from headgate.consumers.filesystem.formats.layout import (
+    FORMAT,
+    POSITIONS,
+    TOKEN_IDS,
+    Finished,
+    Stored,
+    StoredPart,
+    TensorRef,
+    payload_of,
+    sidecar_from_strings,
+)
+from headgate.consumers.filesystem.storage.local_store import bytes_of
 from headgate.consumers.filesystem.storage.source import Source
-from headgate.consumers.filesystem.storage.store import Store
-from headgate.consumers.filesystem.writing.spool import bytes_of
+from headgate.consumers.filesystem.storage.store import Store, Target
 
 SUFFIX = ".safetensors"
+SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int64": "I64"}
+_DTYPES = {code: dtype for dtype, code in SAFETENSORS_DTYPES.items()}
+_LENGTH_BYTES = 8
+_MAX_HEADER = 100 << 20  # as the safetensors library has it
 
 
 class RequestLayout:
@@ -33,7 +51,7 @@ class RequestLayout:
 
     def store(self, finished: Finished) -> Stored:
         published = self._store.publish_file(finished.target, SUFFIX, _buffers(finished))
-        return Stored(payload_of("request", finished, published, durable=self._durable), published.settling)
+        return Stored(payload_of("request", finished, published, durable=self._durable), published.pending_sync)
 
     def close(self) -> None:
         """Nothing stays open."""
@@ -73,3 +91,51 @@ def read_request_file(source: Source, path: str) -> StoredPart | None:
     return StoredPart(
         layout="request", sidecar=sidecar, paths=(path,), tensors=tensors, positions=positions, token_ids=token_ids
     )
+
+
+def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """Everything of a safetensors file that comes before the data.
+
+    Args:
+        tensors: dtype and shape of each tensor, in the order of the data.
+        metadata: Text by name.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    start = 0
+    for name, (dtype, shape) in tensors.items():
+        stop = start + TensorRef("", 0, dtype, shape).num_bytes
+        entries[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": shape, "data_offsets": [start, stop]}
+        start = stop
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # so that 8-byte tensors lie aligned in a mapped file
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def read_header(source: Source, path: str) -> tuple[dict[str, TensorRef], dict[str, str]]:
+    """Read the tensors' places and the metadata.
+
+    Raises:
+        CaptureFileError: If the file is not a whole safetensors file.
+    """
+    size = source.size(path)
+    length = int.from_bytes(source.read(path, 0, min(size, _LENGTH_BYTES)), "little")
+    if not 0 < length <= min(size - _LENGTH_BYTES, _MAX_HEADER):
+        raise CaptureFileError(f"{path}: partial or no safetensors file: {size} bytes, header of {length}")
+    try:
+        entries = msgspec.json.decode(source.read(path, _LENGTH_BYTES, length), type=dict[str, Any])
+        metadata = msgspec.convert(entries.pop("__metadata__", {}), dict[str, str])
+        refs = {name: _tensor_ref(path, _LENGTH_BYTES + length, entry) for name, entry in entries.items()}
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+        raise CaptureFileError(f"{path}: damaged safetensors header: {error}") from error
+    end = max((ref.offset + ref.num_bytes for ref in refs.values()), default=_LENGTH_BYTES + length)
+    if end != size:
+        raise CaptureFileError(f"{path}: partial: {size} bytes of {end}")
+    return refs, metadata
+
+
+def _tensor_ref(path: str, data_start: int, entry: Mapping[str, Any]) -> TensorRef:
+    start, stop = entry["data_offsets"]
+    ref = TensorRef(path, data_start + start, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+    if min(ref.shape, default=0) < 0 or stop - start != ref.num_bytes:
+        raise ValueError(f"a tensor of shape {list(ref.shape)} in {stop - start} bytes")
+    return ref

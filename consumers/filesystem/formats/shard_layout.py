@@ -10,8 +10,6 @@
 
 A line is appended once the rows it speaks of are on the disk, so the index tells what is whole: whatever a killed
 process left behind it is not there. No shard is ever appended to by a second process.
-
-The index of a shard: what its lines look like, and reading them.
 """
 
 from __future__ import annotations
@@ -30,24 +28,51 @@ import msgspec
 
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
-from headgate.consumers.filesystem.formats.layout import Finished, Stored, StoredPart, payload_of
-from headgate.consumers.filesystem.formats.sidecar import (
+from headgate.consumers.filesystem.formats.layout import (
     FORMAT,
     ITEM_SIZES,
     POSITIONS,
     SHARD_FOLDER,
     TOKEN_IDS,
+    Finished,
     Sidecar,
+    Stored,
+    StoredPart,
+    payload_of,
     read_sidecar,
 )
-from headgate.consumers.filesystem.formats.tensor_file import TensorRef
+from headgate.consumers.filesystem.formats.request_layout import TensorRef
 from headgate.consumers.filesystem.storage.local_store import LocalStore
-from headgate.consumers.filesystem.storage.names import Target, site_file
 from headgate.consumers.filesystem.storage.source import Source
-from headgate.consumers.filesystem.storage.store import Published
+from headgate.consumers.filesystem.storage.store import Published, Target, site_file
 from headgate.consumers.filesystem.writing.spool import bytes_of, write_all
 
 logger = logging.getLogger(__name__)
+
+INDEX = "index.jsonl"
+SHARD = "shard.json"
+COLUMN_SUFFIX = ".bin"
+
+SHARED_FIELDS = frozenset(
+    {
+        "format",
+        "format_version",
+        "tag",
+        "model",
+        "num_layers",
+        "hidden_size",
+        "dtype",
+        "versions",
+        "sites",
+        "pp_rank",
+        "pp_size",
+    }
+)
+"""Fields of `Sidecar` that all requests of a shard share."""
+
+_CHECK_START = b'{"check":"'
+_CHECK_END = b'",'
+_CHECK_BYTES = len(_CHECK_START) + 8 + len(_CHECK_END)
 
 _MAX_SHARDS = 256
 """Shards that can still grow, per writer thread; beyond that the one used longest ago is left as it is."""
@@ -88,7 +113,7 @@ class Shard:
     """One shard while it grows. Used by one thread.
 
     Attributes:
-        num_bytes: Of rows, those that `settle` has yet to write included.
+        num_bytes: Of rows, those that `sync` has yet to write included.
         is_damaged: After a failure that left the index in doubt; such a shard is not appended to again.
 
     Raises:
@@ -104,7 +129,7 @@ class Shard:
         files: dict[str, Iterable[memoryview]] = dict.fromkeys((*columns, INDEX), ())
         store.publish_folder(
             Target(folder, name), files | {SHARD: [memoryview(msgspec.json.encode(shared))]}
-        ).settling.settle()
+        ).pending_sync.sync()
         self.num_bytes = 0
         self.is_damaged = False
         self._store = store
@@ -118,7 +143,7 @@ class Shard:
         self._pending_rows = 0
 
     def add(self, finished: Finished) -> Stored:
-        """Take a request; `settle` writes it."""
+        """Add a request; `sync` writes it."""
         start = self._num_rows + self._pending_rows
         num_rows = finished.rows.num_rows
         self._pending.append(finished)
@@ -129,7 +154,7 @@ class Shard:
         payload = payload_of("shards", finished, published, durable=self._store.fsync)
         return Stored(payload | {"rows": [start, start + num_rows]}, self)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Write what was added since the last call: rows, then the index.
 
         Raises:
@@ -154,7 +179,7 @@ class Shard:
             self._pending_rows = 0
 
     def _columns(self) -> Iterator[tuple[str, Iterable[memoryview], int]]:
-        """Each file's name, what to append to it, and its bytes per row."""
+        """Yield each file's name, the buffers to append to it, and its bytes per row."""
         for name in self._sites:
             site = Site.parse(name)
             buffers = (buffer for finished in self._pending for buffer in finished.rows.buffers(site))
@@ -181,7 +206,7 @@ class Shard:
             os.close(file)
 
     def _roll_back(self) -> None:
-        """Cut the files back to what the index spoke of before; space comes free, and no half line stays."""
+        """Truncate the files to what the index lists: space becomes free, and no half line stays."""
         self.num_bytes = self._num_rows * (self._row_bytes * len(self._sites) + 2 * ITEM_SIZES["int64"])
         try:
             os.truncate(f"{self._path}/{INDEX}", self._index_bytes)
@@ -191,32 +216,6 @@ class Shard:
         for name, _, width in self._columns():
             with suppress(OSError):  # rows beyond the index are nobody's; the next ones overwrite them
                 os.truncate(f"{self._path}/{name}", self._num_rows * width)
-
-
-INDEX = "index.jsonl"
-SHARD = "shard.json"
-COLUMN_SUFFIX = ".bin"
-
-SHARED_FIELDS = frozenset(
-    {
-        "format",
-        "format_version",
-        "tag",
-        "model",
-        "num_layers",
-        "hidden_size",
-        "dtype",
-        "versions",
-        "sites",
-        "pp_rank",
-        "pp_size",
-    }
-)
-"""Fields of `Sidecar` that all requests of a shard share."""
-
-_CHECK_START = b'{"check":"'
-_CHECK_END = b'",'
-_CHECK_BYTES = len(_CHECK_START) + 8 + len(_CHECK_END)
 
 
 def index_line(sidecar: Sidecar, start: int, stop: int) -> bytes:

@@ -1,6 +1,6 @@
-"""Publishing files and folders in a local root: whole or not at all, and never over something that is there.
+"""A root on a file system of this machine: files and folders appear whole or not at all, and replace nothing.
 
-Folders below a root: opened one by one, never through a symbolic link, and kept open for the next file.
+Folders below the root are opened one by one, never through a symbolic link, and kept open for the next file.
 """
 
 from __future__ import annotations
@@ -10,25 +10,31 @@ import os
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import ELOOP, ENOTDIR
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError
-from headgate.consumers.filesystem.storage.names import Target, numbered
-from headgate.consumers.filesystem.storage.store import Published
+from headgate.consumers.filesystem.storage.store import Published, Target, numbered
 from headgate.consumers.filesystem.storage.temp_folder import TempFolder, link_unnamed
-from headgate.consumers.filesystem.writing.spool import write_all
 
 Buffers = Iterable[memoryview]
 Link = Callable[[str, int], None]
 """Gives a file a name in an open folder, which must be free."""
-
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+MAX_KEPT = 32
+"""Folders kept open."""
+_MAX_BUFFERS = 512
+"""Buffers in one system call; the usual limit is 1024."""
 
 
 class LocalStore:
@@ -111,7 +117,10 @@ class LocalStore:
 
     @contextmanager
     def _written(self, buffers: Buffers) -> Iterator[tuple[int, Link]]:
-        """Write a file that has no place yet; yields its bytes, and what gives it one. It is gone after that."""
+        """Write a file that has no name yet; yield its number of bytes and the call that names it.
+
+        A file that was not named is removed.
+        """
         if self._temp.takes_unnamed:
             file = self._temp.open_unnamed()
             try:
@@ -145,68 +154,15 @@ class LocalStore:
 
 @dataclass(frozen=True, slots=True)
 class FolderSync:
-    """The entries of a folder and of those above it, which are on the disk once `settle` returns."""
+    """The entries of a folder and of those above it, which are on the disk once `sync` returns."""
 
     store: LocalStore
     names: tuple[str, ...]
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Put the entries on the disk; does nothing with fsync off."""
         if self.store.fsync:
             self.store.folders.sync(*self.names)
-
-
-def write_file(path: Path, buffers: Buffers, *, fsync: bool) -> int:
-    """Write a new file; return its bytes.
-
-    Raises:
-        OSError: If the disk takes no more; a partial file is then at `path`.
-    """
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    try:
-        return _fill(file, buffers, fsync=fsync)
-    finally:
-        os.close(file)
-
-
-def _fill(file: int, buffers: Buffers, *, fsync: bool) -> int:
-    num_bytes = write_all(file, buffers, 0)
-    if fsync:
-        os.fsync(file)
-    return num_bytes
-
-
-def sync_folder(path: Path) -> None:
-    """Put a folder's entries on the disk."""
-    folder = os.open(path, FOLDER)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _link(temp: Path, name: str, folder: int) -> None:
-    """Give `temp` a second name in `folder`, which must be free: unlike a rename, a link replaces nothing."""
-    try:
-        os.link(temp, name, dst_dir_fd=folder, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        # No hard links here. Two processes that publish one name in the same instant could replace each other.
-        if name in os.listdir(folder):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from error
-        os.rename(temp, name, dst_dir_fd=folder)
-
-
-def _taken(path: Path) -> ConsumerError:
-    return ConsumerError(
-        f"{path} exists and is not overwritten; give another tag or request_id, or set the parameter if_exists=number"
-    )
-
-
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-MAX_KEPT = 32
-"""Folders kept open."""
 
 
 @dataclass(slots=True)
@@ -218,7 +174,7 @@ class Folder:
         number: Its file descriptor.
         identity: Device and inode.
         are_parents_synced: Its own entry, and those of the folders above it, are on the disk.
-        num_users: Who has it at the moment; it is not closed before they are done.
+        num_users: Number of users at the moment; it is closed after the last of them.
     """
 
     names: tuple[str, ...]
@@ -245,7 +201,7 @@ class Folders:
 
     @contextmanager
     def open(self, *names: str, make: bool = True) -> Iterator[Folder]:
-        """The folder `names`; it and those above it are made if need be and `make`.
+        """Open the folder `names`; with `make`, create it and those above it if they are missing.
 
         Raises:
             ConsumerError: If one of them is a symbolic link or no folder.
@@ -311,7 +267,7 @@ class Folders:
                 self._close_unused(folder)
 
     def _close_unused(self, folder: Folder) -> None:
-        """Under the lock, of one that is not kept any more: close it, or leave that to the last who has it."""
+        """Close a folder that is no longer kept, or leave that to its last user. Under the lock."""
         if folder.num_users == 0:
             os.close(folder.number)
 
@@ -331,14 +287,6 @@ class Folders:
         return folder
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return None  # opening it says why
-    return status.st_dev, status.st_ino
-
-
 def _open_child(name: str, folder: int, *, make: bool) -> int:
     try:
         return os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=folder)
@@ -348,3 +296,87 @@ def _open_child(name: str, folder: int, *, make: bool) -> int:
     with suppress(FileExistsError):
         os.mkdir(name, dir_fd=folder)
     return os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None  # opening it says why
+    return status.st_dev, status.st_ino
+
+
+def write_file(path: Path, buffers: Buffers, *, fsync: bool) -> int:
+    """Write a new file; return its bytes.
+
+    Raises:
+        OSError: If the disk takes no more; a partial file is then at `path`.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        return _fill(file, buffers, fsync=fsync)
+    finally:
+        os.close(file)
+
+
+def _fill(file: int, buffers: Buffers, *, fsync: bool) -> int:
+    num_bytes = write_all(file, buffers, 0)
+    if fsync:
+        os.fsync(file)
+    return num_bytes
+
+
+def write_all(file: int, buffers: Iterable[memoryview], offset: int) -> int:
+    """Write `buffers` one after the other at `offset`; return where they end.
+
+    Raises:
+        OSError: If the disk takes no more.
+    """
+    remaining = (view for view in buffers if view.nbytes)
+    while batch := list(islice(remaining, _MAX_BUFFERS)):
+        while batch:
+            written = os.pwritev(file, batch, offset)
+            offset += written
+            batch = _unwritten(batch, written)
+    return offset
+
+
+def _unwritten(views: Sequence[memoryview], written: int) -> list[memoryview]:
+    for index, view in enumerate(views):
+        if written < view.nbytes:
+            return [view[written:], *views[index + 1 :]]
+        written -= view.nbytes
+    return []
+
+
+def bytes_of(array: npt.NDArray[Any]) -> memoryview:
+    """The bytes of a contiguous array, row after row."""
+    return array.data.cast("B") if array.size else memoryview(b"")
+
+
+def sync_folder(path: Path) -> None:
+    """Put a folder's entries on the disk."""
+    folder = os.open(path, FOLDER)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _link(temp: Path, name: str, folder: int) -> None:
+    """Give `temp` a second name in `folder`, which must be free: unlike a rename, a link replaces nothing."""
+    try:
+        os.link(temp, name, dst_dir_fd=folder, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # No hard links here. Two processes that publish one name in the same instant could replace each other.
+        if name in os.listdir(folder):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from error
+        os.rename(temp, name, dst_dir_fd=folder)
+
+
+def _taken(path: Path) -> ConsumerError:
+    return ConsumerError(
+        f"{path} exists and is not overwritten; give another tag or request_id, or set the parameter if_exists=number"
+    )

@@ -1,12 +1,17 @@
-"""How much may lie under one tag."""
+"""The limit of bytes under one tag (parameter `max_tag_bytes`)."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from headgate.capture.schema.consumer import RowBlock
 
 MEASURE_AGAIN_S = 10.0
 """A tag that is full is measured again after this long: somebody may have removed files."""
@@ -19,7 +24,7 @@ class _Tag:
 
 
 class TagQuota:
-    """Counts the bytes under each tag: what is there when it is first used, and what requests add since.
+    """Counts the bytes under each tag: those on the disk when it is first used, and those that requests add since.
 
     Rows count as soon as they arrive, so that requests which run together cannot pass the limit together. Not locked:
     all calls come from one thread, the consumer's. Other processes that write to the same root are seen when a tag is
@@ -41,29 +46,50 @@ class TagQuota:
         self._requests: dict[str, tuple[str, int]] = {}
         self._refused: set[str] = set()
 
-    def take(self, request_id: str, tag: str, num_bytes: int) -> bool:
+    def within(self, block: RowBlock, data: npt.NDArray[np.uint8]) -> RowBlock:
+        """Count a block's rows; return it without the spans for which their tags have no room.
+
+        Args:
+            block: Rows of several requests, whose specs have the option ``tag``.
+            data: Its rows as uint8 ``[S, N, row_bytes]``.
+        """
+        if self._max_bytes is None:
+            return block
+        num_sites, _, row_bytes = data.shape
+        spans = tuple(
+            span
+            for span in block.spans
+            if self.add(
+                span.request.request_id,
+                str(span.request.spec.options["tag"]),
+                (span.stop - span.start) * num_sites * row_bytes,
+            )
+        )
+        return block if len(spans) == len(block.spans) else replace(block, spans=spans)
+
+    def add(self, request_id: str, tag: str, num_bytes: int) -> bool:
         """Count rows of a request; False once its tag has no room for all of them."""
         if self._max_bytes is None:
             return True
         if request_id in self._refused:
             return False
         if self._used(tag, num_bytes) + num_bytes > self._max_bytes:
-            self.let_go(request_id)
+            self.release(request_id)
             self._refused.add(request_id)
             return False
         self._tags[tag].num_bytes += num_bytes
         self._requests[request_id] = tag, self._requests.get(request_id, (tag, 0))[1] + num_bytes
         return True
 
-    def settle(self, request_id: str) -> bool:
-        """The request ended; its rows stay counted. False if they did not fit."""
+    def confirm(self, request_id: str) -> bool:
+        """Keep the rows of an ended request counted; False if some of them did not fit."""
         self._requests.pop(request_id, None)
         fits = request_id not in self._refused
         self._refused.discard(request_id)
         return fits
 
-    def let_go(self, request_id: str) -> None:
-        """The request failed, and its rows will not lie there; idempotent."""
+    def release(self, request_id: str) -> None:
+        """Stop counting the rows of a request that failed: none will be stored. May be called again."""
         self._refused.discard(request_id)
         tag, num_bytes = self._requests.pop(request_id, ("", 0))
         if num_bytes:

@@ -25,9 +25,7 @@ from typing import Any
 import fsspec
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError
-from headgate.consumers.filesystem.formats.sidecar import TEMP_FOLDER
-from headgate.consumers.filesystem.storage.names import Target, numbered
-from headgate.consumers.filesystem.storage.store import Published
+from headgate.consumers.filesystem.storage.store import TEMP_FOLDER, Published, Target, numbered
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +127,9 @@ class RemoteStore:
 
 @dataclass(frozen=True, slots=True)
 class _Nothing:
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Nothing is pending."""
 
 
 NOTHING = _Nothing()
-"""What is published remotely waits for nothing."""
+"""Remote files wait for no sync: they are as durable as the remote store makes them."""

@@ -1,4 +1,4 @@
-"""Reading bytes of files that are here, mapped, or anywhere that fsspec reaches, fetched."""
+"""Reading files: of this machine, mapped, or of any file system of fsspec, fetched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Source(Protocol):
     """A root to read from."""
 
     def names(self, path: str) -> Sequence[tuple[str, bool]]:
-        """What lies in a folder, sorted by name: names, and whether each is a folder. Empty if there is none."""
+        """Entries of a folder by name, each with whether it is a folder itself; empty if there is no such folder."""
         ...
 
     def is_folder(self, path: str) -> bool:

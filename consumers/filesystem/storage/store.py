@@ -1,22 +1,110 @@
-"""What a layout needs of the place it writes to."""
+"""Places for files: safe names made of what clients write, and the interface of a store that files are published to.
+
+Names come from a fixed alphabet without ``/``, so that no name can leave the root.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
-from headgate.consumers.filesystem.storage.names import Target
+from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.sites import Site
+
+TEMP_FOLDER = ".tmp"
+"""Folder of a root that files in the making lie in."""
+
+MAX_NAME = 180
+"""Characters of a tag or request id; with every suffix a file name stays below the usual limit of 255 bytes."""
+_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_UNSAFE_CHARACTER = re.compile(r"[^A-Za-z0-9._-]")
 
 
-class Settling(Protocol):
-    """Something that many requests share and that must be on the disk before their results say so.
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where one request's rows go, relative to the root.
 
-    Hashable: equal ones are settled once for all the requests of a batch.
+    Attributes:
+        folder: Names of the folders from the root down, each a safe name.
+        stem: Name of the file or folder in it, without extension.
     """
 
-    def settle(self) -> None:
+    folder: tuple[str, ...]
+    stem: str
+
+
+def check_name(raw: object, field: str) -> str:
+    """Return `raw` if it can be a file name as it is.
+
+    The first character is a letter or a digit: hidden files, ``..`` and our own ``_shards`` and ``.tmp`` are out of
+    reach, and ``/`` and NUL are not in the alphabet at all.
+
+    Raises:
+        RequestError: Naming the field and the alphabet.
+    """
+    if not isinstance(raw, str) or not _SAFE.fullmatch(raw):
+        raise RequestError(
+            field,
+            f"expected letters, digits, '.', '_' and '-', the first one a letter or a digit, got {_shorten(raw)}",
+        )
+    if len(raw) > MAX_NAME:
+        raise RequestError(field, f"at most {MAX_NAME} characters, got {len(raw)}: {_shorten(raw)}")
+    return raw
+
+
+def slug(text: str) -> str:
+    """A safe name for any text; different texts get different names.
+
+    Text that is a safe name already stays as it is. Any other is cleaned and marked with ``~`` and a hash of the whole
+    text; ``~`` is not in the alphabet, so no safe name equals a marked one.
+    """
+    if _SAFE.fullmatch(text) and len(text) <= MAX_NAME:
+        return text
+    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return f"{_UNSAFE_CHARACTER.sub('-', text)[:100].lstrip('._-')}~{digest}"
+
+
+def stem_of(name: str, *, sample: tuple[int, int], stage: tuple[int, int]) -> str:
+    """``name``, with ``-{i}`` if there are several samples and ``.pp{rank}`` if there are several stages.
+
+    Args:
+        name: The request's name.
+        sample: Index and number of samples.
+        stage: Rank and number of pipeline stages.
+    """
+    index, num_samples = sample
+    rank, num_stages = stage
+    if num_samples > 1 or index > 0:
+        name = f"{name}-{index}"
+    return f"{name}.pp{rank}" if num_stages > 1 else name
+
+
+def numbered(stem: str, count: int) -> str:
+    """The `count`-th name for `stem`, from 1: ``a``, ``a~2``, ``a~3``. ``~`` keeps them apart from clients' names."""
+    return stem if count == 1 else f"{stem}~{count}"
+
+
+def site_file(site: Site) -> str:
+    """``12_post_mlp``, or ``final_norm``: a site in file names of the raw layout."""
+    return site.name.replace(".", "_")
+
+
+def _shorten(raw: object) -> str:
+    text = repr(raw)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+class PendingSync(Protocol):
+    """A write shared by many requests that must be on the disk before their results say so.
+
+    Hashable: equal ones are synced once for all the requests of a batch.
+    """
+
+    def sync(self) -> None:
         """Put it on the disk.
 
         Raises:
@@ -27,17 +115,17 @@ class Settling(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Files that are in their place.
+    """Files under their final names.
 
     Attributes:
         paths: Where they are.
         num_bytes: What they take together.
-        settling: What must still be settled before they survive a power cut.
+        pending_sync: The sync that is still due before they survive a power cut.
     """
 
     paths: tuple[str, ...]
     num_bytes: int
-    settling: Settling
+    pending_sync: PendingSync
 
 
 class Store(Protocol):

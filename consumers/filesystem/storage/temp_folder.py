@@ -17,8 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from headgate.capture.schema.errors import ConsumerError
-from headgate.consumers.filesystem.formats.sidecar import TEMP_FOLDER
-from headgate.consumers.filesystem.storage.names import slug
+from headgate.consumers.filesystem.storage.store import TEMP_FOLDER, slug
 
 logger = logging.getLogger(__name__)
 

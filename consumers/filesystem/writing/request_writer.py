@@ -1,15 +1,16 @@
-"""The requests of one writer thread, from their first row to their files.
-
-Rows of the last few steps by request, cut out of their blocks many steps at a time.
+"""From blocks of many requests to the files of each: rows are gathered by request, queued and written by threads.
 
 A decode step brings one row each of many requests. Cutting each out at once would cost a dozen Python calls per token,
-and they would hold up the engine's own thread; so blocks are kept for a few steps and a request's rows are then copied
-out of all of them together.
+for which the engine's own thread would wait (the GIL). So the consumer's thread keeps blocks for a few steps in a
+`RowGatherer`, copies each request's rows out of all of them together, and queues them for the `WriterThread` of that
+request, where a `RequestWriter` collects them until the request ends.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -22,15 +23,178 @@ import numpy.typing as npt
 from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RequestInfo, RowBlock
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.sites import Site
-from headgate.consumers.filesystem.formats.layout import Finished, Layout, Stored
-from headgate.consumers.filesystem.formats.sidecar import ITEM_SIZES, LayoutName, sidecar_of
-from headgate.consumers.filesystem.storage.names import Target, stem_of
-from headgate.consumers.filesystem.storage.store import Settling
+from headgate.consumers.filesystem.formats.layout import ITEM_SIZES, Finished, Layout, LayoutName, Stored, sidecar_of
+from headgate.consumers.filesystem.storage.store import PendingSync, Target, stem_of
 from headgate.consumers.filesystem.writing.spool import Chunk, Spool
 
 logger = logging.getLogger(__name__)
-
 Outcome = Future[dict[str, Any]]
+Task = Callable[[], None]
+MAX_BLOCKS = 64
+"""Blocks kept at most; more would save little."""
+_Piece = tuple[RowBlock, npt.NDArray[np.uint8], int, int]
+"""Rows ``start : stop`` of a block, and the block's rows as uint8 ``[S, N, row_bytes]``."""
+_TASK_BYTES = 1024  # counted for a task beside the rows it carries
+_MAX_BATCH = 128  # tasks between two calls of `after_batch` while the queue never runs empty
+
+
+class RowGatherer:
+    """Collects blocks. Used by one thread.
+
+    Args:
+        max_bytes: Blocks are kept up to this size.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_blocks = 0
+        self._num_bytes = 0
+        self._pieces: dict[str, list[_Piece]] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time to `pop_all`."""
+        return self._num_blocks >= MAX_BLOCKS or self._num_bytes >= self._max_bytes
+
+    def add(self, block: RowBlock, data: npt.NDArray[np.uint8]) -> None:
+        """Keep a block; `data` is its rows as uint8 ``[S, N, row_bytes]``."""
+        self._num_blocks += 1
+        self._num_bytes += data.nbytes
+        pieces = self._pieces
+        for span in block.spans:
+            request_id = span.request.request_id
+            piece = (block, data, span.start, span.stop)
+            if request_id in pieces:
+                pieces[request_id].append(piece)
+            else:
+                pieces[request_id] = [piece]
+
+    def pop(self, request_id: str) -> list[Chunk]:
+        """Remove and return the rows of one request, in their order."""
+        return _chunks(self._pieces.pop(request_id, []))
+
+    def pop_all(self) -> dict[str, list[Chunk]]:
+        """Remove and return the rows of every request."""
+        taken = {request_id: _chunks(pieces) for request_id, pieces in self._pieces.items()}
+        self._pieces = {}
+        self._num_blocks = self._num_bytes = 0
+        return taken
+
+
+def _chunks(pieces: Sequence[_Piece]) -> list[Chunk]:
+    """Merge pieces into as few chunks as possible: one for each set of sites, if no site is in two different sets."""
+    by_sites: dict[tuple[Site, ...], list[_Piece]] = {}
+    for piece in pieces:
+        by_sites.setdefault(piece[0].sites, []).append(piece)
+    if sum(map(len, by_sites)) != len(set().union(*by_sites)):
+        # Merged chunks would bring a site's rows out of order.
+        return [_merge(piece[0].sites, [piece]) for piece in pieces]
+    return [_merge(sites, of_sites) for sites, of_sites in by_sites.items()]
+
+
+def _merge(sites: tuple[Site, ...], pieces: Sequence[_Piece]) -> Chunk:
+    if len(pieces) > 1:
+        positions = np.concatenate([block.positions[start:stop] for block, _, start, stop in pieces])
+        return Chunk(sites, positions, np.concatenate([data[:, start:stop] for _, data, start, stop in pieces], axis=1))
+    ((block, data, start, stop),) = pieces
+    rows = data[:, start:stop]
+    if 2 * rows.shape[1] < data.shape[1]:
+        # A copy: a view would keep the rows of all the other requests in memory until this one ends.
+        rows = rows.copy()
+    return Chunk(sites, block.positions[start:stop], rows)
+
+
+class WriterThread:
+    """A thread that runs tasks in order, behind a queue bounded by the bytes that its tasks hold.
+
+    `submit` and `close` may be called from any thread. Tasks and `after_batch` run on this thread, without the lock.
+
+    Args:
+        name: Of the thread.
+        queue_bytes: Memory that waiting tasks may hold; a larger one is taken when nothing else waits.
+        after_batch: Called after a batch of tasks: when the queue runs empty, and now and then while it does not.
+        ended: Called at the very end.
+    """
+
+    def __init__(self, name: str, *, queue_bytes: int, after_batch: Task, ended: Task) -> None:
+        self._queue_bytes = queue_bytes
+        self._after_batch = after_batch
+        self._ended = ended
+        self._tasks: deque[tuple[Task, int]] = deque()
+        self._queued_bytes = 0
+        self._closed = False
+        self._changed = threading.Condition()  # guards the three above
+        # A daemon: a disk that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Task, num_bytes: int = 0, *, is_urgent: bool = True) -> None:
+        """Queue a task that holds `num_bytes` of rows; wait while the queue is full.
+
+        Args:
+            task: What is to be done.
+            num_bytes: Memory that it holds.
+            is_urgent: False: it may wait until an urgent task comes.
+
+        Raises:
+            ConsumerError: If the writer is closed, also while waiting.
+        """
+        num_bytes += _TASK_BYTES
+        with self._changed:
+            if not self._has_room(num_bytes):
+                self._changed.notify_all()  # room may be taken by tasks that nobody has woken the thread for
+            self._changed.wait_for(lambda: self._closed or self._has_room(num_bytes))
+            if self._closed:
+                raise ConsumerError("the consumer is closed")
+            self._tasks.append((task, num_bytes))
+            self._queued_bytes += num_bytes
+            if is_urgent:
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Take no more tasks; the thread ends after those that wait. May be called again."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end; False when time ran out."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return not self._tasks or self._queued_bytes + num_bytes <= self._queue_bytes
+
+    def _run(self) -> None:
+        in_batch = 0
+        while (task := self._next(wait=in_batch == 0)) is not None or in_batch:
+            if task is not None:
+                _run_safely(task)
+                in_batch += 1
+            if task is None or in_batch >= _MAX_BATCH:
+                _run_safely(self._after_batch)
+                in_batch = 0
+        _run_safely(self._ended)
+
+    def _next(self, *, wait: bool) -> Task | None:
+        """The next task; None if there is none now or, having waited, ever."""
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._tasks or self._closed)
+            if not self._tasks:
+                return None
+            task, num_bytes = self._tasks.popleft()
+            self._queued_bytes -= num_bytes
+            self._changed.notify_all()
+            return task
+
+
+def _run_safely(task: Task) -> None:
+    """Run a task. Tasks report their own failures; what still gets here is a bug, and must not end the thread."""
+    try:
+        task()
+    except Exception:
+        logger.exception("a task of %s failed", threading.current_thread().name)
 
 
 @dataclass(slots=True)
@@ -42,7 +206,7 @@ class _Running:
     error: ConsumerError | None = None
 
 
-class Partition:
+class RequestWriter:
     """Collects rows per request, spills them when they are many, stores them when the request ends.
 
     Used by one writer thread. What goes wrong with a request ends that request, in its outcome, and nothing else.
@@ -75,7 +239,7 @@ class Partition:
         self._row_bytes = context.model.hidden_size * ITEM_SIZES[context.model.dtype]
 
     def begin(self, request: RequestInfo) -> None:
-        """A request that this thread will write."""
+        """Begin a request whose rows come to this thread; one whose name is taken fails here, before it has rows."""
         running = self._running[request.request_id] = _Running(request)
         try:
             self._layout(request).check_free(self._target(request))
@@ -83,7 +247,7 @@ class Partition:
             self._fail(running, error)
 
     def append(self, chunks: Sequence[tuple[str, Chunk]]) -> None:
-        """Take rows: request ids, and rows of each."""
+        """Add rows, each chunk with the id of its request."""
         for request_id, chunk in chunks:
             running = self._running.get(request_id)
             if running is None or running.error is not None:
@@ -96,7 +260,7 @@ class Partition:
             self._make_room()
 
     def finish(self, finished: FinishedRequest, chunks: Sequence[Chunk], outcome: Outcome) -> None:
-        """The request ended with `chunks`: write it; `outcome` completes with `settle`, or here if writing fails."""
+        """Write a request that ended with `chunks`; `outcome` completes in `sync_stored`, or here if writing fails."""
         self.append([(finished.request.request_id, chunk) for chunk in chunks])
         running = self._running.pop(finished.request.request_id, None)
         if running is None:
@@ -113,21 +277,21 @@ class Partition:
                 running.spool.discard()
 
     def abandon(self, request: RequestInfo) -> None:
-        """The request will never be finished: let go of its rows."""
+        """Discard the rows of a request that will never be finished."""
         running = self._running.pop(request.request_id, None)
         if running is not None:
             self._held_bytes -= running.spool.held_bytes
             running.spool.discard()
 
-    def settle(self) -> None:
-        """Put what was written since the last call on the disk, then say so."""
-        waiting: dict[Settling, list[tuple[Stored, Outcome]]] = {}
+    def sync_stored(self) -> None:
+        """Put the files written since the last call on the disk, then complete the outcomes of their requests."""
+        waiting: dict[PendingSync, list[tuple[Stored, Outcome]]] = {}
         for stored, outcome in self._stored:
-            waiting.setdefault(stored.settling, []).append((stored, outcome))
+            waiting.setdefault(stored.pending_sync, []).append((stored, outcome))
         self._stored.clear()
-        for settling, group in waiting.items():
+        for pending, group in waiting.items():
             try:
-                settling.settle()
+                pending.sync()
             except Exception as error:  # noqa: BLE001  (whatever it is, it is these requests' outcome)
                 for stored, outcome in group:
                     _complete(outcome, ConsumerError(f"cannot write {stored.payload['paths']}: {error}"))
@@ -212,76 +376,3 @@ def _complete(outcome: Outcome, result: dict[str, Any] | ConsumerError) -> None:
             outcome.set_result(result)
     except InvalidStateError:
         logger.warning("written after closing gave it up: %s", result)
-
-
-MAX_BLOCKS = 64
-"""Blocks kept at most; more would save little."""
-
-_Piece = tuple[RowBlock, npt.NDArray[np.uint8], int, int]
-"""Rows ``start : stop`` of a block, and the block's rows as uint8 ``[S, N, row_bytes]``."""
-
-
-class RowGatherer:
-    """Collects blocks. Used by one thread.
-
-    Args:
-        max_bytes: Blocks are kept up to this size.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_blocks = 0
-        self._num_bytes = 0
-        self._pieces: dict[str, list[_Piece]] = {}
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it is time to `take_all`."""
-        return self._num_blocks >= MAX_BLOCKS or self._num_bytes >= self._max_bytes
-
-    def add(self, block: RowBlock, data: npt.NDArray[np.uint8]) -> None:
-        """Keep a block; `data` is its rows as uint8 ``[S, N, row_bytes]``."""
-        self._num_blocks += 1
-        self._num_bytes += data.nbytes
-        pieces = self._pieces
-        for span in block.spans:
-            request_id = span.request.request_id
-            piece = (block, data, span.start, span.stop)
-            if request_id in pieces:
-                pieces[request_id].append(piece)
-            else:
-                pieces[request_id] = [piece]
-
-    def take(self, request_id: str) -> list[Chunk]:
-        """Remove and return the rows of one request, in their order."""
-        return _chunks(self._pieces.pop(request_id, []))
-
-    def take_all(self) -> dict[str, list[Chunk]]:
-        """Remove and return the rows of every request."""
-        taken = {request_id: _chunks(pieces) for request_id, pieces in self._pieces.items()}
-        self._pieces = {}
-        self._num_blocks = self._num_bytes = 0
-        return taken
-
-
-def _chunks(pieces: Sequence[_Piece]) -> list[Chunk]:
-    """As few chunks as possible: one for each set of sites, if no site is in two different sets."""
-    by_sites: dict[tuple[Site, ...], list[_Piece]] = {}
-    for piece in pieces:
-        by_sites.setdefault(piece[0].sites, []).append(piece)
-    if sum(map(len, by_sites)) != len(set().union(*by_sites)):
-        # Merged chunks would bring a site's rows out of order.
-        return [_merge(piece[0].sites, [piece]) for piece in pieces]
-    return [_merge(sites, of_sites) for sites, of_sites in by_sites.items()]
-
-
-def _merge(sites: tuple[Site, ...], pieces: Sequence[_Piece]) -> Chunk:
-    if len(pieces) > 1:
-        positions = np.concatenate([block.positions[start:stop] for block, _, start, stop in pieces])
-        return Chunk(sites, positions, np.concatenate([data[:, start:stop] for _, data, start, stop in pieces], axis=1))
-    ((block, data, start, stop),) = pieces
-    rows = data[:, start:stop]
-    if 2 * rows.shape[1] < data.shape[1]:
-        # A copy: a view would keep the rows of all the other requests in memory until this one ends.
-        rows = rows.copy()
-    return Chunk(sites, block.positions[start:stop], rows)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.sites import Site
-
-Bytes2D = npt.NDArray[np.uint8]
-Int64Array = npt.NDArray[np.int64]
+from headgate.consumers.filesystem.formats.layout import Bytes2D, WholeRequest
+from headgate.consumers.filesystem.storage.local_store import bytes_of, write_all
 
 
 @dataclass(slots=True)
@@ -41,29 +39,6 @@ class Chunk:
     def num_bytes(self) -> int:
         """Memory that the rows take; 0 while they are in the spool's file."""
         return 0 if self.data is None else self.data.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class WholeRequest:
-    """All valid rows of one request, ready to be written.
-
-    Attributes:
-        positions: int64 ``[rows]``, ascending; the same for every site.
-        pieces: For each site its rows in order, uint8 ``[n, row_bytes]`` each.
-    """
-
-    positions: Int64Array
-    pieces: Mapping[Site, Sequence[Bytes2D]]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows per site."""
-        return len(self.positions)
-
-    def buffers(self, site: Site) -> Iterator[memoryview]:
-        """The bytes of `site`'s rows, row after row."""
-        for piece in self.pieces[site]:
-            yield bytes_of(np.ascontiguousarray(piece))
 
 
 class Spool:
@@ -140,7 +115,7 @@ class Spool:
             self._path = None
 
     def _map(self) -> npt.NDArray[np.uint8]:
-        """What is in the file; stays readable after the file was closed and unlinked."""
+        """The file's bytes, mapped; they stay readable after the file was closed and unlinked."""
         if self._file is None or self._file_bytes == 0:
             return np.empty(0, dtype=np.uint8)
         return np.frombuffer(mmap.mmap(self._file, self._file_bytes, access=mmap.ACCESS_READ), dtype=np.uint8)
@@ -153,38 +128,6 @@ def _data_of(chunk: Chunk, mapped: npt.NDArray[np.uint8], row_bytes: int) -> npt
     shape = (len(chunk.sites), len(chunk.positions), row_bytes)
     num_bytes = shape[0] * shape[1] * shape[2]
     return mapped[chunk.offset : chunk.offset + num_bytes].reshape(shape)
-
-
-def write_all(file: int, buffers: Iterable[memoryview], offset: int) -> int:
-    """Write `buffers` one after the other at `offset`; return where they end.
-
-    Raises:
-        OSError: If the disk takes no more.
-    """
-    remaining = (view for view in buffers if view.nbytes)
-    while batch := list(islice(remaining, _MAX_BUFFERS)):
-        while batch:
-            written = os.pwritev(file, batch, offset)
-            offset += written
-            batch = _unwritten(batch, written)
-    return offset
-
-
-_MAX_BUFFERS = 512
-"""Buffers in one system call; the usual limit is 1024."""
-
-
-def bytes_of(array: npt.NDArray[Any]) -> memoryview:
-    """The bytes of a contiguous array, row after row."""
-    return array.data.cast("B") if array.size else memoryview(b"")
-
-
-def _unwritten(views: Sequence[memoryview], written: int) -> list[memoryview]:
-    for index, view in enumerate(views):
-        if written < view.nbytes:
-            return [view[written:], *views[index + 1 :]]
-        written -= view.nbytes
-    return []
 
 
 def _even(pieces: Mapping[Site, list[Bytes2D]], spans: Mapping[Site, list[Int64Array]], has_gaps: bool) -> WholeRequest:
@@ -205,12 +148,12 @@ def _even(pieces: Mapping[Site, list[Bytes2D]], spans: Mapping[Site, list[Int64A
     return WholeRequest(common, {site: _only(pieces[site], np.isin(positions[site], common)) for site in pieces})
 
 
-def _only(pieces: list[Bytes2D], keep: npt.NDArray[np.bool_]) -> list[Bytes2D]:
-    return [np.concatenate(pieces)[keep]] if pieces else []
-
-
 def _positions_of(chunks: Sequence[Int64Array], site: Site) -> Int64Array:
     positions = np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64)
     if (np.diff(positions) <= 0).any():
         raise ConsumerError(f"rows of site {site.name} came out of order or twice; none of them is kept")
     return positions
+
+
+def _only(pieces: list[Bytes2D], keep: npt.NDArray[np.bool_]) -> list[Bytes2D]:
+    return [np.concatenate(pieces)[keep]] if pieces else []

@@ -16,7 +16,7 @@ from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
-from headgate.consumers.filesystem.formats.tensor_file import read_header
+from headgate.consumers.filesystem.formats.request_layout import read_header
 from headgate.consumers.hidden_states import KEEP_ROWS, HiddenStatesConsumer
 from headgate.consumers.inline import InlineConsumer
 

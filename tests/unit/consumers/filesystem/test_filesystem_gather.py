@@ -64,8 +64,8 @@ def test_every_row_comes_out_once_and_in_order(
         for index in request_indices:
             computed[index] += num_rows
 
-    alone = gatherer.take(REQUESTS[taken_alone].request_id)
-    chunks = {**gatherer.take_all(), REQUESTS[taken_alone].request_id: alone}
+    alone = gatherer.pop(REQUESTS[taken_alone].request_id)
+    chunks = {**gatherer.pop_all(), REQUESTS[taken_alone].request_id: alone}
 
     for index, request in enumerate(REQUESTS):
         for place, site in enumerate(SITES):
@@ -76,7 +76,7 @@ def test_every_row_comes_out_once_and_in_order(
                 for position, row in zip(chunk.positions, chunk.data[chunk.sites.index(site)], strict=True)
             ]
             assert found == [(position, value(index, place, position)) for position in range(computed[index])]
-    assert gatherer.take_all() == {}
+    assert gatherer.pop_all() == {}
 
 
 def test_it_is_full_by_blocks_and_by_bytes() -> None:
@@ -93,7 +93,7 @@ def test_it_is_full_by_blocks_and_by_bytes() -> None:
         assert not by_blocks.is_full
         by_blocks.add(block, data)
     assert by_blocks.is_full
-    by_blocks.take_all()
+    by_blocks.pop_all()
     assert not by_blocks.is_full
 
 
@@ -103,7 +103,7 @@ def test_few_rows_of_a_large_block_do_not_keep_it_in_memory() -> None:
     gatherer = RowGatherer(1 << 20)
     gatherer.add(block, data)
 
-    for chunks in gatherer.take_all().values():
+    for chunks in gatherer.pop_all().values():
         for chunk in chunks:
             assert chunk.data is not None
             assert not np.shares_memory(chunk.data, data)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headgate.capture.schema.errors import ConsumerError, RequestError
 from headgate.consumers.filesystem import FilesystemConsumer
-from headgate.consumers.filesystem.storage.names import check_name, numbered, slug, stem_of
+from headgate.consumers.filesystem.storage.store import check_name, numbered, slug, stem_of
 from tests.fakes.capturing import HOOKS, capturing, spec_context
 
 texts = st.text(max_size=300) | st.text(alphabet="./\\~_-a", max_size=20)

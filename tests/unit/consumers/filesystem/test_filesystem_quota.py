@@ -42,71 +42,71 @@ def quota(tags: Tags, max_bytes: int | None = 100) -> TagQuota:
 def test_what_is_there_counts() -> None:
     limits = quota(Tags(a=90))
 
-    assert limits.take("1", "a", 10)
-    assert not limits.take("2", "a", 1)
-    assert limits.take("3", "b", 100)
+    assert limits.add("1", "a", 10)
+    assert not limits.add("2", "a", 1)
+    assert limits.add("3", "b", 100)
 
 
 def test_requests_that_run_together_count_together() -> None:
     limits = quota(Tags())
 
-    assert limits.take("1", "a", 60)
-    assert not limits.take("2", "a", 60)
-    assert limits.take("1", "a", 40)
-    assert (limits.settle("1"), limits.settle("2")) == (True, False)
+    assert limits.add("1", "a", 60)
+    assert not limits.add("2", "a", 60)
+    assert limits.add("1", "a", 40)
+    assert (limits.confirm("1"), limits.confirm("2")) == (True, False)
 
 
 def test_a_refused_request_gets_nothing_more_and_gives_back_what_it_had() -> None:
     limits = quota(Tags())
 
-    assert limits.take("1", "a", 60)
-    assert not limits.take("1", "a", 60)
-    assert not limits.take("1", "a", 1)
-    assert limits.take("2", "a", 100)
-    assert not limits.settle("1")
+    assert limits.add("1", "a", 60)
+    assert not limits.add("1", "a", 60)
+    assert not limits.add("1", "a", 1)
+    assert limits.add("2", "a", 100)
+    assert not limits.confirm("1")
 
 
 def test_a_failed_request_gives_back_what_it_had() -> None:
     limits = quota(Tags())
-    assert limits.take("1", "a", 100)
+    assert limits.add("1", "a", 100)
 
-    limits.let_go("1")
-    limits.let_go("1")
+    limits.release("1")
+    limits.release("1")
 
-    assert limits.take("2", "a", 100)
+    assert limits.add("2", "a", 100)
 
 
 def test_what_is_done_stays_counted() -> None:
     tags = Tags()
     limits = quota(tags)
 
-    assert limits.take("1", "a", 100)
-    assert limits.settle("1")
+    assert limits.add("1", "a", 100)
+    assert limits.confirm("1")
 
-    assert not limits.take("2", "a", 1)
+    assert not limits.add("2", "a", 1)
     assert tags.looks == 1
 
 
 def test_a_full_tag_is_measured_again_after_a_while() -> None:
     tags = Tags(a=100)
     limits = quota(tags)
-    assert not limits.take("1", "a", 50)
+    assert not limits.add("1", "a", 50)
     tags.sizes["a"] = 20
-    assert not limits.take("2", "a", 50)
+    assert not limits.add("2", "a", 50)
 
     tags.now = MEASURE_AGAIN_S
 
-    assert limits.take("3", "a", 50)
-    assert limits.take("4", "a", 30)
+    assert limits.add("3", "a", 50)
+    assert limits.add("4", "a", 30)
     tags.now *= 2
-    assert not limits.take("5", "a", 1)  # what runs counts beside what lies there
+    assert not limits.add("5", "a", 1)  # what runs counts beside what lies there
     assert tags.looks == 3
 
 
 def test_without_a_limit_nobody_looks() -> None:
     tags = Tags()
 
-    assert quota(tags, None).take("1", "a", 1 << 40)
+    assert quota(tags, None).add("1", "a", 1 << 40)
     assert tags.looks == 0
 
 

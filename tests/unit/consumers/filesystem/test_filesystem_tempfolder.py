@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headgate.capture.schema.errors import ConsumerError
-from headgate.consumers.filesystem.storage.names import slug
+from headgate.consumers.filesystem.storage.store import slug
 from headgate.consumers.filesystem.storage.temp_folder import TempFolder
 
 HOST = slug(socket.gethostname())

@@ -10,7 +10,7 @@ import pytest
 
 from headgate.capture.schema.errors import ConsumerError
 from headgate.consumers.feed import TIMEOUT_S
-from headgate.consumers.filesystem.writing.writer_thread import Writer
+from headgate.consumers.filesystem.writing.request_writer import WriterThread
 
 
 class Gate:
@@ -35,8 +35,8 @@ def fail() -> None:
 
 def test_tasks_run_in_order_and_are_settled_before_the_end() -> None:
     done: list[object] = []
-    writer = Writer(
-        "test", queue_bytes=1 << 20, settle=lambda: done.append("settled"), ended=lambda: done.append("ended")
+    writer = WriterThread(
+        "test", queue_bytes=1 << 20, after_batch=lambda: done.append("settled"), ended=lambda: done.append("ended")
     )
 
     for number in range(500):
@@ -52,7 +52,7 @@ def test_tasks_run_in_order_and_are_settled_before_the_end() -> None:
 
 def test_a_full_queue_makes_submit_wait() -> None:
     gate, second_is_in = Gate(), threading.Event()
-    writer = Writer("test", queue_bytes=10_000, settle=nothing, ended=nothing)
+    writer = WriterThread("test", queue_bytes=10_000, after_batch=nothing, ended=nothing)
     writer.submit(gate.pass_through)
     assert gate.reached.wait(TIMEOUT_S)
     writer.submit(nothing, 6_000)
@@ -74,7 +74,7 @@ def test_a_full_queue_makes_submit_wait() -> None:
 
 def test_a_task_larger_than_the_queue_is_taken_when_it_is_alone() -> None:
     done = threading.Event()
-    writer = Writer("test", queue_bytes=10, settle=nothing, ended=nothing)
+    writer = WriterThread("test", queue_bytes=10, after_batch=nothing, ended=nothing)
 
     writer.submit(done.set, 1_000_000)
 
@@ -86,7 +86,7 @@ def test_a_task_larger_than_the_queue_is_taken_when_it_is_alone() -> None:
 def test_a_task_that_is_not_urgent_is_done_before_the_next_and_at_the_end() -> None:
     done: list[str] = []
     urgent_is_done = threading.Event()
-    writer = Writer("test", queue_bytes=10_000, settle=nothing, ended=nothing)
+    writer = WriterThread("test", queue_bytes=10_000, after_batch=nothing, ended=nothing)
 
     writer.submit(partial(done.append, "first"), is_urgent=False)
     writer.submit(urgent_is_done.set)
@@ -101,7 +101,7 @@ def test_a_task_that_is_not_urgent_is_done_before_the_next_and_at_the_end() -> N
 
 def test_room_that_a_task_takes_for_which_nobody_woke_the_thread_comes_free() -> None:
     done: list[str] = []
-    writer = Writer("test", queue_bytes=10_000, settle=nothing, ended=nothing)
+    writer = WriterThread("test", queue_bytes=10_000, after_batch=nothing, ended=nothing)
     writer.submit(partial(done.append, "small"), is_urgent=False)
 
     other = threading.Thread(target=lambda: writer.submit(partial(done.append, "large"), 1_000_000), daemon=True)
@@ -116,7 +116,7 @@ def test_room_that_a_task_takes_for_which_nobody_woke_the_thread_comes_free() ->
 
 def test_closing_turns_away_who_waits_for_room() -> None:
     gate, turned_away = Gate(), threading.Event()
-    writer = Writer("test", queue_bytes=10_000, settle=nothing, ended=nothing)
+    writer = WriterThread("test", queue_bytes=10_000, after_batch=nothing, ended=nothing)
     writer.submit(gate.pass_through)
     assert gate.reached.wait(TIMEOUT_S)
     writer.submit(nothing, 9_000)
@@ -139,7 +139,7 @@ def test_closing_turns_away_who_waits_for_room() -> None:
 
 def test_a_task_that_raises_ends_neither_the_thread_nor_the_tasks_after_it(caplog: pytest.LogCaptureFixture) -> None:
     done = threading.Event()
-    writer = Writer("test", queue_bytes=10_000, settle=nothing, ended=nothing)
+    writer = WriterThread("test", queue_bytes=10_000, after_batch=nothing, ended=nothing)
 
     with caplog.at_level(logging.ERROR):
         writer.submit(fail)
