@@ -129,7 +129,8 @@ def encode(captured: CapturedRequest, context: ConsumerContext) -> bytes:
     for site in captured.sites:
         # A copy: sites may be views of one block, and the library refuses tensors that share memory.
         tensors[site.name] = captured.rows[site].reshape(num_rows, model.hidden_size).clone()
-    return save(tensors, metadata=sidecar.to_strings())
+    data: bytes = save(tensors, metadata=sidecar.to_strings())
+    return data
 
 
 def _parse(params: Mapping[str, Any]) -> InlineParams:

@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site, sort_sites
-from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, LayoutName, StoredPart
+from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, LayoutName, StoredPart, TensorRef
 from headgate.consumers.filesystem.formats.raw_layout import read_raw_folder
-from headgate.consumers.filesystem.formats.request_layout import SUFFIX, TensorRef, read_request_file
+from headgate.consumers.filesystem.formats.request_layout import SUFFIX, read_request_file
 from headgate.consumers.filesystem.formats.shard_layout import read_shard
 from headgate.consumers.filesystem.storage.source import Source, open_source
 from headgate.consumers.filesystem.storage.store import slug

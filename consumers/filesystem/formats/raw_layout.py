@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.filesystem.formats.layout import (
@@ -19,14 +20,13 @@ from headgate.consumers.filesystem.formats.layout import (
     POSITIONS,
     TOKEN_IDS,
     Finished,
-    Int64Array,
     Sidecar,
     Stored,
     StoredPart,
+    TensorRef,
     payload_of,
     read_sidecar,
 )
-from headgate.consumers.filesystem.formats.request_layout import TensorRef
 from headgate.consumers.filesystem.storage.source import Source
 from headgate.consumers.filesystem.storage.store import Store, Target, site_file
 

@@ -38,14 +38,13 @@ from headgate.consumers.filesystem.formats.layout import (
     Sidecar,
     Stored,
     StoredPart,
+    TensorRef,
     payload_of,
     read_sidecar,
 )
-from headgate.consumers.filesystem.formats.request_layout import TensorRef
-from headgate.consumers.filesystem.storage.local_store import LocalStore
+from headgate.consumers.filesystem.storage.local_store import LocalStore, bytes_of, write_all
 from headgate.consumers.filesystem.storage.source import Source
 from headgate.consumers.filesystem.storage.store import Published, Target, site_file
-from headgate.consumers.filesystem.writing.spool import bytes_of, write_all
 
 logger = logging.getLogger(__name__)
 
