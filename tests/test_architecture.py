@@ -5,95 +5,34 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache
-from pathlib import Path
+from collections.abc import Iterator
 
 import tomllib
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("capture", "steering", "consumers")
+from tests.source_tree import (
+    LIBRARY,
+    ROOT,
+    SOURCES,
+    TESTS,
+    Function,
+    calls_of,
+    imports,
+    imports_of,
+    name_of,
+    offences,
+    outside,
+    within,
+)
+
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 40
 
-LIBRARY = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-TESTS = sorted((ROOT / "tests").rglob("*.py"))
-SOURCES = [*LIBRARY, *TESTS, *sorted((ROOT / "examples").rglob("*.py")), *sorted((ROOT / ".ci").glob("*.py"))]
-
 WITHOUT_TORCH = (
     *("schema.batch", "schema.config", "schema.consumer", "schema.errors", "schema.positions", "schema.registry"),
-    *(
-        "schema.results",
-        "schema.sites",
-        "schema.spec",
-        "planning.planner",
-        "planning.request_plan",
-        "planning.step_plan",
-    ),
+    *("schema.results", "schema.sites", "schema.spec"),
+    *("planning.planner", "planning.request_plan", "planning.step_plan"),
 )
 """Modules of `capture` that are used and tested where there is no torch."""
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-
-
-def offences(paths: Iterable[Path], rule: Callable[[ast.Module], Iterable[tuple[int, str]]]) -> list[str]:
-    """``FILE:LINE what`` for everything that `rule` finds in the files."""
-    return [f"{name_of(path)}:{line} {what}" for path in paths for line, what in rule(tree_of(path))]
-
-
-def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """``(line, module)`` of every import, anywhere in a file; ``from a import b`` gives ``a`` and ``a.b``."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            module = "." * node.level + (node.module or "")
-            yield node.lineno, module
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
-
-
-def imports_of(*packages: str) -> Callable[[ast.Module], list[tuple[int, str]]]:
-    """The rule against importing any of `packages` or what is in them."""
-
-    def rule(tree: ast.Module) -> list[tuple[int, str]]:
-        return [
-            (line, module)
-            for line, module in imports(tree)
-            if any(module == package or module.startswith(f"{package}.") for package in packages)
-        ]
-
-    return rule
-
-
-def calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """``(line, name)`` of every call whose callee is a name or a dotted name."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-            yield node.lineno, ast.unparse(node.func)
-
-
-def calls_of(*names: str) -> Callable[[ast.Module], list[tuple[int, str]]]:
-    """The rule against calling any of `names`."""
-    return lambda tree: [(line, name) for line, name in calls(tree) if name in names]
-
-
-def within(*folders: str) -> list[Path]:
-    """Files of the library whose path begins with one of `folders`."""
-    return [path for path in LIBRARY if name_of(path).startswith(folders)]
-
-
-def outside(*folders: str) -> list[Path]:
-    """The other files of the library."""
-    return [path for path in LIBRARY if not name_of(path).startswith(folders)]
 
 
 def test_vllm_is_imported_in_the_engine_folder_alone() -> None:

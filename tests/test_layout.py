@@ -1,0 +1,263 @@
+"""The rooms of the library: arrows between folders, sizes, dependencies, and code that only tests use."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import tomllib
+
+from tests.source_tree import (
+    LIBRARY,
+    ROOT,
+    Function,
+    library_imports,
+    module_of,
+    name_of,
+    offences,
+    tree_of,
+    within,
+)
+
+MAX_FILES = 12
+MAX_METHODS = 15
+
+CAPTURE = (
+    "schema",
+    "monitoring",
+    "kernels",
+    "planning",
+    "staging",
+    "delivery",
+    "transport",
+    "session",
+    "engine",
+    "cli",
+)
+ENGINE = (
+    *("contracts", "setup", "model", "compiler", "core", "worker", "requests", "frontends", "server"),
+    *("patch_table", "plugin", "api", "commands"),
+)
+STEERING = (
+    "config",
+    "vectors",
+    "files",
+    "kernels",
+    "requests",
+    "core",
+    "worker",
+    "control",
+    "client",
+    "verify",
+    "part",
+)
+FILESYSTEM = ("params", "storage", "formats", "writing", "consumer")
+LAYERS = {
+    "headgate.capture": CAPTURE,
+    "headgate.capture.engine": ENGINE,
+    "headgate.steering": STEERING,
+    "headgate.consumers.filesystem": FILESYSTEM,
+}
+"""Folders and modules of a package from the lowest to the highest: each imports those before it alone."""
+
+LARGE_CLASSES = {
+    "ConsumerContract": "each method is a test that authors of consumers inherit",
+    "Client": "one flat method for each call of the server, as users write it",
+    "AsyncClient": "the same, awaited",
+}
+"""Classes that may have more methods, with the reason."""
+
+HOST_PACKAGES = {"torch", "triton", "vllm", "transformers", "fastapi", "starlette", "uvicorn", "prometheus_client"}
+"""Packages that come with the user's own vLLM."""
+
+EXTRAS = {"gguf", "httpx", "matplotlib", "ml_dtypes", "pytest"}
+"""Packages of the optional dependencies, imported inside the function or the module that needs them."""
+
+IMPORT_NAMES = {"pyzmq": "zmq"}
+"""Distributions whose packages have other names."""
+
+
+def test_folders_import_downwards_only() -> None:
+    upward = []
+    for module, imported in library_imports().items():
+        for package, order in LAYERS.items():
+            for other in imported:
+                here, there = layer(module, package, order), layer(other, package, order)
+                if here is not None and there is not None and there > here:
+                    upward.append(f"{module} imports {other}")
+
+    assert upward == []
+
+
+def layer(module: str, package: str, order: tuple[str, ...]) -> int | None:
+    """The rank of a module among the folders of `package`; None if it is not one of them."""
+    if not module.startswith(f"{package}."):
+        return None
+    return order.index(module.removeprefix(f"{package}.").partition(".")[0])
+
+
+def test_every_folder_has_its_place_in_the_order() -> None:
+    for package, order in LAYERS.items():
+        folder = ROOT.joinpath(*package.split(".")[1:])
+        found = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+
+        assert found - {"__init__"} <= set(order), package
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert list(circles(library_imports())) == []
+
+
+def circles(graph: dict[str, frozenset[str]]) -> Iterator[list[str]]:
+    """Strongly connected components of more than one module, by Tarjan's algorithm."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(module: str) -> Iterator[list[str]]:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in graph[module]:
+            if other not in index:
+                yield from visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], index[other])
+        if low[module] == index[module]:
+            members = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(members) > 1:
+                yield sorted(members)
+
+    for module in graph:
+        if module not in index:
+            yield from visit(module)
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
+
+    assert list(circles({module: frozenset(others) for module, others in graph.items()})) == [["b", "c"]]
+
+
+def test_a_folder_has_at_most_12_files() -> None:
+    sizes = Counter(name_of(path.parent) for path in LIBRARY if path.name != "__init__.py")
+
+    assert {folder: size for folder, size in sizes.items() if size > MAX_FILES} == {}
+
+
+def test_a_class_has_at_most_15_methods() -> None:
+    def large(tree: ast.Module) -> Iterator[tuple[int, str]]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.name not in LARGE_CLASSES:
+                methods = {item.name for item in node.body if isinstance(item, Function)}
+                if len(methods) > MAX_METHODS:
+                    yield node.lineno, f"{node.name}: {len(methods)} methods"
+
+    assert offences(LIBRARY, large) == []
+
+
+def test_a_docstring_does_not_begin_with_a_bare_what() -> None:
+    def bare(tree: ast.Module) -> Iterator[tuple[int, str]]:
+        for node in ast.walk(tree):
+            # An expression that is a string is a docstring: of a module, class, function or of the name above it.
+            text = str(node.value.value) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else ""
+            if re.match(r"What\b", text):
+                yield node.lineno, text.partition("\n")[0]
+
+    assert offences(LIBRARY, bare) == []
+
+
+def test_a_constant_is_defined_once() -> None:
+    places: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for path in LIBRARY:
+        for node in tree_of(path).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
+                if re.fullmatch(r"[A-Z][A-Z0-9_]+|[A-Z]\w+Array", name):
+                    places[name, ast.unparse(node.value)].append(name_of(path))
+
+    assert {name: found for (name, _), found in places.items() if len(found) > 1} == {}
+
+
+def test_dependencies_are_those_that_are_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {re.split(r"[<>=~!\[; ]", entry)[0] for entry in project["dependencies"]}
+    declared = {IMPORT_NAMES.get(name, name) for name in names}
+    used = {package for path in LIBRARY for package in foreign_packages(tree_of(path))}
+
+    assert declared - used == set(), "declared and never imported"
+    assert used - declared - HOST_PACKAGES - EXTRAS == set(), "imported and not declared"
+
+
+def foreign_packages(tree: ast.Module) -> Iterator[str]:
+    """Top-level names of packages that a module imports, neither ours nor Python's own."""
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        for name in names:
+            package = name.partition(".")[0]
+            if package != "headgate" and package not in sys.stdlib_module_names and package != "__future__":
+                yield package
+
+
+def test_nothing_is_there_for_its_tests_alone() -> None:
+    """A name that is defined in the library stands in it a second time, or where users look for it."""
+    words = Counter[str]()
+    for path in [*LIBRARY, *(ROOT / "examples").rglob("*.py"), *(ROOT / "tests" / "benchmarks").glob("*.py")]:
+        words.update(words_of(tree_of(path)))
+    told = set(re.findall(r"\w+", "\n".join(path.read_text(encoding="utf-8") for path in pages())))
+
+    unused = [
+        f"{name_of(path)}: {name}" for path in LIBRARY for name in defined(path) if not words[name] and name not in told
+    ]
+
+    assert unused == []
+
+
+def pages() -> list[Path]:
+    """Documents that tell users of names, and the project's entry points."""
+    return [ROOT / "pyproject.toml", ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+
+
+def defined(path: Path) -> Iterator[str]:
+    """Functions, classes and methods of a file that somebody has to call by name."""
+    for node in ast.walk(tree_of(path)):
+        if not isinstance(node, ast.Module | ast.ClassDef):
+            continue
+        inherits = isinstance(node, ast.ClassDef) and (bool(node.bases) or path.name == "testing.py")
+        for item in node.body:
+            is_named = isinstance(item, Function | ast.ClassDef) and not item.name.startswith("__")
+            if is_named and not (inherits and isinstance(item, Function)) and not item.decorator_list:
+                yield item.name
+
+
+def words_of(tree: ast.Module) -> Iterator[str]:
+    """Names that a file uses: loaded, imported, attributes, and words of strings (`__all__`, patched targets)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.keyword) and node.arg:
+            yield node.arg
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200:
+            yield from re.findall(r"\w+", node.value.rpartition(":")[2])
+
+
+def test_tests_mirror_the_folders() -> None:
+    folders = {path.parent for path in within("capture/", "steering/", "consumers/")}
+    tests = {path.parent for path in (ROOT / "tests" / "unit").rglob("test_*.py")}
+    mirrored = {ROOT / folder.relative_to(ROOT / "tests" / "unit") for folder in tests}
+
+    assert mirrored - folders - {ROOT / "benchmarks", ROOT / "capture" / "session"} == set()
+
+
+def test_packages_are_named_after_their_folders() -> None:
+    assert {module_of(path) for path in LIBRARY if path.name == "__init__.py"} == {
+        module_of(path.parent / "__init__.py") for path in LIBRARY
+    }
