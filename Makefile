@@ -16,7 +16,7 @@ MATRIX_TESTS := $(sort $(wildcard tests/frontend/test_*.py))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-engine test-extended test-matrix gpu-test lint format types lock clean
+.PHONY: help setup demo test quick dist test-unit test-engine test-extended test-matrix gpu-test lint format types lock clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -31,6 +31,10 @@ demo: setup ## Serve a chat model, capture its activations into demo-output/, sh
 
 test: setup ## All tests that need no GPU (two cores: 20 to 35 minutes)
 	@$(BIN)/python .ci/run_tests.py
+
+quick: ## The tests of pure modules, in under 30 s: neither vLLM nor a set-up where there is one
+	@test -x $(BIN)/python || $(MAKE) --no-print-directory setup
+	@$(BIN)/python .ci/run_tests.py quick
 
 test-unit: setup ## The tests that start no engine
 	@$(BIN)/python .ci/run_tests.py unit
@@ -51,6 +55,9 @@ test-matrix: setup ## The front end's tests on the oldest and the newest vLLM (P
 		done; \
 	done; \
 	[ -z "$$failed" ] || { echo "FAILED$$failed"; exit 1; }
+
+dist: setup ## Build wheel and sdist, install the wheel in a fresh environment, capture and steer from there
+	@$(BIN)/python .ci/try_dist.py
 
 gpu-test: ## The tests that need a CUDA GPU, in the Python that holds your vLLM: make gpu-test GPU_PYTHON=python3
 	@$(or $(GPU_PYTHON),python3) -m pytest --durations=10 -m gpu tests
@@ -73,4 +80,4 @@ lock: setup ## Renew the pinned versions in .ci/requirements.lock
 	@mv .ci/requirements.lock.new .ci/requirements.lock
 
 clean: ## Remove what make made, except the downloaded model
-	rm -rf $(VENV) .types demo-output build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .types demo-output build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

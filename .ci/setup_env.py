@@ -37,6 +37,7 @@ READ = (
     ROOT / "pyproject.toml",
 )
 STAMP = ".headgate-setup"
+PINS = ("-c", f"{HERE}/requirements.lock", "--overrides", f"{HERE}/overrides.txt")
 
 
 class SetupError(Exception):
@@ -152,8 +153,7 @@ def install_torch(python: Path, index: Mapping[str, str]) -> None:
 def install_pinned(python: Path, index: Mapping[str, str]) -> None:
     """Install what requirements.in names, in the versions of requirements.lock, and headgate as an editable package."""
     wanted = ["-r", f"{HERE}/requirements.in", "-e", str(ROOT)]
-    pinned = ["-c", f"{HERE}/requirements.lock", "--overrides", f"{HERE}/overrides.txt"]
-    install(python, index, [*wanted, *pinned], "the packages could not be installed: does the index carry them all?")
+    install(python, index, [*wanted, *PINS], "the packages could not be installed: does the index carry them all?")
 
 
 def install(python: Path, index: Mapping[str, str], what: Sequence[str | Path], on_failure: str) -> None:
@@ -164,7 +164,9 @@ def install(python: Path, index: Mapping[str, str], what: Sequence[str | Path], 
 def uv_install(python: Path) -> list[str | Path]:
     """The start of a uv command that installs into the environment of `python`; with progress bars on a terminal."""
     quiet = [] if sys.stderr.isatty() else ["--quiet"]
-    return [python.parent / "uv", "pip", "install", *quiet, "--python", python]
+    beside = python.parent / "uv"  # `try_dist` makes environments without a uv of their own
+    uv = beside if beside.exists() else Path(sys.executable).parent / "uv"
+    return [uv, "pip", "install", *quiet, "--python", python]
 
 
 def alias_vllm(python: Path) -> None:

@@ -143,17 +143,25 @@ def rows_between(group: PackGroup, start: int, stop: int) -> PackGroup | None:
 RequestSpans = tuple[tuple[str, int, int], ...]
 """``(req_id, start, stop)``, next to each other, in order."""
 
+MAX_SHARED = 1 << 21
+"""Numbers below this one share one memory of at most 16 MiB; no context is longer today."""
+
 _numbers: Int64Array = np.arange(0)
 
 
 def count_up(start: int, stop: int) -> Int64Array:
-    """Numbers from `start` up to `stop`, exclusive: int64 ``[stop - start]``, read-only. All share one memory."""
+    """Numbers from `start` up to `stop`, exclusive: int64 ``[stop - start]``, read-only, mostly of shared memory."""
     global _numbers
+    if stop > MAX_SHARED:
+        return _read_only(np.arange(start, stop))
     if stop > len(_numbers):
-        numbers = np.arange(max(stop, 2 * len(_numbers)))
-        numbers.flags.writeable = False
-        _numbers = numbers
+        _numbers = _read_only(np.arange(max(stop, 2 * len(_numbers))))
     return _numbers[start:stop]
+
+
+def _read_only(numbers: Int64Array) -> Int64Array:
+    numbers.flags.writeable = False
+    return numbers
 
 
 def prolonged(firsts: Sequence[int], starts: list[int], counts: Sequence[int]) -> Int64Array:

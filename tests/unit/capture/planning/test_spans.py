@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.planning.step_plan import count_up, prolonged
+from headgate.capture.planning.step_plan import MAX_SHARED, count_up, prolonged
 
 
 @given(runs=st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 40)), min_size=1, max_size=20))
@@ -22,7 +22,10 @@ def test_runs_of_numbers_follow_each_other(runs: list[tuple[int, int]]) -> None:
     assert found.tolist() == [number for first, count in runs for number in range(first, first + count)]
 
 
-@given(bounds=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000)), max_size=8))
+starts = st.integers(0, 3000) | st.integers(MAX_SHARED - 3000, MAX_SHARED) | st.integers(1 << 40, 1 << 50)
+
+
+@given(bounds=st.lists(st.tuples(starts, st.integers(0, 3000)), max_size=8))
 def test_numbers_count_up_and_cannot_be_changed(bounds: list[tuple[int, int]]) -> None:
     for start, size in bounds:
         found = count_up(start, start + size)
