@@ -1,9 +1,8 @@
 """What a part of headgate takes from a request, and offers to users, in the process that owns requests.
 
-A part publishes a function that returns its `RequestPart` under the entry-point group ``headgate.requests``, by the
-name of its section of ``additional_config["headgate"]``. Its fields are known in every process with vLLM in it, also
-where the section is not configured: a request that uses them there is refused instead of being served as if it had
-not asked.
+The hook ``headgate_requests`` of a part returns its `RequestPart`. Its fields are known in every process with vLLM in
+it, also where the part's section is not configured: a request that uses them there is refused instead of being served
+as if it had not asked.
 
 Capture is no such part: its requests are answered with results, which these are not. It has a front end of its own.
 """
@@ -11,15 +10,19 @@ Capture is no such part: its requests are answered with results, which these are
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, Protocol, TypeVar
 
 from headgate.capture.schema.consumer import ModelInfo
 
-GROUP = "headgate.requests"
+
+class FlagGroup(Protocol):
+    """An `argparse.ArgumentParser`, or a group of one."""
+
+    def add_argument(self, *names: str, **options: Any) -> object:
+        """Add a flag, as argparse does."""
+        ...
 
 Known = Mapping[str, Mapping[str, Any]]
 """What the engine core says about each registered name, by name."""
@@ -110,38 +113,66 @@ class EngineCores(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestPart:
-    """One part of headgate, in the front end.
+class RequestPart(Protocol):
+    """A part's fields of requests, its settings, and what it offers to users: what the hook ``headgate_requests`` makes.
 
     Attributes:
         fields: The part's fields of `SamplingParams`, each with a line on what it holds.
         how_to_start: What an operator does to configure the section, as a sentence.
-        open: Makes the reader for an engine, from the section of its configuration; raises `ConfigError`.
         names_method: Method of the part in the engine core that lists the registered names: objects with a "name".
-        check_method: Method of the part in the engine core that says, by refusing, why a request could not run now; its
+        check_method: Method of the part in the engine core that refuses a request which could not run now; its
             arguments are ``spec``, a `PartRequest.wire`, and `field`.
-        handle: Makes what ``LLM`` has under the section's name, for an engine that configures it.
-        async_handle: The same for ``AsyncLLM``.
-        check_section: Checks a section of the configuration; raises `ConfigError`.
-        add_flags: Adds the part's flags to an argument group of vLLM's command line.
-        read_flags: Turns them into a section, given the section that stands in ``additional_config`` (or None).
-            Returns None if no flag was given, and takes the values out of the namespace.
     """
 
-    fields: Mapping[str, str]
-    how_to_start: str
-    open: Callable[[Mapping[str, Any], ModelInfo], PartRequestReader]
-    names_method: str
-    check_method: str
-    handle: Callable[[EngineCores, PartRequestReader], Any]
-    async_handle: Callable[[EngineCores, PartRequestReader], Any]
-    check_section: Callable[[Mapping[str, Any]], object]
-    add_flags: Callable[[Any], None]
-    read_flags: Callable[[Namespace, Mapping[str, Any] | None], dict[str, Any] | None]
+    @property
+    def fields(self) -> Mapping[str, str]: ...
 
+    @property
+    def how_to_start(self) -> str: ...
 
-@cache
-def request_parts() -> Mapping[str, RequestPart]:
-    """Every part that is installed, by the name of its section."""
-    return {entry.name: entry.load()() for entry in entry_points(group=GROUP)}
+    @property
+    def names_method(self) -> str: ...
+
+    @property
+    def check_method(self) -> str: ...
+
+    def open(self, section: Mapping[str, Any], model: ModelInfo) -> PartRequestReader:
+        """Make the reader of requests for an engine.
+
+        Args:
+            section: The part's section of the engine's configuration.
+            model: The model that the engine serves.
+
+        Raises:
+            ConfigError: If the section is wrong.
+        """
+        ...
+
+    def handle(self, cores: EngineCores, reader: PartRequestReader) -> object:
+        """Make what ``LLM`` has under the part's name; `reader` is what `open` made for that engine."""
+        ...
+
+    def async_handle(self, cores: EngineCores, reader: PartRequestReader) -> object:
+        """Make what ``AsyncLLM`` has under the part's name; `reader` is what `open` made for that engine."""
+        ...
+
+    def check_section(self, section: Mapping[str, Any]) -> object:
+        """Check a section of the configuration.
+
+        Raises:
+            ConfigError: If it is wrong.
+        """
+        ...
+
+    def add_flags(self, group: FlagGroup) -> None:
+        """Add the part's flags to an argument group of vLLM's command line."""
+        ...
+
+    def read_flags(self, args: Namespace, section: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Take the values of the flags out of `args` and make a section of them; None if no flag was given.
+
+        Args:
+            args: The parsed command line.
+            section: The section that stands in ``additional_config``, if any.
+        """
+        ...

@@ -1,7 +1,6 @@
 """What a part needs to bring HTTP routes of its own into vLLM's server.
 
-A part publishes a function under the entry-point group ``headgate.routes``, by the name of its section of
-``additional_config["headgate"]``. It is called once in every API server process, before the engine exists, with a
+The hook ``headgate_routes`` of a part is called once in every API server process, before the engine exists, with a
 `RouteServices`, and returns a `fastapi.APIRouter`. Routes lie under ``/v1/``: the server's API key covers them there.
 
 What routes raise is answered with vLLM's own error bodies: a `RequestError` with 400 and the field as ``param``.
@@ -13,8 +12,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
-
-GROUP = "headgate.routes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

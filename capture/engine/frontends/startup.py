@@ -8,7 +8,7 @@ from functools import partial, wraps
 from importlib.metadata import entry_points
 from typing import Any
 
-from headgate.capture.engine.contracts.request_part import request_parts
+from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.core.engine_core import note_core
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.engine.requests.request_reader import OpenPart

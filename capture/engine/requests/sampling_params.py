@@ -12,7 +12,7 @@ from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
-from headgate.capture.engine.contracts.request_part import request_parts
+from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.setup.versions import WORKS_WITH
 from headgate.capture.schema.errors import RequestError
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from headgate.capture.engine.contracts.request_part import request_parts
+from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.setup.settings import OUR_KEY
 from headgate.capture.schema.config import HIDDEN_STATES, CaptureConsumerSpec, parse_config, parse_shorthand
 from headgate.capture.schema.errors import ConfigError
