@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """One value.

@@ -251,7 +251,7 @@ class SteeringCore:
 
 
 def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServices) -> SteeringCore:
-    """The part for the configuration's ``steering`` section: entry point of the group ``headgate.core``."""
+    """The part for the configuration's ``steering`` section: the hook ``headgate_core``."""
     config = parse_config(section)
     model = facts.model
     steerable = config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts, hookimpl
+from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.sites import Site, parse_sites
-from headgate.steering.config import SteeringConfig, parse_config
+from headgate.steering.config import SteeringConfig
 from headgate.steering.requests.wire import SteeringWire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, sum_of
@@ -27,11 +28,6 @@ from headgate.steering.worker.slot_pool import SlotPool
 logger = logging.getLogger("headgate")
 
 PART = "steering"
-
-
-def open_steering(vllm_config: Any, section: Mapping[str, Any]) -> SteeringPart:
-    """The part for the configuration's ``steering`` section: entry point of the group ``headgate.engine``."""
-    return SteeringPart(parse_config(section))
 
 
 class SteeringPart:

@@ -1,7 +1,6 @@
 """What a part of headgate implements in an engine core, and what it is given there.
 
-A part is an entry point of the group ``headgate.core``, named like its section of the configuration; it is called as
-``open(facts, section, services)`` and returns a `CorePart`. Everything here is our own types; `core` translates from
+The hook ``headgate_core`` of a part returns its `CorePart`. Everything here is our own types; `core` translates from
 vLLM. An engine core has two threads that a part meets: the input thread takes requests in and hashes their prompts,
 and the engine thread does everything else, between two steps unless it is said otherwise.
 """
@@ -134,17 +133,5 @@ class CorePart(Protocol):
 
         Raises:
             RequestError: If it cannot be done; nothing has changed.
-        """
-        ...
-
-
-class OpenCore(Protocol):
-    """What an entry point of the group ``headgate.core`` is."""
-
-    def __call__(self, facts: CoreFacts, section: Mapping[str, Any], services: CoreServices) -> CorePart:
-        """Open the part for its section of the configuration.
-
-        Raises:
-            ConfigError: If the section is wrong.
         """
         ...

@@ -62,7 +62,7 @@ class PartSpecs:
         """
 
     @hookspec(firstresult=True)
-    def headgate_core(self, facts: CoreFacts, section: Section, services: CoreServices) -> CorePart | None:
+    def headgate_core(self, facts: CoreFacts, section: Section, services: CoreServices) -> CorePart:  # type: ignore[empty-body]
         """Make the part's half in one engine core, after its workers loaded the model.
 
         Raises:
@@ -117,9 +117,9 @@ class Part:
         worker: object | None = self._hook.headgate_worker(section=section)
         return worker
 
-    def core(self, facts: CoreFacts, section: Section, services: CoreServices) -> CorePart | None:
+    def core(self, facts: CoreFacts, section: Section, services: CoreServices) -> CorePart:
         """Call ``headgate_core``."""
-        core: CorePart | None = self._hook.headgate_core(facts=facts, section=section, services=services)
+        core: CorePart = self._hook.headgate_core(facts=facts, section=section, services=services)
         return core
 
     def requests(self) -> RequestPart | None:

@@ -24,6 +24,7 @@ class FlagGroup(Protocol):
         """Add a flag, as argparse does."""
         ...
 
+
 Known = Mapping[str, Mapping[str, Any]]
 """What the engine core says about each registered name, by name."""
 
@@ -114,7 +115,7 @@ class EngineCores(Protocol):
 
 
 class RequestPart(Protocol):
-    """A part's fields of requests, its settings, and what it offers to users: what the hook ``headgate_requests`` makes.
+    """A part's fields of requests, its settings, and what it offers to users.
 
     Attributes:
         fields: The part's fields of `SamplingParams`, each with a line on what it holds.

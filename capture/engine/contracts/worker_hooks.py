@@ -16,11 +16,8 @@ from torch import Tensor, nn
 
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.part_hooks import checked_hooks, hookspec
 from headgate.capture.schema.sites import Site
-
-PROJECT = "headgate"
-hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +104,7 @@ class SiteAction:
     apart: Callable[[nn.Module, str, SiteValue], Tensor] | None = None
 
 
-class EngineHooks:
+class WorkerHooks:
     """The hooks. An implementer may leave out what it does not need."""
 
     @hookspec
@@ -193,12 +190,7 @@ def make_hooks(plugins: Mapping[str, object]) -> pluggy.PluginManager:
     Raises:
         pluggy.PluginValidationError: If a plugin implements a hook that does not exist, or with other arguments.
     """
-    manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(EngineHooks)
-    for name, plugin in plugins.items():
-        manager.register(plugin, name)
-    manager.check_pending()
-    return manager
+    return checked_hooks(WorkerHooks, plugins)
 
 
 def direct_calls(hook: pluggy.HookCaller) -> Callable[..., None]:

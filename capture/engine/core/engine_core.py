@@ -7,28 +7,22 @@ waits only while another holds what it waits for, and that one is in the schedul
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache, wraps
-from importlib.metadata import entry_points
+from functools import wraps
 from typing import Any
 
-from headgate.capture.engine.contracts.core_part import CoreFacts, CorePart, OpenCore
+from headgate.capture.engine.contracts.core_part import CoreFacts, CorePart
+from headgate.capture.engine.contracts.parts import Part, core_part_names
 from headgate.capture.engine.core import block_keys, restart
 from headgate.capture.engine.requests.sampling_params import WIRE_KEY
 from headgate.capture.engine.setup.client_errors import as_client_error
-from headgate.capture.engine.setup.logs import speak_through_vllm
-from headgate.capture.engine.setup.settings import model_info, section, sections
-from headgate.capture.schema.errors import RequestError, UnsupportedError
+from headgate.capture.engine.setup.settings import model_info, section
+from headgate.capture.schema.errors import RequestError
 
 logger = logging.getLogger("headgate")
 
-CORE_GROUP = "headgate.core"
 CORE_ADAPTER = "_headgate_core"
 """Attribute of an ``EngineCore`` and of its scheduler; absent where no part is open."""
-
-_noted: weakref.ref[Any] | None = None
-"""The ``EngineCore`` of this process that is in its constructor."""
 
 
 class EngineCoreAdapter:
@@ -36,20 +30,19 @@ class EngineCoreAdapter:
 
     Args:
         core: vLLM's ``EngineCore``, constructed.
-        name: Of the part.
-        open_part: Its entry point.
+        part: Whose half in the engine core is opened.
     """
 
-    def __init__(self, core: Any, name: str, open_part: OpenCore) -> None:
+    def __init__(self, core: Any, part: Part) -> None:
         self._core = core
         self._scheduler = core.scheduler
-        self._name = name
+        self._name = part.name
         self._held: dict[str, Any] = {}
         """Requests that wait for the part, by id."""
         self._entering: str | None = None
         self._goes_by_priority = core.vllm_config.scheduler_config.policy == "priority"
         config = core.vllm_config
-        self._part: CorePart = open_part(CoreFacts(model=model_info(config)), section(config, name), self)
+        self._part: CorePart = part.core(CoreFacts(model=model_info(config)), section(config, part.name), self)
 
     def take(self, request: Any) -> None:
         """An ``EngineCoreRequest`` came in; what its blocks and workers need is written into it. Input thread."""
@@ -176,54 +169,6 @@ def adapter_of(owner: Any) -> EngineCoreAdapter | None:
     return seam
 
 
-def note_core(core: Any) -> None:
-    """An ``EngineCore`` is in the middle of its constructor, where it has loaded plugins: `open_noted` opens it."""
-    global _noted
-    _noted = weakref.ref(core)
-
-
-def open_noted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``enable_envs_cache`` as ``EngineCore.__init__`` calls it, last: open what is configured, or refuse.
-
-    In a process of its own an engine core loads plugins inside its constructor, when it is too late to wrap that.
-    """
-
-    @wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        global _noted
-        result = original(*args, **kwargs)
-        core, _noted = _noted() if _noted is not None else None, None
-        if core is not None:
-            _open_configured(core)
-        return result
-
-    return wrapped
-
-
-def _open_configured(core: Any) -> None:
-    found = entry_points(group=CORE_GROUP)
-    names = [name for name in sections(core.vllm_config) if name in found.names]
-    if not names:
-        return
-    try:
-        _open(core, names, found[names[0]].load())
-    except BaseException:
-        core.shutdown()
-        raise
-
-
-def _open(core: Any, names: list[str], open_part: OpenCore) -> None:
-    if len(names) > 1:
-        raise UnsupportedError(f"an engine core has room for one part, but {', '.join(names)} are configured")
-    speak_through_vllm()
-    restart.check_support(core.scheduler)
-    block_keys.verify_block_keys(core.request_block_hasher, core.scheduler.hash_block_size)
-    seam = EngineCoreAdapter(core, names[0], open_part)
-    core.headgate_call = seam.call
-    setattr(core, CORE_ADAPTER, seam)
-    setattr(core.scheduler, CORE_ADAPTER, seam)
-
-
 def preprocess_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``EngineCore.preprocess_add_request``: the part takes the request before its blocks are hashed."""
 
@@ -243,15 +188,9 @@ def preprocess_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
 def _check_unopened(request: Any) -> None:
     params = request.sampling_params
     wire = (params.extra_args or {}).get(WIRE_KEY, {}) if params is not None else {}
-    asked = [name for name in sorted(_part_names()) if name in wire] if wire else []
+    asked = [name for name in sorted(core_part_names()) if name in wire] if wire else []
     if asked:
         raise AssertionError(f"request {request.request_id}: {', '.join(asked)} is not open in this engine core")
-
-
-@cache
-def _part_names() -> frozenset[str]:
-    """Once for a process: it reads the metadata of every installed package, and requests arrive on a busy thread."""
-    return frozenset(entry_points(group=CORE_GROUP).names)
 
 
 def handle_client_request(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -141,34 +141,3 @@ class _Elided:
             return "<...>"
         named = [f"{CAPTURE} for {', '.join(self._value[CAPTURE])}"] if CAPTURE in self._value else []
         return f"<{'; '.join([*named, *(key for key in self._value if key in request_parts())]) or '...'}>"
-
-
-def make_sampling_params() -> type:
-    """``headgate.capture.SamplingParams``: vLLM's class, whose constructor also takes our fields by keyword.
-
-    They are `capture`, `capture_wait` and `return_hidden_states`, and steering's `steering_vectors` and so on.
-
-    Calling it returns an instance of vLLM's own class, and ``isinstance(x, it)`` holds for those, so nothing in vLLM
-    can tell the difference.
-    """
-    import vllm.sampling_params as module
-
-    from headgate.capture.engine.plugin import register
-
-    register()
-    base = module.SamplingParams
-
-    class Constructor(type(base)):  # type: ignore[misc]
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            ours = {name: kwargs.pop(name) for name in all_fields() if name in kwargs}
-            params = base(*args, **kwargs)
-            for name, value in ours.items():
-                setattr(params, name, value)
-            return params
-
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, base)
-
-    return Constructor(
-        "SamplingParams", (base,), {"__doc__": base.__doc__, "__module__": "headgate.capture"}, dict=True
-    )

@@ -1,12 +1,10 @@
-"""Replacing attributes of vLLM: what one patch is, putting a table of them in, and taking them out.
+"""Patches: wrapping attributes of vLLM, each right after its module was imported, and taking the wrappers out again.
 
 A replacement wraps whatever is there, so patches of other plugins stay in force below it. A patch whose target is
 missing, or takes other parameters than expected, is not installed and is remembered: whoever needs it refuses.
 
-Runs a function on a module right after that module was imported, without importing it.
-
-Every vLLM process imports its own part of vLLM; what is patched in a module must neither load it where it is not
-needed nor come too late where it is.
+Every vLLM process imports its own share of vLLM. `ImportHook` waits for a module instead of importing it: a patch must
+neither load a module where it is not needed nor come too late where it is.
 """
 
 from __future__ import annotations
@@ -181,6 +179,21 @@ class PatchSet:
     def _note(self, problem: str) -> None:
         self.problems.append(problem)
         logger.warning("headgate: %s; capture is not available in this process. %s", problem, WORKS_WITH)
+
+
+_of_this_process: PatchSet | None = None
+"""Patches are made to classes, so they are a matter of the process and not of one engine."""
+
+
+def process_patches() -> PatchSet | None:
+    """The patches at work in this process; None if headgate is not installed in it."""
+    return _of_this_process
+
+
+def set_process_patches(patches: PatchSet | None) -> None:
+    """Name the patches at work in this process; None when they were taken out."""
+    global _of_this_process
+    _of_this_process = patches
 
 
 OnImport = Callable[[ModuleType], None]

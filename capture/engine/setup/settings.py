@@ -1,7 +1,7 @@
 """Our part of a `VllmConfig`: read once, kept with it.
 
 The operator writes ``additional_config={"headgate": {"capture": {...}}}``. Each section belongs to one part of
-headgate (an entry point of the group ``headgate.engine``). The worker later replaces the sections by a signature of
+headgate (an entry point of the group ``headgate.parts``). The worker later replaces the sections by a signature of
 the graph, so that volatile values stay out of vLLM's compile-cache key: what was read first is kept as an attribute
 of the config object and travels with it to other processes.
 """

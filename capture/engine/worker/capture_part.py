@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from headgate.capture.engine.compiler.inductor_heuristics import register_uncounted
 from headgate.capture.engine.compiler.unfused_copy import register_copy_apart
-from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteValue, WorkerFacts, hookimpl
-from headgate.capture.engine.setup.settings import capture_config
+from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteValue, WorkerFacts
 from headgate.capture.engine.setup.versions import versions
 from headgate.capture.engine.worker import capture_ops, self_test
 from headgate.capture.monitoring.machine_memory import share_of_memory
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import MIB, CaptureConsumersConfig
 from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.sites import Site
 from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.staging.ring import NUM_TRASH_ROWS, StagingRing
 
 logger = logging.getLogger("headgate")
-
-
-def open_capture(vllm_config: Any, section: Mapping[str, Any]) -> CapturePart | IdlePart:
-    """The part for the configuration's ``capture`` section: entry point of the group ``headgate.engine``."""
-    config = capture_config(vllm_config)
-    return IdlePart() if config is None else CapturePart(config)
-
-
-class IdlePart:
-    """Capture without consumers: nothing in the graph, nothing behind the step."""
 
 
 class CapturePart:

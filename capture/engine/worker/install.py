@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from importlib.metadata import entry_points
 from typing import Any
 
 import pluggy
 import torch
 from torch import nn
 
+from headgate.capture.engine.contracts.parts import worker_part
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts, make_hooks
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.model.find_layers import LayerLayout, analyse_layer, find_decoder_stack, find_final_norm
@@ -22,12 +22,11 @@ from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
 from headgate.capture.engine.setup.settings import model_info, section, sections
 from headgate.capture.engine.worker.runner import RunnerAdapter
 from headgate.capture.schema.consumer import ModelInfo
-from headgate.capture.schema.errors import ConfigError, UnsupportedError
+from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 
 logger = logging.getLogger("headgate")
 
-ENGINE_GROUP = "headgate.engine"
 ENGINE_ATTRIBUTE = "headgate_worker"
 GRAPH_ABI = 11
 """Part of the compile-cache key: raise it whenever the code in `graph` or an action changes what is traced or
@@ -77,7 +76,8 @@ def install(worker: Any) -> InstalledWorker:
     config = worker.vllm_config
     speak_through_vllm()
     refuse_unsupported_settings(config)
-    hooks = make_hooks({name: _open_part(name, config) for name in sections(config)})
+    opened = {name: worker_part(name).worker(section(config, name)) for name in sections(config)}
+    hooks = make_hooks({name: part for name, part in opened.items() if part is not None})
     model = worker.model_runner.get_model()
     parent, stack_name, layers = find_decoder_stack(model)
     facts = _facts(worker, model_info(config), [index for index, _ in layers])
@@ -222,14 +222,6 @@ def _install_final_norm(parent: nn.Module, actions: Sequence[SiteAction]) -> Non
     runs = forward_wrappers.attach(module, HookPoint.FINAL_NORM, actions)
     taken = [(HookPoint.FINAL_NORM, forward_wrappers.Place(module=found[0]), runs)]
     forward_wrappers.swap_class(module, forward_wrappers.module_forward(taken))
-
-
-def _open_part(name: str, vllm_config: Any) -> object:
-    found = entry_points(group=ENGINE_GROUP)
-    if name not in found.names:
-        known = ", ".join(sorted(found.names))
-        raise ConfigError(f"additional_config['headgate'] has no section {name!r}; known: {known}")
-    return found[name].load()(vllm_config, section(vllm_config, name))
 
 
 def _facts(worker: Any, model: ModelInfo, owned_layers: list[int]) -> WorkerFacts:

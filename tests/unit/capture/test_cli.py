@@ -56,7 +56,7 @@ def plain(count: int = 1) -> None:
 
 @pytest.fixture
 def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Invoke]:
-    """Calls ``headgate`` with a part installed that has five commands, two of which cannot be loaded, and a part that cannot."""
+    """Calls ``headgate`` with two parts installed: one has five commands, two of them broken, the other cannot load."""
     (tmp_path / "headgate_test_part.py").write_text(PART)
     (tmp_path / "headgate_test_plugin.py").write_text(PLUGIN)
     (tmp_path / "headgate_test_other.py").write_text(PLUGIN)

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from headgate.capture.engine.contracts.worker_hooks import direct_calls, hookimpl, make_hooks
+from headgate.capture.engine.contracts.worker_hooks import direct_calls, make_hooks
 from headgate.capture.engine.worker.runner import RunnerAdapter, layout_of
 from headgate.capture.schema.errors import UnsupportedError
+from headgate.capture.schema.part_hooks import hookimpl
 
 
 class Recorder:
