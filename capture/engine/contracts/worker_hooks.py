@@ -1,7 +1,10 @@
-"""What headgate's parts are told by one vLLM worker, as pluggy hook specifications.
+"""The hooks of one vLLM worker: pluggy hook specifications for the object that a part's ``headgate_worker`` returns.
 
-Capture and steering implement these alike and never learn of each other. Everything here is our own types; the
-modules beside this one translate from vLLM. All hooks run on the step thread of the worker.
+Capture and steering implement these alike and never learn of each other. Everything here is our own types; the folder
+``worker`` translates from vLLM. All hooks run on the step thread of the worker.
+
+Hooks are called through pluggy, with one exception: the hooks of every step and every request go through
+`direct_calls`, which looks the implementations up once.
 """
 
 from __future__ import annotations
@@ -75,6 +78,10 @@ class SiteValue(NamedTuple):
     gain: float | None = None
 
 
+SiteRun = Callable[[nn.Module, str, SiteValue], Tensor]
+"""``run(module, hook, value) -> carry``: what an action does at a site."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteAction:
     """Code that runs at one site in every forward.
@@ -84,32 +91,44 @@ class SiteAction:
             `tensors` as attributes, each under ``f"_headgate_{name}_{hook}"``. Returns the carry, changed or not.
         tensors: Static tensors that `run` reads and writes. They become inputs of the compiled graph.
         order: Actions of one site run in ascending order: capture 0 (pristine), patch 10, add 20, project 30.
-        repay: In layers that carry the stream alone, the mid norm reads a value that the stream does not pass through
-            again. There `repay` does to the stream, where the layer hands it on, what `run` did to that value. None
-            if `run` changes nothing.
-        ahead: Does to the residual of a layer that carries a pair what `run` does at the mid norm, where the layer's
-            first norm hands that residual on: before attention, which does not read it. Taken if every action at the
-            site has it, since none sees the value there; compiled, it spares the mid norm's kernel another read. The
-            site of its :class:`SiteValue` has no branch in it. None if `run` must see the value.
-        apart: `run` by code that the compiler does not fuse with the mid norm, taken where `ahead` could not be: in
-            the model's first layer, which has no residual before attention, and beside actions that lack it. None if
-            `run` itself may stay there.
+        reapply_to_residual: In layers that carry the stream alone, the mid norm reads a value that the stream does not
+            pass through again. There `reapply_to_residual` does to the stream, where the layer hands it on, what `run`
+            did to that value. None if `run` changes nothing.
+        before_attention: Does to the residual of a layer that carries a pair what `run` does at the mid norm, where the
+            layer's first norm hands that residual on: before attention, which does not read it. Taken if every action
+            at the site has it, since none sees the value there; compiled, it spares the mid norm's kernel another
+            read. The site of its :class:`SiteValue` has no branch in it. None if `run` must see the value.
+        unfused: `run` by code that the compiler does not fuse with the mid norm, taken where `before_attention` could
+            not be: in the model's first layer, which has no residual before attention, and beside actions that lack
+            it. None if `run` itself may stay there.
     """
 
-    run: Callable[[nn.Module, str, SiteValue], Tensor]
+    run: SiteRun
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     order: int
-    repay: Callable[[nn.Module, str, SiteValue], Tensor] | None = None
-    ahead: Callable[[nn.Module, str, SiteValue], Tensor] | None = None
-    apart: Callable[[nn.Module, str, SiteValue], Tensor] | None = None
+    reapply_to_residual: SiteRun | None = None
+    before_attention: SiteRun | None = None
+    unfused: SiteRun | None = None
 
 
 class WorkerHooks:
     """The hooks. An implementer may leave out what it does not need."""
 
     @hookspec
+    def headgate_allocate(self, facts: WorkerFacts) -> None:
+        """Allocate the memory that the forward reads and writes. Called once, first.
+
+        Raises:
+            ConfigError: If the device has less than the configuration asks for.
+        """
+
+    @hookspec
     def headgate_actions(self, facts: WorkerFacts) -> Mapping[Site, SiteAction]:  # type: ignore[empty-body]
-        """What to run in the forward, by site; only sites that ``facts.owns``. Called once, first."""
+        """Declare the code to run in the forward, by site; only sites that ``facts.owns``. Called once, second."""
+
+    @hookspec
+    def headgate_start(self, facts: WorkerFacts) -> None:
+        """Start whatever runs beside the forward, such as threads. Called once, after the actions were installed."""
 
     @hookspec
     def headgate_graph_key(self) -> Mapping[str, Any]:  # type: ignore[empty-body]
@@ -120,7 +139,7 @@ class WorkerHooks:
 
     @hookspec
     def headgate_device_bytes(self) -> int:  # type: ignore[empty-body]
-        """Device memory that was allocated in `headgate_actions`."""
+        """Bytes of device memory that `headgate_allocate` took."""
 
     @hookspec
     def headgate_request_added(self, new: NewRequest) -> None:
@@ -132,15 +151,15 @@ class WorkerHooks:
 
     @hookspec
     def headgate_plain_request_added(self, req_id: str, num_prompt_tokens: int) -> None:
-        """A request without a wire dict was scheduled for the first time; an engine of bystanders shows no steps."""
+        """A plain request, one without a wire dict, was scheduled for the first time."""
 
     @hookspec
     def headgate_request_stopped(self, req_id: str) -> None:
-        """A request, bystanders included, has no further steps. How it ended may be known only later."""
+        """A request, plain ones included, has no further steps. How it ended may be known only later."""
 
     @hookspec
     def headgate_needs_plain_steps(self) -> bool:  # type: ignore[empty-body]
-        """Whether the next step is to be shown even if there are only bystanders in it."""
+        """Whether the next step is to be shown even if all its requests are plain ones."""
 
     @hookspec
     def headgate_step_begins(self, view: BatchView | None, token_ids: Tensor | None) -> None:

@@ -72,7 +72,7 @@ def capture_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor
     return site.carry
 
 
-def count_fire(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+def count_run(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Count on the device that the site ran: one for each forward, also for each graph replay."""
     getattr(module, _FIRES + hook).add_(1)
     return site.carry

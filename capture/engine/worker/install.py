@@ -33,7 +33,7 @@ GRAPH_ABI = 11
 what inductor makes of it."""
 
 Wanted = Mapping[HookPoint, Sequence[SiteAction]]
-"""The actions of one layer."""
+"""The actions of one layer, by hook point."""
 
 
 def patch_worker(module: Any) -> None:
@@ -81,9 +81,10 @@ def install(worker: Any) -> InstalledWorker:
     model = worker.model_runner.get_model()
     parent, stack_name, layers = find_decoder_stack(model)
     facts = _facts(worker, model_info(config), [index for index, _ in layers])
-    actions = _collect_actions(hooks, facts)
-    install_actions(parent, stack_name, layers, actions)
-    _account(worker, hooks)
+    hooks.hook.headgate_allocate(facts=facts)
+    install_actions(parent, stack_name, layers, _collect_actions(hooks, facts))
+    hooks.hook.headgate_start(facts=facts)
+    _add_to_model_memory(worker, hooks)
     _key_graph(config, hooks)
     installed = InstalledWorker(worker, facts, hooks)
     setattr(worker, ENGINE_ATTRIBUTE, installed)
@@ -96,7 +97,7 @@ class InstalledWorker:
     def __init__(self, worker: Any, facts: WorkerFacts, hooks: pluggy.PluginManager) -> None:
         self.facts = facts
         self.hooks = hooks
-        self._seam = RunnerAdapter(worker.model_runner, hooks, has_token_ids=facts.pp_rank == 0)
+        self._runner = RunnerAdapter(worker.model_runner, hooks, has_token_ids=facts.pp_rank == 0)
         _after(worker, "compile_or_warm_up_model", self._self_test)
         _before(worker, "shutdown", self.close)
 
@@ -114,7 +115,7 @@ class InstalledWorker:
         self.hooks.hook.headgate_close()
 
     def _self_test(self) -> None:
-        self.hooks.hook.headgate_self_test(facts=self.facts, run=self._seam.run_dummy)
+        self.hooks.hook.headgate_self_test(facts=self.facts, run=self._runner.run_dummy)
 
 
 def install_actions(
@@ -145,8 +146,8 @@ def _install_layer(where: str, layer: nn.Module, wanted: Wanted, *, is_first: bo
             f"{', '.join(sorted(layout.hooks))}. Take {missing[0]} out of the configured sites"
         )
     parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
-    wanted, ahead = _settle_mid(layout, wanted, is_first=is_first)
-    places = submodule_places(layout, layer) | ahead
+    wanted, early_places = _place_around_mid_norm(layout, wanted, is_first=is_first)
+    places = submodule_places(layout, layer) | early_places
     for name in dict.fromkeys(place.module for place in places.values()):
         module = layer.get_submodule(name)
         taken = [
@@ -157,36 +158,42 @@ def _install_layer(where: str, layer: nn.Module, wanted: Wanted, *, is_first: bo
         if taken:
             forward_wrappers.swap_class(module, forward_wrappers.module_forward(taken))
     own = {hook: forward_wrappers.attach(layer, hook, wanted[hook]) for hook in wanted if hook not in places}
-    repays = _repays(layout, layer, wanted.get(HookPoint.POST_ATTN, ()))
-    if own or repays:
-        forward_wrappers.swap_class(layer, forward_wrappers.layer_forward(layout, own, parameters, repays))
+    reapplied = reapplied_runs(layout, layer, wanted.get(HookPoint.POST_ATTN, ()))
+    if own or reapplied:
+        forward_wrappers.swap_class(layer, forward_wrappers.layer_forward(layout, own, parameters, reapplied))
 
 
-def _settle_mid(
+def _place_around_mid_norm(
     layout: LayerLayout, wanted: Wanted, *, is_first: bool
 ) -> tuple[Wanted, dict[HookPoint, forward_wrappers.Place]]:
-    """How actions around a fused mid norm run: ahead of attention where all can, and at what places; else apart."""
+    """Choose how actions around a fused mid norm run: before attention where all can, with the places; else unfused."""
     if layout.mid_residual is None:
         return wanted, {}
-    settled, places = dict(wanted), {}
+    chosen, places = dict(wanted), {}
     for hook in (HookPoint.ATTN_OUT, HookPoint.POST_ATTN):
         actions = wanted.get(hook, ())
-        ahead = [replace(action, run=action.ahead) for action in actions if action.ahead is not None]
-        if layout.first_norm is not None and not is_first and actions and len(ahead) == len(actions):
-            settled[hook] = ahead
+        early = [
+            replace(action, run=action.before_attention) for action in actions if action.before_attention is not None
+        ]
+        if layout.first_norm is not None and not is_first and actions and len(early) == len(actions):
+            chosen[hook] = early
             places[hook] = forward_wrappers.Place(module=layout.first_norm, result=1)
         elif actions:
-            settled[hook] = [replace(action, run=action.apart or action.run) for action in actions]
-    return settled, places
+            chosen[hook] = [replace(action, run=action.unfused or action.run) for action in actions]
+    return chosen, places
 
 
-def _repays(layout: LayerLayout, layer: nn.Module, actions: Sequence[SiteAction]) -> tuple[forward_wrappers.Run, ...]:
-    """What is to be done to the stream again, since the mid stream is read by a module and not passed through it."""
+def reapplied_runs(
+    layout: LayerLayout, layer: nn.Module, actions: Sequence[SiteAction]
+) -> tuple[forward_wrappers.Run, ...]:
+    """Attach the actions that must act on the stream again: a module reads the mid stream without passing it on."""
     if layout.mid_residual is not None:
         return ()
-    changing = sorted((action for action in actions if action.repay is not None), key=lambda action: action.order)
+    changing = sorted(
+        (action for action in actions if action.reapply_to_residual is not None), key=lambda action: action.order
+    )
     forward_wrappers.attach(layer, HookPoint.POST_ATTN, changing)
-    return tuple(action.repay for action in changing if action.repay is not None)
+    return tuple(action.reapply_to_residual for action in changing if action.reapply_to_residual is not None)
 
 
 def submodule_places(layout: LayerLayout, layer: nn.Module) -> dict[HookPoint, forward_wrappers.Place]:
@@ -252,8 +259,8 @@ def _collect_actions(hooks: pluggy.PluginManager, facts: WorkerFacts) -> dict[Si
     return collected
 
 
-def _account(worker: Any, hooks: pluggy.PluginManager) -> None:
-    """vLLM 0.26 sizes the KV cache by this figure; later releases measure free memory. CPU runners have none."""
+def _add_to_model_memory(worker: Any, hooks: pluggy.PluginManager) -> None:
+    """Add the parts' memory to the model's: vLLM 0.26 sizes the KV cache by it. Others measure; CPU runners lack it."""
     if hasattr(worker.model_runner, "model_memory_usage"):
         worker.model_runner.model_memory_usage += sum(hooks.hook.headgate_device_bytes())
 
