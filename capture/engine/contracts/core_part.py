@@ -7,10 +7,11 @@ and the engine thread does everything else, between two steps unless it is said 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.consumer import ModelInfo
 
 
@@ -42,7 +43,7 @@ class BlockKeys(Protocol):
 class CoreServices(Protocol):
     """What a part can have done. Engine thread only."""
 
-    def call_workers(self, method: str, args: Mapping[str, Any]) -> list[Any]:
+    def call_workers(self, method: str, args: Document) -> list[Any]:
         """Call ``headgate_call(part, method, args)`` in every worker, after the steps that were launched.
 
         Args:
@@ -80,7 +81,7 @@ class CoreServices(Protocol):
 class CorePart(Protocol):
     """A part in one engine core. On the engine thread unless said otherwise."""
 
-    def take(self, req_id: str, wire: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    def take(self, req_id: str, wire: Document | None) -> Document | None:
         """A request comes in. Input thread; `let_go` or `release` follow exactly if this returns.
 
         Args:
@@ -128,7 +129,7 @@ class CorePart(Protocol):
         """Those that wait no longer, in order; they enter the scheduler. Also called in the middle of a step."""
         ...
 
-    def call(self, method: str, args: Mapping[str, Any]) -> Any:
+    def call(self, method: str, args: Document) -> object:
         """The front end calls. Plain values and bytes go in and come out.
 
         Raises:

@@ -24,8 +24,9 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.part_hooks import checked_hooks, hookspec
 
@@ -42,8 +43,6 @@ logger = logging.getLogger("headgate")
 
 GROUP = "headgate.parts"
 
-Section = Mapping[str, Any]
-"""A part's section of the configuration, as the operator wrote it."""
 Found = TypeVar("Found")
 
 
@@ -51,7 +50,7 @@ class PartSpecs:
     """The hooks by which a part joins. A part leaves out what it does not bring; None stands for nothing, too."""
 
     @hookspec(firstresult=True)
-    def headgate_worker(self, section: Section) -> object | None:
+    def headgate_worker(self, section: Document) -> object | None:
         """Make the part's half in one vLLM worker, right after the worker loaded its model.
 
         Returns:
@@ -62,7 +61,7 @@ class PartSpecs:
         """
 
     @hookspec(firstresult=True)
-    def headgate_core(self, facts: CoreFacts, section: Section, services: CoreServices) -> CorePart:  # type: ignore[empty-body]
+    def headgate_core(self, facts: CoreFacts, section: Document, services: CoreServices) -> CorePart:  # type: ignore[empty-body]
         """Make the part's half in one engine core, after its workers loaded the model.
 
         Raises:
@@ -112,12 +111,12 @@ class Part:
         """Whether the part has an implementation of the hook of that name."""
         return bool(getattr(self._hook, hook).get_hookimpls())
 
-    def worker(self, section: Section) -> object | None:
+    def worker(self, section: Document) -> object | None:
         """Call ``headgate_worker``."""
         worker: object | None = self._hook.headgate_worker(section=section)
         return worker
 
-    def core(self, facts: CoreFacts, section: Section, services: CoreServices) -> CorePart:
+    def core(self, facts: CoreFacts, section: Document, services: CoreServices) -> CorePart:
         """Call ``headgate_core``."""
         core: CorePart = self._hook.headgate_core(facts=facts, section=section, services=services)
         return core

@@ -14,6 +14,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.consumer import ModelInfo
 
 
@@ -25,7 +26,7 @@ class FlagGroup(Protocol):
         ...
 
 
-Known = Mapping[str, Mapping[str, Any]]
+Known = Mapping[str, Document]
 """What the engine core says about each registered name, by name."""
 
 
@@ -40,16 +41,16 @@ class PartRequest:
         content: The same as `wire`, as the part itself knows it.
     """
 
-    wire: Mapping[str, Any]
+    wire: Document
     field: str
     names: Mapping[str, str]
-    content: Any = None
+    content: object = None
 
 
 class PartRequestReader(Protocol):
     """A part's fields in the requests of one engine. Called on any thread, event loops included."""
 
-    def read(self, values: Mapping[str, Any]) -> PartRequest | None:
+    def read(self, values: Document) -> PartRequest | None:
         """Check the fields that a request set, by name; None if they come to nothing. The values stay as they are.
 
         Raises:
@@ -57,7 +58,7 @@ class PartRequestReader(Protocol):
         """
         ...
 
-    def names(self, values: Mapping[str, Any]) -> Mapping[str, str]:
+    def names(self, values: Document) -> Mapping[str, str]:
         """`PartRequest.names` of the same fields, without a look at anything else in them.
 
         Raises:
@@ -85,8 +86,8 @@ class CoreCall:
     """
 
     method: str
-    args: Mapping[str, Any]
-    undo: tuple[str, Mapping[str, Any]] | None = None
+    args: Document
+    undo: tuple[str, Document] | None = None
 
 
 Result = TypeVar("Result")
@@ -137,7 +138,7 @@ class RequestPart(Protocol):
     @property
     def check_method(self) -> str: ...
 
-    def open(self, section: Mapping[str, Any], model: ModelInfo) -> PartRequestReader:
+    def open(self, section: Document, model: ModelInfo) -> PartRequestReader:
         """Make the reader of requests for an engine.
 
         Args:
@@ -157,7 +158,7 @@ class RequestPart(Protocol):
         """Make what ``AsyncLLM`` has under the part's name; `reader` is what `open` made for that engine."""
         ...
 
-    def check_section(self, section: Mapping[str, Any]) -> object:
+    def check_section(self, section: Document) -> object:
         """Check a section of the configuration.
 
         Raises:
@@ -169,7 +170,7 @@ class RequestPart(Protocol):
         """Add the part's flags to an argument group of vLLM's command line."""
         ...
 
-    def read_flags(self, args: Namespace, section: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    def read_flags(self, args: Namespace, section: Document | None) -> dict[str, Any] | None:
         """Take the values of the flags out of `args` and make a section of them; None if no flag was given.
 
         Args:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pluggy
 import torch
 from torch import Tensor, nn
 
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.part_hooks import checked_hooks, hookspec
@@ -131,7 +132,7 @@ class WorkerHooks:
         """Start whatever runs beside the forward, such as threads. Called once, after the actions were installed."""
 
     @hookspec
-    def headgate_graph_key(self) -> Mapping[str, Any]:  # type: ignore[empty-body]
+    def headgate_graph_key(self) -> Document:  # type: ignore[empty-body]
         """Plain values that change whenever the traced code or the shapes it sees change.
 
         They become part of vLLM's compile-cache key, so a graph with other sites is never loaded.
@@ -187,7 +188,7 @@ class WorkerHooks:
         """
 
     @hookspec
-    def headgate_call(self, part: str, method: str, args: Mapping[str, Any]) -> Any:
+    def headgate_call(self, part: str, method: str, args: Document) -> object:
         """The engine core calls `method` of one part, between two steps; others return None.
 
         Raises:
@@ -195,7 +196,7 @@ class WorkerHooks:
         """
 
     @hookspec
-    def headgate_stats(self) -> Mapping[str, Any]:  # type: ignore[empty-body]
+    def headgate_stats(self) -> Document:  # type: ignore[empty-body]
         """Counters as plain values, for the worker RPC of the same name."""
 
     @hookspec
@@ -225,7 +226,7 @@ def direct_calls(hook: pluggy.HookCaller) -> Callable[..., None]:
         raise AssertionError(f"{hook.name} cannot be called without pluggy: {found}")
     calls = [(one.function, [spec.argnames.index(name) for name in one.argnames]) for one in found]
 
-    def call(*args: Any) -> None:
+    def call(*args: object) -> None:
         for function, places in calls:
             function(*[args[place] for place in places])
 

@@ -8,11 +8,10 @@ and the last one opens it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
 from headgate.capture.engine.contracts.parts import core_part_names, load_part
+from headgate.capture.engine.contracts.vllm_engine import EngineCore, Function, VllmConfig
 from headgate.capture.engine.core import block_keys, restart
 from headgate.capture.engine.core.engine_core import CORE_ADAPTER, EngineCoreAdapter
 from headgate.capture.engine.setup.logs import speak_through_vllm
@@ -20,18 +19,18 @@ from headgate.capture.engine.setup.settings import sections
 from headgate.capture.engine.setup.startup_checks import check_servable
 from headgate.capture.schema.errors import UnsupportedError
 
-_noted: weakref.ref[Any] | None = None
+_noted: weakref.ref[EngineCore] | None = None
 """The ``EngineCore`` of this process that is in its constructor."""
 
 
-def initialize_kv_caches(original: Callable[..., Any]) -> Callable[..., Any]:
+def initialize_kv_caches(original: Function) -> Function:
     """Wrap ``EngineCore._initialize_kv_caches``: refuse in this process too, and make sure every worker took part.
 
     It is what an engine core calls next after it has loaded plugins and started its workers.
     """
 
     @wraps(original)
-    def wrapped(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: EngineCore, vllm_config: VllmConfig, *args: object, **kwargs: object) -> object:
         global _noted
         check_servable(vllm_config)
         if sections(vllm_config):
@@ -42,11 +41,11 @@ def initialize_kv_caches(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def open_noted(original: Callable[..., Any]) -> Callable[..., Any]:
+def open_noted(original: Function) -> Function:
     """Wrap ``enable_envs_cache`` as ``EngineCore.__init__`` calls it, last: open what is configured, or refuse."""
 
     @wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> object:
         global _noted
         result = original(*args, **kwargs)
         core, _noted = _noted() if _noted is not None else None, None
@@ -57,7 +56,7 @@ def open_noted(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _open_configured(core: Any) -> None:
+def _open_configured(core: EngineCore) -> None:
     names = [name for name in sections(core.vllm_config) if name in core_part_names()]
     if not names:
         return
@@ -68,7 +67,7 @@ def _open_configured(core: Any) -> None:
         raise
 
 
-def _open(core: Any, names: list[str]) -> None:
+def _open(core: EngineCore, names: list[str]) -> None:
     if len(names) > 1:
         raise UnsupportedError(f"an engine core has room for one part, but {', '.join(names)} are configured")
     speak_through_vllm()

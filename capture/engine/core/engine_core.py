@@ -7,12 +7,22 @@ waits only while another holds what it waits for, and that one is in the schedul
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from functools import wraps
 from typing import Any
 
 from headgate.capture.engine.contracts.core_part import CoreFacts, CorePart
 from headgate.capture.engine.contracts.parts import Part, core_part_names
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import (
+    EngineCore,
+    EngineCoreProc,
+    EngineCoreRequest,
+    Function,
+    Request,
+    RequestType,
+    Scheduler,
+)
 from headgate.capture.engine.core import block_keys, restart
 from headgate.capture.engine.requests.sampling_params import WIRE_KEY
 from headgate.capture.engine.setup.client_errors import as_client_error
@@ -33,28 +43,28 @@ class EngineCoreAdapter:
         part: Whose half in the engine core is opened.
     """
 
-    def __init__(self, core: Any, part: Part) -> None:
+    def __init__(self, core: EngineCore, part: Part) -> None:
         self._core = core
         self._scheduler = core.scheduler
         self._name = part.name
-        self._held: dict[str, Any] = {}
+        self._held: dict[str, Request] = {}
         """Requests that wait for the part, by id."""
         self._entering: str | None = None
         self._goes_by_priority = core.vllm_config.scheduler_config.policy == "priority"
         config = core.vllm_config
         self._part: CorePart = part.core(CoreFacts(model=model_info(config)), section(config, part.name), self)
 
-    def take(self, request: Any) -> None:
+    def take(self, request: EngineCoreRequest) -> None:
         """An ``EngineCoreRequest`` came in; what its blocks and workers need is written into it. Input thread."""
         params = request.sampling_params
         extra = (params.extra_args if params is not None else None) or {}
         wire = extra.get(WIRE_KEY) or {}
         ours = self._part.take(request.request_id, wire.get(self._name))
-        if ours is not None:
+        if params is not None and ours is not None:
             # Samples of one prompt share their parameters, so nothing of them is changed in place.
             params.extra_args = {**extra, WIRE_KEY: {**wire, self._name: ours}}
 
-    def construct(self, original: Callable[[], Any], request: Any) -> Any:
+    def construct(self, original: Callable[[], tuple[Request, int]], request: EngineCoreRequest) -> tuple[Request, int]:
         """Let stock make its ``Request`` of one that was taken: it hashes the blocks of the prompt. Input thread."""
         try:
             keys = self._part.block_keys(request.request_id)
@@ -66,7 +76,7 @@ class EngineCoreAdapter:
         block_keys.note_hashed(result[0], keys)
         return result
 
-    def may_enter(self, request: Any) -> bool:
+    def may_enter(self, request: Request) -> bool:
         """Whether a ``Request`` goes to the scheduler now; otherwise it is held here.
 
         Raises:
@@ -101,7 +111,7 @@ class EngineCoreAdapter:
         self._part.release(req_id)
         self.let_in()
 
-    def withdraw(self, req_ids: Collection[str] | None, status: Any) -> list[Any]:
+    def withdraw(self, req_ids: Collection[str] | None, status: object) -> list[Request]:
         """End those of `req_ids` (None: all) that are held; returns them, as the scheduler returns its own."""
         gone = []
         for req_id in self._part.withdraw(req_ids) if self._held else ():
@@ -119,7 +129,7 @@ class EngineCoreAdapter:
         if req_id not in self._scheduler.requests and req_id not in self._held:
             self._part.release(req_id)
 
-    def call(self, part: str, method: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    def call(self, part: str, method: str, args: Document) -> Document:
         """``EngineCore.headgate_call``: the front end calls a method of `part`. Between two steps.
 
         Returns:
@@ -137,7 +147,7 @@ class EngineCoreAdapter:
         if part != self._name:
             raise RequestError("part", f"no part {part!r} is open in this engine; open: {self._name}")
 
-    def call_workers(self, method: str, args: Mapping[str, Any]) -> list[Any]:
+    def call_workers(self, method: str, args: Document) -> list[Any]:
         """As `CoreServices`."""
         answers = self._core.model_executor.collective_rpc("headgate_call", args=(self._name, method, args))
         return list(answers)
@@ -163,29 +173,29 @@ class EngineCoreAdapter:
         self._core.step_fn = step
 
 
-def adapter_of(owner: Any) -> EngineCoreAdapter | None:
-    """The seam of an ``EngineCore`` or of a scheduler; None if no part is open there."""
-    seam: EngineCoreAdapter | None = vars(owner).get(CORE_ADAPTER)
-    return seam
+def adapter_of(owner: EngineCore | Scheduler) -> EngineCoreAdapter | None:
+    """The adapter of an ``EngineCore`` or of a scheduler; None if no part is open there."""
+    adapter: EngineCoreAdapter | None = vars(owner).get(CORE_ADAPTER)
+    return adapter
 
 
-def preprocess_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+def preprocess_add_request(original: Function) -> Function:
     """Wrap ``EngineCore.preprocess_add_request``: the part takes the request before its blocks are hashed."""
 
     @wraps(original)
-    def wrapped(self: Any, request: Any) -> Any:
-        seam = adapter_of(self)
-        if seam is None:
+    def wrapped(self: EngineCore, request: EngineCoreRequest) -> object:
+        adapter = adapter_of(self)
+        if adapter is None:
             _check_unopened(request)
             return original(self, request)
         with as_client_error():
-            seam.take(request)
-        return seam.construct(lambda: original(self, request), request)
+            adapter.take(request)
+        return adapter.construct(lambda: original(self, request), request)
 
     return wrapped
 
 
-def _check_unopened(request: Any) -> None:
+def _check_unopened(request: EngineCoreRequest) -> None:
     params = request.sampling_params
     wire = (params.extra_args or {}).get(WIRE_KEY, {}) if params is not None else {}
     asked = [name for name in sorted(core_part_names()) if name in wire] if wire else []
@@ -193,26 +203,27 @@ def _check_unopened(request: Any) -> None:
         raise AssertionError(f"request {request.request_id}: {', '.join(asked)} is not open in this engine core")
 
 
-def handle_client_request(original: Callable[..., Any]) -> Callable[..., Any]:
+def handle_client_request(original: Function) -> Function:
     """Wrap ``EngineCoreProc._handle_client_request``: a request that cannot run ends, and the engine does not."""
 
     @wraps(original)
-    def wrapped(self: Any, request_type: Any, request: Any) -> Any:
-        seam = adapter_of(self)
-        if seam is None or request_type.name != "ADD":
+    def wrapped(self: EngineCoreProc, request_type: RequestType, request: tuple[Request, int]) -> object:
+        adapter = adapter_of(self)
+        if adapter is None or request_type.name != "ADD":
             return original(self, request_type, request)
         added = request[0]
         try:
             return original(self, request_type, request)
         except RequestError as error:
             _answer(self, added, error)
+            return None
         finally:
-            seam.forget_refused(added.request_id)
+            adapter.forget_refused(added.request_id)
 
     return wrapped
 
 
-def _answer(core: Any, request: Any, error: RequestError) -> None:
+def _answer(core: EngineCoreProc, request: Request, error: RequestError) -> None:
     """End a request with the finish reason "error"."""
     if hasattr(core, "_handle_request_validation_error"):  # vLLM 0.33 tells the client why
         core._handle_request_validation_error(request, error)
@@ -221,35 +232,35 @@ def _answer(core: Any, request: Any, error: RequestError) -> None:
         core._send_error_outputs_to_client([request.request_id], request.client_index)
 
 
-def add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+def add_request(original: Function) -> Function:
     """Wrap ``Scheduler.add_request``: a request enters when the part lets it in."""
 
     @wraps(original)
-    def wrapped(self: Any, request: Any) -> Any:
-        seam = adapter_of(self)
-        if seam is None:
+    def wrapped(self: Scheduler, request: Request) -> object:
+        adapter = adapter_of(self)
+        if adapter is None:
             return original(self, request)
         with as_client_error():
-            may_enter = seam.may_enter(request)
+            may_enter = adapter.may_enter(request)
         return original(self, request) if may_enter else None
 
     return wrapped
 
 
-def finish_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+def finish_requests(original: Function) -> Function:
     """Wrap ``Scheduler.finish_requests``: requests that are held outside end as those inside do."""
 
     @wraps(original)
-    def wrapped(self: Any, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
-        seam = adapter_of(self)
-        if seam is None:
+    def wrapped(self: Scheduler, request_ids: str | Iterable[str] | None, finished_status: object) -> object:
+        adapter = adapter_of(self)
+        if adapter is None:
             return original(self, request_ids, finished_status)
         if request_ids is not None:
             request_ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
         # First, so that none of them enters when those inside are freed.
-        withdrawn = seam.withdraw(request_ids, finished_status)
+        withdrawn = adapter.withdraw(request_ids, finished_status)
         finished = original(self, request_ids, finished_status)
-        seam.let_in()
+        adapter.let_in()
         return [*finished, *withdrawn]
 
     return wrapped

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from headgate.capture.engine.core.request_endings import KeptTokens, mark_kept
+from headgate.capture.engine.contracts.end_messages import KeptTokens, mark_kept
 from headgate.capture.engine.requests.sampling_params import is_captured
 
 _WATCHED = "_headgate_watched"

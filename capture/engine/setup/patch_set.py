@@ -22,12 +22,13 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.setup.versions import WORKS_WITH
 from headgate.capture.schema.errors import UnsupportedError
 
 logger = logging.getLogger("headgate")
 
-Wrap = Callable[[Any], Any]
+Wrap = Callable[[Function], Function]
 _MARK = "headgate_patch"
 
 
@@ -74,7 +75,7 @@ class Patch:
         held = inspect.getattr_static(owner, attribute)
         replacement = self.wrap(_function(owner, attribute))
         setattr(replacement, _MARK, self.name)
-        installed = staticmethod(replacement) if isinstance(held, staticmethod) else replacement
+        installed: object = staticmethod(replacement) if isinstance(held, staticmethod) else replacement
         installed = classmethod(replacement) if isinstance(held, classmethod) else installed
         setattr(owner, attribute, installed)
 
@@ -99,15 +100,15 @@ class Patch:
             current = getattr(current, "__wrapped__", None)
         return False
 
-    def _locate(self, module: ModuleType) -> tuple[Any, str]:
+    def _locate(self, module: ModuleType) -> tuple[object, str]:
         *path, attribute = self.target.split(".")
-        owner: Any = module
+        owner: object = module
         for name in path:
             owner = getattr(owner, name, None)
         return owner, attribute
 
 
-def _function(owner: Any, attribute: str) -> Any:
+def _function(owner: object, attribute: str) -> Function:
     """The plain function: an inherited class method must not stay bound to the class it was found on."""
     held = inspect.getattr_static(owner, attribute)
     return held.__func__ if isinstance(held, staticmethod | classmethod) else held
@@ -253,12 +254,12 @@ class ImportHook(importlib.abc.MetaPathFinder):
 class _NotifyingLoader(importlib.abc.Loader):
     """A module's own loader, followed by the callbacks."""
 
-    def __init__(self, loader: Any, hook: ImportHook) -> None:
+    def __init__(self, loader: importlib.abc.Loader, hook: ImportHook) -> None:
         self._loader = loader
         self._hook = hook
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)  # type: ignore[no-any-return]
+        return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)

@@ -9,8 +9,9 @@ of the config object and travels with it to other processes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import VllmConfig
 from headgate.capture.schema.config import CaptureConsumersConfig, parse_config, parse_server
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError
@@ -24,7 +25,7 @@ _MODEL = "_headgate_model"
 _CAPTURE = "_headgate_capture"
 
 
-def sections(vllm_config: Any) -> Mapping[str, Any]:
+def sections(vllm_config: VllmConfig) -> Document:
     """All sections that the operator configured, by name; empty when there are none.
 
     Raises:
@@ -43,12 +44,12 @@ def sections(vllm_config: Any) -> Mapping[str, Any]:
     return sections(vllm_config)
 
 
-def section(vllm_config: Any, name: str) -> Mapping[str, Any]:
+def section(vllm_config: VllmConfig, name: str) -> Document:
     """One section; `sections` says whether it is there."""
     return sections(vllm_config)[name]  # type: ignore[no-any-return]
 
 
-def capture_config(vllm_config: Any) -> CaptureConsumersConfig | None:
+def capture_config(vllm_config: VllmConfig) -> CaptureConsumersConfig | None:
     """The parsed ``capture`` section; None if capture is not configured or names no consumer.
 
     Raises:
@@ -62,7 +63,7 @@ def capture_config(vllm_config: Any) -> CaptureConsumersConfig | None:
     return parsed if parsed.consumers else None
 
 
-def model_info(vllm_config: Any) -> ModelInfo:
+def model_info(vllm_config: VllmConfig) -> ModelInfo:
     """The model being served, with the sites that the configuration opens for capture.
 
     Raises:

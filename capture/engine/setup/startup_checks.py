@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
 from headgate.capture.engine.contracts.parts import worker_part
+from headgate.capture.engine.contracts.vllm_engine import Function, VllmConfig
 from headgate.capture.engine.setup.patch_set import process_patches
 from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
 from headgate.capture.engine.setup.settings import sections
@@ -17,7 +16,7 @@ PLUGIN = "headgate"
 """Our name in the group ``vllm.general_plugins``."""
 
 
-def check_servable(vllm_config: Any) -> None:
+def check_servable(vllm_config: VllmConfig) -> None:
     """Refuse to start an engine that is configured for headgate but cannot serve it.
 
     Raises:
@@ -46,12 +45,12 @@ def check_servable(vllm_config: Any) -> None:
     refuse_unsupported_settings(vllm_config)
 
 
-def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
+def create_engine_config(original: Function) -> Function:
     """Wrap ``EngineArgs.create_engine_config``: refuse before any process is started."""
 
     @wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        vllm_config = original(self, *args, **kwargs)
+    def wrapped(self: object, *args: object, **kwargs: object) -> VllmConfig:
+        vllm_config: VllmConfig = original(self, *args, **kwargs)
         check_servable(vllm_config)
         return vllm_config
 

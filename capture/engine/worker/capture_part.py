@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from headgate.capture.engine.compiler.inductor_heuristics import register_uncounted
 from headgate.capture.engine.compiler.unfused_copy import register_copy_apart
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteRun, SiteValue, WorkerFacts
 from headgate.capture.engine.setup.versions import versions
 from headgate.capture.engine.worker import capture_ops, self_test
@@ -97,7 +97,7 @@ class CapturePart:
             )
 
     @hookimpl
-    def headgate_graph_key(self) -> dict[str, Any]:
+    def headgate_graph_key(self) -> Document:
         """Sites, ring rows and variant: whatever the traced code depends on."""
         if self._staging is None:
             return {"capture": None}
@@ -142,7 +142,7 @@ class CapturePart:
             self_test.check_capture(self._staging, self._sites, facts, run)
 
     @hookimpl
-    def headgate_stats(self) -> dict[str, Any]:
+    def headgate_stats(self) -> Document:
         if self._session is None:
             return {"capture": None}
         stats = dataclasses.asdict(self._session.stats())

@@ -7,13 +7,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Any
+from types import ModuleType
 
 import pluggy
 import torch
 from torch import nn
 
 from headgate.capture.engine.contracts.parts import worker_part
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import Function, ModelRunner, VllmConfig, Worker, WorkerWrapper
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts, make_hooks
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.model.find_layers import LayerLayout, analyse_layer, find_decoder_stack, find_final_norm
@@ -36,7 +38,7 @@ Wanted = Mapping[HookPoint, Sequence[SiteAction]]
 """The actions of one layer, by hook point."""
 
 
-def patch_worker(module: Any) -> None:
+def patch_worker(module: ModuleType) -> None:
     """Let every worker of ``vllm.v1.worker.worker_base`` install headgate when its model is loaded."""
     wrapper = module.WorkerWrapperBase
     if "load_model" in vars(wrapper):
@@ -44,7 +46,7 @@ def patch_worker(module: Any) -> None:
             return
         raise UnsupportedError("WorkerWrapperBase.load_model is taken: another plugin or a newer vLLM defines it")
 
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_model(self: WorkerWrapper, *args: object, **kwargs: object) -> object:
         result = self.worker.load_model(*args, **kwargs)
         if sections(self.worker.vllm_config):
             install(self.worker)
@@ -56,17 +58,19 @@ def patch_worker(module: Any) -> None:
     module.WorkerBase.headgate_call = _call
 
 
-def _stats(self: Any) -> dict[str, Any]:
+def _stats(self: Worker) -> Document:
     """Worker RPC: counters of every part, by name."""
-    return getattr(self, ENGINE_ATTRIBUTE).stats()  # type: ignore[no-any-return]
+    installed: InstalledWorker = getattr(self, ENGINE_ATTRIBUTE)
+    return installed.stats()
 
 
-def _call(self: Any, part: str, method: str, args: Mapping[str, Any]) -> Any:
+def _call(self: Worker, part: str, method: str, args: Document) -> object:
     """Worker RPC: `method` of one part, called by the same part in the engine core."""
-    return getattr(self, ENGINE_ATTRIBUTE).call(part, method, args)
+    installed: InstalledWorker = getattr(self, ENGINE_ATTRIBUTE)
+    return installed.call(part, method, args)
 
 
-def install(worker: Any) -> InstalledWorker:
+def install(worker: Worker) -> InstalledWorker:
     """Put the configured parts into `worker`.
 
     Raises:
@@ -84,7 +88,7 @@ def install(worker: Any) -> InstalledWorker:
     hooks.hook.headgate_allocate(facts=facts)
     install_actions(parent, stack_name, layers, _collect_actions(hooks, facts))
     hooks.hook.headgate_start(facts=facts)
-    _add_to_model_memory(worker, hooks)
+    _add_to_model_memory(worker.model_runner, hooks)
     _key_graph(config, hooks)
     installed = InstalledWorker(worker, facts, hooks)
     setattr(worker, ENGINE_ATTRIBUTE, installed)
@@ -94,19 +98,19 @@ def install(worker: Any) -> InstalledWorker:
 class InstalledWorker:
     """The parts at work in one vLLM worker, and the moments of its life that they follow."""
 
-    def __init__(self, worker: Any, facts: WorkerFacts, hooks: pluggy.PluginManager) -> None:
+    def __init__(self, worker: Worker, facts: WorkerFacts, hooks: pluggy.PluginManager) -> None:
         self.facts = facts
         self.hooks = hooks
         self._runner = RunnerAdapter(worker.model_runner, hooks, has_token_ids=facts.pp_rank == 0)
         _after(worker, "compile_or_warm_up_model", self._self_test)
         _before(worker, "shutdown", self.close)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Document:
         """Counters of every part."""
         return {key: value for found in self.hooks.hook.headgate_stats() for key, value in found.items()}
 
-    def call(self, part: str, method: str, args: Mapping[str, Any]) -> Any:
-        """What the part says; None if it says nothing."""
+    def call(self, part: str, method: str, args: Document) -> object:
+        """Return the part's answer; None if it has none."""
         answers = self.hooks.hook.headgate_call(part=part, method=method, args=args)
         return answers[0] if answers else None
 
@@ -231,7 +235,7 @@ def _install_final_norm(parent: nn.Module, actions: Sequence[SiteAction]) -> Non
     forward_wrappers.swap_class(module, forward_wrappers.module_forward(taken))
 
 
-def _facts(worker: Any, model: ModelInfo, owned_layers: list[int]) -> WorkerFacts:
+def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int]) -> WorkerFacts:
     from vllm.config import CompilationMode
     from vllm.distributed import get_pp_group, get_tp_group
 
@@ -259,29 +263,29 @@ def _collect_actions(hooks: pluggy.PluginManager, facts: WorkerFacts) -> dict[Si
     return collected
 
 
-def _add_to_model_memory(worker: Any, hooks: pluggy.PluginManager) -> None:
+def _add_to_model_memory(runner: ModelRunner, hooks: pluggy.PluginManager) -> None:
     """Add the parts' memory to the model's: vLLM 0.26 sizes the KV cache by it. Others measure; CPU runners lack it."""
-    if hasattr(worker.model_runner, "model_memory_usage"):
-        worker.model_runner.model_memory_usage += sum(hooks.hook.headgate_device_bytes())
+    if hasattr(runner, "model_memory_usage"):
+        runner.model_memory_usage += sum(hooks.hook.headgate_device_bytes())
 
 
-def _key_graph(vllm_config: Any, hooks: pluggy.PluginManager) -> None:
+def _key_graph(vllm_config: VllmConfig, hooks: pluggy.PluginManager) -> None:
     """Make vLLM's compile caches tell our graphs from stock's and from each other's.
 
     `additional_config` is hashed into every compile-cache key. The operator's own section is taken out of it here,
     so that a consumer's output folder does not force a compilation; `settings` has read it before.
     """
-    key: dict[str, Any] = {"abi": GRAPH_ABI}
+    key: dict[str, object] = {"abi": GRAPH_ABI}
     for found in hooks.hook.headgate_graph_key():
         key.update(found)
     vllm_config.additional_config = {**vllm_config.additional_config, "headgate": {"graph": key}}
 
 
-def _after(owner: Any, name: str, call: Callable[[], None]) -> None:
-    original = getattr(owner, name)
+def _after(owner: Worker, name: str, call: Callable[[], None]) -> None:
+    original: Function = getattr(owner, name)
 
     @wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> object:
         result = original(*args, **kwargs)
         call()
         return result
@@ -289,11 +293,11 @@ def _after(owner: Any, name: str, call: Callable[[], None]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _before(owner: Any, name: str, call: Callable[[], None]) -> None:
-    original = getattr(owner, name)
+def _before(owner: Worker, name: str, call: Callable[[], None]) -> None:
+    original: Function = getattr(owner, name)
 
     @wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> object:
         call()
         return original(*args, **kwargs)
 
