@@ -147,12 +147,12 @@ class Part:
 
 
 def part_names() -> list[str]:
-    """Names of the installed parts, in alphabetical order; reads the metadata of every installed package."""
+    """Return the names of the installed parts, in alphabetical order; reads the metadata of every installed package."""
     return sorted(entry_points(group=GROUP).names)
 
 
 def load_part(name: str) -> Part:
-    """The installed part of that name; no other is imported.
+    """Load the installed part of that name; no other is imported.
 
     Raises:
         ConfigError: If there is none, or it cannot be imported, or its hooks are not those of `PartSpecs`.
@@ -172,7 +172,7 @@ def _load(name: str, value: str) -> Part:
 
 
 def worker_part(name: str) -> Part:
-    """The part behind a section of ``additional_config["headgate"]``.
+    """Load the part behind a section of ``additional_config["headgate"]``.
 
     Raises:
         ConfigError: If no installed part has such a section, or it cannot be loaded.
@@ -186,7 +186,7 @@ def worker_part(name: str) -> Part:
 
 
 def collect(ask: Callable[[Part], Found | None], needed: Collection[str] = ()) -> dict[str, Found]:
-    """What `ask` finds in each installed part, by name.
+    """Ask each installed part, and return the answers by name.
 
     Args:
         ask: Returns None for a part that brings nothing.
@@ -211,25 +211,25 @@ def collect(ask: Callable[[Part], Found | None], needed: Collection[str] = ()) -
 
 @cache
 def request_parts() -> Mapping[str, RequestPart]:
-    """The installed parts that have fields of requests, by the name of their section."""
+    """Return the installed parts that have fields of requests, by the name of their section."""
     return collect(Part.requests)
 
 
 @cache
 def metrics_parts() -> Mapping[str, MetricsPart]:
-    """The installed parts that have metrics, by the name of their section."""
+    """Return the installed parts that have metrics, by the name of their section."""
     return collect(Part.metrics)
 
 
 @cache
 def check_parts() -> Mapping[str, CheckPart]:
-    """The installed parts that ``headgate verify`` checks, by the name of their section."""
+    """Return the installed parts that ``headgate verify`` checks, by the name of their section."""
     return collect(Part.checks)
 
 
 @cache
 def core_part_names() -> frozenset[str]:
-    """Names of the installed parts that have a half in the engine core.
+    """Return the names of the installed parts that have a half in the engine core.
 
     Read once for a process: it takes 10 ms and more, and requests arrive on a busy thread.
     """

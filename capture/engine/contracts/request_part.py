@@ -1,4 +1,4 @@
-"""What a part of headgate takes from a request, and offers to users, in the process that owns requests.
+"""A part's half where requests are made: it reads their fields there, and offers methods to users.
 
 The hook ``headgate_requests`` of a part returns its `RequestPart`. Its fields are known in every process with vLLM in
 it, also where the part's section is not configured: a request that uses them there is refused instead of being served
@@ -27,15 +27,15 @@ class FlagGroup(Protocol):
 
 
 Known = Mapping[str, Document]
-"""What the engine core says about each registered name, by name."""
+"""The engine core's description of each registered name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartRequest:
-    """What one request asks of one part, checked. Requests may share one: nothing in it changes.
+    """One request's fields of one part, checked. Requests may share one: nothing in it changes.
 
     Attributes:
-        wire: What travels to the engine in the part's section of the wire dict: plain values and bytes.
+        wire: The part's section of the wire dict: plain values and bytes.
         field: A field of the part that the request set, for errors that concern all of it.
         names: Registered names that it refers to, each with the field that names it.
         content: The same as `wire`, as the part itself knows it.
@@ -59,7 +59,7 @@ class PartRequestReader(Protocol):
         ...
 
     def names(self, values: Document) -> Mapping[str, str]:
-        """`PartRequest.names` of the same fields, without a look at anything else in them.
+        """Read `PartRequest.names` of the same fields, and nothing else in them.
 
         Raises:
             RequestError: If they cannot be read.
@@ -92,7 +92,7 @@ class CoreCall:
 
 Result = TypeVar("Result")
 Operation = Generator[CoreCall, Sequence[Any], Result]
-"""What a user's call comes to: it yields calls, is sent each engine core's answer, and returns the result."""
+"""A user's call as a generator: it yields calls, is sent each engine core's answer, and returns the result."""
 
 
 class EngineCores(Protocol):
@@ -106,7 +106,7 @@ class EngineCores(Protocol):
     def num_engines(self) -> int: ...
 
     def run(self, operation: Operation[Result]) -> Any:
-        """The operation's result; for `AsyncLLM`, an awaitable of it.
+        """Carry the operation out and return its result; for `AsyncLLM`, an awaitable of it.
 
         Raises:
             RequestError: As the engine cores refused it; then none of them has done it.

@@ -1,9 +1,10 @@
-"""What a part needs to bring HTTP routes of its own into vLLM's server.
+"""Services of vLLM's server to a part that brings HTTP routes of its own.
 
 The hook ``headgate_routes`` of a part is called once in every API server process, before the engine exists, with a
 `RouteServices`, and returns a `fastapi.APIRouter`. Routes lie under ``/v1/``: the server's API key covers them there.
 
-What routes raise is answered with vLLM's own error bodies: a `RequestError` with 400 and the field as ``param``.
+An error that a route raises is answered with vLLM's own error bodies: a `RequestError` with status 400 and the field
+as ``param``.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteServices:
-    """What the server does for a part's routes. Event loop only.
+    """Services of the server to one part's routes. Event loop only.
 
     Attributes:
         part: Name of its section.
         engine: The server's `AsyncLLM`, once it is there.
-        handle: What ``AsyncLLM`` has under the part's name. Raises an HTTP error 404 that says how to start the
+        handle: The attribute of ``AsyncLLM`` under the part's name. Raises an HTTP error 404 that says how to start the
             server with the part, if it was started without.
         require_key: A FastAPI dependency: an HTTP error 403 unless the request carries one of the part's keys.
         read_object: The body of a `starlette.requests.Request` as an object: JSON, or msgpack with raw bytes. Raises

@@ -54,7 +54,7 @@ class WorkerFacts:
 
     @property
     def is_last_stage(self) -> bool:
-        """The last stage owns the final norm."""
+        """Whether this is the last stage, which owns the final norm."""
         return self.pp_rank == self.pp_size - 1
 
     def owns(self, site: Site) -> bool:
@@ -63,7 +63,7 @@ class WorkerFacts:
 
 
 class SiteValue(NamedTuple):
-    """The value at a site and what carries it on, as the traced forward passes them to an action.
+    """The value at a site and the tensor that carries it on, as the traced forward passes them to an action.
 
     Attributes:
         value: ``[num_tokens, hidden]`` or ``[1, num_tokens, hidden]``.
@@ -113,7 +113,7 @@ class SiteAction:
 
 
 class WorkerHooks:
-    """The hooks. An implementer may leave out what it does not need."""
+    """The hooks of a worker part, which leaves out those that it does not need."""
 
     @hookspec
     def headgate_allocate(self, facts: WorkerFacts) -> None:
@@ -133,30 +133,38 @@ class WorkerHooks:
 
     @hookspec
     def headgate_graph_key(self) -> Document:  # type: ignore[empty-body]
-        """Plain values that change whenever the traced code or the shapes it sees change.
+        """Return plain values that change whenever the traced code or the shapes it sees change.
 
         They become part of vLLM's compile-cache key, so a graph with other sites is never loaded.
         """
 
     @hookspec
     def headgate_device_bytes(self) -> int:  # type: ignore[empty-body]
-        """Bytes of device memory that `headgate_allocate` took."""
+        """Return the bytes of device memory that `headgate_allocate` took."""
 
     @hookspec
     def headgate_request_added(self, new: NewRequest) -> None:
-        """A request with a wire dict was scheduled for the first time."""
+        """Add a request with a wire dict, which was scheduled for the first time."""
 
     @hookspec
     def headgate_request_finished(self, req_id: str, final: FinalState | None) -> None:
-        """It ended, however it ended; all its steps were seen. `final` is None if the scheduler did not say how."""
+        """Close a request that ended, however it did; all its steps were seen.
+
+        Args:
+            req_id: Of a request that was stopped.
+            final: Its end as the scheduler tells it; None if it does not.
+        """
 
     @hookspec
     def headgate_plain_request_added(self, req_id: str, num_prompt_tokens: int) -> None:
-        """A plain request, one without a wire dict, was scheduled for the first time."""
+        """Add a plain request, one without a wire dict, which was scheduled for the first time.
+
+        Steps of plain requests alone are not shown unless `headgate_needs_plain_steps` asks for them.
+        """
 
     @hookspec
     def headgate_request_stopped(self, req_id: str) -> None:
-        """A request, plain ones included, has no further steps. How it ended may be known only later."""
+        """Stop a request, which may be a plain one: it has no further steps. How it ended may be known only later."""
 
     @hookspec
     def headgate_needs_plain_steps(self) -> bool:  # type: ignore[empty-body]
@@ -164,21 +172,21 @@ class WorkerHooks:
 
     @hookspec
     def headgate_step_begins(self, view: BatchView | None, token_ids: Tensor | None) -> None:
-        """The inputs of a step are laid out and its forward follows.
+        """Prepare a step: its inputs are laid out and its forward follows.
 
         Args:
             view: The layout; None for dummy and idle steps.
-            token_ids: What the forward reads: the token of each batch row, int32 on the device, static memory that
+            token_ids: The token of each batch row as the forward reads it, int32 on the device, static memory that
                 the next step overwrites. None where this worker does not have them (later pipeline stages).
         """
 
     @hookspec
     def headgate_step_ends(self) -> None:
-        """The forward of the step was launched."""
+        """Follow up a step whose forward was launched."""
 
     @hookspec
     def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], Sequence[Tensor]]) -> None:
-        """Before serving: prove that every site responds.
+        """Prove, before serving, that every site responds.
 
         ``run(num_tokens)`` drives a dummy forward and returns what this stage hands on, each ``[rows, ...]`` with at
         least `num_tokens` rows; empty where the runner does not show it.
@@ -189,7 +197,7 @@ class WorkerHooks:
 
     @hookspec
     def headgate_call(self, part: str, method: str, args: Document) -> object:
-        """The engine core calls `method` of one part, between two steps; others return None.
+        """Serve a call from the engine core, between two steps; every part but the one called returns None.
 
         Raises:
             AssertionError: If the part has no such method.
@@ -197,11 +205,11 @@ class WorkerHooks:
 
     @hookspec
     def headgate_stats(self) -> Document:  # type: ignore[empty-body]
-        """Counters as plain values, for the worker RPC of the same name."""
+        """Return counters as plain values, for the worker RPC of the same name."""
 
     @hookspec
     def headgate_close(self) -> None:
-        """The worker shuts down."""
+        """Close whatever is open: the worker shuts down. Idempotent."""
 
 
 def make_hooks(plugins: Mapping[str, object]) -> pluggy.PluginManager:
@@ -214,9 +222,10 @@ def make_hooks(plugins: Mapping[str, object]) -> pluggy.PluginManager:
 
 
 def direct_calls(hook: pluggy.HookCaller) -> Callable[..., None]:
-    """The implementations of `hook` as one function of its arguments, by place, in pluggy's order; it returns nothing.
+    """Make one function of the implementations of `hook`: arguments by place, pluggy's order, no result.
 
-    pluggy itself takes 10 us a call, several times that with cold caches, and a step has two.
+    The one optimisation of the mechanism: pluggy itself takes 10 us a call, several times that with cold caches, and a
+    step has two.
 
     Raises:
         AssertionError: If one is a wrapper, or nobody knows the hook.

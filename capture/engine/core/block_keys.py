@@ -1,7 +1,7 @@
 """Extra keys of KV blocks, folded into vLLM's own hash of a block.
 
-A request's keys hang on its sampling parameters as an attribute that is not a field: it is found in one lookup while
-the request is constructed, and neither copies nor messages nor pickles of the parameters carry it.
+A request's keys are attached to its sampling parameters as an attribute that is not a field: it is found in
+one lookup while the request is constructed, and neither copies nor messages nor pickles of the parameters carry it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _LOOKAHEAD = 64
 
 
 def attach_keys(sampling_params: RequestParams | None, keys: BlockKeys | None) -> None:
-    """Hang `keys` on a request's parameters: the blocks that are hashed from now on have them."""
+    """Attach `keys` to a request's parameters: the blocks that are hashed from now on have them."""
     if keys is not None or getattr(sampling_params, _KEYS, None) is not None:
         setattr(sampling_params, _KEYS, keys)
 
 
 def note_hashed(request: Request, keys: BlockKeys | None) -> None:
-    """Remember what the blocks of vLLM's `request` were hashed with. Samples of one prompt share their parameters."""
+    """Remember the keys that the blocks of vLLM's `request` were hashed with. Samples of a prompt share parameters."""
     if keys is not None:
         setattr(request, _HASHED_WITH, keys)
 
@@ -36,7 +36,7 @@ def rehash(request: Request, keys: BlockKeys | None) -> None:
 
     Args:
         request: Waits, in the scheduler or outside.
-        keys: What its blocks depend on now.
+        keys: The block keys as of now.
     """
     if vars(request).get(_HASHED_WITH) == keys:
         return
@@ -80,7 +80,7 @@ class _Probe:
 
 
 def verify_block_keys(block_hasher: Callable[[Request], list[object]] | None, block_size: int) -> None:
-    """Make sure that the keys of a request reach the hashes of its blocks.
+    """Check that the keys of a request reach the hashes of its blocks.
 
     Args:
         block_hasher: The engine core's; None if it caches no prefixes.

@@ -38,7 +38,7 @@ class CoreClient:
         self._part = part
 
     def call(self, method: str, args: Document) -> list[Any]:
-        """What the engine core answers, as a list of one.
+        """Call the engine core; return its answer as a list of one.
 
         Raises:
             RequestError: As it refused.
@@ -49,7 +49,7 @@ class CoreClient:
         return [_read(self._client.call_utility(METHOD, self._part, method, lift(args)))]
 
     def run(self, operation: Operation[Result]) -> Result:
-        """As `EngineCores.run`."""
+        """Implement `EngineCores.run`."""
         with as_client_error():
             step = _advance(operation, None)
             while isinstance(step, CoreCall):
@@ -77,7 +77,7 @@ class AsyncCoreClient:
         return len(self._client.core_engines)
 
     async def call(self, method: str, args: Document, undo: tuple[str, Document] | None = None) -> list[Any]:
-        """What every engine core answers.
+        """Call every engine core; return their answers.
 
         Raises:
             RequestError: As one of them refused; those that did not refuse took it back with `undo`.
@@ -95,7 +95,7 @@ class AsyncCoreClient:
         raise failures[0]
 
     async def run(self, operation: Operation[Result]) -> Result:
-        """As `EngineCores.run`."""
+        """Implement `EngineCores.run`."""
         with as_client_error():
             async with self._call_lock:
                 step = await asyncio.to_thread(_advance, operation, None)  # reads vectors, perhaps from a file
@@ -123,7 +123,7 @@ class _Done(Generic[Result]):
 
 
 def _advance(operation: Operation[Result], answers: Sequence[Any] | None) -> CoreCall | _Done[Result]:
-    """The operation's next call, or its end: `StopIteration` cannot leave a thread."""
+    """Advance the operation to its next call, or to its end: `StopIteration` cannot leave a thread."""
     try:
         return next(operation) if answers is None else operation.send(answers)
     except StopIteration as stop:
@@ -137,5 +137,5 @@ def _read(answer: Document) -> Any:
 
 
 def request_error(field: str, message: str) -> RequestError:
-    """A `RequestError` as another process wrote it down: its text begins with the field, or does not."""
+    """Make a `RequestError` as another process wrote it down: its text begins with the field, or does not."""
     return RequestError(field, message.removeprefix(f"{field}: "))

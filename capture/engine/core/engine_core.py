@@ -34,6 +34,9 @@ logger = logging.getLogger("headgate")
 CORE_ADAPTER = "_headgate_core"
 """Attribute of an ``EngineCore`` and of its scheduler; absent where no part is open."""
 
+Made = tuple[Request, int]
+"""vLLM's ``Request`` and the wave of data-parallel steps that it belongs to."""
+
 
 class EngineCoreAdapter:
     """Joins an engine core and a part; the part's `CoreServices`.
@@ -47,37 +50,37 @@ class EngineCoreAdapter:
         self._core = core
         self._scheduler = core.scheduler
         self._name = part.name
-        self._held: dict[str, Request] = {}
+        self._waiting: dict[str, Request] = {}
         """Requests that wait for the part, by id."""
         self._entering: str | None = None
         self._goes_by_priority = core.vllm_config.scheduler_config.policy == "priority"
         config = core.vllm_config
         self._part: CorePart = part.core(CoreFacts(model=model_info(config)), section(config, part.name), self)
 
-    def take(self, request: EngineCoreRequest) -> None:
-        """An ``EngineCoreRequest`` came in; what its blocks and workers need is written into it. Input thread."""
+    def accept(self, request: EngineCoreRequest) -> None:
+        """Take an ``EngineCoreRequest`` in: the part's answer for the workers is written into it. Input thread."""
         params = request.sampling_params
         extra = (params.extra_args if params is not None else None) or {}
         wire = extra.get(WIRE_KEY) or {}
-        ours = self._part.take(request.request_id, wire.get(self._name))
+        ours = self._part.accept(request.request_id, wire.get(self._name))
         if params is not None and ours is not None:
             # Samples of one prompt share their parameters, so nothing of them is changed in place.
             params.extra_args = {**extra, WIRE_KEY: {**wire, self._name: ours}}
 
-    def construct(self, original: Callable[[], tuple[Request, int]], request: EngineCoreRequest) -> tuple[Request, int]:
-        """Let stock make its ``Request`` of one that was taken: it hashes the blocks of the prompt. Input thread."""
+    def make_request(self, original: Callable[[], Made], request: EngineCoreRequest) -> Made:
+        """Let stock make its ``Request`` of one that was accepted: it hashes the prompt's blocks. Input thread."""
         try:
             keys = self._part.block_keys(request.request_id)
             block_keys.attach_keys(request.sampling_params, keys)
             result = original()
         except BaseException:
-            self._part.let_go(request.request_id)
+            self._part.forget(request.request_id)
             raise
         block_keys.note_hashed(result[0], keys)
         return result
 
     def may_enter(self, request: Request) -> bool:
-        """Whether a ``Request`` goes to the scheduler now; otherwise it is held here.
+        """Whether a ``Request`` goes to the scheduler now; otherwise it waits here.
 
         Raises:
             RequestError: If it can never run.
@@ -94,28 +97,28 @@ class EngineCoreAdapter:
         # Global vectors may have changed since it was hashed.
         block_keys.rehash(request, self._part.block_keys(req_id))
         if not may_enter:
-            self._held[req_id] = request
+            self._waiting[req_id] = request
         return may_enter
 
-    def let_in(self) -> None:
-        """Hand those that wait no longer to the scheduler."""
+    def admit_waiting(self) -> None:
+        """Hand the requests that need wait no longer to the scheduler."""
         for req_id in self._part.admit():
             self._entering = req_id
             try:
-                self._scheduler.add_request(self._held.pop(req_id))
+                self._scheduler.add_request(self._waiting.pop(req_id))
             finally:
                 self._entering = None
 
-    def freed(self, req_id: str) -> None:
-        """The scheduler freed a request."""
+    def release(self, req_id: str) -> None:
+        """Follow the scheduler, which freed a request: others may enter."""
         self._part.release(req_id)
-        self.let_in()
+        self.admit_waiting()
 
     def withdraw(self, req_ids: Collection[str] | None, status: object) -> list[Request]:
-        """End those of `req_ids` (None: all) that are held; returns them, as the scheduler returns its own."""
+        """End those of `req_ids` (None: all) that wait; return them, as the scheduler returns its own."""
         gone = []
-        for req_id in self._part.withdraw(req_ids) if self._held else ():
-            request = self._held.pop(req_id)
+        for req_id in self._part.withdraw(req_ids) if self._waiting else ():
+            request = self._waiting.pop(req_id)
             self._part.release(req_id)
             request.status = status
             # With several front ends, or data parallelism, the client is told of ids that ended.
@@ -125,12 +128,12 @@ class EngineCoreAdapter:
         return gone
 
     def forget_refused(self, req_id: str) -> None:
-        """Stock refused a request before the scheduler saw it, unless it is there or held."""
-        if req_id not in self._scheduler.requests and req_id not in self._held:
+        """Release a request that stock refused before the scheduler saw it, unless it is there or waits."""
+        if req_id not in self._scheduler.requests and req_id not in self._waiting:
             self._part.release(req_id)
 
     def call(self, part: str, method: str, args: Document) -> Document:
-        """``EngineCore.headgate_call``: the front end calls a method of `part`. Between two steps.
+        """Serve ``EngineCore.headgate_call``: the front end calls a method of `part`. Between two steps.
 
         Returns:
             ``{"ok": what it returned}``, or ``{"error": {"field": ..., "message": ...}}`` if it was refused.
@@ -141,30 +144,30 @@ class EngineCoreAdapter:
         except RequestError as error:
             return {"error": {"field": error.field, "message": str(error).removeprefix(f"{error.field}: ")}}
         finally:
-            self.let_in()
+            self.admit_waiting()
 
     def _check_part(self, part: str) -> None:
         if part != self._name:
             raise RequestError("part", f"no part {part!r} is open in this engine; open: {self._name}")
 
     def call_workers(self, method: str, args: Document) -> list[Any]:
-        """As `CoreServices`."""
+        """Implement `CoreServices`."""
         answers = self._core.model_executor.collective_rpc("headgate_call", args=(self._name, method, args))
         return list(answers)
 
     def check_restart(self, field: str) -> None:
-        """As `CoreServices`."""
+        """Implement `CoreServices`."""
         restart.check_restart(self._core, field)
 
     def restart_running(self) -> None:
-        """As `CoreServices`."""
+        """Implement `CoreServices`."""
         restart.restart_running(self._scheduler)
-        for req_id, request in (*self._scheduler.requests.items(), *self._held.items()):
+        for req_id, request in (*self._scheduler.requests.items(), *self._waiting.items()):
             if not request.is_finished():
                 block_keys.rehash(request, self._part.block_keys(req_id))
 
     def fail(self, reason: str) -> None:
-        """As `CoreServices`."""
+        """Implement `CoreServices`."""
         logger.critical("headgate: %s; the engine ends", reason)
 
         def step() -> None:
@@ -174,13 +177,13 @@ class EngineCoreAdapter:
 
 
 def adapter_of(owner: EngineCore | Scheduler) -> EngineCoreAdapter | None:
-    """The adapter of an ``EngineCore`` or of a scheduler; None if no part is open there."""
+    """Return the adapter of an ``EngineCore`` or of a scheduler; None if no part is open there."""
     adapter: EngineCoreAdapter | None = vars(owner).get(CORE_ADAPTER)
     return adapter
 
 
 def preprocess_add_request(original: Function) -> Function:
-    """Wrap ``EngineCore.preprocess_add_request``: the part takes the request before its blocks are hashed."""
+    """Wrap ``EngineCore.preprocess_add_request``: the part accepts the request before its blocks are hashed."""
 
     @wraps(original)
     def wrapped(self: EngineCore, request: EngineCoreRequest) -> object:
@@ -189,8 +192,8 @@ def preprocess_add_request(original: Function) -> Function:
             _check_unopened(request)
             return original(self, request)
         with as_client_error():
-            adapter.take(request)
-        return adapter.construct(lambda: original(self, request), request)
+            adapter.accept(request)
+        return adapter.make_request(lambda: original(self, request), request)
 
     return wrapped
 
@@ -207,7 +210,7 @@ def handle_client_request(original: Function) -> Function:
     """Wrap ``EngineCoreProc._handle_client_request``: a request that cannot run ends, and the engine does not."""
 
     @wraps(original)
-    def wrapped(self: EngineCoreProc, request_type: RequestType, request: tuple[Request, int]) -> object:
+    def wrapped(self: EngineCoreProc, request_type: RequestType, request: Made) -> object:
         adapter = adapter_of(self)
         if adapter is None or request_type.name != "ADD":
             return original(self, request_type, request)
@@ -248,7 +251,7 @@ def add_request(original: Function) -> Function:
 
 
 def finish_requests(original: Function) -> Function:
-    """Wrap ``Scheduler.finish_requests``: requests that are held outside end as those inside do."""
+    """Wrap ``Scheduler.finish_requests``: requests that wait outside end as those inside do."""
 
     @wraps(original)
     def wrapped(self: Scheduler, request_ids: str | Iterable[str] | None, finished_status: object) -> object:
@@ -260,7 +263,7 @@ def finish_requests(original: Function) -> Function:
         # First, so that none of them enters when those inside are freed.
         withdrawn = adapter.withdraw(request_ids, finished_status)
         finished = original(self, request_ids, finished_status)
-        adapter.let_in()
+        adapter.admit_waiting()
         return [*finished, *withdrawn]
 
     return wrapped

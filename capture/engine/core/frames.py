@@ -37,14 +37,14 @@ class Frame(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def frame_of(data: bytes | bytearray | memoryview) -> Frame:
-    """A read-only view of a buffer."""
+    """Make a read-only view of a buffer."""
     view = np.frombuffer(data, np.uint8).view(Frame)
     view.flags.writeable = False
     return view
 
 
 def lift(value: Any) -> Any:
-    """A copy of nested dicts, whose long bytes are frames."""
+    """Copy nested dicts; long bytes become frames."""
     if isinstance(value, bytes):
         return frame_of(value) if len(value) >= LONG else value
     return {key: lift(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value

@@ -37,10 +37,10 @@ _ENDS = "_headgate_ends"
 
 
 class RequestEnds:
-    """How requests of one scheduler ended. Used on the engine core's thread only.
+    """The ends of one scheduler's requests. Used on the engine core's thread only.
 
     Attributes:
-        finals: To be told with the next step.
+        finals: Final states to be told with the next step, by request id.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class RequestEnds:
         self._held: dict[str, Final] = {}
 
     def end(self, req_id: str, final: Final, *, is_decided: bool) -> None:
-        """A request was freed; if not `is_decided`, the front end's count is waited for."""
+        """Note the end of a request that was freed; if not `is_decided`, the front end's count is waited for."""
         kept = self._kept.pop(req_id, None)
         if kept is not None or is_decided:
             self.finals[req_id] = _trim(final, kept)
@@ -58,14 +58,14 @@ class RequestEnds:
             self.finals[req_id] = None
 
     def front_end_kept(self, req_id: str, kept: KeptTokens, *, is_running: bool) -> None:
-        """The front end ended `req_id`. Said twice (vLLM delivers aborts twice): ignored."""
+        """Note how much the front end kept of `req_id`. A second time is ignored: vLLM delivers aborts twice."""
         if req_id in self._held:
             self.finals[req_id] = _trim(self._held.pop(req_id), kept)
         elif is_running:
             self._kept[req_id] = kept
 
     def front_end_left(self, req_id: str) -> None:
-        """The front end gave up on `req_id` and will not say more."""
+        """Note that the front end gave up on `req_id` and sends nothing more about it."""
         if req_id in self._held:
             self.finals[req_id] = self._held.pop(req_id)
 
@@ -76,7 +76,7 @@ class RequestEnds:
 
 
 def _trim(final: Final, kept: KeptTokens | None) -> Final:
-    """What the front end said counts, unless the engine ended the request at the very same token, and knows better."""
+    """Cut a final state to what the front end kept, unless the engine ended the request at the very same token."""
     num_prompt, token_ids, status = final
     if kept is None or (kept.num_tokens >= len(token_ids) and status != "abort"):
         return final
@@ -103,7 +103,7 @@ def free_request(original: Function) -> Function:
             _ends(self).end(request.request_id, final, is_decided=status == "abort" or not params.stop)
         result = original(self, request, *args, **kwargs)
         if (adapter := engine_core.adapter_of(self)) is not None:
-            adapter.freed(request.request_id)
+            adapter.release(request.request_id)
         return result
 
     return _free_request

@@ -1,7 +1,7 @@
-"""Restarting the requests of a scheduler: as stock ``reset_prefix_cache(reset_running_requests=True)`` does.
+"""Restarting the requests of a scheduler, as stock ``reset_prefix_cache(reset_running_requests=True)`` does.
 
-Except that the cache is not emptied: the keys of blocks say what their KV depends on, so that whatever still holds
-stays of use.
+Unlike there, the cache is not emptied: the keys of blocks say what their KV depends on, so blocks that
+still hold are used again.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def check_support(scheduler: Scheduler) -> None:
 
 
 def check_restart(core: EngineCore, field: str) -> None:
-    """Whether `restart_running` could be called now.
+    """Refuse if `restart_running` cannot be called now.
 
     Args:
         core: vLLM's ``EngineCore``.
-        field: What the client is told.
+        field: The field that the client is told.
 
     Raises:
         RequestError: If a request is there that cannot be restarted.

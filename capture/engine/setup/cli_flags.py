@@ -32,13 +32,13 @@ def additional_config(
     base: Document | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """``additional_config`` for `EngineArgs`, `AsyncEngineArgs` or vLLM's `LLM`, with capture or steering configured.
+    """Make ``additional_config`` for `EngineArgs`, `AsyncEngineArgs` or vLLM's `LLM`, with the parts configured.
 
     Args:
         consumers: Each a `CaptureConsumerSpec`, its shorthand ``name:key=val,key=val``, or its fields as a dict.
             They are added to those in `base`.
         sites: ``{hook point: layers}`` that can be captured.
-        base: What else stands in ``additional_config``; it is not changed.
+        base: The rest of ``additional_config``; it is not changed.
         settings: Other fields of `CaptureConsumersConfig`; or ``steering=True``, or ``steering={...}`` with fields of
             `headgate.steering.SteeringConfig`.
 
@@ -158,7 +158,7 @@ _STATES = "enable_return_hidden_states"
 
 
 def _missing_states(consumers: Sequence[str], section: Document) -> list[str]:
-    """The consumer behind ``return_hidden_states``, unless it is configured."""
+    """Name the consumer behind ``return_hidden_states``, unless it is configured."""
     configured = [*map(parse_shorthand, consumers), *parse_config(section).consumers]
     return [] if any(consumer.name == HIDDEN_STATES for consumer in configured) else [HIDDEN_STATES]
 
@@ -172,7 +172,7 @@ def _shorthand(text: str) -> str:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The type of a flag that takes a JSON object.
+    """Parse the value of a flag that takes a JSON object.
 
     Raises:
         argparse.ArgumentTypeError: If `text` is none.

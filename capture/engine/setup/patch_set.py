@@ -40,7 +40,7 @@ class Patch:
         module: Where the attribute's owner is imported from; the same in every supported version.
         target: Path below the module: a function, or ``Class.method``.
         wrap: Makes the replacement from the original.
-        why: What the replacement does, and what would go wrong without it.
+        why: The replacement's purpose, and the fault that it prevents.
         parameters: The original's first parameters, by name and order. More may follow: versions differ there,
             and replacements pass them on.
         only_refuses: It is of use in a vLLM that headgate was not made for, too.
@@ -55,11 +55,11 @@ class Patch:
 
     @property
     def name(self) -> str:
-        """Module and target, as one reads them."""
+        """Module and target as one dotted name."""
         return f"{self.module}.{self.target}"
 
     def problem(self, module: ModuleType) -> str | None:
-        """What keeps the patch from being installed in `module`; None if nothing does."""
+        """Say what keeps the patch from being installed in `module`; None if nothing does."""
         owner, attribute = self._locate(module)
         if owner is None or not hasattr(owner, attribute):
             return f"{self.name} does not exist"
@@ -109,7 +109,7 @@ class Patch:
 
 
 def _function(owner: object, attribute: str) -> Function:
-    """The plain function: an inherited class method must not stay bound to the class it was found on."""
+    """Return the plain function: an inherited class method must not stay bound to the class it was found on."""
     held = inspect.getattr_static(owner, attribute)
     return held.__func__ if isinstance(held, staticmethod | classmethod) else held
 
@@ -126,7 +126,7 @@ class PatchSet:
     """A table of patches at work in this process.
 
     Attributes:
-        problems: What could not be patched so far, and why.
+        problems: A line for each patch that could not be installed so far, with the reason.
     """
 
     def __init__(self, patches: Iterable[Patch]) -> None:
@@ -187,7 +187,7 @@ _of_this_process: PatchSet | None = None
 
 
 def process_patches() -> PatchSet | None:
-    """The patches at work in this process; None if headgate is not installed in it."""
+    """Return the patches at work in this process; None if headgate is not installed in it."""
     return _of_this_process
 
 

@@ -1,4 +1,4 @@
-"""Engine settings under which a row of the batch is not what headgate takes it for: refused by name at start-up."""
+"""Engine settings under which rows of the batch would be attributed wrongly: each is refused at start-up by name."""
 
 from __future__ import annotations
 

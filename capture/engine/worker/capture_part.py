@@ -27,7 +27,7 @@ logger = logging.getLogger("headgate")
 
 
 class CapturePart:
-    """Implements the engine hooks for capture. Only tensor-parallel rank 0 of a stage captures."""
+    """Implements the worker hooks for capture. Only tensor-parallel rank 0 of a stage captures."""
 
     def __init__(self, config: CaptureConsumersConfig) -> None:
         self._config = config
@@ -98,7 +98,7 @@ class CapturePart:
 
     @hookimpl
     def headgate_graph_key(self) -> Document:
-        """Sites, ring rows and variant: whatever the traced code depends on."""
+        """Return sites, ring rows and variant: whatever the traced code depends on."""
         if self._staging is None:
             return {"capture": None}
         rows = self._staging.buffers.shape[1]
@@ -107,7 +107,7 @@ class CapturePart:
 
     @hookimpl
     def headgate_device_bytes(self) -> int:
-        """Bytes of the staging ring."""
+        """Return the bytes of the staging ring."""
         return 0 if self._staging is None else self._staging.device_bytes
 
     @hookimpl
@@ -187,7 +187,7 @@ class CapturePart:
 
 
 def default_staging_bytes(facts: WorkerFacts, num_sites: int) -> int:
-    """Host memory for a full step of all sites: with less, the step thread waits for rows to be dealt out.
+    """Choose the host memory for a full step of all sites: with less, the step thread waits for rows to be dealt out.
 
     A power of two, since pinned memory is allocated in those.
     """
@@ -206,7 +206,7 @@ def capture_action(facts: WorkerFacts) -> SiteRun:
         register_uncounted()
         return capture_ops.capture_traced
     register_copy_apart()
-    return capture_ops.capture_apart
+    return capture_ops.capture_unfused
 
 
 def counted(run: SiteRun) -> SiteRun:

@@ -59,13 +59,13 @@ def patch_worker(module: ModuleType) -> None:
 
 
 def _stats(self: Worker) -> Document:
-    """Worker RPC: counters of every part, by name."""
+    """Serve a worker RPC: counters of every part, by name."""
     installed: InstalledWorker = getattr(self, ENGINE_ATTRIBUTE)
     return installed.stats()
 
 
 def _call(self: Worker, part: str, method: str, args: Document) -> object:
-    """Worker RPC: `method` of one part, called by the same part in the engine core."""
+    """Serve a worker RPC: `method` of one part, called by the same part in the engine core."""
     installed: InstalledWorker = getattr(self, ENGINE_ATTRIBUTE)
     return installed.call(part, method, args)
 
@@ -106,7 +106,7 @@ class InstalledWorker:
         _before(worker, "shutdown", self.close)
 
     def stats(self) -> Document:
-        """Counters of every part."""
+        """Return the counters of every part."""
         return {key: value for found in self.hooks.hook.headgate_stats() for key, value in found.items()}
 
     def call(self, part: str, method: str, args: Document) -> object:
@@ -201,7 +201,7 @@ def reapplied_runs(
 
 
 def submodule_places(layout: LayerLayout, layer: nn.Module) -> dict[HookPoint, forward_wrappers.Place]:
-    """The hook points taken at submodules of `layer`, in the order of the forward; the others at `layer` itself."""
+    """Return the hook points that are taken at submodules of `layer` and not at `layer`, in the forward's order."""
     places: dict[HookPoint, forward_wrappers.Place] = {}
     is_pair = layout.style == "pair"
     scale = float(getattr(layer, layout.branch_scale)) if layout.branch_scale else None

@@ -1,4 +1,4 @@
-"""Watches one model runner of vLLM and tells the engine hooks what it does.
+"""The adapter that watches one model runner of vLLM and calls the worker hooks.
 
 Instance methods of the runner are wrapped, never its class: draft models and other runners stay as they are. The
 V1 and the V2 runner differ in one thing only, where the layout of a step's batch can be read.
@@ -34,7 +34,7 @@ _V2_MODULES = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")
 
 
 class BatchLayout(Protocol):
-    """How one generation of the model runner lays out its batch."""
+    """The layout of a step's batch in one generation of the model runner."""
 
     method: str
     """Name of the runner's method that lays out a step's inputs."""
@@ -94,14 +94,14 @@ def layout_of(runner: Any) -> BatchLayout:
 
 
 class RunnerAdapter:
-    """Calls the hooks for one runner. All on the step thread.
+    """Calls the worker hooks for one model runner. Step thread only.
 
     A request that carries no wire dict is a plain request: unless a part asks for those, it is never looked at again,
     and steps without any capturing or steering request cost one comparison.
 
     Args:
         runner: vLLM's model runner.
-        hooks: Who is told.
+        hooks: The worker parts.
         has_token_ids: Whether `runner` knows the tokens of its batch: only on the first pipeline stage.
     """
 
@@ -187,13 +187,16 @@ class RunnerAdapter:
         return result
 
     def _clear_step(self) -> None:
-        """Leave nothing behind that a forward without live requests could act on."""
+        """Clear whatever a forward without live requests could act on."""
         if self._was_active:
             self._was_active = False
             self._step_begins(None, None)
 
     def _follow(self, scheduler_output: SchedulerOutput) -> None:
-        """Finished first: an id may end and begin again in one step. Sorted, so that all ranks see one order."""
+        """Tell of requests that end and begin with a step.
+
+        Finished first: an id may end and begin again in one step. Sorted, so that all ranks see one order.
+        """
         finals = getattr(scheduler_output, FINAL_ATTRIBUTE, None) or {}
         for req_id in sorted(scheduler_output.finished_req_ids):
             if req_id in self._plain:
