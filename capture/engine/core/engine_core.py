@@ -23,8 +23,8 @@ from headgate.capture.engine.contracts.vllm_engine import (
     RequestType,
     Scheduler,
 )
+from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
 from headgate.capture.engine.core import block_keys, restart
-from headgate.capture.engine.requests.sampling_params import WIRE_KEY
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.settings import model_info, section
 from headgate.capture.schema.errors import RequestError
@@ -199,8 +199,7 @@ def preprocess_add_request(original: Function) -> Function:
 
 
 def _check_unopened(request: EngineCoreRequest) -> None:
-    params = request.sampling_params
-    wire = (params.extra_args or {}).get(WIRE_KEY, {}) if params is not None else {}
+    wire = wire_of(request.sampling_params)
     asked = [name for name in sorted(core_part_names()) if name in wire] if wire else []
     if asked:
         raise AssertionError(f"request {request.request_id}: {', '.join(asked)} is not open in this engine core")

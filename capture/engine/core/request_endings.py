@@ -30,8 +30,8 @@ from headgate.capture.engine.contracts.vllm_engine import (
     Scheduler,
     SchedulerOutput,
 )
+from headgate.capture.engine.contracts.wire_format import is_captured
 from headgate.capture.engine.core import engine_core
-from headgate.capture.engine.requests.sampling_params import is_captured
 
 _ENDS = "_headgate_ends"
 

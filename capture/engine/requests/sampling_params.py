@@ -13,15 +13,13 @@ from types import ModuleType
 from typing import Any
 
 from headgate.capture.engine.contracts.parts import request_parts
+from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY
 from headgate.capture.engine.setup.versions import WORKS_WITH
 from headgate.capture.schema.errors import RequestError
 
-CAPTURE = "capture"
 CAPTURE_WAIT = "capture_wait"
 RETURN_HIDDEN_STATES = "return_hidden_states"
 CAPTURE_FIELDS = (CAPTURE, CAPTURE_WAIT, RETURN_HIDDEN_STATES)
-WIRE_KEY = "headgate"
-"""Key of ``extra_args`` under which what a request asks, checked and resolved, travels to the engine."""
 
 
 @cache
@@ -75,12 +73,6 @@ def read_fields(params: Any, names: Iterable[str]) -> dict[str, Any]:
 def is_plain(params: Any) -> bool:
     """Whether a `SamplingParams` can hold nothing of ours: it has neither ``extra_args`` nor attributes of its own."""
     return not params.extra_args and not vars(params)
-
-
-def is_captured(params: Any) -> bool:
-    """Whether the parameters of a request that was folded say that it captures."""
-    wire = None if params is None or not params.extra_args else params.extra_args.get(WIRE_KEY)
-    return wire is not None and CAPTURE in wire
 
 
 def _stored(name: str) -> property:

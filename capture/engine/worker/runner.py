@@ -25,11 +25,11 @@ from headgate.capture.engine.contracts.vllm_engine import (
     SchedulerOutput,
     StepBatch,
 )
+from headgate.capture.engine.contracts.wire_format import wire_of
 from headgate.capture.engine.contracts.worker_hooks import direct_calls
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.errors import UnsupportedError
 
-WIRE_KEY = "headgate"
 _V2_MODULES = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")
 
 
@@ -212,7 +212,7 @@ class RunnerAdapter:
             if req_id in self._ended and final is not None:
                 self._finish(req_id, final)
         for data in scheduler_output.scheduled_new_reqs:
-            self._add(data, _wire(data))
+            self._add(data, wire_of(data.sampling_params))
 
     def _add(self, data: NewRequestData, wire: Document | None) -> None:
         # A known id comes back after preemption (V2 runner): its state, and what it has captured, stay.
@@ -228,11 +228,6 @@ class RunnerAdapter:
     def _finish(self, req_id: str, noted: Final | None) -> None:
         self._ended.remove(req_id)
         self._request_finished(req_id, _final(noted))
-
-
-def _wire(data: NewRequestData) -> Document | None:
-    params = data.sampling_params
-    return None if params is None or not params.extra_args else params.extra_args.get(WIRE_KEY)
 
 
 def _new_request(data: NewRequestData, wire: Document) -> NewRequest:

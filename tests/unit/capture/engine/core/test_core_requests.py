@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headgate.capture.engine.contracts import parts
+from headgate.capture.engine.contracts.wire_format import WIRE_KEY
 from headgate.capture.engine.core import engine_core
-from headgate.capture.engine.requests.sampling_params import WIRE_KEY
 
 
 def request(**wire: Any) -> SimpleNamespace:
