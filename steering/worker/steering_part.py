@@ -40,7 +40,7 @@ class SteeringPart:
         self._fires: Tensor | None = None
 
     @hookimpl
-    def headgate_allocate(self, facts: WorkerFacts) -> None:
+    def headgate_allocate(self, facts: WorkerFacts) -> int:
         """Allocate the tables of this worker's sites."""
         sites = parse_sites(self._config.sites, facts.model.num_layers, "steering.sites")
         self._sites = tuple(site for site in sites if facts.owns(site))
@@ -53,6 +53,7 @@ class SteeringPart:
             self._state.tables.device_bytes / 2**20,
             facts.device.type,
         )
+        return self._state.tables.device_bytes
 
     @hookimpl
     def headgate_actions(self, facts: WorkerFacts) -> dict[Site, SiteAction]:
@@ -64,11 +65,6 @@ class SteeringPart:
         """Sites and shapes: whatever the traced code depends on."""
         sites = [site.name for site in self._sites]
         return {PART: {"sites": sites, "slots": self._config.max_steering_slots, "fires": self._config.fire_counter}}
-
-    @hookimpl
-    def headgate_device_bytes(self) -> int:
-        """Bytes of the tables."""
-        return self._allocated().tables.device_bytes
 
     @hookimpl
     def headgate_request_added(self, new: NewRequest) -> None:

@@ -116,8 +116,11 @@ class WorkerHooks:
     """The hooks of a worker part, which leaves out those that it does not need."""
 
     @hookspec
-    def headgate_allocate(self, facts: WorkerFacts) -> None:
+    def headgate_allocate(self, facts: WorkerFacts) -> int:  # type: ignore[empty-body]
         """Allocate the memory that the forward reads and writes. Called once, first.
+
+        Returns:
+            Bytes of device memory that were allocated.
 
         Raises:
             ConfigError: If the device has less than the configuration asks for.
@@ -137,10 +140,6 @@ class WorkerHooks:
 
         They become part of vLLM's compile-cache key, so a graph with other sites is never loaded.
         """
-
-    @hookspec
-    def headgate_device_bytes(self) -> int:  # type: ignore[empty-body]
-        """Return the bytes of device memory that `headgate_allocate` took."""
 
     @hookspec
     def headgate_request_added(self, new: NewRequest) -> None:

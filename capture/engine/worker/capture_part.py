@@ -37,10 +37,10 @@ class CapturePart:
         self._fires: torch.Tensor | None = None
 
     @hookimpl
-    def headgate_allocate(self, facts: WorkerFacts) -> None:
+    def headgate_allocate(self, facts: WorkerFacts) -> int:
         """Allocate the staging ring of this worker's sites, and pinned host memory."""
         if facts.tp_rank != 0:
-            return
+            return 0
         self._sites = tuple(site for site in facts.model.sites if facts.owns(site))
         num_rows = self._num_rows(facts)
         ring = self._check_memory(facts, num_rows)
@@ -62,6 +62,7 @@ class CapturePart:
             ring,
             self._staging.host_bytes / MIB,
         )
+        return self._staging.device_bytes
 
     @hookimpl
     def headgate_actions(self, facts: WorkerFacts) -> dict[Site, SiteAction]:
@@ -104,11 +105,6 @@ class CapturePart:
         rows = self._staging.buffers.shape[1]
         sites = [site.name for site in self._sites]
         return {"capture": {"sites": sites, "rows": rows, "fires": self._config.fire_counter}}
-
-    @hookimpl
-    def headgate_device_bytes(self) -> int:
-        """Return the bytes of the staging ring."""
-        return 0 if self._staging is None else self._staging.device_bytes
 
     @hookimpl
     def headgate_request_added(self, new: NewRequest) -> None:

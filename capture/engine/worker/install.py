@@ -85,21 +85,28 @@ def install(worker: Worker) -> InstalledWorker:
     model = worker.model_runner.get_model()
     parent, stack_name, layers = find_decoder_stack(model)
     facts = _facts(worker, model_info(config), [index for index, _ in layers])
-    hooks.hook.headgate_allocate(facts=facts)
+    device_bytes = sum(hooks.hook.headgate_allocate(facts=facts))
     install_actions(parent, stack_name, layers, _collect_actions(hooks, facts))
     hooks.hook.headgate_start(facts=facts)
-    _add_to_model_memory(worker.model_runner, hooks)
+    _add_to_model_memory(worker.model_runner, device_bytes)
     _key_graph(config, hooks)
-    installed = InstalledWorker(worker, facts, hooks)
+    installed = InstalledWorker(worker, facts, hooks, device_bytes)
     setattr(worker, ENGINE_ATTRIBUTE, installed)
     return installed
 
 
 class InstalledWorker:
-    """The parts at work in one vLLM worker, and the moments of its life that they follow."""
+    """The parts at work in one vLLM worker, and the moments of its life that they follow.
 
-    def __init__(self, worker: Worker, facts: WorkerFacts, hooks: pluggy.PluginManager) -> None:
+    Attributes:
+        facts: The worker's.
+        hooks: The parts, by name.
+        device_bytes: Device memory that the parts allocated.
+    """
+
+    def __init__(self, worker: Worker, facts: WorkerFacts, hooks: pluggy.PluginManager, device_bytes: int) -> None:
         self.facts = facts
+        self.device_bytes = device_bytes
         self.hooks = hooks
         self._runner = RunnerAdapter(worker.model_runner, hooks, has_token_ids=facts.pp_rank == 0)
         _after(worker, "compile_or_warm_up_model", self._self_test)
@@ -263,10 +270,10 @@ def _collect_actions(hooks: pluggy.PluginManager, facts: WorkerFacts) -> dict[Si
     return collected
 
 
-def _add_to_model_memory(runner: ModelRunner, hooks: pluggy.PluginManager) -> None:
+def _add_to_model_memory(runner: ModelRunner, device_bytes: int) -> None:
     """Add the parts' memory to the model's: vLLM 0.26 sizes the KV cache by it. Others measure; CPU runners lack it."""
     if hasattr(runner, "model_memory_usage"):
-        runner.model_memory_usage += sum(hooks.hook.headgate_device_bytes())
+        runner.model_memory_usage += device_bytes
 
 
 def _key_graph(vllm_config: VllmConfig, hooks: pluggy.PluginManager) -> None:

@@ -149,10 +149,10 @@ def test_a_part_whose_attributes_cannot_be_read_yet_is_registered_with_any_plugg
             raise AssertionError("was read")
 
         @hookimpl
-        def headgate_device_bytes(self) -> int:
-            return 3
+        def headgate_needs_plain_steps(self) -> bool:
+            return True
 
-    assert make_hooks({"part": NotOpen()}).hook.headgate_device_bytes() == [3]
+    assert make_hooks({"part": NotOpen()}).hook.headgate_needs_plain_steps() == [True]
 
 
 def test_every_attribute_of_a_steering_part_can_be_read_before_its_tables_are_there() -> None:
