@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,6 @@ import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from headgate.capture.engine.contracts.parts import Part, collect
-from headgate.capture.engine.contracts.route_part import RouteServices
 from headgate.capture.engine.frontends.engine_handles import NotConfiguredError
 from headgate.capture.engine.server.access_keys import access_of, require_key
 from headgate.capture.engine.server.body_middleware import LONG, install_bodies
@@ -54,7 +54,8 @@ class Endpoints:
     def attach_router(self, app: FastAPI) -> None:
         """Add every part's routes, our counters to the page of metrics, and the reader of bodies."""
         configuration = getattr(app.state.args, "additional_config", None)
-        routers = collect(self._routes, needed=(configuration or {}).get(OUR_KEY) or ())
+        configured = (configuration or {}).get(OUR_KEY)
+        routers = collect(self._routes, needed=configured if isinstance(configured, Mapping) else ())
         for router in routers.values():
             app.include_router(router)
         self._parts = tuple(routers)
@@ -69,26 +70,39 @@ class Endpoints:
             logger.info("headgate: /v1/%s is served; %s", name, access_of(name, args))
 
     def _routes(self, part: Part) -> APIRouter | None:
-        return part.routes(self._services(part.name))
+        return part.routes(PartServices(part.name, lambda: self._engine))
 
-    def _services(self, part: str) -> RouteServices:
-        async def check_key(request: Request) -> None:
-            require_key(part, request)
 
-        return RouteServices(
-            part=part,
-            engine=lambda: self._engine,
-            handle=lambda: self._handle(part),
-            require_key=check_key,
-            read_object=read_object,
-            client_errors=as_client_error,
-        )
+class PartServices:
+    """Implements `headgate.capture.engine.contracts.route_part.RouteServices`.
 
-    def _handle(self, part: str) -> Any:
+    Args:
+        part: Name of its section.
+        engine: The server's `AsyncLLM`, or None while it is not there.
+    """
+
+    def __init__(self, part: str, engine: Callable[[], Any]) -> None:
+        self._part = part
+        self.engine = engine
+
+    def handle(self) -> Any:
+        """Return what the engine has under the part's name, or raise an error 404."""
         try:
-            return getattr(self._engine, part)
+            return getattr(self.engine(), self._part)
         except NotConfiguredError as error:
             raise HTTPException(404, str(error)) from None
+
+    async def require_key(self, request: Request) -> None:
+        """Raise an error 403 unless `request` carries one of the part's keys."""
+        require_key(self._part, request)
+
+    async def read_object(self, request: Request) -> dict[str, Any]:
+        """Read the body of `request`; see the function `read_object`."""
+        return await read_object(request)
+
+    def client_errors(self) -> AbstractContextManager[None]:
+        """Turn each `RequestError` into an answer with status 400."""
+        return as_client_error()
 
 
 async def read_object(request: Request) -> dict[str, Any]:
