@@ -13,7 +13,6 @@ from headgate.capture.monitoring.verify_checks import (
     PLAIN,
     SERVED,
     Answer,
-    CheckPart,
     Float32Rows,
     Request,
     Runs,
@@ -51,11 +50,6 @@ MAX_MISSED = 0.05
 """Of a vector's length."""
 ROUNDING = {"float32": 1e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 """Of a row's length: what rounding may do to it, by dtype of the model."""
-
-
-def open_checks() -> CheckPart:
-    """Steering's part: entry point of the group ``headgate.checks``."""
-    return SteeringChecks()
 
 
 class SteeringChecks:

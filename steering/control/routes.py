@@ -1,4 +1,4 @@
-"""HTTP routes ``/v1/steering/...`` on vLLM's server: entry point of the group ``headgate.routes``.
+"""HTTP routes ``/v1/steering/...`` on vLLM's server.
 
 Loaded by servers alone, whose FastAPI it uses. Vectors are read beside the event loop; what the engine cores are asked
 to do is the same as what ``AsyncLLM.steering`` does.

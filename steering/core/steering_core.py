@@ -40,7 +40,7 @@ class SteeredBlocks(NamedTuple):
 class SteeringCore:
     """Implements `headgate.capture.engine.contracts.core_part.CorePart`.
 
-    `take`, `block_keys` and `let_go` run on the input thread, everything else on the engine thread: requests are
+    `accept`, `block_keys` and `forget` run on the input thread, everything else on the engine thread: requests are
     resolved under the lock of `SteeringState`, and who runs is the engine thread's alone.
 
     Args:
@@ -55,7 +55,7 @@ class SteeringCore:
         self._services = services
         self._library = ModuleRegistry(self._state, self._reservations, services)
         self._resolved: dict[str, Resolved] = {}
-        """Of requests that steer, from `take` until `release`."""
+        """Of requests that steer, from `accept` until `release`."""
         self._log = SparseLog("steering")
         self._methods: dict[str, Callable[..., Any]] = {
             "set_global": self._set_global,
@@ -71,7 +71,7 @@ class SteeringCore:
             "export_module": self._export_module,
         }
 
-    def take(self, req_id: str, wire: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    def accept(self, req_id: str, wire: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """Resolve a request's modules to content; returns its wire form with the keys and scales of that."""
         if wire is None:
             return None
@@ -93,7 +93,7 @@ class SteeringCore:
         )
         return SteeredBlocks(keys) if any(keys) else None
 
-    def let_go(self, req_id: str) -> None:
+    def forget(self, req_id: str) -> None:
         """Forget what was taken."""
         if self._resolved.pop(req_id, None) is not None:
             self._state.let_go(req_id)
@@ -122,7 +122,7 @@ class SteeringCore:
     def release(self, req_id: str) -> None:
         """Give the slots back, and let go of the content."""
         self._reservations.release(req_id)
-        self.let_go(req_id)
+        self.forget(req_id)
 
     def withdraw(self, req_ids: Collection[str] | None) -> list[str]:
         """Those of `req_ids` that wait for slots wait no longer."""
@@ -251,7 +251,7 @@ class SteeringCore:
 
 
 def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServices) -> SteeringCore:
-    """The part for the configuration's ``steering`` section: entry point of the group ``headgate.core``."""
+    """The part for the configuration's ``steering`` section: the hook ``headgate_core``."""
     config = parse_config(section)
     model = facts.model
     steerable = config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)

@@ -1,11 +1,12 @@
-"""Steering where requests are made: entry point of the group ``headgate.requests``."""
+"""Steering where requests are made: its fields are read and checked here."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from headgate.capture.engine.contracts.request_part import Known, PartRequest, RequestPart
+from headgate.capture.engine.contracts.request_part import EngineCores, FlagGroup, Known, PartRequest, PartRequestReader
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.config import add_flags, parse_config, read_flags
@@ -108,20 +109,37 @@ def open_reader(section: Mapping[str, Any], model: ModelInfo) -> SteeringReader:
     )
 
 
-def open_requests() -> RequestPart:
-    """Steering's part in the front end."""
-    return RequestPart(
-        fields=FIELD_DOCS,
-        how_to_start=(
-            "Start it with --enable-steering, with headgate.steering.LLM(..., steering=True), or with "
-            "additional_config={'headgate': {'steering': {}}}"
-        ),
-        open=open_reader,
-        names_method="names",
-        check_method="check",
-        handle=lambda cores, reader: Steering(cores, reader.steerable),  # type: ignore[attr-defined]
-        async_handle=lambda cores, reader: AsyncSteering(cores, reader.steerable),  # type: ignore[attr-defined]
-        check_section=parse_config,
-        add_flags=add_flags,
-        read_flags=read_flags,
+class SteeringRequests:
+    """Implements `headgate.capture.engine.contracts.request_part.RequestPart`."""
+
+    fields = FIELD_DOCS
+    how_to_start = (
+        "Start it with --enable-steering, with headgate.steering.LLM(..., steering=True), or with "
+        "additional_config={'headgate': {'steering': {}}}"
     )
+    names_method = "names"
+    check_method = "check"
+
+    def open(self, section: Mapping[str, Any], model: ModelInfo) -> SteeringReader:
+        """Make the reader for an engine whose configuration has a ``steering`` section."""
+        return open_reader(section, model)
+
+    def handle(self, cores: EngineCores, reader: PartRequestReader) -> Steering:
+        """Make ``LLM.steering``."""
+        return Steering(cores, reader.steerable)  # type: ignore[attr-defined]
+
+    def async_handle(self, cores: EngineCores, reader: PartRequestReader) -> AsyncSteering:
+        """Make ``AsyncLLM.steering``."""
+        return AsyncSteering(cores, reader.steerable)  # type: ignore[attr-defined]
+
+    def check_section(self, section: Mapping[str, Any]) -> None:
+        """Check a ``steering`` section; raises `ConfigError` if it is wrong."""
+        parse_config(section)
+
+    def add_flags(self, group: FlagGroup) -> None:
+        """Add ``--enable-steering`` and its like."""
+        add_flags(group)
+
+    def read_flags(self, args: Namespace, section: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Make a section of the flags; None if none was given."""
+        return read_flags(args, section)
