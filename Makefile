@@ -16,7 +16,7 @@ MATRIX_TESTS := $(sort $(wildcard tests/frontend/test_*.py))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick dist test-unit test-engine test-extended test-matrix gpu-test lint format types lock clean
+.PHONY: help setup demo test quick docs dist test-unit test-engine test-extended test-matrix gpu-test lint format types lock clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -55,6 +55,9 @@ test-matrix: setup ## The front end's tests on the oldest and the newest vLLM (P
 		done; \
 	done; \
 	[ -z "$$failed" ] || { echo "FAILED$$failed"; exit 1; }
+
+docs: setup types ## Build the documents as a site in site/; broken links are errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --clean && echo "open site/index.html"
 
 dist: setup ## Build wheel and sdist, install the wheel in a fresh environment, capture and steer from there
 	@$(BIN)/python .ci/try_dist.py

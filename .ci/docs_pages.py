@@ -1,0 +1,112 @@
+"""Fills the pages of the site that are made from the code: MkDocs calls `on_page_markdown` for every page.
+
+Routes come from the OpenAPI description of the routers that headgate adds to vLLM's server, metrics from the families
+that its parts declare. Neither needs vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+from fastapi import FastAPI
+
+from headgate.capture.engine.contracts.parts import Part
+from headgate.capture.monitoring.metrics import Family
+
+PARTS = {"capture": "headgate.capture.engine.part", "steering": "headgate.steering.part"}
+ROUTES, METRICS = "<!-- routes -->", "<!-- metrics -->"
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace the marker of a page by what the code says."""
+    if ROUTES in markdown:
+        markdown = markdown.replace(ROUTES, "\n".join(routes()))
+    if METRICS in markdown:
+        markdown = markdown.replace(METRICS, "\n".join(metrics()))
+    return markdown
+
+
+def parts() -> dict[str, Part]:
+    """The parts of this distribution."""
+    from importlib import import_module
+
+    return {name: Part(name, import_module(module)) for name, module in PARTS.items()}
+
+
+class NoServer:
+    """`RouteServices` of a server that answers nothing: routes are described and never called."""
+
+    def engine(self) -> None:
+        """No engine."""
+
+    def handle(self) -> None:
+        """No handle."""
+
+    async def require_key(self) -> None:
+        """No access keys."""
+
+    async def read_object(self, request: Any) -> dict[str, Any]:
+        """No bodies."""
+        return {}
+
+    def client_errors(self) -> Any:
+        """No errors."""
+        return nullcontext()
+
+
+def routes() -> Iterator[str]:
+    """Every route: its summary, body, answers and example."""
+    app = FastAPI()
+    for part in parts().values():
+        if (router := part.routes(NoServer())) is not None:  # type: ignore[arg-type]
+            app.include_router(router)
+    for path, methods in app.openapi()["paths"].items():
+        for method, about in methods.items():
+            yield f"\n## `{method.upper()} {path}`\n\n{about.get('summary', '')}.\n\n{about.get('description', '')}\n"
+            body = about.get("requestBody", {}).get("content", {}).get("application/json")
+            if body:
+                yield "\n**Body**\n"
+                yield from fields(body["schema"])
+                yield from example(body)
+            yield "\n| status | |\n| --- | --- |"
+            yield from (f"| {status} | {answer['description']} |" for status, answer in about["responses"].items())
+            answer = about["responses"].get("200", {}).get("content", {}).get("application/json")
+            if answer and answer.get("schema"):
+                yield "\n**Answer**\n"
+                yield from fields(answer["schema"])
+                yield from example(answer)
+
+
+def fields(schema: dict[str, Any]) -> Iterator[str]:
+    """A table of the fields of an object."""
+    required = schema.get("required", ())
+    yield "\n| field | type | |\n| --- | --- | --- |"
+    for name, about in schema.get("properties", {}).items():
+        kind = about.get("type") or " or ".join(one.get("type", "object") for one in about.get("oneOf", [{}]))
+        text = about.get("description", "") + ("" if name in required or not required else " Optional.")
+        yield f"| `{name}` | {kind} | {text.strip()} |"
+
+
+def example(content: dict[str, Any]) -> Iterator[str]:
+    """The example of a body or an answer, long lists cut."""
+    found = content.get("example") or next((e["value"] for e in content.get("examples", {}).values()), None)
+    if found is not None:
+        yield f"\n```json\n{json.dumps(found)}\n```\n"
+
+
+def metrics() -> Iterator[str]:
+    """A table of all families."""
+    for name, part in parts().items():
+        found = part.metrics()
+        if found is not None:
+            yield f"\n## {name}\n\n| metric | type | labels | |\n| --- | --- | --- | --- |"
+            yield from (row(family) for family in found.families(()))
+
+
+def row(family: Family) -> str:
+    """One family as a row."""
+    labels = ", ".join(f"`{label}`" for label in family.labels)
+    return f"| `{family.name}` | {family.kind} | {labels} | {family.about} |"
