@@ -6,34 +6,64 @@ Nothing here imports vLLM or torch before it is used.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
-from headgate.capture.schema.consumer import BatchedConsumer, StreamingConsumer
-from headgate.capture.schema.errors import HeadgateError
+from headgate.capture.schema.consumer import (
+    BatchedConsumer,
+    CaptureConsumer,
+    CapturedRequest,
+    ConsumerContext,
+    FinishedRequest,
+    ModelInfo,
+    RequestInfo,
+    RowBlock,
+    RowSpan,
+    SpecContext,
+    StreamingConsumer,
+    parse_client_spec,
+)
+from headgate.capture.schema.errors import ConfigError, ConsumerError, HeadgateError, RequestError
 from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.sites import HookPoint, Site, site_map
 from headgate.capture.schema.spec import CaptureSpec
 
 if TYPE_CHECKING:
+    __version__: str
     from headgate.capture.engine.api import LLM, SamplingParams
     from headgate.capture.engine.setup.cli_flags import additional_config
 
 __all__ = [
     "LLM",
     "BatchedConsumer",
+    "CaptureConsumer",
     "CaptureConsumerSpec",
     "CaptureConsumersConfig",
     "CaptureResult",
     "CaptureSpec",
+    "CapturedRequest",
+    "ConfigError",
+    "ConsumerContext",
+    "ConsumerError",
+    "FinishedRequest",
     "HeadgateError",
     "HookPoint",
+    "ModelInfo",
+    "RequestError",
+    "RequestInfo",
+    "RowBlock",
+    "RowSpan",
     "SamplingParams",
     "Site",
+    "SpecContext",
     "StreamingConsumer",
+    "__version__",
     "additional_config",
     "hookimpl",
+    "parse_client_spec",
+    "site_map",
 ]
 
 _LATE = {
@@ -45,6 +75,8 @@ _LATE = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("headgate")
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_LATE[name]), name)
