@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headgate.capture.delivery.completeness import ConsumerRequest
-from headgate.capture.delivery.consumer_queue import ConsumerQueue, UnfinishedWork
+from headgate.capture.delivery.consumer_thread import ConsumerThread, UnfinishedWork
 from headgate.capture.delivery.dispatcher import (
     Dispatched,
     Dispatcher,
@@ -125,13 +125,13 @@ class CaptureSession:
         self._patience_s = min(
             sum(consumer.spec.max_stall_s for consumer in consumers) + STAGING_GRACE_S, threading.TIMEOUT_MAX
         )
-        self._lanes = {consumer.bit: self._make_lane(consumer, config) for consumer in consumers}
+        self._consumers = {opened.bit: self._make_consumer(opened, config) for opened in consumers}
         self._handoff: Handoff[Dispatched] = Handoff()
         staging.on_wait = lambda: self._handoff.put(MemoryWanted())
         self._dispatcher = self._make_dispatcher()
         self._close_report: CloseReport | None = None
-        for lane in self._lanes.values():
-            lane.start()
+        for consumer in self._consumers.values():
+            consumer.start()
         self._dispatcher.start()
 
     def request_added(self, new: NewRequest) -> None:
@@ -152,8 +152,8 @@ class CaptureSession:
         specs = {self._bit(instance): self._specs.read(raw) for instance, raw in capture.items()}
         self._step_thread = threading.get_ident()
         is_same_client = self._keys.get(new.req_id) == key
-        # What lanes need to know of it is put together on the dispatch thread: every step waits for this one.
-        requests = partial(_lane_requests, new, specs)
+        # What consumers need to know of it is put together on the dispatch thread: every step waits for this one.
+        requests = partial(_consumer_requests, new, specs)
         begins = RequestBegins(new.req_id, new.num_prompt_tokens, requests, is_same_client)
         if self._handoff.put(begins):
             self._keys[new.req_id] = key
@@ -234,7 +234,7 @@ class CaptureSession:
             **asdict(self._staging.counters),
             dispatch_errors=self._dispatcher.num_errors,
             staged_bytes=self._staging.staged_bytes,
-            consumers=tuple(self._lanes[bit].stats() for bit in sorted(self._lanes)),
+            consumers=tuple(self._consumers[bit].queue.stats() for bit in sorted(self._consumers)),
         )
 
     def close(self, timeout_s: float) -> CloseReport:
@@ -249,13 +249,13 @@ class CaptureSession:
         self._end_what_waits()
         self._handoff.close()
         if not self._dispatcher.join(started + DISPATCH_SHARE * timeout_s):
-            for lane in self._lanes.values():
-                lane.stop_holding_up()
+            for consumer in self._consumers.values():
+                consumer.queue.stop_blocking()
         close_by = started + LANE_SHARE * timeout_s
         is_dispatch_stuck = not self._dispatcher.join(close_by)
-        for lane in self._lanes.values():
-            lane.close(close_by)
-        lanes = {lane.instance: lane.join(close_by) for lane in self._lanes.values()}
+        for consumer in self._consumers.values():
+            consumer.close(close_by)
+        lanes = {consumer.instance: consumer.join(close_by) for consumer in self._consumers.values()}
         left_s = max(started + timeout_s - time.monotonic(), 0)
         num_unsent = 0 if self._close_outlet is None else self._close_outlet(left_s)
         report = CloseReport(lanes=lanes, is_dispatch_stuck=is_dispatch_stuck, num_unsent=num_unsent)
@@ -273,17 +273,18 @@ class CaptureSession:
     def _make_dispatcher(self) -> Dispatcher:
         size = self._staging.host_bytes
         least_s = self._linger.least
-        return Dispatcher(self._handoff, self._lanes, keep_bytes=size, hold_bytes=size // 4, linger_s=least_s)
+        queues = {bit: consumer.queue for bit, consumer in self._consumers.items()}
+        return Dispatcher(self._handoff, queues, keep_bytes=size, hold_bytes=size // 4, linger_s=least_s)
 
-    def _make_lane(self, consumer: OpenConsumer, config: CaptureConsumersConfig) -> ConsumerQueue:
+    def _make_consumer(self, consumer: OpenConsumer, config: CaptureConsumersConfig) -> ConsumerThread:
         instance = consumer.consumer
-        return ConsumerQueue(
+        return ConsumerThread(
             consumer.spec,
             Assembler(instance) if isinstance(instance, BatchedConsumer) else instance,
             partial(self._send, consumer.spec.instance),
             row_bytes=self._staging.row_bytes,
             spill_dir=config.spill_dir,
-            takes_siteless=instance.location == "driver",
+            accepts_empty=instance.location == "driver",
         )
 
     def _bit(self, instance: str) -> int:
@@ -351,7 +352,7 @@ def open_session(
         raise
 
 
-def _lane_requests(new: NewRequest, specs: Mapping[int, CaptureSpec]) -> Mapping[int, ConsumerRequest]:
+def _consumer_requests(new: NewRequest, specs: Mapping[int, CaptureSpec]) -> Mapping[int, ConsumerRequest]:
     """The request as each consumer knows it, by the consumer's bit."""
     wire: Mapping[str, Any] = new.wire or {}
     prompt_token_ids = np.asarray(new.prompt_token_ids, dtype=np.int64)

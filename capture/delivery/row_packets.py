@@ -1,10 +1,9 @@
-"""The rows of one step for one consumer, and how they are cut out of what everybody shares.
+"""Rows on their way from the staging memory to the consumers' queues: many steps become one packet for each consumer.
 
-Rows of several steps as if they were of one: what a step costs the dispatch thread and consumers is paid once.
-
-A decode step brings one row for each of many requests, and dealing it out takes some Python calls for each of them.
-The interpreter that runs those also runs the engine's steps, so they are saved: small steps are held for a moment,
-and then cut out of the staging memory together, each request's rows next to each other.
+`StepCoalescer` holds the rows of small steps for a moment and copies them out together, each request's rows next to
+each other: a decode step brings one row for each of many requests, and dispatching takes some Python calls for each
+request, in the process that also runs the engine's steps. `Splitter` then makes a block of each consumer's rows, and
+the blocks of a consumer are one `Packet`.
 
 Shapes: S sites, N rows of a group, M rows of all groups with the same sites, D hidden size.
 """
@@ -20,9 +19,9 @@ import torch
 from torch import Tensor
 
 from headgate.capture.delivery.buffer_pool import RowPool
-from headgate.capture.delivery.completeness import ConsumerRequest, Int32Array
+from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.planning.step_plan import PackGroup, RequestSpans, spans_of, take_spans
-from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.capture.schema.consumer import RowBlock, RowSpan
 from headgate.capture.staging.host_rows import StagedRows
 
@@ -39,11 +38,11 @@ class Portion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """The rows of one step for one consumer.
+    """The rows of some steps for one consumer.
 
     Attributes:
         blocks: The rows.
-        owners: Whose they are: one request for each span of each block.
+        owners: One request for each span of each block.
     """
 
     blocks: tuple[RowBlock, ...]
@@ -60,14 +59,14 @@ class Packet:
         return sum(portion.num_new for portion in self.portions())
 
     def portions(self) -> Iterator[Portion]:
-        """Every request's part of every block."""
+        """Iterate over every request's part of every block."""
         for block, owners in zip(self.blocks, self.owners, strict=True):
             for span, request in zip(block.spans, owners, strict=True):
                 num_new = span.stop - span.start if request.first_site in block.sites else 0
                 yield Portion(request, block.positions[span.start : span.stop], len(block.sites), num_new)
 
-    def deliver(self) -> int:
-        """Note in the ledgers that the consumer has the rows; return how many positions that are."""
+    def note_delivered(self) -> int:
+        """Count the rows in their requests' audits; return how many positions that are."""
         num_rows = 0
         for block, owners in zip(self.blocks, self.owners, strict=True):
             sites, num_sites, positions = block.sites, len(block.sites), block.positions.tolist()
@@ -77,13 +76,13 @@ class Packet:
                     num_rows += stop - start
                 first, last = positions[start], positions[stop - 1]
                 if last - first == stop - start - 1:
-                    request.ledger.deliver_run(first, last + 1, num_sites)
+                    request.audit.deliver_run(first, last + 1, num_sites)
                 else:
-                    request.ledger.deliver(block.positions[start:stop], num_sites)
+                    request.audit.deliver(block.positions[start:stop], num_sites)
         return num_rows
 
     def requests(self) -> list[ConsumerRequest]:
-        """Whose rows these are, each once."""
+        """List the requests that own the rows, each once."""
         return list(dict.fromkeys(request for owners in self.owners for request in owners))
 
     def without_failed(self) -> Packet | None:
@@ -122,10 +121,10 @@ def _keep_spans(block: RowBlock, owners: tuple[ConsumerRequest, ...]) -> BlockPa
 
 
 class Splitter:
-    """Cuts what everybody shares into blocks for each consumer. For the dispatch thread.
+    """Makes a block for each consumer from rows that all consumers share. For the dispatch thread.
 
-    While requests neither come nor go, most steps look like the one before: what belongs to the requests in it is
-    then taken over instead of being made again for each of them.
+    While requests neither come nor go, most steps look like the one before: spans and owners are then used again
+    instead of being made for each request.
     """
 
     def __init__(self) -> None:
@@ -133,12 +132,12 @@ class Splitter:
         self._last: dict[tuple[int, int], _Ownership] = {}
 
     def begin(self, req_id: str, requests: Mapping[int, ConsumerRequest]) -> None:
-        """From now on, rows of `req_id` are those of `requests`, by consumer bit."""
+        """Give rows of `req_id` to `requests`, by consumer bit, from now on."""
         self._requests[req_id] = requests
         self._last.clear()
 
     def end(self, req_id: str) -> Mapping[int, ConsumerRequest]:
-        """No more rows of `req_id` come; return its requests, none if it is not known."""
+        """Forget `req_id`, of which no more rows come; return its requests, none if it is not known."""
         self._last.clear()
         return self._requests.pop(req_id, {})
 
@@ -148,7 +147,7 @@ class Splitter:
         Consumers that want every row share the tensor; so do consecutive rows. Others get a copy of theirs.
 
         Args:
-            group: What the rows are.
+            group: Sites, positions and owners of the rows.
             rows: ``[S, N, hidden]``.
         """
         wanted = int(np.bitwise_or.reduce(group.masks))
@@ -184,7 +183,7 @@ class Splitter:
 
 
 class _Ownership(NamedTuple):
-    """Whose the rows of a block are, in the planner's words, in the consumer's and in the lane's."""
+    """Owners of the rows of a block: as the planner names them, as the consumer does, and as its queue does."""
 
     site_ids: Int64Array
     spans: RequestSpans
@@ -200,25 +199,25 @@ def _select(rows: Tensor, index: Int64Array) -> Tensor:
 
 
 MAX_STEPS = 32
-"""Steps held at most; more would save little."""
+"""Steps that are held at most; more would save little."""
 
 
 class CoalescedRows(NamedTuple):
     """Rows that have left the staging memory."""
 
     group: PackGroup
-    """What they are; its `rows` count through them."""
+    """Sites, positions and owners of the rows; its `rows` count through them."""
     rows: Tensor
     """``[S, M, D]``"""
     token_ids: Int32Array | None
-    """The token that each was computed from, int32 ``[M]``; None if nobody knows."""
+    """Token that each row was computed from, int32 ``[M]``; None if that is not known."""
 
 
 class StepCoalescer:
     """Rows in the staging memory that wait for those of the next steps. For one thread.
 
     Args:
-        max_bytes: From so many on they are to be taken.
+        max_bytes: Bytes from which on it is full.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -234,7 +233,7 @@ class StepCoalescer:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is time to `take`."""
+        """Whether it is time to `copy_out`."""
         return self._num_bytes >= self._max_bytes or len(self._staged) >= MAX_STEPS
 
     def has(self, req_id: str) -> bool:
@@ -242,7 +241,7 @@ class StepCoalescer:
         return req_id in self._req_ids
 
     def add(self, staged: StagedRows) -> None:
-        """Hold rows; their memory stays leased until `take`."""
+        """Hold rows; their memory stays leased until `copy_out`."""
         self._staged.append(staged)
         self._num_bytes += staged.num_bytes
         for group in staged.contents:
@@ -250,11 +249,11 @@ class StepCoalescer:
                 self._last_spans = group.spans
                 self._req_ids.update(req_id for req_id, _, _ in group.spans)
 
-    def take(self, pool: RowPool) -> list[CoalescedRows]:
-        """Copy everything out of the staging memory and give that back; nothing is held then, whatever happens.
+    def copy_out(self, pool: RowPool) -> list[CoalescedRows]:
+        """Copy everything out of the staging memory and release that; nothing is held then, whatever happens.
 
         Args:
-            pool: Where the rows go.
+            pool: Memory for the rows.
         """
         staged, self._staged = self._staged, []
         self._num_bytes, self._last_spans = 0, None
@@ -262,23 +261,23 @@ class StepCoalescer:
         try:
             for each in staged:
                 each.wait()
-            return [_take(parts, pool) for parts in _by_sites(staged)]
+            return [_copy_out(parts, pool) for parts in _by_sites(staged)]
         finally:
             for each in staged:
                 each.release()
 
 
 class _Part(NamedTuple):
-    """A group of one step, and where its rows are."""
+    """A group of one step, and the place of its rows."""
 
     group: PackGroup
     staged: StagedRows
     start: int
-    """Row of the staging memory that the first site's first row lies at."""
+    """Row of the staging memory at which the first site's first row lies."""
 
 
 def _by_sites(staged: Iterable[StagedRows]) -> list[list[_Part]]:
-    """The groups of all steps; those of the same sites together, in order."""
+    """Collect the groups of all steps; those of the same sites together, in order."""
     found: dict[int, list[_Part]] = {}
     for each in staged:
         for group, start in each.places:
@@ -287,7 +286,7 @@ def _by_sites(staged: Iterable[StagedRows]) -> list[list[_Part]]:
     return list(found.values())
 
 
-def _take(parts: Sequence[_Part], pool: RowPool) -> CoalescedRows:
+def _copy_out(parts: Sequence[_Part], pool: RowPool) -> CoalescedRows:
     group, staged, start = parts[0]
     memory_AD = staged.memory
     num_sites = len(group.sites)
@@ -314,13 +313,13 @@ def _take(parts: Sequence[_Part], pool: RowPool) -> CoalescedRows:
 
 
 def _index(part: _Part, num_sites: int) -> Int64Array:
-    """Rows of the staging memory, int64 ``[S, N]``."""
+    """Make the indices of rows of the staging memory, int64 ``[S, N]``."""
     num_rows = len(part.group.rows)
     return part.start + np.arange(num_sites * num_rows).reshape(num_sites, num_rows)
 
 
 def _owners(parts: Sequence[_Part]) -> tuple[Int64Array, list[str]]:
-    """Whose each row is, as numbers, int64 ``[M]``, and what the numbers mean: requests as they first appear."""
+    """Number the owner of each row, int64 ``[M]``; return the owners, too, in the order in which they first appear."""
     numbers: dict[str, int] = {}
     owners: list[Int64Array] = []
     last: RequestSpans | None = None

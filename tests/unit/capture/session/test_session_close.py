@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headgate.capture.delivery.consumer_queue import UnfinishedWork
+from headgate.capture.delivery.consumer_thread import UnfinishedWork
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.session import CloseReport, open_session
@@ -86,7 +86,7 @@ def test_a_full_queue_does_not_keep_the_dispatch_thread_from_closing(monkeypatch
     gate, keeper = Gate(), Keeper()
     slow = Recorder(at_gate(gate, "write"))
     it = make_world((slow, {"queue_bytes": 1}), (keeper, {}))
-    waits = when_it_waits(it.session._lanes[0]._changed, monkeypatch)
+    waits = when_it_waits(it.session._consumers[0].queue._changed, monkeypatch)
     it.add("a", {"c0": want(), "c1": want()})
     for position in range(4):
         it.step(a=(position, position + 1))

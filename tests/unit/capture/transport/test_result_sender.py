@@ -14,6 +14,7 @@ import pytest
 import torch
 import zmq
 
+from headgate.capture.delivery.consumer_thread import DEFERRED
 from headgate.capture.schema.batch import FinalState
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.consumer import (
@@ -41,7 +42,7 @@ from headgate.capture.transport.messages import (
     decode,
     read_rows,
 )
-from headgate.capture.transport.result_sender import DEFERRED, RowSender, ZmqResultSender, rows_address, split_by_reply
+from headgate.capture.transport.result_sender import RowSender, ZmqResultSender, rows_address, split_by_reply
 
 TIMEOUT_S = 30.0
 SITES = (Site(0, HookPoint.POST_MLP), Site(1, HookPoint.POST_MLP))

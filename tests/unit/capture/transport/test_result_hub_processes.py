@@ -11,7 +11,7 @@ from pathlib import Path
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.transport.result_hub import ResultHub
 from headgate.capture.transport.result_sender import ZmqResultSender
-from tests.unit.capture.transport.test_hub import ok, send
+from tests.unit.capture.transport.test_result_hub import ok, send
 
 TIMEOUT_S = 120.0
 """A process may take long to start on a busy machine."""
@@ -103,7 +103,7 @@ hub = ResultHub(folder=sys.argv[1])
 use(hub, "before")
 hub.expect("of the parent", instances=["files"])
 address = hub.address
-with hub._lock, hub._open_lock:  # as another thread might hold them
+with hub._lock, hub._listener._lock:  # as another thread might hold them
     child = os.fork()
 if child == 0:
     assert hub.stats().waiting == 0

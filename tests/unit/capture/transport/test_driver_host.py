@@ -199,11 +199,11 @@ def test_rows_that_the_workers_queue_dropped_are_in_the_result(folder: Path) -> 
         worker = Worker(hub, outlet, "flow")
         request = ConsumerRequest(worker.request())
         expect(hub, "flow")
-        with running(worker.sink, Reports(), overload="drop", queue_bytes=5 * 3 * ROW_BYTES) as lane:
-            lane.begin(request)
+        with running(worker.sink, Reports(), overload="drop", queue_bytes=5 * 3 * ROW_BYTES) as queue:
+            queue.begin(request)
             for position in range(num_steps):
-                lane.offer(packet([(request, [position])]), may_wait=True)
-            lane.finish(request, final_state(num_tokens=num_steps + 1))
+                queue.offer(packet([(request, [position])]), may_wait=True)
+            queue.finish(request, final_state(num_tokens=num_steps + 1))
             gate.opened.set()
             answer = result(hub, "flow")
 
