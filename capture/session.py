@@ -47,7 +47,7 @@ WIRE_VERSION = 1
 STAGING_GRACE_S = 60.0
 """Patience with the dispatch thread beyond that with all consumers together: copies, and the GPU."""
 
-DISPATCH_SHARE, LANE_SHARE = 0.5, 0.9
+DISPATCH_SHARE, CONSUMER_SHARE = 0.5, 0.9
 """Parts of the time to close after which the dispatch thread, then the consumers, must be through."""
 
 
@@ -56,19 +56,19 @@ class CloseReport:
     """What was left when capture was closed.
 
     Attributes:
-        lanes: By instance.
+        consumers: Unfinished work of each consumer, by instance.
         is_dispatch_stuck: Rows were still being dispatched when time was up.
         num_unsent: Results and messages that their front end did not acknowledge.
     """
 
-    lanes: Mapping[str, UnfinishedWork] = field(default_factory=dict)
+    consumers: Mapping[str, UnfinishedWork] = field(default_factory=dict)
     is_dispatch_stuck: bool = False
     num_unsent: int = 0
 
     @property
     def is_clean(self) -> bool:
         """Nothing was left."""
-        return not self.is_dispatch_stuck and not self.num_unsent and set(self.lanes.values()) <= {UnfinishedWork()}
+        return not self.is_dispatch_stuck and not self.num_unsent and set(self.consumers.values()) <= {UnfinishedWork()}
 
 
 class CaptureSession:
@@ -84,8 +84,8 @@ class CaptureSession:
         sites: Those that this worker owns, in the order of the ring.
         consumers: In any order; their bits are their places in ``config.consumers``.
         staging: The memory that the forward pass writes to.
-        outlet: Where results go.
-        close_outlet: Called last, with the seconds it may take; returns how many messages did not arrive.
+        sender: Where results go.
+        close_sender: Called last, with the seconds it may take; returns how many messages did not arrive.
         pp_rank: Pipeline stage of this worker.
         pp_size: Number of stages.
 
@@ -101,8 +101,8 @@ class CaptureSession:
         sites: Sequence[Site],
         consumers: Sequence[OpenConsumer],
         staging: StagingRing,
-        outlet: ResultSender,
-        close_outlet: Callable[[float], int] | None = None,
+        sender: ResultSender,
+        close_sender: Callable[[float], int] | None = None,
         pp_rank: int = 0,
         pp_size: int = 1,
     ) -> None:
@@ -110,8 +110,8 @@ class CaptureSession:
         self._specs = SpecReader(sites)
         self._bits = {consumer.spec.instance: consumer.bit for consumer in consumers}
         self._staging = staging
-        self._outlet = outlet
-        self._close_outlet = close_outlet
+        self._sender = sender
+        self._close_sender = close_sender
         self._stage = {"stage": pp_rank, "num_stages": pp_size}
         self._keys: dict[str, str] = {}
         self._linger = Linger({each.bit: _linger_s(each, config) for each in consumers})
@@ -251,14 +251,14 @@ class CaptureSession:
         if not self._dispatcher.join(started + DISPATCH_SHARE * timeout_s):
             for consumer in self._consumers.values():
                 consumer.queue.stop_blocking()
-        close_by = started + LANE_SHARE * timeout_s
+        close_by = started + CONSUMER_SHARE * timeout_s
         is_dispatch_stuck = not self._dispatcher.join(close_by)
         for consumer in self._consumers.values():
             consumer.close(close_by)
-        lanes = {consumer.instance: consumer.join(close_by) for consumer in self._consumers.values()}
+        left = {consumer.instance: consumer.join(close_by) for consumer in self._consumers.values()}
         left_s = max(started + timeout_s - time.monotonic(), 0)
-        num_unsent = 0 if self._close_outlet is None else self._close_outlet(left_s)
-        report = CloseReport(lanes=lanes, is_dispatch_stuck=is_dispatch_stuck, num_unsent=num_unsent)
+        num_unsent = 0 if self._close_sender is None else self._close_sender(left_s)
+        report = CloseReport(consumers=left, is_dispatch_stuck=is_dispatch_stuck, num_unsent=num_unsent)
         if not report.is_clean:
             logger.warning("capture was closed before everything was delivered: %s", report)
         self._close_report = report
@@ -300,7 +300,7 @@ class CaptureSession:
         origin = request.origin
         if origin is None:
             raise RuntimeError(f"request {request.request_id} has no origin")
-        self._outlet.send_result(
+        self._sender.send_result(
             reply=origin.reply,
             key=origin.key,
             req_id=request.request_id,
@@ -329,7 +329,7 @@ def open_session(
     from headgate.capture.transport.result_sender import ZmqResultSender
 
     opened = open_consumers(config, model=model, location="worker", pp_rank=pp_rank, pp_size=pp_size, versions=versions)
-    outlet = ZmqResultSender()
+    sender = ZmqResultSender()
     here = {consumer.bit for consumer in opened}
     far = {bit: spec for bit, spec in enumerate(config.consumers) if bit not in here}
     context = ConsumerContext(
@@ -340,10 +340,10 @@ def open_session(
             config=config,
             model=model,
             sites=sites,
-            consumers=[*opened, *_stand_ins(far, context, outlet)],
+            consumers=[*opened, *_stand_ins(far, context, sender)],
             staging=staging,
-            outlet=outlet,
-            close_outlet=outlet.close,
+            sender=sender,
+            close_sender=sender.close,
             pp_rank=pp_rank,
             pp_size=pp_size,
         )
@@ -379,13 +379,13 @@ def _linger_s(opened: OpenConsumer, config: CaptureConsumersConfig) -> float:
 
 
 def _stand_ins(
-    specs: Mapping[int, CaptureConsumerSpec], context: ConsumerContext, outlet: ResultSender
+    specs: Mapping[int, CaptureConsumerSpec], context: ConsumerContext, sender: ResultSender
 ) -> list[OpenConsumer]:
     """What stands in for driver-located consumers, by their bits."""
     from headgate.capture.transport.result_sender import RowSender
 
     made = []
     for bit, spec in specs.items():
-        sink = RowSender(spec, replace(context, instance_name=spec.instance), outlet)
+        sink = RowSender(spec, replace(context, instance_name=spec.instance), sender)
         made.append(OpenConsumer(bit, spec, sink, load_configured(spec).linger_s))
     return made

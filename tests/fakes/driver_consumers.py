@@ -113,7 +113,7 @@ class Worker:
     def __init__(
         self,
         hub: ResultHub,
-        outlet: ResultSender,
+        sender: ResultSender,
         instance: str,
         *,
         stage: int = 0,
@@ -121,7 +121,7 @@ class Worker:
         max_stall_s: float = TIMEOUT_S,
     ) -> None:
         context = ConsumerContext(instance_name=instance, model=MODEL, pp_rank=stage, pp_size=num_stages)
-        self.sink = RowSender(CaptureConsumerSpec(name=instance, max_stall_s=max_stall_s), context, outlet)
+        self.sink = RowSender(CaptureConsumerSpec(name=instance, max_stall_s=max_stall_s), context, sender)
         self._address = hub.address
         self._sites = SITES[stage::num_stages]
 

@@ -374,7 +374,7 @@ def test_a_session_on_a_gpu_delivers_the_rows_of_each_request() -> None:
     report = it.session.close(TIMEOUT_S)
 
     assert report.is_clean
-    assert [message["result"].status for message in it.outlet.sent] == ["ok", "ok"]
+    assert [message["result"].status for message in it.sender.sent] == ["ok", "ok"]
     for captured, batch_row in zip(keeper.captured, (0, 4), strict=True):
         steps = [0] * 4 + list(range(1, 40))
         rows = [batch_row + position for position in range(4)] + [batch_row // 4] * 39

@@ -67,7 +67,7 @@ def test_a_payload_that_never_comes_is_an_error_once_the_consumer_is_closed() ->
     assert reports.wait()["request-1"].status == "error"
 
 
-def test_an_outlet_that_fails_costs_one_result_and_is_counted() -> None:
+def test_a_sender_that_fails_costs_one_result_and_is_counted() -> None:
     reports = Reports()
 
     def send_or_fail(request: Any, result: Any) -> None:
