@@ -27,6 +27,7 @@ from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import StepPlan
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
+from headgate.capture.schema.batching import HELD_SHARE
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo, Origin, RequestInfo
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, load_configured, open_consumers
@@ -274,7 +275,7 @@ class CaptureSession:
         size = self._staging.host_bytes
         least_s = self._linger.least
         queues = {bit: consumer.queue for bit, consumer in self._consumers.items()}
-        return Dispatcher(self._handoff, queues, keep_bytes=size, hold_bytes=size // 4, linger_s=least_s)
+        return Dispatcher(self._handoff, queues, keep_bytes=size, hold_bytes=int(HELD_SHARE * size), linger_s=least_s)
 
     def _make_consumer(self, consumer: OpenConsumer, config: CaptureConsumersConfig) -> ConsumerThread:
         instance = consumer.consumer

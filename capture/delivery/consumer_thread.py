@@ -153,7 +153,7 @@ class ConsumerThread:
         num_rows = num_bytes = 0
         lost_to = ""
         try:
-            packet: Packet | None = rows.packet
+            packet = rows.packet
             if rows.spilled is not None and self._spill is not None:
                 try:
                     packet = Packet(self._spill.load(rows.spilled), rows.packet.owners)

@@ -20,6 +20,7 @@ from headgate.capture.delivery.row_packets import BlockPart, Packet, Splitter, S
 from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.planning.step_plan import PackGroup
 from headgate.capture.schema.batch import FinalState, Int32Array
+from headgate.capture.schema.batching import END_LINGER_S
 from headgate.capture.staging.host_rows import StagedRows
 
 
@@ -54,9 +55,6 @@ class MemoryWanted:
 
 
 Dispatched = StagedRows | RequestBegins | RequestEnds | MemoryWanted
-
-END_LINGER_S = 0.004
-"""Seconds that the end of a request may wait for rows of other requests, so that both are dispatched together."""
 
 T = TypeVar("T")
 

@@ -97,20 +97,21 @@ class _CollectedRows:
         self._hidden_size = model.hidden_size
         prompt = np.arange(request.num_prompt_tokens, dtype=np.int64)
         self._num_expected = int(request.spec.positions.mask(prompt, np.full_like(prompt, len(prompt))).sum())
-        self._parts: dict[int, _Part] = {}
+        self._parts: list[_Part] = []
 
     def add(self, block: RowBlock, rows_SNB: Bytes, start: int, stop: int) -> None:
         """Append rows ``start : stop`` of `block`, whose rows are `rows_SNB`."""
-        # Blocks of one kind share the tuple of their sites; a part keeps it, so that no other takes its id.
-        part = self._parts.get(id(block.sites))
+        # Few kinds of blocks come for a request, and all of a kind share the tuple of their sites.
+        part = next((part for part in self._parts if part.sites is block.sites), None)
         if part is None:
-            part = self._parts[id(block.sites)] = _Part(block, self._num_expected, self._pool)
+            part = _Part(block, self._num_expected, self._pool)
+            self._parts.append(part)
         part.add(rows_SNB, block.positions, start, stop)
 
     def below(self, num_positions: int) -> tuple[Int64Array, dict[Site, Tensor]]:
         """Positions below `num_positions` that every site has, and each site's rows of them."""
         pieces: dict[Site, list[tuple[Int64Array, Tensor]]] = {site: [] for site in self._sites}
-        for part in self._parts.values():
+        for part in self._parts:
             positions, rows_SND = part.below(num_positions)
             for site, rows_ND in zip(part.sites, rows_SND, strict=True):
                 pieces[site].append((positions, rows_ND))

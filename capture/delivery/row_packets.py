@@ -20,8 +20,9 @@ from torch import Tensor
 
 from headgate.capture.delivery.buffer_pool import RowPool
 from headgate.capture.delivery.completeness import ConsumerRequest
-from headgate.capture.planning.step_plan import PackGroup, RequestSpans, spans_of, take_spans
+from headgate.capture.planning.step_plan import PackGroup, RequestSpans, SiteSet, spans_of, take_spans
 from headgate.capture.schema.batch import Int32Array, Int64Array
+from headgate.capture.schema.batching import HELD_STEPS
 from headgate.capture.schema.consumer import RowBlock, RowSpan
 from headgate.capture.staging.host_rows import StagedRows
 
@@ -129,7 +130,7 @@ class Splitter:
 
     def __init__(self) -> None:
         self._requests: dict[str, Mapping[int, ConsumerRequest]] = {}
-        self._last: dict[tuple[int, int], _Ownership] = {}
+        self._last: dict[tuple[int, SiteSet], _Ownership] = {}
 
     def begin(self, req_id: str, requests: Mapping[int, ConsumerRequest]) -> None:
         """Give rows of `req_id` to `requests`, by consumer bit, from now on."""
@@ -170,22 +171,21 @@ class Splitter:
             )
 
     def _owned(self, bit: int, group: PackGroup, spans: RequestSpans) -> _Ownership:
-        last = self._last.get((bit, id(group.site_ids)))
-        if last is not None and last.spans == spans and last.site_ids is group.site_ids:
+        last = self._last.get((bit, group.site_set))
+        if last is not None and last.spans == spans:
             return last
         owners = tuple(self._requests[req_id][bit] for req_id, _, _ in spans)
         row_spans = tuple(
             RowSpan(request=owner.info, start=start, stop=stop)
             for owner, (_, start, stop) in zip(owners, spans, strict=True)
         )
-        made = self._last[bit, id(group.site_ids)] = _Ownership(group.site_ids, spans, row_spans, owners)
+        made = self._last[bit, group.site_set] = _Ownership(spans, row_spans, owners)
         return made
 
 
 class _Ownership(NamedTuple):
     """Owners of the rows of a block: as the planner names them, as the consumer does, and as its queue does."""
 
-    site_ids: Int64Array
     spans: RequestSpans
     row_spans: tuple[RowSpan, ...]
     owners: tuple[ConsumerRequest, ...]
@@ -196,10 +196,6 @@ def _select(rows: Tensor, index: Int64Array) -> Tensor:
     if last - first + 1 == len(index):
         return rows[:, first : last + 1]
     return rows.index_select(1, torch.from_numpy(index))
-
-
-MAX_STEPS = 32
-"""Steps that are held at most; more would save little."""
 
 
 class CoalescedRows(NamedTuple):
@@ -228,13 +224,13 @@ class StepCoalescer:
         self._last_spans: RequestSpans | None = None
 
     def __len__(self) -> int:
-        """Steps, or parts of one, that are held."""
+        """Count the device copies that are held."""
         return len(self._staged)
 
     @property
     def is_full(self) -> bool:
         """Whether it is time to `copy_out`."""
-        return self._num_bytes >= self._max_bytes or len(self._staged) >= MAX_STEPS
+        return self._num_bytes >= self._max_bytes or len(self._staged) >= HELD_STEPS
 
     def has(self, req_id: str) -> bool:
         """Whether rows of that request are held."""
@@ -278,11 +274,10 @@ class _Part(NamedTuple):
 
 def _by_sites(staged: Iterable[StagedRows]) -> list[list[_Part]]:
     """Collect the groups of all steps; those of the same sites together, in order."""
-    found: dict[int, list[_Part]] = {}
+    found: dict[SiteSet, list[_Part]] = {}
     for each in staged:
         for group, start in each.places:
-            # The planner keeps one array for a set of sites while any request wants it; the part keeps it, too.
-            found.setdefault(id(group.site_ids), []).append(_Part(group, each, start))
+            found.setdefault(group.site_set, []).append(_Part(group, each, start))
     return list(found.values())
 
 
@@ -300,8 +295,7 @@ def _copy_out(parts: Sequence[_Part], pool: RowPool) -> CoalescedRows:
     rows = pool.empty(shape, memory_AD.dtype)
     torch.index_select(memory_AD, 0, torch.from_numpy(index_SM.reshape(-1)), out=rows.view(-1, shape[2]))
     merged = PackGroup(
-        sites=group.sites,
-        site_ids=group.site_ids,
+        site_set=group.site_set,
         rows=np.arange(len(order)),
         positions=np.concatenate([part.group.positions for part in parts])[order],
         masks=np.concatenate([part.group.masks for part in parts])[order],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.delivery.row_packets import BlockPart, Splitter
-from headgate.capture.planning.step_plan import PackGroup, take_spans
+from headgate.capture.planning.step_plan import PackGroup, SiteSet, take_spans
 from tests.fakes.pipeline import HIDDEN, SITES, consumer_request, info, packet
 
 Requests = dict[str, dict[int, ConsumerRequest]]
@@ -25,8 +25,7 @@ def group_of(members: list[tuple[str, int]], masks: list[int]) -> tuple[PackGrou
         start, stop = stop, stop + count
         spans.append((req_id, start, stop))
     group = PackGroup(
-        sites=SITES,
-        site_ids=np.arange(len(SITES)),
+        site_set=SiteSet(SITES, np.arange(len(SITES))),
         rows=np.arange(stop),
         positions=np.concatenate([np.arange(count) for _, count in members]),
         masks=np.array(masks),

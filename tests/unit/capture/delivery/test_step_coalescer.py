@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.delivery.buffer_pool import RowPool
-from headgate.capture.delivery.row_packets import MAX_STEPS, StepCoalescer
+from headgate.capture.delivery.row_packets import StepCoalescer
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.schema.batch import BatchView
+from headgate.capture.schema.batching import HELD_STEPS
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
@@ -142,7 +143,7 @@ def test_it_is_full_by_bytes_and_by_steps() -> None:
     held.copy_out(POOL)
     assert not held.is_full
 
-    for at in range(MAX_STEPS):
+    for at in range(HELD_STEPS):
         held = held if at else StepCoalescer(1 << 40)
         assert not held.is_full
         hold(ring, held, 3 + at)

@@ -101,7 +101,7 @@ def test_many_rows_do_not_wait() -> None:
 
 def test_many_bytes_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     staging = make_staging(num_rows=1000, max_tokens=1000, staging_rows=20_000)
-    monkeypatch.setattr("headgate.capture.staging.ring.KEPT_BYTES", (50 * len(SITES) + 10) * staging.row_bytes)
+    monkeypatch.setattr("headgate.capture.staging.ring.RING_BYTES", (50 * len(SITES) + 10) * staging.row_bytes)
     with world((Keeper(), {}), staging=staging, linger_s=LONG_S) as it:
         it.add("a", {"c0": want()}, num_prompt=100)
         it.add("b", {"c0": want(sites=SITES[:1])}, num_prompt=100)
