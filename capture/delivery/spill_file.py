@@ -131,7 +131,7 @@ class SpillFile:
                 self._current.file.close()
 
     def _open_segment(self) -> _Segment:
-        """The segment to write to. Only the dispatch thread replaces it."""
+        """Return the segment to write to. Only the dispatch thread replaces it."""
         with self._lock:
             segment = self._current
             if segment.num_pending == 0:
@@ -148,7 +148,7 @@ class SpillFile:
 
 
 def _bytes_of(rows: Tensor) -> memoryview:
-    """The memory of contiguous `rows`; numpy has no bf16, so as bytes."""
+    """View the memory of contiguous `rows` as bytes, since numpy has no bf16."""
     return memoryview(rows.flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

@@ -152,9 +152,8 @@ class StagingRing:
 
         A quarter of the ring may be full of it: the next rows must not have to wait for the copies of the last.
         """
-        return self._kept_copies * self.row_bytes >= RING_BYTES or self.num_kept_rows >= int(
-            RING_SHARE * self._num_rows
-        )
+        max_rows = int(RING_SHARE * self._num_rows)
+        return self._kept_copies * self.row_bytes >= RING_BYTES or self.num_kept_rows >= max_rows
 
     def has_to_collect(self, plan: StepPlan) -> bool:
         """Whether `begin` needs slots, for this plan, that lie behind the end of the ring while rows are kept in it."""

@@ -198,11 +198,6 @@ class Inbox:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
     def close(self, timeout_s: float) -> bool:
         """Stop listening; False if the handler did not return within `timeout_s` seconds.
 

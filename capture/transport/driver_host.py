@@ -89,7 +89,7 @@ class DriverHost:
 
     @property
     def consumers(self) -> Mapping[str, BatchedConsumer | StreamingConsumer]:
-        """The consumers by instance; none before the hub was opened. Those that were closed stay to be looked at."""
+        """The consumers by instance; none before the hub was opened. Closed ones stay, so that they can be read."""
         return MappingProxyType({feed.consumer.spec.instance: feed.consumer.consumer for feed in self._feeds})
 
     def stats(self) -> DriverStats:
