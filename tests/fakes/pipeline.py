@@ -132,7 +132,7 @@ class Reports:
 
 @dataclass
 class Gate:
-    """Holds up whoever passes until it is opened; says when somebody came."""
+    """Blocks whoever passes until it is opened; tells when somebody came."""
 
     reached: threading.Event = field(default_factory=threading.Event)
     opened: threading.Event = field(default_factory=threading.Event)

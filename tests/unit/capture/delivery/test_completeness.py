@@ -105,7 +105,7 @@ def _resolves(selector, num_prompt: int) -> bool:
     return True
 
 
-def judged(totals: RowTotals, **request_attributes: str) -> tuple[str, str | None]:
+def status_and_error(totals: RowTotals, **request_attributes: str) -> tuple[str, str | None]:
     request = ConsumerRequest(info())
     for name, value in request_attributes.items():
         setattr(request, name, value)
@@ -114,11 +114,13 @@ def judged(totals: RowTotals, **request_attributes: str) -> tuple[str, str | Non
 
 
 def test_a_result_is_ok_only_if_nothing_is_missing() -> None:
-    assert judged(RowTotals(wanted=4, complete=4, dropped=0, surplus=0)) == ("ok", None)
+    assert status_and_error(RowTotals(wanted=4, complete=4, dropped=0, surplus=0)) == ("ok", None)
 
 
 def test_a_result_says_how_many_rows_are_missing_and_why() -> None:
-    status, error = judged(RowTotals(wanted=9, complete=4, dropped=3, surplus=0), drop_reason="its queue was full")
+    status, error = status_and_error(
+        RowTotals(wanted=9, complete=4, dropped=3, surplus=0), drop_reason="its queue was full"
+    )
 
     assert status == "partial_error"
     assert error == (
@@ -128,7 +130,7 @@ def test_a_result_says_how_many_rows_are_missing_and_why() -> None:
 
 
 def test_rows_that_should_not_be_there_make_the_result_an_error() -> None:
-    status, error = judged(RowTotals(wanted=4, complete=3, dropped=0, surplus=2))
+    status, error = status_and_error(RowTotals(wanted=4, complete=3, dropped=0, surplus=2))
 
     assert status == "error"
     assert error is not None

@@ -1,4 +1,4 @@
-"""A channel never holds up its owner for a reader that is gone, and bounds what is on its way to one that is slow."""
+"""A channel never blocks its owner for a reader that is gone, and bounds the bytes that a slow reader has not taken."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_a_hung_consumer_fails_its_requests_and_spares_the_other_consumer(
         assert results["whole"].status == "ok"
 
         again = hanging.request("request-2")
-        while not flow(host).names().count("abandon"):  # the call has returned, and the failed request is let go of
+        while not flow(host).names().count("abandon"):  # the call has returned, and the failed request is abandoned
             assert hub.wait("key-request-1", 0)
         expect(hub, "flow", "request-2")
         hanging.begin(again)
