@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headgate.capture.delivery.completeness import ConsumerRequest
-from headgate.capture.delivery.consumer_queue import ConsumerQueue, UnfinishedWork
+from headgate.capture.delivery.consumer_thread import ConsumerThread, UnfinishedWork
 from headgate.capture.delivery.dispatcher import (
     Dispatched,
     Dispatcher,
@@ -27,6 +27,7 @@ from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import StepPlan
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
+from headgate.capture.schema.batching import HELD_SHARE
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo, Origin, RequestInfo
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, load_configured, open_consumers
@@ -45,7 +46,7 @@ logger = logging.getLogger("headgate")
 STAGING_GRACE_S = 60.0
 """Patience with the dispatch thread beyond that with all consumers together: copies, and the GPU."""
 
-DISPATCH_SHARE, LANE_SHARE = 0.5, 0.9
+DISPATCH_SHARE, CONSUMER_SHARE = 0.5, 0.9
 """Parts of the time to close after which the dispatch thread, then the consumers, must be through."""
 
 
@@ -54,19 +55,19 @@ class CloseReport:
     """What was left when capture was closed.
 
     Attributes:
-        lanes: By instance.
+        consumers: Unfinished work of each consumer, by instance.
         is_dispatch_stuck: Rows were still being dispatched when time was up.
         num_unsent: Results and messages that their front end did not acknowledge.
     """
 
-    lanes: Mapping[str, UnfinishedWork] = field(default_factory=dict)
+    consumers: Mapping[str, UnfinishedWork] = field(default_factory=dict)
     is_dispatch_stuck: bool = False
     num_unsent: int = 0
 
     @property
     def is_clean(self) -> bool:
         """Nothing was left."""
-        return not self.is_dispatch_stuck and not self.num_unsent and set(self.lanes.values()) <= {UnfinishedWork()}
+        return not self.is_dispatch_stuck and not self.num_unsent and set(self.consumers.values()) <= {UnfinishedWork()}
 
 
 class CaptureSession:
@@ -82,8 +83,8 @@ class CaptureSession:
         sites: Those that this worker owns, in the order of the ring.
         consumers: In any order; their bits are their places in ``config.consumers``.
         staging: The memory that the forward pass writes to.
-        outlet: Where results go.
-        close_outlet: Called last, with the seconds it may take; returns how many messages did not arrive.
+        sender: Where results go.
+        close_sender: Called last, with the seconds it may take; returns how many messages did not arrive.
         pp_rank: Pipeline stage of this worker.
         pp_size: Number of stages.
 
@@ -99,8 +100,8 @@ class CaptureSession:
         sites: Sequence[Site],
         consumers: Sequence[OpenConsumer],
         staging: StagingRing,
-        outlet: ResultSender,
-        close_outlet: Callable[[float], int] | None = None,
+        sender: ResultSender,
+        close_sender: Callable[[float], int] | None = None,
         pp_rank: int = 0,
         pp_size: int = 1,
     ) -> None:
@@ -108,8 +109,8 @@ class CaptureSession:
         self._specs = SpecReader(sites)
         self._bits = {consumer.spec.instance: consumer.bit for consumer in consumers}
         self._staging = staging
-        self._outlet = outlet
-        self._close_outlet = close_outlet
+        self._sender = sender
+        self._close_sender = close_sender
         self._stage = {"stage": pp_rank, "num_stages": pp_size}
         self._keys: dict[str, str] = {}
         self._linger = Linger({each.bit: _linger_s(each, config) for each in consumers})
@@ -123,13 +124,13 @@ class CaptureSession:
         self._patience_s = min(
             sum(consumer.spec.max_stall_s for consumer in consumers) + STAGING_GRACE_S, threading.TIMEOUT_MAX
         )
-        self._lanes = {consumer.bit: self._make_lane(consumer, config) for consumer in consumers}
+        self._consumers = {opened.bit: self._make_consumer(opened, config) for opened in consumers}
         self._handoff: Handoff[Dispatched] = Handoff()
         staging.on_wait = lambda: self._handoff.put(MemoryWanted())
         self._dispatcher = self._make_dispatcher()
         self._close_report: CloseReport | None = None
-        for lane in self._lanes.values():
-            lane.start()
+        for consumer in self._consumers.values():
+            consumer.start()
         self._dispatcher.start()
 
     def request_added(self, new: NewRequest) -> None:
@@ -150,8 +151,8 @@ class CaptureSession:
         specs = {self._bit(instance): self._specs.read(raw) for instance, raw in capture.items()}
         self._step_thread = threading.get_ident()
         is_same_client = self._keys.get(new.req_id) == key
-        # What lanes need to know of it is put together on the dispatch thread: every step waits for this one.
-        requests = partial(_lane_requests, new, specs)
+        # What consumers need to know of it is put together on the dispatch thread: every step waits for this one.
+        requests = partial(_consumer_requests, new, specs)
         begins = RequestBegins(new.req_id, new.num_prompt_tokens, requests, is_same_client)
         if self._handoff.put(begins):
             self._keys[new.req_id] = key
@@ -232,7 +233,7 @@ class CaptureSession:
             **asdict(self._staging.counters),
             dispatch_errors=self._dispatcher.num_errors,
             staged_bytes=self._staging.staged_bytes,
-            consumers=tuple(self._lanes[bit].stats() for bit in sorted(self._lanes)),
+            consumers=tuple(self._consumers[bit].queue.stats() for bit in sorted(self._consumers)),
         )
 
     def close(self, timeout_s: float) -> CloseReport:
@@ -247,16 +248,16 @@ class CaptureSession:
         self._end_what_waits()
         self._handoff.close()
         if not self._dispatcher.join(started + DISPATCH_SHARE * timeout_s):
-            for lane in self._lanes.values():
-                lane.stop_holding_up()
-        close_by = started + LANE_SHARE * timeout_s
+            for consumer in self._consumers.values():
+                consumer.queue.stop_blocking()
+        close_by = started + CONSUMER_SHARE * timeout_s
         is_dispatch_stuck = not self._dispatcher.join(close_by)
-        for lane in self._lanes.values():
-            lane.close(close_by)
-        lanes = {lane.instance: lane.join(close_by) for lane in self._lanes.values()}
+        for consumer in self._consumers.values():
+            consumer.close(close_by)
+        left = {consumer.instance: consumer.join(close_by) for consumer in self._consumers.values()}
         left_s = max(started + timeout_s - time.monotonic(), 0)
-        num_unsent = 0 if self._close_outlet is None else self._close_outlet(left_s)
-        report = CloseReport(lanes=lanes, is_dispatch_stuck=is_dispatch_stuck, num_unsent=num_unsent)
+        num_unsent = 0 if self._close_sender is None else self._close_sender(left_s)
+        report = CloseReport(consumers=left, is_dispatch_stuck=is_dispatch_stuck, num_unsent=num_unsent)
         if not report.is_clean:
             logger.warning("capture was closed before everything was delivered: %s", report)
         self._close_report = report
@@ -271,17 +272,18 @@ class CaptureSession:
     def _make_dispatcher(self) -> Dispatcher:
         size = self._staging.host_bytes
         least_s = self._linger.least
-        return Dispatcher(self._handoff, self._lanes, keep_bytes=size, hold_bytes=size // 4, linger_s=least_s)
+        queues = {bit: consumer.queue for bit, consumer in self._consumers.items()}
+        return Dispatcher(self._handoff, queues, keep_bytes=size, hold_bytes=int(HELD_SHARE * size), linger_s=least_s)
 
-    def _make_lane(self, consumer: OpenConsumer, config: CaptureConsumersConfig) -> ConsumerQueue:
+    def _make_consumer(self, consumer: OpenConsumer, config: CaptureConsumersConfig) -> ConsumerThread:
         instance = consumer.consumer
-        return ConsumerQueue(
+        return ConsumerThread(
             consumer.spec,
             Assembler(instance) if isinstance(instance, BatchedConsumer) else instance,
             partial(self._send, consumer.spec.instance),
             row_bytes=self._staging.row_bytes,
             spill_dir=config.spill_dir,
-            takes_siteless=instance.location == "driver",
+            accepts_empty=instance.location == "driver",
         )
 
     def _bit(self, instance: str) -> int:
@@ -297,7 +299,7 @@ class CaptureSession:
         origin = request.origin
         if origin is None:
             raise RuntimeError(f"request {request.request_id} has no origin")
-        self._outlet.send_result(
+        self._sender.send_result(
             reply=origin.reply,
             key=origin.key,
             req_id=request.request_id,
@@ -326,7 +328,7 @@ def open_session(
     from headgate.capture.transport.result_sender import ZmqResultSender
 
     opened = open_consumers(config, model=model, location="worker", pp_rank=pp_rank, pp_size=pp_size, versions=versions)
-    outlet = ZmqResultSender()
+    sender = ZmqResultSender()
     here = {consumer.bit for consumer in opened}
     far = {bit: spec for bit, spec in enumerate(config.consumers) if bit not in here}
     context = ConsumerContext(
@@ -337,10 +339,10 @@ def open_session(
             config=config,
             model=model,
             sites=sites,
-            consumers=[*opened, *_stand_ins(far, context, outlet)],
+            consumers=[*opened, *_stand_ins(far, context, sender)],
             staging=staging,
-            outlet=outlet,
-            close_outlet=outlet.close,
+            sender=sender,
+            close_sender=sender.close,
             pp_rank=pp_rank,
             pp_size=pp_size,
         )
@@ -349,7 +351,7 @@ def open_session(
         raise
 
 
-def _lane_requests(new: NewRequest, specs: Mapping[int, CaptureSpec]) -> Mapping[int, ConsumerRequest]:
+def _consumer_requests(new: NewRequest, specs: Mapping[int, CaptureSpec]) -> Mapping[int, ConsumerRequest]:
     """The request as each consumer knows it, by the consumer's bit."""
     wire: Mapping[str, Any] = new.wire or {}
     prompt_token_ids = np.asarray(new.prompt_token_ids, dtype=np.int64)
@@ -376,13 +378,13 @@ def _linger_s(opened: OpenConsumer, config: CaptureConsumersConfig) -> float:
 
 
 def _stand_ins(
-    specs: Mapping[int, CaptureConsumerSpec], context: ConsumerContext, outlet: ResultSender
+    specs: Mapping[int, CaptureConsumerSpec], context: ConsumerContext, sender: ResultSender
 ) -> list[OpenConsumer]:
     """What stands in for driver-located consumers, by their bits."""
     from headgate.capture.transport.result_sender import RowSender
 
     made = []
     for bit, spec in specs.items():
-        sink = RowSender(spec, replace(context, instance_name=spec.instance), outlet)
+        sink = RowSender(spec, replace(context, instance_name=spec.instance), sender)
         made.append(OpenConsumer(bit, spec, sink, load_configured(spec).linger_s))
     return made

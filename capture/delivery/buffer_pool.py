@@ -1,4 +1,4 @@
-"""Pageable host memory that is used again: fresh memory costs the system several times the copy into it."""
+"""Pageable host memory for rows that is used again: fresh memory costs several times the copy into it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch import Tensor
 from headgate.capture.schema.config import MIB
 
 MIN_BYTES = MIB
-"""The system's allocator uses smaller memory again by itself."""
+"""Least size that is kept: the system's allocator reuses smaller memory by itself."""
 
 Slab = npt.NDArray[np.uint8]
 
 
 class RowPool:
-    """Makes tensors whose memory comes back here when nobody holds them, or any view of them, any more.
+    """Makes tensors whose memory comes back here when the last reference to them, or to a view of them, is gone.
 
-    `empty` is for one thread. Memory comes back on whichever thread lets go of it last, maybe inside the garbage
+    `empty` is for one thread. Memory comes back on whichever thread drops the last reference, maybe inside the garbage
     collector, so that path takes no lock.
 
     Args:
@@ -35,7 +35,7 @@ class RowPool:
         self._free: dict[int, deque[Slab]] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor on the CPU, like ``torch.empty``."""
+        """Make an uninitialised tensor on the CPU, like ``torch.empty``."""
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes < MIN_BYTES:
             return torch.empty(*shape, dtype=dtype)
@@ -46,13 +46,13 @@ class RowPool:
         except IndexError:
             self._trim()
             slab = np.empty(size, dtype=np.uint8)
-        held = slab.view(_Held)
+        held = slab.view(_SlabView)
         weakref.finalize(held, free.append, slab).atexit = False
         return torch.from_numpy(held)[:num_bytes].view(dtype).view(*shape)
 
     @property
     def free_bytes(self) -> int:
-        """Memory that nobody uses now."""
+        """Bytes that nobody uses now."""
         return sum(size * len(free) for size, free in self._free.items())
 
     def _trim(self) -> None:
@@ -62,11 +62,11 @@ class RowPool:
             self._free[largest].popleft()
 
 
-class _Held(np.ndarray):
+class _SlabView(np.ndarray):
     """A view of a slab that can be referred to weakly; tensors made of it hold it."""
 
 
 def _size_class(num_bytes: int) -> int:
-    """`num_bytes`, rounded up to a quarter of a power of two."""
+    """Round `num_bytes` up to a quarter of a power of two."""
     step = 1 << (num_bytes.bit_length() - 3)
     return -(-num_bytes // step) * step

@@ -1,30 +1,39 @@
-"""What of one request has reached one consumer: the reason why no result says ``ok`` when something is missing.
+"""One request on its way to one consumer, and the checks behind its result: nothing says ``ok`` when rows are missing.
 
-Which token each captured row was really computed from: proof that a row is of the request it is given to.
+`DeliveryAudit` counts which positions reached the consumer at how many sites, `TokenCheck` compares the tokens that
+rows were computed from with the request's own, and `OpenRequests` sends each request's result once.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from headgate.capture.schema.batch import FinalState, Int64Array
+from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.monitoring.stats import QueueCounters
+from headgate.capture.schema.batch import FinalState, Int32Array, Int64Array
 from headgate.capture.schema.consumer import RequestInfo
 from headgate.capture.schema.results import CaptureResult
 
 SPARE_POSITIONS = 64
+"""Positions of output that there is room for at first; the arrays grow by doubling."""
+
+SendResult = Callable[[RequestInfo, CaptureResult], None]
+"""Sends the result of one request. Called by several threads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowTotals:
-    """The balance of a finished request. Positions that were computed in vain count for nothing.
+    """Positions of a finished request, counted. Those that were computed in vain count for nothing.
 
     Attributes:
         wanted: Positions that its selector wants.
-        complete: Those of them that were delivered at every site.
-        dropped: Those of them that overload has cost.
+        complete: Wanted positions that were delivered at every site.
+        dropped: Wanted positions that overload has cost.
         surplus: Deliveries that nobody asked for, or that came twice: above 0 only if headgate has a bug.
     """
 
@@ -53,11 +62,11 @@ class DeliveryAudit:
         self._request = request
         self._num_sites = np.zeros(request.num_prompt_tokens + SPARE_POSITIONS, dtype=np.int32)
         self._runs: dict[int, tuple[int, int]] = {}
-        """By number of sites: consecutive positions that are not counted in yet. Most rows prolong one."""
+        """Number of sites to consecutive positions that are not counted in yet: most rows prolong a run."""
         self._dropped: list[Int64Array] = []
 
     def deliver(self, positions: Int64Array, num_sites: int) -> None:
-        """Note rows at `positions`, ascending, of `num_sites` sites."""
+        """Count rows at `positions`, ascending, of `num_sites` sites."""
         first, last = int(positions[0]), int(positions[-1])
         if last - first + 1 == len(positions):
             self.deliver_run(first, last + 1, num_sites)
@@ -66,7 +75,7 @@ class DeliveryAudit:
             self._num_sites[positions] += num_sites
 
     def deliver_run(self, start: int, stop: int, num_sites: int) -> None:
-        """Note rows at positions ``start : stop``."""
+        """Count rows at positions ``start : stop``, of `num_sites` sites."""
         before = self._runs.get(num_sites)
         if before is not None:
             if before[1] == start:
@@ -76,7 +85,7 @@ class DeliveryAudit:
         self._runs[num_sites] = (start, stop)
 
     def drop(self, positions: Int64Array) -> None:
-        """Note that rows at `positions` were lost to overload."""
+        """Count rows at `positions` as lost to overload."""
         self._dropped.append(positions.copy())
 
     def close(self, final: FinalState) -> RowTotals:
@@ -117,85 +126,173 @@ class ConsumerRequest:
     """One request on its way to one consumer.
 
     Attributes:
-        info: What the consumer knows of it.
-        ledger: What was delivered; written by the consumer's thread, its drops under the lane's lock.
-        failure: Why it ends in ``error``; None so far. This and the others are guarded by the lane's lock.
+        info: The request as the consumer knows it.
+        audit: Counts deliveries; written by the consumer's thread, its drops under the queue's lock.
+        failure: Why it ends in ``error``; None so far. This and the others are guarded by the queue's lock.
         first_site: The site by which its positions are counted: a position may lie in several blocks of a step, one
             for each set of sites.
         drop_reason: Why rows of it were dropped, for people.
         is_begun: The consumer was told of it, and not yet that it is over; the consumer's thread's own.
         ended_at: When it got its last row and its result became due, on the monotonic clock; None so far.
+        is_passed_over: The consumer does not hear of it, since none of its sites is on this worker.
         is_reported: Its result is out.
     """
 
-    __slots__ = ("drop_reason", "ended_at", "failure", "first_site", "info", "is_begun", "is_reported", "ledger")
+    __slots__ = (
+        "audit",
+        "drop_reason",
+        "ended_at",
+        "failure",
+        "first_site",
+        "info",
+        "is_begun",
+        "is_passed_over",
+        "is_reported",
+    )
 
     def __init__(self, info: RequestInfo) -> None:
         self.info = info
         self.first_site = info.spec.sites[0] if info.spec.sites else None
-        self.ledger = DeliveryAudit(info)
+        self.audit = DeliveryAudit(info)
         self.failure: str | None = None
         self.drop_reason = ""
-        self.is_begun = False
+        self.is_begun = self.is_passed_over = False
         self.ended_at: float | None = None
         self.is_reported = False
 
 
 def result_of(
-    request: ConsumerRequest, account: RowTotals, final: FinalState, *, instance: str, row_bytes: int
+    request: ConsumerRequest, totals: RowTotals, final: FinalState, *, instance: str, row_bytes: int
 ) -> CaptureResult:
-    """The result of a request that its consumer took, without the payload.
+    """Make the result of a request that its consumer took, without the payload.
 
     Args:
         request: The request.
-        account: Its balance.
+        totals: Its positions, counted.
         final: How it ended.
         instance: The consumer, for the text.
         row_bytes: Bytes of one row at one site.
     """
     result = CaptureResult(
         status="ok",
-        num_rows=account.complete,
-        num_bytes=account.complete * len(request.info.spec.sites) * row_bytes,
-        dropped_rows=account.dropped,
+        num_rows=totals.complete,
+        num_bytes=totals.complete * len(request.info.spec.sites) * row_bytes,
+        dropped_rows=totals.dropped,
     )
-    if account.surplus:
+    if totals.surplus:
         result.status = "error"
         result.error = (
-            f"{instance}: {account.surplus} rows were delivered twice or unasked for; do not use this capture, and "
+            f"{instance}: {totals.surplus} rows were delivered twice or unasked for; do not use this capture, and "
             "report it as a bug of headgate"
         )
-    elif account.missing:
+    elif totals.missing:
         result.status = "partial_error"
-        result.error = f"{instance}: {_missing_text(request, account, final)}"
+        result.error = f"{instance}: {_missing_text(request, totals, final)}"
     return result
 
 
-def _missing_text(request: ConsumerRequest, account: RowTotals, final: FinalState) -> str:
+def _missing_text(request: ConsumerRequest, totals: RowTotals, final: FinalState) -> str:
     causes = []
-    if account.dropped:
-        causes.append(f"{account.dropped} dropped ({request.drop_reason})")
-    not_computed = account.missing - account.dropped
+    if totals.dropped:
+        causes.append(f"{totals.dropped} dropped ({request.drop_reason})")
+    not_computed = totals.missing - totals.dropped
     if not_computed:
         causes.append(
             f"{not_computed} never captured: not computed before the request ended (status {final.status!r}) or "
             "read from the prefix cache"
         )
-    return f"{account.missing} of {account.wanted} wanted positions are missing: {'; '.join(causes)}"
+    return f"{totals.missing} of {totals.wanted} wanted positions are missing: {'; '.join(causes)}"
 
 
 def failed(text: str | None) -> CaptureResult:
-    """The result of a request that failed."""
+    """Make the result of a request that failed."""
     return CaptureResult(status="error", error=text)
+
+
+class OpenRequests:
+    """Requests that one consumer still owes a result, in order of arrival.
+
+    Threads: any. `add`, `fail_open` and `fail_waiting` are called under `lock`; the others take it.
+
+    Args:
+        lock: The lock of the consumer's queue, which also guards the attributes of the requests.
+        counters: The queue's.
+        send_result: Gets each request's result, once, without the lock.
+        log: Where a result that cannot be sent goes.
+    """
+
+    def __init__(self, lock: threading.Lock, counters: QueueCounters, send_result: SendResult, log: SparseLog) -> None:
+        self._lock = lock
+        self._counters = counters
+        self._send_result = send_result
+        self._log = log
+        self._open: dict[ConsumerRequest, None] = {}
+        self._deferred: set[ConsumerRequest] = set()
+
+    def add(self, request: ConsumerRequest) -> None:
+        """Expect the result of `request`."""
+        self._open[request] = None
+
+    def fail(self, requests: Sequence[ConsumerRequest], text: str) -> list[ConsumerRequest]:
+        """Let `requests` end in an error; return those that had not failed before."""
+        with self._lock:
+            fresh = [request for request in requests if request.failure is None]
+            for request in fresh:
+                request.failure = text
+        return fresh
+
+    def fail_open(self, text: str) -> list[ConsumerRequest]:
+        """Let every open request end in an error, unless it failed before; return them all."""
+        for request in self._open:
+            request.failure = request.failure or text
+        return list(self._open)
+
+    def fail_waiting(self, text: str) -> list[ConsumerRequest]:
+        """Let every open request but the deferred ones end in an error; return those."""
+        waiting = [request for request in self._open if request not in self._deferred]
+        for request in waiting:
+            request.failure = request.failure or text
+        return waiting
+
+    def defer(self, request: ConsumerRequest) -> None:
+        """Let the result of `request` come later, from a thread of the consumer's own."""
+        with self._lock:
+            self._deferred.add(request)
+
+    def report(self, request: ConsumerRequest, result: CaptureResult | None) -> None:
+        """Send a result, unless one was sent already: an error while the consumer hung. None: it is sent elsewhere."""
+        with self._lock:
+            if request.is_reported:
+                return
+            request.is_reported = True
+            self._open.pop(request, None)
+            self._deferred.discard(request)
+            self._counters.requests += 1
+            self._counters.errors += result is not None and result.status == "error"
+            if request.ended_at is not None:
+                self._counters.note_result(time.monotonic() - request.ended_at)
+        if result is None:
+            return
+        try:
+            self._send_result(request.info, result)
+        except Exception as error:  # noqa: BLE001  the sender's failure must not end the thread; it is counted
+            self._log.error("a result could not be sent", cause=error)
+            with self._lock:
+                self._counters.lost_reports += 1
+
+    def report_failures(self, requests: Sequence[ConsumerRequest]) -> None:
+        """Send the errors of requests that failed."""
+        for request in requests:
+            self.report(request, failed(request.failure))
 
 
 _UNKNOWN = -1
 
-Int32Array = npt.NDArray[np.int32]
-
 
 class TokenCheck:
-    """The tokens of one request's captured positions, as the device read them. For the dispatch thread.
+    """The tokens of one request's captured positions, as the device read them: proof that rows are the request's own.
+
+    For the dispatch thread.
 
     Args:
         num_prompt: Length of the prompt.
@@ -205,20 +302,20 @@ class TokenCheck:
         self._token_ids = np.full(num_prompt + SPARE_POSITIONS, _UNKNOWN, dtype=np.int32)
 
     def note(self, positions: Int64Array, token_ids: Int32Array) -> None:
-        """Rows at `positions`, ascending, were computed from `token_ids`."""
+        """Record that rows at `positions`, ascending, were computed from `token_ids`."""
         top = int(positions[-1]) + 1
         if top > len(self._token_ids):
             self._grow(top)
         self._token_ids[positions] = token_ids
 
     def note_one(self, position: int, token_id: int) -> None:
-        """The same for a single row."""
+        """Record a single row."""
         if position >= len(self._token_ids):
             self._grow(position + 1)
         self._token_ids[position] = token_id
 
-    def contradiction(self, final: FinalState) -> str | None:
-        """What is wrong with the rows, for people; None if every one is of the request's own token."""
+    def mismatch(self, final: FinalState) -> str | None:
+        """Say for people which rows are of another token; None if every row is of the request's own."""
         num_rows = min(final.num_rows, len(self._token_ids), len(final.token_ids))
         noted, expected = self._token_ids[:num_rows], final.token_ids[:num_rows]
         wrong = np.flatnonzero((noted != _UNKNOWN) & (noted != expected))

@@ -1,114 +1,114 @@
-"""A lane: the thread of one consumer, its queue, and what happens when it is slow, fails or hangs."""
+"""The bounded queue of one consumer, and the overload policy for rows that come faster than it takes them.
+
+The dispatch thread puts requests and rows in; the consumer's thread, which owns the queue, takes them out.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections import deque
+from dataclasses import asdict, replace
+from typing import NamedTuple
 
-from headgate.capture.delivery.completeness import ConsumerRequest, failed
-from headgate.capture.delivery.consumer_thread import Delivery, RowSink
-from headgate.capture.delivery.queue_items import Abandon, Backlog, Begin, Finish, Item, Rows
+from headgate.capture.delivery.completeness import ConsumerRequest, OpenRequests, SendResult, failed
 from headgate.capture.delivery.row_packets import Packet
-from headgate.capture.delivery.spill_file import SpillFile
+from headgate.capture.delivery.spill_file import SpilledBlocks, SpillFile
 from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.monitoring.stats import ConsumerStats, QueueCounters
 from headgate.capture.schema.batch import FinalState
 from headgate.capture.schema.config import CaptureConsumerSpec
-from headgate.capture.schema.consumer import RequestInfo
 from headgate.capture.schema.results import CaptureResult
 
-Report = Callable[[RequestInfo, CaptureResult], None]
-"""Sends the result of one request. Called by several threads."""
+
+class Begin(NamedTuple):
+    """Announces a request to the consumer."""
+
+    request: ConsumerRequest
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnfinishedWork:
-    """What a lane leaves when it is closed.
+class Rows(NamedTuple):
+    """Rows for the consumer to write; if they were spilled to disk, those of `packet` are on the meta device."""
 
-    Attributes:
-        unfinished: Requests that were told so, for want of an end or of time.
-        is_stuck: The consumer is still in a call; the thread ends when the call does.
-        close_error: What the consumer's `close` raised, as text.
-    """
+    packet: Packet
+    num_bytes: int
+    spilled: SpilledBlocks | None = None
 
-    unfinished: int = 0
-    is_stuck: bool = False
-    close_error: str | None = None
+
+class Finish(NamedTuple):
+    """Follows the last rows of a request; `final` is None if nobody knows how it ended."""
+
+    request: ConsumerRequest
+    final: FinalState | None
+
+
+class Abandon(NamedTuple):
+    """Tells the consumer to release what it keeps of a request that failed."""
+
+    request: ConsumerRequest
+
+
+Item = Begin | Rows | Finish | Abandon
 
 
 class ConsumerQueue:
-    """One consumer's queue, bounded in bytes, and the one thread that its calls run on.
+    """First in, first out; rows are bounded in bytes, everything else in it is small.
 
-    `begin`, `offer`, `finish`, `replace` and `watch` are the dispatch thread's; `stop_holding_up`, `close`, `cut` and
-    `join` the closing thread's; `stats` is anybody's. The lock guards the queue and the requests' state; no call of
-    the consumer, no report and no disk access runs under it.
+    `begin`, `offer`, `finish`, `replace` and `fail_hung` are for the dispatch thread; `next_item`, `free`, `calls` and
+    `requests` for the consumer's thread; `stop_blocking`, `close` and `discard_all` for the closing thread; `due_at`
+    and `stats` for any. One lock guards the queue, the call timer and the requests' state; no call of the consumer, no
+    result and no disk access happens under it.
 
-    A call that takes longer than `max_stall_s`, or a queue that stays full for so long under ``block``, ends every
-    request the lane knows with an error. Rows are then dropped until the call returns; requests that begin after
-    that are served again.
+    A call of the consumer that takes longer than ``max_stall_s``, or a queue that stays full for so long under
+    ``block``, ends every open request with an error. Rows are then dropped until the call returns; requests that begin
+    after that are served again.
 
     Args:
-        spec: Queue size, overload policy and patience.
-        sink: The consumer.
-        report: Gets each request's result, once.
-        row_bytes: Bytes of one row at one site.
-        spill_dir: Folder of the spill file, for ``overload="spill"``.
-        takes_siteless: Whether the consumer is to hear of requests none of whose sites are on this worker. The
-            others' result is blank: other pipeline stages have the rows.
-
-    Raises:
-        ConfigError: If the spill file cannot be made.
+        spec: Queue size, overload policy and longest stall.
+        send_result: Gets each request's result, once.
+        log: Where losses go; each is in its request's result too.
+        spill: Where rows go that do not fit, for ``overload="spill"``.
+        accepts_empty: Whether the consumer hears of requests without sites on this worker; if not, their result is
+            blank, since other pipeline stages have the rows.
     """
 
     def __init__(
         self,
         spec: CaptureConsumerSpec,
-        sink: RowSink,
-        report: Report,
+        send_result: SendResult,
         *,
-        row_bytes: int,
-        spill_dir: str | None = None,
-        takes_siteless: bool = False,
+        log: SparseLog,
+        spill: SpillFile | None = None,
+        accepts_empty: bool = False,
     ) -> None:
-        self.instance = spec.instance
+        lock = threading.Lock()
+        self._instance = spec.instance
         self._spec = spec
-        self._report = report
-        self._takes_siteless = takes_siteless
-        self._spill = SpillFile(spill_dir) if spec.overload == "spill" else None
-        self._changed = threading.Condition(threading.Lock())
-        self._backlog = Backlog(spec, self._spill)
-        self._log = SparseLog(f"capture consumer {self.instance}")
-        self._delivery = Delivery(self.instance, sink, self, spill=self._spill, row_bytes=row_bytes, log=self._log)
-        self._open: dict[ConsumerRequest, None] = {}  # in order of arrival
-        self._deferred: set[ConsumerRequest] = set()
-        self._call_started: float | None = None
-        self._is_hung = False
-        self._is_cut = False
-        self._may_hold_up = spec.overload == "block"
-        self._close_by: float | None = None
-        self._close_error: str | None = None
+        self._accepts_empty = accepts_empty
+        self._spill = spill
+        self._log = log
+        self._changed = threading.Condition(lock)
         self._counters = QueueCounters()
-        self._thread = threading.Thread(target=self._run, name=f"headgate-{self.instance}", daemon=True)
-
-    def start(self) -> None:
-        """Start the consumer's thread."""
-        self._thread.start()
+        self.calls = CallTimer(lock, self._counters)
+        self.requests = OpenRequests(lock, self._counters, send_result, log)
+        self._items = _WaitingItems(spec, spill, self._changed, self.calls)
+        self._is_closed = False
+        self._stalled = f"held up the engine for longer than {spec.max_stall_s:g} s"
 
     def begin(self, request: ConsumerRequest) -> None:
         """Announce a request."""
         with self._changed:
-            self._open[request] = None
-            if self._is_left_out(request):
+            self.requests.add(request)
+            request.is_passed_over = not request.info.spec.sites and not self._accepts_empty
+            if request.is_passed_over:
                 return
-            if self._is_serving:
-                self._append(Begin(request))
+            if self._items.is_serving:
+                self._items.append(Begin(request))
             else:
-                request.failure = f"{self.instance}: was hung or shut down when the request began"
+                request.failure = f"{self._instance}: was hung or shut down when the request began"
 
     def offer(self, packet: Packet, *, may_wait: bool) -> bool:
-        """Queue `packet`, or do with it what the overload policy says.
+        """Queue `packet`, or block, drop or spill it under overload.
 
         Returns:
             False if it has to wait for room and `may_wait` is False; offer it again then.
@@ -117,260 +117,284 @@ class ConsumerQueue:
         overdue: list[ConsumerRequest] | None = None
         lost_to = ""
         with self._changed:
-            if not self._is_ready(num_bytes):
+            if not self._items.is_ready_for(num_bytes):
                 if not may_wait:
                     return False
-                overdue = self._wait_for_room(num_bytes)
-            is_queued = self._is_serving and self._backlog.admit(packet, num_bytes)
-            must_spill = not is_queued and self._is_serving and self._spill is not None
-            if is_queued:
-                self._changed.notify_all()
-            elif not must_spill:
-                lost_to = f"its queue of {self._spec.queue_bytes} bytes was full" if self._is_serving else "it was hung"
-                self._backlog.drop(packet, lost_to)
+                if not self._items.wait_until_ready(num_bytes):
+                    overdue = self._give_up(self._stalled)
+            is_serving = self._items.is_serving
+            is_queued = is_serving and self._items.admit(packet, num_bytes)
+            must_spill = not is_queued and is_serving and self._spill is not None
+            if not is_queued and not must_spill:
+                lost_to = f"its queue of {self._spec.queue_bytes} bytes was full" if is_serving else "it was hung"
+                self._items.drop(packet, lost_to)
         if overdue is not None:
-            self._log.error(f"{self._held_up}; its requests end with an error")
-            self._settle_failed(overdue)
+            self._log.error(f"{self._stalled}; its requests end with an error")
+            self.requests.report_failures(overdue)
         elif lost_to:
             self._log.error(f"rows were dropped: {lost_to}")
         if must_spill and self._spill is not None:
-            self._spill_over(packet, self._spill)
+            self._store(packet, self._spill)
         return True
 
-    def finish(self, request: ConsumerRequest, final: FinalState | None, *, contradiction: str | None = None) -> None:
+    def finish(self, request: ConsumerRequest, final: FinalState | None, *, mismatch: str | None = None) -> None:
         """Say that `request` got its last row; its result follows the rows that are queued.
 
         Args:
             request: The request.
             final: How it ended; None if nobody knows.
-            contradiction: Why its rows must not be used, if so: the consumer is to let go of them.
+            mismatch: Why its rows must not be used, if so: the consumer is told to release them.
         """
         with self._changed:
             request.ended_at = time.monotonic()
-            is_left_out = self._is_left_out(request)
-            if not is_left_out and request.failure is None:
-                if contradiction is None:
-                    self._append(Finish(request, final))
+            if not request.is_passed_over and request.failure is None:
+                if mismatch is None:
+                    self._items.append(Finish(request, final))
                     return
-                request.failure = f"{self.instance}: {contradiction}"
-                self._append(Abandon(request))
-        self.settle(request, CaptureResult(status="ok") if is_left_out else failed(request.failure))
+                request.failure = f"{self._instance}: {mismatch}"
+                self._items.append(Abandon(request))
+        result = CaptureResult(status="ok") if request.is_passed_over else failed(request.failure)
+        self.requests.report(request, result)
 
     def replace(self, request: ConsumerRequest, *, is_silent: bool) -> None:
         """Give `request` up for another that took its id.
 
         Args:
             request: The one that was there before.
-            is_silent: Report nothing: the other one's result stands for both.
+            is_silent: Send no result: the other one's stands for both.
         """
         with self._changed:
-            request.failure = request.failure or f"{self.instance}: another request took over the id"
-            if request.is_begun or not self._is_left_out(request):
-                self._append(Abandon(request))
-        self.settle(request, None if is_silent else failed(request.failure))
+            request.failure = request.failure or f"{self._instance}: another request took over the id"
+            if request.is_begun or not request.is_passed_over:
+                self._items.append(Abandon(request))
+        self.requests.report(request, None if is_silent else failed(request.failure))
 
-    def watch(self) -> float | None:
-        """Take note of a call that takes too long.
-
-        Returns:
-            When to look again, on the monotonic clock; None if nothing is under way.
-        """
+    def due_at(self) -> float | None:
+        """When to call `fail_hung` next, on the monotonic clock; None if nothing is under way."""
         with self._changed:
-            if self._is_hung:
+            if self.calls.is_hung:
                 return None
-            if self._call_started is None:
-                return time.monotonic() + self._spec.max_stall_s if self._backlog else None
-            due_at = self._call_started + self._spec.max_stall_s
-            if time.monotonic() < due_at:
-                return due_at
+            if self.calls.started_at is not None:
+                return self.calls.started_at + self._spec.max_stall_s
+            return time.monotonic() + self._spec.max_stall_s if self._items else None
+
+    def fail_hung(self) -> None:
+        """End every open request with an error if the consumer's call takes too long."""
+        with self._changed:
+            started_at = self.calls.started_at
+            if self.calls.is_hung or started_at is None or time.monotonic() < started_at + self._spec.max_stall_s:
+                return
             reason = f"one call took longer than {self._spec.max_stall_s:g} s"
             overdue = self._give_up(reason)
         self._log.error(f"{reason}; its requests end with an error")
-        self._settle_failed(overdue)
-        return None
+        self.requests.report_failures(overdue)
 
-    def close(self, close_by: float) -> None:
-        """Let the thread deliver what is queued, close the consumer and end; `close_by` is on the monotonic clock."""
+    def next_item(self) -> Item | None:
+        """Wait for the next item and remove it; None when the queue is closed and empty."""
         with self._changed:
-            self._close_by = close_by
+            self._changed.wait_for(lambda: self._items or self._is_closed)
+            return self._items.pop() if self._items else None
+
+    def free(self, rows: Rows, *, num_rows: int = 0, num_bytes: int = 0, lost_to: str = "") -> None:
+        """Give back the room of rows that were removed, and count the positions and bytes that the consumer took.
+
+        Args:
+            lost_to: Why the rows never reached the consumer, if so.
+        """
+        with self._changed:
+            if lost_to:
+                self._items.drop(rows.packet, lost_to)
+            self._counters.rows += num_rows
+            self._counters.bytes += num_bytes
+            self._items.free(rows)
+
+    def stop_blocking(self) -> None:
+        """Drop rows that do not fit from now on, whatever the policy, so that the dispatch thread can end."""
+        with self._changed:
+            self._items.may_block = False
             self._changed.notify_all()
 
-    def stop_holding_up(self) -> None:
-        """Drop what does not fit from now on, whatever the policy, so that the dispatch thread can come to an end."""
+    def close(self) -> None:
+        """Let `next_item` return the items that are queued and then None."""
         with self._changed:
-            self._may_hold_up = False
+            self._is_closed = True
             self._changed.notify_all()
 
-    def cut(self) -> None:
-        """Drop what is queued and what is still offered, so that nobody waits for this lane any more."""
+    def discard_all(self) -> int:
+        """Drop queued rows and all that are still offered; end every open request with an error and count them."""
         with self._changed:
-            self._is_cut = True
-            self._backlog.discard("capture was shut down")
-            self._changed.notify_all()
-
-    def join(self, close_by: float) -> UnfinishedWork:
-        """Wait for the thread until `close_by`; after that, every request without a result gets an error."""
-        self._thread.join(max(close_by - time.monotonic(), 0))
-        is_stuck = self._thread.is_alive()
-        self.cut()
-        with self._changed:
-            unfinished = list(self._open)
-            for request in unfinished:
-                request.failure = request.failure or (
-                    f"{self.instance}: capture was shut down before the request had ended and was delivered"
-                )
-        self._settle_failed(unfinished)
-        if self._spill is not None:
-            self._spill.close()
-        return UnfinishedWork(unfinished=len(unfinished), is_stuck=is_stuck, close_error=self._close_error)
+            self._items.is_discarding = True
+            self._items.discard("capture was shut down")
+            text = f"{self._instance}: capture was shut down before the request had ended and was delivered"
+            unfinished = self.requests.fail_open(text)
+        self.requests.report_failures(unfinished)
+        return len(unfinished)
 
     def stats(self) -> ConsumerStats:
         """Counters as of now; waits for no consumer."""
         with self._changed:
             return ConsumerStats(
-                instance=self.instance,
-                dropped_rows=self._backlog.dropped_rows,
-                spilled_rows=self._backlog.spilled_rows,
-                queued_bytes=self._backlog.queued_bytes,
+                instance=self._instance,
+                dropped_rows=self._items.dropped_rows,
+                spilled_rows=self._items.spilled_rows,
+                queued_bytes=self._items.queued_bytes,
                 spilled_bytes=0 if self._spill is None else self._spill.pending_bytes,
-                is_hung=self._is_hung,
+                is_hung=self.calls.is_hung,
                 **asdict(self._counters),
             )
 
-    def _append(self, item: Begin | Finish | Abandon) -> None:
-        self._backlog.append(item)
-        self._changed.notify_all()
-
-    @property
-    def _is_serving(self) -> bool:
-        return not self._is_hung and not self._is_cut
-
-    @property
-    def _held_up(self) -> str:
-        return f"held up the engine for longer than {self._spec.max_stall_s:g} s"
-
-    def _is_left_out(self, request: ConsumerRequest) -> bool:
-        return not request.info.spec.sites and not self._takes_siteless
-
-    def _is_ready(self, num_bytes: int) -> bool:
-        return not self._may_hold_up or not self._is_serving or self._backlog.has_room(num_bytes)
-
-    def _wait_for_room(self, num_bytes: int) -> list[ConsumerRequest] | None:
-        """Hold up the dispatch thread, and with it in the end the engine.
-
-        Returns:
-            None if there is room now; the requests whose result is due if it took too long.
-        """
-        started = time.monotonic()
-        overdue: list[ConsumerRequest] | None = None
-        while not self._is_ready(num_bytes):
-            since = started if self._call_started is None else min(started, self._call_started)
-            left_s = since + self._spec.max_stall_s - time.monotonic()
-            if left_s > 0:
-                self._changed.wait(left_s)
-            else:
-                overdue = self._give_up(self._held_up)
-                break
-        self._counters.stalls += 1
-        self._counters.stall_s += time.monotonic() - started
-        return overdue
-
-    def _spill_over(self, packet: Packet, spill: SpillFile) -> None:
+    def _store(self, packet: Packet, spill: SpillFile) -> None:
+        """Put rows that do not fit on disk, and their place into the queue."""
+        lost_to, spilled = "capture was shut down", None
         try:
             spilled = spill.store(packet.blocks)
         except OSError as error:
             self._log.error("rows are dropped: cannot spill to disk", cause=error)
-            self.drop(packet, f"spilling to disk failed: {error}")
-            return
+            lost_to = f"spilling to disk failed: {error}"
         with self._changed:
-            if self._is_cut:
-                self._backlog.drop(packet, "capture was shut down")
-                spill.discard(spilled)
-            else:
-                self._backlog.append_spilled(packet, spilled)
-                self._changed.notify_all()
+            if spilled is not None and not self._items.is_discarding:
+                self._items.append_spilled(packet, spilled)
+                return
+            self._items.drop(packet, lost_to)
+        if spilled is not None:
+            spill.discard(spilled)
 
     def _give_up(self, reason: str) -> list[ConsumerRequest]:
         """Under the lock: fail every request and drop all rows; return the requests whose result is due."""
-        self._is_hung = self._call_started is not None
+        self.calls.is_hung = self.calls.started_at is not None
         self._counters.hangs += 1
-        self._backlog.discard(reason)
-        waiting = [request for request in self._open if request not in self._deferred]
+        self._items.discard(reason)
+        waiting = self.requests.fail_waiting(f"{self._instance}: hung: {reason}")
         for request in waiting:
-            request.failure = request.failure or f"{self.instance}: hung: {reason}"
             if request.is_begun:
-                self._append(Abandon(request))
+                self._items.append(Abandon(request))
         return [request for request in waiting if request.ended_at is not None]
 
-    # What the consumer's thread shares: see `LaneState`.
 
-    def take(self) -> Item | None:
-        with self._changed:
-            self._is_hung = False
-            self._changed.wait_for(lambda: self._backlog or self._close_by is not None)
-            return self._backlog.pop() if self._backlog else None
+class CallTimer:
+    """The consumer's call that is under way: entered by its thread, read by other threads under the queue's lock."""
 
-    def free(self, rows: Rows, delivered: tuple[int, int]) -> None:
-        with self._changed:
-            self._counters.rows += delivered[0]
-            self._counters.bytes += delivered[1]
-            self._backlog.free(rows)
-            self._changed.notify_all()
+    def __init__(self, lock: threading.Lock, counters: QueueCounters) -> None:
+        self._lock = lock
+        self.counters = counters
+        self.started_at: float | None = None
+        self.is_hung = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.started_at = time.monotonic()
+
+    def __exit__(self, *_error: object) -> None:
+        with self._lock:
+            if self.started_at is not None:
+                self.counters.call_s += time.monotonic() - self.started_at
+            self.started_at, self.is_hung = None, False
+
+
+class _WaitingItems:
+    """The items of a queue and the room that they take: the overload policy.
+
+    Rows count until they were freed, that is, until the consumer has returned from taking them. Rows on disk keep
+    their place in the queue: once one packet is spilled, those after it are too, until all were taken.
+
+    Not locked: every method is called under the queue's lock, which `changed` belongs to.
+    """
+
+    def __init__(
+        self, spec: CaptureConsumerSpec, spill: SpillFile | None, changed: threading.Condition, calls: CallTimer
+    ) -> None:
+        self._spec = spec
+        self._spill = spill
+        self._changed = changed
+        self._calls = calls
+        self._waiting: deque[Item] = deque()
+        self._num_spilled = 0
+        self.may_block = spec.overload == "block"
+        self.is_discarding = False
+        self.queued_bytes = 0
+        self.dropped_rows = 0
+        self.spilled_rows = 0
+
+    def __bool__(self) -> bool:
+        """Whether anything waits."""
+        return bool(self._waiting)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether rows may be queued at all."""
+        return not self._calls.is_hung and not self.is_discarding
+
+    def is_ready_for(self, num_bytes: int) -> bool:
+        """Whether rows of that size need not wait: there is room, or they are to be dropped or spilled."""
+        return not self.may_block or not self.is_serving or self._has_room(num_bytes)
+
+    def wait_until_ready(self, num_bytes: int) -> bool:
+        """Block the dispatch thread, and with it in the end the engine; False if that takes too long."""
+        started = time.monotonic()
+        while not (is_ready := self.is_ready_for(num_bytes)):
+            since = started if self._calls.started_at is None else min(started, self._calls.started_at)
+            left_s = since + self._spec.max_stall_s - time.monotonic()
+            if left_s <= 0:
+                break
+            self._changed.wait(left_s)
+        self._calls.counters.stalls += 1
+        self._calls.counters.stall_s += time.monotonic() - started
+        return is_ready
+
+    def append(self, item: Begin | Finish | Abandon) -> None:
+        """Append an item without rows."""
+        self._waiting.append(item)
+        self._changed.notify_all()
+
+    def admit(self, packet: Packet, num_bytes: int) -> bool:
+        """Append rows if they may wait in memory."""
+        if self._num_spilled or not self._has_room(num_bytes):
+            return False
+        self.queued_bytes += num_bytes
+        self._waiting.append(Rows(packet, num_bytes))
+        self._changed.notify_all()
+        return True
+
+    def append_spilled(self, packet: Packet, spilled: SpilledBlocks) -> None:
+        """Append rows that are on disk."""
+        self._num_spilled += 1
+        self.spilled_rows += packet.num_rows
+        self._waiting.append(Rows(replace(packet, blocks=spilled.blocks), spilled.num_bytes, spilled))
+        self._changed.notify_all()
 
     def drop(self, packet: Packet, reason: str) -> None:
-        with self._changed:
-            self._backlog.drop(packet, reason)
+        """Lose rows, and say so to their requests."""
+        self.dropped_rows += packet.num_rows
+        for portion in packet.portions():
+            portion.request.audit.drop(portion.positions)
+            portion.request.drop_reason = reason
 
-    def call_begins(self) -> None:
-        with self._changed:
-            self._call_started = time.monotonic()
+    def pop(self) -> Item:
+        """Remove the first item. Rows go on counting until they are freed; those on disk begin to."""
+        item = self._waiting.popleft()
+        if isinstance(item, Rows) and item.spilled is not None:
+            self._num_spilled -= 1
+            self.queued_bytes += item.num_bytes
+        return item
 
-    def call_ends(self) -> None:
-        with self._changed:
-            if self._call_started is not None:
-                self._counters.call_s += time.monotonic() - self._call_started
-            self._call_started = None
-            self._is_hung = False
+    def free(self, rows: Rows) -> None:
+        """Count rows that were popped no longer."""
+        self.queued_bytes -= rows.num_bytes
+        self._changed.notify_all()
 
-    def fail(self, requests: Sequence[ConsumerRequest], text: str) -> list[ConsumerRequest]:
-        with self._changed:
-            fresh = [request for request in requests if request.failure is None]
-            for request in fresh:
-                request.failure = text
-        return fresh
+    def discard(self, reason: str) -> None:
+        """Empty the queue and drop its rows. `Abandon` stays: the consumer would keep those requests for ever."""
+        kept = [item for item in self._waiting if isinstance(item, Abandon)]
+        while self._waiting:
+            item = self.pop()
+            if isinstance(item, Rows):
+                self.drop(item.packet, reason)
+                self.free(item)
+                if item.spilled is not None and self._spill is not None:
+                    self._spill.discard(item.spilled)
+        self._waiting.extend(kept)
+        self._changed.notify_all()
 
-    def defer(self, request: ConsumerRequest) -> None:
-        with self._changed:
-            self._deferred.add(request)
-
-    def settle(self, request: ConsumerRequest, result: CaptureResult | None) -> None:
-        """Report a result, unless an error was reported while the consumer hung."""
-        with self._changed:
-            if request.is_reported:
-                return
-            request.is_reported = True
-            self._open.pop(request, None)
-            self._deferred.discard(request)
-            self._counters.requests += 1
-            self._counters.errors += result is not None and result.status == "error"
-            if request.ended_at is not None:
-                self._counters.note_result(time.monotonic() - request.ended_at)
-        if result is None:
-            return
-        try:
-            self._report(request.info, result)
-        except Exception as error:  # noqa: BLE001  the outlet's failure must not end the thread; it is counted
-            self._log.error("a result could not be sent", cause=error)
-            with self._changed:
-                self._counters.lost_reports += 1
-
-    def _settle_failed(self, requests: Sequence[ConsumerRequest]) -> None:
-        for request in requests:
-            self.settle(request, failed(request.failure))
-
-    def _run(self) -> None:
-        """The consumer's thread."""
-        self._delivery.run()
-        with self._changed:
-            left_s = 0 if self._close_by is None else max(self._close_by - time.monotonic(), 0)
-        self._close_error = self._delivery.close(left_s)
+    def _has_room(self, num_bytes: int) -> bool:
+        """Whether rows of that size may wait in memory; a packet larger than the limit may if it is alone."""
+        return self.queued_bytes == 0 or self.queued_bytes + num_bytes <= self._spec.queue_bytes

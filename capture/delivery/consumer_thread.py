@@ -1,28 +1,38 @@
-"""The consumer's side of a lane: every call of one consumer, on one thread, and what its failures mean."""
+"""The thread of one consumer: takes requests and rows out of its queue, calls the consumer, and reports results."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
-from headgate.capture.delivery.completeness import ConsumerRequest, failed, result_of
-from headgate.capture.delivery.queue_items import Abandon, Finish, Item, Rows, requests_of
+from headgate.capture.delivery.completeness import ConsumerRequest, SendResult, failed, result_of
+from headgate.capture.delivery.consumer_queue import Abandon, ConsumerQueue, Finish, Item, Rows
 from headgate.capture.delivery.row_packets import Packet
 from headgate.capture.delivery.spill_file import SpillFile
 from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.schema.batch import FinalState
+from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.consumer import FinishedRequest, RequestInfo, RowBlock
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.transport.result_sender import DEFERRED
 
 T = TypeVar("T")
 
 
+class Deferred:
+    """Returned by a consumer's `finish` if the request's result comes from elsewhere: none is reported here."""
+
+
+DEFERRED: Final = Deferred()
+
+
 class RowSink(Protocol):
-    """What a lane feeds: a `StreamingConsumer`, or a `BatchedConsumer` behind an `Assembler`."""
+    """The consumer as its thread sees it: a `StreamingConsumer`, or a `BatchedConsumer` behind an `Assembler`."""
 
     def begin(self, request: RequestInfo) -> None: ...
 
@@ -35,90 +45,95 @@ class RowSink(Protocol):
     def close(self, timeout_s: float) -> None: ...
 
 
-class QueueState(Protocol):
-    """What a lane shares with its consumer's thread; every method takes the lane's lock for itself."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnfinishedWork:
+    """Work that a consumer leaves when it is closed.
 
-    def take(self) -> Item | None:
-        """Wait for the next item; None when the lane is closed and empty."""
-        ...
+    Attributes:
+        unfinished: Requests that were told so, for want of an end or of time.
+        is_stuck: The consumer is still in a call; the thread ends when the call does.
+        close_error: What the consumer's `close` raised, as text.
+    """
 
-    def free(self, rows: Rows, delivered: tuple[int, int]) -> None:
-        """The consumer has returned from taking `rows`; it took so many positions and bytes of them."""
-        ...
-
-    def drop(self, packet: Packet, reason: str) -> None:
-        """Rows are lost."""
-        ...
-
-    def call_begins(self) -> None:
-        """From now on the consumer's patience runs."""
-        ...
-
-    def call_ends(self) -> None:
-        """The consumer has returned."""
-        ...
-
-    def fail(self, requests: Sequence[ConsumerRequest], text: str) -> list[ConsumerRequest]:
-        """Let `requests` end in an error; return those that had not failed before."""
-        ...
-
-    def settle(self, request: ConsumerRequest, result: CaptureResult | None) -> None:
-        """The outcome of a request; None if it is reported elsewhere."""
-        ...
-
-    def defer(self, request: ConsumerRequest) -> None:
-        """The outcome of a request comes later, from a thread of the consumer's own."""
-        ...
+    unfinished: int = 0
+    is_stuck: bool = False
+    close_error: str | None = None
 
 
-class Delivery:
-    """Calls one consumer, in the order of its queue. `run` is the body of the consumer's thread.
+class ConsumerThread:
+    """Calls one consumer, in the order of its queue, on one daemon thread.
+
+    A call that raises fails the requests it was for and nothing else.
+
+    Attributes:
+        instance: Name of the consumer.
+        queue: Where the dispatch thread puts the consumer's requests and rows.
 
     Args:
-        instance: The consumer, for messages.
+        spec: Name, queue size, overload policy and longest stall.
         sink: The consumer.
-        lane: The state that is shared with the other threads.
-        spill: Where spilled rows are.
+        send_result: Gets each request's result, once.
         row_bytes: Bytes of one row at one site.
-        log: Where failures go; each is in its request's result too.
+        spill_dir: Folder of the spill file, for ``overload="spill"``.
+        accepts_empty: See `ConsumerQueue`.
+
+    Raises:
+        ConfigError: If the spill file cannot be made.
     """
 
     def __init__(
         self,
-        instance: str,
+        spec: CaptureConsumerSpec,
         sink: RowSink,
-        lane: QueueState,
+        send_result: SendResult,
         *,
-        spill: SpillFile | None,
         row_bytes: int,
-        log: SparseLog,
+        spill_dir: str | None = None,
+        accepts_empty: bool = False,
     ) -> None:
-        self._instance = instance
+        self.instance = spec.instance
         self._sink = sink
-        self._lane = lane
-        self._spill = spill
         self._row_bytes = row_bytes
-        self._log = log
+        self._spill = SpillFile(spill_dir) if spec.overload == "spill" else None
+        self._log = SparseLog(f"capture consumer {self.instance}")
+        self.queue = ConsumerQueue(spec, send_result, log=self._log, spill=self._spill, accepts_empty=accepts_empty)
+        self._close_by = 0.0
+        self._close_error: str | None = None
+        self._thread = threading.Thread(target=self._run, name=f"headgate-{self.instance}", daemon=True)
 
-    def run(self) -> None:
-        """Deliver until the lane is closed and empty."""
-        while (item := self._lane.take()) is not None:
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self, close_by: float) -> None:
+        """Let the thread deliver what is queued, close the consumer and end; `close_by` is on the monotonic clock."""
+        self._close_by = close_by
+        self.queue.close()
+
+    def join(self, close_by: float) -> UnfinishedWork:
+        """Wait for the thread until `close_by`; after that, every request without a result gets an error."""
+        self._thread.join(max(close_by - time.monotonic(), 0))
+        is_stuck = self._thread.is_alive()
+        unfinished = self.queue.discard_all()
+        if self._spill is not None:
+            self._spill.close()
+        return UnfinishedWork(unfinished=unfinished, is_stuck=is_stuck, close_error=self._close_error)
+
+    def _run(self) -> None:
+        while (item := self.queue.next_item()) is not None:
             try:
                 self._handle(item)
             except Exception as error:  # noqa: BLE001
                 # A bug of ours must not end the thread: this consumer's later requests would wait for ever.
                 self._log.error("delivery failed inside headgate; please report it", cause=error)
-                self._fail(requests_of(item), f"{self._instance}: internal error: {error!r}")
+                about = item.packet.requests() if isinstance(item, Rows) else [item.request]
+                self._fail(about, f"{self.instance}: internal error: {error!r}")
                 if isinstance(item, Finish):
-                    self._lane.settle(item.request, failed(item.request.failure))
-
-    def close(self, timeout_s: float) -> str | None:
-        """Close the consumer; return what it raised, as text."""
+                    self.queue.requests.report(item.request, failed(item.request.failure))
         try:
-            self._call(partial(self._sink.close, timeout_s))
+            self._call(partial(self._sink.close, max(self._close_by - time.monotonic(), 0)))
         except ConsumerError as error:
-            return str(error)
-        return None
+            self._close_error = str(error)
 
     def _handle(self, item: Item) -> None:
         if isinstance(item, Rows):
@@ -135,10 +150,18 @@ class Delivery:
                 self._fail([item.request], str(error))
 
     def _write(self, rows: Rows) -> None:
-        delivered = 0, 0
+        num_rows = num_bytes = 0
+        lost_to = ""
         try:
-            packet = self._load(rows)
-            live = None if packet is None else packet.without_failed()
+            packet = rows.packet
+            if rows.spilled is not None and self._spill is not None:
+                try:
+                    packet = Packet(self._spill.load(rows.spilled), rows.packet.owners)
+                except (OSError, ConsumerError) as error:
+                    self._log.error("cannot read back what was spilled", cause=error)
+                    lost_to = f"reading back from disk failed: {error}"
+                    return
+            live = packet.without_failed()
             if live is None:
                 return
             try:
@@ -146,56 +169,47 @@ class Delivery:
             except ConsumerError as error:
                 self._fail(live.requests(), str(error))
                 return
-            delivered = live.deliver(), live.num_bytes
+            num_rows, num_bytes = live.note_delivered(), live.num_bytes
         finally:
-            self._lane.free(rows, delivered)
-
-    def _load(self, rows: Rows) -> Packet | None:
-        if rows.spilled is None or self._spill is None:
-            return rows.packet
-        try:
-            return Packet(self._spill.load(rows.spilled), rows.packet.owners)
-        except (OSError, ConsumerError) as error:
-            self._log.error("cannot read back what was spilled", cause=error)
-            self._lane.drop(rows.packet, f"reading back from disk failed: {error}")
-            return None
+            self.queue.free(rows, num_rows=num_rows, num_bytes=num_bytes, lost_to=lost_to)
 
     def _finish(self, request: ConsumerRequest, final: FinalState | None) -> None:
+        requests = self.queue.requests
         if final is None:
-            self._fail([request], f"{self._instance}: nobody knows how the request ended, so its rows are unchecked")
+            self._fail([request], f"{self.instance}: nobody knows how the request ended, so its rows are unchecked")
         if final is None or request.failure is not None:
-            self._lane.settle(request, failed(request.failure))
+            requests.report(request, failed(request.failure))
             return
-        account = request.ledger.close(final)
-        result = result_of(request, account, final, instance=self._instance, row_bytes=self._row_bytes)
+        totals = request.audit.close(final)
+        result = result_of(request, totals, final, instance=self.instance, row_bytes=self._row_bytes)
         if result.status == "error":
             self._fail([request], str(result.error))
-            self._lane.settle(request, result)
+            requests.report(request, result)
             return
-        finished = FinishedRequest(request=request.info, final=final, dropped_rows=account.dropped)
+        finished = FinishedRequest(request=request.info, final=final, dropped_rows=totals.dropped)
         request.is_begun = False
         try:
             payload = self._call(partial(self._sink.finish, finished))
         except ConsumerError as error:
-            self._lane.settle(request, failed(str(error)))
+            requests.report(request, failed(str(error)))
             return
         if isinstance(payload, Future):
-            self._lane.defer(request)
+            requests.defer(request)
             payload.add_done_callback(partial(self._complete, request, result))
         elif payload is DEFERRED:
-            self._lane.settle(request, None)
+            requests.report(request, None)
         else:
             result.payload = payload
-            self._lane.settle(request, result)
+            requests.report(request, result)
 
     def _complete(self, request: ConsumerRequest, result: CaptureResult, future: Future[Any]) -> None:
-        """The consumer's own threads are done with a request. Runs on whichever thread completes the future."""
+        """Report a request that the consumer's own threads are done with, on whichever thread completes the future."""
         try:
             result.payload = future.result(timeout=0)
         except BaseException as error:  # noqa: BLE001  whatever happened there is this request's error
             self._log.error("a request failed", cause=error)
-            result = failed(_text(self._instance, error))
-        self._lane.settle(request, result)
+            result = failed(_text(self.instance, error))
+        self.queue.requests.report(request, result)
 
     def _call(self, call: Callable[[], T]) -> T:
         """Call the consumer.
@@ -203,18 +217,16 @@ class Delivery:
         Raises:
             ConsumerError: Whatever it raised, as text for people.
         """
-        self._lane.call_begins()
-        try:
-            return call()
-        except BaseException as error:  # SystemExit too: it would end the thread, and with it every later request
-            self._log.error("a call failed", cause=error)
-            raise ConsumerError(_text(self._instance, error)) from error
-        finally:
-            self._lane.call_ends()
+        with self.queue.calls:
+            try:
+                return call()
+            except BaseException as error:  # SystemExit too: it would end the thread, and with it every later request
+                self._log.error("a call failed", cause=error)
+                raise ConsumerError(_text(self.instance, error)) from error
 
     def _fail(self, requests: Sequence[ConsumerRequest], text: str) -> None:
         """Fail `requests`; each gets its result when it ends."""
-        self._abandon(self._lane.fail(requests, text))
+        self._abandon(self.queue.requests.fail(requests, text))
 
     def _abandon(self, requests: Sequence[ConsumerRequest]) -> None:
         for request in requests:

@@ -1,4 +1,4 @@
-"""Turns the rows of many steps into whole requests: how a `BatchedConsumer` is fed.
+"""Whole requests out of the rows of many steps, for a `BatchedConsumer`.
 
 Shapes: S sites, N rows of a block, C rows that there is room for, D hidden size, B bytes of a row.
 """
@@ -29,9 +29,10 @@ from headgate.capture.schema.sites import Site
 Bytes = npt.NDArray[np.uint8]
 
 CHUNK_ROWS = 32
-"""Rows of a chunk, beside a first one with room for the wanted part of the prompt."""
+"""Rows of a chunk of a request's memory; the first has room for the wanted part of the prompt."""
+
 KEEP_BYTES = 512 * MIB
-"""Host memory kept for later requests while nobody uses it: what 64 requests of all layers of a 4B model collect."""
+"""Host memory kept for later requests while nobody uses it: enough for 64 requests of all layers of a 4B model."""
 
 
 class Assembler:
@@ -65,7 +66,7 @@ class Assembler:
     def finish(self, finished: FinishedRequest) -> Any:
         """Hand the request over, without the rows that were computed in vain; return what the consumer returns."""
         collected = self._requests.pop(finished.request.request_id)
-        positions, rows = collected.below(finished.final.num_rows)
+        positions, rows = collected.rows_below(finished.final.num_rows)
         captured = CapturedRequest(
             request=finished.request,
             final=finished.final,
@@ -78,11 +79,11 @@ class Assembler:
         return self._consumer.on_capture(captured)
 
     def abandon(self, request: RequestInfo) -> None:
-        """Throw away what was collected of `request`, if anything."""
+        """Throw away the collected rows of `request`, if any."""
         self._requests.pop(request.request_id, None)
 
     def close(self, timeout_s: float) -> None:
-        """Close the consumer; what is not finished by now never will be."""
+        """Close the consumer; requests that are not finished by now never will be."""
         self._requests.clear()
         self._consumer.close(timeout_s)
 
@@ -97,28 +98,29 @@ class _CollectedRows:
         self._hidden_size = model.hidden_size
         prompt = np.arange(request.num_prompt_tokens, dtype=np.int64)
         self._num_expected = int(request.spec.positions.mask(prompt, np.full_like(prompt, len(prompt))).sum())
-        self._parts: dict[int, _Part] = {}
+        self._parts: list[_Part] = []
 
     def add(self, block: RowBlock, rows_SNB: Bytes, start: int, stop: int) -> None:
         """Append rows ``start : stop`` of `block`, whose rows are `rows_SNB`."""
-        # Blocks of one kind share the tuple of their sites; a part keeps it, so that no other takes its id.
-        part = self._parts.get(id(block.sites))
+        # Few kinds of blocks come for a request, and all of a kind share the tuple of their sites.
+        part = next((part for part in self._parts if part.sites is block.sites), None)
         if part is None:
-            part = self._parts[id(block.sites)] = _Part(block, self._num_expected, self._pool)
+            part = _Part(block, self._num_expected, self._pool)
+            self._parts.append(part)
         part.add(rows_SNB, block.positions, start, stop)
 
-    def below(self, num_positions: int) -> tuple[Int64Array, dict[Site, Tensor]]:
-        """Positions below `num_positions` that every site has, and each site's rows of them."""
+    def rows_below(self, num_positions: int) -> tuple[Int64Array, dict[Site, Tensor]]:
+        """Return the positions below `num_positions` that every site has, and each site's rows of them."""
         pieces: dict[Site, list[tuple[Int64Array, Tensor]]] = {site: [] for site in self._sites}
-        for part in self._parts.values():
-            positions, rows_SND = part.below(num_positions)
+        for part in self._parts:
+            positions, rows_SND = part.rows_below(num_positions)
             for site, rows_ND in zip(part.sites, rows_SND, strict=True):
                 pieces[site].append((positions, rows_ND))
         sites = {site: self._join(found) for site, found in pieces.items()}
         common = sites[self._sites[0]][0]
         if all(positions is common or np.array_equal(positions, common) for positions, _ in sites.values()):
             return common, {site: rows for site, (_, rows) in sites.items()}
-        # Rows of some sites were lost on their way: only what is complete can be handed over.
+        # Rows of some sites were lost on their way: only complete positions can be handed over.
         for positions, _ in sites.values():
             common = np.intersect1d(common, positions, assume_unique=True)
         return common, {
@@ -127,7 +129,7 @@ class _CollectedRows:
         }
 
     def _join(self, pieces: list[tuple[Int64Array, Tensor]]) -> tuple[Int64Array, Tensor]:
-        """One site's rows in the order of their positions."""
+        """Put one site's rows in the order of their positions."""
         if not pieces:
             return np.empty(0, dtype=np.int64), torch.empty(0, self._hidden_size, dtype=self._dtype)
         if len(pieces) == 1:
@@ -171,8 +173,8 @@ class _Part:
             self._num_free -= count
             start += count
 
-    def below(self, num_positions: int) -> tuple[Int64Array, Tensor]:
-        """Positions below `num_positions`, and their rows at every site."""
+    def rows_below(self, num_positions: int) -> tuple[Int64Array, Tensor]:
+        """Return the positions below `num_positions`, and their rows at every site."""
         count = int(np.searchsorted(self._positions[: self._num_rows], num_positions))
         positions = self._positions[:count].copy()
         if count == self._chunks[0].shape[1]:

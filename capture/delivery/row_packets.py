@@ -1,10 +1,9 @@
-"""The rows of one step for one consumer, and how they are cut out of what everybody shares.
+"""Rows on their way from the staging memory to the consumers' queues: many steps become one packet for each consumer.
 
-Rows of several steps as if they were of one: what a step costs the dispatch thread and consumers is paid once.
-
-A decode step brings one row for each of many requests, and dealing it out takes some Python calls for each of them.
-The interpreter that runs those also runs the engine's steps, so they are saved: small steps are held for a moment,
-and then cut out of the staging memory together, each request's rows next to each other.
+`StepCoalescer` holds the rows of small steps for a moment and copies them out together, each request's rows next to
+each other: a decode step brings one row for each of many requests, and dispatching takes some Python calls for each
+request, in the process that also runs the engine's steps. `Splitter` then makes a block of each consumer's rows, and
+the blocks of a consumer are one `Packet`.
 
 Shapes: S sites, N rows of a group, M rows of all groups with the same sites, D hidden size.
 """
@@ -20,125 +19,164 @@ import torch
 from torch import Tensor
 
 from headgate.capture.delivery.buffer_pool import RowPool
-from headgate.capture.delivery.completeness import ConsumerRequest, Int32Array
-from headgate.capture.planning.step_plan import PackGroup, RequestSpans, spans_of, take_spans
-from headgate.capture.schema.batch import Int64Array
+from headgate.capture.delivery.completeness import ConsumerRequest
+from headgate.capture.planning.step_plan import PackGroup, RequestSpans, SiteSet, spans_of, take_spans
+from headgate.capture.schema.batch import Int32Array, Int64Array
+from headgate.capture.schema.batching import HELD_STEPS
 from headgate.capture.schema.consumer import RowBlock, RowSpan
 from headgate.capture.staging.host_rows import StagedRows
-
-
-class Portion(NamedTuple):
-    """The rows of one request in one block."""
-
-    request: ConsumerRequest
-    positions: Int64Array
-    num_sites: int
-    num_new: int
-    """How many of the positions no other block of the packet counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Packet:
-    """The rows of one step for one consumer.
-
-    Attributes:
-        blocks: The rows.
-        owners: Whose they are: one request for each span of each block.
-    """
-
-    blocks: tuple[RowBlock, ...]
-    owners: tuple[tuple[ConsumerRequest, ...], ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the rows."""
-        return sum(block.rows.nbytes for block in self.blocks)
-
-    @property
-    def num_rows(self) -> int:
-        """Positions, each once however many sites it has."""
-        return sum(portion.num_new for portion in self.portions())
-
-    def portions(self) -> Iterator[Portion]:
-        """Every request's part of every block."""
-        for block, owners in zip(self.blocks, self.owners, strict=True):
-            for span, request in zip(block.spans, owners, strict=True):
-                num_new = span.stop - span.start if request.first_site in block.sites else 0
-                yield Portion(request, block.positions[span.start : span.stop], len(block.sites), num_new)
-
-    def deliver(self) -> int:
-        """Note in the ledgers that the consumer has the rows; return how many positions that are."""
-        num_rows = 0
-        for block, owners in zip(self.blocks, self.owners, strict=True):
-            sites, num_sites, positions = block.sites, len(block.sites), block.positions.tolist()
-            for span, request in zip(block.spans, owners, strict=True):
-                start, stop = span.start, span.stop
-                if request.first_site in sites:
-                    num_rows += stop - start
-                first, last = positions[start], positions[stop - 1]
-                if last - first == stop - start - 1:
-                    request.ledger.deliver_run(first, last + 1, num_sites)
-                else:
-                    request.ledger.deliver(block.positions[start:stop], num_sites)
-        return num_rows
-
-    def requests(self) -> list[ConsumerRequest]:
-        """Whose rows these are, each once."""
-        return list(dict.fromkeys(request for owners in self.owners for request in owners))
-
-    def without_failed(self) -> Packet | None:
-        """Leave out the rows of requests that have failed; None if nothing remains."""
-        if not any(request.failure for owners in self.owners for request in owners):
-            return self
-        parts = [
-            part
-            for block, owners in zip(self.blocks, self.owners, strict=True)
-            if (part := _keep_spans(block, owners)) is not None
-        ]
-        return join(parts) if parts else None
-
 
 BlockPart = tuple[RowBlock, tuple[ConsumerRequest, ...]]
 """A block and the request of each of its spans."""
 
 
-def join(parts: list[BlockPart]) -> Packet:
-    """Make a packet of `parts`."""
-    return Packet(tuple(block for block, _ in parts), tuple(owners for _, owners in parts))
+class CoalescedRows(NamedTuple):
+    """Rows that have left the staging memory."""
+
+    group: PackGroup
+    """Sites, positions and owners of the rows; its `rows` count through them."""
+    rows: Tensor
+    """``[S, M, D]``"""
+    token_ids: Int32Array | None
+    """Token that each row was computed from, int32 ``[M]``; None if that is not known."""
 
 
-def _keep_spans(block: RowBlock, owners: tuple[ConsumerRequest, ...]) -> BlockPart | None:
-    kept = [(span, owner) for span, owner in zip(block.spans, owners, strict=True) if owner.failure is None]
-    if not kept:
-        return None
-    index = np.concatenate([np.arange(span.start, span.stop) for span, _ in kept])
-    spans, stop = [], 0
-    for span, _ in kept:
-        start, stop = stop, stop + span.stop - span.start
-        spans.append(replace(span, start=start, stop=stop))
-    rows = block.rows.index_select(1, torch.from_numpy(index))
-    kept_block = replace(block, rows=rows, positions=block.positions[index], spans=tuple(spans))
-    return kept_block, tuple(owner for _, owner in kept)
+class StepCoalescer:
+    """Rows in the staging memory that wait for those of the next steps. For one thread.
+
+    Args:
+        max_bytes: Bytes from which on it is full.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._staged: list[StagedRows] = []
+        self._num_bytes = 0
+        self._req_ids: set[str] = set()
+        self._last_spans: RequestSpans | None = None
+
+    def __len__(self) -> int:
+        """Count the device copies that are held."""
+        return len(self._staged)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time to `copy_out`."""
+        return self._num_bytes >= self._max_bytes or len(self._staged) >= HELD_STEPS
+
+    def has(self, req_id: str) -> bool:
+        """Whether rows of that request are held."""
+        return req_id in self._req_ids
+
+    def add(self, staged: StagedRows) -> None:
+        """Hold rows; their memory stays leased until `copy_out`."""
+        self._staged.append(staged)
+        self._num_bytes += staged.num_bytes
+        for group in staged.contents:
+            if group.spans is not self._last_spans:
+                self._last_spans = group.spans
+                self._req_ids.update(req_id for req_id, _, _ in group.spans)
+
+    def copy_out(self, pool: RowPool) -> list[CoalescedRows]:
+        """Copy everything out of the staging memory and release that; nothing is held then, whatever happens.
+
+        Args:
+            pool: Memory for the rows.
+        """
+        staged, self._staged = self._staged, []
+        self._num_bytes, self._last_spans = 0, None
+        self._req_ids.clear()
+        try:
+            for each in staged:
+                each.wait()
+            return [_copy_out(parts, pool) for parts in _by_sites(staged)]
+        finally:
+            for each in staged:
+                each.release()
+
+
+class _Part(NamedTuple):
+    """A group of one step, and the place of its rows."""
+
+    group: PackGroup
+    staged: StagedRows
+    start: int
+    """Row of the staging memory at which the first site's first row lies."""
+
+
+def _by_sites(staged: Iterable[StagedRows]) -> list[list[_Part]]:
+    """Collect the groups of all steps; those of the same sites together, in order."""
+    found: dict[SiteSet, list[_Part]] = {}
+    for each in staged:
+        for group, start in each.places:
+            found.setdefault(group.site_set, []).append(_Part(group, each, start))
+    return list(found.values())
+
+
+def _copy_out(parts: Sequence[_Part], pool: RowPool) -> CoalescedRows:
+    group, staged, start = parts[0]
+    memory_AD = staged.memory
+    num_sites = len(group.sites)
+    if len(parts) == 1:
+        rows = staged.view(group, start)
+        return CoalescedRows(group, pool.empty(rows.shape, rows.dtype).copy_(rows), staged.token_ids(group))
+    owners, req_ids = _owners(parts)
+    order = np.argsort(owners, kind="stable")
+    index_SM = np.concatenate([_index(part, num_sites) for part in parts], axis=1)[:, order]
+    shape = (num_sites, len(order), memory_AD.shape[1])
+    rows = pool.empty(shape, memory_AD.dtype)
+    torch.index_select(memory_AD, 0, torch.from_numpy(index_SM.reshape(-1)), out=rows.view(-1, shape[2]))
+    merged = PackGroup(
+        site_set=group.site_set,
+        rows=np.arange(len(order)),
+        positions=np.concatenate([part.group.positions for part in parts])[order],
+        masks=np.concatenate([part.group.masks for part in parts])[order],
+        spans=spans_of(owners[order], req_ids),
+    )
+    token_ids = [part.staged.token_ids(part.group) for part in parts]
+    known = [ids for ids in token_ids if ids is not None]
+    return CoalescedRows(merged, rows, np.concatenate(known)[order] if len(known) == len(token_ids) else None)
+
+
+def _index(part: _Part, num_sites: int) -> Int64Array:
+    """Make the indices of rows of the staging memory, int64 ``[S, N]``."""
+    num_rows = len(part.group.rows)
+    return part.start + np.arange(num_sites * num_rows).reshape(num_sites, num_rows)
+
+
+def _owners(parts: Sequence[_Part]) -> tuple[Int64Array, list[str]]:
+    """Number the owner of each row, int64 ``[M]``; return the owners, too, in the order in which they first appear."""
+    numbers: dict[str, int] = {}
+    owners: list[Int64Array] = []
+    last: RequestSpans | None = None
+    for part in parts:
+        spans = part.group.spans
+        if spans is not last and spans != last:
+            of_spans = [numbers.setdefault(req_id, len(numbers)) for req_id, _, _ in spans]
+            each = np.repeat(of_spans, [stop - start for _, start, stop in spans])
+        last = spans
+        owners.append(each)
+    return np.concatenate(owners), list(numbers)
 
 
 class Splitter:
-    """Cuts what everybody shares into blocks for each consumer. For the dispatch thread.
+    """Makes a block for each consumer from rows that all consumers share. For the dispatch thread.
 
-    While requests neither come nor go, most steps look like the one before: what belongs to the requests in it is
-    then taken over instead of being made again for each of them.
+    While requests neither come nor go, most steps look like the one before: spans and owners are then used again
+    instead of being made for each request.
     """
 
     def __init__(self) -> None:
         self._requests: dict[str, Mapping[int, ConsumerRequest]] = {}
-        self._last: dict[tuple[int, int], _Ownership] = {}
+        self._last: dict[tuple[int, SiteSet], _Ownership] = {}
 
     def begin(self, req_id: str, requests: Mapping[int, ConsumerRequest]) -> None:
-        """From now on, rows of `req_id` are those of `requests`, by consumer bit."""
+        """Give rows of `req_id` to `requests`, by consumer bit, from now on."""
         self._requests[req_id] = requests
         self._last.clear()
 
     def end(self, req_id: str) -> Mapping[int, ConsumerRequest]:
-        """No more rows of `req_id` come; return its requests, none if it is not known."""
+        """Forget `req_id`, of which no more rows come; return its requests, none if it is not known."""
         self._last.clear()
         return self._requests.pop(req_id, {})
 
@@ -148,7 +186,7 @@ class Splitter:
         Consumers that want every row share the tensor; so do consecutive rows. Others get a copy of theirs.
 
         Args:
-            group: What the rows are.
+            group: Sites, positions and owners of the rows.
             rows: ``[S, N, hidden]``.
         """
         wanted = int(np.bitwise_or.reduce(group.masks))
@@ -171,22 +209,21 @@ class Splitter:
             )
 
     def _owned(self, bit: int, group: PackGroup, spans: RequestSpans) -> _Ownership:
-        last = self._last.get((bit, id(group.site_ids)))
-        if last is not None and last.spans == spans and last.site_ids is group.site_ids:
+        last = self._last.get((bit, group.site_set))
+        if last is not None and last.spans == spans:
             return last
         owners = tuple(self._requests[req_id][bit] for req_id, _, _ in spans)
         row_spans = tuple(
             RowSpan(request=owner.info, start=start, stop=stop)
             for owner, (_, start, stop) in zip(owners, spans, strict=True)
         )
-        made = self._last[bit, id(group.site_ids)] = _Ownership(group.site_ids, spans, row_spans, owners)
+        made = self._last[bit, group.site_set] = _Ownership(spans, row_spans, owners)
         return made
 
 
 class _Ownership(NamedTuple):
-    """Whose the rows of a block are, in the planner's words, in the consumer's and in the lane's."""
+    """Owners of the rows of a block: as the planner names them, as the consumer does, and as its queue does."""
 
-    site_ids: Int64Array
     spans: RequestSpans
     row_spans: tuple[RowSpan, ...]
     owners: tuple[ConsumerRequest, ...]
@@ -199,136 +236,91 @@ def _select(rows: Tensor, index: Int64Array) -> Tensor:
     return rows.index_select(1, torch.from_numpy(index))
 
 
-MAX_STEPS = 32
-"""Steps held at most; more would save little."""
+class Portion(NamedTuple):
+    """The rows of one request in one block."""
+
+    request: ConsumerRequest
+    positions: Int64Array
+    num_sites: int
+    num_new: int
+    """Positions that no other block of the packet counts."""
 
 
-class CoalescedRows(NamedTuple):
-    """Rows that have left the staging memory."""
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """The rows of some steps for one consumer.
 
-    group: PackGroup
-    """What they are; its `rows` count through them."""
-    rows: Tensor
-    """``[S, M, D]``"""
-    token_ids: Int32Array | None
-    """The token that each was computed from, int32 ``[M]``; None if nobody knows."""
-
-
-class StepCoalescer:
-    """Rows in the staging memory that wait for those of the next steps. For one thread.
-
-    Args:
-        max_bytes: From so many on they are to be taken.
+    Attributes:
+        blocks: The rows.
+        owners: One request for each span of each block.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._staged: list[StagedRows] = []
-        self._num_bytes = 0
-        self._req_ids: set[str] = set()
-        self._last_spans: RequestSpans | None = None
-
-    def __len__(self) -> int:
-        """Steps, or parts of one, that are held."""
-        return len(self._staged)
+    blocks: tuple[RowBlock, ...]
+    owners: tuple[tuple[ConsumerRequest, ...], ...]
 
     @property
-    def is_full(self) -> bool:
-        """Whether it is time to `take`."""
-        return self._num_bytes >= self._max_bytes or len(self._staged) >= MAX_STEPS
+    def num_bytes(self) -> int:
+        """Bytes of the rows."""
+        return sum(block.rows.nbytes for block in self.blocks)
 
-    def has(self, req_id: str) -> bool:
-        """Whether rows of that request are held."""
-        return req_id in self._req_ids
+    @property
+    def num_rows(self) -> int:
+        """Positions, each once however many sites it has."""
+        return sum(portion.num_new for portion in self.portions())
 
-    def add(self, staged: StagedRows) -> None:
-        """Hold rows; their memory stays leased until `take`."""
-        self._staged.append(staged)
-        self._num_bytes += staged.num_bytes
-        for group in staged.contents:
-            if group.spans is not self._last_spans:
-                self._last_spans = group.spans
-                self._req_ids.update(req_id for req_id, _, _ in group.spans)
+    def portions(self) -> Iterator[Portion]:
+        """Iterate over every request's part of every block."""
+        for block, owners in zip(self.blocks, self.owners, strict=True):
+            for span, request in zip(block.spans, owners, strict=True):
+                num_new = span.stop - span.start if request.first_site in block.sites else 0
+                yield Portion(request, block.positions[span.start : span.stop], len(block.sites), num_new)
 
-    def take(self, pool: RowPool) -> list[CoalescedRows]:
-        """Copy everything out of the staging memory and give that back; nothing is held then, whatever happens.
+    def note_delivered(self) -> int:
+        """Count the rows in their requests' audits; return how many positions that are."""
+        num_rows = 0
+        for block, owners in zip(self.blocks, self.owners, strict=True):
+            sites, num_sites, positions = block.sites, len(block.sites), block.positions.tolist()
+            for span, request in zip(block.spans, owners, strict=True):
+                start, stop = span.start, span.stop
+                if request.first_site in sites:
+                    num_rows += stop - start
+                first, last = positions[start], positions[stop - 1]
+                if last - first == stop - start - 1:
+                    request.audit.deliver_run(first, last + 1, num_sites)
+                else:
+                    request.audit.deliver(block.positions[start:stop], num_sites)
+        return num_rows
 
-        Args:
-            pool: Where the rows go.
-        """
-        staged, self._staged = self._staged, []
-        self._num_bytes, self._last_spans = 0, None
-        self._req_ids.clear()
-        try:
-            for each in staged:
-                each.wait()
-            return [_take(parts, pool) for parts in _by_sites(staged)]
-        finally:
-            for each in staged:
-                each.release()
+    def requests(self) -> list[ConsumerRequest]:
+        """List the requests that own the rows, each once."""
+        return list(dict.fromkeys(request for owners in self.owners for request in owners))
 
-
-class _Part(NamedTuple):
-    """A group of one step, and where its rows are."""
-
-    group: PackGroup
-    staged: StagedRows
-    start: int
-    """Row of the staging memory that the first site's first row lies at."""
-
-
-def _by_sites(staged: Iterable[StagedRows]) -> list[list[_Part]]:
-    """The groups of all steps; those of the same sites together, in order."""
-    found: dict[int, list[_Part]] = {}
-    for each in staged:
-        for group, start in each.places:
-            # The planner keeps one array for a set of sites while any request wants it; the part keeps it, too.
-            found.setdefault(id(group.site_ids), []).append(_Part(group, each, start))
-    return list(found.values())
+    def without_failed(self) -> Packet | None:
+        """Leave out the rows of requests that have failed; None if nothing remains."""
+        if not any(request.failure for owners in self.owners for request in owners):
+            return self
+        parts = [
+            part
+            for block, owners in zip(self.blocks, self.owners, strict=True)
+            if (part := _keep_spans(block, owners)) is not None
+        ]
+        return join(parts) if parts else None
 
 
-def _take(parts: Sequence[_Part], pool: RowPool) -> CoalescedRows:
-    group, staged, start = parts[0]
-    memory_AD = staged.memory
-    num_sites = len(group.sites)
-    if len(parts) == 1:
-        rows = staged.view(group, start)
-        return CoalescedRows(group, pool.empty(rows.shape, rows.dtype).copy_(rows), staged.token_ids(group))
-    owners, req_ids = _owners(parts)
-    order = np.argsort(owners, kind="stable")
-    index_SM = np.concatenate([_index(part, num_sites) for part in parts], axis=1)[:, order]
-    shape = (num_sites, len(order), memory_AD.shape[1])
-    rows = pool.empty(shape, memory_AD.dtype)
-    torch.index_select(memory_AD, 0, torch.from_numpy(index_SM.reshape(-1)), out=rows.view(-1, shape[2]))
-    merged = PackGroup(
-        sites=group.sites,
-        site_ids=group.site_ids,
-        rows=np.arange(len(order)),
-        positions=np.concatenate([part.group.positions for part in parts])[order],
-        masks=np.concatenate([part.group.masks for part in parts])[order],
-        spans=spans_of(owners[order], req_ids),
-    )
-    token_ids = [part.staged.token_ids(part.group) for part in parts]
-    known = [ids for ids in token_ids if ids is not None]
-    return CoalescedRows(merged, rows, np.concatenate(known)[order] if len(known) == len(token_ids) else None)
+def join(parts: list[BlockPart]) -> Packet:
+    """Make a packet of `parts`."""
+    return Packet(tuple(block for block, _ in parts), tuple(owners for _, owners in parts))
 
 
-def _index(part: _Part, num_sites: int) -> Int64Array:
-    """Rows of the staging memory, int64 ``[S, N]``."""
-    num_rows = len(part.group.rows)
-    return part.start + np.arange(num_sites * num_rows).reshape(num_sites, num_rows)
-
-
-def _owners(parts: Sequence[_Part]) -> tuple[Int64Array, list[str]]:
-    """Whose each row is, as numbers, int64 ``[M]``, and what the numbers mean: requests as they first appear."""
-    numbers: dict[str, int] = {}
-    owners: list[Int64Array] = []
-    last: RequestSpans | None = None
-    for part in parts:
-        spans = part.group.spans
-        if spans is not last and spans != last:
-            of_spans = [numbers.setdefault(req_id, len(numbers)) for req_id, _, _ in spans]
-            each = np.repeat(of_spans, [stop - start for _, start, stop in spans])
-        last = spans
-        owners.append(each)
-    return np.concatenate(owners), list(numbers)
+def _keep_spans(block: RowBlock, owners: tuple[ConsumerRequest, ...]) -> BlockPart | None:
+    kept = [(span, owner) for span, owner in zip(block.spans, owners, strict=True) if owner.failure is None]
+    if not kept:
+        return None
+    index = np.concatenate([np.arange(span.start, span.stop) for span, _ in kept])
+    spans, stop = [], 0
+    for span, _ in kept:
+        start, stop = stop, stop + span.stop - span.start
+        spans.append(replace(span, start=start, stop=stop))
+    rows = block.rows.index_select(1, torch.from_numpy(index))
+    kept_block = replace(block, rows=rows, positions=block.positions[index], spans=tuple(spans))
+    return kept_block, tuple(owner for _, owner in kept)

@@ -16,6 +16,7 @@ from headgate.capture.schema.consumer import RowBlock
 from headgate.capture.schema.errors import ConfigError, ConsumerError
 
 SEGMENT_BYTES = 256 * MIB
+"""Size at which a new segment begins: disk space is given back segment by segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class _Segment:
 class SpillFile:
     """First in, first out. The dispatch thread stores; the consumer's thread loads; either discards.
 
-    Rows are stored as their raw bytes in segments, so that disk space is given back while the lane still spills.
+    Rows are stored as their raw bytes in segments, so that disk space is given back while the queue still spills.
     The lock guards the segments' counters and is not held while rows are written or read.
 
     Args:
@@ -123,14 +124,14 @@ class SpillFile:
                 segment.file.close()
 
     def close(self) -> None:
-        """Take nothing more; what is stored can still be loaded, and its disk space is free after that."""
+        """Store no more; stored rows can still be loaded, and their disk space is free after that."""
         with self._lock:
             self._is_closed = True
             if self._current.num_pending == 0:
                 self._current.file.close()
 
     def _open_segment(self) -> _Segment:
-        """The segment to write to. Only the dispatch thread replaces it."""
+        """Return the segment to write to. Only the dispatch thread replaces it."""
         with self._lock:
             segment = self._current
             if segment.num_pending == 0:
@@ -147,7 +148,7 @@ class SpillFile:
 
 
 def _bytes_of(rows: Tensor) -> memoryview:
-    """The memory of contiguous `rows`; numpy has no bf16, so as bytes."""
+    """View the memory of contiguous `rows` as bytes, since numpy has no bf16."""
     return memoryview(rows.flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

@@ -82,7 +82,7 @@ class CaptureStats:
 
 @dataclass(slots=True)
 class QueueCounters:
-    """The growing part of `ConsumerStats`; guarded by the lane's lock."""
+    """The growing part of `ConsumerStats`; guarded by the queue's lock."""
 
     rows: int = 0
     bytes: int = 0

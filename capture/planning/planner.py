@@ -16,12 +16,11 @@ from headgate.capture.planning.request_plan import (
     BoolArray,
     SelectedRows,
     SelectionShape,
-    SiteSet,
     WantReader,
     Wants,
     list_keys,
 )
-from headgate.capture.planning.step_plan import PackGroup, StepPlan, count_up, prolonged, spans_of
+from headgate.capture.planning.step_plan import PackGroup, SiteSet, StepPlan, count_up, prolonged, spans_of
 from headgate.capture.schema.batch import BatchView, Int64Array
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
@@ -220,8 +219,7 @@ class _NewPositions:
         (chosen,) = shape.choose_all(total)
         found = [req_ids[member] for member in self.members]
         group = PackGroup(
-            sites=chosen.site_set.sites,
-            site_ids=chosen.site_set.ids,
+            site_set=chosen.site_set,
             rows=count_up(0, total),
             positions=prolonged(self.begins, starts, self.counts),
             masks=chosen.masks,
@@ -379,8 +377,7 @@ def _merge(req_ids: tuple[str, ...], parts: Mapping[SiteSet, Sequence[_WantedRow
 
 def _group(site_set: SiteSet, rows: _WantedRows, offsets: Int64Array, req_ids: tuple[str, ...]) -> PackGroup:
     return PackGroup(
-        sites=site_set.sites,
-        site_ids=site_set.ids,
+        site_set=site_set,
         rows=offsets,
         positions=rows.positions,
         masks=rows.masks,

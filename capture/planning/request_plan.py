@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
+from headgate.capture.planning.step_plan import SiteSet
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import MAX_CONSUMERS
 from headgate.capture.schema.positions import MAX_POSITION
@@ -33,19 +34,6 @@ _Asked = tuple[tuple[int, tuple[Site, ...], _Wanted], ...]
 """``((consumer bit, its sites, wanted positions), ...)``, by bit."""
 _Terms = dict[_Wanted, dict[int, int]]
 """``{wanted positions: {site id: bits of the consumers}}``"""
-
-
-@dataclass(frozen=True, eq=False)
-class SiteSet:
-    """Sites of this worker, in ring order. Interned: equal sets are one object.
-
-    Attributes:
-        sites: ``S`` sites.
-        ids: int64 ``[S]``, read-only: their indices in the worker's list.
-    """
-
-    sites: tuple[Site, ...]
-    ids: Int64Array
 
 
 @dataclass(frozen=True, eq=False)

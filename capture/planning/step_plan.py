@@ -16,14 +16,26 @@ from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.sites import Site
 
 
+@dataclass(frozen=True, eq=False)
+class SiteSet:
+    """Sites of this worker, in ring order. Interned: equal sets are one object.
+
+    Attributes:
+        sites: ``S`` sites.
+        ids: int64 ``[S]``, read-only: their indices in the worker's list.
+    """
+
+    sites: tuple[Site, ...]
+    ids: Int64Array
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackGroup:
     """Rows of one step that share a set of sites. Each wanted (row, site) pair is in exactly one group.
 
     Attributes:
-        sites: ``S`` sites, in ring order.
-        site_ids: int64 ``[S]``, read-only: their indices in the worker's site list. The same array object step
-            after step while any request wants exactly these sites, so it can serve as a cache key.
+        site_set: ``S`` sites. The same object step after step while any request wants exactly these sites, so it can
+            serve as a key.
         rows: int64 ``[N]``, offsets into `StepPlan.token_rows`.
         positions: int64 ``[N]``, absolute; ascending within a request.
         masks: int64 ``[N]``, never 0; bit i: consumer i wants the row at these sites.
@@ -31,12 +43,21 @@ class PackGroup:
             one per request, together covering ``0 : N``.
     """
 
-    sites: tuple[Site, ...]
-    site_ids: Int64Array
+    site_set: SiteSet
     rows: Int64Array
     positions: Int64Array
     masks: Int64Array
     spans: tuple[tuple[str, int, int], ...]
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """``S`` sites, in ring order."""
+        return self.site_set.sites
+
+    @property
+    def site_ids(self) -> Int64Array:
+        """int64 ``[S]``, read-only: indices of the sites in the worker's list."""
+        return self.site_set.ids
 
 
 class StepPlan:
@@ -94,8 +115,7 @@ class StepPlan:
             if len(group.spans) != len(group.rows):
                 raise AssertionError(f"a run in which {len(group.spans)} requests have {len(group.rows)} rows a step")
             yield PackGroup(
-                sites=group.sites,
-                site_ids=group.site_ids,
+                site_set=group.site_set,
                 rows=np.add.outer(group.rows + distance, steps * len(self.token_rows)).reshape(-1),
                 positions=np.add.outer(group.positions, steps).reshape(-1),
                 masks=np.repeat(group.masks, num_steps),

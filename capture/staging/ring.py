@@ -18,17 +18,15 @@ from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.monitoring.stats import StagingCounters
 from headgate.capture.planning.step_plan import PackGroup, StepPlan, count_copies, joined, rows_between
 from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.batching import RING_BYTES, RING_SHARE
 from headgate.capture.schema.config import MAX_LINGER_S
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import Site
-from headgate.capture.staging.device_copy import PACK_BYTES, Copied, CudaCopier, DeviceCopier, HostCopier
+from headgate.capture.staging.device_copy import Copied, CudaCopier, DeviceCopier, HostCopier
 from headgate.capture.staging.host_rows import Arena, CopyPart, Lease, StagedRows, as_int32, round_up
 
 NUM_TRASH_ROWS = 64
 """Rows that nobody wants take turns: 8192 of them at one address would cost a prefill 3 % on an H200, at 64 nothing."""
-
-KEPT_BYTES = 2 * PACK_BYTES
-"""What is left in the ring to be copied out together: with more there is nothing to save."""
 
 
 class _Kept(NamedTuple):
@@ -154,7 +152,8 @@ class StagingRing:
 
         A quarter of the ring may be full of it: the next rows must not have to wait for the copies of the last.
         """
-        return self._kept_copies * self.row_bytes >= KEPT_BYTES or self.num_kept_rows >= self._num_rows // 4
+        max_rows = int(RING_SHARE * self._num_rows)
+        return self._kept_copies * self.row_bytes >= RING_BYTES or self.num_kept_rows >= max_rows
 
     def has_to_collect(self, plan: StepPlan) -> bool:
         """Whether `begin` needs slots, for this plan, that lie behind the end of the ring while rows are kept in it."""

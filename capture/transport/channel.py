@@ -1,8 +1,8 @@
 """Both ends of a one-way connection over ZMQ: a worker sends through a `Channel`, a front end reads an `Inbox`.
 
 An inbox acknowledges each message when it is done with it, and a channel keeps at most a window of bytes
-unacknowledged. So a reader that takes its time holds its senders up instead of piling up memory anywhere, and the
-death of either end is noticed by the other or of no concern to it.
+unacknowledged. So a slow reader makes its senders wait instead of filling memory anywhere, and when either end dies,
+the other notices or is not affected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_IPC_PATH = 107
 """Bytes that Linux allows for the path of a Unix socket."""
 
 CLOSING_INTERVAL_S = 0.1
-"""How often a waiting channel looks whether it is being closed, and how much time is left."""
+"""Interval at which a waiting channel looks whether it is being closed, and how much time is left."""
 
 
 class Channel:
@@ -108,7 +108,7 @@ class Channel:
         return self._bytes_on_the_way > 0 and self._bytes_on_the_way + num_bytes > self._window_bytes
 
     def _receive(self, timeout_s: float) -> None:
-        """Take in acknowledgements, and the news that the other end is gone, waiting for the first."""
+        """Read acknowledgements, and whether the other end is gone, waiting for the first."""
         if self._is_dead:
             return
         ready = self._poller.poll(math.ceil(timeout_s * 1000))
@@ -198,11 +198,6 @@ class Inbox:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
     def close(self, timeout_s: float) -> bool:
         """Stop listening; False if the handler did not return within `timeout_s` seconds.
 
@@ -233,14 +228,14 @@ class Inbox:
 
     def _read(self) -> None:
         identity, *frames = self._socket.recv_multipart(copy=False)
-        self._take(frames)
+        self._handle_message(frames)
         self._socket.send_multipart([identity, acknowledgement(sum(len(frame) for frame in frames))])
 
     def _time_left_ms(self) -> int | None:
         due = None if self._watch is None else self._watch()
         return None if due is None else max(math.ceil((due - time.monotonic()) * 1000), 0)
 
-    def _take(self, frames: Sequence[zmq.Frame]) -> None:
+    def _handle_message(self, frames: Sequence[zmq.Frame]) -> None:
         try:
             self._handle(frames)
         except MalformedMessage as error:
@@ -253,7 +248,7 @@ class Inbox:
 
 
 def acknowledgement(num_bytes: int) -> bytes:
-    """The frame that says that a message of `num_bytes` bytes was taken."""
+    """Make the frame that acknowledges a message of `num_bytes` bytes."""
     return num_bytes.to_bytes(8, "little")
 
 

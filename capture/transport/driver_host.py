@@ -11,7 +11,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from headgate.capture.delivery.consumer_queue import ConsumerQueue, UnfinishedWork
+from headgate.capture.delivery.consumer_queue import ConsumerQueue
+from headgate.capture.delivery.consumer_thread import ConsumerThread, UnfinishedWork
 from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.monitoring.stats import ConsumerStats
 from headgate.capture.schema.config import CaptureConsumersConfig
@@ -27,10 +28,10 @@ from headgate.capture.transport.row_receiver import RowReceiver
 logger = logging.getLogger("headgate")
 
 INBOX_SHARE = 0.5
-"""Part of the time to close after which what still arrives is dropped, so that what did arrive is delivered."""
-
+"""Part of the time to close after which rows that still arrive are dropped, so that those before are delivered."""
 
 STOP_GRACE_S = 1.0
+"""Least time that the reading threads get to end once their consumers are closed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +56,8 @@ class DriverHost:
     the sites of all stages as if there were one.
 
     Threads: any. Each consumer has one thread for its calls and one that reads what workers send; when its queue is
-    full, that one stops reading, which holds up the workers' lane for it and nobody else. The overload policy is the
-    worker's.
+    full, the reading thread waits, which blocks the workers' queues for this consumer and nobody else. The overload
+    policy is the worker's.
 
     Args:
         config: Worker-located consumers are left out.
@@ -88,14 +89,14 @@ class DriverHost:
 
     @property
     def consumers(self) -> Mapping[str, BatchedConsumer | StreamingConsumer]:
-        """The consumers by instance; none before the hub was opened. Those that were closed stay to be looked at."""
+        """The consumers by instance; none before the hub was opened. Closed ones stay, so that they can be read."""
         return MappingProxyType({feed.consumer.spec.instance: feed.consumer.consumer for feed in self._feeds})
 
     def stats(self) -> DriverStats:
         """Counters as of now; waits for no consumer."""
         return DriverStats(
-            consumers=tuple(feed.lane.stats() for feed in self._feeds),
-            unknown=sum(feed.arrivals.num_unknown for feed in self._feeds),
+            consumers=tuple(feed.thread.queue.stats() for feed in self._feeds),
+            unknown=sum(feed.receiver.num_unknown for feed in self._feeds),
             malformed=sum(feed.inbox.malformed for feed in self._feeds),
         )
 
@@ -129,26 +130,32 @@ def open_drivers(
 
 
 class _Feed:
-    """One consumer: where its rows come in, what is arriving, and its lane."""
+    """One consumer, its thread, and the inbox and receiver that fill its queue."""
 
     def __init__(self, consumer: OpenConsumer, hub: ResultHub, address: str, row_bytes: int) -> None:
         instance, opened = consumer.spec.instance, consumer.consumer
         self.consumer = consumer
-        self.lane = ConsumerQueue(
+        self.thread = ConsumerThread(
             msgspec.structs.replace(consumer.spec, overload="block"),
             Assembler(opened) if isinstance(opened, BatchedConsumer) else opened,
             partial(_deliver, hub, instance),
             row_bytes=row_bytes,
-            takes_siteless=True,
+            accepts_empty=True,
         )
-        self.arrivals = RowReceiver(self.lane, hub.knows)
+        self.receiver = RowReceiver(self.thread.queue, hub.knows)
         self.inbox = Inbox(
             rows_address(address, instance),
-            self.arrivals.handle,
+            self.receiver.handle,
             name=f"headgate-{instance}-rows",
-            watch=self.lane.watch,
+            watch=partial(_fail_hung, self.thread.queue),
         )
-        self.lane.start()
+        self.thread.start()
+
+
+def _fail_hung(queue: ConsumerQueue) -> float | None:
+    """Fail the requests of a hung consumer; return when to look again."""
+    queue.fail_hung()
+    return queue.due_at()
 
 
 def _deliver(hub: ResultHub, instance: str, request: RequestInfo, result: CaptureResult) -> None:
@@ -163,18 +170,18 @@ def _deliver(hub: ResultHub, instance: str, request: RequestInfo, result: Captur
 
 
 def _close(feeds: Sequence[_Feed], timeout_s: float) -> bool:
-    """Take in no more, deliver what is there, close the consumers; False if a thread had to be left behind."""
+    """Read no more, deliver what was read, close the consumers; False if a thread had to be left behind."""
     started = time.monotonic()
     close_by = started + timeout_s
     for feed in feeds:
         if not feed.inbox.close(max(started + INBOX_SHARE * timeout_s - time.monotonic(), 0)):
-            feed.lane.stop_holding_up()
+            feed.thread.queue.stop_blocking()
     for feed in feeds:
-        feed.lane.close(close_by)
-    left = {feed.consumer.spec.instance: feed.lane.join(close_by) for feed in feeds}
-    for instance, lane in left.items():
-        if lane != UnfinishedWork():
-            logger.warning("capture consumer %s was closed with something left: %s", instance, lane)
-    # An inbox that was waiting for its lane is free by now: the lane takes nothing any more.
+        feed.thread.close(close_by)
+    left = {feed.consumer.spec.instance: feed.thread.join(close_by) for feed in feeds}
+    for instance, work in left.items():
+        if work != UnfinishedWork():
+            logger.warning("capture consumer %s was closed with something left: %s", instance, work)
+    # An inbox that was waiting for room is free by now: the queue discards everything.
     is_stopped = [feed.inbox.close(max(close_by - time.monotonic(), STOP_GRACE_S)) for feed in feeds]
-    return all(is_stopped) and not any(lane.is_stuck for lane in left.values())
+    return all(is_stopped) and not any(work.is_stuck for work in left.values())

@@ -1,4 +1,4 @@
-"""What travels between a worker and a front end: a msgpack header and raw frames. Never pickle.
+"""Messages between a worker and a front end: a msgpack header and raw frames. Never pickle.
 
 Every message is one multipart ZMQ message. Its first frame is the header, one of the structs below, tagged; the
 frames after it are arrays, whose shapes and dtypes the header tells:
@@ -22,30 +22,28 @@ from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 import zmq
 from torch import Tensor
 
-from headgate.capture.schema.batch import FinalState
+from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.consumer import FinishedRequest, Origin, RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 
-Int64Array = npt.NDArray[np.int64]
 Frames: TypeAlias = Sequence[bytes | memoryview]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class MalformedMessage(ValueError):
-    """Frames that are not one of our messages; the receiver counts them and goes on."""
+    """Raised for frames that are not one of our messages; the receiver counts them and goes on."""
 
 
 class ResultMessage(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
-    """How a request ended for one worker-located consumer at one pipeline stage.
+    """Result of a request for one worker-located consumer at one pipeline stage.
 
     Attributes:
         key: What the hub knows the request by.
@@ -67,7 +65,7 @@ class ResultMessage(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
 
 
 class BeginMessage(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
-    """A request that wants rows for a driver-located consumer; `num_stages` stages will send them."""
+    """Announcement of a request that wants rows for a driver-located consumer; `num_stages` stages will send them."""
 
     key: str
     req_id: str
@@ -80,7 +78,7 @@ class BeginMessage(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
 
 
 class SpanHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Rows ``start : stop`` of a block belong to one request."""
+    """Owner of the rows ``start : stop`` of a block."""
 
     key: str
     req_id: str
@@ -98,14 +96,14 @@ class BlockHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowsMessage(msgspec.Struct, frozen=True, kw_only=True, tag="rows"):
-    """Everything one `StreamingConsumer.write` hands over that goes to one front end."""
+    """Blocks of one `StreamingConsumer.write` that go to one front end."""
 
     stage: int
     blocks: list[BlockHeader]
 
 
 class FinishMessage(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
-    """A request got its last row of this stage; `dropped_rows` of them were lost on the way."""
+    """End of a request, which got its last row of this stage; `dropped_rows` rows were lost on the way."""
 
     key: str
     req_id: str
@@ -116,7 +114,7 @@ class FinishMessage(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
 
 
 class AbandonMessage(msgspec.Struct, frozen=True, kw_only=True, tag="abandon"):
-    """A request failed on this stage; its result, an error, travels by itself."""
+    """Failure of a request on this stage; its result, an error, travels by itself."""
 
     key: str
     req_id: str
@@ -130,7 +128,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message, arrays: Sequence[memoryview] = ()) -> list[bytes | memoryview]:
-    """The frames of a message.
+    """Make the frames of a message.
 
     Raises:
         TypeError, ValueError, OverflowError, RecursionError: If a payload is not made of plain values.
@@ -153,7 +151,7 @@ def decode(frames: Sequence[zmq.Frame]) -> Message:
 
 
 def origin_of(request: RequestInfo) -> Origin:
-    """Where the request's results go.
+    """Return where the request's results go.
 
     Raises:
         ConsumerError: If nobody is to get them.
@@ -164,7 +162,7 @@ def origin_of(request: RequestInfo) -> Origin:
 
 
 def encode_begin(request: RequestInfo, *, stage: int, num_stages: int) -> list[bytes | memoryview]:
-    """`BeginMessage` for a request."""
+    """Make the frames of a `BeginMessage`."""
     message = BeginMessage(
         key=origin_of(request).key,
         req_id=request.request_id,
@@ -179,7 +177,7 @@ def encode_begin(request: RequestInfo, *, stage: int, num_stages: int) -> list[b
 
 
 def read_begin(message: BeginMessage, frames: Sequence[zmq.Frame]) -> RequestInfo:
-    """The request that a `BeginMessage` announces.
+    """Read the request that a `BeginMessage` announces.
 
     Raises:
         MalformedMessage: If its frames or its spec are not as they should be.
@@ -205,7 +203,7 @@ def read_begin(message: BeginMessage, frames: Sequence[zmq.Frame]) -> RequestInf
 
 
 def encode_rows(blocks: Sequence[RowBlock], *, stage: int) -> list[bytes | memoryview]:
-    """`RowsMessage` for blocks of rows; their memory is not copied if it is contiguous."""
+    """Make the frames of a `RowsMessage`; the rows are not copied if they are contiguous."""
     arrays: list[memoryview] = []
     for block in blocks:
         arrays += [array_bytes(block.positions), tensor_bytes(block.rows)]
@@ -228,7 +226,7 @@ def _block_header(block: RowBlock) -> BlockHeader:
 def read_rows(
     message: RowsMessage, frames: Sequence[zmq.Frame], requests: Mapping[tuple[str, str], RequestInfo]
 ) -> list[RowBlock]:
-    """The blocks of a `RowsMessage`; they share the memory of the frames.
+    """Read the blocks of a `RowsMessage`; they share the memory of the frames.
 
     Args:
         message: The header.
@@ -260,7 +258,7 @@ def read_rows(
 
 
 def select_spans(block: RowBlock, spans: Sequence[RowSpan]) -> RowBlock:
-    """The rows of some of a block's spans, copied, as a block of their own."""
+    """Copy the rows of some of a block's spans into a block of their own."""
     rows = np.concatenate([np.arange(span.start, span.stop) for span in spans])
     stops = np.cumsum([span.stop - span.start for span in spans]).tolist()
     return RowBlock(
@@ -285,7 +283,7 @@ def _read_sites(header: BlockHeader) -> tuple[Site, ...]:
 
 @lru_cache(maxsize=256)
 def _parse_sites(names: tuple[str, ...]) -> tuple[Site, ...]:
-    """The same tuple for the same names: a consumer may tell from it that blocks are of one kind."""
+    """Return the same tuple for the same names: consumers recognise blocks with the same sites by it."""
     return tuple(Site.parse(name) for name in names)
 
 
@@ -316,7 +314,7 @@ def _read_tensor(header: BlockHeader, frame: zmq.Frame) -> Tensor:
 
 
 def encode_finish(finished: FinishedRequest, *, stage: int) -> list[bytes | memoryview]:
-    """`FinishMessage` for a request."""
+    """Make the frames of a `FinishMessage`."""
     message = FinishMessage(
         key=origin_of(finished.request).key,
         req_id=finished.request.request_id,
@@ -329,7 +327,7 @@ def encode_finish(finished: FinishedRequest, *, stage: int) -> list[bytes | memo
 
 
 def read_final(message: FinishMessage, frames: Sequence[zmq.Frame]) -> FinalState:
-    """How the request of a `FinishMessage` ended.
+    """Read how the request of a `FinishMessage` ended.
 
     Raises:
         MalformedMessage: If its frames are not as they should be.
@@ -341,17 +339,17 @@ def read_final(message: FinishMessage, frames: Sequence[zmq.Frame]) -> FinalStat
 
 
 def array_bytes(array: Int64Array) -> memoryview:
-    """The bytes of an int64 array."""
+    """View an int64 array as bytes; copied if it is not contiguous."""
     return np.ascontiguousarray(array, dtype=np.int64).data.cast("B")
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a CPU tensor with at least one element; a view of it if it is contiguous."""
+    """View a CPU tensor with at least one element as bytes; copied if it is not contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def read_int64(frame: zmq.Frame) -> Int64Array:
-    """An int64 array of its own memory.
+    """Copy an int64 array out of a frame.
 
     Raises:
         MalformedMessage: If the frame does not hold whole numbers of 8 bytes.

@@ -1,4 +1,4 @@
-"""The front end's side of results: requests say what they expect, workers and driver consumers answer.
+"""Results as the front end collects them: requests announce which they expect, workers and driver consumers answer.
 
 Keys are random and secret between a request's front end and its worker: what comes with another key is ignored.
 """
@@ -31,19 +31,21 @@ MAX_CLOSED_KEYS = 65536
 """Keys of past requests that are remembered: rows for driver-located consumers may arrive late."""
 
 UNDO_TIMEOUT_S = 1.0
+"""Seconds that each part gets to close when the hub could not be opened as a whole."""
 
 Closer: TypeAlias = Callable[[float], bool]
 Opener: TypeAlias = Callable[[str], Closer]
+Handle: TypeAlias = Callable[[Sequence[zmq.Frame]], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubStats:
-    """What a hub has seen.
+    """Counters of a hub.
 
     Attributes:
         results: Answers that a request was waiting for.
-        unknown: Answers to nobody: too late, of an aborted request, or with a wrong key.
-        malformed: Messages that were none.
+        unknown: Answers that no request waited for: too late, of an aborted request, or with a wrong key.
+        malformed: Messages that could not be read.
         waiting: Now: requests that expect results.
     """
 
@@ -54,7 +56,7 @@ class HubStats:
 
 
 class _Expected:
-    """One request: the answers so far, and who is told when all are there. Guarded by the hub's lock."""
+    """One request: the answers so far, and the callbacks for when all are there. Guarded by the hub's lock."""
 
     def __init__(self, instances: Sequence[str], num_samples: int, num_stages: int) -> None:
         self.instances = tuple(dict.fromkeys(instances))
@@ -69,8 +71,8 @@ class _Expected:
         """Whether every consumer answered for every sample."""
         return len(self._complete) == self.num_samples * len(self.instances)
 
-    def takes(self, sample: int, instance: str, stage: int, num_stages: int) -> bool:
-        """Whether this answer is one that is missing."""
+    def is_missing(self, sample: int, instance: str, stage: int, num_stages: int) -> bool:
+        """Whether this is an answer that did not come yet."""
         return (
             0 <= sample < self.num_samples
             and instance in self.instances
@@ -79,7 +81,7 @@ class _Expected:
             and stage not in self._answers.get((sample, instance), {})
         )
 
-    def take(self, sample: int, instance: str, stage: int, num_answers: int, result: CaptureResult) -> None:
+    def add(self, sample: int, instance: str, stage: int, num_answers: int, result: CaptureResult) -> None:
         """Keep an answer; `num_answers` make the result complete."""
         answers = self._answers.setdefault((sample, instance), {})
         answers[stage] = result
@@ -87,7 +89,7 @@ class _Expected:
             self._complete.add((sample, instance))
 
     def results(self) -> CaptureResults:
-        """What is known now."""
+        """Merge the answers so far; a consumer that did not answer for a sample is ``pending``."""
         samples = [{name: self._result(sample, name) for name in self.instances} for sample in range(self.num_samples)]
         merged = {name: merge_samples([sample[name] for sample in samples]) for name in self.instances}
         return CaptureResults(samples, merged)
@@ -106,44 +108,36 @@ class ResultHub:
 
     Threads: any. The lock guards the table of requests. Answers arrive on the hub's own thread or, from consumers
     that are located in this process, through `deliver` on theirs; callbacks run there, without the lock.
+
+    Args:
+        folder: Where the private folder is made; the system's folder for temporary files if None.
     """
 
     def __init__(self, *, folder: str | None = None) -> None:
-        """`folder`: where the private folder is made; the system's folder for temporary files if None."""
-        self._parent_folder = folder
-        self._openers: list[Opener] = []
-        self._of_parent: list[object] = []
+        self._listener = _Listener(folder)
         self._single: set[str] = set()
-        self._inbox: Inbox | None = None
-        self._closers: list[Closer] = []
         self._reset()
         os.register_at_fork(after_in_child=functools.partial(_reset_forked, weakref.ref(self)))
 
     @property
     def address(self) -> str:
-        """What requests carry as ``reply``; the first use starts listening.
+        """Address that requests carry as ``reply``; the first use starts listening.
 
         Raises:
             UnsupportedError: If the socket cannot be made.
         """
-        with self._open_lock:
-            if self._inbox is None:
-                self._inbox = self._open()
-            return self._inbox.address
+        return self._listener.open(self._handle)
 
     def on_open(self, opener: Opener) -> None:
         """Call ``opener(address)`` whenever the hub starts to listen, before anybody learns the address.
 
-        What it returns is called when the hub is shut down, with the seconds that are left; it returns whether it
-        was done in time.
+        The function that it returns is called when the hub is shut down, with the seconds that are left, and tells
+        whether it was done in time.
         """
-        with self._open_lock:
-            self._openers.append(opener)
-            if self._inbox is not None:
-                self._closers.append(opener(self._inbox.address))
+        self._listener.on_open(opener)
 
     def answers_once(self, instances: Iterable[str]) -> None:
-        """One answer for each sample is all there is of these consumers, however many stages there are."""
+        """Expect one answer for each sample from these consumers, however many stages there are."""
         with self._lock:
             self._single.update(instances)
 
@@ -170,12 +164,12 @@ class ResultHub:
         """Take one answer; False if no request waits for it."""
         with self._lock:
             expected = self._expected.get(key)
-            if expected is None or not expected.takes(sample_index, instance, stage, num_stages):
+            if expected is None or not expected.is_missing(sample_index, instance, stage, num_stages):
                 self._num_unknown += 1
                 return False
             self._num_results += 1
             num_answers = 1 if instance in self._single else num_stages
-            expected.take(sample_index, instance, stage, num_answers, result)
+            expected.add(sample_index, instance, stage, num_answers, result)
             callbacks = tuple(expected.callbacks) if expected.is_complete else ()
         for callback in callbacks:
             callback()
@@ -194,7 +188,7 @@ class ResultHub:
                 return expected.results()
 
     async def wait_async(self, key: str, timeout_s: float) -> CaptureResults:
-        """`wait` without holding up the event loop."""
+        """`wait` without blocking the event loop."""
         loop, done = asyncio.get_running_loop(), asyncio.Event()
         with self._watching(key, functools.partial(_set_from_thread, loop, done)) as expected:
             with contextlib.suppress(asyncio.TimeoutError):
@@ -221,7 +215,7 @@ class ResultHub:
             return HubStats(
                 results=self._num_results,
                 unknown=self._num_unknown,
-                malformed=0 if self._inbox is None else self._inbox.malformed,
+                malformed=self._listener.num_malformed,
                 waiting=len(self._expected),
             )
 
@@ -230,30 +224,7 @@ class ResultHub:
 
         A later use of `address` starts afresh.
         """
-        deadline = time.monotonic() + timeout_s
-        with self._open_lock:
-            inbox, closers = self._inbox, self._closers
-            self._inbox, self._closers = None, []
-            if inbox is None:
-                return True
-            ended = [close(max(deadline - time.monotonic(), 0)) for close in [*closers, inbox.close]]
-            _remove_own(os.path.dirname(inbox.path), os.getpid())
-        return all(ended)
-
-    def _open(self) -> Inbox:
-        folder = tempfile.mkdtemp(prefix="headgate-", dir=self._parent_folder)  # mode 0700
-        remove = weakref.finalize(self, _remove_own, folder, os.getpid())
-        with contextlib.ExitStack() as undo:
-            undo.callback(remove)
-            inbox = Inbox(f"ipc://{folder}/hub", self._handle, name="headgate-results")
-            undo.callback(inbox.close, UNDO_TIMEOUT_S)
-            closers = []
-            for opener in self._openers:
-                closers.append(opener(inbox.address))
-                undo.callback(closers[-1], UNDO_TIMEOUT_S)
-            undo.pop_all()
-        self._closers = closers
-        return inbox
+        return self._listener.close(timeout_s)
 
     def _handle(self, frames: Sequence[zmq.Frame]) -> None:
         message = decode(frames)
@@ -288,16 +259,92 @@ class ResultHub:
     def _reset(self) -> None:
         """Start with nothing: new locks too, since a fork may copy them while another thread holds them."""
         self._lock = threading.Lock()
-        self._open_lock = threading.Lock()
+        self._listener.reset()
+        self._expected: dict[str, _Expected] = {}
+        self._closed: dict[str, None] = {}
+        self._num_results = 0
+        self._num_unknown = 0
+
+
+class _Listener:
+    """The inbox of a hub, in a private folder, and everything that opens and closes with it.
+
+    Threads: any. The lock guards opening and closing.
+
+    Args:
+        parent_folder: Where the private folder is made; the system's folder for temporary files if None.
+    """
+
+    def __init__(self, parent_folder: str | None) -> None:
+        self._parent_folder = parent_folder
+        self._openers: list[Opener] = []
+        self._of_parent: list[object] = []
+        self._inbox: Inbox | None = None
+        self._closers: list[Closer] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Start closed, in a forked child, and with a new lock, since another thread may have held the old one."""
+        self._lock = threading.Lock()
         if self._inbox is not None:
             # Their sockets are the parent's: never closed here, nor collected.
             self._of_parent += [self._inbox, *self._closers]
         self._inbox = None
         self._closers = []
-        self._expected: dict[str, _Expected] = {}
-        self._closed: dict[str, None] = {}
-        self._num_results = 0
-        self._num_unknown = 0
+
+    @property
+    def num_malformed(self) -> int:
+        """Messages that could not be read, since it was opened."""
+        inbox = self._inbox
+        return 0 if inbox is None else inbox.malformed
+
+    def on_open(self, opener: Opener) -> None:
+        """Call ``opener(address)`` whenever it opens; at once, too, if it is open."""
+        with self._lock:
+            self._openers.append(opener)
+            if self._inbox is not None:
+                self._closers.append(opener(self._inbox.address))
+
+    def open(self, handle: Handle) -> str:
+        """Start listening unless it does; return the address.
+
+        Args:
+            handle: Takes the frames of one message, on the inbox's thread.
+
+        Raises:
+            UnsupportedError: If the socket cannot be made.
+        """
+        with self._lock:
+            if self._inbox is None:
+                self._inbox = self._make_inbox(handle)
+            return self._inbox.address
+
+    def close(self, timeout_s: float) -> bool:
+        """Stop listening and remove the socket; False if something did not end within `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            inbox, closers = self._inbox, self._closers
+            self._inbox, self._closers = None, []
+            if inbox is None:
+                return True
+            ended = [close(max(deadline - time.monotonic(), 0)) for close in [*closers, inbox.close]]
+            _remove_own(os.path.dirname(inbox.path), os.getpid())
+        return all(ended)
+
+    def _make_inbox(self, handle: Handle) -> Inbox:
+        folder = tempfile.mkdtemp(prefix="headgate-", dir=self._parent_folder)  # mode 0700
+        remove = weakref.finalize(self, _remove_own, folder, os.getpid())
+        with contextlib.ExitStack() as undo:
+            undo.callback(remove)
+            inbox = Inbox(f"ipc://{folder}/hub", handle, name="headgate-results")
+            undo.callback(inbox.close, UNDO_TIMEOUT_S)
+            closers = []
+            for opener in self._openers:
+                closers.append(opener(inbox.address))
+                undo.callback(closers[-1], UNDO_TIMEOUT_S)
+            undo.pop_all()
+        self._closers = closers
+        return inbox
 
 
 def _reset_forked(hub: weakref.ref[ResultHub]) -> None:

@@ -1,8 +1,8 @@
-"""The sending end in a worker: results, and the rows that driver-located consumers want, to their front end.
+"""The sending end in a worker: results, and rows for driver-located consumers, go to the request's front end.
 
-A dead or stopped front end must not hold up the worker. Each address has a `Channel`, which keeps at most a window
-of bytes that the other end has not acknowledged, and notices at once when the other end is gone. What cannot be
-sent is counted and logged once an address; rows that were lost are also said in the request's result.
+A dead or stopped front end must not block the worker. Each address has a `Channel`, which keeps at most a window
+of bytes that the other end has not acknowledged, and notices at once when the other end is gone. Messages that cannot
+be sent are counted and logged once an address; lost rows are also named in the request's result.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
 import zmq
 
+from headgate.capture.delivery.consumer_thread import DEFERRED, Deferred
 from headgate.capture.schema.config import MIB, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RequestInfo, RowBlock, StreamingConsumer
 from headgate.capture.schema.errors import ConsumerError
@@ -38,20 +39,12 @@ from headgate.capture.transport.messages import (
 WINDOW_BYTES = 32 * MIB
 """Bytes on their way to one inbox; one larger message may go alone."""
 
-
-PATIENCE = 0.8
-"""Part of ``max_stall_s`` that a worker waits for a front end: the lane must not take the wait for a hang."""
-
-
-class Deferred:
-    """What a consumer's `finish` returns if the request's result comes from elsewhere: do not report one."""
-
-
-DEFERRED: Final = Deferred()
+WAIT_SHARE = 0.8
+"""Part of ``max_stall_s`` that a worker waits for a front end, so that the wait does not count as a hang."""
 
 
 class ResultSender(Protocol):
-    """Where a worker's results, and the rows for driver-located consumers, go. Callable from any thread."""
+    """Sends a worker's results, and the rows for driver-located consumers. Callable from any thread."""
 
     def send_result(
         self,
@@ -77,22 +70,22 @@ class ResultSender(Protocol):
         ...
 
     def send_finish(self, finished: FinishedRequest, *, instance: str, stage: int) -> None:
-        """Say that the request got its last row, without waiting."""
+        """Send the end of a request, which got its last row, without waiting."""
         ...
 
     def send_abandon(self, request: RequestInfo, *, instance: str, stage: int) -> None:
-        """Say that the request failed here and will never be finished, without waiting."""
+        """Send the failure of a request, which will never be finished, without waiting."""
         ...
 
 
 def rows_address(reply: str, instance: str) -> str:
-    """Where the rows for a driver-located consumer go: beside the hub, so that `reply` is all a request carries."""
+    """Address of the rows for a driver-located consumer: beside the hub, so that `reply` is all a request carries."""
     return f"{reply}.{hashlib.blake2b(instance.encode(), digest_size=6).hexdigest()}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SenderStats:
-    """What an outlet could not deliver.
+    """Losses of a result sender.
 
     Attributes:
         lost_results: Results whose front end was gone or did not answer.
@@ -174,7 +167,7 @@ class ZmqResultSender:
     def close(self, timeout_s: float) -> int:
         """Wait up to `timeout_s` seconds for what was sent to arrive; return how many messages did not.
 
-        Whatever is sent afterwards is ignored. Close the lanes first.
+        Whatever is sent afterwards is ignored. Close the consumers first.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -233,10 +226,10 @@ class RowSender(StreamingConsumer):
 
     location = "driver"
 
-    def __init__(self, spec: CaptureConsumerSpec, context: ConsumerContext, outlet: ResultSender) -> None:
+    def __init__(self, spec: CaptureConsumerSpec, context: ConsumerContext, sender: ResultSender) -> None:
         super().__init__(spec.params, context)
-        self._outlet = outlet
-        self._timeout_s = PATIENCE * spec.max_stall_s
+        self._sender = sender
+        self._timeout_s = WAIT_SHARE * spec.max_stall_s
         self._lost_rows: dict[str, int] = {}
 
     def begin(self, request: RequestInfo) -> None:
@@ -247,7 +240,7 @@ class RowSender(StreamingConsumer):
         """
         _reply(request)  # raises before anything is kept
         self._lost_rows[request.request_id] = 0
-        self._outlet.send_begin(
+        self._sender.send_begin(
             request,
             instance=self.context.instance_name,
             stage=self.context.pp_rank,
@@ -258,7 +251,7 @@ class RowSender(StreamingConsumer):
         """Send the rows, waiting while the front end does not keep up."""
         deadline = time.monotonic() + self._timeout_s
         for reply, part in split_by_reply(blocks).items():
-            sent = self._outlet.send_rows(
+            sent = self._sender.send_rows(
                 reply,
                 part,
                 instance=self.context.instance_name,
@@ -274,13 +267,13 @@ class RowSender(StreamingConsumer):
         finished = FinishedRequest(
             request=finished.request, final=finished.final, dropped_rows=finished.dropped_rows + lost
         )
-        self._outlet.send_finish(finished, instance=self.context.instance_name, stage=self.context.pp_rank)
+        self._sender.send_finish(finished, instance=self.context.instance_name, stage=self.context.pp_rank)
         return DEFERRED
 
     def abandon(self, request: RequestInfo) -> None:
-        """Pass the failure on; the lane reports it."""
+        """Pass the failure on; the consumer's thread reports it."""
         if self._lost_rows.pop(request.request_id, None) is not None:
-            self._outlet.send_abandon(request, instance=self.context.instance_name, stage=self.context.pp_rank)
+            self._sender.send_abandon(request, instance=self.context.instance_name, stage=self.context.pp_rank)
 
     def _count_lost(self, blocks: Sequence[RowBlock]) -> None:
         positions: dict[str, list[int]] = {}
@@ -293,7 +286,7 @@ class RowSender(StreamingConsumer):
 
 
 def split_by_reply(blocks: Sequence[RowBlock]) -> dict[str, list[RowBlock]]:
-    """The blocks for each reply address; rows are copied only where a block has several."""
+    """Group blocks by reply address; rows are copied only where a block has several."""
     parts: dict[str, list[RowBlock]] = {}
     for block in blocks:
         replies = dict.fromkeys(_reply(span.request) for span in block.spans)

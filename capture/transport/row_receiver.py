@@ -1,10 +1,8 @@
-"""Joins the rows of one request that pipeline stages send, each those of its own layers.
+"""The receiving end of one driver-located consumer: messages of all workers become requests and rows in its queue.
 
-The stages compute the same positions, but not at the same time, and each may lose some to overload. A consumer is
-promised that all sites of a request have the same positions, so a position is passed on when every stage has sent
-it, and left out if one never will.
-
-From messages to a lane: the requests that are arriving for one driver-located consumer.
+Under pipeline parallelism each stage sends the rows of its own layers. The stages compute the same positions, but not
+at the same time, and each may lose some to overload. A consumer is promised that all sites of a request have the same
+positions, so `StageJoin` passes a position on when every stage has sent it, and leaves it out if one never will.
 """
 
 from __future__ import annotations
@@ -37,18 +35,21 @@ from headgate.capture.transport.messages import (
     read_rows,
 )
 
-END = np.iinfo(np.int64).max
+NO_LIMIT = np.iinfo(np.int64).max
+
+RequestKey = tuple[str, str]
+"""``(key, req_id)``: nobody can write to a request without its key."""
 
 
 def join_requests(stages: Mapping[int, RequestInfo]) -> RequestInfo:
-    """The request as a consumer knows it that sees the sites of all stages."""
+    """Make the request that a consumer sees, with the sites of all stages."""
     first = stages[min(stages)]
     sites = sort_sites({site for stage in stages.values() for site in stage.spec.sites})
     return replace(first, spec=replace(first.spec, sites=sites))
 
 
 class StageJoin:
-    """What stages have sent of one request and was not passed on yet. Nothing is, until `start`."""
+    """Rows of one request that stages have sent and that were not passed on yet. Nothing is, until `start`."""
 
     def __init__(self) -> None:
         self._request: RequestInfo | None = None
@@ -56,17 +57,20 @@ class StageJoin:
         self._reached: dict[int, int] = {}
 
     def start(self, request: RequestInfo, stages: Sequence[int]) -> list[RowBlock]:
-        """Every stage has said what it will send; return what all have sent already.
+        """Begin to pass rows on, now that every stage has announced the request.
 
         Args:
-            request: Whom the joined rows belong to.
-            stages: Those that have sites of the request.
+            request: Owner of the joined rows.
+            stages: Stages that have sites of the request.
+
+        Returns:
+            The rows that every stage has sent already.
         """
         self._request = request
         for stage in stages:
             self._waiting.setdefault(stage, [])
             self._reached.setdefault(stage, -1)
-        return self._take(min(self._reached.values()), request)
+        return self._take_up_to(min(self._reached.values()), request)
 
     def add(self, stage: int, blocks: Sequence[RowBlock]) -> list[RowBlock]:
         """Take the blocks of one write of `stage`, all of whose rows are this request's.
@@ -77,14 +81,14 @@ class StageJoin:
         self._waiting.setdefault(stage, []).extend(blocks)
         last = max(int(block.positions[-1]) for block in blocks)
         self._reached[stage] = max(self._reached.get(stage, -1), last)
-        return [] if self._request is None else self._take(min(self._reached.values()), self._request)
+        return [] if self._request is None else self._take_up_to(min(self._reached.values()), self._request)
 
     def end(self) -> list[RowBlock]:
-        """No stage will send any more: what all have sent. The rest is thrown away."""
-        return [] if self._request is None else self._take(END, self._request)
+        """Return the rows that every stage has sent, now that none will send more; the rest is thrown away."""
+        return [] if self._request is None else self._take_up_to(NO_LIMIT, self._request)
 
-    def _take(self, last: int, request: RequestInfo) -> list[RowBlock]:
-        """Blocks with the positions up to `last` that every stage has; those after it go on waiting."""
+    def _take_up_to(self, last: int, request: RequestInfo) -> list[RowBlock]:
+        """Remove and return the positions up to `last` that every stage has; those after it go on waiting."""
         everywhere = reduce(np.intersect1d, (_positions(blocks, last) for blocks in self._waiting.values()))
         taken = []
         for stage, blocks in self._waiting.items():
@@ -95,13 +99,13 @@ class StageJoin:
 
 
 def _positions(blocks: Sequence[RowBlock], last: int) -> Int64Array:
-    """The positions up to `last`, ascending, each once."""
+    """Collect the positions up to `last`, ascending, each once."""
     positions = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(block.positions for block in blocks)]))
     return positions[: np.searchsorted(positions, last, side="right")]
 
 
 def _part(block: RowBlock, is_kept: npt.NDArray[np.bool_], request: RequestInfo) -> list[RowBlock]:
-    """A block of the rows that are kept, if there are any; copied unless all are."""
+    """Make a block of the rows that are kept, if there are any; copied unless all are."""
     index = np.flatnonzero(is_kept)
     if len(index) == 0:
         return []
@@ -112,10 +116,6 @@ def _part(block: RowBlock, is_kept: npt.NDArray[np.bool_], request: RequestInfo)
     return [replace(block, rows=rows, positions=block.positions[index], spans=spans)]
 
 
-RequestKey = tuple[str, str]
-"""``(key, req_id)``: nobody can write to a request without its key."""
-
-
 @dataclass(kw_only=True, slots=True)
 class _Arriving:
     """A request of which some stage has begun to send, and not all have ended.
@@ -123,8 +123,8 @@ class _Arriving:
     Attributes:
         begun: By stage, the request with the sites of that stage.
         ended: By stage, how it ended, and how many of its rows were lost on the way.
-        request: As the lane knows it, once all stages have begun.
-        join: Where rows wait for those of other stages.
+        request: The request in the consumer's queue, once all stages have begun.
+        join: Rows that wait for those of other stages.
         received: Positions that were passed on.
     """
 
@@ -136,17 +136,20 @@ class _Arriving:
 
 
 class RowReceiver:
-    """Reads the messages of all workers for one consumer and feeds its lane.
+    """Reads the messages of all workers for one consumer and fills its queue.
 
-    `handle` is for one thread. It may wait in the lane's `offer`, which holds up the workers.
+    `handle` is for one thread. It may wait in the queue's `offer`, which makes the workers wait.
+
+    Attributes:
+        num_unknown: Parts of messages about requests that are not, or no longer, this process's.
 
     Args:
-        lane: The consumer's.
+        queue: The consumer's.
         knows: Whether a key is one of this process's requests.
     """
 
-    def __init__(self, lane: ConsumerQueue, knows: Callable[[str], bool]) -> None:
-        self._lane = lane
+    def __init__(self, queue: ConsumerQueue, knows: Callable[[str], bool]) -> None:
+        self._queue = queue
         self._knows = knows
         self._num_stages = 0
         self._arriving: dict[RequestKey, _Arriving] = {}
@@ -184,12 +187,12 @@ class RowReceiver:
         arriving.begun[message.stage] = info
         self._begun.setdefault(message.stage, {})[message.key, message.req_id] = info
         if len(arriving.begun) == self._num_stages:
-            self._begin_in_lane(arriving)
+            self._begin_in_queue(arriving)
 
-    def _begin_in_lane(self, arriving: _Arriving) -> None:
+    def _begin_in_queue(self, arriving: _Arriving) -> None:
         joined = join_requests(arriving.begun)
         arriving.request = ConsumerRequest(joined if self._num_stages > 1 else arriving.begun[0])
-        self._lane.begin(arriving.request)
+        self._queue.begin(arriving.request)
         if self._num_stages > 1:
             with_sites = [stage for stage, info in arriving.begun.items() if info.spec.sites]
             self._offer(self._owned(arriving, arriving.join.start(joined, with_sites)))
@@ -225,7 +228,7 @@ class RowReceiver:
             self._offer(self._owned(arriving, arriving.join.end()))
         final, _ = arriving.ended[0]
         _note_lost(arriving, arriving.request, final)
-        self._lane.finish(arriving.request, final)
+        self._queue.finish(arriving.request, final)
         self._forget(key)
 
     def _abandon(self, message: AbandonMessage) -> None:
@@ -236,7 +239,7 @@ class RowReceiver:
             return
         if arriving.request is not None:
             # The worker reports the failure itself, and knows more of it.
-            self._lane.replace(arriving.request, is_silent=True)
+            self._queue.replace(arriving.request, is_silent=True)
         self._forget(key)
 
     def _forget(self, key: RequestKey) -> None:
@@ -258,7 +261,7 @@ class RowReceiver:
         for portion in packet.portions():
             if portion.num_new:
                 self._arriving[_key(portion.request.info)].received.append(portion.positions)
-        self._lane.offer(packet, may_wait=True)
+        self._queue.offer(packet, may_wait=True)
 
 
 def _key(request: RequestInfo) -> RequestKey:
@@ -266,9 +269,9 @@ def _key(request: RequestInfo) -> RequestKey:
 
 
 def _note_lost(arriving: _Arriving, request: ConsumerRequest, final: FinalState) -> None:
-    """Put the rows that stages have lost on the way into the request's ledger, which knows how many are missing.
+    """Count the rows that stages have lost on the way as dropped in the request's audit.
 
-    Stages say how many they lost, not which; those that are missing are the ones, unless some were never computed.
+    Stages tell how many rows they lost, not which: the missing ones, unless some were never computed.
     """
     num_lost = sum(count for _, count in arriving.ended.values())
     if not num_lost:
@@ -277,5 +280,5 @@ def _note_lost(arriving: _Arriving, request: ConsumerRequest, final: FinalState)
     num_prompt = np.full(final.num_rows, final.num_prompt_tokens, dtype=np.int64)
     wanted = positions[request.info.spec.positions.mask(positions, num_prompt)]
     missing = np.setdiff1d(wanted, np.concatenate([wanted[:0], *arriving.received]))
-    request.ledger.drop(missing[:num_lost])
+    request.audit.drop(missing[:num_lost])
     request.drop_reason = "they did not reach the front end in time"

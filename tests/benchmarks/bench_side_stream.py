@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headgate.capture.planning.step_plan import PackGroup, StepPlan
+from headgate.capture.planning.step_plan import PackGroup, SiteSet, StepPlan
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.staging.ring import StagingRing
@@ -166,7 +166,7 @@ def headgate_way(num_sites: int) -> Way:
 def plan_of(num_sites: int, num_rows: int) -> StepPlan:
     """One request that wants the first `num_rows` batch rows at the first sites."""
     rows, masks = np.arange(num_rows), np.ones(num_rows, dtype=np.int64)
-    group = PackGroup(SITES[:num_sites], np.arange(num_sites), rows, rows, masks, (("request", 0, num_rows),))
+    group = PackGroup(SiteSet(SITES[:num_sites], np.arange(num_sites)), rows, rows, masks, (("request", 0, num_rows),))
     return StepPlan(rows, (group,))
 
 

@@ -36,8 +36,8 @@ class Keeper(BatchedConsumer):
         return len(captured.positions)
 
 
-class Outlet:
-    """A `ResultOutlet` that keeps results; rows of driver-located consumers never come this way in these tests."""
+class KeptResults:
+    """A `ResultSender` that keeps results; rows of driver-located consumers never come this way in these tests."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -60,7 +60,7 @@ class World:
 
     session: CaptureSession
     staging: StagingRing
-    outlet: Outlet
+    sender: KeptResults
     numbers: dict[str, int] = field(default_factory=dict)
     """What stands for a request in the rows it computes."""
 
@@ -136,17 +136,17 @@ def make_world(
 ) -> World:
     """The same, not closed. With ``linger_s=0`` each step is a packet."""
     specs = [CaptureConsumerSpec(name=f"c{bit}", **knobs) for bit, (_, knobs) in enumerate(consumers)]
-    staging, outlet = settings.pop("staging", None) or make_staging(sites), Outlet()
+    staging, sender = settings.pop("staging", None) or make_staging(sites), KeptResults()
     session = CaptureSession(
         config=CaptureConsumersConfig(consumers=tuple(specs), linger_s=linger_s),
         model=MODEL,
         sites=sites,
         consumers=[OpenConsumer(bit, specs[bit], consumer) for bit, (consumer, _) in enumerate(consumers)],
         staging=staging,
-        outlet=outlet,
+        sender=sender,
         **settings,
     )
-    return World(session, staging, outlet)
+    return World(session, staging, sender)
 
 
 def want(positions: PositionSelector | None = None, sites: tuple[Site, ...] = SITES) -> CaptureSpec:

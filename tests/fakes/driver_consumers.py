@@ -28,7 +28,17 @@ from headgate.capture.schema.sites import Site
 from headgate.capture.transport.driver_host import DriverHost, open_drivers
 from headgate.capture.transport.result_hub import ResultHub
 from headgate.capture.transport.result_sender import ResultSender, RowSender
-from tests.fakes.pipeline import MODEL, SITES, TIMEOUT_S, Recorder, block, final_state, info, lane_request, row_values
+from tests.fakes.pipeline import (
+    MODEL,
+    SITES,
+    TIMEOUT_S,
+    Recorder,
+    block,
+    consumer_request,
+    final_state,
+    info,
+    row_values,
+)
 
 WHOLE, FLOW = CaptureConsumerSpec(name="whole"), CaptureConsumerSpec(name="flow")
 
@@ -103,7 +113,7 @@ class Worker:
     def __init__(
         self,
         hub: ResultHub,
-        outlet: ResultSender,
+        sender: ResultSender,
         instance: str,
         *,
         stage: int = 0,
@@ -111,7 +121,7 @@ class Worker:
         max_stall_s: float = TIMEOUT_S,
     ) -> None:
         context = ConsumerContext(instance_name=instance, model=MODEL, pp_rank=stage, pp_size=num_stages)
-        self.sink = RowSender(CaptureConsumerSpec(name=instance, max_stall_s=max_stall_s), context, outlet)
+        self.sink = RowSender(CaptureConsumerSpec(name=instance, max_stall_s=max_stall_s), context, sender)
         self._address = hub.address
         self._sites = SITES[stage::num_stages]
 
@@ -126,7 +136,7 @@ class Worker:
 
     def write(self, *members: tuple[RequestInfo, Sequence[int]], sites: tuple[Site, ...] | None = None) -> None:
         """One step: rows of some requests at some positions."""
-        owned = [(lane_request(request.request_id), positions) for request, positions in members]
+        owned = [(consumer_request(request.request_id), positions) for request, positions in members]
         sent = block(owned, sites or self._sites)
         spans = tuple(replace(span, request=request) for span, (request, _) in zip(sent.spans, members, strict=True))
         self.sink.write([replace(sent, spans=spans)])

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from headgate.capture.delivery.completeness import ConsumerRequest
-from headgate.capture.delivery.consumer_queue import ConsumerQueue, UnfinishedWork
+from headgate.capture.delivery.consumer_queue import ConsumerQueue
+from headgate.capture.delivery.consumer_thread import ConsumerThread, UnfinishedWork
 from headgate.capture.delivery.row_packets import Packet, join
 from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.config import CaptureConsumerSpec
@@ -75,7 +76,7 @@ def info(
     )
 
 
-def lane_request(req_id: str = "request-1", **kwargs: Any) -> ConsumerRequest:
+def consumer_request(req_id: str = "request-1", **kwargs: Any) -> ConsumerRequest:
     """A request on its way to one consumer."""
     return ConsumerRequest(info(req_id, **kwargs))
 
@@ -131,7 +132,7 @@ class Reports:
 
 @dataclass
 class Gate:
-    """Holds up whoever passes until it is opened; says when somebody came."""
+    """Blocks whoever passes until it is opened; tells when somebody came."""
 
     reached: threading.Event = field(default_factory=threading.Event)
     opened: threading.Event = field(default_factory=threading.Event)
@@ -183,34 +184,35 @@ class Recorder(StreamingConsumer):
         return self._behave(name, detail)
 
 
-def open_lane(sink: Any, reports: Reports, **spec: Any) -> ConsumerQueue:
-    """A lane that runs; the test closes it."""
+def open_consumer(sink: Any, send_result: Any, **spec: Any) -> ConsumerThread:
+    """A consumer whose thread runs; the test closes it."""
     spill_dir = spec.pop("spill_dir", None)
-    lane = ConsumerQueue(CaptureConsumerSpec(name="c", **spec), sink, reports, row_bytes=ROW_BYTES, spill_dir=spill_dir)
-    lane.start()
-    return lane
+    settings = CaptureConsumerSpec(name="c", **spec)
+    consumer = ConsumerThread(settings, sink, send_result, row_bytes=ROW_BYTES, spill_dir=spill_dir)
+    consumer.start()
+    return consumer
 
 
 @contextmanager
-def running(sink: Any, reports: Reports, **spec: Any) -> Iterator[ConsumerQueue]:
-    """A lane that is closed, cleanly, at the end."""
-    lane = open_lane(sink, reports, **spec)
+def running(sink: Any, send_result: Any, **spec: Any) -> Iterator[ConsumerQueue]:
+    """The queue of a consumer that is closed, cleanly, at the end."""
+    consumer = open_consumer(sink, send_result, **spec)
     try:
-        yield lane
+        yield consumer.queue
     finally:
-        left = close_lane(lane)
+        left = close_consumer(consumer)
     assert left == UnfinishedWork()
 
 
-def close_lane(lane: ConsumerQueue, timeout_s: float = TIMEOUT_S) -> UnfinishedWork:
+def close_consumer(consumer: ConsumerThread, timeout_s: float = TIMEOUT_S) -> UnfinishedWork:
     close_by = time.monotonic() + timeout_s
-    lane.close(close_by)
-    return lane.join(close_by)
+    consumer.close(close_by)
+    return consumer.join(close_by)
 
 
-def send(lane: ConsumerQueue, request: ConsumerRequest, positions: list[int]) -> bool:
+def send(queue: ConsumerQueue, request: ConsumerRequest, positions: list[int]) -> bool:
     """Offer rows of one request."""
-    return lane.offer(packet([(request, positions)]), may_wait=True)
+    return queue.offer(packet([(request, positions)]), may_wait=True)
 
 
 def at_gate(gate: Gate, at: str) -> Callable[[str, Any], None]:

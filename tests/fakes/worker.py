@@ -62,7 +62,7 @@ class FakeWorker(WorkerBase):  # type: ignore[misc]
         self.device = torch.device("cpu")
         self._requests: dict[str, _Request] = {}
         self._ended: dict[str, _Request] = {}
-        self._outlet = ZmqResultSender()
+        self._sender = ZmqResultSender()
         self._pending: Any = None
         self._free_at = 0.0
 
@@ -133,7 +133,7 @@ class FakeWorker(WorkerBase):  # type: ignore[misc]
         return pending
 
     def shutdown(self) -> None:
-        self._outlet.close(5)
+        self._sender.close(5)
 
     def _follow_new(self, scheduler_output: Any) -> None:
         for new in scheduler_output.scheduled_new_reqs:
@@ -181,7 +181,7 @@ class FakeWorker(WorkerBase):  # type: ignore[misc]
             }
             if instance == "hidden_states":
                 payload = self._state(rows[-1])
-            self._outlet.send_result(
+            self._sender.send_result(
                 reply=request.wire["reply"],
                 key=request.wire["key"],
                 req_id=req_id,

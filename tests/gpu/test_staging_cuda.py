@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from headgate.capture.planning.step_plan import PackGroup, StepPlan
+from headgate.capture.planning.step_plan import PackGroup, SiteSet, StepPlan
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.staging.host_rows import StagedRows
@@ -48,8 +48,7 @@ def plan_of(token_rows: Sequence[int], *groups: tuple[Sequence[int], Sequence[in
         index = np.array(chosen, dtype=np.int64)
         made.append(
             PackGroup(
-                sites=tuple(SITES[site] for site in site_ids),
-                site_ids=np.array(site_ids, dtype=np.int64),
+                site_set=SiteSet(tuple(SITES[site] for site in site_ids), np.array(site_ids, dtype=np.int64)),
                 rows=index,
                 positions=rows[index],
                 masks=np.ones(len(index), dtype=np.int64),
@@ -374,7 +373,7 @@ def test_a_session_on_a_gpu_delivers_the_rows_of_each_request() -> None:
     report = it.session.close(TIMEOUT_S)
 
     assert report.is_clean
-    assert [message["result"].status for message in it.outlet.sent] == ["ok", "ok"]
+    assert [message["result"].status for message in it.sender.sent] == ["ok", "ok"]
     for captured, batch_row in zip(keeper.captured, (0, 4), strict=True):
         steps = [0] * 4 + list(range(1, 40))
         rows = [batch_row + position for position in range(4)] + [batch_row // 4] * 39

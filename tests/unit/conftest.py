@@ -37,11 +37,11 @@ def hub(folder: Path) -> Iterator[ResultHub]:
 
 
 @pytest.fixture
-def outlet() -> Iterator[ZmqResultSender]:
-    """A worker's outlet."""
-    outlet = ZmqResultSender()
-    yield outlet
-    outlet.close(0)
+def sender() -> Iterator[ZmqResultSender]:
+    """A worker's sender."""
+    sender = ZmqResultSender()
+    yield sender
+    sender.close(0)
 
 
 @pytest.fixture

@@ -14,18 +14,18 @@ def test_items_leave_in_the_order_they_entered() -> None:
     for number in range(5):
         assert handoff.put(number)
 
-    assert [handoff.take(0) for _ in range(5)] == list(range(5))
+    assert [handoff.next_item(0) for _ in range(5)] == list(range(5))
 
 
 def test_taking_from_an_empty_queue_ends_when_time_is_up() -> None:
-    assert Handoff[int]().take(0) is None
+    assert Handoff[int]().next_item(0) is None
 
 
 def test_items_that_are_false_are_items() -> None:
     handoff: Handoff[int] = Handoff()
     handoff.put(0)
 
-    assert handoff.take(0) == 0
+    assert handoff.next_item(0) == 0
 
 
 def test_a_closed_queue_refuses_and_gives_out_what_it_has() -> None:
@@ -36,9 +36,9 @@ def test_a_closed_queue_refuses_and_gives_out_what_it_has() -> None:
 
     assert not handoff.put(2)
     assert not handoff.is_done
-    assert handoff.take(None) == 1
+    assert handoff.next_item(None) == 1
     assert handoff.is_done
-    assert handoff.take(None) is None
+    assert handoff.next_item(None) is None
 
 
 def test_a_waiting_taker_gets_what_is_put_and_hears_of_the_end() -> None:
@@ -47,9 +47,9 @@ def test_a_waiting_taker_gets_what_is_put_and_hears_of_the_end() -> None:
     came = threading.Event()
 
     def take() -> None:
-        taken.append(handoff.take(TIMEOUT_S))
+        taken.append(handoff.next_item(TIMEOUT_S))
         came.set()
-        taken.append(handoff.take(None))
+        taken.append(handoff.next_item(None))
 
     thread = threading.Thread(target=take)
     thread.start()

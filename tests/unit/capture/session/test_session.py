@@ -24,7 +24,7 @@ def test_a_request_gets_its_rows_and_its_result() -> None:
         it.step(a=(3, 4))
         it.step(a=(4, 5))
         it.session.request_finished("a", final_state(4, num_tokens=6))
-        it.outlet.wait()
+        it.sender.wait()
 
     (captured,) = keeper.captured
     assert captured.request.client_request_id == "client-a"
@@ -33,7 +33,7 @@ def test_a_request_gets_its_rows_and_its_result() -> None:
     assert captured.token_ids.tolist() == [100, 101, 102, 103, 104]
     for index in (1, 2):
         assert torch.equal(captured.rows[SITES[index]], row_values(7, np.arange(5), index))
-    assert it.outlet.sent == [
+    assert it.sender.sent == [
         {
             "reply": "ipc://hub",
             "key": "key-a",
@@ -55,7 +55,7 @@ def test_the_row_that_async_scheduling_computes_in_vain_is_not_captured() -> Non
         it.step(a=(0, 4))
         it.step(a=(4, 5))
         it.session.request_finished("a", final_state(4))
-        it.outlet.wait()
+        it.sender.wait()
 
     assert keeper.captured[0].positions.tolist() == [0, 1, 2, 3]
 
@@ -67,7 +67,7 @@ def test_positions_that_came_from_the_prefix_cache_make_the_result_partial() -> 
         it.add("a", {"c0": want(Named("all_prompt"))}, num_prompt=8)
         it.step(a=(6, 8))
         it.session.request_finished("a", final_state(8))
-        (result,) = it.outlet.wait()
+        (result,) = it.sender.wait()
 
     assert (result.status, result.num_rows, result.payload) == ("partial_error", 2, 2)
     assert "6 of 8 wanted positions are missing" in str(result.error)
@@ -78,7 +78,7 @@ def test_a_request_without_a_known_end_gets_an_error() -> None:
         it.add("a", {"c0": want()})
         it.step(a=(0, 4))
         it.session.request_finished("a", None)
-        (result,) = it.outlet.wait()
+        (result,) = it.sender.wait()
 
     assert result.status == "error"
     assert "nobody knows how the request ended" in str(result.error)
@@ -94,7 +94,7 @@ def test_requests_that_ask_for_nothing_and_ids_that_nobody_knows_cost_nothing() 
         it.session.step_begins(None)
         it.session.step_ends()
 
-    assert it.outlet.sent == []
+    assert it.sender.sent == []
     assert it.session.stats().steps == 0
 
 
@@ -105,9 +105,9 @@ def test_samples_are_numbered_by_their_internal_ids() -> None:
         for req_id in ("0_chat_9", "12_chat_9"):
             it.add(req_id, {"c0": want()}, n=13)
             it.session.request_finished(req_id, final_state(4))
-        it.outlet.wait(2)
+        it.sender.wait(2)
 
-    assert [message["sample_index"] for message in it.outlet.sent] == [0, 12]
+    assert [message["sample_index"] for message in it.sender.sent] == [0, 12]
     assert [captured.request.num_samples for captured in keeper.captured] == [13, 13]
 
 
@@ -115,9 +115,9 @@ def test_an_id_with_an_underscore_is_no_sample_number() -> None:
     with world((Keeper(), {})) as it:
         it.add("7_days", {"c0": want()})
         it.session.request_finished("7_days", final_state(4))
-        it.outlet.wait()
+        it.sender.wait()
 
-    assert it.outlet.sent[0]["sample_index"] == 0
+    assert it.sender.sent[0]["sample_index"] == 0
 
 
 def test_a_later_stage_sees_its_own_sites_and_answers_blank_for_the_others() -> None:
@@ -128,11 +128,11 @@ def test_a_later_stage_sees_its_own_sites_and_answers_blank_for_the_others() -> 
         it.add("a", {"c0": want(), "c1": want(sites=elsewhere)})
         it.step(a=(0, 4))
         it.session.request_finished("a", final_state(4))
-        results = it.outlet.wait(2)
+        results = it.sender.wait(2)
 
     assert keeper.captured[0].sites == here
     assert recorder.names() == ["close"]
-    assert sorted((message["instance"], message["stage"], message["num_stages"]) for message in it.outlet.sent) == [
+    assert sorted((message["instance"], message["stage"], message["num_stages"]) for message in it.sender.sent) == [
         ("c0", 1, 2),
         ("c1", 1, 2),
     ]
@@ -151,7 +151,7 @@ def test_a_stand_in_hears_of_every_request_so_that_the_driver_can_count_stages()
     with world((stand_in, {}), sites=SITES[2:], pp_rank=1, pp_size=2) as it:
         it.add("a", {"c0": want(sites=SITES[:2])})
         it.session.request_finished("a", final_state(4))
-        it.outlet.wait()
+        it.sender.wait()
 
     assert stand_in.names() == ["begin", "finish", "close"]
 
@@ -194,7 +194,7 @@ def test_an_id_that_begins_again_with_new_input_starts_afresh() -> None:
         it.add("a", {"c0": want()}, num_prompt=6, number=2)
         it.step(a=(0, 6))
         it.session.request_finished("a", final_state(6))
-        (result,) = it.outlet.wait()
+        (result,) = it.sender.wait()
 
     (captured,) = keeper.captured
     assert result.status == "ok"
@@ -206,9 +206,9 @@ def test_a_request_whose_id_another_client_takes_over_gets_an_error() -> None:
         it.add("a", {"c0": want()}, key="first")
         it.add("a", {"c0": want()}, key="second")
         it.session.request_finished("a", final_state(4))
-        it.outlet.wait(2)
+        it.sender.wait(2)
 
-    statuses = {message["key"]: message["result"].status for message in it.outlet.sent}
+    statuses = {message["key"]: message["result"].status for message in it.sender.sent}
     assert statuses == {"first": "error", "second": "partial_error"}
 
 
@@ -220,7 +220,7 @@ def test_an_id_that_begins_again_and_asks_for_nothing_ends_the_capture_of_the_on
         it.session.request_added(NewRequest(req_id="a", prompt_token_ids=np.arange(3), wire=None))
         it.step(a=(0, 3))
         it.session.request_finished("a", final_state(3))
-        (result,) = it.outlet.wait()
+        (result,) = it.sender.wait()
 
     assert "another request took over the id" in str(result.error)
     assert keeper.captured == []
@@ -237,9 +237,9 @@ def test_rows_that_are_not_of_the_requests_own_tokens_are_an_error_and_go_nowher
         it.step(token_ids=tokens, a=(0, 4), b=(0, 4))
         for req_id in ("a", "b"):
             it.session.request_finished(req_id, final_state(4))
-        it.outlet.wait(2)
+        it.sender.wait(2)
 
-    results = {message["req_id"]: message["result"] for message in it.outlet.sent}
+    results = {message["req_id"]: message["result"] for message in it.sender.sent}
     assert results["a"].status == "ok"
     assert results["b"].status == "error"
     assert "1 captured rows were not computed from the request's own tokens (position 2: token 7, expected 102)" in (
@@ -255,7 +255,7 @@ def test_a_step_larger_than_the_staging_memory_is_captured_whole() -> None:
         it.add("a", {"c0": want()}, num_prompt=60)
         it.step(a=(0, 60))
         it.session.request_finished("a", final_state(60))
-        (result,) = it.outlet.wait()
+        (result,) = it.sender.wait()
 
     assert result.status == "ok"
     assert torch.equal(keeper.captured[0].rows[SITES[2]], row_values(1, np.arange(60), 2))
@@ -274,10 +274,10 @@ def test_consumers_that_raise_hang_or_are_slow_do_not_touch_the_others() -> None
         it.add("a", {f"c{bit}": want() for bit in range(3)})
         it.step(a=(0, 4))
         it.session.request_finished("a", final_state(4))
-        it.outlet.wait(3)  # though nothing else happens: the dispatch thread watches
+        it.sender.wait(3)  # though nothing else happens: the dispatch thread watches
         gate.opened.set()
 
-    results = {message["instance"]: message["result"] for message in it.outlet.sent}
+    results = {message["instance"]: message["result"] for message in it.sender.sent}
     assert results["c0"].error == "c0: ValueError: boom"
     assert results["c1"].error == "c1: hung: one call took longer than 0.05 s"
     assert (results["c2"].status, results["c2"].payload) == ("ok", 4)
@@ -291,7 +291,7 @@ def test_three_consumers_of_one_row_share_one_copy() -> None:
         it.add("a", {f"c{bit}": want() for bit in range(3)})
         it.step(a=(0, 4))
         it.session.request_finished("a", final_state(4))
-        it.outlet.wait(3)
+        it.sender.wait(3)
 
     first, second, third = (recorder.blocks[0].rows for recorder in recorders)
     assert first is second is third
@@ -303,7 +303,7 @@ def test_what_was_counted_is_told() -> None:
         it.add("a", {"c0": want(), "c1": want(Named("last_prompt"), SITES[:1])})
         it.step(a=(0, 4))
         it.session.request_finished("a", final_state(4))
-        it.outlet.wait(2)
+        it.sender.wait(2)
 
     stats = it.session.stats()
     assert (stats.steps, stats.rows, stats.bytes) == (1, 4, 4 * len(SITES) * ROW_BYTES)

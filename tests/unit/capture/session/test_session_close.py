@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headgate.capture.delivery.consumer_queue import UnfinishedWork
+from headgate.capture.delivery.consumer_thread import UnfinishedWork
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.session import CloseReport, open_session
@@ -31,10 +31,10 @@ def test_closing_delivers_everything_that_ended_before() -> None:
         it.session.request_finished(f"r{number}", final_state(4))
     report = it.session.close(TIMEOUT_S)
 
-    assert report == CloseReport(lanes={"c0": CLEAN})
+    assert report == CloseReport(consumers={"c0": CLEAN})
     assert report.is_clean
     assert len(keeper.captured) == 20
-    assert {message["result"].status for message in it.outlet.sent} == {"ok"}
+    assert {message["result"].status for message in it.sender.sent} == {"ok"}
 
 
 def test_closing_tells_requests_that_are_still_running() -> None:
@@ -44,8 +44,8 @@ def test_closing_tells_requests_that_are_still_running() -> None:
     it.step(a=(0, 4))
     report = it.session.close(TIMEOUT_S)
 
-    assert report.lanes == {"c0": UnfinishedWork(unfinished=1)}
-    assert "shut down before the request had ended" in str(it.outlet.sent[0]["result"].error)
+    assert report.consumers == {"c0": UnfinishedWork(unfinished=1)}
+    assert "shut down before the request had ended" in str(it.sender.sent[0]["result"].error)
 
 
 def test_closing_again_changes_nothing_and_later_calls_are_ignored() -> None:
@@ -58,7 +58,7 @@ def test_closing_again_changes_nothing_and_later_calls_are_ignored() -> None:
     it.session.request_finished("a", final_state(4))
 
     assert it.session.close(TIMEOUT_S) is report
-    assert (keeper.captured, it.outlet.sent, it.session.stats().steps) == ([], [], 0)
+    assert (keeper.captured, it.sender.sent, it.session.stats().steps) == ([], [], 0)
 
 
 def test_a_hanging_consumer_costs_the_close_its_time_and_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -75,9 +75,9 @@ def test_a_hanging_consumer_costs_the_close_its_time_and_the_others_nothing(capl
         report = it.session.close(0.2)
 
     assert time.monotonic() - started < TIMEOUT_S / 2
-    assert report.lanes == {"c0": UnfinishedWork(unfinished=1, is_stuck=True), "c1": CLEAN}
+    assert report.consumers == {"c0": UnfinishedWork(unfinished=1, is_stuck=True), "c1": CLEAN}
     assert "capture was closed before everything was delivered" in caplog.text
-    results = {message["instance"]: message["result"].status for message in it.outlet.sent}
+    results = {message["instance"]: message["result"].status for message in it.sender.sent}
     assert results == {"c0": "error", "c1": "ok"}
     gate.opened.set()
 
@@ -86,7 +86,7 @@ def test_a_full_queue_does_not_keep_the_dispatch_thread_from_closing(monkeypatch
     gate, keeper = Gate(), Keeper()
     slow = Recorder(at_gate(gate, "write"))
     it = make_world((slow, {"queue_bytes": 1}), (keeper, {}))
-    waits = when_it_waits(it.session._lanes[0]._changed, monkeypatch)
+    waits = when_it_waits(it.session._consumers[0].queue._changed, monkeypatch)
     it.add("a", {"c0": want(), "c1": want()})
     for position in range(4):
         it.step(a=(position, position + 1))
@@ -96,8 +96,8 @@ def test_a_full_queue_does_not_keep_the_dispatch_thread_from_closing(monkeypatch
     report = it.session.close(0.2)
 
     assert not report.is_dispatch_stuck
-    assert report.lanes["c1"] == CLEAN
-    assert {m["instance"]: m["result"].status for m in it.outlet.sent} == {"c0": "error", "c1": "ok"}
+    assert report.consumers["c1"] == CLEAN
+    assert {m["instance"]: m["result"].status for m in it.sender.sent} == {"c0": "error", "c1": "ok"}
     gate.opened.set()
 
 
@@ -113,7 +113,7 @@ def test_a_stalled_engine_goes_on_when_the_consumer_does(monkeypatch: pytest.Mon
         for position in range(40):
             it.step(a=(position, position + 1))
         it.session.request_finished("a", final_state(40))
-        (result,) = it.outlet.wait()
+        (result,) = it.sender.wait()
         thread.join(TIMEOUT_S)
 
     assert (result.status, result.num_rows) == ("ok", 40)
@@ -136,7 +136,7 @@ def test_a_session_opens_worker_consumers_and_stands_in_for_the_others() -> None
     session = open_session(config=config, model=MODEL, sites=SITES, staging=make_staging(), versions={"vllm": "0"})
     report = session.close(TIMEOUT_S)
 
-    assert report == CloseReport(lanes={"far": CLEAN, "good": CLEAN})
+    assert report == CloseReport(consumers={"far": CLEAN, "good": CLEAN})
     assert sys.modules["consumers_of_acme"].log[2:] == [("open", "good"), ("close", "good")]
 
 
@@ -161,7 +161,7 @@ def test_rows_of_a_step_that_failed_before_its_end_are_missing_and_not_mistaken_
         it.session.step_begins(it.view(a=(2, 3)))  # the forward raises, and `step_ends` never comes
         it.step(a=(3, 4))
         it.session.request_finished("a", final_state(4))
-        (result,) = it.outlet.wait()
+        (result,) = it.sender.wait()
 
     assert result.status == "partial_error"
     assert "1 of 4 wanted positions are missing" in str(result.error)

@@ -25,20 +25,20 @@ pytestmark = pytest.mark.usefixtures("driver_consumers")
 @contextmanager
 def working(sites: tuple[Site, ...] = SITES, *, stage: int = 0, num_stages: int = 1) -> Iterator[World]:
     """A worker whose only consumer is ``whole``, in the front end."""
-    outlet, staging = ZmqResultSender(), make_staging(sites)
+    sender, staging = ZmqResultSender(), make_staging(sites)
     context = ConsumerContext(instance_name="whole", model=MODEL, pp_rank=stage, pp_size=num_stages)
     session = CaptureSession(
         config=config(WHOLE),
         model=MODEL,
         sites=sites,
-        consumers=[OpenConsumer(0, WHOLE, RowSender(WHOLE, context, outlet))],
+        consumers=[OpenConsumer(0, WHOLE, RowSender(WHOLE, context, sender))],
         staging=staging,
-        outlet=outlet,
-        close_outlet=outlet.close,
+        sender=sender,
+        close_sender=sender.close,
         pp_rank=stage,
         pp_size=num_stages,
     )
-    yield World(session, staging, outlet)  # type: ignore[arg-type]
+    yield World(session, staging, sender)  # type: ignore[arg-type]
     assert session.close(TIMEOUT_S).is_clean
 
 

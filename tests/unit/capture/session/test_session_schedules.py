@@ -19,7 +19,7 @@ from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.session import CaptureSession
 from headgate.capture.staging.ring import StagingRing
-from tests.fakes.capture_world import Keeper, Outlet
+from tests.fakes.capture_world import Keeper, KeptResults
 from tests.fakes.pipeline import HIDDEN, MODEL, ROW_BYTES, TIMEOUT_S, row_values
 from tests.strategies import BITS, SITES, Step, schedules
 
@@ -91,7 +91,7 @@ class Driven:
             device=torch.device("cpu"),
             staging_bytes=staging_rows * ROW_BYTES,
         )
-        self.outlet = Outlet()
+        self.sender = KeptResults()
         self.keepers = {bit: Keeper() for bit in BITS}
         specs = {bit: CaptureConsumerSpec(name=f"c{bit}", **KNOBS[bit]) for bit in BITS}
         self.session = CaptureSession(
@@ -100,7 +100,7 @@ class Driven:
             sites=SITES,
             consumers=[OpenConsumer(bit, specs[bit], self.keepers[bit]) for bit in BITS],
             staging=self.staging,
-            outlet=self.outlet,
+            sender=self.sender,
         )
         self.alive: dict[str, Life] = {}
         self.lives: list[Life] = []
@@ -168,9 +168,9 @@ def test_every_consumer_gets_exactly_its_rows_and_every_request_its_result(
     finally:
         driven.session.close(TIMEOUT_S)
 
-    results = {(message["key"], message["instance"]): message["result"] for message in driven.outlet.sent}
+    results = {(message["key"], message["instance"]): message["result"] for message in driven.sender.sent}
     captured = {(_key(each), bit): each for bit, keeper in driven.keepers.items() for each in keeper.captured}
-    assert len(driven.outlet.sent) == len(results) == sum(len(life.specs) for life in driven.lives)
+    assert len(driven.sender.sent) == len(results) == sum(len(life.specs) for life in driven.lives)
     for life in driven.lives:
         for bit in life.specs:
             result = results[life.key, f"c{bit}"]

@@ -40,7 +40,7 @@ def test_an_end_waits_for_the_rows_that_are_left_in_the_ring() -> None:
         it.session.request_finished("b", final_state(num_tokens=7))
         assert staging.num_kept_rows == 0  # there may be none
 
-        assert {result.status for result in it.outlet.wait(2)} == {"ok"}
+        assert {result.status for result in it.sender.wait(2)} == {"ok"}
     assert [captured.positions.tolist() for captured in keeper.captured] == [[0, 1, 2, 3, 4, 5]] * 2
 
 
@@ -57,7 +57,7 @@ def test_an_end_does_not_wait_for_requests_that_have_stopped() -> None:
         assert staging.num_kept_rows == 0  # no step will follow
 
         it.session.request_finished("a", final_state())  # how "b" ended is not known yet
-        (result,) = it.outlet.wait(1)
+        (result,) = it.sender.wait(1)
     assert (result.status, result.num_rows) == ("ok", 4)
 
 
@@ -71,7 +71,7 @@ def test_the_end_of_a_request_whose_client_waits_does_not() -> None:
         it.session.request_finished("waits", final_state(num_tokens=5))
 
         assert staging.num_kept_rows == 0
-        (result,) = it.outlet.wait(1)
+        (result,) = it.sender.wait(1)
     assert (result.status, result.num_rows) == ("ok", 4)
 
 
@@ -101,7 +101,7 @@ def test_many_rows_do_not_wait() -> None:
 
 def test_many_bytes_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     staging = make_staging(num_rows=1000, max_tokens=1000, staging_rows=20_000)
-    monkeypatch.setattr("headgate.capture.staging.ring.KEPT_BYTES", (50 * len(SITES) + 10) * staging.row_bytes)
+    monkeypatch.setattr("headgate.capture.staging.ring.RING_BYTES", (50 * len(SITES) + 10) * staging.row_bytes)
     with world((Keeper(), {}), staging=staging, linger_s=LONG_S) as it:
         it.add("a", {"c0": want()}, num_prompt=100)
         it.add("b", {"c0": want(sites=SITES[:1])}, num_prompt=100)
@@ -143,7 +143,7 @@ def test_a_stand_in_waits_as_the_consumer_in_the_driver_does() -> None:
 
     spec = CaptureConsumerSpec(name="filesystem", location="driver", params={"root": "/data"})
     context = ConsumerContext(instance_name="", model=MODEL)
-    (stand_in,) = session._stand_ins({3: spec}, context, outlet=None)
+    (stand_in,) = session._stand_ins({3: spec}, context, sender=None)
     alone = OpenConsumer(0, CaptureConsumerSpec(name="patient"), Patient())
 
     assert (stand_in.bit, stand_in.consumer.location) == (3, "driver")
@@ -164,8 +164,8 @@ def test_an_id_that_begins_again_does_not_mix_with_what_waits() -> None:
         it.session.request_finished("a", final_state(3, 4))
         it.session.request_finished("other", final_state(2, 3))
 
-        it.outlet.wait(3)
-    results = {message["key"]: message["result"] for message in it.outlet.sent}
+        it.sender.wait(3)
+    results = {message["key"]: message["result"] for message in it.sender.sent}
     assert {results["first"].num_rows, results["second"].num_rows} == {4, 3}
     assert {result.status for result in results.values()} == {"ok"}
 
@@ -180,7 +180,7 @@ def test_closing_on_the_step_thread_delivers_what_waits() -> None:
 
     it.session.close(TIMEOUT_S)
 
-    results = {message["key"]: message["result"] for message in it.outlet.sent}
+    results = {message["key"]: message["result"] for message in it.sender.sent}
     assert (results["key-a"].status, results["key-a"].num_rows) == ("ok", 4)
     assert "shut down before the request had ended" in str(results["key-runs"].error)
 
@@ -196,6 +196,6 @@ def test_closing_on_another_thread_ends_what_waits_with_an_error() -> None:
     closing.start()
     closing.join(TIMEOUT_S)
 
-    results = {message["key"]: message["result"] for message in it.outlet.sent}
+    results = {message["key"]: message["result"] for message in it.sender.sent}
     assert results["key-a"].status != "ok"
     assert "4 of 4" in str(results["key-a"].error)

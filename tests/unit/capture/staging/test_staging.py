@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headgate.capture.planning.planner import StepPlanner
-from headgate.capture.planning.step_plan import PackGroup, StepPlan
+from headgate.capture.planning.step_plan import PackGroup, SiteSet, StepPlan
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import Site
 from headgate.capture.staging.host_rows import StagedRows
@@ -49,8 +49,7 @@ def plan_of(token_rows: Sequence[int], *groups: tuple[Sequence[Site], Sequence[i
         token_rows=rows,
         groups=tuple(
             PackGroup(
-                sites=tuple(sites),
-                site_ids=np.array([SITES.index(site) for site in sites]),
+                site_set=SiteSet(tuple(sites), np.array([SITES.index(site) for site in sites])),
                 rows=np.array(chosen, dtype=np.int64),
                 positions=rows[np.array(chosen, dtype=np.int64)],
                 masks=np.ones(len(chosen), dtype=np.int64),

@@ -1,4 +1,4 @@
-"""A channel never holds up its owner for a reader that is gone, and bounds what is on its way to one that is slow."""
+"""A channel never blocks its owner for a reader that is gone, and bounds the bytes that a slow reader has not taken."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_a_killed_sender_does_not_disturb_the_reader(address: str, reader: Reade
         reader.wait_for(1)
 
     assert {message[0] for message in reader.messages} == {b"a" * 100_000, b"from another"}
-    assert reader.inbox.is_alive
+    assert reader.inbox._thread.is_alive()
 
 
 def test_nobody_listening_is_noticed(open_channel: Open) -> None:
@@ -278,7 +278,7 @@ def test_close_removes_the_socket_and_ends_the_thread(tmp_path: Path, address: s
     assert reader.inbox.close(TIMEOUT_S)
 
     assert os.listdir(tmp_path) == []
-    assert not reader.inbox.is_alive
+    assert not reader.inbox._thread.is_alive()
 
 
 def test_watch_is_called_when_it_asked_to_be_and_after_each_message(address: str, open_channel: Open) -> None:

@@ -26,22 +26,22 @@ from tests.fakes.driver_consumers import Worker
 from headgate.capture.transport.result_sender import ZmqResultSender
 class Hub:
     address = sys.argv[1]
-outlet = ZmqResultSender()
-worker = Worker(Hub(), outlet, "whole")
+sender = ZmqResultSender()
+worker = Worker(Hub(), sender, "whole")
 request = worker.request()
 worker.begin(request)
 worker.write((request, [0, 1]))
-for channel in outlet._rows.values():
+for channel in sender._rows.values():
     assert channel.close(30) == 0
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_worker_takes_only_its_own_requests_with_it(folder: Path, outlet: ZmqResultSender) -> None:
+def test_a_killed_worker_takes_only_its_own_requests_with_it(folder: Path, sender: ZmqResultSender) -> None:
     with hosting(folder, WHOLE) as (hub, host):
         expect(hub, "whole", "request-1", "request-2")
         done = subprocess.run([sys.executable, "-c", KILLED, hub.address], timeout=4 * TIMEOUT_S)
-        worker = Worker(hub, outlet, "whole")
+        worker = Worker(hub, sender, "whole")
         request = worker.request("request-2")
 
         worker.begin(request)
@@ -56,11 +56,11 @@ def test_a_killed_worker_takes_only_its_own_requests_with_it(folder: Path, outle
         assert "shut down before the request had ended" in str(result(hub, "whole", "request-1").error)
 
 
-def test_shutdown_delivers_what_has_arrived_and_leaves_nothing_behind(folder: Path, outlet: ZmqResultSender) -> None:
+def test_shutdown_delivers_what_has_arrived_and_leaves_nothing_behind(folder: Path, sender: ZmqResultSender) -> None:
     before, gate = set(threading.enumerate()), Gate()
     hub = ResultHub(folder=str(folder))
     host = DriverHost(config(FLOW), model=MODEL, hub=hub)
-    worker = Worker(hub, outlet, "flow")
+    worker = Worker(hub, sender, "flow")
     consumer = flow(host)
     consumer.behave = at_gate(gate, "begin")
     request = worker.request()
@@ -68,7 +68,7 @@ def test_shutdown_delivers_what_has_arrived_and_leaves_nothing_behind(folder: Pa
     worker.begin(request)
     worker.write((request, [0, 1, 2, 3]))
     worker.finish(request)
-    assert outlet.close(TIMEOUT_S) == 0
+    assert sender.close(TIMEOUT_S) == 0
     assert len(os.listdir(next(folder.iterdir()))) == 2
 
     gate.opened.set()
@@ -80,11 +80,11 @@ def test_shutdown_delivers_what_has_arrived_and_leaves_nothing_behind(folder: Pa
     assert set(threading.enumerate()) == before
 
 
-def test_shutdown_does_not_wait_for_a_consumer_longer_than_allowed(folder: Path, outlet: ZmqResultSender) -> None:
+def test_shutdown_does_not_wait_for_a_consumer_longer_than_allowed(folder: Path, sender: ZmqResultSender) -> None:
     gate = Gate()
     hub = ResultHub(folder=str(folder))
     host = DriverHost(config(CaptureConsumerSpec(name="flow", queue_bytes=1)), model=MODEL, hub=hub)
-    worker = Worker(hub, outlet, "flow")
+    worker = Worker(hub, sender, "flow")
     flow(host).behave = at_gate(gate, "write")
     request = worker.request()
     expect(hub, "flow")
@@ -136,15 +136,15 @@ from tests.fakes.driver_consumers import WHOLE, Worker, config, expect, result, 
 from tests.fakes.pipeline import MODEL
 
 def use(hub, host, req_id):
-    outlet = ZmqResultSender()
-    worker = Worker(hub, outlet, "whole")
+    sender = ZmqResultSender()
+    worker = Worker(hub, sender, "whole")
     request = worker.request(req_id)
     expect(hub, "whole", req_id)
     worker.begin(request)
     worker.write((request, [0, 1, 2, 3]))
     worker.finish(request)
     assert result(hub, "whole", req_id).payload is whole(host).captured[-1]
-    assert outlet.close(30) == 0
+    assert sender.close(30) == 0
 
 hub = ResultHub(folder=sys.argv[1])
 host = open_drivers(hub, config=config(WHOLE), model=MODEL)

@@ -18,15 +18,15 @@ pytestmark = pytest.mark.usefixtures("driver_consumers")
 POSITIONS = [0, 1, 2, 3]
 
 
-def stages(hub: object, outlet: ZmqResultSender, instance: str, count: int = 2) -> list[Worker]:
-    return [Worker(hub, outlet, instance, stage=stage, num_stages=count) for stage in range(count)]
+def stages(hub: object, sender: ZmqResultSender, instance: str, count: int = 2) -> list[Worker]:
+    return [Worker(hub, sender, instance, stage=stage, num_stages=count) for stage in range(count)]
 
 
 def test_a_whole_request_has_the_sites_of_all_stages_however_they_are_interleaved(
-    folder: Path, outlet: ZmqResultSender
+    folder: Path, sender: ZmqResultSender
 ) -> None:
     with hosting(folder, WHOLE) as (hub, host):
-        first, second = stages(hub, outlet, "whole")
+        first, second = stages(hub, sender, "whole")
         one, two = [[stage.request(name) for stage in (first, second)] for name in ("request-1", "request-2")]
         expect(hub, "whole", "request-1", "request-2", num_stages=2)
 
@@ -49,10 +49,10 @@ def test_a_whole_request_has_the_sites_of_all_stages_however_they_are_interleave
 
 
 def test_a_streaming_consumer_gets_a_position_when_all_stages_have_sent_it(
-    folder: Path, outlet: ZmqResultSender
+    folder: Path, sender: ZmqResultSender
 ) -> None:
     with hosting(folder, FLOW) as (hub, host):
-        first, second = stages(hub, outlet, "flow")
+        first, second = stages(hub, sender, "flow")
         requests = [stage.request() for stage in (first, second)]
         expect(hub, "flow", num_stages=2)
 
@@ -79,10 +79,10 @@ def test_a_streaming_consumer_gets_a_position_when_all_stages_have_sent_it(
 
 
 def test_a_position_that_one_stage_lost_is_missing_everywhere_and_counted_once(
-    folder: Path, outlet: ZmqResultSender
+    folder: Path, sender: ZmqResultSender
 ) -> None:
     with hosting(folder, WHOLE) as (hub, host):
-        first, second = stages(hub, outlet, "whole")
+        first, second = stages(hub, sender, "whole")
         requests = [stage.request() for stage in (first, second)]
         expect(hub, "whole", num_stages=2)
 
@@ -99,10 +99,10 @@ def test_a_position_that_one_stage_lost_is_missing_everywhere_and_counted_once(
 
 
 def test_a_stage_without_sites_of_the_request_is_heard_and_not_waited_for(
-    folder: Path, outlet: ZmqResultSender
+    folder: Path, sender: ZmqResultSender
 ) -> None:
     with hosting(folder, FLOW) as (hub, host):
-        workers = stages(hub, outlet, "flow", count=4)
+        workers = stages(hub, sender, "flow", count=4)
         requests: list[RequestInfo] = [worker.request() for worker in workers]
         assert requests[3].spec.sites == ()
         expect(hub, "flow", num_stages=4)
@@ -118,16 +118,16 @@ def test_a_stage_without_sites_of_the_request_is_heard_and_not_waited_for(
         assert flow(host).names() == ["begin", "write", "finish"]
 
 
-def test_one_stage_that_fails_ends_the_request_with_its_error(folder: Path, outlet: ZmqResultSender) -> None:
+def test_one_stage_that_fails_ends_the_request_with_its_error(folder: Path, sender: ZmqResultSender) -> None:
     with hosting(folder, WHOLE) as (hub, host):
-        first, second = stages(hub, outlet, "whole")
+        first, second = stages(hub, sender, "whole")
         requests = [stage.request() for stage in (first, second)]
         expect(hub, "whole", num_stages=2)
 
         first.begin(requests[0])
         second.begin(requests[1])
         second.sink.abandon(requests[1])
-        outlet.send_result(
+        sender.send_result(
             reply=hub.address,
             key="key-request-1",
             req_id="request-1",

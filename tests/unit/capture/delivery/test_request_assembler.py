@@ -20,7 +20,7 @@ from headgate.capture.schema.consumer import (
     RequestInfo,
 )
 from headgate.capture.schema.positions import Named, Span
-from tests.fakes.pipeline import HIDDEN, MODEL, SITES, block, final_state, info, lane_request, row_values
+from tests.fakes.pipeline import HIDDEN, MODEL, SITES, block, consumer_request, final_state, info, row_values
 
 
 class Keeper(BatchedConsumer):
@@ -53,13 +53,16 @@ def finished(request: RequestInfo, num_tokens: int, dropped_rows: int = 0) -> Fi
 def test_rows_come_back_in_order_and_trimmed_however_they_arrived(
     chunks: list[int], sites_per_block: int, in_one_write: bool, num_tokens: int
 ) -> None:
-    keeper, request = Keeper(), lane_request(num_prompt=5)
+    keeper, request = Keeper(), consumer_request(num_prompt=5)
     assembler, at = Assembler(keeper), 0
     assembler.begin(request.info)
 
     for chunk in chunks:
         blocks = [
-            block([(lane_request("request-9"), [at]), (request, range(at, at + chunk))], SITES[i : i + sites_per_block])
+            block(
+                [(consumer_request("request-9"), [at]), (request, range(at, at + chunk))],
+                SITES[i : i + sites_per_block],
+            )
             for i in range(0, len(SITES), sites_per_block)
         ]
         at += chunk
@@ -79,7 +82,7 @@ def test_rows_come_back_in_order_and_trimmed_however_they_arrived(
 
 
 def test_positions_may_have_gaps() -> None:
-    keeper, request = Keeper(), lane_request(num_prompt=4, positions=Span(0, None, 3))
+    keeper, request = Keeper(), consumer_request(num_prompt=4, positions=Span(0, None, 3))
     assembler = Assembler(keeper)
 
     assembler.begin(request.info)
@@ -92,7 +95,7 @@ def test_positions_may_have_gaps() -> None:
 
 
 def test_what_is_kept_of_a_request_does_not_hold_the_rows_of_its_neighbours() -> None:
-    keeper, request, neighbour = Keeper(), lane_request("request-1"), lane_request("request-2", num_prompt=1000)
+    keeper, request, neighbour = Keeper(), consumer_request("request-1"), consumer_request("request-2", num_prompt=1000)
     assembler = Assembler(keeper)
     shared = block([(request, [0, 1, 2, 3]), (neighbour, range(1000))])
 
@@ -108,7 +111,7 @@ def test_what_is_kept_of_a_request_does_not_hold_the_rows_of_its_neighbours() ->
 
 @pytest.mark.parametrize("num_tokens", [5, 6, 200])
 def test_what_is_handed_over_takes_no_more_memory_than_its_rows(num_tokens: int) -> None:
-    keeper, request = Keeper(), lane_request(num_prompt=4)
+    keeper, request = Keeper(), consumer_request(num_prompt=4)
     assembler = Assembler(keeper)
 
     assembler.begin(request.info)
@@ -122,7 +125,7 @@ def test_what_is_handed_over_takes_no_more_memory_than_its_rows(num_tokens: int)
 def test_rows_of_several_requests_do_not_mix() -> None:
     keeper = Keeper()
     assembler = Assembler(keeper)
-    requests = [lane_request(f"request-{number}", num_prompt=2) for number in (3, 4)]
+    requests = [consumer_request(f"request-{number}", num_prompt=2) for number in (3, 4)]
 
     for request in requests:
         assembler.begin(request.info)
@@ -136,7 +139,7 @@ def test_rows_of_several_requests_do_not_mix() -> None:
 
 
 def test_only_positions_that_every_site_has_are_handed_over() -> None:
-    keeper, request = Keeper(), lane_request(num_prompt=4)
+    keeper, request = Keeper(), consumer_request(num_prompt=4)
     assembler = Assembler(keeper)
 
     assembler.begin(request.info)
@@ -164,7 +167,7 @@ def test_a_request_without_rows_is_handed_over_empty(selector: Named) -> None:
 
 
 def test_an_abandoned_request_is_forgotten_and_its_id_can_begin_again() -> None:
-    keeper, request = Keeper(), lane_request()
+    keeper, request = Keeper(), consumer_request()
     assembler = Assembler(keeper)
 
     assembler.begin(request.info)

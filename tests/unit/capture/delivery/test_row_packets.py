@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.delivery.row_packets import BlockPart, Splitter
-from headgate.capture.planning.step_plan import PackGroup, take_spans
-from tests.fakes.pipeline import HIDDEN, SITES, info, lane_request, packet
+from headgate.capture.planning.step_plan import PackGroup, SiteSet, take_spans
+from tests.fakes.pipeline import HIDDEN, SITES, consumer_request, info, packet
 
 Requests = dict[str, dict[int, ConsumerRequest]]
 
@@ -25,8 +25,7 @@ def group_of(members: list[tuple[str, int]], masks: list[int]) -> tuple[PackGrou
         start, stop = stop, stop + count
         spans.append((req_id, start, stop))
     group = PackGroup(
-        sites=SITES,
-        site_ids=np.arange(len(SITES)),
+        site_set=SiteSet(SITES, np.arange(len(SITES))),
         rows=np.arange(stop),
         positions=np.concatenate([np.arange(count) for _, count in members]),
         masks=np.array(masks),
@@ -128,7 +127,7 @@ def test_spans_of_chosen_rows_are_those_of_a_slow_loop(counts: list[int], data: 
 
 
 def test_a_packet_counts_each_position_once_however_many_blocks_it_is_in() -> None:
-    request = lane_request()
+    request = consumer_request()
     first, rest = packet([(request, [0, 1])], SITES[:1]), packet([(request, [0, 1])], SITES[1:])
     both = type(first)(first.blocks + rest.blocks, first.owners + rest.owners)
 
@@ -138,7 +137,7 @@ def test_a_packet_counts_each_position_once_however_many_blocks_it_is_in() -> No
 
 
 def test_rows_of_failed_requests_are_left_out() -> None:
-    good, bad, other = lane_request("request-1"), lane_request("request-2"), lane_request("request-3")
+    good, bad, other = consumer_request("request-1"), consumer_request("request-2"), consumer_request("request-3")
     whole = packet([(good, [0, 1]), (bad, [5]), (other, [7, 8])])
     assert whole.without_failed() is whole
 
@@ -157,7 +156,7 @@ def test_rows_of_failed_requests_are_left_out() -> None:
 
 
 def test_nothing_is_left_of_a_packet_of_failed_requests() -> None:
-    request = lane_request()
+    request = consumer_request()
     request.failure = "it failed"
 
     assert packet([(request, [0])]).without_failed() is None

@@ -10,43 +10,44 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.delivery import consumer_queue
-from headgate.capture.delivery.consumer_queue import UnfinishedWork
+from headgate.capture.delivery import completeness, consumer_queue
+from headgate.capture.delivery.consumer_thread import UnfinishedWork
 from tests.fakes.pipeline import (
     TIMEOUT_S,
     Gate,
     Recorder,
     Reports,
     at_gate,
-    close_lane,
+    close_consumer,
+    consumer_request,
     final_state,
-    lane_request,
-    open_lane,
+    open_consumer,
     packet,
     running,
     send,
     when_it_waits,
 )
 
-PACKET_BYTES = packet([(lane_request(), [0])]).num_bytes
+PACKET_BYTES = packet([(consumer_request(), [0])]).num_bytes
 """One row of one request."""
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The lanes' clock, which the test turns: ``clock.now``. It starts as the real one, by which waits of tests end."""
+    """The queues' clock, turned by the test: ``clock.now``. It starts as the real one, by which waits of tests end."""
     clock = SimpleNamespace(now=time.monotonic())
     clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(consumer_queue, "time", clock)
+    for module in (consumer_queue, completeness):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
 def test_a_request_with_an_unknown_end_is_an_error_and_abandoned() -> None:
-    sink, reports, request = Recorder(), Reports(), lane_request()
+    sink, reports, request = Recorder(), Reports(), consumer_request()
 
-    with running(sink, reports) as lane:
-        lane.begin(request)
-        lane.finish(request, None)
+    with running(sink, reports) as queue:
+        queue.begin(request)
+        queue.finish(request, None)
 
     assert sink.names() == ["begin", "abandon", "close"]
     assert reports.wait()["request-1"].status == "error"
@@ -61,15 +62,15 @@ def test_a_raising_consumer_costs_its_request_and_nobody_else(at: str, error: Ba
             raise error
 
     sink, reports = Recorder(behave), Reports()
-    bad, good = lane_request("request-1"), lane_request("request-2")
+    bad, good = consumer_request("request-1"), consumer_request("request-2")
 
-    with running(sink, reports) as lane:
+    with running(sink, reports) as queue:
         for request in (bad, good):
-            lane.begin(request)
-            send(lane, request, [0, 1, 2, 3])
-        send(lane, bad, [4])
+            queue.begin(request)
+            send(queue, request, [0, 1, 2, 3])
+        send(queue, bad, [4])
         for request in (bad, good):
-            lane.finish(request, final_state())
+            queue.finish(request, final_state())
         results = reports.wait(2)
 
     assert results["request-1"].status == "error"
@@ -77,7 +78,7 @@ def test_a_raising_consumer_costs_its_request_and_nobody_else(at: str, error: Ba
     assert results["request-2"].status == "ok"
     assert ("write", [("request-1", [4])]) not in sink.calls or at == "finish"
     assert ("abandon", "request-1") in sink.calls or at == "finish"
-    assert lane.stats().errors == 1
+    assert queue.stats().errors == 1
 
 
 def test_a_failing_write_fails_every_request_in_it_and_spares_later_rows_of_others() -> None:
@@ -86,15 +87,15 @@ def test_a_failing_write_fails_every_request_in_it_and_spares_later_rows_of_othe
             raise ValueError("no")
 
     sink, reports = Recorder(behave), Reports()
-    first, second, third = (lane_request(f"request-{number}") for number in (1, 2, 3))
+    first, second, third = (consumer_request(f"request-{number}") for number in (1, 2, 3))
 
-    with running(sink, reports) as lane:
+    with running(sink, reports) as queue:
         for request in (first, second, third):
-            lane.begin(request)
-        lane.offer(packet([(first, [0]), (second, [0])]), may_wait=True)
-        lane.offer(packet([(first, [1]), (third, [0, 1, 2, 3]), (second, [1])]), may_wait=True)
+            queue.begin(request)
+        queue.offer(packet([(first, [0]), (second, [0])]), may_wait=True)
+        queue.offer(packet([(first, [1]), (third, [0, 1, 2, 3]), (second, [1])]), may_wait=True)
         for request in (first, second, third):
-            lane.finish(request, final_state())
+            queue.finish(request, final_state())
         results = reports.wait(3)
 
     assert [results[f"request-{number}"].status for number in (1, 2, 3)] == ["error", "error", "ok"]
@@ -108,12 +109,13 @@ def test_a_consumer_that_fails_to_let_go_fails_nothing_else() -> None:
         if name in ("begin", "abandon", "close"):
             raise ValueError(name)
 
-    reports, request = Reports(), lane_request()
-    lane = open_lane(Recorder(behave), reports)
+    reports, request = Reports(), consumer_request()
+    consumer = open_consumer(Recorder(behave), reports)
+    queue = consumer.queue
 
-    lane.begin(request)
-    lane.finish(request, final_state())
-    left = close_lane(lane)
+    queue.begin(request)
+    queue.finish(request, final_state())
+    left = close_consumer(consumer)
 
     assert reports.wait()["request-1"].error == "c: ValueError: begin"
     assert left == UnfinishedWork(close_error="c: ValueError: close")
@@ -122,22 +124,23 @@ def test_a_consumer_that_fails_to_let_go_fails_nothing_else() -> None:
 def test_a_call_that_takes_too_long_ends_finished_requests_with_an_error_though_nothing_else_comes(
     clock: SimpleNamespace,
 ) -> None:
-    gate, reports, request = Gate(), Reports(), lane_request()
+    gate, reports, request = Gate(), Reports(), consumer_request()
     sink = Recorder(at_gate(gate, "finish"))
 
-    with running(sink, reports, max_stall_s=5) as lane:
-        lane.begin(request)
-        lane.finish(request, final_state())
+    with running(sink, reports, max_stall_s=5) as queue:
+        queue.begin(request)
+        queue.finish(request, final_state())
         gate.wait_reached()
-        assert lane.watch() == clock.now + 5
+        assert queue.due_at() == clock.now + 5
         clock.now += 5
-        assert lane.watch() is None
+        queue.fail_hung()
+        assert queue.due_at() is None
         result = reports.wait()["request-1"]
-        assert lane.stats().is_hung
+        assert queue.stats().is_hung
         gate.opened.set()
 
     assert (result.status, result.error) == ("error", "c: hung: one call took longer than 5 s")
-    assert (lane.stats().hangs, lane.stats().is_hung) == (1, False)
+    assert (queue.stats().hangs, queue.stats().is_hung) == (1, False)
 
 
 def test_a_hung_consumer_recovers_for_new_requests_and_lets_go_of_the_old_ones(clock: SimpleNamespace) -> None:
@@ -145,55 +148,55 @@ def test_a_hung_consumer_recovers_for_new_requests_and_lets_go_of_the_old_ones(c
     sink = Recorder(
         lambda name, detail: gate.pass_through() if name == "write" and "request-1" in str(detail) else None
     )
-    stuck, begun, late, fresh = (lane_request(f"request-{number}") for number in range(1, 5))
+    stuck, begun, late, fresh = (consumer_request(f"request-{number}") for number in range(1, 5))
 
-    with running(sink, reports, max_stall_s=5) as lane:
-        lane.begin(begun)
-        lane.begin(stuck)
-        send(lane, stuck, [0, 1])
+    with running(sink, reports, max_stall_s=5) as queue:
+        queue.begin(begun)
+        queue.begin(stuck)
+        send(queue, stuck, [0, 1])
         gate.wait_reached()
-        send(lane, begun, [0, 1])
+        send(queue, begun, [0, 1])
         clock.now += 5
-        lane.watch()
-        lane.begin(late)
+        queue.fail_hung()
+        queue.begin(late)
         for request in (stuck, begun, late):
-            send(lane, request, [2, 3])
-            lane.finish(request, final_state())
+            send(queue, request, [2, 3])
+            queue.finish(request, final_state())
         failed = reports.wait(3)
         gate.opened.set()
-        with lane._changed:
-            assert lane._changed.wait_for(lambda: not lane._is_hung, TIMEOUT_S)
-        lane.begin(fresh)
-        send(lane, fresh, [0, 1, 2, 3])
-        lane.finish(fresh, final_state())
+        with queue._changed:
+            assert queue._changed.wait_for(lambda: not queue.calls.is_hung, TIMEOUT_S)
+        queue.begin(fresh)
+        send(queue, fresh, [0, 1, 2, 3])
+        queue.finish(fresh, final_state())
         result = reports.wait(4)["request-4"]
 
     assert {each.status for each in failed.values()} == {"error"}
     assert "was hung or shut down when the request began" in str(failed["request-3"].error)
     assert result.status == "ok"
     assert sorted(detail for name, detail in sink.calls if name == "abandon") == ["request-1", "request-2"]
-    assert lane.stats().dropped_rows == 2 + 3 * 2
+    assert queue.stats().dropped_rows == 2 + 3 * 2
 
 
 def test_holding_up_the_engine_for_too_long_counts_as_hung() -> None:
-    gate, reports, request = Gate(), Reports(), lane_request()
+    gate, reports, request = Gate(), Reports(), consumer_request()
 
-    with running(Recorder(at_gate(gate, "write")), reports, queue_bytes=PACKET_BYTES, max_stall_s=0.05) as lane:
-        lane.begin(request)
-        send(lane, request, [0])
+    with running(Recorder(at_gate(gate, "write")), reports, queue_bytes=PACKET_BYTES, max_stall_s=0.05) as queue:
+        queue.begin(request)
+        send(queue, request, [0])
         gate.wait_reached()
-        assert send(lane, request, [1])
-        lane.finish(request, final_state())
+        assert send(queue, request, [1])
+        queue.finish(request, final_state())
         result = reports.wait()["request-1"]
         gate.opened.set()
 
     assert (result.status, result.error) == ("error", "c: hung: held up the engine for longer than 0.05 s")
-    assert (lane.stats().hangs, lane.stats().stalls, lane.stats().dropped_rows) == (1, 1, 1)
-    assert lane.stats().stall_s >= 0.01
+    assert (queue.stats().hangs, queue.stats().stalls, queue.stats().dropped_rows) == (1, 1, 1)
+    assert queue.stats().stall_s >= 0.01
 
 
 def test_what_a_hung_call_returns_in_the_end_is_not_reported_again(clock: SimpleNamespace) -> None:
-    gate, reports, request = Gate(), Reports(), lane_request()
+    gate, reports, request = Gate(), Reports(), consumer_request()
     later: Future[str] = Future()
 
     def behave(name: str, _detail: Any) -> Any:
@@ -202,12 +205,12 @@ def test_what_a_hung_call_returns_in_the_end_is_not_reported_again(clock: Simple
             return later
         return None
 
-    with running(Recorder(behave), reports, max_stall_s=5) as lane:
-        lane.begin(request)
-        lane.finish(request, final_state())
+    with running(Recorder(behave), reports, max_stall_s=5) as queue:
+        queue.begin(request)
+        queue.finish(request, final_state())
         gate.wait_reached()
         clock.now += 5
-        lane.watch()
+        queue.fail_hung()
         gate.opened.set()
         later.set_result("late")
 
@@ -216,25 +219,25 @@ def test_what_a_hung_call_returns_in_the_end_is_not_reported_again(clock: Simple
 
 def test_payloads_that_are_under_way_elsewhere_survive_a_hang(clock: SimpleNamespace) -> None:
     gate, reports, later = Gate(), Reports(), Future[str]()
-    slow, stuck = lane_request("request-1"), lane_request("request-2")
+    slow, stuck = consumer_request("request-1"), consumer_request("request-2")
 
     def behave(name: str, detail: Any) -> Any:
         if (name, detail) == ("begin", "request-2"):
             gate.pass_through()
         return later if name == "finish" else None
 
-    with running(Recorder(behave), reports, max_stall_s=5) as lane:
-        lane.begin(slow)
-        send(lane, slow, [0, 1, 2, 3])
-        lane.finish(slow, final_state())
-        lane.begin(stuck)
+    with running(Recorder(behave), reports, max_stall_s=5) as queue:
+        queue.begin(slow)
+        send(queue, slow, [0, 1, 2, 3])
+        queue.finish(slow, final_state())
+        queue.begin(stuck)
         gate.wait_reached()
         clock.now += 5
-        lane.watch()
+        queue.fail_hung()
         later.set_result("done")
         assert reports.wait()["request-1"].payload == "done"
         gate.opened.set()
-        lane.finish(stuck, final_state())
+        queue.finish(stuck, final_state())
 
     assert reports.wait(2)["request-2"].status == "error"
 
@@ -242,33 +245,33 @@ def test_payloads_that_are_under_way_elsewhere_survive_a_hang(clock: SimpleNames
 def test_what_a_consumer_has_to_let_go_of_survives_a_hang(clock: SimpleNamespace) -> None:
     gate, reports = Gate(), Reports()
     sink = Recorder(lambda name, detail: gate.pass_through() if (name, detail) == ("begin", "request-2") else None)
-    wrong, stuck = lane_request("request-1"), lane_request("request-2")
+    wrong, stuck = consumer_request("request-1"), consumer_request("request-2")
 
-    with running(sink, reports, max_stall_s=5) as lane:
-        lane.begin(wrong)
-        lane.begin(stuck)
+    with running(sink, reports, max_stall_s=5) as queue:
+        queue.begin(wrong)
+        queue.begin(stuck)
         gate.wait_reached()
-        lane.finish(wrong, final_state(), contradiction="its rows are another's")
+        queue.finish(wrong, final_state(), mismatch="its rows are another's")
         clock.now += 5
-        lane.watch()
+        queue.fail_hung()
         gate.opened.set()
-        lane.finish(stuck, final_state())
+        queue.finish(stuck, final_state())
         results = reports.wait(2)
 
     assert results["request-1"].error == "c: its rows are another's"
     assert sorted(detail for name, detail in sink.calls if name == "abandon") == ["request-1", "request-2"]
 
 
-def test_a_bug_of_ours_fails_its_request_and_the_lane_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_of_ours_fails_its_request_and_the_thread_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     sink, reports = Recorder(), Reports()
-    first, second = lane_request("request-1"), lane_request("request-2")
-    monkeypatch.setattr(first.ledger, "close", lambda _final: 1 / 0)
+    first, second = consumer_request("request-1"), consumer_request("request-2")
+    monkeypatch.setattr(first.audit, "close", lambda _final: 1 / 0)
 
-    with running(sink, reports) as lane:
+    with running(sink, reports) as queue:
         for request in (first, second):
-            lane.begin(request)
-            send(lane, request, [0, 1, 2, 3])
-            lane.finish(request, final_state())
+            queue.begin(request)
+            send(queue, request, [0, 1, 2, 3])
+            queue.finish(request, final_state())
         results = reports.wait(2)
 
     assert results["request-1"].error == "c: internal error: ZeroDivisionError('division by zero')"
@@ -277,33 +280,34 @@ def test_a_bug_of_ours_fails_its_request_and_the_lane_lives_on(monkeypatch: pyte
 
 
 def test_rows_that_came_twice_are_not_given_to_the_consumer_as_a_whole() -> None:
-    sink, reports, request = Recorder(), Reports(), lane_request()
+    sink, reports, request = Recorder(), Reports(), consumer_request()
 
-    with running(sink, reports) as lane:
-        lane.begin(request)
+    with running(sink, reports) as queue:
+        queue.begin(request)
         for positions in ([0, 1, 2, 3], [3]):
-            send(lane, request, positions)
-        lane.finish(request, final_state())
+            send(queue, request, positions)
+        queue.finish(request, final_state())
 
     assert "rows were delivered twice or unasked for" in str(reports.wait()["request-1"].error)
     assert sink.names() == ["begin", "write", "write", "abandon", "close"]
 
 
 def test_nothing_is_watched_while_nothing_is_under_way(clock: SimpleNamespace) -> None:
-    with running(Recorder(), Reports(), max_stall_s=5) as lane:
-        assert lane.watch() is None
+    with running(Recorder(), Reports(), max_stall_s=5) as queue:
+        assert queue.due_at() is None
 
 
 def test_closing_delivers_what_is_queued_and_tells_requests_that_never_ended() -> None:
     sink, reports = Recorder(), Reports()
-    ended, running_on = lane_request("request-1"), lane_request("request-2")
-    lane = open_lane(sink, reports)
+    ended, running_on = consumer_request("request-1"), consumer_request("request-2")
+    consumer = open_consumer(sink, reports)
+    queue = consumer.queue
 
     for request in (ended, running_on):
-        lane.begin(request)
-        send(lane, request, [0, 1, 2, 3])
-    lane.finish(ended, final_state())
-    left = close_lane(lane)
+        queue.begin(request)
+        send(queue, request, [0, 1, 2, 3])
+    queue.finish(ended, final_state())
+    left = close_consumer(consumer)
 
     assert left == UnfinishedWork(unfinished=1)
     results = reports.wait(2)
@@ -315,40 +319,42 @@ def test_closing_delivers_what_is_queued_and_tells_requests_that_never_ended() -
 def test_closing_gives_up_a_consumer_that_hangs_and_its_thread_ends_with_the_call() -> None:
     gate, reports = Gate(), Reports()
     sink = Recorder(at_gate(gate, "write"))
-    requests = [lane_request(f"request-{number}") for number in (1, 2)]
-    lane = open_lane(sink, reports)
+    requests = [consumer_request(f"request-{number}") for number in (1, 2)]
+    consumer = open_consumer(sink, reports)
+    queue = consumer.queue
 
     for request in requests:
-        lane.begin(request)
-        send(lane, request, [0, 1, 2, 3])
-        lane.finish(request, final_state())
+        queue.begin(request)
+        send(queue, request, [0, 1, 2, 3])
+        queue.finish(request, final_state())
     gate.wait_reached()
-    left = close_lane(lane, 0)
+    left = close_consumer(consumer, 0)
 
     assert left == UnfinishedWork(unfinished=2, is_stuck=True)
     assert {result.status for result in reports.wait(2).values()} == {"error"}
-    assert lane.stats().dropped_rows == 4
+    assert queue.stats().dropped_rows == 4
     gate.opened.set()
-    lane._thread.join(TIMEOUT_S)
-    assert not lane._thread.is_alive()
+    consumer._thread.join(TIMEOUT_S)
+    assert not consumer._thread.is_alive()
     assert sink.names() == ["begin", "write", "close"]
 
 
 def test_a_dispatch_thread_that_waits_for_room_is_let_go_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, reports, request = Gate(), Reports(), lane_request()
-    lane = open_lane(Recorder(at_gate(gate, "write")), reports, queue_bytes=PACKET_BYTES)
-    lane.begin(request)
-    send(lane, request, [0])
+    gate, reports, request = Gate(), Reports(), consumer_request()
+    consumer = open_consumer(Recorder(at_gate(gate, "write")), reports, queue_bytes=PACKET_BYTES)
+    queue = consumer.queue
+    queue.begin(request)
+    send(queue, request, [0])
     gate.wait_reached()
-    waits = when_it_waits(lane._changed, monkeypatch)
-    thread = threading.Thread(target=lambda: send(lane, request, [1, 2]))
+    waits = when_it_waits(queue._changed, monkeypatch)
+    thread = threading.Thread(target=lambda: send(queue, request, [1, 2]))
     thread.start()
     assert waits.wait(TIMEOUT_S)
 
-    lane.stop_holding_up()
+    queue.stop_blocking()
 
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
-    assert lane.stats().dropped_rows == 2
+    assert queue.stats().dropped_rows == 2
     gate.opened.set()
-    assert close_lane(lane) == UnfinishedWork(unfinished=1)
+    assert close_consumer(consumer) == UnfinishedWork(unfinished=1)

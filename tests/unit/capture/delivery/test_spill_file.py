@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from headgate.capture.delivery.spill_file import SpillFile
 from headgate.capture.schema.consumer import RowBlock
 from headgate.capture.schema.errors import ConfigError, ConsumerError
-from tests.fakes.pipeline import SITES, block, lane_request
+from tests.fakes.pipeline import SITES, block, consumer_request
 
 
 def blocks(number: int, num_rows: int, dtype: torch.dtype = torch.float32) -> list[RowBlock]:
-    made = block([(lane_request(f"request-{number}"), range(num_rows))])
+    made = block([(consumer_request(f"request-{number}"), range(num_rows))])
     return [RowBlock(sites=made.sites, rows=made.rows.to(dtype), positions=made.positions, spans=made.spans)]
 
 

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.usefixtures("driver_consumers")
 
 
 def test_a_batched_consumer_gets_whole_requests_and_answers_with_live_objects(
-    folder: Path, outlet: ZmqResultSender
+    folder: Path, sender: ZmqResultSender
 ) -> None:
     with hosting(folder, WHOLE) as (hub, host):
-        worker = Worker(hub, outlet, "whole")
+        worker = Worker(hub, sender, "whole")
         one, two = worker.request("request-1"), worker.request("request-2")
         expect(hub, "whole", "request-1", "request-2")
 
@@ -44,10 +44,10 @@ def test_a_batched_consumer_gets_whole_requests_and_answers_with_live_objects(
         assert answer.payload.token_ids.tolist() == [100, 101, 102, 103]
 
 
-def test_a_streaming_consumer_gets_each_step_as_it_comes(folder: Path, outlet: ZmqResultSender) -> None:
+def test_a_streaming_consumer_gets_each_step_as_it_comes(folder: Path, sender: ZmqResultSender) -> None:
     with hosting(folder, FLOW) as (hub, host):
         flow(host).behave = lambda name, detail: f"payload of {detail}" if name == "finish" else None
-        worker = Worker(hub, outlet, "flow")
+        worker = Worker(hub, sender, "flow")
         request = worker.request()
         expect(hub, "flow")
 
@@ -66,9 +66,9 @@ def test_a_streaming_consumer_gets_each_step_as_it_comes(folder: Path, outlet: Z
     assert flow(host).names()[-1] == "close"
 
 
-def test_samples_of_one_request_are_told_apart(folder: Path, outlet: ZmqResultSender) -> None:
+def test_samples_of_one_request_are_told_apart(folder: Path, sender: ZmqResultSender) -> None:
     with hosting(folder, WHOLE) as (hub, _):
-        worker = Worker(hub, outlet, "whole")
+        worker = Worker(hub, sender, "whole")
         samples = [
             replace(
                 worker.request(f"{index}_request-{index}", sample_index=index, num_samples=2),
@@ -88,7 +88,7 @@ def test_samples_of_one_request_are_told_apart(folder: Path, outlet: ZmqResultSe
         assert results.merged["whole"].num_rows == 8
 
 
-def test_what_a_consumer_raises_is_its_requests_error_and_nobody_elses(folder: Path, outlet: ZmqResultSender) -> None:
+def test_what_a_consumer_raises_is_its_requests_error_and_nobody_elses(folder: Path, sender: ZmqResultSender) -> None:
     def refuse_one(captured: CapturedRequest) -> str:
         if captured.request.request_id == "request-1":
             raise ValueError("no reward")
@@ -96,7 +96,7 @@ def test_what_a_consumer_raises_is_its_requests_error_and_nobody_elses(folder: P
 
     with hosting(folder, WHOLE) as (hub, host):
         whole(host).behave = refuse_one
-        worker = Worker(hub, outlet, "whole")
+        worker = Worker(hub, sender, "whole")
         requests = [worker.request("request-1"), worker.request("request-2")]
         expect(hub, "whole", "request-1", "request-2")
 
@@ -111,11 +111,11 @@ def test_what_a_consumer_raises_is_its_requests_error_and_nobody_elses(folder: P
 
 
 def test_a_slow_consumer_holds_up_its_worker_and_loses_nothing(folder: Path) -> None:
-    outlet, gate, num_steps = ZmqResultSender(window_bytes=2000), Gate(), 200
+    sender, gate, num_steps = ZmqResultSender(window_bytes=2000), Gate(), 200
     spec = CaptureConsumerSpec(name="flow", queue_bytes=1000, overload="drop")
     with hosting(folder, spec) as (hub, host):
         flow(host).behave = at_gate(gate, "write")
-        worker = Worker(hub, outlet, "flow")
+        worker = Worker(hub, sender, "flow")
         request = worker.request()
         expect(hub, "flow")
         worker.begin(request)
@@ -140,16 +140,16 @@ def test_a_slow_consumer_holds_up_its_worker_and_loses_nothing(folder: Path) -> 
         assert result(hub, "flow") == CaptureResult(
             status="ok", num_rows=num_steps, num_bytes=num_steps * 3 * ROW_BYTES
         )
-    assert outlet.close(TIMEOUT_S) == 0
+    assert sender.close(TIMEOUT_S) == 0
 
 
 def test_a_hung_consumer_fails_its_requests_and_spares_the_other_consumer(
-    folder: Path, outlet: ZmqResultSender
+    folder: Path, sender: ZmqResultSender
 ) -> None:
     gate = Gate()
     with hosting(folder, CaptureConsumerSpec(name="flow", max_stall_s=0.05), WHOLE) as (hub, host):
         flow(host).behave = at_gate(gate, "write")
-        hanging, fine = Worker(hub, outlet, "flow"), Worker(hub, outlet, "whole")
+        hanging, fine = Worker(hub, sender, "flow"), Worker(hub, sender, "whole")
         request = hanging.request()
         hub.expect("key-request-1", instances=["flow", "whole"])
 
@@ -165,7 +165,7 @@ def test_a_hung_consumer_fails_its_requests_and_spares_the_other_consumer(
         assert results["whole"].status == "ok"
 
         again = hanging.request("request-2")
-        while not flow(host).names().count("abandon"):  # the call has returned, and the failed request is let go of
+        while not flow(host).names().count("abandon"):  # the call has returned, and the failed request is abandoned
             assert hub.wait("key-request-1", 0)
         expect(hub, "flow", "request-2")
         hanging.begin(again)
@@ -174,9 +174,9 @@ def test_a_hung_consumer_fails_its_requests_and_spares_the_other_consumer(
         assert result(hub, "flow", "request-2").status == "ok"
 
 
-def test_rows_lost_on_the_way_are_in_the_result(folder: Path, outlet: ZmqResultSender) -> None:
+def test_rows_lost_on_the_way_are_in_the_result(folder: Path, sender: ZmqResultSender) -> None:
     with hosting(folder, WHOLE) as (hub, host):
-        worker = Worker(hub, outlet, "whole")
+        worker = Worker(hub, sender, "whole")
         request = worker.request()
         expect(hub, "whole")
 
@@ -193,17 +193,17 @@ def test_rows_lost_on_the_way_are_in_the_result(folder: Path, outlet: ZmqResultS
 
 
 def test_rows_that_the_workers_queue_dropped_are_in_the_result(folder: Path) -> None:
-    outlet, gate, num_steps = ZmqResultSender(window_bytes=1), Gate(), 50
+    sender, gate, num_steps = ZmqResultSender(window_bytes=1), Gate(), 50
     with hosting(folder, CaptureConsumerSpec(name="flow", queue_bytes=1)) as (hub, host):
         flow(host).behave = at_gate(gate, "write")
-        worker = Worker(hub, outlet, "flow")
+        worker = Worker(hub, sender, "flow")
         request = ConsumerRequest(worker.request())
         expect(hub, "flow")
-        with running(worker.sink, Reports(), overload="drop", queue_bytes=5 * 3 * ROW_BYTES) as lane:
-            lane.begin(request)
+        with running(worker.sink, Reports(), overload="drop", queue_bytes=5 * 3 * ROW_BYTES) as queue:
+            queue.begin(request)
             for position in range(num_steps):
-                lane.offer(packet([(request, [position])]), may_wait=True)
-            lane.finish(request, final_state(num_tokens=num_steps + 1))
+                queue.offer(packet([(request, [position])]), may_wait=True)
+            queue.finish(request, final_state(num_tokens=num_steps + 1))
             gate.opened.set()
             answer = result(hub, "flow")
 
@@ -211,16 +211,16 @@ def test_rows_that_the_workers_queue_dropped_are_in_the_result(folder: Path) -> 
         assert answer.status == "partial_error"
         assert len(delivered) == answer.num_rows == num_steps - answer.dropped_rows
         assert 5 <= answer.num_rows < num_steps
-    assert outlet.close(TIMEOUT_S) == 0
+    assert sender.close(TIMEOUT_S) == 0
 
 
 def test_a_request_that_is_abandoned_by_its_worker_is_let_go_of_and_not_answered_twice(
-    folder: Path, outlet: ZmqResultSender
+    folder: Path, sender: ZmqResultSender
 ) -> None:
     with hosting(folder, FLOW) as (hub, host):
         is_written = threading.Event()
         flow(host).behave = lambda name, detail: is_written.set() if name == "write" else None
-        worker = Worker(hub, outlet, "flow")
+        worker = Worker(hub, sender, "flow")
         request, other = worker.request(), worker.request("request-2")
         expect(hub, "flow", "request-1", "request-2")
 
@@ -230,7 +230,7 @@ def test_a_request_that_is_abandoned_by_its_worker_is_let_go_of_and_not_answered
         worker.sink.abandon(request)
         worker.finish(other)
         assert result(hub, "flow", "request-2").status == "ok"
-        outlet.send_result(
+        sender.send_result(
             reply=hub.address,
             key="key-request-1",
             req_id="request-1",
@@ -247,10 +247,10 @@ def test_a_request_that_is_abandoned_by_its_worker_is_let_go_of_and_not_answered
 
 
 def test_an_id_that_is_used_again_after_it_was_abandoned_is_a_new_request(
-    folder: Path, outlet: ZmqResultSender
+    folder: Path, sender: ZmqResultSender
 ) -> None:
     with hosting(folder, WHOLE) as (hub, host):
-        worker = Worker(hub, outlet, "whole")
+        worker = Worker(hub, sender, "whole")
         request = worker.request()
         expect(hub, "whole")
 
@@ -266,10 +266,10 @@ def test_an_id_that_is_used_again_after_it_was_abandoned_is_a_new_request(
 
 
 def test_a_request_that_nobody_waits_for_any_more_is_delivered_all_the_same(
-    folder: Path, outlet: ZmqResultSender
+    folder: Path, sender: ZmqResultSender
 ) -> None:
     with hosting(folder, WHOLE) as (hub, host):
-        worker, done = Worker(hub, outlet, "whole"), threading.Event()
+        worker, done = Worker(hub, sender, "whole"), threading.Event()
         whole(host).behave = lambda captured: done.set()
         request = worker.request()
         expect(hub, "whole")
@@ -284,9 +284,9 @@ def test_a_request_that_nobody_waits_for_any_more_is_delivered_all_the_same(
         assert_rows(whole(host).captured[0], 1, [0, 1, 2, 3])
 
 
-def test_forged_and_malformed_messages_change_nothing(folder: Path, outlet: ZmqResultSender) -> None:
+def test_forged_and_malformed_messages_change_nothing(folder: Path, sender: ZmqResultSender) -> None:
     with hosting(folder, WHOLE) as (hub, host):
-        worker = Worker(hub, outlet, "whole")
+        worker = Worker(hub, sender, "whole")
         request = worker.request()
         forged = replace(request, origin=Origin(hub.address, "guess"))
         expect(hub, "whole")

@@ -39,8 +39,8 @@ def answer(
     )
 
 
-def send(outlet: ZmqResultSender, hub: ResultHub, key: str, result: CaptureResult) -> None:
-    outlet.send_result(
+def send(sender: ZmqResultSender, hub: ResultHub, key: str, result: CaptureResult) -> None:
+    sender.send_result(
         reply=hub.address, key=key, req_id="r", sample_index=0, instance="files", stage=0, num_stages=1, result=result
     )
 
@@ -52,11 +52,11 @@ def raw_socket(address: str) -> zmq.Socket[bytes]:
     return socket
 
 
-def test_a_payload_of_64_mib_arrives(hub: ResultHub, outlet: ZmqResultSender) -> None:
+def test_a_payload_of_64_mib_arrives(hub: ResultHub, sender: ZmqResultSender) -> None:
     payload = "0123456789abcdef" * (4 << 20)
     hub.expect("k", instances=["files"])
 
-    send(outlet, hub, "k", ok(payload))
+    send(sender, hub, "k", ok(payload))
 
     assert hub.wait("k", TIMEOUT_S).merged["files"].payload == payload
 
@@ -145,14 +145,14 @@ def test_the_first_of_two_equal_answers_counts(hub: ResultHub) -> None:
     assert hub.wait("k", 0).merged["files"].payload == ["first", "other stage"]
 
 
-def test_answers_after_close_are_ignored_and_nothing_is_kept(hub: ResultHub, outlet: ZmqResultSender) -> None:
+def test_answers_after_close_are_ignored_and_nothing_is_kept(hub: ResultHub, sender: ZmqResultSender) -> None:
     hub.expect("late", instances=["files"])
     hub.expect("k", instances=["files"])
     hub.close("late")
     hub.close("late")
 
-    send(outlet, hub, "late", ok())
-    send(outlet, hub, "k", ok())
+    send(sender, hub, "late", ok())
+    send(sender, hub, "k", ok())
     hub.wait("k", TIMEOUT_S)
     hub.close("k")
 
@@ -188,7 +188,7 @@ def test_keys_are_known_while_rows_for_them_may_arrive_and_then_forgotten(hub: R
     assert hub.knows("0")
 
 
-def test_forged_and_malformed_messages_are_counted_and_the_hub_goes_on(hub: ResultHub, outlet: ZmqResultSender) -> None:
+def test_forged_and_malformed_messages_are_counted_and_the_hub_goes_on(hub: ResultHub, sender: ZmqResultSender) -> None:
     hub.expect("k", instances=["files"])
     socket = raw_socket(hub.address)
     forged = ResultMessage(
@@ -214,7 +214,7 @@ def test_forged_and_malformed_messages_are_counted_and_the_hub_goes_on(hub: Resu
     socket.send_multipart(encode(forged))
     acknowledgements = [socket.recv() for _ in range(len(malformed) + 1)]
     socket.close(linger=0)
-    send(outlet, hub, "k", ok("true"))
+    send(sender, hub, "k", ok("true"))
 
     assert hub.wait("k", TIMEOUT_S).merged["files"].payload == "true"
     assert len(acknowledgements) == len(malformed) + 1
@@ -222,7 +222,7 @@ def test_forged_and_malformed_messages_are_counted_and_the_hub_goes_on(hub: Resu
     assert hub.stats().unknown == 1
 
 
-def test_many_waits_on_one_event_loop_end_each_with_its_own(hub: ResultHub, outlet: ZmqResultSender) -> None:
+def test_many_waits_on_one_event_loop_end_each_with_its_own(hub: ResultHub, sender: ZmqResultSender) -> None:
     async def run() -> list[object]:
         keys = [f"k{index}" for index in range(50)]
         for key in keys:
@@ -230,7 +230,7 @@ def test_many_waits_on_one_event_loop_end_each_with_its_own(hub: ResultHub, outl
         waits = [asyncio.create_task(hub.wait_async(key, TIMEOUT_S)) for key in keys]
         await asyncio.sleep(0)
         for key in reversed(keys):
-            send(outlet, hub, key, ok(key))
+            send(sender, hub, key, ok(key))
         return [(await wait).merged["files"].payload for wait in waits]
 
     assert asyncio.run(run()) == [f"k{index}" for index in range(50)]
@@ -296,12 +296,12 @@ def test_the_socket_is_private_made_on_first_use_and_removed_at_the_end(folder: 
     assert hub.shutdown(TIMEOUT_S)
 
 
-def test_a_hub_can_be_used_again_after_shutdown_under_another_address(hub: ResultHub, outlet: ZmqResultSender) -> None:
+def test_a_hub_can_be_used_again_after_shutdown_under_another_address(hub: ResultHub, sender: ZmqResultSender) -> None:
     first = hub.address
     assert hub.shutdown(TIMEOUT_S)
 
     hub.expect("k", instances=["files"])
-    send(outlet, hub, "k", ok("a"))
+    send(sender, hub, "k", ok("a"))
 
     assert hub.address != first
     assert hub.wait("k", TIMEOUT_S).merged["files"].payload == "a"
@@ -334,12 +334,12 @@ def test_what_opens_with_the_hub_closes_with_it_and_a_failure_leaves_nothing(fol
     assert events == [True, "closed", True, "closed"]
 
 
-def test_waiting_for_results_under_load_takes_little(hub: ResultHub, outlet: ZmqResultSender) -> None:
+def test_waiting_for_results_under_load_takes_little(hub: ResultHub, sender: ZmqResultSender) -> None:
     started = time.monotonic()
     for index in range(1000):
         key = f"k{index}"
         hub.expect(key, instances=["files"])
-        send(outlet, hub, key, ok())
+        send(sender, hub, key, ok())
         assert hub.wait(key, TIMEOUT_S).merged["files"].status == "ok"
         hub.close(key)
 

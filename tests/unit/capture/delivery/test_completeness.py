@@ -1,4 +1,4 @@
-"""The account of a request: what is wanted, what came, what is missing."""
+"""The totals of a request: what is wanted, what came, what is missing."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ def positions(*values: int) -> np.ndarray:
 
 
 def test_everything_wanted_and_delivered_balances() -> None:
-    ledger = DeliveryAudit(info(num_prompt=4))
+    audit = DeliveryAudit(info(num_prompt=4))
 
-    ledger.deliver(positions(0, 1, 2), len(SITES))
-    ledger.deliver(positions(3), len(SITES))
+    audit.deliver(positions(0, 1, 2), len(SITES))
+    audit.deliver(positions(3), len(SITES))
 
-    assert ledger.close(final_state(4)) == RowTotals(wanted=4, complete=4, dropped=0, surplus=0)
+    assert audit.close(final_state(4)) == RowTotals(wanted=4, complete=4, dropped=0, surplus=0)
 
 
 def test_rows_after_the_end_count_for_nothing() -> None:
-    ledger = DeliveryAudit(info(num_prompt=2))
+    audit = DeliveryAudit(info(num_prompt=2))
 
-    ledger.deliver(np.arange(200, dtype=np.int64), len(SITES))
+    audit.deliver(np.arange(200, dtype=np.int64), len(SITES))
 
-    assert ledger.close(final_state(2, num_tokens=5)) == RowTotals(wanted=4, complete=4, dropped=0, surplus=0)
+    assert audit.close(final_state(2, num_tokens=5)) == RowTotals(wanted=4, complete=4, dropped=0, surplus=0)
 
 
 def test_a_position_without_one_of_its_sites_is_missing() -> None:
-    ledger = DeliveryAudit(info(num_prompt=3))
+    audit = DeliveryAudit(info(num_prompt=3))
 
-    ledger.deliver(positions(0, 1, 2), 2)
-    ledger.deliver(positions(0, 2), 1)
+    audit.deliver(positions(0, 1, 2), 2)
+    audit.deliver(positions(0, 2), 1)
 
-    assert ledger.close(final_state(3)) == RowTotals(wanted=3, complete=2, dropped=0, surplus=0)
+    assert audit.close(final_state(3)) == RowTotals(wanted=3, complete=2, dropped=0, surplus=0)
 
 
 def test_a_position_that_was_never_computed_is_missing() -> None:
-    ledger = DeliveryAudit(info(num_prompt=10, positions=Named("all_prompt")))
+    audit = DeliveryAudit(info(num_prompt=10, positions=Named("all_prompt")))
 
-    ledger.deliver(positions(8, 9), len(SITES))
+    audit.deliver(positions(8, 9), len(SITES))
 
-    assert ledger.close(final_state(10)).missing == 8
+    assert audit.close(final_state(10)).missing == 8
 
 
 def test_listed_positions_beyond_the_end_are_not_wanted() -> None:
-    ledger = DeliveryAudit(info(num_prompt=2, positions=Indices((1, 50))))
+    audit = DeliveryAudit(info(num_prompt=2, positions=Indices((1, 50))))
 
-    ledger.deliver(positions(1), len(SITES))
+    audit.deliver(positions(1), len(SITES))
 
-    assert ledger.close(final_state(2)) == RowTotals(wanted=1, complete=1, dropped=0, surplus=0)
+    assert audit.close(final_state(2)) == RowTotals(wanted=1, complete=1, dropped=0, surplus=0)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_listed_positions_beyond_the_end_are_not_wanted() -> None:
     ids=["twice", "unasked"],
 )
 def test_rows_delivered_twice_or_unasked_for_are_surplus(selector: Named, delivered: tuple[int, ...]) -> None:
-    ledger = DeliveryAudit(info(num_prompt=4, positions=selector))
+    audit = DeliveryAudit(info(num_prompt=4, positions=selector))
 
     for position in delivered:
-        ledger.deliver(positions(position), len(SITES))
+        audit.deliver(positions(position), len(SITES))
 
-    assert ledger.close(final_state(4)).surplus == len(SITES)
+    assert audit.close(final_state(4)).surplus == len(SITES)
 
 
 @given(selectors(), st.integers(1, 20), st.integers(0, 20), st.data())
@@ -81,20 +81,20 @@ def test_the_account_is_that_of_a_slow_loop(selector, num_prompt: int, num_gener
     request = info(num_prompt=num_prompt, positions=selector)
     final = final_state(num_prompt, num_tokens=num_prompt + num_generated)
     fates = data.draw(st.lists(st.sampled_from(["came", "dropped", "lost"]), min_size=45, max_size=45))
-    ledger = DeliveryAudit(request)
+    audit = DeliveryAudit(request)
     wanted = [position for position in range(45) if selector.mask(positions(position), positions(num_prompt))[0]]
 
     for position in wanted:
         if fates[position] == "came":
-            ledger.deliver(positions(position), 1)
-            ledger.deliver(positions(position), len(SITES) - 1)
+            audit.deliver(positions(position), 1)
+            audit.deliver(positions(position), len(SITES) - 1)
         elif fates[position] == "dropped":
-            ledger.drop(positions(position))
-            ledger.drop(positions(position))
+            audit.drop(positions(position))
+            audit.drop(positions(position))
 
     inside = [fates[position] for position in wanted if position < final.num_rows]
     expected = RowTotals(wanted=len(inside), complete=inside.count("came"), dropped=inside.count("dropped"), surplus=0)
-    assert ledger.close(final) == expected
+    assert audit.close(final) == expected
 
 
 def _resolves(selector, num_prompt: int) -> bool:
@@ -105,20 +105,22 @@ def _resolves(selector, num_prompt: int) -> bool:
     return True
 
 
-def judged(account: RowTotals, **request_attributes: str) -> tuple[str, str | None]:
+def status_and_error(totals: RowTotals, **request_attributes: str) -> tuple[str, str | None]:
     request = ConsumerRequest(info())
     for name, value in request_attributes.items():
         setattr(request, name, value)
-    result = result_of(request, account, final_state(4, status="abort"), instance="files", row_bytes=ROW_BYTES)
+    result = result_of(request, totals, final_state(4, status="abort"), instance="files", row_bytes=ROW_BYTES)
     return result.status, result.error
 
 
 def test_a_result_is_ok_only_if_nothing_is_missing() -> None:
-    assert judged(RowTotals(wanted=4, complete=4, dropped=0, surplus=0)) == ("ok", None)
+    assert status_and_error(RowTotals(wanted=4, complete=4, dropped=0, surplus=0)) == ("ok", None)
 
 
 def test_a_result_says_how_many_rows_are_missing_and_why() -> None:
-    status, error = judged(RowTotals(wanted=9, complete=4, dropped=3, surplus=0), drop_reason="its queue was full")
+    status, error = status_and_error(
+        RowTotals(wanted=9, complete=4, dropped=3, surplus=0), drop_reason="its queue was full"
+    )
 
     assert status == "partial_error"
     assert error == (
@@ -128,7 +130,7 @@ def test_a_result_says_how_many_rows_are_missing_and_why() -> None:
 
 
 def test_rows_that_should_not_be_there_make_the_result_an_error() -> None:
-    status, error = judged(RowTotals(wanted=4, complete=3, dropped=0, surplus=2))
+    status, error = status_and_error(RowTotals(wanted=4, complete=3, dropped=0, surplus=2))
 
     assert status == "error"
     assert error is not None
@@ -136,8 +138,8 @@ def test_rows_that_should_not_be_there_make_the_result_an_error() -> None:
 
 
 def test_a_result_counts_positions_and_the_bytes_of_all_sites() -> None:
-    account = RowTotals(wanted=4, complete=4, dropped=0, surplus=0)
+    totals = RowTotals(wanted=4, complete=4, dropped=0, surplus=0)
 
-    result = result_of(ConsumerRequest(info()), account, final_state(4), instance="files", row_bytes=ROW_BYTES)
+    result = result_of(ConsumerRequest(info()), totals, final_state(4), instance="files", row_bytes=ROW_BYTES)
 
     assert (result.num_rows, result.num_bytes, result.dropped_rows) == (4, 4 * len(SITES) * ROW_BYTES, 0)

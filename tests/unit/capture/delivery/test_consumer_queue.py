@@ -1,4 +1,4 @@
-"""One consumer's lane: order, bounds, overload policies, and consumers that fail, are slow or hang."""
+"""One consumer's queue and thread: order, bounds, overload policies, and consumers that fail, are slow or hang."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from tests.fakes.pipeline import (
     Recorder,
     Reports,
     at_gate,
-    close_lane,
+    close_consumer,
+    consumer_request,
     final_state,
-    lane_request,
-    open_lane,
+    open_consumer,
     packet,
     running,
     send,
     when_it_waits,
 )
-from tests.unit.capture.delivery.test_spill import full_disk
+from tests.unit.capture.delivery.test_spill_file import full_disk
 
 OPEN = Gate()
 OPEN.opened.set()
 
-PACKET_BYTES = packet([(lane_request(), [0])]).num_bytes
+PACKET_BYTES = packet([(consumer_request(), [0])]).num_bytes
 """One row of one request."""
 
 
 def test_calls_come_in_order_and_the_result_follows_the_last_rows() -> None:
     sink, reports = Recorder(lambda name, _detail: {"rows": 4} if name == "finish" else None), Reports()
-    request = lane_request()
+    request = consumer_request()
 
-    with running(sink, reports) as lane:
-        lane.begin(request)
-        send(lane, request, [0, 1])
-        send(lane, request, [2, 3])
-        lane.finish(request, final_state())
+    with running(sink, reports) as queue:
+        queue.begin(request)
+        send(queue, request, [0, 1])
+        send(queue, request, [2, 3])
+        queue.finish(request, final_state())
         result = reports.wait()["request-1"]
 
     assert sink.calls == [
@@ -57,12 +57,12 @@ def test_calls_come_in_order_and_the_result_follows_the_last_rows() -> None:
 
 
 def test_a_request_whose_rows_never_came_is_not_ok() -> None:
-    reports, request = Reports(), lane_request(num_prompt=10)
+    reports, request = Reports(), consumer_request(num_prompt=10)
 
-    with running(Recorder(), reports) as lane:
-        lane.begin(request)
-        send(lane, request, [8, 9])
-        lane.finish(request, final_state(10))
+    with running(Recorder(), reports) as queue:
+        queue.begin(request)
+        send(queue, request, [8, 9])
+        queue.finish(request, final_state(10))
 
     result = reports.wait()["request-1"]
     assert result.status == "partial_error"
@@ -71,89 +71,89 @@ def test_a_request_whose_rows_never_came_is_not_ok() -> None:
 
 
 def test_block_waits_for_room_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, reports, request = Gate(), Reports(), lane_request()
+    gate, reports, request = Gate(), Reports(), consumer_request()
     sink = Recorder(at_gate(gate, "write"))
 
-    with running(sink, reports, overload="block", queue_bytes=2 * PACKET_BYTES) as lane:
-        lane.begin(request)
-        send(lane, request, [0])
-        send(lane, request, [1])
+    with running(sink, reports, overload="block", queue_bytes=2 * PACKET_BYTES) as queue:
+        queue.begin(request)
+        send(queue, request, [0])
+        send(queue, request, [1])
         gate.wait_reached()
-        assert not lane.offer(packet([(request, [2])]), may_wait=False)
-        thread = threading.Thread(target=lambda: send(lane, request, [2, 3]))
-        waits = when_it_waits(lane._changed, monkeypatch)
+        assert not queue.offer(packet([(request, [2])]), may_wait=False)
+        thread = threading.Thread(target=lambda: send(queue, request, [2, 3]))
+        waits = when_it_waits(queue._changed, monkeypatch)
         thread.start()
         assert waits.wait(TIMEOUT_S)
         gate.opened.set()
         thread.join(TIMEOUT_S)
-        lane.finish(request, final_state())
+        queue.finish(request, final_state())
         result = reports.wait()["request-1"]
 
     assert result.status == "ok"
     assert [detail for name, detail in sink.calls if name == "write"] == [
         [("request-1", positions)] for positions in ([0], [1], [2, 3])
     ]
-    assert lane.stats().stalls == 1
+    assert queue.stats().stalls == 1
 
 
 def test_a_packet_larger_than_the_queue_is_taken_alone() -> None:
-    reports, request = Reports(), lane_request()
+    reports, request = Reports(), consumer_request()
 
-    with running(Recorder(), reports, queue_bytes=1) as lane:
-        lane.begin(request)
-        send(lane, request, [0, 1])
-        send(lane, request, [2, 3])
-        lane.finish(request, final_state())
+    with running(Recorder(), reports, queue_bytes=1) as queue:
+        queue.begin(request)
+        send(queue, request, [0, 1])
+        send(queue, request, [2, 3])
+        queue.finish(request, final_state())
 
     assert reports.wait()["request-1"].status == "ok"
 
 
 def test_drop_counts_exactly_what_it_loses() -> None:
-    gate, reports, request = Gate(), Reports(), lane_request(num_prompt=8)
+    gate, reports, request = Gate(), Reports(), consumer_request(num_prompt=8)
     sink = Recorder(at_gate(gate, "write"))
 
-    with running(sink, reports, overload="drop", queue_bytes=3 * PACKET_BYTES) as lane:
-        lane.begin(request)
+    with running(sink, reports, overload="drop", queue_bytes=3 * PACKET_BYTES) as queue:
+        queue.begin(request)
         for position in range(8):
-            assert lane.offer(packet([(request, [position])]), may_wait=False)
+            assert queue.offer(packet([(request, [position])]), may_wait=False)
         gate.wait_reached()
-        lane.finish(request, final_state(8))
+        queue.finish(request, final_state(8))
         gate.opened.set()
         result = reports.wait()["request-1"]
 
     assert [detail[0][1] for name, detail in sink.calls if name == "write"] == [[0], [1], [2]]
     assert (result.status, result.num_rows, result.dropped_rows) == ("partial_error", 3, 5)
     assert "5 of 8 wanted positions are missing: 5 dropped (its queue of" in str(result.error)
-    assert lane.stats().dropped_rows == 5
-    assert lane.stats().rows == 3
+    assert queue.stats().dropped_rows == 5
+    assert queue.stats().rows == 3
 
 
 def test_a_dropped_row_that_was_computed_in_vain_is_no_loss() -> None:
-    gate, reports, request = Gate(), Reports(), lane_request(num_prompt=2)
+    gate, reports, request = Gate(), Reports(), consumer_request(num_prompt=2)
 
-    with running(Recorder(at_gate(gate, "write")), reports, overload="drop", queue_bytes=2 * PACKET_BYTES) as lane:
-        lane.begin(request)
+    with running(Recorder(at_gate(gate, "write")), reports, overload="drop", queue_bytes=2 * PACKET_BYTES) as queue:
+        queue.begin(request)
         for positions in ([0, 1], [2]):
-            send(lane, request, positions)
-        lane.finish(request, final_state(2))
+            send(queue, request, positions)
+        queue.finish(request, final_state(2))
         gate.opened.set()
 
     assert reports.wait()["request-1"].status == "ok"
-    assert lane.stats().dropped_rows == 1
+    assert queue.stats().dropped_rows == 1
 
 
 def test_spill_delivers_everything_in_order_among_begins_and_ends(tmp_path: Any) -> None:
     gate, reports = Gate(), Reports()
     sink = Recorder(at_gate(gate, "write"))
-    requests = [lane_request(f"request-{number}") for number in range(4)]
+    requests = [consumer_request(f"request-{number}") for number in range(4)]
 
-    with running(sink, reports, overload="spill", queue_bytes=2 * PACKET_BYTES, spill_dir=str(tmp_path)) as lane:
+    with running(sink, reports, overload="spill", queue_bytes=2 * PACKET_BYTES, spill_dir=str(tmp_path)) as queue:
         for request in requests:
-            lane.begin(request)
+            queue.begin(request)
             for position in range(4):
-                assert lane.offer(packet([(request, [position])]), may_wait=False)
-            lane.finish(request, final_state())
-        assert lane.stats().spilled_bytes == 14 * PACKET_BYTES
+                assert queue.offer(packet([(request, [position])]), may_wait=False)
+            queue.finish(request, final_state())
+        assert queue.stats().spilled_bytes == 14 * PACKET_BYTES
         gate.opened.set()
         results = reports.wait(4)
 
@@ -166,40 +166,40 @@ def test_spill_delivers_everything_in_order_among_begins_and_ends(tmp_path: Any)
     assert sink.calls[:-1] == expected
     assert all(block.rows[index, 0].tolist() == [number // 4, number % 4, index, 1]
                for number, block in enumerate(sink.blocks) for index in range(len(SITES)))  # fmt: skip
-    assert (lane.stats().spilled_rows, lane.stats().spilled_bytes) == (14, 0)
+    assert (queue.stats().spilled_rows, queue.stats().spilled_bytes) == (14, 0)
 
 
 def test_once_spilling_everything_goes_through_the_file_until_it_is_empty() -> None:
-    first, second, reports, request = Gate(), Gate(), Reports(), lane_request(num_prompt=8)
+    first, second, reports, request = Gate(), Gate(), Reports(), consumer_request(num_prompt=8)
 
     def behave(name: str, detail: Any) -> None:
         if name == "write":
             {0: first, 2: second}.get(detail[0][1][0], OPEN).pass_through()
 
-    with running(Recorder(behave), reports, overload="spill", queue_bytes=2 * PACKET_BYTES) as lane:
-        lane.begin(request)
+    with running(Recorder(behave), reports, overload="spill", queue_bytes=2 * PACKET_BYTES) as queue:
+        queue.begin(request)
         for position in range(4):  # 0 and 1 in memory, 2 and 3 on disk
-            send(lane, request, [position])
+            send(queue, request, [position])
         first.opened.set()
         second.wait_reached()  # 2 was loaded; memory has room, the file still holds 3
-        send(lane, request, [4])
-        assert lane.stats().spilled_rows == 3
+        send(queue, request, [4])
+        assert queue.stats().spilled_rows == 3
         second.opened.set()
-        lane.finish(request, final_state(8, num_tokens=5))
+        queue.finish(request, final_state(8, num_tokens=5))
         reports.wait()
-        send(lane, request, [5])
-        assert lane.stats().spilled_rows == 3
+        send(queue, request, [5])
+        assert queue.stats().spilled_rows == 3
 
 
 def test_a_full_disk_is_a_counted_drop_that_the_result_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, reports, request = Gate(), Reports(), lane_request()
+    gate, reports, request = Gate(), Reports(), consumer_request()
     monkeypatch.setattr(os, "pwrite", full_disk(PACKET_BYTES))
 
-    with running(Recorder(at_gate(gate, "write")), reports, overload="spill", queue_bytes=PACKET_BYTES) as lane:
-        lane.begin(request)
+    with running(Recorder(at_gate(gate, "write")), reports, overload="spill", queue_bytes=PACKET_BYTES) as queue:
+        queue.begin(request)
         for position in range(4):  # one in memory, one on disk, two too many
-            send(lane, request, [position])
-        lane.finish(request, final_state())
+            send(queue, request, [position])
+        queue.finish(request, final_state())
         gate.opened.set()
 
     result = reports.wait()["request-1"]
@@ -209,14 +209,14 @@ def test_a_full_disk_is_a_counted_drop_that_the_result_tells(monkeypatch: pytest
 
 
 def test_rows_that_cannot_be_read_back_are_counted_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, reports, request = Gate(), Reports(), lane_request()
+    gate, reports, request = Gate(), Reports(), consumer_request()
 
-    with running(Recorder(at_gate(gate, "write")), reports, overload="spill", queue_bytes=PACKET_BYTES) as lane:
-        lane.begin(request)
+    with running(Recorder(at_gate(gate, "write")), reports, overload="spill", queue_bytes=PACKET_BYTES) as queue:
+        queue.begin(request)
         for positions in ([0, 1], [2, 3]):
-            send(lane, request, positions)
+            send(queue, request, positions)
         monkeypatch.setattr(os, "preadv", lambda *_args: 0)
-        lane.finish(request, final_state())
+        queue.finish(request, final_state())
         gate.opened.set()
 
     result = reports.wait()["request-1"]
@@ -225,11 +225,11 @@ def test_rows_that_cannot_be_read_back_are_counted_as_lost(monkeypatch: pytest.M
 
 
 def test_requests_without_sites_here_are_blank_unless_the_consumer_wants_to_hear_of_them() -> None:
-    sink, reports, request = Recorder(), Reports(), lane_request(sites=())
+    sink, reports, request = Recorder(), Reports(), consumer_request(sites=())
 
-    with running(sink, reports) as lane:
-        lane.begin(request)
-        lane.finish(request, final_state())
+    with running(sink, reports) as queue:
+        queue.begin(request)
+        queue.finish(request, final_state())
 
     result = reports.wait()["request-1"]
     assert sink.names() == ["close"]
@@ -238,15 +238,15 @@ def test_requests_without_sites_here_are_blank_unless_the_consumer_wants_to_hear
 
 def test_a_request_that_is_replaced_is_abandoned_and_its_rows_go_nowhere() -> None:
     sink, reports = Recorder(), Reports()
-    old, new = lane_request(), lane_request()
+    old, new = consumer_request(), consumer_request()
 
-    with running(sink, reports) as lane:
-        lane.begin(old)
-        send(lane, old, [0, 1])
-        lane.replace(old, is_silent=True)
-        lane.begin(new)
-        send(lane, new, [0, 1, 2, 3])
-        lane.finish(new, final_state())
+    with running(sink, reports) as queue:
+        queue.begin(old)
+        send(queue, old, [0, 1])
+        queue.replace(old, is_silent=True)
+        queue.begin(new)
+        send(queue, new, [0, 1, 2, 3])
+        queue.finish(new, final_state())
 
     assert sink.names()[-4:] == ["begin", "write", "finish", "close"]
     assert sink.names().count("abandon") <= 1
@@ -256,29 +256,30 @@ def test_a_request_that_is_replaced_is_abandoned_and_its_rows_go_nowhere() -> No
 def test_rows_are_never_delivered_to_a_request_of_the_same_name_that_came_later() -> None:
     gate, reports = Gate(), Reports()
     sink = Recorder(at_gate(gate, "begin"))
-    old, new = lane_request(), lane_request()
+    old, new = consumer_request(), consumer_request()
 
-    lane = open_lane(sink, reports)
-    lane.begin(old)
+    consumer = open_consumer(sink, reports)
+    queue = consumer.queue
+    queue.begin(old)
     gate.wait_reached()
-    send(lane, old, [0, 1])
-    lane.replace(old, is_silent=False)
-    lane.begin(new)
+    send(queue, old, [0, 1])
+    queue.replace(old, is_silent=False)
+    queue.begin(new)
     assert "another request took over the id" in str(reports.wait()["request-1"].error)
     gate.opened.set()
-    close_lane(lane)
+    close_consumer(consumer)
 
     assert sink.names() == ["begin", "abandon", "begin", "close"]
 
 
 def test_rows_are_shared_with_the_consumer_without_another_copy() -> None:
-    sink, reports, request = Recorder(), Reports(), lane_request()
+    sink, reports, request = Recorder(), Reports(), consumer_request()
     given = packet([(request, [0, 1, 2, 3])])
 
-    with running(sink, reports) as lane:
-        lane.begin(request)
-        lane.offer(given, may_wait=True)
-        lane.finish(request, final_state())
+    with running(sink, reports) as queue:
+        queue.begin(request)
+        queue.offer(given, may_wait=True)
+        queue.finish(request, final_state())
         reports.wait()
 
     assert sink.blocks[0].rows is given.blocks[0].rows

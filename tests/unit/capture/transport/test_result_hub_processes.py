@@ -11,7 +11,7 @@ from pathlib import Path
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.transport.result_hub import ResultHub
 from headgate.capture.transport.result_sender import ZmqResultSender
-from tests.unit.capture.transport.test_hub import ok, send
+from tests.unit.capture.transport.test_result_hub import ok, send
 
 TIMEOUT_S = 120.0
 """A process may take long to start on a busy machine."""
@@ -20,12 +20,12 @@ WORKER = """
 import sys
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.transport.result_sender import ZmqResultSender
-outlet = ZmqResultSender()
+sender = ZmqResultSender()
 for line in sys.stdin:
     key, sample, payload = line.split()
-    outlet.send_result(reply=sys.argv[1], key=key, req_id="r", sample_index=int(sample), instance="files", stage=0,
+    sender.send_result(reply=sys.argv[1], key=key, req_id="r", sample_index=int(sample), instance="files", stage=0,
         num_stages=1, result=CaptureResult(status="ok", payload=payload * 2, num_rows=3))
-print(outlet.close(30), flush=True)
+print(sender.close(30), flush=True)
 """
 
 
@@ -47,7 +47,7 @@ def test_a_worker_process_answers(hub: ResultHub) -> None:
 
 
 def test_a_killed_worker_leaves_its_requests_pending_and_the_hub_working(
-    hub: ResultHub, outlet: ZmqResultSender
+    hub: ResultHub, sender: ZmqResultSender
 ) -> None:
     hub.expect("k1", instances=["files"])
     hub.expect("k2", instances=["files"])
@@ -61,7 +61,7 @@ def test_a_killed_worker_leaves_its_requests_pending_and_the_hub_working(
     worker.communicate(timeout=TIMEOUT_S)
 
     assert hub.wait("k2", 0).merged == {"files": CaptureResult(status="pending")}
-    send(outlet, hub, "k2", ok("from another"))
+    send(sender, hub, "k2", ok("from another"))
     assert hub.wait("k2", TIMEOUT_S).merged["files"].payload == "from another"
 
 
@@ -92,18 +92,18 @@ from headgate.capture.schema.results import CaptureResult
 from headgate.capture.transport.result_sender import ZmqResultSender
 
 def use(hub, key):
-    outlet = ZmqResultSender()
+    sender = ZmqResultSender()
     hub.expect(key, instances=["files"])
-    outlet.send_result(reply=hub.address, key=key, req_id="r", sample_index=0, instance="files", stage=0,
+    sender.send_result(reply=hub.address, key=key, req_id="r", sample_index=0, instance="files", stage=0,
         num_stages=1, result=CaptureResult(status="ok", payload=key))
     assert hub.wait(key, 30).merged["files"].payload == key
-    assert outlet.close(30) == 0
+    assert sender.close(30) == 0
 
 hub = ResultHub(folder=sys.argv[1])
 use(hub, "before")
 hub.expect("of the parent", instances=["files"])
 address = hub.address
-with hub._lock, hub._open_lock:  # as another thread might hold them
+with hub._lock, hub._listener._lock:  # as another thread might hold them
     child = os.fork()
 if child == 0:
     assert hub.stats().waiting == 0

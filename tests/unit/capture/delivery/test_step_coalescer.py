@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.delivery.buffer_pool import RowPool
-from headgate.capture.delivery.row_packets import MAX_STEPS, StepCoalescer
+from headgate.capture.delivery.row_packets import StepCoalescer
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.schema.batch import BatchView
+from headgate.capture.schema.batching import HELD_STEPS
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
@@ -31,7 +32,7 @@ POOL = RowPool(0)
 def rows_of(held: StepCoalescer) -> dict[Row, tuple[tuple[float, ...], int | None, int]]:
     """``{(request, site, position): (row, token, mask)}`` of everything that is held; each occurs once."""
     found: dict[Row, tuple[tuple[float, ...], int | None, int]] = {}
-    for group, rows, token_ids in held.take(POOL):
+    for group, rows, token_ids in held.copy_out(POOL):
         assert rows.shape == (len(group.sites), len(group.positions), HIDDEN)
         assert [start for _, start, _ in group.spans] == [0, *(stop for *_, stop in group.spans)][:-1]
         assert group.spans[-1][2] == len(group.positions) == len(group.masks)
@@ -111,7 +112,7 @@ def test_a_request_s_rows_of_all_steps_are_next_to_each_other() -> None:
         for part in ring.step(decodes("request-1", "request-2", at=at))[0]:
             held.add(part)
 
-    ((group, rows, token_ids),) = held.take(POOL)
+    ((group, rows, token_ids),) = held.copy_out(POOL)
 
     assert [(start, stop) for _, start, stop in group.spans] == [(0, 3), (3, 6)]
     assert group.positions.tolist() == [4, 5, 6, 4, 5, 6]
@@ -139,10 +140,10 @@ def test_it_is_full_by_bytes_and_by_steps() -> None:
         assert not held.is_full
         hold(ring, held, at)
     assert held.is_full
-    held.take(POOL)
+    held.copy_out(POOL)
     assert not held.is_full
 
-    for at in range(MAX_STEPS):
+    for at in range(HELD_STEPS):
         held = held if at else StepCoalescer(1 << 40)
         assert not held.is_full
         hold(ring, held, 3 + at)
@@ -156,7 +157,7 @@ def test_memory_comes_back_even_if_a_copy_fails(monkeypatch: pytest.MonkeyPatch)
     assert ring.staging.staged_bytes > 0
     monkeypatch.setattr(torch, "index_select", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        held.take(POOL)
+        held.copy_out(POOL)
 
     assert ring.staging.staged_bytes == 0
     assert not held

@@ -14,6 +14,7 @@ import pytest
 import torch
 import zmq
 
+from headgate.capture.delivery.consumer_thread import DEFERRED
 from headgate.capture.schema.batch import FinalState
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.consumer import (
@@ -41,7 +42,7 @@ from headgate.capture.transport.messages import (
     decode,
     read_rows,
 )
-from headgate.capture.transport.result_sender import DEFERRED, RowSender, ZmqResultSender, rows_address, split_by_reply
+from headgate.capture.transport.result_sender import RowSender, ZmqResultSender, rows_address, split_by_reply
 
 TIMEOUT_S = 30.0
 SITES = (Site(0, HookPoint.POST_MLP), Site(1, HookPoint.POST_MLP))
@@ -89,10 +90,10 @@ def open_box() -> Iterator[Callable[[str], Box]]:
 
 
 @pytest.fixture
-def outlet() -> Iterator[ZmqResultSender]:
-    outlet = ZmqResultSender(window_bytes=2000)
-    yield outlet
-    outlet.close(0)
+def sender() -> Iterator[ZmqResultSender]:
+    sender = ZmqResultSender(window_bytes=2000)
+    yield sender
+    sender.close(0)
 
 
 @pytest.fixture
@@ -100,8 +101,8 @@ def reply(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/hub"
 
 
-def send(outlet: ZmqResultSender, reply: str | None, result: CaptureResult, *, req_id: str = "r") -> None:
-    outlet.send_result(
+def send(sender: ZmqResultSender, reply: str | None, result: CaptureResult, *, req_id: str = "r") -> None:
+    sender.send_result(
         reply=reply, key="k", req_id=req_id, sample_index=0, instance="files", stage=0, num_stages=1, result=result
     )
 
@@ -135,9 +136,9 @@ def finished(info: RequestInfo, dropped_rows: int = 0) -> FinishedRequest:
     return FinishedRequest(request=info, final=final, dropped_rows=dropped_rows)
 
 
-def remote_sink(outlet: ZmqResultSender, *, max_stall_s: float = TIMEOUT_S) -> RowSender:
+def remote_sink(sender: ZmqResultSender, *, max_stall_s: float = TIMEOUT_S) -> RowSender:
     spec = CaptureConsumerSpec(name="reward", max_stall_s=max_stall_s)
-    return RowSender(spec, ConsumerContext(instance_name="reward", model=MODEL, pp_rank=1, pp_size=3), outlet)
+    return RowSender(spec, ConsumerContext(instance_name="reward", model=MODEL, pp_rank=1, pp_size=3), sender)
 
 
 class Summarised:
@@ -148,13 +149,13 @@ class Summarised:
         return self._summary()
 
 
-def test_results_of_many_threads_arrive(outlet: ZmqResultSender, reply: str, open_box: Callable[[str], Box]) -> None:
+def test_results_of_many_threads_arrive(sender: ZmqResultSender, reply: str, open_box: Callable[[str], Box]) -> None:
     box = open_box(reply)
-    outlet = ZmqResultSender()
+    sender = ZmqResultSender()
 
     def send_many(thread: int) -> None:
         for index in range(100):
-            send(outlet, reply, CaptureResult(status="ok", num_rows=index), req_id=f"{thread}-{index}")
+            send(sender, reply, CaptureResult(status="ok", num_rows=index), req_id=f"{thread}-{index}")
 
     threads = [threading.Thread(target=send_many, args=(index,)) for index in range(4)]
     for thread in threads:
@@ -165,13 +166,13 @@ def test_results_of_many_threads_arrive(outlet: ZmqResultSender, reply: str, ope
     messages = box.messages(400)
     assert {message.req_id for message in messages} == {f"{t}-{i}" for t in range(4) for i in range(100)}
     assert all(message.result.num_rows == int(message.req_id.split("-")[1]) for message in messages)
-    assert outlet.close(TIMEOUT_S) == 0
+    assert sender.close(TIMEOUT_S) == 0
 
 
-def test_a_result_that_nobody_waits_for_is_not_sent(outlet: ZmqResultSender) -> None:
-    send(outlet, None, CaptureResult(status="ok"))
+def test_a_result_that_nobody_waits_for_is_not_sent(sender: ZmqResultSender) -> None:
+    send(sender, None, CaptureResult(status="ok"))
 
-    assert outlet.stats().lost_results == 0
+    assert sender.stats().lost_results == 0
 
 
 @pytest.mark.parametrize(
@@ -184,11 +185,11 @@ def test_a_result_that_nobody_waits_for_is_not_sent(outlet: ZmqResultSender) -> 
     ],
 )
 def test_a_payload_that_cannot_be_sent_becomes_an_error_that_says_so(
-    outlet: ZmqResultSender, reply: str, open_box: Callable[[str], Box], payload: object, complaint: str
+    sender: ZmqResultSender, reply: str, open_box: Callable[[str], Box], payload: object, complaint: str
 ) -> None:
     box = open_box(reply)
 
-    send(outlet, reply, CaptureResult(status="ok", payload=payload, num_rows=3, num_bytes=4, dropped_rows=5))
+    send(sender, reply, CaptureResult(status="ok", payload=payload, num_rows=3, num_bytes=4, dropped_rows=5))
 
     (message,) = box.messages(1)
     assert isinstance(message, ResultMessage)
@@ -200,54 +201,54 @@ def test_a_payload_that_cannot_be_sent_becomes_an_error_that_says_so(
 
 
 def test_a_live_payload_is_sent_as_its_summary(
-    outlet: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+    sender: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
 ) -> None:
     box = open_box(reply)
 
-    send(outlet, reply, CaptureResult(status="ok", payload=Summarised(lambda: {"rows": 3})))
+    send(sender, reply, CaptureResult(status="ok", payload=Summarised(lambda: {"rows": 3})))
 
     assert box.messages(1)[0].result.payload == {"rows": 3}
 
 
-def test_a_front_end_that_is_gone_costs_no_time_and_is_counted(outlet: ZmqResultSender, reply: str) -> None:
+def test_a_front_end_that_is_gone_costs_no_time_and_is_counted(sender: ZmqResultSender, reply: str) -> None:
     started = time.monotonic()
     for _ in range(100):
-        send(outlet, reply, CaptureResult(status="ok", payload="x" * 1000))
-    left = outlet.close(TIMEOUT_S)
+        send(sender, reply, CaptureResult(status="ok", payload="x" * 1000))
+    left = sender.close(TIMEOUT_S)
 
     assert time.monotonic() - started < TIMEOUT_S / 2
-    assert outlet.stats().lost_results + left == 100
+    assert sender.stats().lost_results + left == 100
 
 
 def test_a_front_end_that_does_not_read_bounds_the_memory_and_is_counted(
-    outlet: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+    sender: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
 ) -> None:
     box = open_box(reply)
     box.may_read.clear()
 
     for _ in range(10):
-        send(outlet, reply, CaptureResult(status="ok", payload="x" * 800))
+        send(sender, reply, CaptureResult(status="ok", payload="x" * 800))
 
-    assert outlet.stats().lost_results == 8
+    assert sender.stats().lost_results == 8
     box.may_read.set()
     assert len(box.messages(2)) == 2
 
 
 def test_nothing_is_sent_after_close_and_no_error_is_raised(
-    outlet: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+    sender: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
 ) -> None:
     box = open_box(reply)
-    assert outlet.close(TIMEOUT_S) == 0
+    assert sender.close(TIMEOUT_S) == 0
 
-    send(outlet, reply, CaptureResult(status="ok"))
+    send(sender, reply, CaptureResult(status="ok"))
 
     assert box.received == []
 
 
 def test_a_remote_sink_passes_a_request_on_in_order(
-    outlet: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+    sender: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
 ) -> None:
-    box, sink, info = open_box(rows_address(reply, "reward")), remote_sink(outlet), request("a", reply)
+    box, sink, info = open_box(rows_address(reply, "reward")), remote_sink(sender), request("a", reply)
     first, second = rows((info, [0, 1])), rows((info, [2]))
 
     sink.begin(info)
@@ -268,11 +269,11 @@ def test_a_remote_sink_passes_a_request_on_in_order(
 
 
 def test_rows_of_several_front_ends_in_one_write_go_each_to_its_own(
-    outlet: ZmqResultSender, tmp_path: Path, open_box: Callable[[str], Box]
+    sender: ZmqResultSender, tmp_path: Path, open_box: Callable[[str], Box]
 ) -> None:
     replies = [f"ipc://{tmp_path}/one", f"ipc://{tmp_path}/two"]
     boxes = [open_box(rows_address(reply, "reward")) for reply in replies]
-    sink, infos = remote_sink(outlet), [request("a", replies[0]), request("b", replies[1])]
+    sink, infos = remote_sink(sender), [request("a", replies[0]), request("b", replies[1])]
     mixed = rows((infos[0], [0, 1]), (infos[1], [0]), (infos[0], [2]))
 
     for info in infos:
@@ -292,11 +293,11 @@ def test_rows_of_one_front_end_are_not_copied() -> None:
 
 
 def test_rows_that_a_stuck_front_end_does_not_take_are_told_when_it_moves_again(
-    outlet: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+    sender: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
 ) -> None:
     box, sink, info = (
         open_box(rows_address(reply, "reward")),
-        remote_sink(outlet, max_stall_s=0.01),
+        remote_sink(sender, max_stall_s=0.01),
         request("a", reply),
     )
     sites = SITES[:1]
@@ -317,17 +318,17 @@ def test_rows_that_a_stuck_front_end_does_not_take_are_told_when_it_moves_again(
     assert len(arrived) < 10
 
 
-def test_a_request_that_no_front_end_waits_for_is_refused(outlet: ZmqResultSender) -> None:
+def test_a_request_that_no_front_end_waits_for_is_refused(sender: ZmqResultSender) -> None:
     with pytest.raises(ConsumerError, match="request client-a has no front end"):
-        remote_sink(outlet).begin(request("a", None))
+        remote_sink(sender).begin(request("a", None))
     with pytest.raises(ConsumerError, match="request client-a has no front end"):
-        remote_sink(outlet).begin(replace(request("a", "x"), origin=None))
+        remote_sink(sender).begin(replace(request("a", "x"), origin=None))
 
 
 def test_an_abandoned_request_is_announced_once_and_only_if_it_was_begun(
-    outlet: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
+    sender: ZmqResultSender, reply: str, open_box: Callable[[str], Box]
 ) -> None:
-    box, sink = open_box(rows_address(reply, "reward")), remote_sink(outlet)
+    box, sink = open_box(rows_address(reply, "reward")), remote_sink(sender)
 
     sink.abandon(request("never begun", reply))
     sink.begin(request("a", reply))
