@@ -16,10 +16,9 @@ from headgate.capture.engine.contracts.request_part import CoreCall, Operation, 
 from headgate.capture.schema.errors import EngineStateError, RequestError
 from headgate.steering.files.vector_files import load
 from headgate.steering.requests.request_fields import MODULE_FIELDS, check_name, read_module, read_tier, sum_tiers
-from headgate.steering.requests.wire import to_wire
+from headgate.steering.requests.wire import TIERS, to_wire
 from headgate.steering.vectors.phase_vectors import Steerable, SteeringSpec
 
-_TIERS = ("base", "prefill", "decode")
 _ATTEMPTS = 3
 
 
@@ -110,7 +109,7 @@ def set_global(
     if not any(tiers) and not replace:
         raise RequestError(MODULE_FIELDS[0], "there is no vector other than zero to set; clear() takes all away")
     sum_tiers(tiers, steerable, MODULE_FIELDS)
-    wire = {name: tier and to_wire(SteeringSpec(prefill=tier)) for name, tier in zip(_TIERS, tiers, strict=True)}
+    wire = {name: tier and to_wire(SteeringSpec(prefill=tier)) for name, tier in zip(TIERS, tiers, strict=True)}
     return (yield from _change_global(("set_global", {"tiers": wire, "replace": replace}), num_engines))
 
 

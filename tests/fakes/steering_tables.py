@@ -12,7 +12,7 @@ from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredT
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, sum_of
 from headgate.steering.worker.row_table import RowTable
-from headgate.steering.worker.slot_pool import SlotPool
+from headgate.steering.worker.vector_pool import SlotPool
 
 HIDDEN = 4
 SITES = tuple(
@@ -59,7 +59,7 @@ def expected(shared: Vectors | None, own: Vectors | None) -> Float32Rows:
 
 def table(*, num_slots: int = 65, num_rows: int = 19, dtype: StoredType = "bfloat16") -> RowTable:
     """A table on `SITES`."""
-    return RowTable(sites=SITES, num_rows=num_rows, pool=SlotPool(num_slots, HIDDEN, dtype), dtype=dtype)
+    return RowTable(sites=SITES, num_rows=num_rows, pool=SlotPool(num_slots, HIDDEN, dtype))
 
 
 class Device:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType
-from headgate.steering.worker.slot_pool import ZERO_SLOT, Int32Array, SlotPool
+from headgate.steering.worker.vector_pool import ZERO_SLOT, Int32Array, SlotPool
 
 CAPACITY = 6
 
