@@ -24,19 +24,19 @@ BASE, PREFILL, DECODE = "steering_vectors", "prefill_steering_vectors", "decode_
 NAME, MODULE_REF = "steering_name", "steering_module_ref"
 
 FIELDS = (BASE, PREFILL, DECODE, NAME, MODULE_REF)
-"""What a request may carry."""
+"""The steering fields of a request."""
 
 MODULE_FIELDS = ("vectors", "prefill_vectors", "decode_vectors")
-"""The tiers as a module's or the global document names them, in the order of `FIELDS`."""
+"""The tiers of a module's document or of the global one, in the order of `FIELDS`."""
 
 MAX_MODULES = 64
-"""Modules that one request may name."""
+"""Modules that one request may name, at most."""
 
 _MAX_NAME = 256
 
 
 def read_steering(fields: Mapping[str, Any], steerable: Steerable) -> SteeringSpec | None:
-    """What a request steers with; None if it asks for nothing, or for nothing but zeros.
+    """Read the steering of a request; None if it asks for nothing, or for nothing but zeros.
 
     Args:
         fields: The request's values by the names in `FIELDS`; absent and None are alike.
@@ -52,7 +52,7 @@ def read_steering(fields: Mapping[str, Any], steerable: Steerable) -> SteeringSp
 
 
 def read_module(document: Mapping[str, Any], steerable: Steerable) -> SteeringSpec:
-    """The content of a named module: a document with the keys `MODULE_FIELDS`.
+    """Read the content of a named module: a document with the keys `MODULE_FIELDS`.
 
     Raises:
         RequestError: Naming the field that is wrong; also if there is nothing but zeros in it.
@@ -65,7 +65,7 @@ def read_module(document: Mapping[str, Any], steerable: Steerable) -> SteeringSp
 
 
 def read_tier(value: object, steerable: Steerable, field: str) -> PhaseVectors | None:
-    """One tier: ``{hook: ...}`` in any of the accepted forms, or `PhaseVectors`; None if absent or all zero.
+    """Read one tier: ``{hook: ...}`` in any of the accepted forms, or `PhaseVectors`; None if absent or all zero.
 
     Raises:
         RequestError: Naming what is wrong in `field`.
@@ -91,7 +91,7 @@ def sum_tiers(
     fields: Sequence[str],
     modules: tuple[ModuleRef, ...] = (),
 ) -> SteeringSpec:
-    """Base, prefill and decode tier as what each phase adds, within the limits of `steerable`.
+    """Add the base tier to the prefill and to the decode tier, within the limits of `steerable`.
 
     Raises:
         RequestError: If a sum is not finite in the model's dtype, or if the vectors are more than one request may
@@ -113,7 +113,7 @@ def sum_tiers(
 
 
 def read_modules(name: object, ref: object) -> tuple[ModuleRef, ...]:
-    """The modules that ``steering_name`` and ``steering_module_ref`` name, each once; scales as given.
+    """Read the modules that ``steering_name`` and ``steering_module_ref`` name, each once; scales as given.
 
     Names are a text or a list of texts. References are ``(name, scale)``, ``{"name", "scale"}``, a name, or a list
     of these.
@@ -138,7 +138,7 @@ def read_modules(name: object, ref: object) -> tuple[ModuleRef, ...]:
 
 
 def check_name(name: object, field: str) -> str:
-    """`name` if it can be a module's.
+    """Return `name` if it can be a module's.
 
     Raises:
         RequestError: Unless it is a printable text of 1 to 256 characters.
@@ -201,7 +201,7 @@ def _vectors(found: list[Entry], steerable: Steerable) -> PhaseVectors | None:
 
 
 def _one_type(found: list[Entry]) -> tuple[StoredType, list[Rows]]:
-    """The rows in one type: as they are if they are alike, else in float32; scales multiplied in, in float32."""
+    """Return the rows in one type: unchanged if their types are alike and scales 1, else in float32, scaled."""
     dtypes = {entry.dtype for entry in found}
     if len(dtypes) == 1 and all(entry.scale == 1 for entry in found):
         return found[0].dtype, [entry.row for entry in found]
