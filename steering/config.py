@@ -17,8 +17,7 @@ import msgspec
 from headgate.capture.engine.setup.cli_flags import json_object
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import parse_sites
-from headgate.steering.requests.request_fields import check_name
-from headgate.steering.vectors.phase_vectors import Steerable
+from headgate.steering.vectors.phase_vectors import Steerable, check_name
 
 
 def _stream_sites() -> dict[str, Any]:

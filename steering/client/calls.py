@@ -66,7 +66,7 @@ class Access:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call(Generic[T]):
-    """One call.
+    """A call of one route.
 
     Attributes:
         path: Below the server's address.

@@ -22,12 +22,12 @@ _WORKERS = (
 
 
 def open_metrics() -> MetricsPart:
-    """Steering's part of the page."""
+    """Return steering's part of the page."""
     return MetricsPart(families=families, core_method="counts")
 
 
 def families(engines: Sequence[EngineStats]) -> Iterator[Family]:
-    """What every engine core and every worker holds."""
+    """Yield the gauges of every engine core and every worker."""
     cores = [((str(engine),), stats.core) for engine, stats in enumerate(engines) if stats.core is not None]
     for name, about in _CORE:
         found = tuple(Sample(labels=where, value=core[name]) for where, core in cores)

@@ -9,9 +9,8 @@ from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.state import GlobalTiers, Module, SteeringState, demand_of
-from headgate.steering.requests.request_fields import check_name
 from headgate.steering.requests.wire import TIERS, SteeringWire, from_wire, to_wire
-from headgate.steering.vectors.phase_vectors import PhaseVectors, SteeringSpec
+from headgate.steering.vectors.phase_vectors import PhaseVectors, SteeringSpec, check_name
 
 _PROBE = "headgate-probe"
 """Stands for the id of a request that is not there."""

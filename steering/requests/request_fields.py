@@ -18,7 +18,15 @@ from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import parse_hook
 from headgate.steering.requests.vector_forms import Entry, check_scale, entries
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType, peaks, widen
-from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, Steerable, SteeringSpec, weighted_sum
+from headgate.steering.vectors.phase_vectors import (
+    MAX_NAME,
+    ModuleRef,
+    PhaseVectors,
+    Steerable,
+    SteeringSpec,
+    check_name,
+    weighted_sum,
+)
 
 BASE, PREFILL, DECODE = "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"
 NAME, MODULE_REF = "steering_name", "steering_module_ref"
@@ -31,8 +39,6 @@ MODULE_FIELDS = ("vectors", "prefill_vectors", "decode_vectors")
 
 MAX_MODULES = 64
 """Modules that one request may name, at most."""
-
-_MAX_NAME = 256
 
 
 def read_steering(fields: Mapping[str, Any], steerable: Steerable) -> SteeringSpec | None:
@@ -78,7 +84,7 @@ def read_tier(value: object, steerable: Steerable, field: str) -> PhaseVectors |
         raise RequestError(field, f"expected a non-empty object of hook point to vectors, got {shown(value)}")
     found: list[Entry] = []
     for name, given in value.items():
-        if isinstance(name, str) and len(name) > _MAX_NAME:
+        if isinstance(name, str) and len(name) > MAX_NAME:
             raise RequestError(field, f"unknown hook point {shown(name)}")
         where = f"{field}.{name}"
         found.extend(entries(given, parse_hook(name, where), steerable, where))
@@ -135,19 +141,6 @@ def read_modules(name: object, ref: object) -> tuple[ModuleRef, ...]:
     if len(refs) > MAX_MODULES:
         raise RequestError(NAME if ref is None else MODULE_REF, f"names {len(refs)} modules, at most {MAX_MODULES}")
     return tuple(refs)
-
-
-def check_name(name: object, field: str) -> str:
-    """Return `name` if it can be a module's.
-
-    Raises:
-        RequestError: Unless it is a printable text of 1 to 256 characters.
-    """
-    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
-        raise RequestError(
-            field, f"expected a module's name (printable, 1 to {_MAX_NAME} characters), got {shown(name)}"
-        )
-    return name
 
 
 def _items(value: object, field: str) -> Sequence[Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
 from headgate.steering.vectors.dtypes import OVERFLOW, STORAGE, Float32Rows, Rows, StoredType, narrowest, peaks, widen
 
@@ -223,6 +224,23 @@ def weighted_sum(parts: Iterable[tuple[PhaseVectors | None, float]]) -> PhaseVec
         site = sites[int(np.flatnonzero(~np.isfinite(largest))[0])]
         raise OverflowError(f"the sum of the vectors at {site.name} is not finite in float32")
     return PhaseVectors.from_bytes(sites, total.tobytes(), "float32", total.shape[1], largest)
+
+
+MAX_NAME = 256
+"""Characters of a module's name, at most."""
+
+
+def check_name(name: object, field: str) -> str:
+    """Return `name` if it can be a module's.
+
+    Raises:
+        RequestError: Unless it is a printable text of 1 to 256 characters.
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise RequestError(
+            field, f"expected a module's name (printable, 1 to {MAX_NAME} characters), got {shown(name)}"
+        )
+    return name
 
 
 @dataclass(frozen=True, slots=True)
