@@ -47,7 +47,7 @@ def decode(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
         ValueError: If it is not of this format, or cut off.
     """
     try:
-        found = safetensors.deserialize(content)
+        found = safetensors.deserialize(content)  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
         raise ValueError(f"not a safetensors file, or it is cut off or damaged: {error}") from error
     tensors = {name: Tensor(info["dtype"], tuple(info["shape"]), info["data"]) for name, info in found}
