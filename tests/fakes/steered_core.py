@@ -59,7 +59,7 @@ def engine_request(
     priority: int = 0,
     **more: Any,
 ) -> Any:
-    """What a front end sends to an engine core."""
+    """Return the request that a front end sends to an engine core."""
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 

@@ -64,7 +64,7 @@ class SteeringWorker(FakeWorker):
         self.failing: set[str] = set()
 
     def headgate_call(self, part: str, method: str, args: Mapping[str, Any]) -> Any:
-        """What the engine core calls in every worker."""
+        """Run a method that the engine core calls in every worker."""
         self.calls.append(method)
         if method in self.failing:
             self.failing.remove(method)
@@ -85,7 +85,7 @@ class SteeringWorker(FakeWorker):
         return self._part.headgate_call(part, method, args)
 
     def leftovers(self) -> dict[str, Any]:
-        """What is there for requests and modules."""
+        """Return the state that is held for requests and modules."""
         stats = self._part.headgate_stats()["steering"]
         return {"requests": sorted(self._own), "contents": sorted(self._contents), **stats}
 
@@ -150,7 +150,7 @@ class SteeringWorker(FakeWorker):
         self.computed[req_id] += num_tokens
 
     def _chain(self, req_id: str, end: int) -> list[bytes]:
-        """What the KV of the first `end` tokens would be under the vectors of now."""
+        """Return the KV that the first `end` tokens would have under the present vectors."""
         request, own = self._requests[req_id], self._own[req_id]
         shared, chain = self._chains.get(req_id, (self._shared, []))
         if shared != self._shared:

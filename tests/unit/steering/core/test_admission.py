@@ -1,4 +1,4 @@
-"""Whoever runs has its slots, whoever waits gets them in order, and nobody waits for ever."""
+"""Every request that runs has its slots; waiting requests get them in order, and none waits for ever."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def naming(*refs: tuple[str, float], own: PhaseVectors | None = None) -> Steerin
 
 
 def taken(state: SteeringState, spec: SteeringSpec) -> Resolved:
-    """What a request that ends at once would have been steered by."""
+    """Return the resolved steering of a request that ends at once."""
     resolved = state.resolve("passing", spec)
     state.release("passing")
     return resolved

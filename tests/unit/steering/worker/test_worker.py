@@ -80,7 +80,7 @@ class Worker:
         self.hook.headgate_step_begins(view=view, token_ids=None)
 
     def added(self, site: Site, num_tokens: int) -> torch.Tensor:
-        """What the forward adds to a stream of zeros at `site`."""
+        """Return the vectors that the forward adds to a stream of zeros at `site`."""
         module, runs = self.modules[site]
         carry = torch.zeros(num_tokens, HIDDEN)
         return forward_wrappers.chained(runs)(module, site.hook.value, SiteValue(carry, None, carry))

@@ -24,7 +24,7 @@ Phases = tuple[Vectors | None, Vectors | None]
 
 @st.composite
 def phases(draw: st.DrawFn) -> Phases:
-    """What a request or the operator asks for: often the same in both phases, often nothing in one."""
+    """Vectors of a request or of the operator: often the same in both phases, often nothing in one."""
     prefill = summed(draw(PARTS), draw(SCALE))
     return prefill, prefill if draw(st.booleans()) else summed(draw(PARTS), draw(SCALE))
 

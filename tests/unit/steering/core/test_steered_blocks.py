@@ -16,7 +16,7 @@ def keys_of(num_tokens: int, num_prompt: int, keys: SteeredBlocks) -> list[tuple
 
 
 def acting(num_tokens: int, num_prompt: int, keys: SteeredBlocks) -> list[tuple[str | None, ...]]:
-    """What acts on each token of each block."""
+    """Return the names that act on each token of each block."""
     by_token = [keys.prefill if position < num_prompt else keys.decode for position in range(num_tokens)]
     return [tuple(by_token[at : at + BLOCK]) for at in range(0, num_tokens - BLOCK + 1, BLOCK)]
 

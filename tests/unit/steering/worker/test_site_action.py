@@ -133,7 +133,7 @@ def test_the_addition_from_the_pool_adds_the_rows_that_the_slots_name(scale):
 
 
 def test_kernels_for_a_gpu_are_cut_into_blocks_as_they_are_without_us():
-    """What decides on that: see `tests.benchmarks.codegen`, which needs no GPU."""
+    """The deciding code is compared by `tests.benchmarks.codegen`, which needs no GPU."""
     command = [sys.executable, "-m", "tests.benchmarks.codegen", "--counts", "stock", "ahead", "both"]
 
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
