@@ -1,4 +1,4 @@
-"""Adding vectors to the residual stream of stock vLLM while it serves.
+"""Steering: adds vectors to the residual stream of stock vLLM while it serves.
 
 ::
 
@@ -7,7 +7,22 @@
     llm = LLM("model", steering=True)
     llm.generate("Hello", SamplingParams(steering_vectors={"post_mlp": {12: vector}}))
 
-Nothing here imports vLLM or torch before it is used.
+The folders, in the order in which they import each other:
+
+* ``vectors/``: element types, the canonical form of vectors (`PhaseVectors`), sums, directions from captured rows.
+* ``requests/``: a request's fields in every form, read into a spec and its wire form.
+* ``files/``: vectors on disk (safetensors, JSON, GGUF).
+* ``core/``: in the engine core: global vectors, named modules, slots for requests, keys of KV blocks.
+* ``worker/``: in each worker: the pool of vectors, a table row for each token, the addition in the forward pass, which
+  ``kernels/`` computes where no compiler fuses it.
+* ``control/``: ``llm.steering``, the routes ``/v1/steering`` and the metrics.
+* ``client/``: a client of servers for programs without vLLM.
+
+A vector's way from a request to the stream: ``requests/reader``, ``request_fields``, ``vector_forms``, ``wire``;
+``core/steering_core``, ``state``, ``admission``; ``worker/steering_part``, ``row_table``, ``vector_pool``,
+``device_tables``, ``site_action``. `headgate.steering.config` has every knob.
+
+Importing this package imports neither vLLM nor torch.
 """
 
 from __future__ import annotations

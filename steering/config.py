@@ -3,7 +3,7 @@
 The operator's document is ``additional_config={"headgate": {"steering": {...}}}`` (or vLLM's
 ``--additional-config``); its keys are the fields below, and unknown keys are refused.
 
-Steering's flags on vLLM's command line, and the section of the configuration that they come to.
+`add_flags` and `read_flags` are steering's flags on vLLM's command line, which make the same section.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import msgspec
 from headgate.capture.engine.setup.cli_flags import json_object
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import parse_sites
-from headgate.steering.requests.request_fields import check_name
-from headgate.steering.vectors.phase_vectors import Steerable
+from headgate.steering.vectors.phase_vectors import Steerable, check_name
 
 
 def _stream_sites() -> dict[str, Any]:
@@ -26,7 +25,7 @@ def _stream_sites() -> dict[str, Any]:
 
 
 class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Steering as the operator configured it.
+    """The operator's configuration of steering.
 
     Attributes:
         max_steering_slots: Vectors that are on the device at a time, for all requests, modules and global vectors
@@ -34,7 +33,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             dtype of device memory: 8192 slots are 42 MB for a hidden size of 2560, 134 MB for 8192, in bfloat16.
             Requests whose vectors find no slot wait for one.
         max_vectors_per_request: Vectors that one request may bring: one for each site and phase, counted once if
-            both phases are alike. If None, every site in both phases, as far as the slots reach. Each costs
+            both phases are alike. If None, every site in both phases, as far as the slots suffice. Each costs
             ``hidden_size`` elements of host memory while the request lives.
         sites: ``{hook point: layers}`` that can be steered; requests choose any subset. Changes the compiled graph.
             A site costs 8 bytes of device memory for each batch row.
@@ -110,7 +109,7 @@ def _check(config: SteeringConfig) -> None:
 
 
 VECTORS_PER_CONFIG = 256
-"""What ``--max-steering-configs`` reckons for one configuration: 42 layers at three hook points in both phases."""
+"""Slots that ``--max-steering-configs`` counts for one configuration: 42 layers, three hook points, both phases."""
 
 _FLAGS = ("enable_steering", "max_steering_slots", "max_steering_configs", "steering_modules", "steering_sites")
 
@@ -136,7 +135,7 @@ def add_flags(group: Any) -> None:
         type=int,
         default=None,
         metavar="N",
-        help="For those who come from servers with this flag. Configurations are not limited here, vectors are: "
+        help="For users of servers that have this flag. Configurations are not limited here, vectors are: "
         f"the same as --max-steering-slots {VECTORS_PER_CONFIG}*N + 1.",
     )
     group.add_argument(
@@ -159,7 +158,7 @@ def add_flags(group: Any) -> None:
 
 
 def read_flags(args: argparse.Namespace, section: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Take the flags out of `args` and into a copy of `section`; None if none was given.
+    """Move the flags from `args` into a copy of `section`; None if none was given.
 
     Raises:
         ConfigError: If two of them contradict each other.

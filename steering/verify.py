@@ -1,4 +1,4 @@
-"""Steering's part of ``headgate verify``: what is steered changes, token by token, and nothing else does."""
+"""Steering's part of ``headgate verify``: steered tokens change as they must, and no others do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEERED = "steered"
 SITES_IDLE, SITES_AT_PROMPTS, SITES_AT_ANSWERS = "sites idle", "sites at prompts", "sites at answers"
 
 MATE, BOTH, DECODE, PREFILL, ZERO = "mate", "both", "decode", "prefill", "zero"
-"""What requests of `STEERED` are: not steered; in both phases; in one; by a vector of scale 0."""
+"""Roles of the requests of `STEERED`: not steered; steered in both phases; in one phase; by a vector of scale 0."""
 ROLES = (MATE, BOTH, MATE, DECODE, MATE, PREFILL, MATE, ZERO)
 FIELDS = {
     BOTH: "steering_vectors",
@@ -42,25 +42,25 @@ FIELDS = {
 
 STRENGTH = 64.0
 SITE_STRENGTH = 1000.0
-"""Sizes of a vector's values; no stream can miss the second."""
+"""Sizes of a vector's values; the second changes every stream."""
 SITE_PROMPT = 4
 SITE_TOKENS = 2
 
 MAX_MISSED = 0.05
-"""Of a vector's length."""
+"""Largest deviation of the gain of a stream from the vector, relative to the vector's length."""
 ROUNDING = {"float32": 1e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
-"""Of a row's length: what rounding may do to it, by dtype of the model."""
+"""Largest change by rounding, relative to a row's length, by element type of the model."""
 
 
 class SteeringChecks:
     """Implements `headgate.capture.monitoring.verify_checks.CheckPart`."""
 
     def section(self, given: Mapping[str, Any], *, counts: bool) -> dict[str, Any]:
-        """The user's section."""
+        """Return the user's section, with the counter of runs on or off."""
         return {**given, "fire_counter": counts}
 
     def scenes(self, stage: Stage) -> Iterator[Scene]:
-        """Site by site in each phase, and all kinds of requests in one batch; nothing in eager mode."""
+        """Yield each site in each phase, and all kinds of requests in one batch; nothing in eager mode."""
         if stage.earlier is not None:
             return
         steerable: Sequence[Site] = stage.llm.steering.steerable.sites
@@ -79,7 +79,7 @@ class SteeringChecks:
         yield Scene(name=STEERED, requests=requests)
 
     def judge(self, runs: Runs) -> Iterator[Verdict]:
-        """Site by site, neighbours, what must change and what must not, and each token's vector."""
+        """Yield the verdicts: on each site, on neighbours, on changed and unchanged answers, on each token's vector."""
         served = runs[SERVED][0]
         scenes, noise = served.scenes, noise_of([served])
         for phase, name, step in (("prompts", SITES_AT_PROMPTS, 0), ("answers", SITES_AT_ANSWERS, 1)):
@@ -92,7 +92,7 @@ class SteeringChecks:
 
 
 def steered_site(steerable: Sequence[Site], captured: Sequence[Site]) -> Site:
-    """Where `STEERED` steers: after a captured stream that is captured again right after, if there is such a place."""
+    """Return the site of `STEERED`: a captured one whose stream is captured again right after, if there is one."""
     for site in captured:
         if site in steerable and _next(site) in captured:
             return site
@@ -100,12 +100,12 @@ def steered_site(steerable: Sequence[Site], captured: Sequence[Site]) -> Site:
 
 
 def _next(site: Site) -> Site | None:
-    """Where the stream is seen next, with nothing in between."""
+    """Return the site where the same stream is seen next, with nothing in between; None if there is none."""
     return Site(site.layer + 1, HookPoint.PRE_ATTN) if site.hook is HookPoint.POST_MLP else None
 
 
 def vector(index: int, hidden_size: int, strength: float = STRENGTH) -> Float32Rows:
-    """``[hidden]`` of one request; another one for each index."""
+    """Return the vector ``[hidden]`` of one request; another one for each index."""
     return np.random.default_rng(index).normal(0, strength, hidden_size).astype(np.float32)
 
 
@@ -121,7 +121,7 @@ def _nested(site: Site, entry: Any) -> dict[str, Any]:
 
 
 def _sites_scenes(stage: Stage, steerable: Sequence[Site]) -> Iterator[Scene]:
-    """One request for each site, steered there alone; too short for the prefix cache."""
+    """Yield scenes of one request for each site, steered there alone; too short for the prefix cache."""
     tokens = list(chain.from_iterable(request.prompt for request in stage.plain))
     for name, field in (
         (SITES_IDLE, None),
@@ -138,14 +138,14 @@ def _sites_scenes(stage: Stage, steerable: Sequence[Site]) -> Iterator[Scene]:
 
 
 def judge_sites(check: str, idle: Sequence[Answer], steered: Sequence[Answer], *, step: int, noise: float) -> Verdict:
-    """Each request is steered at its own site: its `step`-th token must change, and no earlier one.
+    """Judge requests that are each steered at one site: the `step`-th token must change, and no earlier one.
 
     Args:
-        check: The statement.
-        idle: Without steering.
-        steered: The same requests with it.
+        check: The statement that is checked.
+        idle: Answers without steering.
+        steered: Answers to the same requests with steering.
         step: The first token that the vectors act on.
-        noise: What logprobs differ by without any change.
+        noise: Difference of logprobs without any change.
     """
     silent, early, wrong = [], [], 0
     for before, after in zip(idle, steered, strict=True):
@@ -168,7 +168,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _cut(answer: Answer, num_tokens: int) -> Answer:
-    """The first tokens of an answer."""
+    """Return the first tokens of an answer."""
     cut = {"tokens": answer.tokens[:num_tokens], "logprobs": answer.logprobs[:num_tokens]}
     return msgspec.structs.replace(answer, **cut)
 
@@ -187,14 +187,14 @@ def _pairs(plain: Sequence[Answer], steered: Sequence[Answer], roles: Iterable[s
 
 
 def judge_mates(plain: Sequence[Answer], steered: Sequence[Answer], noise: float) -> Verdict:
-    """Those that ask for nothing get what they get in a batch where nobody is steered."""
+    """Judge unsteered requests: their answers must be those of a batch where nobody is steered."""
     mates = _pairs(plain, steered, (MATE,))
     found = difference([pair.plain for pair in mates], [pair.steered for pair in mates])
     return equality("batch-mates of steered requests keep their answers", found, noise=noise)
 
 
 def judge_unchanged(plain: Sequence[Answer], steered: Sequence[Answer], noise: float) -> Verdict:
-    """Scale 0 changes nothing, and steering of the answer leaves the first token alone."""
+    """Judge that scale 0 changes nothing, and that steering of the answer leaves the first token alone."""
     pairs = _pairs(plain, steered, (ZERO,))
     pairs += [_Pair(_cut(a, 1), _cut(b, 1)) for a, b in _pairs(plain, steered, (DECODE,))]
     found = difference([pair.plain for pair in pairs], [pair.steered for pair in pairs])
@@ -202,7 +202,7 @@ def judge_unchanged(plain: Sequence[Answer], steered: Sequence[Answer], noise: f
 
 
 def judge_changed(plain: Sequence[Answer], steered: Sequence[Answer], noise: float) -> Verdict:
-    """Every request that is steered gets another answer than without."""
+    """Judge that every steered request gets another answer than without steering."""
     check = "steered requests get other answers"
     pairs = _pairs(plain, steered, (BOTH, DECODE, PREFILL))
     same = [pair.steered.label for pair in pairs if not difference([pair.plain], [pair.steered]).largest > 2 * noise]
@@ -213,7 +213,7 @@ def judge_changed(plain: Sequence[Answer], steered: Sequence[Answer], noise: flo
 
 
 def judge_tokens(steered: Sequence[Answer], dtype: str) -> Verdict:
-    """The stream gains each token's own vector, and nothing where there is none, from one site to the next."""
+    """Judge that from one site to the next the stream gains each token's vector, and nothing where there is none."""
     check = "every token gets its own vector, and no other"
     site = Site.parse(steered[0].label.split()[1])
     after = _next(site)
@@ -241,7 +241,7 @@ class _Gain(NamedTuple):
 
 
 def _gain(index: int, answer: Answer, sites: tuple[str, str], dtype: str) -> _Gain:
-    """What the stream of one request gained between two sites, against what it should."""
+    """Compare the gain of one request's stream between two sites with the vectors of its tokens."""
     assert answer.rows is not None  # noqa: S101  (judge_tokens has looked)
     before, behind = (answer.rows.at(site) for site in sites)
     wanted = _wanted(answer, vector(index, answer.rows.hidden_size))
@@ -259,7 +259,7 @@ def _gain(index: int, answer: Answer, sites: tuple[str, str], dtype: str) -> _Ga
 
 
 def _wanted(answer: Answer, values: Float32Rows) -> Float32Rows:
-    """``[rows, hidden]``: what each token's stream is to gain."""
+    """Return the vectors ``[rows, hidden]`` that each token's stream is to gain."""
     num_prompt = len(answer.prompt)
     wanted = np.zeros((num_prompt + len(answer.tokens) - 1, len(values)), np.float32)
     role = _role(answer)

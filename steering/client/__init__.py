@@ -45,7 +45,7 @@ __all__ = [
 
 
 def extra_body(**fields: Any) -> dict[str, Any]:
-    """The fields of a request for another client's JSON body, with vectors packed as base64.
+    """Return the fields of a request for another client's JSON body, with vectors packed as base64.
 
     Args:
         fields: ``steering_vectors``, ``prefill_steering_vectors``, ``decode_steering_vectors`` as arrays, tensors or

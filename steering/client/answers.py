@@ -1,4 +1,4 @@
-"""What the server answers, typed. Fields that a newer server adds are kept in `raw`, or passed over."""
+"""The answers of a server, typed. Fields that a newer server adds are kept in `raw`, or passed over."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Captures = dict[str, CaptureResult]
 
 
 class ServerError(HeadgateError):
-    """The server refused a call, or failed.
+    """An error that the server answered with.
 
     Attributes:
-        status: The HTTP status; 400 if the request is wrong, 401 and 403 if a key is missing or wrong. None for an
+        status: The HTTP status: 400 if the request is wrong, 401 and 403 if a key is missing or wrong. None for an
             error that came in the middle of a stream.
         field: The part of the body that is wrong, such as ``steering_vectors.post_mlp.3``; None if it is not known.
     """
@@ -36,7 +36,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         index: Its place; with several prompts, those of the first prompt come first.
-        text: What was generated.
+        text: The generated text.
         finish_reason: ``stop``, ``length``, ...; None in a chunk of a stream that goes on.
         raw: The choice as the server sent it.
     """
@@ -50,7 +50,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     def hidden_state(self) -> Array | None:
         """The state that the last token was sampled from, ``[hidden]``, if ``return_hidden_states`` asked for it.
 
-        In float32 or float16; ``return_hidden_states="base64"`` is sent faster than a list.
+        Its type is float32 or float16; ``return_hidden_states="base64"`` is sent faster than a list.
         """
         return hidden_state(self.raw.get("hidden_states"))
 
@@ -60,9 +60,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         id: The server's name for the request.
-        model: Who answered.
-        choices: None of them in the last chunk of a stream that captured.
-        captures: What was captured, for each prompt; None for a prompt without.
+        model: Name of the model that answered.
+        choices: Empty in the last chunk of a stream that captured.
+        captures: Results of the consumers, for each prompt; None for a prompt without capture.
         raw: The whole answer as the server sent it.
     """
 
@@ -74,15 +74,15 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """What was generated first; empty if there is no choice."""
+        """Text of the first choice; empty if there is none."""
         return self.choices[0].text if self.choices else ""
 
     @property
     def capture_results(self) -> Captures:
-        """What was captured from the one prompt.
+        """Results of the consumers for the one prompt.
 
         Raises:
-            ValueError: If there were several, or none that captured.
+            ValueError: If there were several prompts, or none that captured.
         """
         if len(self.captures) != 1 or self.captures[0] is None:
             raise ValueError(f"expected the results of one prompt, there are {len(self.captures)}; see `captures`")
@@ -90,7 +90,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_answer(document: Mapping[str, Any]) -> Answer:
-    """An answer, or a chunk, of /v1/completions or /v1/chat/completions.
+    """Read an answer, or a chunk, of /v1/completions or /v1/chat/completions.
 
     Raises:
         msgspec.ValidationError: If it is none.
@@ -122,7 +122,7 @@ def _captures(document: Any) -> tuple[Captures | None, ...]:
 
 
 class GlobalUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a change of the global vectors named.
+    """The places that a change of the global vectors named.
 
     Attributes:
         hook_points: In the order of the request.
@@ -134,13 +134,13 @@ class GlobalUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layers(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be steered.
+    """The sites that can be steered.
 
     Attributes:
         hook_points: Layers of each; the final norm has none.
         num_layers: Decoder layers of the model.
         hidden_size: Values of a vector.
-        dtype: Of the model: what sums of vectors are rounded to.
+        dtype: Element type of the model, to which sums of vectors are rounded.
         max_vectors_per_request: One for each site and phase, counted once if both phases are alike.
     """
 
@@ -155,11 +155,11 @@ class Consumer(msgspec.Struct, frozen=True, kw_only=True):
     """A consumer of captured activations.
 
     Attributes:
-        name: What requests call it.
-        consumer: What it is an instance of.
+        name: Its name in requests.
+        consumer: Name of the kind of consumer.
         location: ``worker`` or ``driver``.
         reads_client_spec: Whether requests can name it.
-        overload: What happens when rows come faster than it takes them: ``block``, ``drop`` or ``spill``.
+        overload: Policy for rows that come faster than the consumer reads them: ``block``, ``drop`` or ``spill``.
     """
 
     name: str
@@ -170,7 +170,7 @@ class Consumer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capturable(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be captured, and by whom.
+    """The sites that can be captured, and the consumers.
 
     Attributes:
         consumers: As the operator configured them.
@@ -182,7 +182,7 @@ class Capturable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_status(document: Mapping[str, Any]) -> SteeringStatus:
-    """The answer of /v1/steering.
+    """Read the answer of /v1/steering.
 
     Raises:
         msgspec.ValidationError: If it is none.

@@ -1,4 +1,4 @@
-"""Every call of the client as a value: what is sent, and how the answer is read. No transport.
+"""Every call of the client as a value: the request, and how its answer is read. No transport.
 
 The synchronous and the asynchronous client send the same calls.
 """
@@ -37,7 +37,7 @@ _VECTORS = (BASE, PREFILL, DECODE, *MODULE_FIELDS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """Where the server is, and what it asks for.
+    """The address of a server, and its keys.
 
     Attributes:
         url: Its address; a ``/v1`` at the end is allowed.
@@ -54,11 +54,11 @@ class Access:
     is_binary: bool = False
 
     def target(self, path: str) -> str:
-        """The whole address of a route."""
+        """Return the whole address of a route."""
         return self.url.rstrip("/").removesuffix("/v1") + path
 
     def encode(self, body: Mapping[str, Any]) -> tuple[bytes, str]:
-        """A body as bytes, and their content type."""
+        """Return a body as bytes, and their content type."""
         if self.is_binary:
             return msgspec.msgpack.encode(body), MSGPACK
         return msgspec.json.encode(body), "application/json"
@@ -66,13 +66,13 @@ class Access:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call(Generic[T]):
-    """One call.
+    """A call of one route.
 
     Attributes:
         path: Below the server's address.
-        body: What is posted; None to get.
-        read: The typed answer from the decoded one.
-        key: Sent beside the API key, if any.
+        body: The body of a POST; None for a GET.
+        read: Makes the typed answer from the decoded one.
+        key: The access key that is sent beside the API key, if any.
     """
 
     path: str
@@ -82,7 +82,7 @@ class Call(Generic[T]):
 
 
 def request(access: Access, call: Call[T]) -> dict[str, Any]:
-    """A call as keyword arguments of ``httpx.Client.build_request``."""
+    """Return a call as keyword arguments of ``httpx.Client.build_request``."""
     headers = {"Accept": "application/json, text/event-stream"}
     if access.api_key is not None:
         headers["Authorization"] = f"Bearer {access.api_key}"
@@ -95,7 +95,7 @@ def request(access: Access, call: Call[T]) -> dict[str, Any]:
 
 
 def answer(call: Call[T], status: int, content: bytes) -> T:
-    """The typed answer.
+    """Return the typed answer of a call.
 
     Raises:
         ServerError: If the server refused the call, or failed, or its answer is not what it should be.
@@ -109,7 +109,7 @@ def answer(call: Call[T], status: int, content: bytes) -> T:
 
 
 def event(line: str) -> Answer | None:
-    """What one line of a stream says; None for lines between chunks, and for the end.
+    """Return the chunk in one line of a stream; None for lines between chunks, and for the end.
 
     Raises:
         ServerError: If it is an error.
@@ -141,7 +141,7 @@ def _told(error: Any, status: int | None) -> ServerError:
 
 
 def packed_fields(fields: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """The fields of a body, with every field of vectors packed; those that are None are left out.
+    """Return the fields of a body, with every field of vectors packed; fields that are None are left out.
 
     Raises:
         RequestError: If vectors cannot be read.
@@ -154,7 +154,7 @@ def packed_fields(fields: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]
 
 
 def generation(access: Access, path: str, model: str, fields: Mapping[str, Any], *, stream: bool) -> Call[Answer]:
-    """A call of /v1/completions or /v1/chat/completions."""
+    """Return a call of /v1/completions or /v1/chat/completions."""
     body = {"model": model, **packed_fields(fields, as_text=not access.is_binary)}
     if stream:
         body["stream"] = True
@@ -162,12 +162,12 @@ def generation(access: Access, path: str, model: str, fields: Mapping[str, Any],
 
 
 def completion(access: Access, model: str, prompt: Any, fields: Mapping[str, Any], *, stream: bool) -> Call[Answer]:
-    """A completion of `prompt`."""
+    """Return the call that completes `prompt`."""
     return generation(access, "/v1/completions", model, {"prompt": prompt, **fields}, stream=stream)
 
 
 def chat(access: Access, model: str, messages: Any, fields: Mapping[str, Any], *, stream: bool) -> Call[Answer]:
-    """The next message of a conversation; a text is the user's first."""
+    """Return the call for the next message of a conversation; a text is the user's first."""
     told = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     return generation(access, "/v1/chat/completions", model, {"messages": told, **fields}, stream=stream)
 
@@ -178,30 +178,30 @@ class Generation(Protocol):
     def __call__(
         self, access: Access, model: str, subject: Any, fields: Mapping[str, Any], /, *, stream: bool
     ) -> Call[Answer]:
-        """The call for a prompt or a conversation."""
+        """Return the call for a prompt or a conversation."""
         ...
 
 
 def models() -> Call[str]:
-    """The name of the served model."""
+    """Return the call for the name of the served model."""
     return Call(path="/v1/models", body=None, read=lambda document: str(document["data"][0]["id"]))
 
 
 def set_global(access: Access, tiers: tuple[Any, Any, Any], *, replace: bool) -> Call[GlobalUpdate]:
-    """Set global vectors."""
+    """Return the call that sets global vectors."""
     body = {**_tiers(access, tiers), "replace": replace}
     return Call(path="/v1/steering/set", body=body, read=_reader(GlobalUpdate), key=access.steering_key)
 
 
 def clear_global(access: Access) -> Call[None]:
-    """Take all global vectors away."""
+    """Return the call that removes all global vectors."""
     return Call(path="/v1/steering/clear", body={}, read=_nothing, key=access.steering_key)
 
 
 def register(
     access: Access, name: str, tiers: tuple[Any, Any, Any], path: str | os.PathLike[str] | None
 ) -> Call[ModuleStatus]:
-    """Register a module, from vectors or from a file that lies here.
+    """Return the call that registers a module, from vectors or from a file on this machine.
 
     Raises:
         ValueError: If both are given.
@@ -217,28 +217,28 @@ def register(
 
 
 def unregister(access: Access, name: str) -> Call[None]:
-    """Forget a module."""
+    """Return the call that forgets a module."""
     return Call(path="/v1/steering/modules/unregister", body={"name": name}, read=_nothing, key=access.steering_key)
 
 
 def modules() -> Call[list[str]]:
-    """The names of the registered modules."""
+    """Return the call for the names of the registered modules."""
     read = _reader(list[str])
     return Call(path="/v1/steering/modules", body=None, read=lambda document: read(document["modules"]))
 
 
 def status() -> Call[SteeringStatus]:
-    """What the server steers with."""
+    """Return the call for global vectors, modules and slots."""
     return Call(path="/v1/steering", body=None, read=read_status)
 
 
 def layers() -> Call[Layers]:
-    """What can be steered."""
+    """Return the call for the sites that can be steered."""
     return Call(path="/v1/steering/layers", body=None, read=_reader(Layers))
 
 
 def consumers(access: Access) -> Call[Capturable]:
-    """The consumers that requests can capture to."""
+    """Return the call for the consumers that requests can capture to."""
     return Call(path="/v1/capture/consumers", body=None, read=_reader(Capturable), key=access.capture_key)
 
 

@@ -1,6 +1,6 @@
-"""Vectors as they travel: every form that a field accepts, brought into the packed one. Knows no server and no model.
+"""Vectors of every form that a field accepts, packed for a request body. Knows no server and no model.
 
-What only the server can judge (the width, the layers there are, what can be steered) is left to it.
+Checks that need the model (the width, the layers, the sites that can be steered) are left to the server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Packed = dict[str, Any]
 
 
 def pack(vectors: Any, field: str, *, as_text: bool) -> Packed:
-    """One tier of vectors, packed by hook point.
+    """Pack one tier of vectors, by hook point.
 
     Args:
         vectors: `PhaseVectors`, or ``{hook: {layer: vector}}`` with a vector as a list, an array, a tensor or
@@ -72,7 +72,7 @@ def _width(vector: Any, where: str) -> int:
 
 
 def _stack(rows: list[tuple[Rows, StoredType]], where: str) -> tuple[bytes, StoredType, int]:
-    """The rows one after the other, in their own type if they share one, else in float32."""
+    """Join the rows, in their own type if they share one, else in float32; return bytes, type and width."""
     widths = sorted({len(row) for row, _ in rows})
     if len(widths) != 1 or widths[0] == 0:
         raise RequestError(where, f"expected vectors of one width, got the widths {widths}")

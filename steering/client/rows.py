@@ -9,16 +9,14 @@ from typing import Any, cast
 import numpy as np
 
 from headgate.capture.schema.results import CaptureResult
-from headgate.steering.files.tensor_bytes import Tensor, decode
+from headgate.steering.files.tensor_bytes import FORMAT_NAMES, Tensor, decode
 from headgate.steering.vectors.dtypes import STORAGE, StoredType, widen
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_TYPES: dict[str, StoredType] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-
 
 def inline_rows(result: CaptureResult, sample: int = 0) -> dict[str, Array]:
-    """What the consumer `inline` sent back: a tensor a site, ``"positions"`` and ``"token_ids"``.
+    """Return the arrays that the consumer `inline` sent back: one for each site, ``"positions"`` and ``"token_ids"``.
 
     ::
 
@@ -27,7 +25,7 @@ def inline_rows(result: CaptureResult, sample: int = 0) -> dict[str, Array]:
 
     Args:
         result: Of one request; of `n` samples if it asked for several.
-        sample: Which of them.
+        sample: Index of the sample.
 
     Returns:
         Rows in float16 or float32; those of a bfloat16 model in float32, exactly.
@@ -43,7 +41,7 @@ def inline_rows(result: CaptureResult, sample: int = 0) -> dict[str, Array]:
 
 
 def hidden_state(value: Any) -> Array | None:
-    """A choice's ``hidden_states``, ``[hidden]``: from a list (float32) or from base64; None if there is none.
+    """Return a choice's ``hidden_states``, ``[hidden]``, from a list (float32) or from base64; None if there is none.
 
     Raises:
         ValueError: If it is something else.
@@ -62,8 +60,8 @@ def hidden_state(value: Any) -> Array | None:
 def _array(tensor: Tensor) -> Array:
     if tensor.dtype == "I64":
         return np.frombuffer(tensor.data, "<i8").reshape(tensor.shape)
-    if tensor.dtype not in _TYPES:
+    if tensor.dtype not in FORMAT_NAMES:
         raise ValueError(f"cannot read rows of type {tensor.dtype}")
-    dtype = _TYPES[tensor.dtype]
+    dtype = FORMAT_NAMES[tensor.dtype]
     rows = np.frombuffer(tensor.data, STORAGE[dtype]).reshape(tensor.shape)
     return widen(rows, dtype) if dtype == "bfloat16" else rows

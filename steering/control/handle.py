@@ -16,7 +16,7 @@ Path = str | os.PathLike[str]
 
 
 class _Described:
-    """What can be said without asking the engine.
+    """The facts that are known without asking the engine.
 
     Attributes:
         steerable: The model and the limits of requests.
@@ -27,7 +27,7 @@ class _Described:
         self.steerable = steerable
 
     def layers(self) -> dict[str, list[int]]:
-        """What can be steered: ``{hook point: layers}``; the final norm has no layers.
+        """Return the sites that can be steered: ``{hook point: layers}``; the final norm has no layers.
 
         ::
 
@@ -61,7 +61,7 @@ class Steering(_Described):
             vectors: Acts at prompt and generated positions.
             prefill_vectors: Acts at prompt positions in addition.
             decode_vectors: Acts at generated positions in addition.
-            replace: Take everything else away. Otherwise vectors replace those at the same site of the same tier.
+            replace: Remove everything else. Otherwise vectors replace those at the same site of the same tier.
 
         Raises:
             RequestError: If they cannot be read, or there is no room for them.
@@ -72,11 +72,11 @@ class Steering(_Described):
         )
 
     def clear(self) -> SteeringStatus:
-        """Take all global vectors away."""
+        """Remove all global vectors."""
         return self._cores.run(operations.clear_global(num_engines=self._cores.num_engines))  # type: ignore[no-any-return]
 
     def status(self) -> SteeringStatus:
-        """What is set and registered, and how many vector slots are in use."""
+        """Return global vectors, modules, and the vector slots in use."""
         return self._cores.run(operations.status())  # type: ignore[no-any-return]
 
     def register(
@@ -88,9 +88,9 @@ class Steering(_Described):
         decode_vectors: Any = None,
         path: Path | None = None,
     ) -> ModuleStatus:
-        """Name vectors, so that requests need only say the name; in place of what had this name.
+        """Name vectors, so that requests need only say the name; an earlier module of the name is replaced.
 
-        Requests that run already keep what the name meant when they were made.
+        Requests that run already keep the content that the name had when they were made.
 
         ::
 
@@ -122,12 +122,12 @@ class Steering(_Described):
         return self._cores.run(operations.unregister(name, self._cores.num_engines))  # type: ignore[no-any-return]
 
     def modules(self) -> dict[str, ModuleStatus]:
-        """The registered modules, by name."""
+        """Return the registered modules, by name."""
         return self._cores.run(operations.modules())  # type: ignore[no-any-return]
 
 
 class AsyncSteering(_Described):
-    """The same for an `AsyncLLM`, on its event loop: every call is awaited.
+    """Global vectors and named modules of an `AsyncLLM`, on its event loop: every call is awaited.
 
     Vectors and files are read on a thread beside the loop; changes take effect in the order of the calls. With data
     parallelism each call reaches every engine core of this `AsyncLLM`, all or none.

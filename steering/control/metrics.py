@@ -32,7 +32,7 @@ class SteeringMetrics:
 
 
 def families(engines: Sequence[EngineStats]) -> Iterator[Family]:
-    """What every engine core and every worker holds."""
+    """Yield the gauges of every engine core and every worker."""
     cores = [((str(engine),), stats.core) for engine, stats in enumerate(engines) if stats.core is not None]
     for name, about in _CORE:
         found = tuple(Sample(labels=where, value=core[name]) for where, core in cores)

@@ -1,4 +1,4 @@
-"""What the OpenAPI description says about ``/v1/steering``: bodies, answers, examples. Plain data."""
+"""The OpenAPI description of ``/v1/steering``: bodies, answers, examples. Plain data."""
 
 from __future__ import annotations
 

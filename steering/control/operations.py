@@ -1,8 +1,8 @@
-"""What the calls of users come to: calls of the engine cores, and what their answers say. No transport.
+"""Operations of users as calls of the engine cores, and the typed status in their answers. No transport.
 
-With data parallelism each engine core has its own global vectors and modules. Every call goes to all of them; what one
-refuses is taken back in the others, and after a change they are compared, since another front end may have changed the
-same at the same time.
+With data parallelism each engine core has its own global vectors and modules. Every call goes to all of them; if one
+refuses a change, it is undone in the others. After a change they are compared, since another front end may have changed
+the same at the same time.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from typing import Any
 from headgate.capture.engine.contracts.request_part import CoreCall, Operation, Result
 from headgate.capture.schema.errors import EngineStateError, RequestError
 from headgate.steering.files.vector_files import load
-from headgate.steering.requests.request_fields import MODULE_FIELDS, check_name, read_module, read_tier, sum_tiers
-from headgate.steering.requests.wire import to_wire
-from headgate.steering.vectors.phase_vectors import Steerable, SteeringSpec
+from headgate.steering.requests.request_fields import MODULE_FIELDS, read_module, read_tier, sum_tiers
+from headgate.steering.requests.wire import TIERS, to_wire
+from headgate.steering.vectors.phase_vectors import Steerable, SteeringSpec, check_name
 
-_TIERS = ("base", "prefill", "decode")
 _ATTEMPTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseContent:
-    """What acts in one phase.
+    """The vectors that act in one phase.
 
     Attributes:
         hash: Hexadecimal; equal if and only if the vectors are. None if nothing acts.
@@ -41,9 +40,9 @@ class ModuleStatus:
     """A registered module.
 
     Attributes:
-        name: As requests say it.
-        prefill: What it adds at prompt positions.
-        decode: What it adds at generated positions.
+        name: Its name in requests.
+        prefill: Its vectors at prompt positions.
+        decode: Its vectors at generated positions.
         version: Grows with every change in the engine core.
     """
 
@@ -59,8 +58,8 @@ class GlobalStatus:
 
     Attributes:
         tiers: Sites of each tier that is set: ``base``, ``prefill``, ``decode``.
-        prefill: What they come to at prompt positions.
-        decode: What they come to at generated positions.
+        prefill: Their sum at prompt positions.
+        decode: Their sum at generated positions.
         version: Grows with every change in the engine core.
     """
 
@@ -75,8 +74,8 @@ class SlotStatus:
     """Vector slots of one engine core.
 
     Attributes:
-        capacity: Vectors that it holds at a time.
-        reserved: Of these, taken by requests, modules and global vectors.
+        capacity: Vectors that fit at a time.
+        reserved: Slots that requests, modules and global vectors hold.
         waiting: Requests that wait for slots.
     """
 
@@ -87,12 +86,12 @@ class SlotStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SteeringStatus:
-    """What an engine steers with.
+    """The steering of an engine.
 
     Attributes:
         shared: The global vectors, which act on every request.
         modules: The registered modules, by name.
-        slots: Of each engine core; one without data parallelism.
+        slots: The slots of each engine core; one without data parallelism.
         is_consistent: Whether the engine cores hold the same vectors and modules. If not, set or register them again.
     """
 
@@ -110,17 +109,17 @@ def set_global(
     if not any(tiers) and not replace:
         raise RequestError(MODULE_FIELDS[0], "there is no vector other than zero to set; clear() takes all away")
     sum_tiers(tiers, steerable, MODULE_FIELDS)
-    wire = {name: tier and to_wire(SteeringSpec(prefill=tier)) for name, tier in zip(_TIERS, tiers, strict=True)}
+    wire = {name: tier and to_wire(SteeringSpec(prefill=tier)) for name, tier in zip(TIERS, tiers, strict=True)}
     return (yield from _change_global(("set_global", {"tiers": wire, "replace": replace}), num_engines))
 
 
 def clear_global(*, num_engines: int) -> Operation[SteeringStatus]:
-    """Take all global vectors away."""
+    """Remove all global vectors."""
     return (yield from _change_global(("clear_global", {}), num_engines))
 
 
 def status() -> Operation[SteeringStatus]:
-    """What is set and registered."""
+    """Ask for global vectors, modules and slots."""
     return _status((yield CoreCall(method="status", args={})))
 
 
@@ -154,7 +153,7 @@ def unregister(name: str, num_engines: int) -> Operation[ModuleStatus]:
 
 
 def modules() -> Operation[dict[str, ModuleStatus]]:
-    """What is registered, by name."""
+    """Ask for the registered modules, by name."""
     return _by_name((yield CoreCall(method="modules", args={}))[0])
 
 

@@ -1,7 +1,7 @@
 """HTTP routes ``/v1/steering/...`` on vLLM's server.
 
-Loaded by servers alone, whose FastAPI it uses. Vectors are read beside the event loop; what the engine cores are asked
-to do is the same as what ``AsyncLLM.steering`` does.
+Servers alone load this module, which uses their FastAPI. Vectors are read on a thread beside the event loop; the calls
+of the engine cores are those of ``AsyncLLM.steering``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tiers = dict[str, PhaseVectors | None]
 
 
 def open_routes(services: RouteServices) -> APIRouter:
-    """The router of ``/v1/steering``."""
+    """Return the router of ``/v1/steering``."""
     routes = SteeringRoutes(services)
     router = APIRouter(prefix="/v1/steering", tags=["steering"])
     keyed = [Depends(services.require_key)]
@@ -47,7 +47,7 @@ def open_routes(services: RouteServices) -> APIRouter:
 
 
 class SteeringRoutes:
-    """What the routes answer; each method is one. Errors are HTTP errors, or `RequestError`s that become one."""
+    """The routes, one method each. Errors are HTTP errors, or `RequestError`s that become one."""
 
     def __init__(self, services: RouteServices) -> None:
         self._services = services
@@ -55,7 +55,7 @@ class SteeringRoutes:
     async def set(self, request: Request) -> dict[str, Any]:
         """Add global vectors, or replace all of them; requests that run are steered by them from the next step on.
 
-        Vectors replace those at the same site of the same tier; with `replace` everything else is taken away.
+        Vectors replace those at the same site of the same tier; with `replace` everything else is removed.
         """
         handle = self._handle()
         with self._services.client_errors():
@@ -68,14 +68,14 @@ class SteeringRoutes:
         return {"status": "ok", "hook_points": hook_points(document), "layers_updated": layers_of(tiers)}
 
     async def clear(self) -> dict[str, Any]:
-        """Take all global vectors away; named modules stay."""
+        """Remove all global vectors; named modules stay."""
         await self._handle().clear()
         return {"status": "ok"}
 
     async def register(self, request: Request) -> dict[str, Any]:
-        """Name vectors, in place of what had the name; requests then say `steering_name` or `steering_module_ref`.
+        """Name vectors, for `steering_name` and `steering_module_ref` of requests; an earlier module is replaced.
 
-        Requests that run already keep what the name meant when they were made.
+        Requests that run already keep the content that the name had when they were made.
         """
         handle = self._handle()
         with self._services.client_errors():
@@ -93,11 +93,11 @@ class SteeringRoutes:
         return {"status": "ok", "name": module.name}
 
     async def status(self) -> dict[str, Any]:
-        """What is set and registered, and how many vector slots are in use."""
+        """Return global vectors, modules, and the vector slots in use."""
         return plain_status(await self._handle().status())
 
     async def layers(self) -> dict[str, Any]:
-        """What can be steered on this server."""
+        """Return the sites that can be steered on this server."""
         handle = self._handle()
         about = handle.steerable
         return {
@@ -109,7 +109,7 @@ class SteeringRoutes:
         }
 
     async def modules(self) -> dict[str, Any]:
-        """Names of the registered modules."""
+        """Return the names of the registered modules."""
         names = list(await self._handle().modules())
         return {"modules": names, "count": len(names)}
 
@@ -125,7 +125,7 @@ class SteeringRoutes:
 
 
 def read_tiers(document: Mapping[str, Any], steerable: Steerable) -> Tiers:
-    """The vectors in a body, by field; long lists take a while.
+    """Read the vectors in a body, by field; long lists take a while.
 
     Raises:
         RequestError: Naming the field that is wrong.
@@ -134,19 +134,19 @@ def read_tiers(document: Mapping[str, Any], steerable: Steerable) -> Tiers:
 
 
 def hook_points(document: Mapping[str, Any]) -> list[str]:
-    """The hook points in a body that was read, by their own names, in the order of the body."""
+    """Return the hook points in a body that was read, by their own names, in the order of the body."""
     given = (hook for field in MODULE_FIELDS for hook in document.get(field) or ())
     return list(dict.fromkeys(parse_hook(hook, MODULE_FIELDS[0]).value for hook in given))
 
 
 def layers_of(tiers: Tiers) -> list[int]:
-    """The layers that have vectors other than zero; the final norm has none."""
+    """Return the layers that have vectors other than zero; the final norm has none."""
     sites = {site for vectors in tiers.values() if vectors is not None for site in vectors.sites}
     return sorted({site.layer for site in sites if site.hook is not HookPoint.FINAL_NORM})
 
 
 def plain_status(status: SteeringStatus) -> dict[str, Any]:
-    """A status as JSON values."""
+    """Return a status as JSON values."""
     return {
         "global": dataclasses.asdict(status.shared),
         "modules": {name: dataclasses.asdict(module) for name, module in status.modules.items()},

@@ -1,7 +1,7 @@
-"""Who may run: slots of the vector pool, reserved for the whole life of each request.
+"""Admission: which requests may run, given the slots of the vector pool, reserved for the whole life of each.
 
-A request in the scheduler owns every slot it will ever need, also while it is preempted; one that waits owns nothing.
-So whoever runs can run to its end, and nothing can wait for ever.
+A request in the scheduler owns every slot it will ever need, also while it is preempted; a request that waits owns
+nothing. So every request that runs can run to its end, and no request waits for ever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 class Load(NamedTuple):
-    """Vectors that share a key, and so their slots."""
+    """Vectors that share a content key, and so their slots."""
 
     key: bytes
     num_vectors: int
@@ -25,19 +25,89 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one request, one named module, or the global vectors need in each phase; None: nothing."""
+    """The vectors that one request, one named module, or the global vectors need in each phase; None for nothing."""
 
     prefill: Load | None = None
     decode: Load | None = None
 
 
-_Group = tuple[str, bytes]
-"""One set of slots: for what (requests and modules of both phases or of one, or the global vectors), and its key."""
+SlotGroup = tuple[str, bytes]
+"""One set of slots: its use (requests and modules of both phases or of one, or the global vectors) and content key."""
 
 _GLOBAL = "global"
 
 
-class _Held(NamedTuple):
+class SlotGroups:
+    """The sets of slots in use, each counted once for all its users.
+
+    A request's own vectors take their slots once if the global vectors are the same in both phases; otherwise a
+    config that is the same in both phases has two sums. The sites of the global vectors alone share the global slots.
+
+    Args:
+        shared: The global vectors.
+
+    Attributes:
+        num_used: Slots in use.
+    """
+
+    def __init__(self, shared: Demand) -> None:
+        self.shared = shared
+        self.num_used = 0
+        self._sizes: dict[SlotGroup, int] = {}
+        self._users: dict[SlotGroup, int] = {}
+        for group, size in self._global_groups().items():
+            self._add(group, size)
+
+    @property
+    def num_groups(self) -> int:
+        """Distinct sets of vectors that share those slots."""
+        return len(self._users)
+
+    def add(self, demand: Demand) -> None:
+        """Count a user of its sets of slots."""
+        for group, size in self._own_groups(demand).items():
+            self._add(group, size)
+
+    def remove(self, demand: Demand) -> None:
+        """Undo `add`."""
+        for group in self._own_groups(demand):
+            self._users[group] -= 1
+            if not self._users[group]:
+                del self._users[group]
+                self.num_used -= self._sizes.pop(group)
+
+    def missing(self, demand: Demand) -> int:
+        """Return the slots that `add` would take."""
+        return sum(size for group, size in self._own_groups(demand).items() if group not in self._users)
+
+    def needed(self, demands: Iterable[Demand]) -> dict[SlotGroup, int]:
+        """Return the sets of slots of the global vectors and `demands`, and their sizes, whatever is in use."""
+        groups = self._global_groups()
+        for demand in demands:
+            groups.update(self._own_groups(demand))
+        return groups
+
+    def _global_groups(self) -> dict[SlotGroup, int]:
+        loads = (self.shared.prefill, self.shared.decode)
+        return {(_GLOBAL, load.key): load.num_vectors for load in loads if load is not None}
+
+    def _own_groups(self, demand: Demand) -> dict[SlotGroup, int]:
+        is_split = _key(self.shared.prefill) != _key(self.shared.decode)
+        loads = {"prefill": demand.prefill, "decode": demand.decode}
+        return {
+            (phase if is_split else "both", load.key): load.num_vectors
+            for phase, load in loads.items()
+            if load is not None
+        }
+
+    def _add(self, group: SlotGroup, size: int) -> None:
+        if group not in self._users:
+            self._users[group], self._sizes[group] = 0, size
+            self.num_used += size
+        self._users[group] += 1
+
+
+class _Waiting(NamedTuple):
     priority: int
     arrival: int
     req_id: str
@@ -45,36 +115,30 @@ class _Held(NamedTuple):
 
 
 class Reservations(Generic[R]):
-    """Slots of one engine core's pool. One thread: the engine core's.
-
-    A request's own vectors take their slots once if the global vectors are the same in both phases; otherwise a
-    config that is the same in both phases has two sums. The sites of the global vectors alone share the global slots.
+    """Slots of one engine core's pool, and the requests that wait for them. One thread: the engine core's.
 
     Args:
-        capacity: `headgate.steering.worker.slot_pool.SlotPool.capacity` of the workers.
+        capacity: `headgate.steering.worker.vector_pool.SlotPool.capacity` of the workers.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._global = Demand()
-        self._kept: dict[str, Demand] = {}
+        self._groups = SlotGroups(Demand())
+        self._modules: dict[str, Demand] = {}
         self._admitted: dict[str, Demand] = {}
-        self._sizes: dict[_Group, int] = {}
-        self._users: dict[_Group, int] = {}
-        self._used = 0
-        self._heap: list[_Held] = []
+        self._heap: list[_Waiting] = []
         self._waiting: dict[str, R] = {}
         self._num_arrived = 0
 
     @property
     def num_reserved(self) -> int:
         """Slots that are taken: by global vectors, modules and admitted requests."""
-        return self._used
+        return self._groups.num_used
 
     @property
     def num_configs(self) -> int:
         """Distinct sets of vectors that share those slots."""
-        return len(self._users)
+        return self._groups.num_groups
 
     @property
     def num_admitted(self) -> int:
@@ -86,18 +150,14 @@ class Reservations(Generic[R]):
         """Requests that wait for slots, outside the scheduler."""
         return len(self._waiting)
 
-    def is_waiting(self, req_id: str) -> bool:
-        """Whether a request waits for slots."""
-        return req_id in self._waiting
-
     def check(self, demand: Demand, field: str) -> None:
-        """Refuse what cannot fit even when no other request runs.
+        """Refuse a demand that cannot fit even when no other request runs.
 
         Raises:
-            RequestError: With the numbers; `field` is what the client is told.
+            RequestError: With the numbers; `field` is the name that the client is told.
         """
-        fixed = self._groups(self._global, self._kept.values())
-        needed = _size({**fixed, **self._groups(self._global, [demand])})
+        fixed = self._groups.needed(self._modules.values())
+        needed = _size({**fixed, **self._groups.needed([demand])})
         if needed > self.capacity:
             taken = _size(fixed)
             raise RequestError(
@@ -108,9 +168,9 @@ class Reservations(Generic[R]):
             )
 
     def offer(self, req_id: str, demand: Demand, request: R, *, priority: int = 0, field: str = "steering") -> bool:
-        """Take a request. True: it has its slots, or needs none, and goes to the scheduler; False: it waits.
+        """Offer a request. True: it has its slots, or needs none, and goes to the scheduler; False: it waits.
 
-        Those with a lower `priority` value go first, and among equals those that came first.
+        Requests with a lower `priority` value go first, and among equals the earlier ones.
 
         Raises:
             RequestError: If it can never fit.
@@ -121,118 +181,82 @@ class Reservations(Generic[R]):
             raise AssertionError(f"request {req_id!r} is here already")
         self.check(demand, field)
         self._num_arrived += 1
-        heapq.heappush(self._heap, _Held(priority, self._num_arrived, req_id, demand))
+        heapq.heappush(self._heap, _Waiting(priority, self._num_arrived, req_id, demand))
         self._waiting[req_id] = request
         # The one that was first before did not fit, and does not now; so this is the newcomer or nobody.
         return bool(self.admit())
 
     def release(self, req_id: str) -> None:
-        """A request was freed; nothing happens if it had no slots. `admit` is to be called next."""
+        """Free the slots of a request, if it had any. `admit` is to be called next."""
         demand = self._admitted.pop(req_id, None)
         if demand is not None:
-            self._give_back(demand)
+            self._groups.remove(demand)
 
     def admit(self) -> list[R]:
-        """Give slots to those who wait, in order, as far as they reach; returns who goes to the scheduler now."""
+        """Reserve slots for waiting requests, in order, while they suffice; return those that can run now."""
         admitted = []
-        while self._heap and self._missing(self._heap[0].demand) <= self.capacity - self._used:
-            held = heapq.heappop(self._heap)
-            self._take(held.demand)
-            self._admitted[held.req_id] = held.demand
-            admitted.append(self._waiting.pop(held.req_id))
+        while self._heap and self._groups.missing(self._heap[0].demand) <= self.capacity - self._groups.num_used:
+            first = heapq.heappop(self._heap)
+            self._groups.add(first.demand)
+            self._admitted[first.req_id] = first.demand
+            admitted.append(self._waiting.pop(first.req_id))
         return admitted
 
     def withdraw(self, req_ids: Collection[str] | None) -> list[R]:
-        """Those of `req_ids` (None: all) who wait stop waiting; they are returned in order. Then comes `admit`."""
-        leaving = sorted(held for held in self._heap if req_ids is None or held.req_id in req_ids)
+        """Remove the waiting requests among `req_ids` (None: all) and return them in order. `admit` is to be next."""
+        leaving = sorted(one for one in self._heap if req_ids is None or one.req_id in req_ids)
         if leaving:
-            gone = {held.req_id for held in leaving}
-            self._heap = [held for held in self._heap if held.req_id not in gone]
+            gone = {one.req_id for one in leaving}
+            self._heap = [one for one in self._heap if one.req_id not in gone]
             heapq.heapify(self._heap)
-        return [self._waiting.pop(held.req_id) for held in leaving]
+        return [self._waiting.pop(one.req_id) for one in leaving]
 
-    def keep(self, name: str, demand: Demand, field: str) -> None:
-        """Reserve the slots of a named module until `let_go`; in place of those of an earlier one of that name.
+    def keep_module(self, name: str, demand: Demand, field: str) -> None:
+        """Reserve the slots of a named module until `release_module`; in place of an earlier one of that name.
 
         Raises:
-            RequestError: If they are not free, or if somebody who waits could never run then. Nothing has changed.
+            RequestError: If they are not free, or if a waiting request could never run then. Nothing has changed.
         """
-        self._settle(self._global, {**self._kept, name: demand}, field)
+        self._change_fixed(self._groups.shared, {**self._modules, name: demand}, field)
 
-    def let_go(self, name: str) -> None:
-        """Undo `keep`. `admit` is to be called next."""
-        self._give_back(self._kept.pop(name))
+    def release_module(self, name: str) -> None:
+        """Undo `keep_module`. `admit` is to be called next."""
+        self._groups.remove(self._modules.pop(name))
 
     def set_global(self, demand: Demand, field: str) -> None:
         """Reserve the slots of the global vectors in place of the earlier ones. `admit` is to be called next.
 
         Raises:
-            RequestError: As `keep`.
+            RequestError: As `keep_module`.
         """
-        self._settle(demand, self._kept, field)
+        self._change_fixed(demand, self._modules, field)
 
-    def _settle(self, shared: Demand, kept: dict[str, Demand], field: str) -> None:
-        """Change what does not come from requests, if everybody else still fits."""
-        needed = _size(self._groups(shared, [*kept.values(), *self._admitted.values()]))
-        if needed > self.capacity:
+    def _change_fixed(self, shared: Demand, modules: dict[str, Demand], field: str) -> None:
+        """Change the global vectors and modules, if every request still fits."""
+        groups = SlotGroups(shared)
+        for demand in [*modules.values(), *self._admitted.values()]:
+            groups.add(demand)
+        if groups.num_used > self.capacity:
             raise RequestError(
                 field,
-                f"would need {needed} vector slots together with running requests, but there are {self.capacity} "
-                f"({self._used} are taken now, {len(self._admitted)} requests run); try again when fewer requests "
-                "run, steer fewer sites, or raise max_steering_slots",
+                f"would need {groups.num_used} vector slots together with running requests, but there are "
+                f"{self.capacity} ({self._groups.num_used} are taken now, {len(self._admitted)} requests run); "
+                "try again when fewer requests run, steer fewer sites, or raise max_steering_slots",
             )
-        fixed = self._groups(shared, kept.values())
-        for held in self._heap:
-            if (alone := _size({**fixed, **self._groups(shared, [held.demand])})) > self.capacity:
+        fixed = groups.needed(modules.values())
+        for waiting in self._heap:
+            if (alone := _size({**fixed, **groups.needed([waiting.demand])})) > self.capacity:
                 raise RequestError(
                     field,
-                    f"request {held.req_id}, which waits, could never run: together they need {alone} vector slots, "
+                    f"request {waiting.req_id}, which waits, could never run: together they need {alone} vector slots, "
                     f"but there are {self.capacity}",
                 )
-        self._global, self._kept = shared, dict(kept)
-        self._sizes, self._users, self._used = {}, {}, 0
-        for group, size in self._groups(shared, []).items():
-            self._take_group(group, size)
-        for demand in [*kept.values(), *self._admitted.values()]:
-            self._take(demand)
-
-    def _groups(self, shared: Demand, demands: Iterable[Demand]) -> dict[_Group, int]:
-        """The slots of `demands` under the global vectors `shared`, and those of `shared`."""
-        found = {(_GLOBAL, load.key): load.num_vectors for load in (shared.prefill, shared.decode) if load}
-        is_split = _key(shared.prefill) != _key(shared.decode)
-        for demand in demands:
-            for phase, load in (("prefill", demand.prefill), ("decode", demand.decode)):
-                if load is not None:
-                    found[phase if is_split else "both", load.key] = load.num_vectors
-        return found
-
-    def _own_groups(self, demand: Demand) -> dict[_Group, int]:
-        return {group: size for group, size in self._groups(self._global, [demand]).items() if group[0] != _GLOBAL}
-
-    def _missing(self, demand: Demand) -> int:
-        return sum(size for group, size in self._own_groups(demand).items() if group not in self._users)
-
-    def _take(self, demand: Demand) -> None:
-        for group, size in self._own_groups(demand).items():
-            self._take_group(group, size)
-
-    def _take_group(self, group: _Group, size: int) -> None:
-        if group not in self._users:
-            self._users[group], self._sizes[group] = 0, size
-            self._used += size
-        self._users[group] += 1
-
-    def _give_back(self, demand: Demand) -> None:
-        for group in self._own_groups(demand):
-            self._users[group] -= 1
-            if not self._users[group]:
-                del self._users[group]
-                self._used -= self._sizes.pop(group)
+        self._groups, self._modules = groups, dict(modules)
 
 
 def _key(load: Load | None) -> bytes:
     return b"" if load is None else load.key
 
 
-def _size(groups: dict[_Group, int]) -> int:
+def _size(groups: dict[SlotGroup, int]) -> int:
     return sum(groups.values())

@@ -1,7 +1,7 @@
-"""What the operator steers with: global vectors and named modules. One per engine core, which is the authority.
+"""Global vectors and named modules of one engine core, which is the authority for both.
 
 Requests name modules; here the names are resolved to content, once, when the engine core takes the request. So a name
-that is registered anew steers later requests only, and never shares KV or vectors with what it meant before.
+that is registered anew steers later requests only, and never shares KV or vectors with its earlier content.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Demand, Load
-from headgate.steering.vectors.content_keys import sum_key
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors, SteeringSpec, weighted_sum
-from headgate.steering.vectors.sums import LIMIT, merge_over, peak
+from headgate.steering.vectors.sums import LIMIT, merge_over, peak, sum_key
 
 Parts = tuple[tuple[bytes, float], ...]
-"""Keys of the contents of modules, and their scales."""
+"""Content keys of modules' vectors, and their scales."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +37,7 @@ class GlobalTiers:
     decode: PhaseVectors | None = None
 
     def updated(self, update: GlobalTiers, *, replace: bool) -> GlobalTiers:
-        """Take over `update`, site by site in each tier; with `replace` nothing else is left."""
+        """Return these tiers with `update` merged over them, site by site; with `replace`, `update` alone."""
         if replace:
             return update
         return GlobalTiers(
@@ -48,7 +47,7 @@ class GlobalTiers:
         )
 
     def phases(self, dtype: StoredType, field: str) -> SteeringSpec:
-        """What acts in each phase.
+        """Return the sums that act in each phase.
 
         Raises:
             RequestError: If a sum leaves what `dtype`, the model's, can hold beside a request's vectors.
@@ -67,7 +66,7 @@ class Module:
     """A registered module.
 
     Attributes:
-        name: As requests say it.
+        name: Its name in requests.
         prefill: Its vectors at positions of the prompt.
         decode: Its vectors at generated positions.
         peak: Largest magnitude of any of its values.
@@ -87,23 +86,23 @@ class Module:
 
     @property
     def demand(self) -> Demand:
-        """The slots that it holds while it is registered."""
+        """The slots that the module holds while it is registered."""
         return demand_of(self.prefill, self.decode)
 
     def described(self) -> dict[str, object]:
-        """For the list of modules, plain values."""
+        """Return plain values for the list of modules."""
         return {"name": self.name, "version": self.version, **self._about}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """What a request is steered by, in terms of content.
+    """A request's steering in terms of content.
 
     Attributes:
-        prefill: Key of its sum in the prefill phase; None if nothing of its own acts there.
+        prefill: Content key of its sum in the prefill phase; None if nothing of its own acts there.
         decode: The same for the decode phase.
-        prefill_parts: What workers add to its inline prefill vectors.
-        decode_parts: What workers add to its inline decode vectors.
+        prefill_parts: Modules' vectors that workers add to its inline prefill vectors.
+        decode_parts: Modules' vectors that workers add to its inline decode vectors.
         demand: The slots to reserve.
     """
 
@@ -119,7 +118,7 @@ class GlobalKeys(NamedTuple):
 
     Attributes:
         version: `SteeringState.version` when they were set; block hashes made under another one are stale.
-        prefill: Key of what acts in the prefill phase; None if nothing does.
+        prefill: Content key of the vectors of the prefill phase; None if there are none.
         decode: The same for the decode phase.
     """
 
@@ -140,9 +139,9 @@ class SteeringState:
 
     Attributes:
         tiers: The global vectors.
-        shared: `tiers`, as what acts in each phase.
+        shared: The sums of `tiers` that act in each phase.
         version: Counts changes, of global vectors and of modules.
-        global_keys: Their keys, and the version they date from.
+        global_keys: Content keys of the global vectors, and the version they date from.
     """
 
     def __init__(self, dtype: StoredType) -> None:
@@ -155,14 +154,14 @@ class SteeringState:
         self._modules: dict[str, Module] = {}
         self._users: Counter[bytes] = Counter()
         self._of_request: dict[str, frozenset[bytes]] = {}
-        self._dropped: set[bytes] = set()
+        self._unused: set[bytes] = set()
 
     def global_phases(self, tiers: GlobalTiers, field: str = "global") -> SteeringSpec:
-        """What `tiers` come to; to reserve their slots before `set_global`. Raises as `GlobalTiers.phases`."""
+        """Return the sums of `tiers`, to reserve their slots before `set_global`. Raises as `GlobalTiers.phases`."""
         return tiers.phases(self._dtype, field)
 
     def set_global(self, tiers: GlobalTiers) -> None:
-        """Make `tiers` the global vectors; without argument values (``GlobalTiers()``) that clears them."""
+        """Make `tiers` the global vectors; ``GlobalTiers()`` clears them."""
         self.shared = self.global_phases(tiers)
         self.tiers = tiers
         with self._lock:
@@ -171,7 +170,7 @@ class SteeringState:
         self.global_keys = GlobalKeys(self.version, prefill.key if prefill else None, decode.key if decode else None)
 
     def global_status(self) -> dict[str, object]:
-        """Sites and keys of what is set, plain values."""
+        """Return sites and content keys of the global vectors, plain values."""
         tiers = {"base": self.tiers.base, "prefill": self.tiers.prefill, "decode": self.tiers.decode}
         return {
             "version": self.global_keys.version,
@@ -180,7 +179,7 @@ class SteeringState:
         }
 
     def read_module(self, name: str, spec: SteeringSpec, field: str = "module") -> Module:
-        """What `name` would be; to reserve its slots before `register`.
+        """Return the module that `name` would be, to reserve its slots before `register`.
 
         Raises:
             RequestError: If it names other modules, holds nothing but zeros, or is too large for the model's dtype.
@@ -194,7 +193,7 @@ class SteeringState:
         return Module(name=name, prefill=spec.prefill, decode=spec.decode, peak=largest, version=self.version + 1)
 
     def register(self, module: Module) -> None:
-        """Take a module, in place of an earlier one of its name."""
+        """Register a module, in place of an earlier one of its name."""
         with self._lock:
             earlier = self._modules.get(module.name)
             self._modules[module.name] = module
@@ -204,7 +203,7 @@ class SteeringState:
             self.version += 1
 
     def unregister(self, name: str, field: str = "name") -> Module:
-        """Forget a module; requests that were resolved keep what they have.
+        """Forget a module; requests that were resolved keep its content.
 
         Raises:
             RequestError: If there is none of that name.
@@ -217,12 +216,21 @@ class SteeringState:
         return module
 
     def modules(self) -> tuple[Module, ...]:
-        """All modules, by name."""
+        """Return all modules, in the order of their names."""
         with self._lock:
             return tuple(self._modules[name] for name in sorted(self._modules))
 
-    def take(self, req_id: str, spec: SteeringSpec, field: str = "steering_module_ref") -> Resolved:
-        """Turn the names in a request's spec into content, and keep that content until `let_go`.
+    def module(self, name: str, field: str = "name") -> Module:
+        """Return the module of that name.
+
+        Raises:
+            RequestError: If there is none of that name.
+        """
+        with self._lock:
+            return self._module(name, field)
+
+    def resolve(self, req_id: str, spec: SteeringSpec, field: str = "steering_module_ref") -> Resolved:
+        """Resolve the names in a request's spec to content, and keep that content until `release`.
 
         Raises:
             RequestError: On an unknown name, or if the sum could leave what the model's dtype can hold.
@@ -241,16 +249,16 @@ class SteeringState:
                 self._use(parts)
         return resolved
 
-    def let_go(self, req_id: str) -> None:
-        """A request was freed or refused; nothing happens if it refers to no module."""
+    def release(self, req_id: str) -> None:
+        """Stop keeping the content of a request that was freed or refused, if it refers to any."""
         with self._lock:
             self._disuse(self._of_request.pop(req_id, frozenset()))
 
-    def take_dropped(self) -> tuple[bytes, ...]:
-        """Keys of contents that nobody refers to any more; workers can forget them. Sorted."""
+    def take_unused(self) -> tuple[bytes, ...]:
+        """Return the keys of contents that nobody refers to any more, sorted, each once: workers can forget them."""
         with self._lock:
-            dropped, self._dropped = tuple(sorted(self._dropped)), set()
-        return dropped
+            unused, self._unused = tuple(sorted(self._unused)), set()
+        return unused
 
     def _module(self, name: str, field: str) -> Module:
         module = self._modules.get(name)
@@ -262,23 +270,23 @@ class SteeringState:
     def _use(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._users[key] += 1
-            self._dropped.discard(key)
+            self._unused.discard(key)
 
     def _disuse(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._users[key] -= 1
             if not self._users[key]:
                 del self._users[key]
-                self._dropped.add(key)
+                self._unused.add(key)
 
 
 def demand_of(prefill: PhaseVectors | None, decode: PhaseVectors | None) -> Demand:
-    """The slots of vectors as they are."""
+    """Return the slots that vectors need by themselves."""
     return Demand(_load_of(prefill, []), _load_of(decode, []))
 
 
 def described(prefill: PhaseVectors | None, decode: PhaseVectors | None) -> dict[str, object]:
-    """Keys and sites of both phases, plain values; the hash names the content."""
+    """Return content keys (``hash``) and sites of both phases, plain values."""
     return {
         "hash": {
             "prefill": prefill.key.hex() if prefill else None,
@@ -302,7 +310,7 @@ def _resolved(spec: SteeringSpec, named: list[tuple[Module, float]]) -> Resolved
 
 
 def _load_of(own: PhaseVectors | None, named: list[tuple[PhaseVectors, float]]) -> Load | None:
-    """The sum of a request's own vectors and modules."""
+    """Return the load of the sum of a request's own vectors and modules."""
     parts = [*named, (own, 1.0)] if own else named
     key = sum_key((vectors.key, scale) for vectors, scale in parts)
     return None if key is None else Load(key, len({site for vectors, _ in parts for site in vectors.sites}))

@@ -1,9 +1,9 @@
-"""Steering in one engine core: the authority for global vectors, named modules, and who may run."""
+"""Steering in one engine core: resolves each request's vectors, keys its KV blocks, and says who may run."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, cast
 
 from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
@@ -11,92 +11,62 @@ from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.config import parse_config
 from headgate.steering.core.admission import Reservations
-from headgate.steering.core.cache_keys import PhaseKeys, block_keys, phase_keys
-from headgate.steering.core.module_registry import ModuleRegistry
-from headgate.steering.core.state import GlobalTiers, Resolved, SteeringState, demand_of
+from headgate.steering.core.operator_calls import OperatorCalls
+from headgate.steering.core.state import Resolved, SteeringState
 from headgate.steering.files.vector_files import VectorFileError, load
-from headgate.steering.requests.request_fields import check_name
-from headgate.steering.requests.wire import SteeringWire, to_wire
+from headgate.steering.requests.wire import from_wire
 from headgate.steering.vectors.dtypes import StoredType
-from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, SteeringSpec
+from headgate.steering.vectors.phase_vectors import Steerable
 
 logger = logging.getLogger("headgate")
-
-TIERS = ("base", "prefill", "decode")
-_PROBE = "headgate-probe"
-"""Stands for the id of a request that is not there."""
-
-
-class SteeredBlocks(NamedTuple):
-    """Block keys of one request; implements `headgate.capture.engine.contracts.core_part.BlockKeys`."""
-
-    keys: PhaseKeys
-
-    def of_block(self, start: int, end: int, num_prompt: int) -> tuple[tuple[str, str], ...]:
-        """As `headgate.steering.core.cache_keys.block_keys`."""
-        return block_keys(start, end, num_prompt, self.keys)
 
 
 class SteeringCore:
     """Implements `headgate.capture.engine.contracts.core_part.CorePart`.
 
     `accept`, `block_keys` and `forget` run on the input thread, everything else on the engine thread: requests are
-    resolved under the lock of `SteeringState`, and who runs is the engine thread's alone.
+    resolved under the lock of `SteeringState`, and the engine thread alone decides who runs.
 
     Args:
         dtype: The model's.
         capacity: Slots of the workers' pools, the zero vector aside.
-        services: What can be had done.
+        services: Calls the workers and restarts requests.
     """
 
     def __init__(self, dtype: StoredType, capacity: int, services: CoreServices) -> None:
         self._state = SteeringState(dtype)
         self._reservations: Reservations[str] = Reservations(capacity)
-        self._services = services
-        self._library = ModuleRegistry(self._state, self._reservations, services)
+        self._operator = OperatorCalls(self._state, self._reservations, services)
         self._resolved: dict[str, Resolved] = {}
         """Of requests that steer, from `accept` until `release`."""
         self._log = SparseLog("steering")
-        self._methods: dict[str, Callable[..., Any]] = {
-            "set_global": self._set_global,
-            "clear_global": self._clear_global,
-            "register": self._register,
-            "unregister": self._unregister,
-            "modules": self._modules,
-            "names": self._names,
-            "status": self._status,
-            "counts": self._counts,
-            "check": self._check,
-            "export_global": self._export_global,
-            "export_module": self._export_module,
-        }
 
     def accept(self, req_id: str, wire: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """Resolve a request's modules to content; returns its wire form with the keys and scales of that."""
+        """Resolve a request's modules to content; returns its `SteeringWire` with the content keys and scales."""
         if wire is None:
             return None
         if req_id in self._resolved:
             raise AssertionError(f"request {req_id!r} was taken already")
-        resolved = self._state.take(req_id, SteeringWire(wire).spec())
+        resolved = self._state.resolve(req_id, from_wire(wire))
         self._resolved[req_id] = resolved
-        parts = {"pp": resolved.prefill_parts, "dp": resolved.decode_parts}
+        parts = {"prefill_parts": resolved.prefill_parts, "decode_parts": resolved.decode_parts}
         return {**wire, **{name: [list(part) for part in found] for name, found in parts.items() if found}}
 
     def block_keys(self, req_id: str) -> SteeredBlocks | None:
-        """What acts on the request under the global vectors of now."""
+        """Return the block keys of the request under the present global vectors; None if nothing acts on it."""
         shared, own = self._state.global_keys, self._resolved.get(req_id)
-        keys = phase_keys(
+        keys = SteeredBlocks.join(
             global_prefill=shared.prefill,
             global_decode=shared.decode,
             prefill=own.prefill if own else None,
             decode=own.decode if own else None,
         )
-        return SteeredBlocks(keys) if any(keys) else None
+        return keys if any(keys) else None
 
     def forget(self, req_id: str) -> None:
-        """Forget what was taken."""
+        """Forget a request that was accepted."""
         if self._resolved.pop(req_id, None) is not None:
-            self._state.let_go(req_id)
+            self._state.release(req_id)
 
     def offer(self, req_id: str, *, priority: int, is_session: bool) -> bool:
         """Reserve the request's slots, or let it wait for them."""
@@ -109,7 +79,7 @@ class SteeringCore:
             )
         if resolved is None:
             return True
-        self._library.forget_dropped()
+        self._operator.forget_unused()
         has_slots = self._reservations.offer(req_id, resolved.demand, req_id, priority=priority)
         if not has_slots:
             reservations = self._reservations
@@ -120,28 +90,25 @@ class SteeringCore:
         return has_slots
 
     def release(self, req_id: str) -> None:
-        """Give the slots back, and let go of the content."""
+        """Free the slots of a request, and forget it."""
         self._reservations.release(req_id)
         self.forget(req_id)
 
     def withdraw(self, req_ids: Collection[str] | None) -> list[str]:
-        """Those of `req_ids` that wait for slots wait no longer."""
+        """Remove the requests among `req_ids` (None: all) that wait for slots, and return them in order."""
         return self._reservations.withdraw(req_ids)
 
     def admit(self) -> list[str]:
-        """Those that have their slots now."""
+        """Return the waiting requests that have their slots now."""
         return self._reservations.admit()
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any:
-        """Run one of the methods below by its name, such as ``register``; arguments and answers are described there.
+        """Run a method of `headgate.steering.core.operator_calls` by its name, such as ``register``.
 
         Raises:
             RequestError: If the method is unknown, or refuses.
         """
-        if method not in self._methods:
-            raise RequestError("method", f"steering has no method {method!r}; known: {', '.join(self._methods)}")
-        self._library.forget_dropped()
-        return self._methods[method](**args)
+        return self._operator.call(method, args)
 
     def load(self, name: str, path: str, steerable: Steerable) -> None:
         """Register a module from a file.
@@ -150,104 +117,15 @@ class SteeringCore:
             ConfigError: If it cannot be read, does not fit the model, or finds no room.
         """
         try:
-            self._library.register(name, load(path).spec(steerable))
+            self._operator.register(name, load(path).spec(steerable))
         except (OSError, VectorFileError, RequestError) as error:
             raise ConfigError(f"additional_config['headgate']['steering'].modules.{name}: {path}: {error}") from error
 
     def room(self) -> str:
-        """What there is room for, for the log."""
+        """Return a line on the slots for the log."""
         names = ", ".join(module.name for module in self._state.modules()) or "none"
         reserved, capacity = self._reservations.num_reserved, self._reservations.capacity
         return f"room for {capacity} vectors at a time, {reserved} of them taken by named modules: {names}"
-
-    def _set_global(self, tiers: Mapping[str, Any], replace: bool) -> dict[str, Any]:
-        """Take over `tiers`, each ``to_wire(SteeringSpec(prefill=...))`` or None; `replace`: nothing else is left."""
-        given = {name: None if tiers.get(name) is None else SteeringWire(tiers[name]).prefill() for name in TIERS}
-        self._change_global(self._state.tiers.updated(GlobalTiers(**given), replace=replace))
-        return self._status()
-
-    def _clear_global(self) -> dict[str, Any]:
-        """Set nothing."""
-        self._change_global(GlobalTiers())
-        return self._status()
-
-    def _change_global(self, tiers: GlobalTiers) -> None:
-        """Everybody's KV is computed anew, also for a decode-only change: a block must not mix old and new vectors."""
-        before, after = self._state.shared, self._state.global_phases(tiers)
-        is_same = _keys(before) == _keys(after)
-        if not is_same:
-            self._services.check_restart("global")
-            self._reservations.set_global(demand_of(after.prefill, after.decode), "global")
-            try:
-                self._library.tell(
-                    ("set_global", {"spec": to_wire(after)}), undo=("set_global", {"spec": to_wire(before)})
-                )
-            except BaseException:
-                self._reservations.set_global(demand_of(before.prefill, before.decode), "global")
-                raise
-        self._state.set_global(tiers)
-        if not is_same:
-            self._services.restart_running()
-
-    def _register(self, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-        """Register ``to_wire(spec)`` as `name`; returns `headgate.steering.core.state.Module.described`."""
-        return self._library.register(check_name(name, "name"), SteeringWire(spec).spec()).described()
-
-    def _unregister(self, name: str) -> dict[str, Any]:
-        """Forget a module; requests that use it already keep it."""
-        return self._library.unregister(name).described()
-
-    def _check(self, spec: Mapping[str, Any], field: str) -> dict[str, Any]:
-        """Refuse, for `field`, what a request would be refused for if it brought ``to_wire(spec)`` now."""
-        resolved = self._state.take(_PROBE, SteeringWire(spec).spec(), field)
-        self._state.let_go(_PROBE)
-        self._reservations.check(resolved.demand, field)
-        return {}
-
-    def _modules(self) -> list[dict[str, Any]]:
-        """What is registered."""
-        return [module.described() for module in self._state.modules()]
-
-    def _names(self) -> list[dict[str, Any]]:
-        """The names alone, for front ends, each with the largest magnitude of the module's values as ``peak``."""
-        return [{"name": module.name, "peak": module.peak} for module in self._state.modules()]
-
-    def _export_global(self) -> dict[str, Any]:
-        """The tiers as ``set_global`` takes them: to set them again."""
-        tiers = {name: getattr(self._state.tiers, name) for name in TIERS}
-        return {name: None if tier is None else to_wire(SteeringSpec(prefill=tier)) for name, tier in tiers.items()}
-
-    def _export_module(self, name: str) -> dict[str, Any]:
-        """A module's spec as ``register`` takes it: to register it again."""
-        module = next((module for module in self._state.modules() if module.name == name), None)
-        if module is None:
-            known = ", ".join(module.name for module in self._state.modules()) or "none"
-            raise RequestError("name", f"unknown steering module {name!r}; registered: {known}")
-        return to_wire(SteeringSpec(prefill=module.prefill, decode=module.decode))
-
-    def _status(self) -> dict[str, Any]:
-        """Global vectors, modules, slots, and the numbers of requests that have slots and that wait for them."""
-        return {
-            "global": self._state.global_status(),
-            "modules": self._modules(),
-            "slots": {"capacity": self._reservations.capacity, "reserved": self._reservations.num_reserved},
-            "configs": self._reservations.num_configs,
-            "running": self._reservations.num_admitted,
-            "waiting": self._reservations.num_waiting,
-        }
-
-    def _counts(self) -> dict[str, int]:
-        """What metrics show: numbers alone, for it is asked every second while the engine waits."""
-        shared = self._state.shared
-        return {
-            "slots": self._reservations.capacity,
-            "slots_reserved": self._reservations.num_reserved,
-            "configs": self._reservations.num_configs,
-            "requests_running": self._reservations.num_admitted,
-            "requests_waiting": self._reservations.num_waiting,
-            "modules": len(self._state.modules()),
-            "global_vectors": sum(len(vectors.sites) for vectors in (shared.prefill, shared.decode) if vectors),
-        }
 
 
 def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServices) -> SteeringCore:
@@ -262,9 +140,50 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     return core
 
 
-def _keys(spec: SteeringSpec) -> tuple[bytes | None, bytes | None]:
-    return _key(spec.prefill), _key(spec.decode)
+BLOCK_KEY_TAG = "headgate"
+"""First half of each extra key. The same for both phases: a steered answer can become the prompt of the next turn."""
 
 
-def _key(vectors: PhaseVectors | None) -> bytes | None:
-    return None if vectors is None else vectors.key
+class SteeredBlocks(NamedTuple):
+    """Extra keys of one request's KV blocks; implements `headgate.capture.engine.contracts.core_part.BlockKeys`.
+
+    A block of the prompt is keyed by the vectors of the prefill phase, a generated one by those of the decode phase,
+    and the block with tokens of both phases by both and by where the prompt ends in it. Blocks on which nothing acts
+    have no extra key, so they are shared with requests of an engine without steering.
+
+    Attributes:
+        prefill: Name of the content that acts in the prefill phase; None if nothing does.
+        decode: The same for the decode phase.
+    """
+
+    prefill: str | None
+    decode: str | None
+
+    @classmethod
+    def join(
+        cls, *, global_prefill: bytes | None, global_decode: bytes | None, prefill: bytes | None, decode: bytes | None
+    ) -> SteeredBlocks:
+        """Join the content keys of global vectors and of a request's own, phase by phase."""
+        return cls(_joined(global_prefill, prefill), _joined(global_decode, decode))
+
+    def of_block(self, start: int, end: int, num_prompt: int) -> tuple[tuple[str, str], ...]:
+        """Return the extra keys of the block of tokens ``start : end``: none, or one pair of a tag and a name.
+
+        Args:
+            start: Position of the block's first token.
+            end: Position after its last.
+            num_prompt: Length of the request's prompt.
+        """
+        if self.prefill == self.decode or end <= num_prompt:
+            name = self.prefill
+        elif start >= num_prompt:
+            name = self.decode
+        else:
+            name = f"{self.prefill or ''}:{self.decode or ''}@{num_prompt - start}"
+        return ((BLOCK_KEY_TAG, name),) if name else ()
+
+
+def _joined(shared: bytes | None, own: bytes | None) -> str | None:
+    """Return the name of both; one alone has the same name wherever it comes from: equal vectors make equal KV."""
+    names = [key.hex() for key in (shared, own) if key]
+    return "+".join(names) or None

@@ -2,13 +2,13 @@
 
 Such a file has the architecture ``controlvector`` and one tensor ``direction.N`` of ``[hidden]`` for each layer. Both
 tools add ``direction.N`` to the output of layer N, counted from 0, after its MLP was added: that is our site
-``N.post_mlp``, and files are read and written so. What follows from how the tools differ:
+``N.post_mlp``, and files are read and written so. Three consequences of how the tools differ:
 
 * llama.cpp refuses ``direction.0`` and types other than float32, so neither is written; repeng may write
   ``direction.0``, so it is read.
-* llama.cpp's own ``cvector-generator`` calls what it measured at the output of layer N ``direction.N+1``. llama.cpp
-  adds it at layer N+1 all the same, and so do we: a file acts here as it acts there.
-* A strength is no part of the file: give it as the scale.
+* llama.cpp's own ``cvector-generator`` gives the direction at the output of layer N the name ``direction.N+1``.
+  llama.cpp adds it at layer N+1 all the same, and so do we: a file acts here as it acts there.
+* A strength is no part of the file: the scale of a request or module gives it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def write(path: Path, vectors: PhaseVectors, metadata: Mapping[str, str]) -> Non
     """Write a control vector; ``metadata["model"]`` becomes its model hint.
 
     Raises:
-        ValueError: If it has vectors at other sites than ``post_mlp`` of layer 1 and above, or gguf is missing.
+        ValueError: If there are vectors at other sites than ``post_mlp`` of layer 1 and above, or gguf is missing.
     """
     other = [site.name for site in vectors.sites if site.hook is not HookPoint.POST_MLP or site.layer == 0]
     if other:
@@ -57,10 +57,10 @@ def write(path: Path, vectors: PhaseVectors, metadata: Mapping[str, str]) -> Non
 
 
 def read(path: Path) -> tuple[PhaseVectors | None, dict[str, str]]:
-    """The vectors of a control vector and its notes, the model hint as ``"model"``; None if all are zero.
+    """Read the vectors of a control vector, None if all are zero, and its notes, the model hint as ``"model"``.
 
     Raises:
-        ValueError: If it is damaged or no control vector, or gguf is missing.
+        ValueError: If the file is damaged or no control vector, or gguf is missing.
         OSError: If it cannot be read.
     """
     gguf = _gguf()

@@ -1,6 +1,6 @@
-"""The safetensors format, read and written as bytes: it knows bfloat16, which the library's numpy side does not.
+"""Tensors as the bytes of a safetensors file, by the library, without torch.
 
-A file is the length of a JSON header (8 bytes, little-endian), the header, and the tensors one after the other.
+The library's own numpy side has no bfloat16; its `serialize` and `deserialize` have it, since they work on raw bytes.
 """
 
 from __future__ import annotations
@@ -10,56 +10,64 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
+import safetensors
 
-MAX_HEADER_BYTES = 100_000_000
-"""The library's own limit."""
+from headgate.steering.vectors.dtypes import StoredType
+
+FORMAT_NAMES: dict[str, StoredType] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""Element types of vectors by the names of the format."""
+
+_LIBRARY_NAMES = {**FORMAT_NAMES, "F64": "float64", "I64": "int64"}
+"""Names that the library's `serialize` has for types of the format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of a file: its type as the format names it (``"BF16"``), its shape and its bytes."""
+    """A tensor of a file: its type as the format names it (``"BF16"``), its shape and its bytes, little-endian."""
 
     dtype: str
     shape: tuple[int, ...]
-    data: bytes
+    data: bytes | bytearray
 
 
 def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The file's content. Tensors are kept in the order given."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    start = 0
-    for name, tensor in tensors.items():
-        stop = start + len(tensor.data)
-        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (start, stop)}
-        start = stop
-    text = msgspec.json.encode(header)
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *(tensor.data for tensor in tensors.values())])
+    """Return the content of a file; the library orders the tensors by the size of their types and by name."""
+    specs = {name: _spec(tensor) for name, tensor in tensors.items()}
+    return bytes(safetensors.serialize(specs, dict(metadata) or None))
 
 
 def decode(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata of a file's content.
+    """Return the tensors and the metadata of a file's content.
+
+    The library checks the header against the content before it copies anything: its length (100 MB at most), each
+    tensor's shape, size and place, and that tensors neither overlap nor leave gaps.
 
     Raises:
         ValueError: If it is not of this format, or cut off.
     """
+    try:
+        found = safetensors.deserialize(content)  # type: ignore[no-untyped-call]
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"not a safetensors file, or it is cut off or damaged: {error}") from error
+    tensors = {name: Tensor(info["dtype"], tuple(info["shape"]), info["data"]) for name, info in found}
+    return tensors, _metadata(content)
+
+
+def _spec(tensor: Tensor) -> Any:
+    """Return a tensor in the form that this version of the library serializes."""
+    dtype = _LIBRARY_NAMES[tensor.dtype]
+    if not hasattr(safetensors, "TensorSpec"):  # below 0.8
+        return {"dtype": dtype, "shape": list(tensor.shape), "data": bytes(tensor.data)}
+    address = np.frombuffer(tensor.data, np.uint8).ctypes.data if tensor.data else 0  # `tensor` outlives the spec
+    return safetensors.TensorSpec(dtype=dtype, shape=list(tensor.shape), data_ptr=address, data_len=len(tensor.data))
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    """Return the metadata of a content that `deserialize` accepted, since it does not hand the metadata out itself."""
     length = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or not 0 < length <= min(MAX_HEADER_BYTES, len(content) - 8):
-        raise ValueError("not a safetensors file, or cut off")
-    header = msgspec.json.decode(content[8 : 8 + length], type=dict[str, Any])
-    metadata = msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
-    found = msgspec.convert(header, dict[str, _Info])
-    body = memoryview(content)[8 + length :]
-    tensors = {}
-    for name, info in found.items():
-        start, stop = info.data_offsets
-        if not 0 <= start <= stop <= len(body):
-            raise ValueError(f"tensor {name!r} lies outside the file: it is cut off or damaged")
-        tensors[name] = Tensor(info.dtype, info.shape, bytes(body[start:stop]))
-    return tensors, metadata
+    return msgspec.json.decode(content[8 : 8 + length], type=_Header).metadata or {}
 
 
-class _Info(msgspec.Struct):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+class _Header(msgspec.Struct):
+    metadata: dict[str, str] | None = msgspec.field(default=None, name="__metadata__")

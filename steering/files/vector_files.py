@@ -10,7 +10,7 @@ Three formats, told apart by the suffix of the path:
   document that registers a module, in any form a request may have; packed when written.
 * ``.gguf``: a control vector of llama.cpp and repeng; see `headgate.steering.files.gguf_files`.
 
-Loading gives the very vectors that were saved: their values, dtype and key.
+Loading gives the very vectors that were saved: their values, dtype and content key.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, Ste
 FORMAT = {"headgate.steering": "1"}
 
 MAX_LAYERS = 4096
-"""Highest number of layers of a model that a file is read for."""
+"""Layers of a model that a file is read for, at most."""
 
-_TO_FILE: dict[StoredType, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_FROM_FILE: dict[str, StoredType] = {name: dtype for dtype, name in _TO_FILE.items()}
+_FORMAT_NAME: dict[StoredType, str] = {dtype: name for name, dtype in tensor_bytes.FORMAT_NAMES.items()}
 
 
 class VectorFileError(HeadgateError, ValueError):
@@ -46,7 +45,7 @@ class VectorFileError(HeadgateError, ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VectorFile:
-    """What a file holds.
+    """The content of a file of vectors.
 
     Attributes:
         vectors: For both phases; pass it as ``steering_vectors``.
@@ -61,12 +60,12 @@ class VectorFile:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def tiers(self) -> dict[str, PhaseVectors]:
-        """The tiers that there are, by the names of the attributes."""
+        """Return the tiers that are not None, by the names of the attributes."""
         tiers = zip(MODULE_FIELDS, (self.vectors, self.prefill_vectors, self.decode_vectors), strict=True)
         return {name: tier for name, tier in tiers if tier is not None}
 
     def spec(self, steerable: Steerable) -> SteeringSpec:
-        """The file as a named module of a model.
+        """Return the content as a named module of a model.
 
         Raises:
             RequestError: If it does not fit the model: its width, a layer, a site, a value too large.
@@ -78,7 +77,7 @@ class VectorFile:
 
 
 def save(path: str | os.PathLike[str], content: VectorFile | PhaseVectors) -> None:
-    """Write a file in the format of its suffix; one that is there is replaced at once, never half.
+    """Write a file in the format of its suffix; an earlier one is replaced at once, never half.
 
     Raises:
         VectorFileError: If the format cannot hold the vectors, or its suffix is not known.
@@ -127,7 +126,7 @@ def _write_tensors(path: Path, file: VectorFile) -> None:
     tensors = {}
     for name, tier in file.tiers().items():
         for site, row in zip(tier.sites, tier.rows, strict=True):
-            tensor = tensor_bytes.Tensor(_TO_FILE[tier.dtype], (tier.hidden_size,), row.tobytes())
+            tensor = tensor_bytes.Tensor(_FORMAT_NAME[tier.dtype], (tier.hidden_size,), row.tobytes())
             tensors[f"{name}/{site.name}"] = tensor
     path.write_bytes(tensor_bytes.encode(tensors, {**file.metadata, **FORMAT}))
 
@@ -155,11 +154,12 @@ def _read_tensors(path: Path) -> VectorFile:
 def _row(name: str, tensor: tensor_bytes.Tensor) -> np.ndarray[Any, Any]:
     if tensor.dtype == "F64":
         row = np.frombuffer(tensor.data, "<f8")
-    elif tensor.dtype in _FROM_FILE:
-        dtype = _FROM_FILE[tensor.dtype]
+    elif tensor.dtype in tensor_bytes.FORMAT_NAMES:
+        dtype = tensor_bytes.FORMAT_NAMES[tensor.dtype]
         row = widen(np.frombuffer(tensor.data, STORAGE[dtype]), dtype)
     else:
-        raise ValueError(f"tensor {name!r}: expected {', '.join(_FROM_FILE)} or F64, got {tensor.dtype}")
+        known = ", ".join(tensor_bytes.FORMAT_NAMES)
+        raise ValueError(f"tensor {name!r}: expected {known} or F64, got {tensor.dtype}")
     if tensor.shape != row.shape:
         raise ValueError(f"tensor {name!r}: expected the shape [hidden], got {list(tensor.shape)} in {row.size} values")
     return row
@@ -186,7 +186,7 @@ def _read_json(path: Path) -> VectorFile:
 
 
 def _any_model(tiers: list[Any]) -> Steerable:
-    """A model that the document's layers and widths fit, so that it can be read before the real one is known."""
+    """Return a model that the document's layers and widths fit, so that it can be read before the real one is known."""
     layers, hidden = {0}, 1
     for layer, vector in (pair for tier in tiers if isinstance(tier, dict) for pair in _layers(tier)):
         if not 0 <= layer < MAX_LAYERS:
@@ -205,7 +205,7 @@ def _any_model(tiers: list[Any]) -> Steerable:
 
 
 def _layers(tier: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    """``(layer, width)`` of every vector of a tier, as far as they can be told; what is wrong is left to the reader."""
+    """Yield ``(layer, width)`` of every vector of a tier that has them; errors are left to `read_tier`."""
     for hook, vectors in tier.items():
         is_final = HOOK_NAMES.get(hook) is HookPoint.FINAL_NORM
         if isinstance(vectors, dict) and isinstance(vectors.get("shape"), list):

@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 def add_rows_reference(carry_TD: Tensor, pool_SD: Tensor, slot_T: Tensor, scale: float = 1.0) -> Tensor:
-    """What `add_rows` returns, taken in fp64: the definition the kernel is tested against."""
+    """Compute the result of `add_rows` in fp64: the definition that the kernel is tested against."""
     total = carry_TD.double() + pool_SD.double()[slot_T.long()] * scale
     return torch.where(slot_T[:, None] == 0, carry_TD, total.to(carry_TD.dtype))
 
 
 def add_rows(carry_TD: Tensor, pool_SD: Tensor, slot_T: Tensor, scale: float = 1.0) -> Tensor:
-    """``carry[t] + pool[slot[t]] * scale``, in fp32 and rounded once, as a new tensor of the carry's dtype.
+    """Return ``carry[t] + pool[slot[t]] * scale``, in fp32 and rounded once, as a new tensor of the carry's dtype.
 
     Rows of slot 0 are copied bit by bit, and the pool is not read for them.
 
@@ -26,7 +26,7 @@ def add_rows(carry_TD: Tensor, pool_SD: Tensor, slot_T: Tensor, scale: float = 1
         carry_TD: Rows contiguous; fp16, bf16 or fp32.
         pool_SD: Rows contiguous.
         slot_T: int32, in [0, S). Not checked: a check would wait for the GPU.
-        scale: Of the vectors.
+        scale: Factor of the vectors.
 
     Raises:
         ValueError: If shapes differ or a row is not contiguous.
@@ -74,9 +74,3 @@ def _add_rows_kernel(
             vector = tl.load(pool_ptr + slot * pool_stride + offsets, mask=mask).to(tl.float32)
             row = (row.to(tl.float32) + vector * scale).to(row.dtype)
         tl.store(out_ptr + token * D + offsets, row, mask=mask)
-
-
-def warm_up(hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile the kernel before serving, so that no request pays for it."""
-    rows = torch.zeros(1, hidden_size, dtype=dtype, device=device)
-    add_rows(rows, rows, torch.zeros(1, dtype=torch.int32, device=device))

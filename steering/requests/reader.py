@@ -1,17 +1,22 @@
-"""Steering where requests are made: its fields are read and checked here."""
+"""Steering in the front end: a request's fields, read once, checked and put into the wire form."""
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import numpy as np
 
 from headgate.capture.engine.contracts.request_part import EngineCores, FlagGroup, Known, PartRequest, PartRequestReader
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.config import add_flags, parse_config, read_flags
 from headgate.steering.control.handle import AsyncSteering, Steering
-from headgate.steering.requests.identity_cache import IdentityCache
 from headgate.steering.requests.request_fields import (
     BASE,
     DECODE,
@@ -25,6 +30,9 @@ from headgate.steering.requests.wire import to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import ModuleRef, Steerable, SteeringSpec
 from headgate.steering.vectors.sums import LIMIT, peak
+
+Result = TypeVar("Result")
+_Identity = tuple[tuple[str, int], ...]
 
 FIELD_DOCS = {
     BASE: "Vectors to add at prompt and generated positions: {hook: {layer: vector}}.",
@@ -44,16 +52,16 @@ class SteeringReader:
 
     def __init__(self, steerable: Steerable) -> None:
         self.steerable = steerable
-        self._memo: IdentityCache[PartRequest | None] = IdentityCache()
+        self._cache: IdentityCache[PartRequest | None] = IdentityCache()
 
     def read(self, values: Mapping[str, Any]) -> PartRequest | None:
         """Read the fields; vectors that are the same objects with the same content are read once."""
         if not any(field in values for field in (BASE, PREFILL, DECODE)):
             return self._read(values)
-        if (found := self._memo.find(values)) is not None:
+        if (found := self._cache.find(values)) is not None:
             return found.result
         wanted = self._read(values)
-        self._memo.keep(values, wanted)
+        self._cache.keep(values, wanted)
         return wanted
 
     def _read(self, values: Mapping[str, Any]) -> PartRequest | None:
@@ -65,13 +73,13 @@ class SteeringReader:
         )
 
     def names(self, values: Mapping[str, Any]) -> dict[str, str]:
-        """The modules that are named, each with the field that names it."""
+        """Return the modules that are named, each with the field that names it."""
         if NAME not in values and MODULE_REF not in values:
             return {}
         return _names(values, read_modules(values.get(NAME), values.get(MODULE_REF)))
 
     def check(self, wanted: PartRequest, known: Known) -> None:
-        """Whether the modules exist, and the sums with them stay within the model's dtype."""
+        """Check that the modules exist, and that the sums with them stay within the model's dtype."""
         for name, field in wanted.names.items():
             if name not in known:
                 registered = ", ".join(sorted(known)) or "none"
@@ -98,7 +106,7 @@ def _names(values: Mapping[str, Any], refs: Sequence[ModuleRef]) -> dict[str, st
 
 
 def open_reader(section: Mapping[str, Any], model: ModelInfo) -> SteeringReader:
-    """The reader for an engine whose configuration has a ``steering`` section.
+    """Return the reader for an engine whose configuration has a ``steering`` section.
 
     Raises:
         ConfigError: If the section is wrong.
@@ -143,3 +151,125 @@ class SteeringRequests:
     def read_flags(self, args: Namespace, section: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """Make a section of the flags; None if none was given."""
         return read_flags(args, section)
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Generic[Result]):
+    """A result that was kept, which may be None."""
+
+    result: Result
+
+
+class _Kept(NamedTuple):
+    values: dict[str, Any]
+    """Held, so that no other object gets the identity of one of them."""
+    copies: dict[str, Any]
+    found: Found[Any]
+
+
+class IdentityCache(Generic[Result]):
+    """The last few results of raw values: one `SamplingParams` is often used for many prompts. Any thread.
+
+    Values are found by identity, and compared with a copy of their content then: an array that was changed in place
+    since is read anew. That takes a fraction of reading.
+
+    Args:
+        capacity: Results that are kept, each with its values and a copy of them.
+    """
+
+    def __init__(self, capacity: int = 4) -> None:
+        self._capacity = capacity
+        self._entries: OrderedDict[_Identity, _Kept] = OrderedDict()
+        self._lock = Lock()
+
+    def find(self, values: Mapping[str, Any]) -> Found[Result] | None:
+        """Return the result that was kept for these very objects, if their content is the same as then; else None."""
+        key = _identity(values)
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._entries.move_to_end(key)
+        if entry is None or not all(_is_same(values[name], entry.copies[name]) for name in values):
+            return None
+        return entry.found
+
+    def keep(self, values: Mapping[str, Any], result: Result) -> None:
+        """Keep the result of `values`; lists of numbers must hold numbers alone."""
+        entry = _Kept(dict(values), {name: _copy(value) for name, value in values.items()}, Found(result))
+        with self._lock:
+            self._entries[_identity(values)] = entry
+            while len(self._entries) > self._capacity:
+                self._entries.popitem(last=False)
+
+
+class _Array(NamedTuple):
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class _Tensor(NamedTuple):
+    clone: Any
+
+
+class _Buffer(NamedTuple):
+    data: bytes
+
+
+class _Listed(NamedTuple):
+    items: list[Any]
+
+
+def _identity(values: Mapping[str, Any]) -> _Identity:
+    return tuple((name, id(value)) for name, value in values.items())
+
+
+def _is_tensor(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _is_nested(items: list[Any] | tuple[Any, ...]) -> bool:
+    return bool(items) and not isinstance(items[0], int | float | np.number)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(inner) for key, inner in value.items()}
+    if isinstance(value, np.ndarray):
+        return _Array(value.dtype, value.shape, value.tobytes())
+    if isinstance(value, list | tuple):
+        return _Listed([_copy(item) for item in value] if _is_nested(value) else list(value))
+    if isinstance(value, bytearray | memoryview):
+        return _Buffer(bytes(value))
+    return _Tensor(value.detach().clone()) if _is_tensor(value) else value
+
+
+def _is_same(value: Any, copy: Any) -> bool:
+    if isinstance(value, Mapping):
+        return (
+            isinstance(copy, dict)
+            and list(value) == list(copy)
+            and all(_is_same(inner, copy[key]) for key, inner in value.items())
+        )
+    if isinstance(value, np.ndarray):
+        return isinstance(copy, _Array) and (value.dtype, value.shape, value.tobytes()) == copy
+    if isinstance(value, list | tuple):
+        if not isinstance(copy, _Listed) or len(value) != len(copy.items):
+            return False
+        if _is_nested(value):
+            return all(_is_same(item, kept) for item, kept in zip(value, copy.items, strict=True))
+        return list(value) == copy.items
+    if isinstance(value, bytearray | memoryview):
+        return isinstance(copy, _Buffer) and bytes(value) == copy.data
+    if _is_tensor(value):
+        return isinstance(copy, _Tensor) and _is_same_tensor(value, copy.clone)
+    return value is copy or (isinstance(value, int | float | str) and type(value) is type(copy) and value == copy)
+
+
+def _is_same_tensor(value: Any, clone: Any) -> bool:
+    import torch
+
+    return (value.dtype, value.device, value.shape) == (clone.dtype, clone.device, clone.shape) and torch.equal(
+        value, clone
+    )

@@ -18,25 +18,31 @@ from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import parse_hook
 from headgate.steering.requests.vector_forms import Entry, check_scale, entries
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType, peaks, widen
-from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, Steerable, SteeringSpec, weighted_sum
+from headgate.steering.vectors.phase_vectors import (
+    MAX_NAME,
+    ModuleRef,
+    PhaseVectors,
+    Steerable,
+    SteeringSpec,
+    check_name,
+    weighted_sum,
+)
 
 BASE, PREFILL, DECODE = "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"
 NAME, MODULE_REF = "steering_name", "steering_module_ref"
 
 FIELDS = (BASE, PREFILL, DECODE, NAME, MODULE_REF)
-"""What a request may carry."""
+"""The steering fields of a request."""
 
 MODULE_FIELDS = ("vectors", "prefill_vectors", "decode_vectors")
-"""The tiers as a module's or the global document names them, in the order of `FIELDS`."""
+"""The tiers of a module's document or of the global one, in the order of `FIELDS`."""
 
 MAX_MODULES = 64
-"""Modules that one request may name."""
-
-_MAX_NAME = 256
+"""Modules that one request may name, at most."""
 
 
 def read_steering(fields: Mapping[str, Any], steerable: Steerable) -> SteeringSpec | None:
-    """What a request steers with; None if it asks for nothing, or for nothing but zeros.
+    """Read the steering of a request; None if it asks for nothing, or for nothing but zeros.
 
     Args:
         fields: The request's values by the names in `FIELDS`; absent and None are alike.
@@ -52,7 +58,7 @@ def read_steering(fields: Mapping[str, Any], steerable: Steerable) -> SteeringSp
 
 
 def read_module(document: Mapping[str, Any], steerable: Steerable) -> SteeringSpec:
-    """The content of a named module: a document with the keys `MODULE_FIELDS`.
+    """Read the content of a named module: a document with the keys `MODULE_FIELDS`.
 
     Raises:
         RequestError: Naming the field that is wrong; also if there is nothing but zeros in it.
@@ -65,7 +71,7 @@ def read_module(document: Mapping[str, Any], steerable: Steerable) -> SteeringSp
 
 
 def read_tier(value: object, steerable: Steerable, field: str) -> PhaseVectors | None:
-    """One tier: ``{hook: ...}`` in any of the accepted forms, or `PhaseVectors`; None if absent or all zero.
+    """Read one tier: ``{hook: ...}`` in any of the accepted forms, or `PhaseVectors`; None if absent or all zero.
 
     Raises:
         RequestError: Naming what is wrong in `field`.
@@ -78,7 +84,7 @@ def read_tier(value: object, steerable: Steerable, field: str) -> PhaseVectors |
         raise RequestError(field, f"expected a non-empty object of hook point to vectors, got {shown(value)}")
     found: list[Entry] = []
     for name, given in value.items():
-        if isinstance(name, str) and len(name) > _MAX_NAME:
+        if isinstance(name, str) and len(name) > MAX_NAME:
             raise RequestError(field, f"unknown hook point {shown(name)}")
         where = f"{field}.{name}"
         found.extend(entries(given, parse_hook(name, where), steerable, where))
@@ -91,7 +97,7 @@ def sum_tiers(
     fields: Sequence[str],
     modules: tuple[ModuleRef, ...] = (),
 ) -> SteeringSpec:
-    """Base, prefill and decode tier as what each phase adds, within the limits of `steerable`.
+    """Add the base tier to the prefill and to the decode tier, within the limits of `steerable`.
 
     Raises:
         RequestError: If a sum is not finite in the model's dtype, or if the vectors are more than one request may
@@ -113,7 +119,7 @@ def sum_tiers(
 
 
 def read_modules(name: object, ref: object) -> tuple[ModuleRef, ...]:
-    """The modules that ``steering_name`` and ``steering_module_ref`` name, each once; scales as given.
+    """Read the modules that ``steering_name`` and ``steering_module_ref`` name, each once; scales as given.
 
     Names are a text or a list of texts. References are ``(name, scale)``, ``{"name", "scale"}``, a name, or a list
     of these.
@@ -135,19 +141,6 @@ def read_modules(name: object, ref: object) -> tuple[ModuleRef, ...]:
     if len(refs) > MAX_MODULES:
         raise RequestError(NAME if ref is None else MODULE_REF, f"names {len(refs)} modules, at most {MAX_MODULES}")
     return tuple(refs)
-
-
-def check_name(name: object, field: str) -> str:
-    """`name` if it can be a module's.
-
-    Raises:
-        RequestError: Unless it is a printable text of 1 to 256 characters.
-    """
-    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
-        raise RequestError(
-            field, f"expected a module's name (printable, 1 to {_MAX_NAME} characters), got {shown(name)}"
-        )
-    return name
 
 
 def _items(value: object, field: str) -> Sequence[Any]:
@@ -201,7 +194,7 @@ def _vectors(found: list[Entry], steerable: Steerable) -> PhaseVectors | None:
 
 
 def _one_type(found: list[Entry]) -> tuple[StoredType, list[Rows]]:
-    """The rows in one type: as they are if they are alike, else in float32; scales multiplied in, in float32."""
+    """Return the rows in one type: unchanged if their types are alike and scales 1, else in float32, scaled."""
     dtypes = {entry.dtype for entry in found}
     if len(dtypes) == 1 and all(entry.scale == 1 for entry in found):
         return found[0].dtype, [entry.row for entry in found]

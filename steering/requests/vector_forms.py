@@ -1,4 +1,4 @@
-"""One hook point's part of a steering field, read into single vectors: every form a client may send.
+"""Every form that a client may send for one hook point of a steering field, read into single vectors.
 
 Forms are told apart here and nowhere else. A vector keeps the bytes it came with, except that float64 and lists are
 rounded to float32. Sizes are compared before anything is decoded or converted, so a giant payload costs no more than a
@@ -27,8 +27,8 @@ class Entry(NamedTuple):
     Attributes:
         rank: Index of its site in `Steerable.sites`.
         row: ``[hidden]`` in the storage of `dtype`, contiguous; not checked for values that are not finite.
-        dtype: What the row is in.
-        scale: To be multiplied in.
+        dtype: Element type of the row.
+        scale: Factor that is not multiplied in yet.
         where: Path in the client's document, for errors.
     """
 
@@ -41,7 +41,7 @@ class Entry(NamedTuple):
 
 PACKED_TYPES: dict[str, np.dtype[Any]] = {str(name): dtype for name, dtype in STORAGE.items()}
 PACKED_TYPES["float64"] = np.dtype("<f8")
-"""What packed data, arrays and tensors may be in."""
+"""Element types that packed data, arrays and tensors may have."""
 
 _STORED: dict[str, StoredType] = {"<f4": "float32", "<f2": "float16"}
 _PACKED_KEYS = {"dtype", "shape", "layer_indices", "data", "scales"}
@@ -54,7 +54,7 @@ _FORMS = (
 
 
 def entries(value: object, hook: HookPoint, steerable: Steerable, where: str) -> Iterator[Entry]:
-    """The vectors of one hook point's value.
+    """Yield the vectors of one hook point's value.
 
     Raises:
         RequestError: On the first thing that is wrong, naming it.
@@ -79,7 +79,7 @@ def entries(value: object, hook: HookPoint, steerable: Steerable, where: str) ->
 
 
 def check_scale(scale: object, where: str) -> float:
-    """`scale` as a float.
+    """Return `scale` as a float.
 
     Raises:
         RequestError: Unless it is a number that is finite in float32.
@@ -116,7 +116,7 @@ def _known(rank: int, layer: int, hook: HookPoint, steerable: Steerable, where: 
 
 
 def split_scale(given: Mapping[Any, Any], where: str) -> tuple[object, float]:
-    """The vector and the scale of ``{"vector": ..., "scale": number}``.
+    """Return the vector and the scale of ``{"vector": ..., "scale": number}``.
 
     Raises:
         RequestError: If it is another object, or the scale no finite number.
@@ -127,7 +127,7 @@ def split_scale(given: Mapping[Any, Any], where: str) -> tuple[object, float]:
 
 
 def read_vector(value: object, hidden: int, where: str) -> tuple[Rows, StoredType]:
-    """A list, an array or a tensor of `hidden` numbers as a row in a stored type; float64 and lists become float32.
+    """Read a list, an array or a tensor of `hidden` numbers into a row; float64 and lists become float32.
 
     Raises:
         RequestError: If it is something else.

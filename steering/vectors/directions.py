@@ -1,13 +1,12 @@
-"""Steering vectors out of captured rows: what tells two sets of prompts apart, per site.
+"""Steering vectors from captured rows: at each site, the direction that separates two sets of prompts.
 
-Rows are arrays ``[n, hidden]`` per site, as captured; torch tensors do as well. All arithmetic is in float64, and the
-result is `PhaseVectors` (float32), to be passed as ``steering_vectors``, saved, or scaled. A positive scale leads from
-the negative set to the positive one.
+`mean_difference` and `pca` work on rows ``[n, hidden]`` per site, as captured; torch tensors are accepted as well. All
+arithmetic is in float64, and the result is `PhaseVectors` (float32), to be passed as ``steering_vectors``, saved, or
+scaled. A positive scale leads from the negative set to the positive one.
 
-Directions out of prompts: captured by the engine that is to be steered, and told apart.
-
-This goes through ``SamplingParams.capture`` and a consumer that returns rows, such as `memory`, which must be
-configured: ``LLM(model, capture_consumers=["memory"], capture_sites={"post_mlp": [12]}, steering=True)``.
+`contrast` and `captured_rows` start from prompts, which the engine that is to be steered captures. They go through
+``SamplingParams.capture`` and a consumer that returns rows, such as `memory`, which must be configured:
+``LLM(model, capture_consumers=["memory"], capture_sites={"post_mlp": [12]}, steering=True)``.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from headgate.steering.vectors.phase_vectors import PhaseVectors
 Float64Array = npt.NDArray[np.float64]
 
 RowsBySite = Mapping[Site, Any]
-"""Per site, an array or tensor ``[n, hidden]``."""
+"""An array or tensor ``[n, hidden]`` for each site."""
 
 
 def mean_difference(positive: RowsBySite, negative: RowsBySite, *, normalize: bool = False) -> PhaseVectors:
-    """The mean of the positive rows minus the mean of the negative ones, per site.
+    """Return the mean of the positive rows minus the mean of the negative ones, per site.
 
     Args:
-        positive: Rows of the prompts that show what is wanted.
-        negative: Rows of the others; the numbers of rows may differ.
+        positive: Rows of the prompts that show the wanted behaviour.
+        negative: Rows of the other prompts; the numbers of rows may differ.
         normalize: Scale every vector to length 1. Otherwise its length is the distance of the two means, so that
             scale 1 moves the one mean onto the other.
 
@@ -54,7 +53,7 @@ def pca(
     method: Literal["center", "diff"] = "center",
     normalize: bool = True,
 ) -> PhaseVectors:
-    """The first principal component of contrast pairs, per site; row i of both sets is one pair.
+    """Return the first principal component of contrast pairs, per site; row i of both sets is one pair.
 
     The sign is chosen so that more pairs have their positive member further along than the other way round; if as
     many, so that the mean of the positive rows is.
@@ -62,9 +61,10 @@ def pca(
     Args:
         positive: One member of each pair.
         negative: The other, in the same order.
-        method: ``"center"``: of the rows minus the mean of their pair: the direction in which the members of a pair
-            lie apart. ``"diff"``: of the differences minus their mean: the direction in which pairs differ from
-            each other in that; needs two pairs. Both as repeng computes ``pca_center`` and ``pca_diff``.
+        method: ``"center"`` takes the component of the rows minus the mean of their pair: the direction in which the
+            members of a pair lie apart. ``"diff"`` takes that of the differences minus their mean: the direction in
+            which these differences vary from pair to pair; it needs two pairs. Both are as repeng computes
+            ``pca_center`` and ``pca_diff``.
         normalize: Scale every vector to length 1. Otherwise its length is the distance of the two means along it.
 
     Raises:
@@ -126,7 +126,7 @@ def _unit(direction: Float64Array, site: Site) -> Float64Array:
 
 
 def _first_component(centred: Float64Array, differences: Float64Array, site: Site) -> Float64Array:
-    """The first right singular vector of ``[n, hidden]``, by the smaller of its two Gram matrices."""
+    """Return the first right singular vector of ``[n, hidden]``, by the smaller of its two Gram matrices."""
     scale = np.abs(differences).max()
     if np.abs(centred).max() <= 1e-12 * scale:
         raise ValueError(f"the rows have no principal component at {site.name}: their differences are all alike")
@@ -160,7 +160,7 @@ def contrast(
     normalize: bool = False,
     consumer: str = "memory",
 ) -> PhaseVectors:
-    """The direction from one set of prompts to another, at each site.
+    """Return the direction from one set of prompts to another, at each site.
 
     ::
 
@@ -169,17 +169,17 @@ def contrast(
 
     Args:
         llm: An `LLM` that captures into `consumer`. Global vectors that are set act on what is captured.
-        positive: Prompts that show what is wanted: all that `LLM.generate` takes, or chats (lists of messages).
+        positive: Prompts that show the wanted behaviour: as `LLM.generate` takes them, or chats (lists of messages).
         negative: Prompts that show the opposite; pairs with `positive` for the methods that begin with ``pca``.
-        sites: ``{hook point: layers}``, of those that can be captured.
-        positions: Which rows of a prompt count; each prompt's rows are averaged first.
-        method: How the two sets are told apart; see `headgate.steering.vectors.directions`.
+        sites: ``{hook point: layers}``; the sites must be open for capture.
+        positions: The rows of a prompt that count; each prompt's rows are averaged first.
+        method: The way to separate the two sets; see `mean_difference` and `pca`.
         normalize: Scale every vector to length 1.
-        consumer: What the consumer is called.
+        consumer: Name of the consumer.
 
     Raises:
         ConsumerError: If a prompt's rows did not arrive.
-        ValueError: If the sets cannot be told apart; see `mean_difference` and `pca`.
+        ValueError: If the sets cannot be separated; see `mean_difference` and `pca`.
     """
     if method not in ("mean_difference", "pca_center", "pca_diff"):
         raise ValueError(f"unknown method {method!r}; expected 'mean_difference', 'pca_center' or 'pca_diff'")
@@ -199,14 +199,14 @@ def captured_rows(
     positions: Any = "last_prompt",
     consumer: str = "memory",
 ) -> dict[Site, Float64Array]:
-    """One row for each prompt, ``[len(prompts), hidden]`` for each site: the mean of its rows at `positions`.
+    """Capture one row for each prompt, ``[len(prompts), hidden]`` for each site: the mean of its rows at `positions`.
 
     Args:
         llm: As for `contrast`.
         prompts: Texts, tokens, or chats.
         sites: ``{hook point: layers}``.
-        positions: Which rows of a prompt.
-        consumer: What the consumer is called.
+        positions: The rows of a prompt that count.
+        consumer: Name of the consumer.
 
     Raises:
         ConsumerError: If a prompt's rows did not arrive.

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 StoredType = Literal["bfloat16", "float16", "float32"]
-"""Types that a vector is kept and sent in."""
+"""Element types that a vector is kept and sent in."""
 
 Rows = npt.NDArray[Any]
 """``[n, hidden]`` in a stored type: uint16 bits for bfloat16, else float16 or float32."""
@@ -24,25 +24,25 @@ STORAGE: dict[StoredType, np.dtype[Any]] = {
     "float16": np.dtype("<f2"),
     "float32": np.dtype("<f4"),
 }
-"""The numpy type that holds each: little-endian, as on the wire and in files."""
+"""The numpy type that holds each element type: little-endian, as on the wire and in files."""
 
 _BITS: dict[StoredType, tuple[str, int]] = {
     "bfloat16": ("<u2", 0x7FFF),
     "float16": ("<u2", 0x7FFF),
     "float32": ("<u4", 0x7FFFFFFF),
 }
-"""The unsigned view of each, and the mask that takes the sign away."""
+"""The unsigned view of each element type, and the mask that clears its sign bit."""
 
 OVERFLOW: dict[str, float] = {
     "float16": 65520.0,
     "bfloat16": float(np.array(0x7F7F8000, np.uint32).view(np.float32)),
     "float32": float("inf"),
 }
-"""The smallest magnitude that rounds to infinity in a model of that type."""
+"""The smallest magnitude that rounds to infinity in a model of each element type."""
 
 
 def widen(rows: Rows, dtype: StoredType) -> Float32Rows:
-    """The same values in float32; `rows` itself if it is float32 already."""
+    """Return the same values in float32, exactly; `rows` itself if it is float32 already."""
     if dtype == "float32":
         return cast("Float32Rows", rows)
     if dtype == "float16":
@@ -51,9 +51,9 @@ def widen(rows: Rows, dtype: StoredType) -> Float32Rows:
 
 
 def narrowest(rows: Rows, dtype: StoredType) -> tuple[Rows, StoredType]:
-    """The rows in the first of bfloat16, float16, float32 that holds every value exactly, and its name.
+    """Return the rows in the first of bfloat16, float16, float32 that holds every value exactly, and its name.
 
-    The result depends on the values alone, not on the type they came in: what has equal values has equal bytes.
+    The result depends on the values alone, not on the type they came in: equal values have equal bytes.
     The first row is tried alone first, so the common case of no exact form costs next to nothing.
     """
     if dtype == "bfloat16" or not len(rows):
@@ -86,7 +86,7 @@ def _as_float16(rows: Rows) -> Rows | None:
 
 
 def peaks(rows: Rows, dtype: StoredType) -> npt.NDArray[np.float32]:
-    """The largest magnitude of each row, ``[n]``; not finite if any of its values is not. 0 for a row of zeros."""
+    """Return the largest magnitude of each row, ``[n]``; not finite if one of its values is not."""
     view, mask = _BITS[dtype]
     largest = (rows.view(view) & np.array(mask, view)).max(axis=1)
     return widen(largest.view(STORAGE[dtype]), dtype)

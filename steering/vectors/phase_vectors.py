@@ -1,33 +1,34 @@
-"""Steering vectors as they are once they were read: rows at sites, their sums, and what one request asks for.
+"""Steering vectors in their canonical form (`PhaseVectors`), their content keys, and the spec of one request.
 
 A set of vectors has one canonical form: its rows in the order of the forward pass, without rows of zeros, in the
 first of bfloat16, float16 and float32 that holds every value exactly. So equal vectors have equal bytes and equal
-keys, whether they came as lists, arrays, tensors or packed bytes, and no value is ever rounded on the way. The worker
-rounds once, to the model's dtype, after the last sum.
+content keys, whether they came as lists, arrays, tensors or packed bytes, and no value is ever rounded on the way. The
+worker rounds once, to the model's dtype, after the last sum.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
-from headgate.steering.vectors.content_keys import content_key
 from headgate.steering.vectors.dtypes import OVERFLOW, STORAGE, Float32Rows, Rows, StoredType, narrowest, peaks, widen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steerable:
-    """What of the served model can be steered, and how much of it one request may ask for.
+    """The sites of the served model that can be steered, and the limits of one request.
 
     Attributes:
         num_layers: Decoder layers of the whole model.
         hidden_size: Width of the residual stream, and of every vector.
-        dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``: what sums are rounded to.
+        dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``: the model's, to which sums are rounded.
         sites: In the order of the forward pass.
         max_vectors: Vectors that one request may take: one for each site and phase, counted once if both phases
             are alike.
@@ -57,9 +58,9 @@ class PhaseVectors:
     Attributes:
         sites: In the order of the forward pass, each once.
         hidden_size: Values of a row.
-        dtype: What the rows are stored in.
+        dtype: Element type that the rows are stored in.
         payload: The rows, one after the other, little-endian.
-        key: 16 bytes; equal if and only if the vectors are.
+        key: The content key, 16 bytes; equal if and only if the vectors are.
         peak: The largest magnitude of any value.
     """
 
@@ -72,7 +73,7 @@ class PhaseVectors:
 
     @classmethod
     def from_rows(cls, rows: Mapping[Site, Any]) -> PhaseVectors | None:
-        """Vectors from arrays of ``[hidden]``, rounded to float32; None if all are zero.
+        """Make vectors from arrays of ``[hidden]``, rounded to float32; None if all are zero.
 
         Raises:
             ValueError: If there is none, if their widths differ, or if a value is not finite in float32.
@@ -93,12 +94,12 @@ class PhaseVectors:
     def from_bytes(
         cls, sites: tuple[Site, ...], payload: bytes, dtype: StoredType, hidden_size: int, largest: Float32Rows
     ) -> PhaseVectors | None:
-        """Vectors from checked rows; None if all are zero.
+        """Make vectors from checked rows; None if all are zero.
 
         Args:
             sites: In the order of the forward pass, each once.
             payload: Their rows; kept as it is if it is canonical.
-            dtype: What `payload` is in.
+            dtype: Element type of `payload`.
             hidden_size: Values of a row.
             largest: `peaks` of the rows; all finite.
         """
@@ -118,19 +119,19 @@ class PhaseVectors:
 
     @property
     def rows(self) -> Rows:
-        """``[n, hidden]`` as stored (bfloat16 as uint16 bits): a read-only view of `payload`."""
+        """Rows ``[n, hidden]`` as stored (bfloat16 as uint16 bits): a read-only view of `payload`."""
         return _rows(self.payload, self.dtype, self.hidden_size)
 
     def float32(self) -> Float32Rows:
-        """``[n, hidden]`` in float32, exact; read-only if that is how they are stored."""
+        """Return rows ``[n, hidden]`` in float32, exactly; read-only if they are stored in float32."""
         return widen(self.rows, self.dtype)
 
     def stored_as(self, dtype: StoredType) -> Rows | None:
-        """`rows`, if they are stored in `dtype`."""
+        """Return `rows` if they are stored in `dtype`, else None."""
         return self.rows if self.dtype == dtype else None
 
     def scaled(self, scale: float) -> PhaseVectors | None:
-        """These vectors times `scale`, in float32; None if that leaves nothing.
+        """Return these vectors times `scale`, in float32; None if nothing but zeros is left.
 
         Raises:
             OverflowError: As `weighted_sum`.
@@ -138,7 +139,7 @@ class PhaseVectors:
         return weighted_sum([(self, scale)])
 
     def packed(self, *, as_text: bool = False) -> dict[str, Any]:
-        """The packed form of a request field, which is read back to equal vectors.
+        """Return the packed form of a request field, which is read back to equal vectors.
 
         Args:
             as_text: `data` is base64, for a JSON body, instead of bytes.
@@ -157,7 +158,7 @@ class PhaseVectors:
         return hooks
 
     def first_overflow(self, dtype: str) -> Site | None:
-        """The first site whose vector is infinite once rounded to `dtype`, the model's; None if none is."""
+        """Return the first site whose vector is infinite once rounded to `dtype`, the model's; None if none is."""
         if self.peak < OVERFLOW[dtype]:
             return None
         over = np.flatnonzero(peaks(self.rows, self.dtype) >= OVERFLOW[dtype])
@@ -168,11 +169,39 @@ def _rows(payload: bytes, dtype: StoredType, hidden_size: int) -> Rows:
     return np.frombuffer(payload, STORAGE[dtype]).reshape(-1, hidden_size)
 
 
-def weighted_sum(parts: Iterable[tuple[PhaseVectors | None, float]]) -> PhaseVectors | None:
-    """The sum of vectors times scales, per site, in float32; None if it is zero everywhere.
+KEY_BYTES = 16
+"""Length of a content key.
 
-    Scales are rounded to float32 and multiplied in first. The parts are added in the order of their keys, so the
-    result does not depend on the order they are given in. One part of scale 1 is returned as it is.
+Content keys decide which KV blocks and which vectors requests share, so they must be hard to forge: a client who could
+make two contents of one key could feed the one to users of the other. They are the first bytes of a SHA-256, which
+processors compute faster than any other hash of its strength.
+"""
+
+_CONTENT_PREFIX = b"headgate vectors\n"
+"""Keeps the keys of vectors apart from those of sums (`headgate.steering.vectors.sums.sum_key`)."""
+
+
+def content_key(sites: Sequence[Site], hidden_size: int, dtype: StoredType, payload: bytes) -> bytes:
+    """Return the content key of rows at sites.
+
+    Args:
+        sites: In the order of the forward pass, one for each row.
+        hidden_size: Values of a row.
+        dtype: The canonical type of the values (`headgate.steering.vectors.dtypes.narrowest`).
+        payload: The rows, one after the other.
+    """
+    digest = hashlib.sha256(_CONTENT_PREFIX)
+    names = " ".join([f"{layer}.{hook._value_}" for layer, hook in sites])
+    digest.update(f"{dtype} {hidden_size} {len(sites)} {names}\n".encode())
+    digest.update(payload)
+    return digest.digest()[:KEY_BYTES]
+
+
+def weighted_sum(parts: Iterable[tuple[PhaseVectors | None, float]]) -> PhaseVectors | None:
+    """Return the sum of vectors times scales, per site, in float32; None if it is zero everywhere.
+
+    Scales are rounded to float32 and multiplied in first. The parts are added in the order of their content keys, so
+    the result does not depend on the order they are given in. One part of scale 1 is returned as it is.
 
     Raises:
         OverflowError: If a sum is not finite in float32; the message names the site.
@@ -197,9 +226,26 @@ def weighted_sum(parts: Iterable[tuple[PhaseVectors | None, float]]) -> PhaseVec
     return PhaseVectors.from_bytes(sites, total.tobytes(), "float32", total.shape[1], largest)
 
 
+MAX_NAME = 256
+"""Characters of a module's name, at most."""
+
+
+def check_name(name: object, field: str) -> str:
+    """Return `name` if it can be a module's.
+
+    Raises:
+        RequestError: Unless it is a printable text of 1 to 256 characters.
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise RequestError(
+            field, f"expected a module's name (printable, 1 to {MAX_NAME} characters), got {shown(name)}"
+        )
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleRef:
-    """A named module and how strongly to apply it. Scale 0 adds nothing, but the name must exist all the same."""
+    """A named module and the scale to apply it with. Scale 0 adds nothing, but the name must exist all the same."""
 
     name: str
     scale: float = 1.0
@@ -207,12 +253,12 @@ class ModuleRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SteeringSpec:
-    """What one request, or one named module, steers with.
+    """The vectors that one request, or one named module, steers with.
 
     Attributes:
         prefill: At positions of the prompt: base plus prefill tier.
         decode: At generated positions: base plus decode tier. The same object as `prefill` if they are equal.
-        modules: Named modules that are added to both.
+        modules: Named modules that are added in both phases.
     """
 
     prefill: PhaseVectors | None = None
@@ -221,7 +267,7 @@ class SteeringSpec:
 
     @property
     def num_vectors(self) -> int:
-        """Vectors of its own, without those of the modules; phases that are alike count once."""
+        """Number of inline vectors, without those of the modules; phases that are alike count once."""
         prefill = len(self.prefill.sites) if self.prefill else 0
         if self.decode is None or (self.prefill and self.decode.key == self.prefill.key):
             return prefill

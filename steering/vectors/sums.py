@@ -1,67 +1,73 @@
 """Effective vectors of a phase: the sums that act on a token, and their one rounding to the model's dtype. Numpy only.
 
-They are ``global_base + global_phase + request_base + request_phase``. Each sum is taken in fp32 and in one fixed
-order, so that every rank, and every request that names the same parts, gets the same bits.
+The effective vectors are ``global_base + global_phase + request_base + request_phase``. Each sum is taken in fp32 and
+in one fixed order, so that every rank, and every request that names the same parts, gets the same bits.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from headgate.capture.planning.request_plan import BoolArray
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.sites import Site, sort_sites
-from headgate.steering.vectors.content_keys import sum_key
 from headgate.steering.vectors.dtypes import OVERFLOW, STORAGE, Float32Rows, Rows, StoredType
-from headgate.steering.vectors.phase_vectors import PhaseVectors
+from headgate.steering.vectors.phase_vectors import KEY_BYTES, PhaseVectors
 
 LIMIT: dict[StoredType, float] = {
     "bfloat16": OVERFLOW["bfloat16"] / 2,
     "float16": OVERFLOW["float16"] / 2,
     "float32": float(np.finfo(np.float32).max) / 2,
 }
-"""What the global side of a sum, and a request's side, stay below in magnitude: then the sum is finite once rounded."""
+"""Magnitude that the global vectors, and a request's, must stay below: their sum is then finite once rounded."""
 
 _HEAD = 16
-"""Values of a row that are looked at first: hardly ever are they all zero, and then the row is not."""
+"""Values of a row that are compared with zero first; in nearly every row that is not zero, one of them is not."""
+
+_SUM_PREFIX = b"headgate sum\n"
+"""Keeps the keys of sums apart from those of vectors (`headgate.steering.vectors.phase_vectors.content_key`)."""
+
+BoolArray = npt.NDArray[np.bool_]
 
 
 class Vectors(Protocol):
-    """Vectors at sites, of which the key is known before they are; `PhaseVectors` are some."""
+    """Vectors at sites whose content key is known before their values are computed, such as `PhaseVectors`."""
 
     @property
     def key(self) -> bytes:
-        """Equal keys: equal vectors."""
+        """The content key: vectors with equal keys are equal."""
         ...
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """In the order of the forward pass, each once."""
+        """Sites in the order of the forward pass, each once."""
         ...
 
     def float32(self) -> Float32Rows:
-        """``[len(sites), hidden]``."""
+        """Return the values, ``[len(sites), hidden]``."""
         ...
 
     def stored_as(self, dtype: StoredType) -> Rows | None:
-        """The same as stored, if they are stored in `dtype`: rounding them to it would change nothing."""
+        """Return the rows as stored if they are stored in `dtype`, where rounding would change nothing; else None."""
         ...
 
 
 class WeightedSum:
-    """The sum of scaled vectors, made when it is asked for: one that is in the pool already costs its key only.
+    """The sum of scaled vectors, computed when it is asked for: a sum that is in the pool already costs its key only.
 
-    Scales are rounded to fp32 and multiplied in first; the parts are added in the order of their keys.
+    Scales are rounded to fp32 and multiplied in first; the parts are added in the order of their content keys.
 
     Args:
-        parts: Vectors and scales, at least one of them not 0; those of scale 0 count for nothing.
+        parts: Vectors and scales, at least one scale not 0; parts of scale 0 are left out.
 
     Attributes:
-        key: `headgate.steering.vectors.content_keys.sum_key` of the parts.
+        key: `sum_key` of the parts.
     """
 
     def __init__(self, parts: Iterable[tuple[PhaseVectors, float]]) -> None:
@@ -77,11 +83,11 @@ class WeightedSum:
         return sort_sites({site for vectors, _ in self._parts for site in vectors.sites})
 
     def stored_as(self, dtype: StoredType) -> Rows | None:
-        """None: a sum is not stored."""
+        """Return None: a sum is not stored."""
         return None
 
     def float32(self) -> Float32Rows:
-        """``[len(sites), hidden]``: the sum, not kept."""
+        """Compute the sum, ``[len(sites), hidden]``; it is not kept."""
         ranks = {site: rank for rank, site in enumerate(self.sites)}
         total = np.zeros((len(ranks), self._parts[0][0].hidden_size), dtype=np.float32)
         for vectors, scale in self._parts:
@@ -89,8 +95,26 @@ class WeightedSum:
         return total
 
 
+def sum_key(parts: Iterable[tuple[bytes, float]]) -> bytes | None:
+    """Return the content key of a weighted sum, from the content keys of its parts alone; None if no part is left.
+
+    The order of the parts does not matter, and parts of scale 0 are left out. One part of scale 1 has its own key.
+    Sums of equal value that were put together from different parts have different keys: they then share nothing,
+    which costs memory and never correctness.
+    """
+    counted = sorted(part for part in parts if part[1] != 0)
+    if not counted:
+        return None
+    if len(counted) == 1 and counted[0][1] == 1:
+        return counted[0][0]
+    digest = hashlib.sha256(_SUM_PREFIX)
+    for key, scale in counted:
+        digest.update(key + struct.pack("<d", scale))
+    return digest.digest()[:KEY_BYTES]
+
+
 def sum_of(parts: Iterable[tuple[PhaseVectors | None, float]]) -> Vectors | None:
-    """The sum of scaled vectors; None if nothing is left. Vectors that are alone with scale 1 come back as such."""
+    """Return the sum of scaled vectors: None if there are none, the vectors themselves if alone with scale 1."""
     counted = [(vectors, scale) for vectors, scale in parts if vectors is not None and scale != 0]
     if len(counted) == 1 and counted[0][1] == 1:
         return counted[0][0]
@@ -98,7 +122,7 @@ def sum_of(parts: Iterable[tuple[PhaseVectors | None, float]]) -> Vectors | None
 
 
 def merge_over(under: PhaseVectors | None, over: PhaseVectors | None) -> PhaseVectors | None:
-    """`under`, with the vectors of `over` in place of its own at the sites of `over`."""
+    """Return `under` with the vectors of `over` in place of its own at the sites of `over`."""
     if under is None or over is None:
         return over or under
     rows: dict[Site, Float32Rows] = {}
@@ -108,19 +132,19 @@ def merge_over(under: PhaseVectors | None, over: PhaseVectors | None) -> PhaseVe
 
 
 def peak(vectors: PhaseVectors | None) -> float:
-    """The largest magnitude of any value; 0 if there is none."""
+    """Return the largest magnitude of any value; 0 for None."""
     return 0.0 if vectors is None else vectors.peak
 
 
 def effective(
     parts: Sequence[Vectors | None], site_ids: Mapping[Site, int], dtype: StoredType
 ) -> tuple[Int64Array, Rows]:
-    """What acts at the sites of one worker: the sum of `parts`, rounded once.
+    """Return the vectors that act at the sites of one worker: the sum of `parts`, rounded once.
 
     Args:
         parts: In the order of addition; None adds nothing. At least one is not None.
         site_ids: The worker's sites and their indices; other sites are left out.
-        dtype: The model's.
+        dtype: The model's element type.
 
     Returns:
         Ascending site indices, int64 ``[n]``, and the rows, ``[n, hidden]`` as stored.
@@ -145,7 +169,7 @@ def effective(
 
 
 def round_to(values: Float32Rows, dtype: StoredType) -> Rows:
-    """Round to the nearest value of `dtype`, ties to even; bfloat16 as uint16 bits.
+    """Round values to the nearest of `dtype`, ties to even; bfloat16 as uint16 bits.
 
     Raises:
         AssertionError: If a result is not finite.
@@ -168,7 +192,7 @@ def round_to(values: Float32Rows, dtype: StoredType) -> Rows:
 
 
 def is_zero(rows: Rows) -> BoolArray:
-    """Which stored rows are all zero, of either sign: bool ``[n]``."""
+    """Return which stored rows are all zero, of either sign: bool ``[n]``."""
     found = _are_zero(rows[:, :_HEAD])
     if found.any():
         found[found] = _are_zero(rows[found])

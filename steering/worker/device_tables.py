@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from headgate.capture.schema.config import MIB
-from headgate.steering.worker.row_resolver import StepRows
-from headgate.steering.worker.row_table import TableWrites
-from headgate.steering.worker.slot_pool import SlotWrites
+from headgate.steering.worker.row_table import StepRows, TableWrites
+from headgate.steering.worker.vector_pool import SlotWrites
 
 UPLOAD_BYTES = 4 * MIB
 NUM_UPLOADS = 4
@@ -23,22 +22,22 @@ NUM_UPLOADS = 4
 
 
 class Upload(Protocol):
-    """Brings arrays to the device. Step thread only."""
+    """A way to bring arrays to the device. Step thread only."""
 
     def send(self, array: npt.NDArray[Any]) -> Tensor:
-        """`array` on the device, as its own dtype; valid until the next call that sends as much."""
+        """Return `array` on the device, in its own dtype; valid until the next call that sends as much."""
         ...
 
 
 class HostUpload:
-    """For a forward pass on the CPU: the array is where it has to be."""
+    """The way for a forward pass on the CPU, whose memory already holds the array."""
 
     def send(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.array(array))
 
 
 class CudaUpload:
-    """For a forward pass on a GPU: through pinned memory, on the compute stream, without waiting for the GPU.
+    """The way for a forward pass on a GPU: through pinned memory, on the compute stream, without waiting for the GPU.
 
     Args:
         device: The GPU.
@@ -101,13 +100,13 @@ class DeviceTables:
 
     @property
     def device_bytes(self) -> int:
-        """Of all tables."""
+        """Bytes of device memory that all tables take."""
         return sum(tensor.nbytes for tensor in (self.pool, self.slots, self._map, self._rows))
 
-    def follow(self, writes: TableWrites | None, step: StepRows) -> None:
+    def update(self, writes: TableWrites | None, step: StepRows) -> None:
         """Bring pool and map up to date and resolve the slots of a step, before its forward.
 
-        Nothing is done where nothing changed: while a batch decodes, this costs two comparisons.
+        Unchanged tables are left alone: while a batch decodes, this costs two comparisons.
         """
         count = step.num_changed
         if count:

@@ -1,33 +1,43 @@
-"""Table rows: what a batch row refers to, and which slot that means at each site. Numpy only.
+"""Table rows: which row each batch row of a step refers to, and which slot a row means at each site. Numpy only.
 
-A row stands for the effective vectors of one phase: those of the global phase and of a request together. The device
-has ``map[site][row] -> slot`` and the pool of vectors; this module keeps the host's copy and says what to write.
+A row stands for the effective vectors of one phase of a request (`PooledSum`). The device has
+``map[site][row] -> slot`` and the pool of vectors; this module keeps the host's copy of the map and says what to write.
+
+Letters in shape comments: B requests of the step, T batch rows, S sites of this worker.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
 
-from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.batch import BatchView, Int64Array
 from headgate.capture.schema.sites import Site
-from headgate.steering.vectors.dtypes import StoredType
-from headgate.steering.vectors.sums import Vectors, effective
-from headgate.steering.worker.slot_pool import ZERO_SLOT, Int32Array, SlotPool, SlotWrites
-
-UNSTEERED_ROW = 0
-"""Points to the zero vector at every site, for ever."""
+from headgate.steering.vectors.sums import Vectors
+from headgate.steering.worker.vector_pool import (
+    NO_SUMS,
+    UNSTEERED_ROW,
+    Int32Array,
+    Phases,
+    PooledSum,
+    PooledSums,
+    SlotPool,
+    SlotWrites,
+    SumPair,
+)
 
 RESERVED_ROWS = 3
-"""Beside two rows for each running request: `UNSTEERED_ROW`, and one for each global phase."""
+"""Rows beside two for each running request: `UNSTEERED_ROW`, and one for each global phase."""
+
+_NO_ROWS: Int64Array = np.empty(0, dtype=np.int64)
 
 
 def rows_needed(max_num_seqs: int) -> int:
-    """Rows with which a batch of `max_num_seqs` requests never runs out."""
+    """Return the number of rows with which a batch of `max_num_seqs` requests never runs out."""
     return 2 * max_num_seqs + RESERVED_ROWS
 
 
@@ -46,12 +56,12 @@ class BatchRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableWrites:
-    """What to write to the device before the next forward, the slots first.
+    """Changes to write to the device before the next forward, the slots first.
 
     Attributes:
         slots: Vectors to write to the pool; None if it has them all.
         rows: int64 ``[K]``, ascending: the columns of the map that changed.
-        columns: int32 ``[num_sites, K]``: their slots.
+        columns: int32 ``[S, K]``: their slots.
     """
 
     slots: SlotWrites | None
@@ -59,44 +69,78 @@ class TableWrites:
     columns: Int32Array
 
 
-_Key = tuple[bytes, bytes]
-"""Keys of the global and of the request's vectors of a phase; empty where there are none."""
+class RowMap:
+    """Rows bound to sums, and the slots of each at every site. Step thread only.
 
-_NOTHING: _Key = (b"", b"")
+    Args:
+        num_sites: S.
+        num_rows: Width of the map; see `rows_needed`.
 
-_Phases = tuple[Vectors | None, Vectors | None]
+    Attributes:
+        slots: int32 ``[S, num_rows]``: slot of each row at each site, as the device has it after the writes.
+    """
+
+    def __init__(self, num_sites: int, num_rows: int) -> None:
+        self.slots: Int32Array = np.zeros((num_sites, num_rows), dtype=np.int32)
+        self._bound: dict[int, PooledSum] = {}
+        self._free = list(range(1, num_rows))
+        self._dirty: set[int] = set()
+
+    def bind(self, needed: Collection[PooledSum]) -> None:
+        """Give every needed sum a row, at the expense of sums that are not needed.
+
+        Raises:
+            AssertionError: If there are more than rows.
+        """
+        for found in needed:
+            if found.row == UNSTEERED_ROW:
+                if not self._free:
+                    self._free_all_but(needed)
+                found.row = heappop(self._free)
+                self._bound[found.row] = found
+                self.slots[:, found.row] = found.column
+                self._dirty.add(found.row)
+
+    def unbind(self, bound: PooledSum) -> None:
+        """Free the row of a sum, if it has one."""
+        if bound.row != UNSTEERED_ROW:
+            del self._bound[bound.row]
+            self._dirty.discard(bound.row)
+            heappush(self._free, bound.row)
+            bound.row = UNSTEERED_ROW
+
+    def take_changed(self) -> Int64Array:
+        """Return the rows that the device lacks, int64 ``[K]``, ascending; they count as written from here on."""
+        if not self._dirty:
+            return _NO_ROWS
+        changed, self._dirty = np.array(sorted(self._dirty), dtype=np.int64), set()
+        return changed
+
+    def checksum(self, start: int) -> int:
+        """Return the state as a number that is the same in every process; see `SlotPool.checksum`."""
+        bound = repr(sorted((row, found.key) for row, found in self._bound.items()))
+        return zlib.crc32(bound.encode(), zlib.crc32(self.slots.tobytes(), start))
+
+    def _free_all_but(self, needed: Collection[PooledSum]) -> None:
+        """Free all rows that are not needed, at once: it is rare, and so it stays rare."""
+        spare = [found for found in self._bound.values() if found not in needed]
+        if not spare:
+            raise AssertionError(f"the batch needs more than {self.slots.shape[1] - 1} rows")
+        for found in spare:
+            self.unbind(found)
 
 
 @dataclass(slots=True, eq=False)
-class _PooledSum:
-    """Effective vectors that are in the pool."""
+class _Holder:
+    """A request, or a module, and the sums it uses; the prompt's length of a module is 0."""
 
-    key: _Key
-    own: Vectors | None
-    """The request's part of it: to make it anew under other global vectors."""
-    column: Int32Array
-    """Slot at each site, int32 ``[num_sites]``."""
-    slots: Int32Array
-    """Those of `column` that are its own; where only global vectors act, the slot is that of the global phase."""
-    users: int = 0
-    row: int = UNSTEERED_ROW
-    """The row that stands for it; `UNSTEERED_ROW` while none does."""
-
-
-_Entries = tuple[_PooledSum | None, _PooledSum | None]
-
-_NOBODY: _Entries = (None, None)
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
     num_prompt: int
-    entries: _Entries
+    sums: SumPair
 
     @property
-    def vectors(self) -> _Phases:
-        """Of its own; one object for all requests with equal vectors."""
-        prefill, decode = self.entries
+    def own(self) -> Phases:
+        """Its own vectors of both phases; one object for all holders with equal vectors."""
+        prefill, decode = self.sums
         return (prefill.own if prefill else None), (decode.own if decode else None)
 
 
@@ -107,52 +151,40 @@ class RowTable:
     has only while it is in a batch: rows are bound by `batch`, and where none is free, one is taken from a request
     that is not in this batch. So `rows_needed` rows are always enough.
 
-    What no request uses any more stays in the pool until its slots are needed: coming again, it costs nothing.
-
     Two replicas that are told the same in the same order have the same rows, and on the same sites the same slots.
-    Whoever passes on finished requests has to sort them, since vLLM hands them out as a set.
+    Finished requests have to be passed on in sorted order, since vLLM hands them out as a set.
 
     Args:
         sites: The sites that this worker owns, in order.
         num_rows: Width of the map; see `rows_needed`.
         pool: Used by this table alone.
-        dtype: Of the pool.
 
     Attributes:
-        map: int32 ``[num_sites, num_rows]``: slot of each row at each site, as the device has it after the writes.
+        map: int32 ``[S, num_rows]``: slot of each row at each site, as the device has it after the writes.
         version: Changes whenever a batch's rows may have changed.
     """
 
-    def __init__(self, *, sites: Sequence[Site], num_rows: int, pool: SlotPool, dtype: StoredType) -> None:
-        self.map: Int32Array = np.zeros((len(sites), num_rows), dtype=np.int32)
+    def __init__(self, *, sites: Sequence[Site], num_rows: int, pool: SlotPool) -> None:
+        self._rows = RowMap(len(sites), num_rows)
+        self.map = self._rows.slots
         self.version = 0
         self._pool = pool
-        self._dtype = dtype
-        self._site_ids = {site: index for index, site in enumerate(sites)}
-        self._requests: dict[str, _Request] = {}
-        self._kept: dict[str, _Request] = {}
-        self._entries: dict[_Key, _PooledSum] = {}
-        self._idle: dict[_Key, None] = {}
-        self._bound: dict[int, _PooledSum] = {}
-        self._free_rows = list(range(1, num_rows))
-        self._dirty: set[int] = set()
-        self._to_hold: dict[str, _Phases] = {}
-        self._is_stale = False
-        self._next_global: _Phases = (None, None)
-        self._global: _Phases = (None, None)
-        self._global_entries: _Entries = _NOBODY
+        self._sums = PooledSums(sites, pool, num_rows, self._rows.unbind)
+        self._requests: dict[str, _Holder] = {}
+        self._modules: dict[str, _Holder] = {}
+        self._new_modules: dict[str, Phases] = {}
+        self._new_global: Phases | None = None
         self._num_steered = 0
 
     @property
     def is_idle(self) -> bool:
         """Whether nobody is steered: no request, and no global vectors."""
-        return not self._num_steered and not self._is_stale
+        return not self._num_steered and self._new_global is None
 
     @property
     def num_live_slots(self) -> int:
-        """Slots that requests or the global phases use; the pool may keep more for later."""
-        columns = [entry.column for entry in self._entries.values() if entry.users]
-        return len(set(np.concatenate(columns).tolist()) - {ZERO_SLOT}) if columns else 0
+        """Slots that requests, modules or the global phases use; the pool may keep more for later."""
+        return self._sums.num_live_slots
 
     @property
     def num_slots_used(self) -> int:
@@ -160,187 +192,194 @@ class RowTable:
         return self._pool.num_used
 
     def add(self, req_id: str, num_prompt: int, prefill: Vectors | None = None, decode: Vectors | None = None) -> None:
-        """Take a request, or start a known id afresh. Unsteered ones too: global vectors act on them."""
+        """Add a request, or start a known id afresh. Unsteered ones too: global vectors act on them."""
         if req_id in self._requests:
             self.remove(req_id)
-        self.settle()
-        request = _Request(num_prompt, self._hold((prefill, decode)))
+        self.apply_changes()
+        request = _Holder(num_prompt, self._sums.acquire((prefill, decode)))
         self._requests[req_id] = request
-        self._num_steered += request.entries != _NOBODY
+        self._num_steered += request.sums != NO_SUMS
         self.version += 1
 
     def remove(self, req_id: str) -> None:
-        """Forget a request that is known."""
+        """Remove a request that was added."""
         request = self._requests.pop(req_id)
-        self._num_steered -= request.entries != _NOBODY
-        self._release(request.entries)
+        self._num_steered -= request.sums != NO_SUMS
+        self._sums.release(request.sums)
         self.version += 1
 
     def set_global(self, prefill: Vectors | None, decode: Vectors | None) -> None:
-        """Change the global vectors of both phases; what is in use is made anew, in one set of writes.
-
-        That is done by `settle`. Slots are given back before new ones are taken, so the pool needs no room for old
-        and new side by side.
-        """
-        self._next_global = (prefill, decode)
-        self._is_stale = True
+        """Change the global vectors of both phases; `apply_changes` computes every sum in use anew."""
+        self._new_global = (prefill, decode)
         self.version += 1
 
-    def keep(self, name: str, prefill: Vectors | None, decode: Vectors | None) -> None:
-        """Bring vectors that requests are going to name into the pool, and keep them there until `let_go`.
+    def keep_module(self, name: str, prefill: Vectors | None, decode: Vectors | None) -> None:
+        """Bring vectors that requests are going to name into the pool, and keep them there until `release_module`.
 
         Args:
-            name: Whatever `let_go` is going to say; not kept yet.
+            name: The module's; not kept yet.
+            prefill: Of the prefill phase.
+            decode: Of the decode phase.
         """
-        if name in self._kept:
+        if name in self._modules:
             raise AssertionError(f"{name!r} is kept already")
-        self._kept[name] = _Request(0, _NOBODY)
-        self._to_hold[name] = (prefill, decode)
+        self._modules[name] = _Holder(0, NO_SUMS)
+        self._new_modules[name] = (prefill, decode)
 
-    def let_go(self, name: str) -> None:
-        """Undo `keep`; requests that use the vectors are not affected."""
-        self._release(self._kept.pop(name).entries)
-        self._to_hold.pop(name, None)
+    def release_module(self, name: str) -> None:
+        """Undo `keep_module`; requests that use the vectors are not affected."""
+        self._sums.release(self._modules.pop(name).sums)
+        self._new_modules.pop(name, None)
 
-    def settle(self) -> None:
-        """Take slots for what `set_global` and `keep` were told since.
+    def apply_changes(self) -> None:
+        """Acquire slots for the vectors that `set_global` and `keep_module` were told since.
 
-        They are called between steps, when the worker may not know yet which requests have finished; so this waits
-        for the next `add` or `batch`, which come after that is known. Calling it earlier is right where it is known.
+        They are called between steps, when the worker may not know yet which requests have finished; so the slots wait
+        for the next `add` or `batch`, which come after that is known. Calling this earlier is right where it is known.
         """
-        if self._is_stale:
-            self._make_anew()
-        while self._to_hold:
-            name, vectors = self._to_hold.popitem()
-            self._kept[name].entries = self._hold(vectors)
+        if self._new_global is not None:
+            self._apply_global(self._new_global)
+        while self._new_modules:
+            name, vectors = self._new_modules.popitem()
+            self._modules[name].sums = self._sums.acquire(vectors)
 
-    def drop_idle(self) -> None:
+    def drop_unused(self) -> None:
         """Free the slots that are kept for later."""
-        while self._idle:
-            self._drop_oldest()
+        self._sums.drop_unused()
 
     def batch(self, req_ids: Sequence[str]) -> BatchRows | None:
-        """The rows of a batch's requests; None if none of them is steered.
+        """Return the rows of a batch's requests; None if none of them is steered.
 
         Raises:
             AssertionError: If a request is not known, or the batch needs more rows than there are.
         """
-        self.settle()
+        self.apply_changes()
         if self.is_idle:
             return None
         try:
             requests = [self._requests[req_id] for req_id in req_ids]
         except KeyError as error:
             raise AssertionError(f"request {error.args[0]!r} is in a batch, but was never added") from None
-        needed = dict.fromkeys(entry for request in requests for entry in request.entries if entry is not None)
+        needed = dict.fromkeys(found for request in requests for found in request.sums if found is not None)
         if not needed:
             return None
-        self._bind(needed)
-        flat = [0 if entry is None else entry.row for request in requests for entry in request.entries]
+        self._rows.bind(needed)
+        flat = [UNSTEERED_ROW if found is None else found.row for request in requests for found in request.sums]
         num_prompt = np.array([request.num_prompt for request in requests], dtype=np.int64)
         return BatchRows(num_prompt, np.array(flat, dtype=np.int32).reshape(-1, 2))
 
     def take_writes(self) -> TableWrites | None:
-        """What the device does not have yet; it counts as written from here on. After `batch`, before the forward."""
-        slots = self._pool.take_writes()
-        if slots is None and not self._dirty:
+        """Return the changes that the device lacks, which count as written from here on; None if it lacks none.
+
+        To be called after `batch`, before the forward.
+        """
+        slots, rows = self._pool.take_writes(), self._rows.take_changed()
+        if slots is None and not len(rows):
             return None
-        rows, self._dirty = np.array(sorted(self._dirty), dtype=np.int64), set()
         return TableWrites(slots, rows, self.map[:, rows])
 
     def checksum(self) -> int:
-        """The state as a number: equal on tensor-parallel ranks. For debugging; see `SlotPool.checksum`."""
-        bound = repr(sorted((row, entry.key) for row, entry in self._bound.items()))
-        return zlib.crc32(bound.encode(), zlib.crc32(self.map.tobytes(), self._pool.checksum()))
+        """Return the state as a number, equal on tensor-parallel ranks. For debugging; see `SlotPool.checksum`."""
+        return self._rows.checksum(self._pool.checksum())
 
-    def _make_anew(self) -> None:
-        holders = [*(self._kept[name] for name in self._kept if name not in self._to_hold), *self._requests.values()]
-        self._release(self._global_entries)
-        for holder in holders:
-            self._release(holder.entries)
-        self.drop_idle()
-        self._global, self._is_stale = self._next_global, False
-        self._global_entries = self._hold((None, None))
-        for holder in holders:
-            holder.entries = self._hold(holder.vectors)
-        is_global = self._global_entries != _NOBODY
-        self._num_steered = is_global + sum(request.entries != _NOBODY for request in self._requests.values())
+    def _apply_global(self, shared: Phases) -> None:
+        """Compute every sum in use anew, in one set of writes.
 
-    def _key(self, phase: int, vectors: Vectors | None) -> _Key:
-        shared = self._global[phase]
-        return b"" if shared is None else shared.key, b"" if vectors is None else vectors.key
+        All slots are released before new ones are acquired, so the pool needs no room for old and new side by side.
+        """
+        modules = [self._modules[name] for name in self._modules if name not in self._new_modules]
+        holders = [(holder, holder.own) for holder in (*modules, *self._requests.values())]
+        for holder, _ in holders:
+            self._sums.release(holder.sums)
+        self._sums.change_global(shared)
+        self._new_global = None
+        for holder, own in holders:
+            holder.sums = self._sums.acquire(own)
+        self._num_steered = self._sums.has_global + sum(one.sums != NO_SUMS for one in self._requests.values())
 
-    def _hold(self, vectors: _Phases) -> _Entries:
-        """Become a user of the effective vectors of both phases; None where there are none."""
-        return self._hold_phase(0, vectors[0]), self._hold_phase(1, vectors[1])
 
-    def _hold_phase(self, phase: int, vectors: Vectors | None) -> _PooledSum | None:
-        key = self._key(phase, vectors)
-        if key == _NOTHING:
-            return None
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = self._entries[key] = self._make(key, phase, vectors)
-        self._idle.pop(key, None)
-        entry.users += 1
-        return entry
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRows:
+    """The table rows of one step.
 
-    def _make(self, key: _Key, phase: int, own: Vectors | None) -> _PooledSum:
-        shared = None if own is None else self._global_entries[phase]
-        column = np.zeros(len(self.map), dtype=np.int32) if shared is None else shared.column.copy()
-        acting = [vectors for vectors in (self._global[phase], own) if vectors is not None]
-        ids, stored = effective(acting, self._site_ids if own is None else self._sites_of(own), self._dtype)
-        while self._idle and not self._pool.fits(len(ids)):
-            self._drop_oldest()
-        column[ids] = slots = self._pool.acquire(stored)
-        return _PooledSum(key, own, column, slots)
+    Attributes:
+        rows: int32 ``[max_tokens]``, read-only: table row of each batch row, `UNSTEERED_ROW` for padding. Valid until
+            the next step is resolved.
+        num_changed: The device copy of the step before is right from this index on; 0: it is right altogether.
+        is_steered: Whether any row is steered.
+    """
 
-    def _sites_of(self, vectors: Vectors) -> dict[Site, int]:
-        """Those of `vectors` that the worker owns, and their indices."""
-        return {site: self._site_ids[site] for site in vectors.sites if site in self._site_ids}
+    rows: Int32Array
+    num_changed: int
+    is_steered: bool
 
-    def _release(self, entries: _Entries) -> None:
-        for entry in entries:
-            if entry is not None:
-                entry.users -= 1
-                if not entry.users:
-                    self._let_rest(entry)
 
-    def _let_rest(self, entry: _PooledSum) -> None:
-        """Keep it for later, but not more of those than the map has columns."""
-        self._idle[entry.key] = None
-        if len(self._idle) > self.map.shape[1]:
-            self._drop_oldest()
+class RowResolver:
+    """The table row of each batch row, step by step, in order. One thread: the step thread.
 
-    def _drop_oldest(self) -> None:
-        key = next(iter(self._idle))
-        del self._idle[key]
-        entry = self._entries.pop(key)
-        self._pool.release(entry.slots)
-        if entry.row != UNSTEERED_ROW:
-            self._unbind(entry)
+    The phase follows from the absolute position: below the length of the prompt it is prefill, also where a preempted
+    request computes it again. While nobody is steered a step costs two comparisons; while the batch stays as it is,
+    nothing is looked up.
 
-    def _bind(self, needed: dict[_PooledSum, None]) -> None:
-        """Give every needed entry a row, at the expense of those that are not needed."""
-        for entry in needed:
-            if entry.row == UNSTEERED_ROW:
-                if not self._free_rows:
-                    self._free_spare(needed)
-                entry.row = heappop(self._free_rows)
-                self._bound[entry.row] = entry
-                self.map[:, entry.row] = entry.column
-                self._dirty.add(entry.row)
+    Args:
+        table: Where the rows of requests are bound.
+        max_tokens: Upper limit of batch rows in one forward, padding included.
+    """
 
-    def _free_spare(self, needed: dict[_PooledSum, None]) -> None:
-        """Free all rows that are not needed, at once: it is rare, and so it stays rare."""
-        spare = [entry for entry in self._bound.values() if entry not in needed]
-        if not spare:
-            raise AssertionError(f"the batch needs more than {self.map.shape[1] - 1} rows")
-        for entry in spare:
-            self._unbind(entry)
+    def __init__(self, table: RowTable, max_tokens: int) -> None:
+        self._table = table
+        self._rows: Int32Array = np.zeros(max_tokens, dtype=np.int32)
+        self._shown = self._rows.view()
+        self._shown.flags.writeable = False
+        self._extent = 0
+        self._idle_step = StepRows(self._shown, 0, False)
+        self._batch: tuple[tuple[str, ...], int, BatchRows | None] = ((), -1, None)
 
-    def _unbind(self, entry: _PooledSum) -> None:
-        del self._bound[entry.row]
-        self._dirty.discard(entry.row)
-        heappush(self._free_rows, entry.row)
-        entry.row = UNSTEERED_ROW
+    def resolve(self, view: BatchView | None) -> StepRows:
+        """Return the rows of the next step; None stands for dummy and idle steps."""
+        batch = None if view is None or self._table.is_idle else self._rows_of(view.req_ids)
+        if view is None or batch is None:
+            return self._clear_step()
+        rows = _lay_out(view, _spread(view, batch))
+        size, extent = len(rows), self._extent
+        if size == extent and np.array_equal(rows, self._rows[:size]):
+            return StepRows(self._shown, 0, True)
+        self._rows[:size] = rows
+        self._rows[size:extent] = UNSTEERED_ROW
+        self._extent = size
+        return StepRows(self._shown, max(size, extent), True)
+
+    def _clear_step(self) -> StepRows:
+        extent, self._extent = self._extent, 0
+        if not extent:
+            return self._idle_step
+        self._rows[:extent] = UNSTEERED_ROW
+        return StepRows(self._shown, extent, False)
+
+    def _rows_of(self, req_ids: tuple[str, ...]) -> BatchRows | None:
+        """Return a batch's rows; the last answer is kept, since decode steps repeat the batch of the step before."""
+        known, version, rows = self._batch
+        if version != self._table.version or known != req_ids:
+            rows = self._table.batch(req_ids)
+            self._batch = (req_ids, self._table.version, rows)
+        return rows
+
+
+def _spread(view: BatchView, batch: BatchRows) -> Int32Array:
+    """Return the table row of every scheduled token, one request after the other: a run of prefill, a run of decode."""
+    num_scheduled = view.num_scheduled
+    counts = np.empty((len(num_scheduled), 2), dtype=np.int64)
+    num_prefill = np.minimum(np.maximum(batch.num_prompt - view.num_computed, 0), num_scheduled, out=counts[:, 0])
+    np.subtract(num_scheduled, num_prefill, out=counts[:, 1])
+    return np.repeat(batch.rows.ravel(), counts.ravel())
+
+
+def _lay_out(view: BatchView, rows: Int32Array) -> Int32Array:
+    """Move the rows to where the runner put their tokens; mostly that is one request after the other already."""
+    before = np.cumsum(view.num_scheduled) - view.num_scheduled
+    if np.array_equal(view.starts, before):
+        return rows
+    index = np.arange(len(rows)) + np.repeat(view.starts - before, view.num_scheduled)
+    laid_out = np.zeros(int(index.max()) + 1 if len(index) else 0, dtype=np.int32)
+    laid_out[index] = rows
+    return laid_out

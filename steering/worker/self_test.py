@@ -1,7 +1,7 @@
 """Start-up proof that every site steers: dummy steps through the very code that will serve.
 
-Each batch row of a dummy step is a request of its own and is steered at one site only, so a row whose output stays as
-it was names the site whose code did not run: a stale graph from a compile cache, or a module that is bypassed.
+Each batch row of a dummy step is a request of its own and is steered at one site only. So a row with unchanged output
+names the site whose code did not run: because of a stale graph from a compile cache, or a module that is bypassed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from headgate.steering.worker.device_tables import DeviceTables
 logger = logging.getLogger("headgate")
 
 STRENGTH = 12288.0
-"""Far beyond what a stream holds, and exact in bf16, fp16 and fp32."""
+"""Size of the vector's values: far beyond the values of a stream, and exact in bf16, fp16 and fp32."""
 SCRATCH_SLOT = 1
 MIN_RESPONSE = 1e-3
-"""Change of a steered row's output, relative to the largest value in it."""
+"""Smallest change of a steered row's output that counts, relative to the largest value in it."""
 
 Run = Callable[[int], Sequence[Tensor]]
 
 
 def check_steering(tables: DeviceTables, sites: Sequence[Site], max_rows: int, run: Run) -> None:
-    """Steer every site once, in as few dummy steps as `max_rows` requests allow.
+    """Steer every site once, in as few dummy steps as `max_rows` requests allow, and leave the tables as new.
 
-    Leaves the tables as new.
+    Args:
+        tables: The worker's.
+        sites: Of the worker, in the order of the tables.
+        max_rows: Requests of one dummy step, at most.
+        run: Runs a dummy step of so many requests, one token each, and returns the tensors that the stage hands on.
 
     Raises:
         SelfTestError: Naming the sites that did not respond.
@@ -74,13 +78,13 @@ def _steered(tables: DeviceTables, chunk: range, run: Run) -> Tensor | None:
 
 
 def _output(run: Run, num_rows: int) -> Tensor | None:
-    """What the stage hands on, ``[num_rows, n]`` in fp32 on the host; None if that is not shown."""
+    """Return the output of the stage, ``[num_rows, n]`` in fp32 on the host; None if it shows none."""
     shown = [tensor.detach().reshape(-1, tensor.shape[-1])[:num_rows].float().cpu() for tensor in run(num_rows)]
     return torch.cat(shown, dim=1) if shown else None
 
 
 def _silent_rows(before: Tensor, again: Tensor, after: Tensor) -> list[int]:
-    """Rows that changed by no more than they do by themselves."""
+    """Return the rows that changed by no more than they do without steering."""
     noise = torch.nan_to_num(again - before, posinf=torch.inf).abs().amax(dim=1)
     change = torch.nan_to_num(after - before).abs().amax(dim=1)
     scale = before.abs().amax(dim=1)

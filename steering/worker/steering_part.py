@@ -15,15 +15,14 @@ from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.sites import Site, parse_sites
 from headgate.steering.config import SteeringConfig
-from headgate.steering.requests.wire import SteeringWire
+from headgate.steering.requests.wire import from_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, sum_of
 from headgate.steering.worker import site_action
 from headgate.steering.worker.device_tables import DeviceTables
-from headgate.steering.worker.row_resolver import RowResolver
-from headgate.steering.worker.row_table import RowTable, rows_needed
+from headgate.steering.worker.row_table import RowResolver, RowTable, rows_needed
 from headgate.steering.worker.self_test import check_steering
-from headgate.steering.worker.slot_pool import SlotPool
+from headgate.steering.worker.vector_pool import SlotPool
 
 logger = logging.getLogger("headgate")
 
@@ -62,29 +61,34 @@ class SteeringPart:
 
     @hookimpl
     def headgate_graph_key(self) -> dict[str, Any]:
-        """Sites and shapes: whatever the traced code depends on."""
+        """Return the sites and shapes that the traced code depends on."""
         sites = [site.name for site in self._sites]
         return {PART: {"sites": sites, "slots": self._config.max_steering_slots, "fires": self._config.fire_counter}}
 
     @hookimpl
     def headgate_request_added(self, new: NewRequest) -> None:
+        """Add a request with what it steers with, if anything."""
         wire = new.wire.get(PART) if new.wire is not None else None
         self._allocated().add(new.req_id, new.num_prompt_tokens, wire)
 
     @hookimpl
     def headgate_plain_request_added(self, req_id: str, num_prompt_tokens: int) -> None:
+        """Add a request without vectors of its own; global vectors act on it."""
         self._allocated().add(req_id, num_prompt_tokens, None)
 
     @hookimpl
     def headgate_request_stopped(self, req_id: str) -> None:
+        """Remove a request."""
         self._allocated().table.remove(req_id)
 
     @hookimpl
     def headgate_needs_plain_steps(self) -> bool:
+        """Return whether anybody is steered: then steps without requests that steer count too."""
         return not self._allocated().table.is_idle
 
     @hookimpl
     def headgate_step_begins(self, view: BatchView | None) -> None:
+        """Aim the tables at the step."""
         self._allocated().step_begins(view)
 
     @hookimpl
@@ -96,6 +100,7 @@ class SteeringPart:
 
     @hookimpl
     def headgate_call(self, part: str, method: str, args: Mapping[str, Any]) -> Any:
+        """Run a method of `WorkerSteering` that the engine core called by name."""
         if part != PART:
             return None
         call = _METHODS.get(method)
@@ -105,6 +110,7 @@ class SteeringPart:
 
     @hookimpl
     def headgate_stats(self) -> dict[str, Any]:
+        """Return the counters of this worker, with the runs of each site if they are counted."""
         stats: dict[str, Any] = self._allocated().stats()
         if self._fires is not None:
             counts = self._fires.tolist()
@@ -153,19 +159,19 @@ class WorkerSteering:
 
     Args:
         config: The operator's.
-        sites: Those of this worker, in the order of the forward pass.
-        facts: The worker's.
+        sites: This worker's, in the order of the forward pass.
+        facts: This worker's.
 
     Attributes:
         table: Requests and rows, on the host.
-        tables: What the forward reads.
+        tables: The memory that the forward reads.
     """
 
     def __init__(self, config: SteeringConfig, sites: Sequence[Site], facts: WorkerFacts) -> None:
         dtype: Any = str(facts.dtype).removeprefix("torch.")
         num_rows = rows_needed(facts.max_num_seqs)
         pool = SlotPool(config.max_steering_slots, facts.model.hidden_size, dtype)
-        self.table = RowTable(sites=sites, num_rows=num_rows, pool=pool, dtype=dtype)
+        self.table = RowTable(sites=sites, num_rows=num_rows, pool=pool)
         self.tables = DeviceTables(
             num_sites=len(sites),
             num_slots=config.max_steering_slots,
@@ -176,60 +182,60 @@ class WorkerSteering:
             device=facts.device,
         )
         self._resolver = RowResolver(self.table, facts.max_tokens)
-        self._library: dict[bytes, PhaseVectors] = {}
+        self._contents: dict[bytes, PhaseVectors] = {}
+        """Vectors of modules by their content keys, until `forget`."""
         self._modules: set[str] = set()
 
     def add(self, req_id: str, num_prompt: int, wire: Mapping[str, Any] | None) -> None:
-        """Take a request; `wire` is what it steers with, None if it does not."""
+        """Add a request with its `SteeringWire`, in which the core resolved the modules; None if it is not steered."""
         if wire is None:
             self.table.add(req_id, num_prompt)
             return
-        own = SteeringWire(wire).spec()
-        prefill = self._sum(wire.get("pp", ()), own.prefill)
-        decode = self._sum(wire.get("dp", ()), own.decode)
+        own = from_wire(wire)
+        prefill = self._sum(wire.get("prefill_parts", ()), own.prefill)
+        decode = self._sum(wire.get("decode_parts", ()), own.decode)
         self.table.add(req_id, num_prompt, prefill, decode)
 
     def step_begins(self, view: BatchView | None) -> None:
         """Aim the tables at a step; None for dummy and idle steps."""
         step = self._resolver.resolve(view)
         with torch.inference_mode():
-            self.tables.follow(self.table.take_writes(), step)
+            self.tables.update(self.table.take_writes(), step)
 
     def set_global(self, spec: Mapping[str, Any]) -> None:
-        """RPC: make the phases of `spec` the global vectors; an empty one clears them."""
-        read = SteeringWire(spec)
-        self.table.set_global(read.prefill(), read.decode())
+        """RPC: set the phases of a `SteeringWire` as the global vectors; an empty one clears them."""
+        read = from_wire(spec)
+        self.table.set_global(read.prefill, read.decode)
 
-    def keep(self, name: str, spec: Mapping[str, Any]) -> None:
-        """RPC: a module was registered, in place of an earlier one of its name."""
+    def keep_module(self, name: str, spec: Mapping[str, Any]) -> None:
+        """RPC: keep the vectors of a registered module, in place of an earlier one of its name."""
         if name in self._modules:
-            self.let_go(name)
-        read = SteeringWire(spec)
-        prefill, decode = read.prefill(), read.decode()
-        self._library.update({vectors.key: vectors for vectors in (prefill, decode) if vectors is not None})
-        self.table.keep(name, prefill, decode)
+            self.release_module(name)
+        read = from_wire(spec)
+        self._contents.update({vectors.key: vectors for vectors in (read.prefill, read.decode) if vectors is not None})
+        self.table.keep_module(name, read.prefill, read.decode)
         self._modules.add(name)
 
-    def let_go(self, name: str) -> None:
-        """RPC: a module was unregistered; requests that use it keep what they have.
+    def release_module(self, name: str) -> None:
+        """RPC: release an unregistered module; requests that use it keep its vectors.
 
-        Nothing happens if it is not kept: where `keep` failed in one worker, it is undone in all.
+        A module that is not kept is passed over: where `keep_module` failed in one worker, it is undone in all.
         """
         if name in self._modules:
             self._modules.remove(name)
-            self.table.let_go(name)
+            self.table.release_module(name)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """RPC: contents of modules that no request refers to any more."""
+        """RPC: forget the contents of modules that no request refers to any more, by their content keys."""
         for key in keys:
-            self._library.pop(key, None)
+            self._contents.pop(key, None)
 
     def checksum(self) -> int:
-        """RPC: the state as a number, equal on all tensor-parallel ranks."""
+        """RPC: return the state as a number, equal on all tensor-parallel ranks."""
         return self.table.checksum()
 
     def stats(self) -> dict[str, Any]:
-        """Plain counters."""
+        """Return plain counters."""
         return {
             "slots_live": self.table.num_live_slots,
             "slots_used": self.table.num_slots_used,
@@ -238,7 +244,7 @@ class WorkerSteering:
 
     def _sum(self, parts: Sequence[tuple[bytes, float]], own: PhaseVectors | None) -> Vectors | None:
         try:
-            named: list[tuple[PhaseVectors | None, float]] = [(self._library[key], scale) for key, scale in parts]
+            named: list[tuple[PhaseVectors | None, float]] = [(self._contents[key], scale) for key, scale in parts]
         except KeyError as error:
             raise AssertionError(f"steering: no module has the content {error.args[0]!r}") from None
         return sum_of([*named, (own, 1.0)])
@@ -246,8 +252,8 @@ class WorkerSteering:
 
 _METHODS: dict[str, Callable[..., Any]] = {
     "set_global": WorkerSteering.set_global,
-    "keep": WorkerSteering.keep,
-    "let_go": WorkerSteering.let_go,
+    "keep_module": WorkerSteering.keep_module,
+    "release_module": WorkerSteering.release_module,
     "forget": WorkerSteering.forget,
     "checksum": WorkerSteering.checksum,
 }

@@ -8,7 +8,7 @@ process, and nothing of headgate but the actions. Variants:
 - tokens: the same with one row of slots for each token, ``carry + pool[slots[:n, site]]``.
 - dense: a table for each site and one index for all, ``carry + table[site][row[:n]]``.
 - pooled: what headgate does: sites, lowered so that the norms' kernels are cut as stock's are, and rows of slot 0 read
-  no vector (`headgate.steering.worker.lowering`).
+  no vector (`headgate.steering.worker.site_action`).
 - rows: one pool, and a map of rows to slots that every site reads, ``carry + pool[map[site][row[:n]]]``.
 
 Idle: all rows are the zero vector. Active: 64 rows are distinct.
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from headgate.steering.worker.lowering import add_pooled, register_add_pooled
+from headgate.steering.worker.site_action import add_pooled, register_add_pooled
 from tests.benchmarks import turns
 from tests.benchmarks.turns import BATCHES, LONG, Job, Served, open_llm, run_rounds, start, stop, table
 

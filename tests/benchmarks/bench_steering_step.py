@@ -16,9 +16,8 @@ from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, WeightedSum
-from headgate.steering.worker.row_resolver import RowResolver, slots_at_sites
-from headgate.steering.worker.row_table import RowTable, rows_needed
-from headgate.steering.worker.slot_pool import SlotPool
+from headgate.steering.worker.row_table import RowResolver, RowTable, rows_needed
+from headgate.steering.worker.vector_pool import SlotPool
 
 HIDDEN = 2560
 HOOKS = (HookPoint.PRE_ATTN, HookPoint.POST_ATTN, HookPoint.POST_MLP)
@@ -42,7 +41,7 @@ def config(sites: tuple[Site, ...], seed: int, *, is_rounded: bool = False) -> P
 
 def table(sites: tuple[Site, ...], num_slots: int = 8500) -> RowTable:
     pool = SlotPool(num_slots, HIDDEN, "bfloat16")
-    return RowTable(sites=sites, num_rows=rows_needed(256), pool=pool, dtype="bfloat16")
+    return RowTable(sites=sites, num_rows=rows_needed(256), pool=pool)
 
 
 def batch(num_scheduled: int, computed: int, req_ids: tuple[str, ...] = REQ_IDS) -> BatchView:
@@ -92,8 +91,8 @@ def requests(num_layers: int) -> None:
 
         return timed(take)
 
-    rows.keep("module", known, known)
-    rows.settle()
+    rows.keep_module("module", known, known)
+    rows.apply_changes()
     show(f"add, unsteered, {where}", [add(lambda: None) for _ in range(1000)])
     show(f"add, named module, {where}", [add(lambda: known) for _ in range(1000)])
     show(
@@ -105,7 +104,7 @@ def requests(num_layers: int) -> None:
     rows.batch([f"r{at}" for at in range(next(number))])
     show(f"writes of {2 * len(fresh)} such configs, per config", [timed(rows.take_writes) / (2 * len(fresh))])
     rows.set_global(known, known)
-    show("global change with those live", [timed(rows.settle)])
+    show("global change with those live", [timed(rows.apply_changes)])
 
 
 def main() -> None:
@@ -122,7 +121,7 @@ def main() -> None:
     table_map = np.zeros((len(sites), rows_needed(256)), dtype=np.int32)
     for num_tokens in (256, 8192):
         tokens = np.arange(num_tokens, dtype=np.int32) % 500
-        times = [timed(lambda: slots_at_sites(table_map, tokens)) for _ in range(50)]  # noqa: B023
+        times = [timed(lambda: table_map[:, tokens]) for _ in range(50)]  # noqa: B023
         show(f"slots of {num_tokens} tokens at {len(sites)} sites, in numpy", times)
 
 

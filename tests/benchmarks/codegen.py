@@ -9,7 +9,7 @@ the first pass over it, "fetched" weights that are asked for in front of it. The
 Gemma are those found on an H200 (torch 2.11). `ahead` is what headgate does there: `pooled`, and the vector of the mid
 stream where the kernel before attention stores the stream; `both` is that, and the capture of ``post_mlp``.
 
-Ways to add: see `headgate.steering.worker.lowering`.
+Ways to add: see `headgate.steering.worker.site_action`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.engine.compiler.inductor_heuristics import register_uncounted, uncounted
-from headgate.steering.worker.lowering import (
+from headgate.steering.worker.site_action import (
     add_pooled,
     add_uncounted,
     gather_rows,

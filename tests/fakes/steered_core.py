@@ -59,7 +59,7 @@ def engine_request(
     priority: int = 0,
     **more: Any,
 ) -> Any:
-    """What a front end sends to an engine core."""
+    """Return the request that a front end sends to an engine core."""
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
@@ -183,7 +183,7 @@ class Core:
         assert (status["slots"]["reserved"], status["waiting"]) == (0, 0)
         left = self.worker.leftovers()
         assert left.pop("slots_used") >= 0  # it keeps some for later
-        assert left == {"requests": [], "library": [], "modules": 0, "slots_live": 0}
+        assert left == {"requests": [], "contents": [], "modules": 0, "slots_live": 0}
         assert not self.scheduler.requests
         assert self.scheduler.kv_cache_manager.usage == 0
 

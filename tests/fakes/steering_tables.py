@@ -12,7 +12,7 @@ from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredT
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, sum_of
 from headgate.steering.worker.row_table import RowTable
-from headgate.steering.worker.slot_pool import SlotPool
+from headgate.steering.worker.vector_pool import SlotPool
 
 HIDDEN = 4
 SITES = tuple(
@@ -46,7 +46,7 @@ def summed(names: tuple[int, ...], scale: float = 1.0) -> Vectors | None:
 
 
 def expected(shared: Vectors | None, own: Vectors | None) -> Float32Rows:
-    """What acts at each site in one phase of a bfloat16 model, one site at a time."""
+    """Return the vectors that act at each site in one phase of a bfloat16 model, one site at a time."""
     values = np.zeros((len(SITES), HIDDEN), dtype=np.float32)
     for side in (shared, own):
         if side is not None:
@@ -59,11 +59,11 @@ def expected(shared: Vectors | None, own: Vectors | None) -> Float32Rows:
 
 def table(*, num_slots: int = 65, num_rows: int = 19, dtype: StoredType = "bfloat16") -> RowTable:
     """A table on `SITES`."""
-    return RowTable(sites=SITES, num_rows=num_rows, pool=SlotPool(num_slots, HIDDEN, dtype), dtype=dtype)
+    return RowTable(sites=SITES, num_rows=num_rows, pool=SlotPool(num_slots, HIDDEN, dtype))
 
 
 class Device:
-    """What the worker's device holds: only what it was told to write."""
+    """The memory of the worker's device, which holds only the writes that it was told of."""
 
     def __init__(self, table: RowTable, *, num_slots: int = 65, dtype: StoredType = "bfloat16") -> None:
         self._dtype: StoredType = dtype
@@ -82,7 +82,7 @@ class Device:
             self.pool[writes.slots.slots] = writes.slots.vectors
 
     def added_at(self, row: int) -> Float32Rows:
-        """What a token with this table row gets at each site, fp32 ``[sites, hidden]``."""
+        """Return the vectors that a token with this table row gets at each site, fp32 ``[sites, hidden]``."""
         return widen(self.pool[self.map[:, row]], self._dtype)
 
 

@@ -19,7 +19,7 @@ from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.engine.setup.settings import model_info, section
 from headgate.capture.schema.batch import NewRequest
 from headgate.steering.config import parse_config
-from headgate.steering.requests.wire import SteeringWire
+from headgate.steering.requests.wire import from_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import sum_of
 from headgate.steering.worker.steering_part import SteeringPart
@@ -51,7 +51,7 @@ class SteeringWorker(FakeWorker):
             is_compiled=False,
         )
         self._part.headgate_allocate(facts)
-        self._library: dict[bytes, PhaseVectors] = {}
+        self._contents: dict[bytes, PhaseVectors] = {}
         self._modules: dict[str, Phases] = {}
         self._shared: Phases = (None, None)
         self._own: dict[str, Phases] = {}
@@ -64,30 +64,30 @@ class SteeringWorker(FakeWorker):
         self.failing: set[str] = set()
 
     def headgate_call(self, part: str, method: str, args: Mapping[str, Any]) -> Any:
-        """What the engine core calls in every worker."""
+        """Run a method that the engine core calls in every worker."""
         self.calls.append(method)
         if method in self.failing:
             self.failing.remove(method)
             raise RuntimeError(f"{method} fails as it was told to")
-        if method in ("set_global", "keep"):
-            spec = SteeringWire(args["spec"]).spec()
+        if method in ("set_global", "keep_module"):
+            spec = from_wire(args["spec"])
             keys = (spec.prefill.key if spec.prefill else None, spec.decode.key if spec.decode else None)
             if method == "set_global":
                 self._shared = keys
             else:
                 self._modules[args["name"]] = keys
-                self._library.update({found.key: found for found in (spec.prefill, spec.decode) if found})
-        elif method == "let_go":
+                self._contents.update({found.key: found for found in (spec.prefill, spec.decode) if found})
+        elif method == "release_module":
             del self._modules[args["name"]]
         elif method == "forget":
             for key in args["keys"]:
-                del self._library[key]
+                del self._contents[key]
         return self._part.headgate_call(part, method, args)
 
     def leftovers(self) -> dict[str, Any]:
-        """What is there for requests and modules."""
+        """Return the state that is held for requests and modules."""
         stats = self._part.headgate_stats()["steering"]
-        return {"requests": sorted(self._own), "library": sorted(self._library), **stats}
+        return {"requests": sorted(self._own), "contents": sorted(self._contents), **stats}
 
     def _follow_ends(self, scheduler_output: Any) -> None:
         for req_id in sorted(scheduler_output.finished_req_ids):
@@ -124,16 +124,16 @@ class SteeringWorker(FakeWorker):
             self._own[new.req_id] = (None, None)
         else:
             self._part.headgate_request_added(NewRequest(req_id=new.req_id, prompt_token_ids=prompt, wire=wire))
-            read = SteeringWire(steering)
+            read = from_wire(steering)
             self._own[new.req_id] = (
-                self._key(steering.get("pp", ()), read.prefill()),
-                self._key(steering.get("dp", ()), read.decode()),
+                self._key(steering.get("prefill_parts", ()), read.prefill),
+                self._key(steering.get("decode_parts", ()), read.decode),
             )
         (blocks,) = new.block_ids
         self._blocks[new.req_id] = list(blocks)
 
     def _key(self, parts: Any, own: PhaseVectors | None) -> bytes | None:
-        found = sum_of([*((self._library[key], scale) for key, scale in parts), (own, 1.0)])
+        found = sum_of([*((self._contents[key], scale) for key, scale in parts), (own, 1.0)])
         return None if found is None else found.key
 
     def _compute(self, req_id: str, num_tokens: int) -> None:
@@ -150,7 +150,7 @@ class SteeringWorker(FakeWorker):
         self.computed[req_id] += num_tokens
 
     def _chain(self, req_id: str, end: int) -> list[bytes]:
-        """What the KV of the first `end` tokens would be under the vectors of now."""
+        """Return the KV that the first `end` tokens would have under the present vectors."""
         request, own = self._requests[req_id], self._own[req_id]
         shared, chain = self._chains.get(req_id, (self._shared, []))
         if shared != self._shared:

@@ -163,7 +163,7 @@ def test_a_change_reaches_every_engine_core(started: Callable[..., Server]) -> N
     assert [slots["reserved"] for slots in server.get("/v1/steering").json()["slots"]] == [0, 0]
 
 
-@pytest.mark.parametrize(("path", "method"), [(SET, "set_global"), (REGISTER, "keep")])
+@pytest.mark.parametrize(("path", "method"), [(SET, "set_global"), (REGISTER, "keep_module")])
 def test_what_one_engine_core_refuses_is_taken_back_in_the_other(
     started: Callable[..., Server], path: str, method: str
 ) -> None:

@@ -128,7 +128,7 @@ def test_a_request_keeps_what_its_name_meant_when_it_came(core: Core) -> None:
         key = core.vectors(layer).key
         assert core.worker.acted[req_id] == {("p", None, key), ("d", None, key)}
     core.done("status")
-    assert core.worker.leftovers()["library"] == []
+    assert core.worker.leftovers()["contents"] == []
 
 
 def test_a_decode_only_global_change_keeps_the_blocks_of_prompts(core: Core) -> None:
@@ -317,7 +317,7 @@ def test_a_worker_that_fails_leaves_the_vectors_as_they_were(core: Core) -> None
     core.worker.failing = {"set_global"}
     with pytest.raises(RuntimeError, match="as it was told to"):
         core.set_global(base=core.vectors(2))
-    core.worker.failing = {"keep"}
+    core.worker.failing = {"keep_module"}
     with pytest.raises(RuntimeError, match="as it was told to"):
         core.register("calm", core.both(2))
 

@@ -141,8 +141,9 @@ def test_the_fields_survive(llm: Any, pass_on: Any) -> None:
 
     steering = note["wire"]["steering"]
     doubled = wire_of(llm, steering_vectors={"post_mlp": {3: 2 * ROW}})
-    assert (steering["p"], steering["d"], steering["m"]) == (doubled["p"], doubled["d"], [["calm", 2.0]])
-    assert [scale for _, scale in steering["pp"]] == [2.0]
+    assert (steering["prefill"]["key"], steering["is_shared"]) == (doubled["prefill"]["key"], doubled["is_shared"])
+    assert steering["modules"] == [["calm", 2.0]]
+    assert [scale for _, scale in steering["prefill_parts"]] == [2.0]
 
 
 def test_one_params_for_many_prompts_is_read_once_and_stays_as_it_was(llm: Any, monkeypatch: Any) -> None:
@@ -274,9 +275,9 @@ def test_modules_are_registered_used_and_forgotten(llm: Any) -> None:
     assert llm.steering.modules() == {"calm": module}
 
     steering = note_of(llm, steering_module_ref=("calm", -1.5))["wire"]["steering"]
-    assert steering["m"] == [["calm", -1.5]]
-    assert [[key.hex(), scale] for key, scale in steering["pp"]] == [[module.prefill.hash, -1.5]]
-    assert [[key.hex(), scale] for key, scale in steering["dp"]] == [[module.decode.hash, -1.5]]
+    assert steering["modules"] == [["calm", -1.5]]
+    assert [[key.hex(), scale] for key, scale in steering["prefill_parts"]] == [[module.prefill.hash, -1.5]]
+    assert [[key.hex(), scale] for key, scale in steering["decode_parts"]] == [[module.decode.hash, -1.5]]
 
     assert llm.steering.unregister("calm") == module
     assert llm.steering.modules() == {}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headgate.capture.engine.core import frames
-from headgate.steering.requests.wire import SteeringWire, to_wire
+from headgate.steering.requests.wire import from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import SteeringSpec
 from headgate.steering.vectors.sums import peak
 from tests.fakes.steered_core import PART, engine_config, engine_request, naming, vectors
@@ -99,7 +99,7 @@ def test_a_request_that_is_refused_ends_alone(client: Client) -> None:
 def test_calls_cross_as_plain_values(client: Client) -> None:
     spec = to_wire(client.five(1.0))
     described = client.call("register", name="calm", spec=spec)["ok"]
-    assert described["hash"] == {"prefill": spec["p"].hex(), "decode": spec["p"].hex()}
+    assert described["hash"] == {"prefill": spec["prefill"]["key"].hex(), "decode": spec["prefill"]["key"].hex()}
     (listed,) = client.call("modules")["ok"]
     assert listed == described
     assert client.call("names")["ok"] == [{"name": "calm", "peak": peak(client.five(1.0).prefill)}]
@@ -132,14 +132,14 @@ def test_long_vectors_travel_in_frames_of_their_own(client: Client, monkeypatch:
     monkeypatch.setattr(frames, "LONG", 64)
     spec = client.five(1.0)
     wire = frames.lift(to_wire(spec))
-    assert isinstance(wire["pb"], frames.Frame)
+    assert isinstance(wire["prefill"]["payload"], frames.Frame)
 
     described = client.call("register", name="calm", spec=wire)["ok"]
-    assert described["hash"]["prefill"] == wire["p"].hex()
+    assert described["hash"]["prefill"] == wire["prefill"]["key"].hex()
     exported = client.call("export_module", name="calm")["ok"]
-    assert isinstance(exported["pb"], frames.Frame)
-    assert SteeringWire(exported).spec() == spec
-    assert bytes(exported["pb"]) == to_wire(spec)["pb"]
+    assert isinstance(exported["prefill"]["payload"], frames.Frame)
+    assert from_wire(exported) == spec
+    assert bytes(exported["prefill"]["payload"]) == to_wire(spec)["prefill"]["payload"]
     client.call("unregister", name="calm")
 
     request = client.request("long", spec)

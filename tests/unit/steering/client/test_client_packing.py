@@ -1,4 +1,4 @@
-"""What the client packs reads back as the same vectors; what it cannot read it names."""
+"""Vectors that the client packs read back as the same vectors; values that it cannot read are named."""
 
 from __future__ import annotations
 

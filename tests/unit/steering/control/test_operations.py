@@ -1,4 +1,4 @@
-"""What users' calls come to, over engine cores that are played by the real authority, without vLLM."""
+"""Users' calls over engine cores that are played by the real authority, without vLLM."""
 
 from __future__ import annotations
 

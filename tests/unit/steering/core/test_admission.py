@@ -1,4 +1,4 @@
-"""Whoever runs has its slots, whoever waits gets them in order, and nobody waits for ever."""
+"""Every request that runs has its slots; waiting requests get them in order, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         try:
             goes = self.reservations.offer(req_id, demand(*own), req_id, priority=priority)
         except RequestError:
-            assert not self.reservations.is_waiting(req_id)
+            assert self.reservations.num_waiting == len(self.waiting)
             return
         self.vectors[req_id] = own
         if goes:
@@ -65,7 +65,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             self.run(req_id)
         else:
             self.waiting = sorted([*self.waiting, (priority, self.count, req_id)])
-            assert self.reservations.is_waiting(req_id)
+            assert self.reservations.num_waiting == len(self.waiting)
 
     def run(self, req_id: str) -> None:
         self.running.append(req_id)
@@ -112,17 +112,17 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.pump()
 
     @rule(name=st.integers(0, 1), own=phases())
-    def keep_or_let_go(self, name: int, own: tuple[PhaseVectors | None, PhaseVectors | None]) -> None:
+    def keep_or_release_module(self, name: int, own: tuple[PhaseVectors | None, PhaseVectors | None]) -> None:
         if f"m{name}" in self.kept:
-            self.reservations.let_go(f"m{name}")
-            self.table.let_go(f"m{name}")
+            self.reservations.release_module(f"m{name}")
+            self.table.release_module(f"m{name}")
             self.kept.remove(f"m{name}")
         else:
             try:
-                self.reservations.keep(f"m{name}", demand(*own), "module")
+                self.reservations.keep_module(f"m{name}", demand(*own), "module")
             except RequestError:
                 return
-            self.table.keep(f"m{name}", *own)
+            self.table.keep_module(f"m{name}", *own)
             self.kept.add(f"m{name}")
         self.pump()
 
@@ -155,7 +155,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         if not hasattr(self, "reservations"):
             return
         for name in self.kept:
-            self.reservations.let_go(name)
+            self.reservations.release_module(name)
         self.reservations.set_global(Demand(), "global")
         self.pump()
         while self.running:
@@ -232,7 +232,7 @@ def test_phases_of_global_vectors_that_differ_make_two_sums_of_one_config() -> N
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     reservations: Reservations[str] = Reservations(10)
-    reservations.keep("module", one(b"m", 3), "module")
+    reservations.keep_module("module", one(b"m", 3), "module")
     reservations.set_global(one(b"g", 2), "global")
 
     with pytest.raises(RequestError, match="steering_vectors: needs 6 vector slots, but only 5 of 10 can be free") as e:
@@ -252,7 +252,7 @@ def test_a_change_that_would_strand_somebody_is_refused() -> None:
     with pytest.raises(RequestError, match="together with running requests"):
         reservations.set_global(one(b"g", 8), "global")
     with pytest.raises(RequestError, match="request b, which waits, could never run"):
-        reservations.keep("module", one(b"m", 3), "module")
+        reservations.keep_module("module", one(b"m", 3), "module")
 
     reservations.release("a")
     assert reservations.admit() == ["b"]

@@ -26,9 +26,9 @@ def naming(*refs: tuple[str, float], own: PhaseVectors | None = None) -> Steerin
 
 
 def taken(state: SteeringState, spec: SteeringSpec) -> Resolved:
-    """What a request that ends at once would have been steered by."""
-    resolved = state.take("passing", spec)
-    state.let_go("passing")
+    """Return the resolved steering of a request that ends at once."""
+    resolved = state.resolve("passing", spec)
+    state.release("passing")
     return resolved
 
 
@@ -82,16 +82,16 @@ def test_scale_zero_is_plain_but_the_name_must_exist(state: SteeringState) -> No
 
 
 def test_a_name_registered_anew_steers_later_requests_only(state: SteeringState) -> None:
-    earlier = state.take("r", naming(("both", 2.0)))
+    earlier = state.resolve("r", naming(("both", 2.0)))
 
     registered(state, "both", CONFIGS[6], CONFIGS[6])
 
     later = taken(state, naming(("both", 2.0)))
     assert later.prefill != earlier.prefill
-    assert state.take_dropped() == ()
-    state.let_go("r")
-    assert state.take_dropped() == (CONFIGS[0].key,)
-    assert state.take_dropped() == ()
+    assert state.take_unused() == ()
+    state.release("r")
+    assert state.take_unused() == (CONFIGS[0].key,)
+    assert state.take_unused() == ()
 
 
 def test_the_same_content_registered_anew_has_the_same_keys(state: SteeringState) -> None:
@@ -100,20 +100,20 @@ def test_the_same_content_registered_anew_has_the_same_keys(state: SteeringState
     registered(state, "both", vectors({0: 1.0}), vectors({0: 1.0}))
 
     assert taken(state, naming(("both", 2.0))) == earlier
-    assert state.take_dropped() == ()
+    assert state.take_unused() == ()
 
 
 def test_content_is_dropped_once_neither_a_name_nor_a_request_refers_to_it(state: SteeringState) -> None:
     registered(state, "alias", CONFIGS[1], CONFIGS[1])
-    state.take("r", naming(("alias", 1.0)))
+    state.resolve("r", naming(("alias", 1.0)))
 
     state.unregister("phases")
-    assert state.take_dropped() == (CONFIGS[2].key,)
+    assert state.take_unused() == (CONFIGS[2].key,)
     state.unregister("alias")
-    assert state.take_dropped() == ()
-    state.let_go("r")
-    state.let_go("never held")
-    assert state.take_dropped() == (CONFIGS[1].key,)
+    assert state.take_unused() == ()
+    state.release("r")
+    state.release("never held")
+    assert state.take_unused() == (CONFIGS[1].key,)
 
 
 def test_an_unregistered_name_is_unknown(state: SteeringState) -> None:
@@ -201,7 +201,7 @@ def test_sums_that_might_not_be_finite_in_the_models_dtype_are_refused(scale: fl
     registered(state, "both", CONFIGS[5], CONFIGS[5])
 
     with pytest.raises(RequestError, match="use smaller vectors or scales") as error:
-        state.take("r", naming(("both", scale)), "steering_module_ref")
+        state.resolve("r", naming(("both", scale)), "steering_module_ref")
 
     assert error.value.field == "steering_module_ref"
 
@@ -220,11 +220,11 @@ def test_vectors_that_leave_no_room_for_a_sum_are_refused_in_modules_and_global_
 
 def test_a_refused_request_refers_to_nothing(state: SteeringState) -> None:
     with pytest.raises(RequestError):
-        state.take("r", naming(("both", 1.0), ("nobody", 1.0)))
+        state.resolve("r", naming(("both", 1.0), ("nobody", 1.0)))
 
     state.unregister("both")
 
-    assert state.take_dropped() == (CONFIGS[0].key,)
+    assert state.take_unused() == (CONFIGS[0].key,)
 
 
 def test_names_may_change_while_requests_are_taken_in(state: SteeringState) -> None:
@@ -238,14 +238,14 @@ def test_names_may_change_while_requests_are_taken_in(state: SteeringState) -> N
     thread = Thread(target=change)
     thread.start()
     for number in range(2000):
-        resolved = state.take(f"r{number}", naming(("both", 1.0)))
+        resolved = state.resolve(f"r{number}", naming(("both", 1.0)))
         assert resolved.prefill in contents
-        assert resolved.prefill not in state.take_dropped()
-        state.let_go(f"r{number}")
+        assert resolved.prefill not in state.take_unused()
+        state.release(f"r{number}")
     thread.join(TIMEOUT_S)
 
     assert not thread.is_alive()
     state.unregister("both")
     state.unregister("phases")
-    assert set(state.take_dropped()) >= {CONFIGS[1].key, CONFIGS[2].key}
+    assert set(state.take_unused()) >= {CONFIGS[1].key, CONFIGS[2].key}
     assert not state._users.keys() & contents

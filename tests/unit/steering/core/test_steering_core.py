@@ -14,7 +14,7 @@ from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.core.steering_core import SteeringCore, open_core
 from headgate.steering.files.vector_files import VectorFile, save
-from headgate.steering.requests.wire import SteeringWire, to_wire
+from headgate.steering.requests.wire import from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, SteeringSpec
 from tests.fakes.steering_tables import CONFIGS, HIDDEN, vectors
 
@@ -90,8 +90,8 @@ def test_workers_get_the_content_of_names_and_their_scales(core: SteeringCore) -
     core.call("register", {"name": "calm", "spec": to_wire(SteeringSpec(decode=CONFIGS[1]))})
     taken = core.accept("r", NAMED)
 
-    assert taken == {**NAMED, "dp": [[CONFIGS[1].key, 2.0]]}
-    assert "dp" not in NAMED
+    assert taken == {**NAMED, "decode_parts": [[CONFIGS[1].key, 2.0]]}
+    assert "decode_parts" not in NAMED
     keys = core.block_keys("r")
     assert keys is not None
     assert keys.of_block(0, 4, 4) == ()
@@ -112,12 +112,12 @@ def test_contents_are_forgotten_when_their_last_user_is_gone(core: SteeringCore,
     core.accept("r", NAMED)
     core.offer("r", priority=0, is_session=False)
     core.call("register", {"name": "calm", "spec": both(CONFIGS[1])})
-    assert workers.methods == ["keep", "keep"]
+    assert workers.methods == ["keep_module", "keep_module"]
     core.release("r")
     core.call("status", {})
     assert workers.calls[2:] == [("forget", {"keys": [CONFIGS[0].key]})]
     core.call("unregister", {"name": "calm"})
-    assert workers.calls[3:] == [("let_go", {"name": "calm"}), ("forget", {"keys": [CONFIGS[1].key]})]
+    assert workers.calls[3:] == [("release_module", {"name": "calm"}), ("forget", {"keys": [CONFIGS[1].key]})]
 
 
 def test_slots_wait_and_are_handed_on(core: SteeringCore) -> None:
@@ -173,7 +173,7 @@ def test_global_vectors_go_to_the_workers_as_phases(core: SteeringCore, workers:
         "set_global", {"tiers": {"base": tier(CONFIGS[0]), "prefill": None, "decode": None}, "replace": True}
     )
     ((method, args),) = workers.calls
-    spec = SteeringWire(args["spec"]).spec()
+    spec = from_wire(args["spec"])
     assert (method, workers.restarts) == ("set_global", 1)
     assert (spec.prefill, spec.decode) == (CONFIGS[0], CONFIGS[0])
     assert status["global"]["hash"] == {"prefill": CONFIGS[0].key.hex(), "decode": CONFIGS[0].key.hex()}
@@ -205,9 +205,9 @@ CHANGES = {
 }
 UNDONE = {
     "global": ("set_global", {"spec": {}}),
-    "new": ("let_go", {"name": "new"}),
-    "again": ("keep", {"name": "calm", "spec": both(CONFIGS[0])}),
-    "unregister": ("keep", {"name": "calm", "spec": both(CONFIGS[0])}),
+    "new": ("release_module", {"name": "new"}),
+    "again": ("keep_module", {"name": "calm", "spec": both(CONFIGS[0])}),
+    "unregister": ("keep_module", {"name": "calm", "spec": both(CONFIGS[0])}),
 }
 
 
@@ -263,7 +263,7 @@ def test_modules_of_the_configuration_are_there_from_the_start(tmp_path: Path, w
 
     (module,) = core.call("modules", {})
     assert (module["name"], module["hash"]["decode"]) == ("calm", CONFIGS[0].key.hex())
-    assert workers.methods == ["keep"]
+    assert workers.methods == ["keep_module"]
     assert core.call("status", {})["slots"] == {"capacity": 8, "reserved": 1}
 
 

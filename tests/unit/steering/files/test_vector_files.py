@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import safetensors
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.files import tensor_bytes
 from headgate.steering.files.vector_files import VectorFile, VectorFileError, load, save
 from headgate.steering.requests.request_fields import read_module
 from headgate.steering.vectors.phase_vectors import PhaseVectors
@@ -229,3 +231,43 @@ def test_a_save_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
 
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_versions_of_the_library_below_0_8_get_dicts(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.delattr(safetensors, "TensorSpec", raising=False)
+    monkeypatch.setattr(safetensors, "serialize", lambda specs, metadata: given.append((specs, metadata)) or b"file")
+
+    content = tensor_bytes.encode({"v": tensor_bytes.Tensor(dtype, (2,), b"12345678")}, {"note": "mine"})
+
+    names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+    assert content == b"file"
+    assert given == [({"v": {"dtype": names[dtype], "shape": [2], "data": b"12345678"}}, {"note": "mine"})]
+
+
+def header(text: dict[str, Any], data: bytes) -> bytes:
+    encoded = json.dumps(text).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + data
+
+
+def tensor(start: int, stop: int, *shape: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header({"a": tensor(4, 8, 1)}, bytes(8)),
+        header({"a": tensor(0, 4, 1), "b": tensor(0, 4, 1)}, bytes(4)),
+        header({"a": tensor(0, 4, 2)}, bytes(4)),
+        header({"a": tensor(0, 4, 2**62, 2**62)}, bytes(4)),
+        header({"a": tensor(0, 4, 1)}, bytes(8)),
+        header({"__metadata__": {"a": 1}, "b": tensor(0, 4, 1)}, bytes(4)),
+        (1 << 40).to_bytes(8, "little") + b"{}",
+    ],
+    ids=["gap", "overlap", "size", "giant shape", "bytes behind", "metadata", "giant header"],
+)
+def test_a_malformed_safetensors_file_is_refused_before_anything_is_copied(content: bytes) -> None:
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        tensor_bytes.decode(content)

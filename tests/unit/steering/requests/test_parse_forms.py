@@ -21,16 +21,16 @@ from headgate.steering.requests.request_fields import (
     read_steering,
     read_tier,
 )
-from headgate.steering.requests.wire import SteeringWire, to_wire
-from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors
+from headgate.steering.requests.wire import from_wire, to_wire
+from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, SteeringSpec
 from tests.fakes.vector_forms import ALL_SITES, HIDDEN, Rows, bits_of, exact_rows, forms, model, nested
 
 SITE = Site(1, HookPoint.POST_MLP)
 ONES = np.ones(HIDDEN, np.float32)
 
 
-def received(spec: object) -> SteeringWire:
-    return SteeringWire(msgspec.msgpack.decode(msgspec.msgpack.encode(spec)))
+def received(wire: object) -> SteeringSpec:
+    return from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(wire)))
 
 
 @given(case=exact_rows())
@@ -65,10 +65,10 @@ def test_tiers_add_up_in_float32_and_the_wire_keeps_every_bit(
     if spec is None:
         assert expected == [{}, {}]
         return
-    wire = received(to_wire(spec))
-    assert wire.spec() == spec
-    assert wire.num_vectors == spec.num_vectors
-    for sent, got, values in zip((spec.prefill, spec.decode), (wire.prefill(), wire.decode()), expected, strict=True):
+    arrived = received(to_wire(spec))
+    assert arrived == spec
+    assert arrived.num_vectors == spec.num_vectors
+    for sent, got, values in zip((spec.prefill, spec.decode), (arrived.prefill, arrived.decode), expected, strict=True):
         assert got == sent
         assert as_rows(got) == values
         assert got is None or sent is None or got.payload == sent.payload
@@ -125,8 +125,8 @@ def test_scales_are_multiplied_in_before_the_tiers_are_added() -> None:
     assert as_rows(spec.prefill) == {SITE: [1.5] * HIDDEN}
     assert as_rows(spec.decode) == {SITE: [2.0] * HIDDEN}
     assert spec.num_vectors == 2
-    wire = received(to_wire(spec))
-    assert [phase and phase.peak for phase in (wire.prefill(), wire.decode())] == [1.5, 2.0]
+    arrived = received(to_wire(spec))
+    assert [phase and phase.peak for phase in (arrived.prefill, arrived.decode)] == [1.5, 2.0]
 
 
 def test_a_base_alone_travels_once_and_is_one_object_for_both_phases() -> None:
@@ -134,19 +134,23 @@ def test_a_base_alone_travels_once_and_is_one_object_for_both_phases() -> None:
 
     assert spec is not None
     assert spec.prefill is spec.decode
-    wire = received(to_wire(spec))
-    assert wire.prefill_key == wire.decode_key
-    assert set(wire.wire) == {"h", "p", "ps", "pt", "pb", "pm", "d"}
-    assert wire.num_vectors == 1
+    wire = to_wire(spec)
+    assert set(wire) == {"prefill", "is_shared"}
+    arrived = received(wire)
+    assert arrived.prefill is not None
+    assert arrived.decode is not None
+    assert arrived.prefill.key == arrived.decode.key
+    assert arrived.num_vectors == 1
 
 
 def test_decode_alone_has_no_prefill() -> None:
     spec = read_steering({DECODE: {"post_mlp": {1: ONES}}}, model())
 
     assert spec is not None
-    wire = received(to_wire(spec))
-    assert (wire.prefill_key, wire.prefill()) == (None, None)
-    assert as_rows(wire.decode()) == {SITE: [1.0] * HIDDEN}
+    wire = to_wire(spec)
+    arrived = received(wire)
+    assert ("prefill" in wire, arrived.prefill) == (False, None)
+    assert as_rows(arrived.decode) == {SITE: [1.0] * HIDDEN}
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ class Worker:
         self.hook.headgate_step_begins(view=view, token_ids=None)
 
     def added(self, site: Site, num_tokens: int) -> torch.Tensor:
-        """What the forward adds to a stream of zeros at `site`."""
+        """Return the vectors that the forward adds to a stream of zeros at `site`."""
         module, runs = self.modules[site]
         carry = torch.zeros(num_tokens, HIDDEN)
         return forward_wrappers.chained(runs)(module, site.hook.value, SiteValue(carry, None, carry))
@@ -149,10 +149,10 @@ def test_global_vectors_act_on_bystanders_and_add_up_with_requests():
 
 def test_modules_are_added_by_content_and_outlive_their_name_while_a_request_uses_them():
     worker, module, own = Worker(), vectors(1), vectors(2)
-    worker.call("keep", name="calm", spec=to_wire(SteeringSpec(prefill=module, decode=module)))
-    named = {"pp": [[module.key, 2.0]], "dp": [[module.key, 2.0]]}
+    worker.call("keep_module", name="calm", spec=to_wire(SteeringSpec(prefill=module, decode=module)))
+    named = {"prefill_parts": [[module.key, 2.0]], "decode_parts": [[module.key, 2.0]]}
     worker.add("a", 1, SteeringSpec(prefill=own), **named)
-    worker.call("let_go", name="calm")
+    worker.call("release_module", name="calm")
 
     worker.step(("a", 0, 3))
 
@@ -170,7 +170,7 @@ def test_registering_a_name_again_takes_the_place_of_what_it_was():
     worker = Worker()
     for seed in (1, 2, 3):
         spec = SteeringSpec(prefill=vectors(seed), decode=vectors(seed))
-        worker.call("keep", name="calm", spec=to_wire(spec))
+        worker.call("keep_module", name="calm", spec=to_wire(spec))
         worker.add("a", 1)
         worker.step(("a", 0, 1))
         worker.stop("a")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headgate.steering.requests.identity_cache import IdentityCache
+from headgate.steering.requests.reader import IdentityCache
 
 VALUES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "an array": (lambda: np.ones(4, np.float32), lambda array: array.__imul__(2)),
@@ -26,47 +26,47 @@ VALUES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 @pytest.mark.parametrize(("make", "change"), VALUES.values(), ids=VALUES.keys())
 def test_values_are_known_until_they_change(make: Callable[[], Any], change: Callable[[Any], object]) -> None:
-    memo: IdentityCache[str] = IdentityCache()
+    cache: IdentityCache[str] = IdentityCache()
     value = make()
-    assert memo.find({"field": value}) is None
-    memo.keep({"field": value}, "result")
+    assert cache.find({"field": value}) is None
+    cache.keep({"field": value}, "result")
 
-    found = memo.find({"field": value})
+    found = cache.find({"field": value})
     assert found is not None
     assert found.result == "result"
-    assert memo.find({"other": value}) is None
-    assert memo.find({"field": make()}) is None  # an equal value, but another object
+    assert cache.find({"other": value}) is None
+    assert cache.find({"field": make()}) is None  # an equal value, but another object
     change(value)
-    assert memo.find({"field": value}) is None
+    assert cache.find({"field": value}) is None
 
 
 def test_tensors_are_known_until_they_change() -> None:
     torch = pytest.importorskip("torch")
-    memo: IdentityCache[int] = IdentityCache()
+    cache: IdentityCache[int] = IdentityCache()
     tensor = torch.ones(4, dtype=torch.bfloat16)
-    memo.keep({"field": tensor}, 1)
-    assert memo.find({"field": tensor}) is not None
+    cache.keep({"field": tensor}, 1)
+    assert cache.find({"field": tensor}) is not None
 
     tensor.view(torch.int16).numpy()[0] += 1  # not seen by the tensor's own counter of changes
-    assert memo.find({"field": tensor}) is None
+    assert cache.find({"field": tensor}) is None
 
 
 def test_nothing_is_a_result_too() -> None:
-    memo: IdentityCache[None] = IdentityCache()
+    cache: IdentityCache[None] = IdentityCache()
     value = [1.0]
-    memo.keep({"field": value}, None)
+    cache.keep({"field": value}, None)
 
-    found = memo.find({"field": value})
+    found = cache.find({"field": value})
     assert found is not None
     assert found.result is None
 
 
 def test_the_oldest_is_forgotten() -> None:
-    memo: IdentityCache[int] = IdentityCache(capacity=2)
+    cache: IdentityCache[int] = IdentityCache(capacity=2)
     values = [[float(i)] for i in range(3)]
-    memo.keep({"field": values[0]}, 0)
-    memo.keep({"field": values[1]}, 1)
-    memo.find({"field": values[0]})
-    memo.keep({"field": values[2]}, 2)
+    cache.keep({"field": values[0]}, 0)
+    cache.keep({"field": values[1]}, 1)
+    cache.find({"field": values[0]})
+    cache.keep({"field": values[2]}, 2)
 
-    assert [memo.find({"field": value}) is not None for value in values] == [True, False, True]
+    assert [cache.find({"field": value}) is not None for value in values] == [True, False, True]

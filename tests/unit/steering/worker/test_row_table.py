@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from headgate.steering.vectors.sums import Vectors
 from headgate.steering.worker.row_table import RowTable, rows_needed
-from headgate.steering.worker.slot_pool import SlotPool
+from headgate.steering.worker.vector_pool import SlotPool
 from tests.fakes.steering_tables import CONFIGS, HIDDEN, SITES, Device, expected, summed, table
 
 MAX_NUM_SEQS = 4
@@ -24,7 +24,7 @@ Phases = tuple[Vectors | None, Vectors | None]
 
 @st.composite
 def phases(draw: st.DrawFn) -> Phases:
-    """What a request or the operator asks for: often the same in both phases, often nothing in one."""
+    """Vectors of a request or of the operator: often the same in both phases, often nothing in one."""
     prefill = summed(draw(PARTS), draw(SCALE))
     return prefill, prefill if draw(st.booleans()) else summed(draw(PARTS), draw(SCALE))
 
@@ -62,12 +62,12 @@ class RowMachine(RuleBasedStateMachine):
             each.set_global(*shared)
 
     @rule(name=st.integers(0, 2), own=phases())
-    def keep_or_let_go(self, name: int, own: Phases) -> None:
+    def keep_or_release_module(self, name: int, own: Phases) -> None:
         for each in self.tables:
             if f"m{name}" in self.kept:
-                each.let_go(f"m{name}")
+                each.release_module(f"m{name}")
             else:
-                each.keep(f"m{name}", *own)
+                each.keep_module(f"m{name}", *own)
         self.kept ^= {f"m{name}"}
 
     @precondition(lambda self: self.requests)
@@ -97,12 +97,12 @@ class RowMachine(RuleBasedStateMachine):
             for req_id in self.requests:
                 each.remove(req_id)
             for name in self.kept:
-                each.let_go(name)
+                each.release_module(name)
             each.set_global(None, None)
-            each.settle()
+            each.apply_changes()
             assert each.is_idle
             assert each.num_live_slots == 0
-            each.drop_idle()
+            each.drop_unused()
             assert each.num_slots_used == 0
 
 
@@ -222,14 +222,14 @@ def test_what_nobody_uses_makes_room() -> None:
         assert rows_in(steered, f"a{round_}")
         steered.remove(f"a{round_}")
 
-    steered.drop_idle()
+    steered.drop_unused()
     assert steered.num_slots_used == 0
 
 
 def test_a_module_that_is_kept_is_in_the_pool_before_a_request_names_it() -> None:
     steered = table(num_slots=10)
-    steered.keep("module", CONFIGS[4], CONFIGS[4])
-    steered.settle()
+    steered.keep_module("module", CONFIGS[4], CONFIGS[4])
+    steered.apply_changes()
     assert steered.take_writes() is not None
     for config in (CONFIGS[2], CONFIGS[1], CONFIGS[0]):
         steered.add("b", 5, config, config)
@@ -251,8 +251,8 @@ def test_an_operators_change_waits_until_it_is_known_who_has_finished() -> None:
     assert rows_in(steered, "a")
 
     steered.set_global(CONFIGS[4], CONFIGS[4])
-    steered.keep("module", CONFIGS[0], CONFIGS[0])
-    steered.let_go("module")
+    steered.keep_module("module", CONFIGS[0], CONFIGS[0])
+    steered.release_module("module")
     steered.remove("a")
     steered.add("b", 5)
 
@@ -275,7 +275,7 @@ def test_vectors_beyond_the_pool_are_noticed() -> None:
 
 
 def test_ranks_of_other_stages_hold_their_own_sites_only() -> None:
-    stage = RowTable(sites=SITES[3:], num_rows=7, pool=SlotPool(65, HIDDEN, "float32"), dtype="float32")
+    stage = RowTable(sites=SITES[3:], num_rows=7, pool=SlotPool(65, HIDDEN, "float32"))
     whole = table(dtype="float32")
     for each in (stage, whole):
         each.add("a", 5, CONFIGS[0], CONFIGS[4])

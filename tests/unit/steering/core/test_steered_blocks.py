@@ -5,32 +5,32 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.steering.core.cache_keys import PhaseKeys, block_keys, phase_keys
+from headgate.steering.core.steering_core import SteeredBlocks
 
 BLOCK = 4
 KEY = st.none() | st.sampled_from([b"a", b"b", b"ab"])
 
 
-def keys_of(num_tokens: int, num_prompt: int, keys: PhaseKeys) -> list[tuple[tuple[str, str], ...]]:
-    return [block_keys(at, at + BLOCK, num_prompt, keys) for at in range(0, num_tokens - BLOCK + 1, BLOCK)]
+def keys_of(num_tokens: int, num_prompt: int, keys: SteeredBlocks) -> list[tuple[tuple[str, str], ...]]:
+    return [keys.of_block(at, at + BLOCK, num_prompt) for at in range(0, num_tokens - BLOCK + 1, BLOCK)]
 
 
-def acting(num_tokens: int, num_prompt: int, keys: PhaseKeys) -> list[tuple[str | None, ...]]:
-    """What acts on each token of each block."""
+def acting(num_tokens: int, num_prompt: int, keys: SteeredBlocks) -> list[tuple[str | None, ...]]:
+    """Return the names that act on each token of each block."""
     by_token = [keys.prefill if position < num_prompt else keys.decode for position in range(num_tokens)]
     return [tuple(by_token[at : at + BLOCK]) for at in range(0, num_tokens - BLOCK + 1, BLOCK)]
 
 
-def joined(shared: bytes | None, own: bytes | None) -> PhaseKeys:
-    return phase_keys(global_prefill=shared, global_decode=shared, prefill=own, decode=own)
+def joined(shared: bytes | None, own: bytes | None) -> SteeredBlocks:
+    return SteeredBlocks.join(global_prefill=shared, global_decode=shared, prefill=own, decode=own)
 
 
 @given(
     prompts=st.tuples(st.integers(1, 14), st.integers(1, 14)),
-    keys=st.tuples(*[st.builds(PhaseKeys, *[st.sampled_from([None, "a", "b"])] * 2)] * 2),
+    keys=st.tuples(*[st.builds(SteeredBlocks, *[st.sampled_from([None, "a", "b"])] * 2)] * 2),
 )
 def test_blocks_have_equal_keys_exactly_if_the_same_acted_on_each_token(
-    prompts: tuple[int, int], keys: tuple[PhaseKeys, PhaseKeys]
+    prompts: tuple[int, int], keys: tuple[SteeredBlocks, SteeredBlocks]
 ) -> None:
     one, other = (keys_of(16, *pair) for pair in zip(prompts, keys, strict=True))
     tokens_one, tokens_other = (acting(16, *pair) for pair in zip(prompts, keys, strict=True))
@@ -42,7 +42,7 @@ def test_blocks_have_equal_keys_exactly_if_the_same_acted_on_each_token(
 
 @given(num_prompt=st.integers(1, 14), decode=st.sampled_from(["a", "b"]))
 def test_decode_steering_leaves_the_prompts_blocks_alone(num_prompt: int, decode: str) -> None:
-    keys = keys_of(16, num_prompt, PhaseKeys(None, decode))
+    keys = keys_of(16, num_prompt, SteeredBlocks(None, decode))
 
     assert all(key == () for key in keys[: num_prompt // BLOCK])
     assert all(key for key in keys[num_prompt // BLOCK :])
@@ -50,7 +50,7 @@ def test_decode_steering_leaves_the_prompts_blocks_alone(num_prompt: int, decode
 
 def test_blocks_on_which_nothing_acts_have_stock_keys() -> None:
     assert keys_of(16, 6, joined(None, None)) == [()] * 4
-    assert keys_of(16, 8, PhaseKeys("a", None))[2:] == [(), ()]
+    assert keys_of(16, 8, SteeredBlocks("a", None))[2:] == [(), ()]
 
 
 @given(first=KEY, second=KEY, third=KEY, fourth=KEY)
@@ -65,12 +65,12 @@ def test_sums_of_different_parts_have_different_names(
 
 
 def test_a_global_change_of_one_phase_leaves_the_keys_of_the_other() -> None:
-    before = phase_keys(global_prefill=b"g", global_decode=b"g", prefill=b"p", decode=b"d")
-    after = phase_keys(global_prefill=b"g", global_decode=b"h", prefill=b"p", decode=b"d")
+    before = SteeredBlocks.join(global_prefill=b"g", global_decode=b"g", prefill=b"p", decode=b"d")
+    after = SteeredBlocks.join(global_prefill=b"g", global_decode=b"h", prefill=b"p", decode=b"d")
 
     assert keys_of(8, 8, before) == keys_of(8, 8, after)
     assert keys_of(16, 8, before)[2:] != keys_of(16, 8, after)[2:]
 
 
 def test_an_extra_key_is_a_pair_as_vllm_expects_it() -> None:
-    assert block_keys(0, 4, 8, joined(None, b"\x01\xff")) == (("headgate", "01ff"),)
+    assert joined(None, b"\x01\xff").of_block(0, 4, 8) == (("headgate", "01ff"),)

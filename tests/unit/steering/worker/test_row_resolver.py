@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headgate.capture.schema.batch import BatchView
 from headgate.steering.vectors.phase_vectors import PhaseVectors
-from headgate.steering.worker.row_resolver import RowResolver, slots_at_sites
-from headgate.steering.worker.row_table import RowTable
-from tests.fakes.steering_tables import CONFIGS, Device, expected, summed, table, view
+from headgate.steering.worker.device_tables import DeviceTables
+from headgate.steering.worker.row_table import RowResolver, RowTable
+from tests.fakes.steering_tables import CONFIGS, HIDDEN, Device, expected, summed, table, view
 from tests.strategies import Step, schedules
 
 MAX_TOKENS = 600
@@ -162,12 +163,22 @@ def test_an_idle_step_does_not_look_at_the_batch() -> None:
 
 
 def test_slots_are_resolved_for_all_sites_at_once() -> None:
-    rows = table()
+    rows = table(num_rows=7)
+    tables = DeviceTables(
+        num_sites=6,
+        num_slots=65,
+        num_rows=7,
+        max_tokens=8,
+        hidden_size=HIDDEN,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
     rows.add("a", 1, CONFIGS[1], CONFIGS[3])
     found = RowResolver(rows, 8).resolve(view(("a", 3, 0)))
 
-    slots = slots_at_sites(rows.map, found.rows[:4])
+    tables.update(rows.take_writes(), found)
 
+    slots = tables.slots[:, :4].numpy()
     assert slots.shape == (6, 4)
     for site in range(6):
         assert slots[site].tolist() == [rows.map[site, row] for row in (1, 2, 2, 0)]

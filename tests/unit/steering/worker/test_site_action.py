@@ -23,7 +23,7 @@ from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.sites import HookPoint
-from headgate.steering.worker import lowering, site_action
+from headgate.steering.worker import site_action
 
 HIDDEN = 576
 NORMS = range(4)
@@ -116,14 +116,14 @@ def test_the_compiled_addition_adds_the_vector_to_the_value():
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_the_addition_from_the_pool_adds_the_rows_that_the_slots_name(scale):
-    lowering.register_add_pooled()
+    site_action.register_add_pooled()
     made = torch.Generator().manual_seed(1)
     carry, pool = (torch.randn(rows, HIDDEN, generator=made) for rows in (NUM_TOKENS, 4))
     slots = torch.tensor([3, 0, 1, 1, 0, 2, 2], dtype=torch.int32)  # longer than the batch
     torch._dynamo.reset()
 
     def twice(*given: Tensor) -> Tensor:
-        return lowering.add_pooled(*given, scale) * 2
+        return site_action.add_pooled(*given, scale) * 2
 
     with torch.inference_mode():
         found = torch.compile(twice, dynamic=True, fullgraph=True)(carry, pool, slots)
@@ -133,7 +133,7 @@ def test_the_addition_from_the_pool_adds_the_rows_that_the_slots_name(scale):
 
 
 def test_kernels_for_a_gpu_are_cut_into_blocks_as_they_are_without_us():
-    """What decides on that: see `tests.benchmarks.codegen`, which needs no GPU."""
+    """The deciding code is compared by `tests.benchmarks.codegen`, which needs no GPU."""
     command = [sys.executable, "-m", "tests.benchmarks.codegen", "--counts", "stock", "ahead", "both"]
 
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -170,11 +170,11 @@ def kernels(printed: str, family: str, way: str) -> list[Kernel]:
 @pytest.mark.parametrize(
     ("register", "missing"),
     [
-        (lowering.register_add_uncounted, "ops_handler.OpCounterCSE"),
-        (lowering.register_add_pooled, "ops_handler.OpCounterCSE"),
-        (lowering.register_add_pooled, "codegen.common.CSEProxy"),
-        (lowering.register_add_pooled, "codegen.simd_kernel_features.MemoryEstimator"),
-        (lowering.register_add_pooled, "codegen.triton.TritonKernel"),
+        (site_action.register_add_uncounted, "ops_handler.OpCounterCSE"),
+        (site_action.register_add_pooled, "ops_handler.OpCounterCSE"),
+        (site_action.register_add_pooled, "codegen.common.CSEProxy"),
+        (site_action.register_add_pooled, "codegen.simd_kernel_features.MemoryEstimator"),
+        (site_action.register_add_pooled, "codegen.triton.TritonKernel"),
         (register_uncounted, "codegen.common.CSEProxy"),
         (register_uncounted, "codegen.simd_kernel_features.MemoryEstimator"),
     ],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType
-from headgate.steering.worker.slot_pool import ZERO_SLOT, Int32Array, SlotPool
+from headgate.steering.worker.vector_pool import ZERO_SLOT, Int32Array, SlotPool
 
 CAPACITY = 6
 
@@ -152,7 +152,7 @@ def test_the_checksum_is_the_same_in_every_process() -> None:
     pool = SlotPool(8, 2, "float16")
     acquire(pool, [3, 4, 5])
     program = (
-        "from tests.unit.steering.worker.test_pool_slots import *\n"
+        "from tests.unit.steering.worker.test_vector_pool import *\n"
         "pool = SlotPool(8, 2, 'float16'); acquire(pool, [3, 4, 5]); print(pool.checksum())"
     )
 

@@ -1,0 +1,201 @@
+"""The operator's calls of one engine core: change global vectors and named modules, and report on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from headgate.capture.engine.contracts.core_part import CoreServices
+from headgate.capture.schema.errors import RequestError
+from headgate.steering.core.admission import Reservations
+from headgate.steering.core.state import GlobalTiers, Module, SteeringState, demand_of
+from headgate.steering.requests.wire import TIERS, SteeringWire, from_wire, to_wire
+from headgate.steering.vectors.phase_vectors import PhaseVectors, SteeringSpec, check_name
+
+_PROBE = "headgate-probe"
+"""Stands for the id of a request that is not there."""
+
+_WorkerCall = tuple[str, Mapping[str, Any]]
+"""A method of steering's workers, and its arguments."""
+
+
+class OperatorCalls:
+    """The methods that front ends call by name. Engine thread only.
+
+    Each change reserves slots first, then tells the workers, and last changes the state, so that no request finds half
+    of it. A change that fails is undone.
+
+    Args:
+        state: Holds global vectors and modules.
+        reservations: Of the slots.
+        services: Calls the workers and restarts requests.
+    """
+
+    def __init__(self, state: SteeringState, reservations: Reservations[str], services: CoreServices) -> None:
+        self._state = state
+        self._reservations = reservations
+        self._services = services
+        self._methods: dict[str, Callable[..., Any]] = {
+            "set_global": self._set_global,
+            "clear_global": lambda: self._set_global({}, replace=True),
+            "register": self._register,
+            "unregister": self._unregister,
+            "modules": self._modules,
+            "names": self._names,
+            "status": self._status,
+            "counts": self._counts,
+            "check": self._check,
+            "export_global": self._export_global,
+            "export_module": self._export_module,
+        }
+
+    def call(self, method: str, args: Mapping[str, Any]) -> Any:
+        """Run one of the methods by its name, such as ``register``; plain values and bytes go in and come out.
+
+        Raises:
+            RequestError: If the method is unknown, or refuses. Nothing has changed.
+            Exception: What a worker raised. Nothing has changed.
+        """
+        if method not in self._methods:
+            raise RequestError("method", f"steering has no method {method!r}; known: {', '.join(self._methods)}")
+        self.forget_unused()
+        return self._methods[method](**args)
+
+    def register(self, name: str, spec: SteeringSpec) -> Module:
+        """Register a module, in place of an earlier one of its name.
+
+        Raises:
+            RequestError: If it cannot be one, or its slots are not free. Nothing has changed.
+            Exception: What a worker raised. Nothing has changed.
+        """
+        module = self._state.read_module(name, spec)
+        earlier = next((one for one in self._state.modules() if one.name == name), None)
+        self._reservations.keep_module(name, module.demand, "module")
+        try:
+            undo = ("release_module", {"name": name}) if earlier is None else _keep(earlier)
+            self._tell_workers(_keep(module), undo=undo)
+        except BaseException:
+            if earlier is None:
+                self._reservations.release_module(name)
+            else:
+                self._reservations.keep_module(name, earlier.demand, "module")
+            raise
+        self._state.register(module)
+        self.forget_unused()
+        return module
+
+    def forget_unused(self) -> None:
+        """Let the workers forget the contents that nobody refers to any more."""
+        if keys := self._state.take_unused():
+            self._services.call_workers("forget", {"keys": list(keys)})
+
+    def _tell_workers(self, order: _WorkerCall, *, undo: _WorkerCall) -> None:
+        """Have every worker do `order`; if one fails, `undo` it in all, and if that fails, let the engine end."""
+        try:
+            self._services.call_workers(*order)
+        except BaseException as error:
+            try:
+                self._services.call_workers(*undo)
+            except BaseException:
+                self._services.fail(f"steering: workers may differ after {order[0]!r} failed in one: {error}")
+                raise
+            raise
+
+    def _set_global(self, tiers: Mapping[str, Any], replace: bool) -> dict[str, Any]:
+        """Set `tiers`, each ``to_wire(SteeringSpec(prefill=...))`` or None; `replace`: in place of all there are.
+
+        Everybody's KV is computed anew, also for a decode-only change: a block must not mix old and new vectors.
+        """
+        given = {name: None if tiers.get(name) is None else from_wire(tiers[name]).prefill for name in TIERS}
+        changed = self._state.tiers.updated(GlobalTiers(**given), replace=replace)
+        before, after = self._state.shared, self._state.global_phases(changed)
+        is_same = _content_keys(before) == _content_keys(after)
+        if not is_same:
+            self._services.check_restart("global")
+            self._reservations.set_global(demand_of(after.prefill, after.decode), "global")
+            try:
+                self._tell_workers(
+                    ("set_global", {"spec": to_wire(after)}), undo=("set_global", {"spec": to_wire(before)})
+                )
+            except BaseException:
+                self._reservations.set_global(demand_of(before.prefill, before.decode), "global")
+                raise
+        self._state.set_global(changed)
+        if not is_same:
+            self._services.restart_running()
+        return self._status()
+
+    def _register(self, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """Register ``to_wire(spec)`` as `name`; returns `headgate.steering.core.state.Module.described`."""
+        return self.register(check_name(name, "name"), from_wire(spec)).described()
+
+    def _unregister(self, name: str) -> dict[str, Any]:
+        """Forget a module; requests that use it already keep its vectors."""
+        module = self._state.module(name)
+        self._tell_workers(("release_module", {"name": name}), undo=_keep(module))
+        self._state.unregister(name)
+        self._reservations.release_module(name)
+        self.forget_unused()
+        return module.described()
+
+    def _check(self, spec: Mapping[str, Any], field: str) -> dict[str, Any]:
+        """Refuse, for `field`, a ``to_wire(spec)`` that a request would be refused for now."""
+        resolved = self._state.resolve(_PROBE, from_wire(spec), field)
+        self._state.release(_PROBE)
+        self._reservations.check(resolved.demand, field)
+        return {}
+
+    def _modules(self) -> list[dict[str, Any]]:
+        """Return the registered modules."""
+        return [module.described() for module in self._state.modules()]
+
+    def _names(self) -> list[dict[str, Any]]:
+        """Return the names alone, for front ends, each with the largest magnitude of its values as ``peak``."""
+        return [{"name": module.name, "peak": module.peak} for module in self._state.modules()]
+
+    def _export_global(self) -> dict[str, Any]:
+        """Return the tiers as ``set_global`` takes them, to set them again."""
+        tiers = {name: getattr(self._state.tiers, name) for name in TIERS}
+        return {name: None if tier is None else to_wire(SteeringSpec(prefill=tier)) for name, tier in tiers.items()}
+
+    def _export_module(self, name: str) -> SteeringWire:
+        """Return a module's spec as ``register`` takes it, to register it again."""
+        module = self._state.module(name)
+        return to_wire(SteeringSpec(prefill=module.prefill, decode=module.decode))
+
+    def _status(self) -> dict[str, Any]:
+        """Return global vectors, modules, slots, and the numbers of requests that have slots and that wait for them."""
+        return {
+            "global": self._state.global_status(),
+            "modules": self._modules(),
+            "slots": {"capacity": self._reservations.capacity, "reserved": self._reservations.num_reserved},
+            "configs": self._reservations.num_configs,
+            "running": self._reservations.num_admitted,
+            "waiting": self._reservations.num_waiting,
+        }
+
+    def _counts(self) -> dict[str, int]:
+        """Return the numbers of the metrics page, without lists: they are asked for while the engine waits."""
+        shared = self._state.shared
+        return {
+            "slots": self._reservations.capacity,
+            "slots_reserved": self._reservations.num_reserved,
+            "configs": self._reservations.num_configs,
+            "requests_running": self._reservations.num_admitted,
+            "requests_waiting": self._reservations.num_waiting,
+            "modules": len(self._state.modules()),
+            "global_vectors": sum(len(vectors.sites) for vectors in (shared.prefill, shared.decode) if vectors),
+        }
+
+
+def _keep(module: Module) -> _WorkerCall:
+    spec = SteeringSpec(prefill=module.prefill, decode=module.decode)
+    return "keep_module", {"name": module.name, "spec": to_wire(spec)}
+
+
+def _content_keys(spec: SteeringSpec) -> tuple[bytes | None, bytes | None]:
+    return _content_key(spec.prefill), _content_key(spec.decode)
+
+
+def _content_key(vectors: PhaseVectors | None) -> bytes | None:
+    return None if vectors is None else vectors.key

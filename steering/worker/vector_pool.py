@@ -1,0 +1,279 @@
+"""The pool of steering vectors that all requests share: its slots, and the effective vectors in them. Numpy only.
+
+Allocation depends on the calls alone, so every rank that is told the same uses the same slots.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.sites import Site
+from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType
+from headgate.steering.vectors.sums import Vectors, effective, is_zero
+
+Int32Array = npt.NDArray[np.int32]
+
+ZERO_SLOT = 0
+"""Holds the zero vector for ever."""
+
+UNSTEERED_ROW = 0
+"""Table row that points to the zero vector at every site, for ever."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotWrites:
+    """Vectors to write to the device's pool before the next forward.
+
+    Attributes:
+        slots: int64 ``[K]``, each once.
+        vectors: ``[K, hidden]`` in the model's dtype; bfloat16 as uint16 bits.
+    """
+
+    slots: Int64Array
+    vectors: Rows
+
+
+class SlotPool:
+    """Slots of a ``[num_slots, hidden]`` pool. One thread: the step thread.
+
+    The caller that acquired slots is the only one to release them. Vectors are not compared with those in the pool:
+    hashing each of them would take half a millisecond of the step thread for a request that brings a hundred. Requests
+    share vectors by the keys of whole sums (`PooledSums`). New vectors get the lowest free slots, so the order of
+    releases between two calls of `acquire` does not matter.
+
+    Args:
+        num_slots: Size of the pool, `ZERO_SLOT` included.
+        hidden_size: Width of a vector.
+        dtype: The model's.
+    """
+
+    def __init__(self, num_slots: int, hidden_size: int, dtype: StoredType) -> None:
+        self.dtype = dtype
+        self._hidden_size = hidden_size
+        self._storage = STORAGE[dtype]
+        self._is_free = np.ones(num_slots, dtype=np.bool_)
+        self._is_free[ZERO_SLOT] = False
+        self._held: dict[int, SlotWrites] = {}
+        """Acquired slots and their vectors, by the first slot of each call of `acquire`."""
+        self._unwritten: dict[int, SlotWrites] = {}
+        self._num_used = 0
+
+    @property
+    def capacity(self) -> int:
+        """Vectors that fit, the zero vector aside."""
+        return len(self._is_free) - 1
+
+    @property
+    def num_used(self) -> int:
+        """Slots in use, `ZERO_SLOT` aside."""
+        return self._num_used
+
+    def fits(self, count: int) -> bool:
+        """Return whether that many vectors can be acquired."""
+        return count <= self.capacity - self.num_used
+
+    def acquire(self, vectors: Rows) -> Int32Array:
+        """Return a slot for each of `vectors`: int32 ``[n]``; `ZERO_SLOT` for zero vectors.
+
+        Args:
+            vectors: ``[n, hidden]`` in the pool's dtype; kept until they are released, not copied.
+
+        Raises:
+            AssertionError: If they do not all fit; nothing has changed then. Admission keeps that from happening.
+        """
+        if vectors.shape[1:] != (self._hidden_size,) or vectors.dtype != self._storage:
+            raise AssertionError(
+                f"vectors: {vectors.dtype} {vectors.shape}, expected {self._storage} (n, {self._hidden_size})"
+            )
+        kept = np.flatnonzero(np.logical_not(is_zero(vectors)))
+        free = np.flatnonzero(self._is_free)[: len(kept)]
+        if len(free) < len(kept):
+            raise AssertionError(
+                f"{len(kept)} new vectors do not fit the pool: {self.num_used} of {self.capacity} slots are in use"
+            )
+        if len(kept):
+            self._is_free[free] = False
+            self._num_used += len(free)
+            held = SlotWrites(free, vectors if len(kept) == len(vectors) else vectors[kept])
+            self._held[int(free[0])] = self._unwritten[int(free[0])] = held
+        slots = np.full(len(vectors), ZERO_SLOT, dtype=np.int32)
+        slots[kept] = free
+        return slots
+
+    def release(self, slots: Int32Array) -> None:
+        """Free `slots`, all that one call of `acquire` returned.
+
+        Raises:
+            AssertionError: If they are not held as such.
+        """
+        given_back = slots[slots != ZERO_SLOT]
+        if not len(given_back):
+            return
+        first = int(given_back[0])
+        held = self._held.get(first)
+        if held is None or not np.array_equal(held.slots, given_back):
+            raise AssertionError(f"slots {given_back.tolist()} were released, but not acquired together, or twice")
+        del self._held[first]
+        self._unwritten.pop(first, None)
+        self._is_free[held.slots] = True
+        self._num_used -= len(held.slots)
+
+    def take_writes(self) -> SlotWrites | None:
+        """Return the vectors that the device lacks, which count as written from here on; None if it lacks none."""
+        unwritten, self._unwritten = list(self._unwritten.values()), {}
+        if len(unwritten) < 2:
+            return unwritten[0] if unwritten else None
+        return SlotWrites(
+            np.concatenate([held.slots for held in unwritten]), np.concatenate([held.vectors for held in unwritten])
+        )
+
+    def checksum(self) -> int:
+        """Return the state as a number that is the same in every process, to compare ranks.
+
+        All vectors in use are read, about a millisecond for 1000 of them: for debugging, not for each step.
+        """
+        total = zlib.crc32(self._is_free.tobytes())
+        for first in sorted(self._held):
+            total = zlib.crc32(self._held[first].vectors.tobytes(), total)
+        return total
+
+
+SumKey = tuple[bytes, bytes]
+"""Content keys of the global vectors and of a request's own in one phase; empty where there are none."""
+
+_NO_VECTORS: SumKey = (b"", b"")
+
+Phases = tuple[Vectors | None, Vectors | None]
+"""Vectors of the prefill and of the decode phase; None where nothing acts."""
+
+
+@dataclass(slots=True, eq=False)
+class PooledSum:
+    """Effective vectors of one phase that are in the pool.
+
+    Attributes:
+        key: Of the global vectors and the request's own.
+        own: The request's vectors, kept to compute the sum anew under other global vectors.
+        column: Slot at each site, int32 ``[num_sites]``.
+        slots: The slots of `column` that this sum acquired; where only global vectors act, the slot is that of the
+            global phase.
+        users: Requests, modules and the global phases that use it.
+        row: The table row that stands for it; `UNSTEERED_ROW` while none does.
+    """
+
+    key: SumKey
+    own: Vectors | None
+    column: Int32Array
+    slots: Int32Array
+    users: int = 0
+    row: int = UNSTEERED_ROW
+
+
+SumPair = tuple[PooledSum | None, PooledSum | None]
+"""Sums of the prefill and of the decode phase; None where nothing acts."""
+
+NO_SUMS: SumPair = (None, None)
+
+
+class PooledSums:
+    """The sums of global vectors and requests' own, each once in the pool for all its users. Step thread only.
+
+    A sum without users stays in the pool until its slots are needed: used again, it costs nothing.
+
+    Args:
+        sites: The sites that this worker owns, in order.
+        pool: Used by these sums alone.
+        max_unused: Upper limit of sums without users that stay.
+        dropped: Called with each sum that leaves the pool.
+    """
+
+    def __init__(
+        self, sites: Sequence[Site], pool: SlotPool, max_unused: int, dropped: Callable[[PooledSum], None]
+    ) -> None:
+        self._site_ids = {site: index for index, site in enumerate(sites)}
+        self._pool = pool
+        self._max_unused = max_unused
+        self._dropped = dropped
+        self._sums: dict[SumKey, PooledSum] = {}
+        self._unused: dict[SumKey, None] = {}
+        """Sums without users, the longest unused first."""
+        self._global: Phases = (None, None)
+        self._global_sums: SumPair = NO_SUMS
+
+    @property
+    def has_global(self) -> bool:
+        """Whether global vectors act in a phase."""
+        return self._global_sums != NO_SUMS
+
+    @property
+    def num_live_slots(self) -> int:
+        """Slots of sums that have users; the pool may hold more."""
+        columns = [found.column for found in self._sums.values() if found.users]
+        return len(set(np.concatenate(columns).tolist()) - {ZERO_SLOT}) if columns else 0
+
+    def acquire(self, own: Phases) -> SumPair:
+        """Become a user of the sums of a request's own vectors and the global ones; None where nothing acts."""
+        return self._acquire_phase(0, own[0]), self._acquire_phase(1, own[1])
+
+    def release(self, sums: SumPair) -> None:
+        """Stop being a user of sums that `acquire` returned."""
+        for found in sums:
+            if found is not None:
+                found.users -= 1
+                if not found.users:
+                    self._cache_unused(found)
+
+    def change_global(self, shared: Phases) -> None:
+        """Replace the global vectors; every user must have released its sums before, to acquire them anew after."""
+        self.release(self._global_sums)
+        self.drop_unused()
+        self._global = shared
+        self._global_sums = self.acquire((None, None))
+
+    def drop_unused(self) -> None:
+        """Free the slots of sums without users."""
+        while self._unused:
+            self._drop_oldest()
+
+    def _acquire_phase(self, phase: int, own: Vectors | None) -> PooledSum | None:
+        shared = self._global[phase]
+        key = (b"" if shared is None else shared.key, b"" if own is None else own.key)
+        if key == _NO_VECTORS:
+            return None
+        found = self._sums.get(key)
+        if found is None:
+            found = self._sums[key] = self._compute(key, phase, own)
+        self._unused.pop(key, None)
+        found.users += 1
+        return found
+
+    def _compute(self, key: SumKey, phase: int, own: Vectors | None) -> PooledSum:
+        global_sum = None if own is None else self._global_sums[phase]
+        column = np.zeros(len(self._site_ids), dtype=np.int32) if global_sum is None else global_sum.column.copy()
+        acting = [vectors for vectors in (self._global[phase], own) if vectors is not None]
+        site_ids = self._site_ids
+        if own is not None:  # elsewhere the slots of the global phase serve
+            site_ids = {site: site_ids[site] for site in own.sites if site in site_ids}
+        ids, stored = effective(acting, site_ids, self._pool.dtype)
+        while self._unused and not self._pool.fits(len(ids)):
+            self._drop_oldest()
+        column[ids] = slots = self._pool.acquire(stored)
+        return PooledSum(key, own, column, slots)
+
+    def _cache_unused(self, unused: PooledSum) -> None:
+        self._unused[unused.key] = None
+        if len(self._unused) > self._max_unused:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        key = next(iter(self._unused))
+        del self._unused[key]
+        oldest = self._sums.pop(key)
+        self._pool.release(oldest.slots)
+        self._dropped(oldest)
