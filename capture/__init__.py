@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, StreamingConsumer
 from headgate.capture.schema.errors import HeadgateError
+from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
@@ -32,6 +33,7 @@ __all__ = [
     "Site",
     "StreamingConsumer",
     "additional_config",
+    "hookimpl",
 ]
 
 _LATE = {

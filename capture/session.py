@@ -32,7 +32,7 @@ from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, M
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, load_configured, open_consumers
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import Site
-from headgate.capture.schema.spec import CaptureSpec, SpecReader
+from headgate.capture.schema.spec import WIRE_VERSION, CaptureSpec, SpecReader
 from headgate.capture.staging.ring import Linger, StagingRing
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from headgate.capture.transport.result_sender import ResultSender
 
 logger = logging.getLogger("headgate")
-
-WIRE_VERSION = 1
 
 STAGING_GRACE_S = 60.0
 """Patience with the dispatch thread beyond that with all consumers together: copies, and the GPU."""

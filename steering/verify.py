@@ -13,7 +13,6 @@ from headgate.capture.monitoring.verify_checks import (
     PLAIN,
     SERVED,
     Answer,
-    CheckPart,
     Float32Rows,
     Request,
     Runs,
@@ -51,11 +50,6 @@ MAX_MISSED = 0.05
 """Largest deviation of the gain of a stream from the vector, relative to the vector's length."""
 ROUNDING = {"float32": 1e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 """Largest change by rounding, relative to a row's length, by element type of the model."""
-
-
-def open_checks() -> CheckPart:
-    """Return steering's part: entry point of the group ``headgate.checks``."""
-    return SteeringChecks()
 
 
 class SteeringChecks:

@@ -8,10 +8,37 @@ from typing import Any
 import vllm
 
 from headgate.capture.engine.plugin import register
-from headgate.capture.engine.requests.sampling_params import make_sampling_params
+from headgate.capture.engine.requests.sampling_params import all_fields
 from headgate.capture.engine.setup.cli_flags import Consumer, additional_config
 
 register()
+
+
+def make_sampling_params() -> type:
+    """``headgate.capture.SamplingParams``: vLLM's class, whose constructor also takes our fields by keyword.
+
+    They are `capture`, `capture_wait` and `return_hidden_states`, and steering's `steering_vectors` and so on.
+
+    Calling it returns an instance of vLLM's own class, and ``isinstance(x, it)`` holds for those, so nothing in vLLM
+    can tell the difference.
+    """
+    base = vllm.SamplingParams
+
+    class Constructor(type(base)):  # type: ignore[misc]
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            ours = {name: kwargs.pop(name) for name in all_fields() if name in kwargs}
+            params = base(*args, **kwargs)
+            for name, value in ours.items():
+                setattr(params, name, value)
+            return params
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, base)
+
+    return Constructor(
+        "SamplingParams", (base,), {"__doc__": base.__doc__, "__module__": "headgate.capture"}, dict=True
+    )
+
 
 SamplingParams: Any = make_sampling_params()
 

@@ -5,11 +5,11 @@ The attributes of vLLM that `core` and `block_keys` replace in an engine core.
 
 from __future__ import annotations
 
-from headgate.capture.engine.core import block_keys, engine_core, frames, request_endings
-from headgate.capture.engine.frontends import async_llm, input_processor, llm, output_processor, startup
+from headgate.capture.engine.core import block_keys, core_startup, engine_core, frames, request_endings
+from headgate.capture.engine.frontends import async_llm, input_processor, llm, output_processor
 from headgate.capture.engine.requests import sampling_params
 from headgate.capture.engine.server import missing_routes, openai_routes
-from headgate.capture.engine.setup import cli_flags
+from headgate.capture.engine.setup import cli_flags, startup_checks
 from headgate.capture.engine.setup.patch_set import Patch
 
 _INPUT = "vllm.v1.engine.input_processor"
@@ -26,7 +26,7 @@ PATCHES = (
     Patch(
         module=_CORE,
         target="enable_envs_cache",
-        wrap=engine_core.open_noted,
+        wrap=core_startup.open_noted,
         why="the constructor of an engine core ends with it: opens what is configured there, or refuses to start",
         parameters=(),
     ),
@@ -98,7 +98,7 @@ PATCHES = (
     Patch(
         module="vllm.engine.arg_utils",
         target="EngineArgs.create_engine_config",
-        wrap=startup.create_engine_config,
+        wrap=startup_checks.create_engine_config,
         why="refuses what cannot be served before any process is started",
         parameters=("self",),
         only_refuses=True,
@@ -225,7 +225,7 @@ PATCHES = (
     Patch(
         module="vllm.v1.engine.core",
         target="EngineCore._initialize_kv_caches",
-        wrap=startup.initialize_kv_caches,
+        wrap=core_startup.initialize_kv_caches,
         why="refuses to start an engine core or worker that headgate is not installed in",
         parameters=("self", "vllm_config"),
     ),

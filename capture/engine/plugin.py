@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 from types import ModuleType
 
-from headgate.capture.engine.setup.patch_set import PatchSet
+from headgate.capture.engine.setup.patch_set import PatchSet, process_patches, set_process_patches
 from headgate.capture.engine.setup.versions import find_version, is_supported
 
 logger = logging.getLogger("headgate")
-
-_installed: PatchSet | None = None
-"""Patches are made to classes, so they are a matter of the process and not of one engine."""
 
 
 def register() -> None:
@@ -20,15 +17,8 @@ def register() -> None:
     It never raises, since vLLM would not start: an engine that is configured for capture refuses by itself if
     anything could not be installed.
     """
-    installed_patches()
-
-
-def installed_patches() -> PatchSet:
-    """What is installed in this process, installing it first if it is not."""
-    global _installed
-    if _installed is None:
-        _installed = _install()
-    return _installed
+    if process_patches() is None:
+        set_process_patches(_install())
 
 
 def _install() -> PatchSet:
@@ -63,7 +53,7 @@ def _patch_worker(module: ModuleType) -> None:
 
 
 def unregister() -> list[str]:
-    """Take everything out again that can be, for tests; return what another plugin's patch lies on top of."""
-    global _installed
-    patches, _installed = _installed, None
+    """Take the patches out again; return the names of those that another plugin's patch lies on top of."""
+    patches = process_patches()
+    set_process_patches(None)
     return patches.undo() if patches is not None else []

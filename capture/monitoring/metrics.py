@@ -1,17 +1,15 @@
 """What a server's ``/metrics`` says about headgate: families of samples, and what a part makes them from. Plain data.
 
-A part publishes a function that returns its `MetricsPart` under the entry-point group ``headgate.metrics``, by the
-name of its section. It is called in API servers alone; counters live in the workers and engine cores, and are fetched
-when the page is asked for. Nothing is counted twice, however many API servers share an engine.
+The hook ``headgate_metrics`` of a part returns its `MetricsPart`. It is called in API servers alone; counters live in
+the workers and engine cores, and are fetched when the page is asked for. Nothing is counted twice, however many API
+servers share an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-GROUP = "headgate.metrics"
+from typing import Any, Literal, Protocol
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,17 +61,19 @@ class EngineStats:
     core: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MetricsPart:
+class MetricsPart(Protocol):
     """One part of headgate on the page.
 
     Attributes:
-        families: From what was fetched of each engine core.
-        core_method: Method of the part in the engine core that is asked, if any.
+        core_method: Method of the part in the engine core whose answer is fetched; None if there is none.
     """
 
-    families: Callable[[Sequence[EngineStats]], Iterable[Family]]
-    core_method: str | None = None
+    @property
+    def core_method(self) -> str | None: ...
+
+    def families(self, engines: Sequence[EngineStats]) -> Iterable[Family]:
+        """Make the part's families from what was fetched of each engine core."""
+        ...
 
 
 def each_worker(engines: Sequence[EngineStats]) -> Iterable[tuple[tuple[str, str], Mapping[str, Any]]]:

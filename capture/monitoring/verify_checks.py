@@ -1,7 +1,7 @@
 """What ``headgate verify`` records of engines, and what its checks are made of: plain values, without vLLM or torch.
 
-Each part of headgate publishes a `CheckPart` under the entry-point group ``headgate.checks``. It says which requests
-to serve, as scenes; one process per engine serves them and records the answers; the part then judges the recordings.
+The hook ``headgate_checks`` of a part returns its `CheckPart`. It says which requests to serve, as scenes; one process
+per engine serves them and records the answers; the part then judges the recordings.
 So judging is pure: it never sees an engine.
 """
 
@@ -11,8 +11,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import msgspec
@@ -20,8 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.schema.sites import Site
-
-GROUP = "headgate.checks"
 
 STOCK, IDLE, SERVED, EAGER = "stock", "idle", "served", "eager"
 """Kinds of engines: vLLM alone; headgate as it would be served; the same with fire counters; the same, not compiled."""
@@ -228,12 +224,6 @@ class CheckPart(Protocol):
     def judge(self, runs: Runs) -> Iterable[Verdict]:
         """Every check of the part, of complete runs."""
         ...
-
-
-@cache
-def check_parts() -> Mapping[str, CheckPart]:
-    """The parts that are installed, by the name of their section."""
-    return {entry.name: entry.load()() for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

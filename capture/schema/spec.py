@@ -11,6 +11,8 @@ import msgspec
 from headgate.capture.schema.positions import PositionSelector, selector_from_wire
 from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
 
+WIRE_VERSION = 1
+"""Of the dict in which a request's specs travel to the worker."""
 MAX_KNOWN, MAX_KNOWN_BYTES = 256, 4096
 
 

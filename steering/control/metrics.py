@@ -1,10 +1,10 @@
-"""Steering's counters on ``/metrics``: entry point of the group ``headgate.metrics``."""
+"""Steering's gauges on the server's page ``/metrics``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from headgate.capture.monitoring.metrics import EngineStats, Family, MetricsPart, Sample, each_worker
+from headgate.capture.monitoring.metrics import EngineStats, Family, Sample, each_worker
 
 _CORE = (
     ("slots", "Vectors that fit on the device at a time."),
@@ -21,9 +21,14 @@ _WORKERS = (
 )
 
 
-def open_metrics() -> MetricsPart:
-    """Return steering's part of the page."""
-    return MetricsPart(families=families, core_method="counts")
+class SteeringMetrics:
+    """Implements `headgate.capture.monitoring.metrics.MetricsPart`."""
+
+    core_method = "counts"
+
+    def families(self, engines: Sequence[EngineStats]) -> Iterator[Family]:
+        """Make the families of every engine core and every worker."""
+        return families(engines)
 
 
 def families(engines: Sequence[EngineStats]) -> Iterator[Family]:

@@ -1,4 +1,4 @@
-"""HTTP routes ``/v1/steering/...`` on vLLM's server: entry point of the group ``headgate.routes``.
+"""HTTP routes ``/v1/steering/...`` on vLLM's server.
 
 Servers alone load this module, which uses their FastAPI. Vectors are read on a thread beside the event loop; the calls
 of the engine cores are those of ``AsyncLLM.steering``.

@@ -24,7 +24,7 @@ logger = logging.getLogger("headgate")
 class SteeringCore:
     """Implements `headgate.capture.engine.contracts.core_part.CorePart`.
 
-    `take`, `block_keys` and `let_go` run on the input thread, everything else on the engine thread: requests are
+    `accept`, `block_keys` and `forget` run on the input thread, everything else on the engine thread: requests are
     resolved under the lock of `SteeringState`, and the engine thread alone decides who runs.
 
     Args:
@@ -38,10 +38,10 @@ class SteeringCore:
         self._reservations: Reservations[str] = Reservations(capacity)
         self._operator = OperatorCalls(self._state, self._reservations, services)
         self._resolved: dict[str, Resolved] = {}
-        """Of requests that steer, from `take` until `release`."""
+        """Of requests that steer, from `accept` until `release`."""
         self._log = SparseLog("steering")
 
-    def take(self, req_id: str, wire: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    def accept(self, req_id: str, wire: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """Resolve a request's modules to content; returns its `SteeringWire` with the content keys and scales."""
         if wire is None:
             return None
@@ -63,7 +63,7 @@ class SteeringCore:
         )
         return keys if any(keys) else None
 
-    def let_go(self, req_id: str) -> None:
+    def forget(self, req_id: str) -> None:
         """Forget a request that was taken."""
         if self._resolved.pop(req_id, None) is not None:
             self._state.release(req_id)
@@ -92,7 +92,7 @@ class SteeringCore:
     def release(self, req_id: str) -> None:
         """Free the slots of a request, and forget it."""
         self._reservations.release(req_id)
-        self.let_go(req_id)
+        self.forget(req_id)
 
     def withdraw(self, req_ids: Collection[str] | None) -> list[str]:
         """Remove the requests among `req_ids` (None: all) that wait for slots, and return them in order."""
@@ -129,7 +129,7 @@ class SteeringCore:
 
 
 def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServices) -> SteeringCore:
-    """Return the part for the configuration's ``steering`` section: entry point of the group ``headgate.core``."""
+    """Return the part for the configuration's ``steering`` section: the hook ``headgate_core``."""
     config = parse_config(section)
     model = facts.model
     steerable = config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)

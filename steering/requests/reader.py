@@ -1,7 +1,4 @@
-"""Steering in the front end: a request's fields, read once, checked and put into the wire form.
-
-`open_requests` is the entry point of the group ``headgate.requests``.
-"""
+"""Steering in the front end: a request's fields, read once, checked and put into the wire form."""
 
 from __future__ import annotations
 
@@ -14,11 +11,10 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from headgate.capture.engine.contracts.request_part import Known, PartRequest, RequestPart
+from headgate.capture.engine.contracts.request_part import Known, PartRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError
-from headgate.steering.config import add_flags, parse_config, read_flags
-from headgate.steering.control.handle import AsyncSteering, Steering
+from headgate.steering.config import parse_config
 from headgate.steering.requests.request_fields import (
     BASE,
     DECODE,
@@ -116,25 +112,6 @@ def open_reader(section: Mapping[str, Any], model: ModelInfo) -> SteeringReader:
     config = parse_config(section)
     return SteeringReader(
         config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)
-    )
-
-
-def open_requests() -> RequestPart:
-    """Return steering's part in the front end."""
-    return RequestPart(
-        fields=FIELD_DOCS,
-        how_to_start=(
-            "Start it with --enable-steering, with headgate.steering.LLM(..., steering=True), or with "
-            "additional_config={'headgate': {'steering': {}}}"
-        ),
-        open=open_reader,
-        names_method="names",
-        check_method="check",
-        handle=lambda cores, reader: Steering(cores, reader.steerable),  # type: ignore[attr-defined]
-        async_handle=lambda cores, reader: AsyncSteering(cores, reader.steerable),  # type: ignore[attr-defined]
-        check_section=parse_config,
-        add_flags=add_flags,
-        read_flags=read_flags,
     )
 
 

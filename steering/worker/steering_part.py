@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts, hookimpl
+from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.sites import Site, parse_sites
-from headgate.steering.config import SteeringConfig, parse_config
+from headgate.steering.config import SteeringConfig
 from headgate.steering.requests.wire import from_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, sum_of
@@ -28,11 +29,6 @@ logger = logging.getLogger("headgate")
 PART = "steering"
 
 
-def open_steering(vllm_config: Any, section: Mapping[str, Any]) -> SteeringPart:
-    """Return the part for the configuration's ``steering`` section: entry point of the group ``headgate.engine``."""
-    return SteeringPart(parse_config(section))
-
-
 class SteeringPart:
     """Implements the engine hooks for steering. Every rank steers: each carries the whole stream."""
 
@@ -43,8 +39,8 @@ class SteeringPart:
         self._fires: Tensor | None = None
 
     @hookimpl
-    def headgate_actions(self, facts: WorkerFacts) -> dict[Site, SiteAction]:
-        """Allocate the tables and return the steering action of every site of this worker."""
+    def headgate_allocate(self, facts: WorkerFacts) -> int:
+        """Allocate the tables of this worker's sites."""
         sites = parse_sites(self._config.sites, facts.model.num_layers, "steering.sites")
         self._sites = tuple(site for site in sites if facts.owns(site))
         self._check_memory(facts)
@@ -56,7 +52,12 @@ class SteeringPart:
             self._state.tables.device_bytes / 2**20,
             facts.device.type,
         )
-        return self._make_actions(facts, self._state.tables)
+        return self._state.tables.device_bytes
+
+    @hookimpl
+    def headgate_actions(self, facts: WorkerFacts) -> dict[Site, SiteAction]:
+        """Declare the steering action of every site of this worker."""
+        return self._make_actions(facts, self._allocated().tables)
 
     @hookimpl
     def headgate_graph_key(self) -> dict[str, Any]:
@@ -65,42 +66,37 @@ class SteeringPart:
         return {PART: {"sites": sites, "slots": self._config.max_steering_slots, "fires": self._config.fire_counter}}
 
     @hookimpl
-    def headgate_device_bytes(self) -> int:
-        """Return the bytes of device memory that the tables take."""
-        return self._opened.tables.device_bytes
-
-    @hookimpl
     def headgate_request_added(self, new: NewRequest) -> None:
         """Add a request with what it steers with, if anything."""
         wire = new.wire.get(PART) if new.wire is not None else None
-        self._opened.add(new.req_id, new.num_prompt_tokens, wire)
+        self._allocated().add(new.req_id, new.num_prompt_tokens, wire)
 
     @hookimpl
     def headgate_plain_request_added(self, req_id: str, num_prompt_tokens: int) -> None:
         """Add a request without vectors of its own; global vectors act on it."""
-        self._opened.add(req_id, num_prompt_tokens, None)
+        self._allocated().add(req_id, num_prompt_tokens, None)
 
     @hookimpl
     def headgate_request_stopped(self, req_id: str) -> None:
         """Remove a request."""
-        self._opened.table.remove(req_id)
+        self._allocated().table.remove(req_id)
 
     @hookimpl
     def headgate_needs_plain_steps(self) -> bool:
         """Return whether anybody is steered: then steps without requests that steer count too."""
-        return not self._opened.table.is_idle
+        return not self._allocated().table.is_idle
 
     @hookimpl
     def headgate_step_begins(self, view: BatchView | None) -> None:
         """Aim the tables at the step."""
-        self._opened.step_begins(view)
+        self._allocated().step_begins(view)
 
     @hookimpl
     def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], Sequence[Tensor]]) -> None:
         """Prove that every site of this worker steers; every rank runs the same dummy steps."""
         if self._config.self_test:
             rows = min(facts.max_num_seqs, facts.max_tokens)
-            check_steering(self._opened.tables, self._sites, rows, run)
+            check_steering(self._allocated().tables, self._sites, rows, run)
 
     @hookimpl
     def headgate_call(self, part: str, method: str, args: Mapping[str, Any]) -> Any:
@@ -110,21 +106,20 @@ class SteeringPart:
         call = _METHODS.get(method)
         if call is None:
             raise AssertionError(f"steering: workers have no method {method!r}; known: {', '.join(sorted(_METHODS))}")
-        return call(self._opened, **args)
+        return call(self._allocated(), **args)
 
     @hookimpl
     def headgate_stats(self) -> dict[str, Any]:
         """Return the counters of this worker, with the runs of each site if they are counted."""
-        stats: dict[str, Any] = self._opened.stats()
+        stats: dict[str, Any] = self._allocated().stats()
         if self._fires is not None:
             counts = self._fires.tolist()
             stats["fires"] = {site.name: count for site, count in zip(self._sites, counts, strict=True)}
         return {PART: stats}
 
-    @property
-    def _opened(self) -> WorkerSteering:
+    def _allocated(self) -> WorkerSteering:
         if self._state is None:
-            raise AssertionError("steering: the worker was used before its sites were installed")
+            raise AssertionError("steering: the worker was used before its tables were allocated")
         return self._state
 
     def _check_memory(self, facts: WorkerFacts) -> None:
@@ -139,7 +134,7 @@ class SteeringPart:
 
     def _make_actions(self, facts: WorkerFacts, tables: DeviceTables) -> dict[Site, SiteAction]:
         add = site_action.addition(facts)
-        repay = add.run
+        reapply = add.run
         if self._config.fire_counter:
             self._fires = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
             add = add.counted()
@@ -149,7 +144,12 @@ class SteeringPart:
             if self._fires is not None:
                 tensors[site_action.FIRES] = torch.utils.dlpack.from_dlpack(self._fires[index : index + 1])
             actions[site] = SiteAction(
-                run=add.run, ahead=add.ahead, apart=add.apart, repay=repay, tensors=tensors, order=20
+                run=add.run,
+                before_attention=add.before_attention,
+                unfused=add.unfused,
+                reapply_to_residual=reapply,
+                tensors=tensors,
+                order=20,
             )
         return actions
 

@@ -161,7 +161,7 @@ def handlers(engine: Any) -> tuple[Any, Any, Any]:
 
 def patched(engine: Any) -> tuple[Any, Any, Any]:
     """The same three in headgate's wrappers, for an engine that steers and knows the module ``calm``."""
-    from headgate.capture.engine.contracts.request_part import request_parts
+    from headgate.capture.engine.contracts.parts import request_parts
     from headgate.capture.engine.frontends import async_llm, input_processor
     from headgate.capture.engine.requests.capture_frontend import FRONT_END
     from headgate.capture.engine.requests.request_reader import REQUEST_READER, OpenPart, RequestReader

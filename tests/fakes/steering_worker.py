@@ -50,7 +50,7 @@ class SteeringWorker(FakeWorker):
             max_num_seqs=config.scheduler_config.max_num_seqs,
             is_compiled=False,
         )
-        self._part.headgate_actions(facts)
+        self._part.headgate_allocate(facts)
         self._contents: dict[bytes, PhaseVectors] = {}
         self._modules: dict[str, Phases] = {}
         self._shared: Phases = (None, None)

@@ -17,7 +17,7 @@ import pytest
 
 from headgate.capture.engine import plugin
 from headgate.capture.engine.contracts.core_part import CoreFacts
-from headgate.capture.engine.contracts.request_part import request_parts
+from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.frontends import engine_handles
 from headgate.capture.engine.requests.request_reader import REQUEST_READER, OpenPart, RequestReader
 from headgate.capture.engine.server.access_keys import keys_of

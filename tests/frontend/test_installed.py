@@ -13,14 +13,15 @@ SCRIPT = """
 import importlib, json, sys
 import headgate.capture
 told = {"by importing capture": sorted({"vllm", "torch"} & set(sys.modules))}
-from headgate.capture.engine.plugin import installed_patches, register, unregister
+from headgate.capture.engine.plugin import register, unregister
+from headgate.capture.engine.setup.patch_set import process_patches
 from headgate.capture.engine.patch_table import PATCHES
 register()
 told["by registering"] = sorted({"vllm"} & set(sys.modules))
 modules = {patch.name: importlib.import_module(patch.module) for patch in PATCHES}
 importlib.import_module("vllm.v1.worker.worker_base")
 register()
-patches = installed_patches()
+patches = process_patches()
 told["problems"] = patches.problems
 told["missing"] = [patch.name for patch in PATCHES if not patch.is_installed(modules[patch.name])]
 told["stuck"] = unregister()

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine import plugin
 from headgate.capture.engine.frontends import startup
-from headgate.capture.engine.setup import versions
+from headgate.capture.engine.plugin import register
+from headgate.capture.engine.setup import patch_set, startup_checks, versions
 from headgate.capture.engine.setup.patch_set import PatchSet
 from headgate.capture.schema.errors import ConfigError, UnsupportedError
 from tests.frontend.conftest import ENGINE, capture_settings
@@ -28,19 +28,19 @@ def config(additional: Any) -> Any:
 def broken_patches(monkeypatch: pytest.MonkeyPatch) -> None:
     patches = PatchSet(())
     patches.problems.append("vllm.thing.is_gone does not exist")
-    monkeypatch.setattr(plugin, "_installed", patches)
+    monkeypatch.setattr(patch_set, "_of_this_process", patches)
 
 
 @pytest.mark.usefixtures("broken_patches")
 def test_a_vllm_that_differs_is_refused_with_the_versions_that_work() -> None:
     with pytest.raises(UnsupportedError, match=r"(?s)vllm\.thing\.is_gone.*works with vLLM 0\.26 to 0\.33"):
-        startup.check_servable(config(capture_settings()))
+        startup_checks.check_servable(config(capture_settings()))
 
 
 @pytest.mark.usefixtures("broken_patches")
 @pytest.mark.parametrize("additional", [None, {}, {"other plugin": 1}, {"headgate": {}}])
 def test_without_a_configuration_a_vllm_that_differs_is_served(additional: Any) -> None:
-    startup.check_servable(config(additional))
+    startup_checks.check_servable(config(additional))
 
     assert startup.open_front_end(config(additional)) is None
 
@@ -49,7 +49,7 @@ def test_a_vllm_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(versions, "NEWEST", (0, 25))
 
     with pytest.raises(UnsupportedError, match="found"):
-        startup.check_servable(config(capture_settings()))
+        startup_checks.check_servable(config(capture_settings()))
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,17 @@ def test_an_environment_that_keeps_headgate_out_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, reason: str
 ) -> None:
     monkeypatch.setenv(name, value)
+    register()
 
     with pytest.raises(UnsupportedError, match=reason):
-        startup.check_servable(config(capture_settings()))
+        startup_checks.check_servable(config(capture_settings()))
 
 
 def test_in_a_vllm_of_another_release_nothing_but_the_refusal_is_installed() -> None:
     script = """
 import importlib
-from headgate.capture.engine import plugin, support
+from headgate.capture.engine import plugin
+from headgate.capture.engine.setup import versions
 versions.NEWEST = (0, 25)
 plugin.register()
 from headgate.capture.engine.patch_table import PATCHES
@@ -93,8 +95,6 @@ else:
 
 def start(model_dir: Path, **settings: Any) -> None:
     from vllm import LLM
-
-    from headgate.capture.engine.plugin import register
 
     register()
     LLM(str(model_dir), **{**ENGINE, **settings})

@@ -41,7 +41,7 @@ def held(core: Core) -> list[str]:
     """Requests that wait outside the scheduler, as they came."""
     from headgate.capture.engine.core.engine_core import adapter_of
 
-    return list(adapter_of(core.core)._held)  # type: ignore[union-attr]
+    return list(adapter_of(core.core)._waiting)  # type: ignore[union-attr]
 
 
 def five(core: Core, value: float) -> SteeringSpec:

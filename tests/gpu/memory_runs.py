@@ -33,7 +33,7 @@ def device_bytes(worker: Any) -> int:
     """What headgate's parts account for, asked of a worker."""
     from headgate.capture.engine.worker.install import ENGINE_ATTRIBUTE
 
-    return sum(getattr(worker, ENGINE_ATTRIBUTE).hooks.hook.headgate_device_bytes())
+    return int(getattr(worker, ENGINE_ATTRIBUTE).device_bytes)
 
 
 def main() -> None:

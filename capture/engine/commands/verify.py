@@ -25,6 +25,7 @@ from rich.console import Console
 from headgate.capture.engine.commands.serve import LOADED_BY_DEFAULT, NAME
 from headgate.capture.engine.commands.verify_report import Report, is_passed, show, write_json
 from headgate.capture.engine.commands.verify_stock import Cost, idle_costs, judge_costs, judge_graphs, judge_stock
+from headgate.capture.engine.contracts.parts import check_parts
 from headgate.capture.engine.setup.cli_flags import add_flags, translate_flags
 from headgate.capture.engine.setup.settings import OUR_KEY
 from headgate.capture.engine.setup.versions import check_version, find_version
@@ -37,7 +38,6 @@ from headgate.capture.monitoring.verify_checks import (
     Recording,
     Status,
     Verdict,
-    check_parts,
 )
 from headgate.capture.schema.errors import HeadgateError
 

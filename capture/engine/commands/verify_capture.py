@@ -13,7 +13,6 @@ from headgate.capture.monitoring.verify_checks import (
     PLAIN,
     SERVED,
     Answer,
-    CheckPart,
     Float32Rows,
     Request,
     Rows,
@@ -44,11 +43,6 @@ NEARER = 0.5
 """Rows of the same token may be so alike that rounding decides which is nearer: half as far is another's."""
 MOE_SHARE = 0.01
 """Rows of a mixture of experts that may be further off: rounding may send a token to other experts."""
-
-
-def open_checks() -> CheckPart:
-    """Capture's part: entry point of the group ``headgate.checks``."""
-    return CaptureChecks()
 
 
 class CaptureChecks:

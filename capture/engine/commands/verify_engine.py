@@ -21,6 +21,7 @@ import torch
 
 from headgate.capture.engine.commands.verify_capture import CONSUMER
 from headgate.capture.engine.commands.verify_stock import MIN_MODEL_LENGTH, plain_requests
+from headgate.capture.engine.contracts.parts import check_parts
 from headgate.capture.engine.setup.settings import OUR_KEY, model_info
 from headgate.capture.engine.setup.versions import versions
 from headgate.capture.monitoring.verify_checks import (
@@ -39,7 +40,6 @@ from headgate.capture.monitoring.verify_checks import (
     Rows,
     Scene,
     Stage,
-    check_parts,
 )
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import site_map

@@ -1,17 +1,17 @@
-"""What a part of headgate implements in an engine core, and what it is given there.
+"""A part's half in an engine core, `CorePart`, and the services that it is given there, `CoreServices`.
 
-A part is an entry point of the group ``headgate.core``, named like its section of the configuration; it is called as
-``open(facts, section, services)`` and returns a `CorePart`. Everything here is our own types; `core` translates from
+The hook ``headgate_core`` of a part returns its `CorePart`. Everything here is our own types; `core` translates from
 vLLM. An engine core has two threads that a part meets: the input thread takes requests in and hashes their prompts,
 and the engine thread does everything else, between two steps unless it is said otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.consumer import ModelInfo
 
 
@@ -27,10 +27,12 @@ class CoreFacts:
 
 
 class BlockKeys(Protocol):
-    """What a request's KV blocks depend on beside their tokens. Immutable; equal ones make equal keys."""
+    """Whatever a request's KV blocks depend on beside their tokens. Immutable; equal ones make equal keys."""
 
     def of_block(self, start: int, end: int, num_prompt: int) -> tuple[tuple[str, str], ...]:
-        """Pairs of a tag and a name that enter the hash of the block of tokens ``start : end``; none: stock's hash.
+        """Return pairs of a tag and a name that enter the hash of the block of tokens ``start : end``.
+
+        Without any, the block has the hash that stock vLLM gives it.
 
         Args:
             start: Position of the block's first token.
@@ -41,9 +43,9 @@ class BlockKeys(Protocol):
 
 
 class CoreServices(Protocol):
-    """What a part can have done. Engine thread only."""
+    """Services of an engine core to its part. Engine thread only."""
 
-    def call_workers(self, method: str, args: Mapping[str, Any]) -> list[Any]:
+    def call_workers(self, method: str, args: Document) -> list[Any]:
         """Call ``headgate_call(part, method, args)`` in every worker, after the steps that were launched.
 
         Args:
@@ -59,10 +61,13 @@ class CoreServices(Protocol):
         ...
 
     def check_restart(self, field: str) -> None:
-        """Whether `restart_running` could be called now.
+        """Refuse if `restart_running` cannot be called now.
+
+        Args:
+            field: The field that the client is told.
 
         Raises:
-            RequestError: If a request cannot be restarted; `field` is what the client is told.
+            RequestError: If a request cannot be restarted.
         """
         ...
 
@@ -81,15 +86,15 @@ class CoreServices(Protocol):
 class CorePart(Protocol):
     """A part in one engine core. On the engine thread unless said otherwise."""
 
-    def take(self, req_id: str, wire: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """A request comes in. Input thread; `let_go` or `release` follow exactly if this returns.
+    def accept(self, req_id: str, wire: Document | None) -> Document | None:
+        """Take a request in. Input thread; `forget` or `release` follow exactly if this returns.
 
         Args:
             req_id: Of the engine. A further chunk of a streaming-input session has the id of its session.
-            wire: What the front end wrote for this part; None if nothing.
+            wire: The part's section of the wire dict; None if the front end wrote none.
 
         Returns:
-            What the workers get in place of `wire`.
+            The section that the workers get in place of `wire`.
 
         Raises:
             RequestError: If it cannot be served.
@@ -97,18 +102,18 @@ class CorePart(Protocol):
         ...
 
     def block_keys(self, req_id: str) -> BlockKeys | None:
-        """What the blocks of a taken request depend on, as of now. Any thread. None: on nothing of ours."""
+        """Return the block keys of an accepted request, as of now; None if its blocks are stock's. Any thread."""
         ...
 
-    def let_go(self, req_id: str) -> None:
-        """A request that was taken never reaches the scheduler. Any thread; nothing happens if it is not known."""
+    def forget(self, req_id: str) -> None:
+        """Drop an accepted request that never reaches the scheduler, if it is known. Any thread."""
         ...
 
     def offer(self, req_id: str, *, priority: int, is_session: bool) -> bool:
-        """A request is to enter the scheduler. False: it waits until `admit` names it.
+        """Say whether a request enters the scheduler now; if not, it waits until `admit` names it.
 
         Args:
-            req_id: Of a request that was taken.
+            req_id: Of a request that was accepted.
             priority: Lower values go first; 0 for all unless the scheduler goes by priorities.
             is_session: It is a streaming-input session: its prompt grows.
 
@@ -118,33 +123,21 @@ class CorePart(Protocol):
         ...
 
     def release(self, req_id: str) -> None:
-        """A request was freed or refused, also in the middle of a step. Nothing happens if it is not known."""
+        """Release whatever a request holds, if it is known: it was freed or refused. Also in the middle of a step."""
         ...
 
     def withdraw(self, req_ids: Collection[str] | None) -> list[str]:
-        """Of `req_ids` (None: all) those that wait stop waiting; returns them in order. `release` follows for each."""
+        """Stop those of `req_ids` (None: all) that wait; return them in order. `release` follows for each."""
         ...
 
     def admit(self) -> list[str]:
-        """Those that wait no longer, in order; they enter the scheduler. Also called in the middle of a step."""
+        """Return the requests that need wait no longer, in order: they enter the scheduler. Also within a step."""
         ...
 
-    def call(self, method: str, args: Mapping[str, Any]) -> Any:
-        """The front end calls. Plain values and bytes go in and come out.
+    def call(self, method: str, args: Document) -> object:
+        """Serve a call of the front end. Plain values and bytes go in and come out.
 
         Raises:
             RequestError: If it cannot be done; nothing has changed.
-        """
-        ...
-
-
-class OpenCore(Protocol):
-    """What an entry point of the group ``headgate.core`` is."""
-
-    def __call__(self, facts: CoreFacts, section: Mapping[str, Any], services: CoreServices) -> CorePart:
-        """Open the part for its section of the configuration.
-
-        Raises:
-            ConfigError: If the section is wrong.
         """
         ...

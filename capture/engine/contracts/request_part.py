@@ -1,9 +1,8 @@
-"""What a part of headgate takes from a request, and offers to users, in the process that owns requests.
+"""A part's half where requests are made: it reads their fields there, and offers methods to users.
 
-A part publishes a function that returns its `RequestPart` under the entry-point group ``headgate.requests``, by the
-name of its section of ``additional_config["headgate"]``. Its fields are known in every process with vLLM in it, also
-where the section is not configured: a request that uses them there is refused instead of being served as if it had
-not asked.
+The hook ``headgate_requests`` of a part returns its `RequestPart`. Its fields are known in every process with vLLM in
+it, also where the part's section is not configured: a request that uses them there is refused instead of being served
+as if it had not asked.
 
 Capture is no such part: its requests are answered with results, which these are not. It has a front end of its own.
 """
@@ -11,41 +10,47 @@ Capture is no such part: its requests are answered with results, which these are
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, Protocol, TypeVar
 
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.consumer import ModelInfo
 
-GROUP = "headgate.requests"
 
-Known = Mapping[str, Mapping[str, Any]]
-"""What the engine core says about each registered name, by name."""
+class FlagGroup(Protocol):
+    """An `argparse.ArgumentParser`, or a group of one."""
+
+    def add_argument(self, *names: str, **options: Any) -> object:
+        """Add a flag, as argparse does."""
+        ...
+
+
+Known = Mapping[str, Document]
+"""The engine core's description of each registered name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartRequest:
-    """What one request asks of one part, checked. Requests may share one: nothing in it changes.
+    """One request's fields of one part, checked. Requests may share one: nothing in it changes.
 
     Attributes:
-        wire: What travels to the engine in the part's section of the wire dict: plain values and bytes.
+        wire: The part's section of the wire dict: plain values and bytes.
         field: A field of the part that the request set, for errors that concern all of it.
         names: Registered names that it refers to, each with the field that names it.
         content: The same as `wire`, as the part itself knows it.
     """
 
-    wire: Mapping[str, Any]
+    wire: Document
     field: str
     names: Mapping[str, str]
-    content: Any = None
+    content: object = None
 
 
 class PartRequestReader(Protocol):
     """A part's fields in the requests of one engine. Called on any thread, event loops included."""
 
-    def read(self, values: Mapping[str, Any]) -> PartRequest | None:
+    def read(self, values: Document) -> PartRequest | None:
         """Check the fields that a request set, by name; None if they come to nothing. The values stay as they are.
 
         Raises:
@@ -53,8 +58,8 @@ class PartRequestReader(Protocol):
         """
         ...
 
-    def names(self, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """`PartRequest.names` of the same fields, without a look at anything else in them.
+    def names(self, values: Document) -> Mapping[str, str]:
+        """Read `PartRequest.names` of the same fields, and nothing else in them.
 
         Raises:
             RequestError: If they cannot be read.
@@ -81,13 +86,13 @@ class CoreCall:
     """
 
     method: str
-    args: Mapping[str, Any]
-    undo: tuple[str, Mapping[str, Any]] | None = None
+    args: Document
+    undo: tuple[str, Document] | None = None
 
 
 Result = TypeVar("Result")
 Operation = Generator[CoreCall, Sequence[Any], Result]
-"""What a user's call comes to: it yields calls, is sent each engine core's answer, and returns the result."""
+"""A user's call as a generator: it yields calls, is sent each engine core's answer, and returns the result."""
 
 
 class EngineCores(Protocol):
@@ -101,7 +106,7 @@ class EngineCores(Protocol):
     def num_engines(self) -> int: ...
 
     def run(self, operation: Operation[Result]) -> Any:
-        """The operation's result; for `AsyncLLM`, an awaitable of it.
+        """Carry the operation out and return its result; for `AsyncLLM`, an awaitable of it.
 
         Raises:
             RequestError: As the engine cores refused it; then none of them has done it.
@@ -110,38 +115,66 @@ class EngineCores(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestPart:
-    """One part of headgate, in the front end.
+class RequestPart(Protocol):
+    """A part's fields of requests, its settings, and what it offers to users.
 
     Attributes:
         fields: The part's fields of `SamplingParams`, each with a line on what it holds.
         how_to_start: What an operator does to configure the section, as a sentence.
-        open: Makes the reader for an engine, from the section of its configuration; raises `ConfigError`.
         names_method: Method of the part in the engine core that lists the registered names: objects with a "name".
-        check_method: Method of the part in the engine core that says, by refusing, why a request could not run now; its
+        check_method: Method of the part in the engine core that refuses a request which could not run now; its
             arguments are ``spec``, a `PartRequest.wire`, and `field`.
-        handle: Makes what ``LLM`` has under the section's name, for an engine that configures it.
-        async_handle: The same for ``AsyncLLM``.
-        check_section: Checks a section of the configuration; raises `ConfigError`.
-        add_flags: Adds the part's flags to an argument group of vLLM's command line.
-        read_flags: Turns them into a section, given the section that stands in ``additional_config`` (or None).
-            Returns None if no flag was given, and takes the values out of the namespace.
     """
 
-    fields: Mapping[str, str]
-    how_to_start: str
-    open: Callable[[Mapping[str, Any], ModelInfo], PartRequestReader]
-    names_method: str
-    check_method: str
-    handle: Callable[[EngineCores, PartRequestReader], Any]
-    async_handle: Callable[[EngineCores, PartRequestReader], Any]
-    check_section: Callable[[Mapping[str, Any]], object]
-    add_flags: Callable[[Any], None]
-    read_flags: Callable[[Namespace, Mapping[str, Any] | None], dict[str, Any] | None]
+    @property
+    def fields(self) -> Mapping[str, str]: ...
 
+    @property
+    def how_to_start(self) -> str: ...
 
-@cache
-def request_parts() -> Mapping[str, RequestPart]:
-    """Every part that is installed, by the name of its section."""
-    return {entry.name: entry.load()() for entry in entry_points(group=GROUP)}
+    @property
+    def names_method(self) -> str: ...
+
+    @property
+    def check_method(self) -> str: ...
+
+    def open(self, section: Document, model: ModelInfo) -> PartRequestReader:
+        """Make the reader of requests for an engine.
+
+        Args:
+            section: The part's section of the engine's configuration.
+            model: The model that the engine serves.
+
+        Raises:
+            ConfigError: If the section is wrong.
+        """
+        ...
+
+    def handle(self, cores: EngineCores, reader: PartRequestReader) -> object:
+        """Make what ``LLM`` has under the part's name; `reader` is what `open` made for that engine."""
+        ...
+
+    def async_handle(self, cores: EngineCores, reader: PartRequestReader) -> object:
+        """Make what ``AsyncLLM`` has under the part's name; `reader` is what `open` made for that engine."""
+        ...
+
+    def check_section(self, section: Document) -> object:
+        """Check a section of the configuration.
+
+        Raises:
+            ConfigError: If it is wrong.
+        """
+        ...
+
+    def add_flags(self, group: FlagGroup) -> None:
+        """Add the part's flags to an argument group of vLLM's command line."""
+        ...
+
+    def read_flags(self, args: Namespace, section: Document | None) -> dict[str, Any] | None:
+        """Take the values of the flags out of `args` and make a section of them; None if no flag was given.
+
+        Args:
+            args: The parsed command line.
+            section: The section that stands in ``additional_config``, if any.
+        """
+        ...

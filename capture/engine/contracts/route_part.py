@@ -1,40 +1,53 @@
-"""What a part needs to bring HTTP routes of its own into vLLM's server.
+"""Services of vLLM's server to a part that brings HTTP routes of its own.
 
-A part publishes a function under the entry-point group ``headgate.routes``, by the name of its section of
-``additional_config["headgate"]``. It is called once in every API server process, before the engine exists, with a
+The hook ``headgate_routes`` of a part is called once in every API server process, before the engine exists, with a
 `RouteServices`, and returns a `fastapi.APIRouter`. Routes lie under ``/v1/``: the server's API key covers them there.
 
-What routes raise is answered with vLLM's own error bodies: a `RequestError` with 400 and the field as ``param``.
+An error that a route raises is answered with vLLM's own error bodies: a `RequestError` with status 400 and the field
+as ``param``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-GROUP = "headgate.routes"
+if TYPE_CHECKING:
+    from fastapi import Request
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RouteServices:
-    """What the server does for a part's routes. Event loop only.
+class RouteServices(Protocol):
+    """Services of the server to one part's routes. Event loop only."""
 
-    Attributes:
-        part: Name of its section.
-        engine: The server's `AsyncLLM`, once it is there.
-        handle: What ``AsyncLLM`` has under the part's name. Raises an HTTP error 404 that says how to start the
-            server with the part, if it was started without.
-        require_key: A FastAPI dependency: an HTTP error 403 unless the request carries one of the part's keys.
-        read_object: The body of a `starlette.requests.Request` as an object: JSON, or msgpack with raw bytes. Raises
-            `RequestError`, or an HTTP error 415.
-        client_errors: A context in which each `RequestError` becomes an answer with status 400.
-    """
+    def engine(self) -> Any:
+        """Return the server's `AsyncLLM`; None before it is there."""
+        ...
 
-    part: str
-    engine: Callable[[], Any]
-    handle: Callable[[], Any]
-    require_key: Callable[..., Awaitable[None]]
-    read_object: Callable[[Any], Awaitable[dict[str, Any]]]
-    client_errors: Callable[[], AbstractContextManager[None]]
+    def handle(self) -> Any:
+        """Return the attribute of ``AsyncLLM`` under the part's name.
+
+        Raises:
+            fastapi.HTTPException: With status 404 and how to start the server with the part, if it runs without.
+        """
+        ...
+
+    async def require_key(self, request: Request) -> None:
+        """Check a request, as a FastAPI dependency.
+
+        Raises:
+            fastapi.HTTPException: With status 403, unless the request carries one of the part's keys.
+        """
+        ...
+
+    async def read_object(self, request: Request) -> dict[str, Any]:
+        """Read the body of a request as an object: JSON, or msgpack with raw bytes.
+
+        Raises:
+            RequestError: If it cannot be decoded, or is no object.
+            fastapi.HTTPException: With status 415, if it is of neither type.
+        """
+        ...
+
+    def client_errors(self) -> AbstractContextManager[None]:
+        """Make a context in which each `RequestError` becomes an answer with status 400."""
+        ...

@@ -1,26 +1,27 @@
-"""What headgate's parts are told by one vLLM worker, as pluggy hook specifications.
+"""The hooks of one vLLM worker: pluggy hook specifications for the object that a part's ``headgate_worker`` returns.
 
-Capture and steering implement these alike and never learn of each other. Everything here is our own types; the
-modules beside this one translate from vLLM. All hooks run on the step thread of the worker.
+Capture and steering implement these alike and never learn of each other. Everything here is our own types; the folder
+``worker`` translates from vLLM. All hooks run on the step thread of the worker.
+
+Hooks are called through pluggy, with one exception: the hooks of every step and every request go through
+`direct_calls`, which looks the implementations up once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pluggy
 import torch
 from torch import Tensor, nn
 
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.part_hooks import checked_hooks, hookspec
 from headgate.capture.schema.sites import Site
-
-PROJECT = "headgate"
-hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,7 @@ class WorkerFacts:
 
     @property
     def is_last_stage(self) -> bool:
-        """The last stage owns the final norm."""
+        """Whether this is the last stage, which owns the final norm."""
         return self.pp_rank == self.pp_size - 1
 
     def owns(self, site: Site) -> bool:
@@ -62,7 +63,7 @@ class WorkerFacts:
 
 
 class SiteValue(NamedTuple):
-    """The value at a site and what carries it on, as the traced forward passes them to an action.
+    """The value at a site and the tensor that carries it on, as the traced forward passes them to an action.
 
     Attributes:
         value: ``[num_tokens, hidden]`` or ``[1, num_tokens, hidden]``.
@@ -78,6 +79,10 @@ class SiteValue(NamedTuple):
     gain: float | None = None
 
 
+SiteRun = Callable[[nn.Module, str, SiteValue], Tensor]
+"""``run(module, hook, value) -> carry``: what an action does at a site."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteAction:
     """Code that runs at one site in every forward.
@@ -87,81 +92,100 @@ class SiteAction:
             `tensors` as attributes, each under ``f"_headgate_{name}_{hook}"``. Returns the carry, changed or not.
         tensors: Static tensors that `run` reads and writes. They become inputs of the compiled graph.
         order: Actions of one site run in ascending order: capture 0 (pristine), patch 10, add 20, project 30.
-        repay: In layers that carry the stream alone, the mid norm reads a value that the stream does not pass through
-            again. There `repay` does to the stream, where the layer hands it on, what `run` did to that value. None
-            if `run` changes nothing.
-        ahead: Does to the residual of a layer that carries a pair what `run` does at the mid norm, where the layer's
-            first norm hands that residual on: before attention, which does not read it. Taken if every action at the
-            site has it, since none sees the value there; compiled, it spares the mid norm's kernel another read. The
-            site of its :class:`SiteValue` has no branch in it. None if `run` must see the value.
-        apart: `run` by code that the compiler does not fuse with the mid norm, taken where `ahead` could not be: in
-            the model's first layer, which has no residual before attention, and beside actions that lack it. None if
-            `run` itself may stay there.
+        reapply_to_residual: In layers that carry the stream alone, the mid norm reads a value that the stream does not
+            pass through again. There `reapply_to_residual` does to the stream, where the layer hands it on, what `run`
+            did to that value. None if `run` changes nothing.
+        before_attention: Does to the residual of a layer that carries a pair what `run` does at the mid norm, where the
+            layer's first norm hands that residual on: before attention, which does not read it. Taken if every action
+            at the site has it, since none sees the value there; compiled, it spares the mid norm's kernel another
+            read. The site of its :class:`SiteValue` has no branch in it. None if `run` must see the value.
+        unfused: `run` by code that the compiler does not fuse with the mid norm, taken where `before_attention` could
+            not be: in the model's first layer, which has no residual before attention, and beside actions that lack
+            it. None if `run` itself may stay there.
     """
 
-    run: Callable[[nn.Module, str, SiteValue], Tensor]
+    run: SiteRun
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     order: int
-    repay: Callable[[nn.Module, str, SiteValue], Tensor] | None = None
-    ahead: Callable[[nn.Module, str, SiteValue], Tensor] | None = None
-    apart: Callable[[nn.Module, str, SiteValue], Tensor] | None = None
+    reapply_to_residual: SiteRun | None = None
+    before_attention: SiteRun | None = None
+    unfused: SiteRun | None = None
 
 
-class EngineHooks:
-    """The hooks. An implementer may leave out what it does not need."""
+class WorkerHooks:
+    """The hooks of a worker part, which leaves out those that it does not need."""
+
+    @hookspec
+    def headgate_allocate(self, facts: WorkerFacts) -> int:  # type: ignore[empty-body]
+        """Allocate the memory that the forward reads and writes. Called once, first.
+
+        Returns:
+            Bytes of device memory that were allocated.
+
+        Raises:
+            ConfigError: If the device has less than the configuration asks for.
+        """
 
     @hookspec
     def headgate_actions(self, facts: WorkerFacts) -> Mapping[Site, SiteAction]:  # type: ignore[empty-body]
-        """What to run in the forward, by site; only sites that ``facts.owns``. Called once, first."""
+        """Declare the code to run in the forward, by site; only sites that ``facts.owns``. Called once, second."""
 
     @hookspec
-    def headgate_graph_key(self) -> Mapping[str, Any]:  # type: ignore[empty-body]
-        """Plain values that change whenever the traced code or the shapes it sees change.
+    def headgate_start(self, facts: WorkerFacts) -> None:
+        """Start whatever runs beside the forward, such as threads. Called once, after the actions were installed."""
+
+    @hookspec
+    def headgate_graph_key(self) -> Document:  # type: ignore[empty-body]
+        """Return plain values that change whenever the traced code or the shapes it sees change.
 
         They become part of vLLM's compile-cache key, so a graph with other sites is never loaded.
         """
 
     @hookspec
-    def headgate_device_bytes(self) -> int:  # type: ignore[empty-body]
-        """Device memory that was allocated in `headgate_actions`."""
-
-    @hookspec
     def headgate_request_added(self, new: NewRequest) -> None:
-        """A request with a wire dict was scheduled for the first time."""
+        """Add a request with a wire dict, which was scheduled for the first time."""
 
     @hookspec
     def headgate_request_finished(self, req_id: str, final: FinalState | None) -> None:
-        """It ended, however it ended; all its steps were seen. `final` is None if the scheduler did not say how."""
+        """Close a request that ended, however it did; all its steps were seen.
+
+        Args:
+            req_id: Of a request that was stopped.
+            final: Its end as the scheduler tells it; None if it does not.
+        """
 
     @hookspec
     def headgate_plain_request_added(self, req_id: str, num_prompt_tokens: int) -> None:
-        """A request without a wire dict was scheduled for the first time; an engine of bystanders shows no steps."""
+        """Add a plain request, one without a wire dict, which was scheduled for the first time.
+
+        Steps of plain requests alone are not shown unless `headgate_needs_plain_steps` asks for them.
+        """
 
     @hookspec
     def headgate_request_stopped(self, req_id: str) -> None:
-        """A request, bystanders included, has no further steps. How it ended may be known only later."""
+        """Stop a request, which may be a plain one: it has no further steps. How it ended may be known only later."""
 
     @hookspec
     def headgate_needs_plain_steps(self) -> bool:  # type: ignore[empty-body]
-        """Whether the next step is to be shown even if there are only bystanders in it."""
+        """Whether the next step is to be shown even if all its requests are plain ones."""
 
     @hookspec
     def headgate_step_begins(self, view: BatchView | None, token_ids: Tensor | None) -> None:
-        """The inputs of a step are laid out and its forward follows.
+        """Prepare a step: its inputs are laid out and its forward follows.
 
         Args:
             view: The layout; None for dummy and idle steps.
-            token_ids: What the forward reads: the token of each batch row, int32 on the device, static memory that
+            token_ids: The token of each batch row as the forward reads it, int32 on the device, static memory that
                 the next step overwrites. None where this worker does not have them (later pipeline stages).
         """
 
     @hookspec
     def headgate_step_ends(self) -> None:
-        """The forward of the step was launched."""
+        """Follow up a step whose forward was launched."""
 
     @hookspec
     def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], Sequence[Tensor]]) -> None:
-        """Before serving: prove that every site responds.
+        """Prove, before serving, that every site responds.
 
         ``run(num_tokens)`` drives a dummy forward and returns what this stage hands on, each ``[rows, ...]`` with at
         least `num_tokens` rows; empty where the runner does not show it.
@@ -171,20 +195,20 @@ class EngineHooks:
         """
 
     @hookspec
-    def headgate_call(self, part: str, method: str, args: Mapping[str, Any]) -> Any:
-        """The engine core calls `method` of one part, between two steps; others return None.
+    def headgate_call(self, part: str, method: str, args: Document) -> object:
+        """Serve a call from the engine core, between two steps; every part but the one called returns None.
 
         Raises:
             AssertionError: If the part has no such method.
         """
 
     @hookspec
-    def headgate_stats(self) -> Mapping[str, Any]:  # type: ignore[empty-body]
-        """Counters as plain values, for the worker RPC of the same name."""
+    def headgate_stats(self) -> Document:  # type: ignore[empty-body]
+        """Return counters as plain values, for the worker RPC of the same name."""
 
     @hookspec
     def headgate_close(self) -> None:
-        """The worker shuts down."""
+        """Close whatever is open: the worker shuts down. Idempotent."""
 
 
 def make_hooks(plugins: Mapping[str, object]) -> pluggy.PluginManager:
@@ -193,18 +217,14 @@ def make_hooks(plugins: Mapping[str, object]) -> pluggy.PluginManager:
     Raises:
         pluggy.PluginValidationError: If a plugin implements a hook that does not exist, or with other arguments.
     """
-    manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(EngineHooks)
-    for name, plugin in plugins.items():
-        manager.register(plugin, name)
-    manager.check_pending()
-    return manager
+    return checked_hooks(WorkerHooks, plugins)
 
 
 def direct_calls(hook: pluggy.HookCaller) -> Callable[..., None]:
-    """The implementations of `hook` as one function of its arguments, by place, in pluggy's order; it returns nothing.
+    """Make one function of the implementations of `hook`: arguments by place, pluggy's order, no result.
 
-    pluggy itself takes 10 us a call, several times that with cold caches, and a step has two.
+    The one optimisation of the mechanism: pluggy itself takes 10 us a call, several times that with cold caches, and a
+    step has two.
 
     Raises:
         AssertionError: If one is a wrapper, or nobody knows the hook.
@@ -214,7 +234,7 @@ def direct_calls(hook: pluggy.HookCaller) -> Callable[..., None]:
         raise AssertionError(f"{hook.name} cannot be called without pluggy: {found}")
     calls = [(one.function, [spec.argnames.index(name) for name in one.argnames]) for one in found]
 
-    def call(*args: Any) -> None:
+    def call(*args: object) -> None:
         for function, places in calls:
             function(*[args[place] for place in places])
 

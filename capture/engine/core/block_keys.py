@@ -1,16 +1,16 @@
 """Extra keys of KV blocks, folded into vLLM's own hash of a block.
 
-A request's keys hang on its sampling parameters as an attribute that is not a field: it is found in one lookup while
-the request is constructed, and neither copies nor messages nor pickles of the parameters carry it.
+A request's keys are attached to its sampling parameters as an attribute that is not a field: it is found in
+one lookup while the request is constructed, and neither copies nor messages nor pickles of the parameters carry it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
 from headgate.capture.engine.contracts.core_part import BlockKeys
+from headgate.capture.engine.contracts.vllm_engine import Function, Request, RequestParams
 from headgate.capture.schema.errors import UnsupportedError
 
 _KEYS = "_headgate_block_keys"
@@ -19,24 +19,24 @@ _LOOKAHEAD = 64
 """More tokens than any hash of a block reads behind that block."""
 
 
-def attach_keys(sampling_params: Any, keys: BlockKeys | None) -> None:
-    """Hang `keys` on a request's parameters: the blocks that are hashed from now on have them."""
+def attach_keys(sampling_params: RequestParams | None, keys: BlockKeys | None) -> None:
+    """Attach `keys` to a request's parameters: the blocks that are hashed from now on have them."""
     if keys is not None or getattr(sampling_params, _KEYS, None) is not None:
         setattr(sampling_params, _KEYS, keys)
 
 
-def note_hashed(request: Any, keys: BlockKeys | None) -> None:
-    """Remember what the blocks of vLLM's `request` were hashed with. Samples of one prompt share their parameters."""
+def note_hashed(request: Request, keys: BlockKeys | None) -> None:
+    """Remember the keys that the blocks of vLLM's `request` were hashed with. Samples of a prompt share parameters."""
     if keys is not None:
         setattr(request, _HASHED_WITH, keys)
 
 
-def rehash(request: Any, keys: BlockKeys | None) -> None:
+def rehash(request: Request, keys: BlockKeys | None) -> None:
     """Hash the blocks of vLLM's `request` with `keys`, unless they are; none of them may be in use.
 
     Args:
         request: Waits, in the scheduler or outside.
-        keys: What its blocks depend on now.
+        keys: The block keys as of now.
     """
     if vars(request).get(_HASHED_WITH) == keys:
         return
@@ -46,13 +46,13 @@ def rehash(request: Any, keys: BlockKeys | None) -> None:
     request.update_block_hashes()
 
 
-def extra_keys(original: Callable[..., Any]) -> Callable[..., Any]:
+def extra_keys(original: Function) -> Function:
     """Wrap ``generate_block_hash_extra_keys``: add a request's own pairs to those of stock vLLM."""
 
     @wraps(original)
     def wrapped(
-        request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int
-    ) -> tuple[tuple[Any, ...] | None, int]:
+        request: Request, start_token_idx: int, end_token_idx: int, start_mm_idx: int
+    ) -> tuple[tuple[object, ...] | None, int]:
         found, next_mm_idx = original(request, start_token_idx, end_token_idx, start_mm_idx)
         keys: BlockKeys | None = getattr(request.sampling_params, _KEYS, None)
         if keys is not None and (ours := keys.of_block(start_token_idx, end_token_idx, request.num_prompt_tokens)):
@@ -62,11 +62,11 @@ def extra_keys(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def follow_extra_keys(original: Callable[..., Any]) -> Callable[..., Any]:
+def follow_extra_keys(original: Function) -> Function:
     """Replace a copy of ``generate_block_hash_extra_keys`` that was imported by name, perhaps before it was wrapped."""
 
     @wraps(original)
-    def wrapped(*args: Any) -> Any:
+    def wrapped(*args: object) -> object:
         from vllm.v1.core import kv_cache_utils
 
         return kv_cache_utils.generate_block_hash_extra_keys(*args)
@@ -79,8 +79,8 @@ class _Probe:
         return (("headgate", "probe"),)
 
 
-def verify_block_keys(block_hasher: Callable[[Any], list[Any]] | None, block_size: int) -> None:
-    """Make sure that the keys of a request reach the hashes of its blocks.
+def verify_block_keys(block_hasher: Callable[[Request], list[object]] | None, block_size: int) -> None:
+    """Check that the keys of a request reach the hashes of its blocks.
 
     Args:
         block_hasher: The engine core's; None if it caches no prefixes.
@@ -95,7 +95,7 @@ def verify_block_keys(block_hasher: Callable[[Any], list[Any]] | None, block_siz
     from vllm.v1.core import block_pool
     from vllm.v1.request import Request
 
-    def request_with(keys: BlockKeys | None) -> Any:
+    def request_with(keys: BlockKeys | None) -> Request:
         params = SamplingParams(max_tokens=1)
         attach_keys(params, keys)
         return Request(

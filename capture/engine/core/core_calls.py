@@ -8,12 +8,14 @@ own, so each of them gets every call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Generic
 
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import CoreCall, Operation, Result
+from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient
 from headgate.capture.engine.core.frames import lift
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.errors import EngineStateError, RequestError
@@ -31,12 +33,12 @@ class CoreClient:
 
     num_engines = 1
 
-    def __init__(self, client: Any, part: str) -> None:
+    def __init__(self, client: EngineClient, part: str) -> None:
         self._client = client
         self._part = part
 
-    def call(self, method: str, args: Mapping[str, Any]) -> list[Any]:
-        """What the engine core answers, as a list of one.
+    def call(self, method: str, args: Document) -> list[Any]:
+        """Call the engine core; return its answer as a list of one.
 
         Raises:
             RequestError: As it refused.
@@ -47,7 +49,7 @@ class CoreClient:
         return [_read(self._client.call_utility(METHOD, self._part, method, lift(args)))]
 
     def run(self, operation: Operation[Result]) -> Result:
-        """As `EngineCores.run`."""
+        """Implement `EngineCores.run`."""
         with as_client_error():
             step = _advance(operation, None)
             while isinstance(step, CoreCall):
@@ -61,23 +63,21 @@ class AsyncCoreClient:
     Args:
         client: The `AsyncLLM`'s.
         part: Whose methods are called.
-        turn: One for each `AsyncLLM` and part: what operations do before their first call is done on a thread, and
+        call_lock: One for each `AsyncLLM` and part: what operations do before their first call is done on a thread, and
             they reach the engine cores in the order in which they were begun all the same.
     """
 
-    def __init__(self, client: Any, part: str, turn: asyncio.Lock | None = None) -> None:
+    def __init__(self, client: AsyncEngineClient, part: str, call_lock: asyncio.Lock | None = None) -> None:
         self._client = client
         self._part = part
-        self._turn = turn or asyncio.Lock()
+        self._call_lock = call_lock or asyncio.Lock()
 
     @property
     def num_engines(self) -> int:
         return len(self._client.core_engines)
 
-    async def call(
-        self, method: str, args: Mapping[str, Any], undo: tuple[str, Mapping[str, Any]] | None = None
-    ) -> list[Any]:
-        """What every engine core answers.
+    async def call(self, method: str, args: Document, undo: tuple[str, Document] | None = None) -> list[Any]:
+        """Call every engine core; return their answers.
 
         Raises:
             RequestError: As one of them refused; those that did not refuse took it back with `undo`.
@@ -95,19 +95,19 @@ class AsyncCoreClient:
         raise failures[0]
 
     async def run(self, operation: Operation[Result]) -> Result:
-        """As `EngineCores.run`."""
+        """Implement `EngineCores.run`."""
         with as_client_error():
-            async with self._turn:
+            async with self._call_lock:
                 step = await asyncio.to_thread(_advance, operation, None)  # reads vectors, perhaps from a file
-            # The first messages are sent before whoever is next in turn is back from a thread.
+            # The first messages are sent before whoever waits for the lock is back from a thread.
             while isinstance(step, CoreCall):
                 step = _advance(operation, await self.call(step.method, step.args, step.undo))
             return step.result
 
-    async def _ask(self, engine: Any, method: str, args: Mapping[str, Any]) -> Any:
+    async def _ask(self, engine: object, method: str, args: Document) -> Any:
         return _read(await self._client._call_utility_async(METHOD, self._part, method, lift(args), engine=engine))
 
-    async def _take_back(self, engines: Sequence[Any], method: str, undo: tuple[str, Mapping[str, Any]]) -> None:
+    async def _take_back(self, engines: Sequence[object], method: str, undo: tuple[str, Document]) -> None:
         answers = await asyncio.gather(*(self._ask(engine, *undo) for engine in engines), return_exceptions=True)
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
         if failures:
@@ -123,19 +123,19 @@ class _Done(Generic[Result]):
 
 
 def _advance(operation: Operation[Result], answers: Sequence[Any] | None) -> CoreCall | _Done[Result]:
-    """The operation's next call, or its end: `StopIteration` cannot leave a thread."""
+    """Advance the operation to its next call, or to its end: `StopIteration` cannot leave a thread."""
     try:
         return next(operation) if answers is None else operation.send(answers)
     except StopIteration as stop:
         return _Done(stop.value)
 
 
-def _read(answer: Mapping[str, Any]) -> Any:
+def _read(answer: Document) -> Any:
     if (error := answer.get("error")) is not None:
         raise request_error(error["field"], error["message"])
     return answer["ok"]
 
 
 def request_error(field: str, message: str) -> RequestError:
-    """A `RequestError` as another process wrote it down: its text begins with the field, or does not."""
+    """Make a `RequestError` as another process wrote it down: its text begins with the field, or does not."""
     return RequestError(field, message.removeprefix(f"{field}: "))

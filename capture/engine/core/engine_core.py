@@ -7,28 +7,35 @@ waits only while another holds what it waits for, and that one is in the schedul
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache, wraps
-from importlib.metadata import entry_points
+from collections.abc import Callable, Collection, Iterable
+from functools import wraps
 from typing import Any
 
-from headgate.capture.engine.contracts.core_part import CoreFacts, CorePart, OpenCore
+from headgate.capture.engine.contracts.core_part import CoreFacts, CorePart
+from headgate.capture.engine.contracts.parts import Part, core_part_names
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import (
+    EngineCore,
+    EngineCoreProc,
+    EngineCoreRequest,
+    Function,
+    Request,
+    RequestType,
+    Scheduler,
+)
+from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
 from headgate.capture.engine.core import block_keys, restart
-from headgate.capture.engine.requests.sampling_params import WIRE_KEY
 from headgate.capture.engine.setup.client_errors import as_client_error
-from headgate.capture.engine.setup.logs import speak_through_vllm
-from headgate.capture.engine.setup.settings import model_info, section, sections
-from headgate.capture.schema.errors import RequestError, UnsupportedError
+from headgate.capture.engine.setup.settings import model_info, section
+from headgate.capture.schema.errors import RequestError
 
 logger = logging.getLogger("headgate")
 
-CORE_GROUP = "headgate.core"
 CORE_ADAPTER = "_headgate_core"
 """Attribute of an ``EngineCore`` and of its scheduler; absent where no part is open."""
 
-_noted: weakref.ref[Any] | None = None
-"""The ``EngineCore`` of this process that is in its constructor."""
+Made = tuple[Request, int]
+"""vLLM's ``Request`` and the wave of data-parallel steps that it belongs to."""
 
 
 class EngineCoreAdapter:
@@ -36,45 +43,44 @@ class EngineCoreAdapter:
 
     Args:
         core: vLLM's ``EngineCore``, constructed.
-        name: Of the part.
-        open_part: Its entry point.
+        part: Whose half in the engine core is opened.
     """
 
-    def __init__(self, core: Any, name: str, open_part: OpenCore) -> None:
+    def __init__(self, core: EngineCore, part: Part) -> None:
         self._core = core
         self._scheduler = core.scheduler
-        self._name = name
-        self._held: dict[str, Any] = {}
+        self._name = part.name
+        self._waiting: dict[str, Request] = {}
         """Requests that wait for the part, by id."""
         self._entering: str | None = None
         self._goes_by_priority = core.vllm_config.scheduler_config.policy == "priority"
         config = core.vllm_config
-        self._part: CorePart = open_part(CoreFacts(model=model_info(config)), section(config, name), self)
+        self._part: CorePart = part.core(CoreFacts(model=model_info(config)), section(config, part.name), self)
 
-    def take(self, request: Any) -> None:
-        """An ``EngineCoreRequest`` came in; what its blocks and workers need is written into it. Input thread."""
+    def accept(self, request: EngineCoreRequest) -> None:
+        """Take an ``EngineCoreRequest`` in: the part's answer for the workers is written into it. Input thread."""
         params = request.sampling_params
         extra = (params.extra_args if params is not None else None) or {}
         wire = extra.get(WIRE_KEY) or {}
-        ours = self._part.take(request.request_id, wire.get(self._name))
-        if ours is not None:
+        ours = self._part.accept(request.request_id, wire.get(self._name))
+        if params is not None and ours is not None:
             # Samples of one prompt share their parameters, so nothing of them is changed in place.
             params.extra_args = {**extra, WIRE_KEY: {**wire, self._name: ours}}
 
-    def construct(self, original: Callable[[], Any], request: Any) -> Any:
-        """Let stock make its ``Request`` of one that was taken: it hashes the blocks of the prompt. Input thread."""
+    def make_request(self, original: Callable[[], Made], request: EngineCoreRequest) -> Made:
+        """Let stock make its ``Request`` of one that was accepted: it hashes the prompt's blocks. Input thread."""
         try:
             keys = self._part.block_keys(request.request_id)
             block_keys.attach_keys(request.sampling_params, keys)
             result = original()
         except BaseException:
-            self._part.let_go(request.request_id)
+            self._part.forget(request.request_id)
             raise
         block_keys.note_hashed(result[0], keys)
         return result
 
-    def may_enter(self, request: Any) -> bool:
-        """Whether a ``Request`` goes to the scheduler now; otherwise it is held here.
+    def may_enter(self, request: Request) -> bool:
+        """Whether a ``Request`` goes to the scheduler now; otherwise it waits here.
 
         Raises:
             RequestError: If it can never run.
@@ -91,28 +97,28 @@ class EngineCoreAdapter:
         # Global vectors may have changed since it was hashed.
         block_keys.rehash(request, self._part.block_keys(req_id))
         if not may_enter:
-            self._held[req_id] = request
+            self._waiting[req_id] = request
         return may_enter
 
-    def let_in(self) -> None:
-        """Hand those that wait no longer to the scheduler."""
+    def admit_waiting(self) -> None:
+        """Hand the requests that need wait no longer to the scheduler."""
         for req_id in self._part.admit():
             self._entering = req_id
             try:
-                self._scheduler.add_request(self._held.pop(req_id))
+                self._scheduler.add_request(self._waiting.pop(req_id))
             finally:
                 self._entering = None
 
-    def freed(self, req_id: str) -> None:
-        """The scheduler freed a request."""
+    def release(self, req_id: str) -> None:
+        """Follow the scheduler, which freed a request: others may enter."""
         self._part.release(req_id)
-        self.let_in()
+        self.admit_waiting()
 
-    def withdraw(self, req_ids: Collection[str] | None, status: Any) -> list[Any]:
-        """End those of `req_ids` (None: all) that are held; returns them, as the scheduler returns its own."""
+    def withdraw(self, req_ids: Collection[str] | None, status: object) -> list[Request]:
+        """End those of `req_ids` (None: all) that wait; return them, as the scheduler returns its own."""
         gone = []
-        for req_id in self._part.withdraw(req_ids) if self._held else ():
-            request = self._held.pop(req_id)
+        for req_id in self._part.withdraw(req_ids) if self._waiting else ():
+            request = self._waiting.pop(req_id)
             self._part.release(req_id)
             request.status = status
             # With several front ends, or data parallelism, the client is told of ids that ended.
@@ -122,12 +128,12 @@ class EngineCoreAdapter:
         return gone
 
     def forget_refused(self, req_id: str) -> None:
-        """Stock refused a request before the scheduler saw it, unless it is there or held."""
-        if req_id not in self._scheduler.requests and req_id not in self._held:
+        """Release a request that stock refused before the scheduler saw it, unless it is there or waits."""
+        if req_id not in self._scheduler.requests and req_id not in self._waiting:
             self._part.release(req_id)
 
-    def call(self, part: str, method: str, args: Mapping[str, Any]) -> dict[str, Any]:
-        """``EngineCore.headgate_call``: the front end calls a method of `part`. Between two steps.
+    def call(self, part: str, method: str, args: Document) -> Document:
+        """Serve ``EngineCore.headgate_call``: the front end calls a method of `part`. Between two steps.
 
         Returns:
             ``{"ok": what it returned}``, or ``{"error": {"field": ..., "message": ...}}`` if it was refused.
@@ -138,30 +144,30 @@ class EngineCoreAdapter:
         except RequestError as error:
             return {"error": {"field": error.field, "message": str(error).removeprefix(f"{error.field}: ")}}
         finally:
-            self.let_in()
+            self.admit_waiting()
 
     def _check_part(self, part: str) -> None:
         if part != self._name:
             raise RequestError("part", f"no part {part!r} is open in this engine; open: {self._name}")
 
-    def call_workers(self, method: str, args: Mapping[str, Any]) -> list[Any]:
-        """As `CoreServices`."""
+    def call_workers(self, method: str, args: Document) -> list[Any]:
+        """Implement `CoreServices`."""
         answers = self._core.model_executor.collective_rpc("headgate_call", args=(self._name, method, args))
         return list(answers)
 
     def check_restart(self, field: str) -> None:
-        """As `CoreServices`."""
+        """Implement `CoreServices`."""
         restart.check_restart(self._core, field)
 
     def restart_running(self) -> None:
-        """As `CoreServices`."""
+        """Implement `CoreServices`."""
         restart.restart_running(self._scheduler)
-        for req_id, request in (*self._scheduler.requests.items(), *self._held.items()):
+        for req_id, request in (*self._scheduler.requests.items(), *self._waiting.items()):
             if not request.is_finished():
                 block_keys.rehash(request, self._part.block_keys(req_id))
 
     def fail(self, reason: str) -> None:
-        """As `CoreServices`."""
+        """Implement `CoreServices`."""
         logger.critical("headgate: %s; the engine ends", reason)
 
         def step() -> None:
@@ -170,110 +176,56 @@ class EngineCoreAdapter:
         self._core.step_fn = step
 
 
-def adapter_of(owner: Any) -> EngineCoreAdapter | None:
-    """The seam of an ``EngineCore`` or of a scheduler; None if no part is open there."""
-    seam: EngineCoreAdapter | None = vars(owner).get(CORE_ADAPTER)
-    return seam
+def adapter_of(owner: EngineCore | Scheduler) -> EngineCoreAdapter | None:
+    """Return the adapter of an ``EngineCore`` or of a scheduler; None if no part is open there."""
+    adapter: EngineCoreAdapter | None = vars(owner).get(CORE_ADAPTER)
+    return adapter
 
 
-def note_core(core: Any) -> None:
-    """An ``EngineCore`` is in the middle of its constructor, where it has loaded plugins: `open_noted` opens it."""
-    global _noted
-    _noted = weakref.ref(core)
-
-
-def open_noted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``enable_envs_cache`` as ``EngineCore.__init__`` calls it, last: open what is configured, or refuse.
-
-    In a process of its own an engine core loads plugins inside its constructor, when it is too late to wrap that.
-    """
+def preprocess_add_request(original: Function) -> Function:
+    """Wrap ``EngineCore.preprocess_add_request``: the part accepts the request before its blocks are hashed."""
 
     @wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        global _noted
-        result = original(*args, **kwargs)
-        core, _noted = _noted() if _noted is not None else None, None
-        if core is not None:
-            _open_configured(core)
-        return result
-
-    return wrapped
-
-
-def _open_configured(core: Any) -> None:
-    found = entry_points(group=CORE_GROUP)
-    names = [name for name in sections(core.vllm_config) if name in found.names]
-    if not names:
-        return
-    try:
-        _open(core, names, found[names[0]].load())
-    except BaseException:
-        core.shutdown()
-        raise
-
-
-def _open(core: Any, names: list[str], open_part: OpenCore) -> None:
-    if len(names) > 1:
-        raise UnsupportedError(f"an engine core has room for one part, but {', '.join(names)} are configured")
-    speak_through_vllm()
-    restart.check_support(core.scheduler)
-    block_keys.verify_block_keys(core.request_block_hasher, core.scheduler.hash_block_size)
-    seam = EngineCoreAdapter(core, names[0], open_part)
-    core.headgate_call = seam.call
-    setattr(core, CORE_ADAPTER, seam)
-    setattr(core.scheduler, CORE_ADAPTER, seam)
-
-
-def preprocess_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``EngineCore.preprocess_add_request``: the part takes the request before its blocks are hashed."""
-
-    @wraps(original)
-    def wrapped(self: Any, request: Any) -> Any:
-        seam = adapter_of(self)
-        if seam is None:
+    def wrapped(self: EngineCore, request: EngineCoreRequest) -> object:
+        adapter = adapter_of(self)
+        if adapter is None:
             _check_unopened(request)
             return original(self, request)
         with as_client_error():
-            seam.take(request)
-        return seam.construct(lambda: original(self, request), request)
+            adapter.accept(request)
+        return adapter.make_request(lambda: original(self, request), request)
 
     return wrapped
 
 
-def _check_unopened(request: Any) -> None:
-    params = request.sampling_params
-    wire = (params.extra_args or {}).get(WIRE_KEY, {}) if params is not None else {}
-    asked = [name for name in sorted(_part_names()) if name in wire] if wire else []
+def _check_unopened(request: EngineCoreRequest) -> None:
+    wire = wire_of(request.sampling_params)
+    asked = [name for name in sorted(core_part_names()) if name in wire] if wire else []
     if asked:
         raise AssertionError(f"request {request.request_id}: {', '.join(asked)} is not open in this engine core")
 
 
-@cache
-def _part_names() -> frozenset[str]:
-    """Once for a process: it reads the metadata of every installed package, and requests arrive on a busy thread."""
-    return frozenset(entry_points(group=CORE_GROUP).names)
-
-
-def handle_client_request(original: Callable[..., Any]) -> Callable[..., Any]:
+def handle_client_request(original: Function) -> Function:
     """Wrap ``EngineCoreProc._handle_client_request``: a request that cannot run ends, and the engine does not."""
 
     @wraps(original)
-    def wrapped(self: Any, request_type: Any, request: Any) -> Any:
-        seam = adapter_of(self)
-        if seam is None or request_type.name != "ADD":
+    def wrapped(self: EngineCoreProc, request_type: RequestType, request: Made) -> object:
+        adapter = adapter_of(self)
+        if adapter is None or request_type.name != "ADD":
             return original(self, request_type, request)
         added = request[0]
         try:
             return original(self, request_type, request)
         except RequestError as error:
             _answer(self, added, error)
+            return None
         finally:
-            seam.forget_refused(added.request_id)
+            adapter.forget_refused(added.request_id)
 
     return wrapped
 
 
-def _answer(core: Any, request: Any, error: RequestError) -> None:
+def _answer(core: EngineCoreProc, request: Request, error: RequestError) -> None:
     """End a request with the finish reason "error"."""
     if hasattr(core, "_handle_request_validation_error"):  # vLLM 0.33 tells the client why
         core._handle_request_validation_error(request, error)
@@ -282,35 +234,35 @@ def _answer(core: Any, request: Any, error: RequestError) -> None:
         core._send_error_outputs_to_client([request.request_id], request.client_index)
 
 
-def add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+def add_request(original: Function) -> Function:
     """Wrap ``Scheduler.add_request``: a request enters when the part lets it in."""
 
     @wraps(original)
-    def wrapped(self: Any, request: Any) -> Any:
-        seam = adapter_of(self)
-        if seam is None:
+    def wrapped(self: Scheduler, request: Request) -> object:
+        adapter = adapter_of(self)
+        if adapter is None:
             return original(self, request)
         with as_client_error():
-            may_enter = seam.may_enter(request)
+            may_enter = adapter.may_enter(request)
         return original(self, request) if may_enter else None
 
     return wrapped
 
 
-def finish_requests(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Scheduler.finish_requests``: requests that are held outside end as those inside do."""
+def finish_requests(original: Function) -> Function:
+    """Wrap ``Scheduler.finish_requests``: requests that wait outside end as those inside do."""
 
     @wraps(original)
-    def wrapped(self: Any, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
-        seam = adapter_of(self)
-        if seam is None:
+    def wrapped(self: Scheduler, request_ids: str | Iterable[str] | None, finished_status: object) -> object:
+        adapter = adapter_of(self)
+        if adapter is None:
             return original(self, request_ids, finished_status)
         if request_ids is not None:
             request_ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
         # First, so that none of them enters when those inside are freed.
-        withdrawn = seam.withdraw(request_ids, finished_status)
+        withdrawn = adapter.withdraw(request_ids, finished_status)
         finished = original(self, request_ids, finished_status)
-        seam.let_in()
+        adapter.admit_waiting()
         return [*finished, *withdrawn]
 
     return wrapped

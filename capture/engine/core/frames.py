@@ -6,13 +6,15 @@ the event loop's work, and its decoder copies them out again, which holds up the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import wraps
 from pickle import PickleBuffer
-from typing import Any, SupportsIndex
+from typing import Any, Protocol, SupportsIndex
 
 import msgspec
 import numpy as np
+
+from headgate.capture.engine.contracts.vllm_engine import Function
 
 LONG = 64 << 10
 """Shorter ones stay in the message: ZeroMQ's binding would copy a short frame, too."""
@@ -20,33 +22,39 @@ _EXTENSION = 0x68
 """Type of MessagePack extension that stands for a frame in a message: 4 bytes, its number. vLLM's own are 1 to 3."""
 
 
+class _Coder(Protocol):
+    """``MsgpackEncoder`` or ``MsgpackDecoder``: a message's frames."""
+
+    aux_buffers: list[memoryview]
+
+
 class Frame(np.ndarray[Any, np.dtype[np.uint8]]):
     """Bytes, ``[n]`` of uint8, that travel in a frame of their own; and that came in one. Read-only."""
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         # On the way to worker processes: numpy itself copies the data of its subclasses once more.
         return frame_of, (PickleBuffer(self.data) if int(protocol) >= 5 else self.tobytes(),)
 
 
-def frame_of(data: Any) -> Frame:
-    """A read-only view of a buffer."""
+def frame_of(data: bytes | bytearray | memoryview) -> Frame:
+    """Make a read-only view of a buffer."""
     view = np.frombuffer(data, np.uint8).view(Frame)
     view.flags.writeable = False
     return view
 
 
 def lift(value: Any) -> Any:
-    """A copy of nested dicts, whose long bytes are frames."""
+    """Copy nested dicts; long bytes become frames."""
     if isinstance(value, bytes):
         return frame_of(value) if len(value) >= LONG else value
     return {key: lift(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
 
 
-def enc_hook(original: Callable[..., Any]) -> Callable[..., Any]:
+def enc_hook(original: Function) -> Function:
     """Wrap ``MsgpackEncoder.enc_hook``, which is asked about what MessagePack does not know: send frames as such."""
 
     @wraps(original)
-    def wrapped(self: Any, obj: Any) -> Any:
+    def wrapped(self: _Coder, obj: object) -> object:
         if not isinstance(obj, Frame):
             return original(self, obj)
         self.aux_buffers.append(obj.data)
@@ -55,11 +63,11 @@ def enc_hook(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def ext_hook(original: Callable[..., Any]) -> Callable[..., Any]:
+def ext_hook(original: Function) -> Function:
     """Wrap ``MsgpackDecoder.ext_hook``: receive them."""
 
     @wraps(original)
-    def wrapped(self: Any, code: int, data: memoryview) -> Any:
+    def wrapped(self: _Coder, code: int, data: memoryview) -> object:
         number = int.from_bytes(data, "little") if code == _EXTENSION else 0
         # A message of somebody else's may say anything; what is no frame of it is the original's to refuse.
         return frame_of(self.aux_buffers[number]) if 0 < number < len(self.aux_buffers) else original(self, code, data)

@@ -1,20 +1,20 @@
-"""Restarting the requests of a scheduler: as stock ``reset_prefix_cache(reset_running_requests=True)`` does.
+"""Restarting the requests of a scheduler, as stock ``reset_prefix_cache(reset_running_requests=True)`` does.
 
-Except that the cache is not emptied: the keys of blocks say what their KV depends on, so that whatever still holds
-stays of use.
+Unlike there, the cache is not emptied: the keys of blocks say what their KV depends on, so blocks that
+still hold are used again.
 """
 
 from __future__ import annotations
 
 import inspect
 import time
-from typing import Any
 
+from headgate.capture.engine.contracts.vllm_engine import EngineCore, Scheduler
 from headgate.capture.engine.setup.versions import WORKS_WITH
 from headgate.capture.schema.errors import RequestError, UnsupportedError
 
 
-def check_support(scheduler: Any) -> None:
+def check_support(scheduler: Scheduler) -> None:
     """Refuse a scheduler whose requests cannot be held back or restarted.
 
     Raises:
@@ -37,12 +37,12 @@ def check_support(scheduler: Any) -> None:
             raise UnsupportedError(f"{name} has no attribute {attribute!r}. {WORKS_WITH}")
 
 
-def check_restart(core: Any, field: str) -> None:
-    """Whether `restart_running` could be called now.
+def check_restart(core: EngineCore, field: str) -> None:
+    """Refuse if `restart_running` cannot be called now.
 
     Args:
         core: vLLM's ``EngineCore``.
-        field: What the client is told.
+        field: The field that the client is told.
 
     Raises:
         RequestError: If a request is there that cannot be restarted.
@@ -62,7 +62,7 @@ def check_restart(core: Any, field: str) -> None:
         )
 
 
-def restart_running(scheduler: Any) -> None:
+def restart_running(scheduler: Scheduler) -> None:
     """Preempt whatever runs; what its steps in flight still bring is dropped."""
     timestamp, drops_stale_output = time.monotonic(), _drops_stale_output(scheduler)
     while scheduler.running:
@@ -79,6 +79,6 @@ def restart_running(scheduler: Any) -> None:
     scheduler.prev_step_scheduled_req_ids.clear()
 
 
-def _drops_stale_output(scheduler: Any) -> bool:
+def _drops_stale_output(scheduler: Scheduler) -> bool:
     """Whether the scheduler itself knows of outputs in flight to drop: vLLM 0.32 and later."""
     return "drop_stale_output" in inspect.signature(scheduler._preempt_request).parameters

@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from headgate.capture.engine.contracts.request_part import RequestPart, request_parts
+from headgate.capture.engine.contracts.parts import request_parts
+from headgate.capture.engine.contracts.request_part import RequestPart
 from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.engine.requests.request_reader import OpenPart, RequestReader, reader_of
 from headgate.capture.schema.errors import ConfigError

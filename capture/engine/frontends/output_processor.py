@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from headgate.capture.engine.core.request_endings import KeptTokens, mark_kept
-from headgate.capture.engine.requests.sampling_params import is_captured
+from headgate.capture.engine.contracts.end_messages import KeptTokens, mark_kept
+from headgate.capture.engine.contracts.wire_format import is_captured
 
 _WATCHED = "_headgate_watched"
 """Attribute of `OutputProcessor`: the `RequestState` of each capturing request that runs, and whether it has stop

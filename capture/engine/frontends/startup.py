@@ -1,33 +1,26 @@
-"""Opens capture in a front end or an engine core that is configured for it, or refuses to start."""
+"""Opens capture in a front end that is configured for it, or refuses to start."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from functools import partial, wraps
-from importlib.metadata import entry_points
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from headgate.capture.engine.contracts.request_part import request_parts
-from headgate.capture.engine.core.engine_core import note_core
+from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.engine.requests.request_reader import OpenPart
 from headgate.capture.engine.setup.logs import speak_through_vllm
-from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
 from headgate.capture.engine.setup.settings import capture_config, model_info, section, sections
-from headgate.capture.engine.setup.versions import check_version, versions
+from headgate.capture.engine.setup.startup_checks import check_servable
+from headgate.capture.engine.setup.versions import versions
 from headgate.capture.schema.config import MIB, CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
-from headgate.capture.schema.errors import ConfigError, UnsupportedError
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.sites import site_map
 from headgate.capture.transport.driver_host import open_drivers
 
 logger = logging.getLogger("headgate")
-
-ENGINE_GROUP = "headgate.engine"
-PLUGIN = "headgate"
-"""Our name in the group ``vllm.general_plugins``."""
 
 
 def open_front_end(vllm_config: Any) -> FrontEnd | None:
@@ -95,64 +88,3 @@ def load_consumers(config: CaptureConsumersConfig) -> dict[str, type[CaptureCons
         consumer = consumers[spec.instance] = load_configured(spec)
         consumer.check_params(spec.params)
     return consumers
-
-
-def check_servable(vllm_config: Any) -> None:
-    """Refuse to start an engine that is configured for headgate but cannot serve it.
-
-    Raises:
-        ConfigError: If a section of the configuration is unknown.
-        UnsupportedError: If this vLLM or a setting cannot be served.
-    """
-    found = sections(vllm_config)
-    if not found:
-        return
-    known = entry_points(group=ENGINE_GROUP).names
-    for name in found:
-        if name not in known:
-            raise ConfigError(
-                f"additional_config['headgate'] has no section {name!r}; known: {', '.join(sorted(known))}"
-            )
-    import vllm
-    from vllm import envs
-
-    from headgate.capture.engine.plugin import installed_patches
-
-    check_version(vllm.__version__)
-    installed_patches().require()
-    if envs.VLLM_PLUGINS is not None and PLUGIN not in envs.VLLM_PLUGINS:
-        raise UnsupportedError(
-            f"VLLM_PLUGINS={','.join(envs.VLLM_PLUGINS)} keeps {PLUGIN} out of vLLM's processes; add {PLUGIN} to it"
-        )
-    if envs.VLLM_USE_RUST_FRONTEND:
-        raise UnsupportedError("requests to the Rust front end do not reach headgate; unset VLLM_USE_RUST_FRONTEND")
-    refuse_unsupported_settings(vllm_config)
-
-
-def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``EngineArgs.create_engine_config``: refuse before any process is started."""
-
-    @wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        vllm_config = original(self, *args, **kwargs)
-        check_servable(vllm_config)
-        return vllm_config
-
-    return wrapped
-
-
-def initialize_kv_caches(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``EngineCore._initialize_kv_caches``: refuse in this process too, and make sure every worker took part.
-
-    It is what an engine core calls next after it has loaded plugins and started its workers.
-    """
-
-    @wraps(original)
-    def wrapped(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        check_servable(vllm_config)
-        if sections(vllm_config):
-            self.model_executor.collective_rpc("headgate_stats")
-            note_core(self)
-        return original(self, vllm_config, *args, **kwargs)
-
-    return wrapped

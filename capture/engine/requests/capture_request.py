@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
+from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import hidden_states
 from headgate.capture.engine.requests.sampling_params import (
-    CAPTURE,
     CAPTURE_FIELDS,
     CAPTURE_WAIT,
     RETURN_HIDDEN_STATES,

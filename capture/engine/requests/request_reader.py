@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.request_part import (
     Known,
     PartRequest,
     PartRequestReader,
     RequestPart,
-    request_parts,
 )
 from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.engine.core.frames import lift

@@ -12,16 +12,14 @@ from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
-from headgate.capture.engine.contracts.request_part import request_parts
+from headgate.capture.engine.contracts.parts import request_parts
+from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY
 from headgate.capture.engine.setup.versions import WORKS_WITH
 from headgate.capture.schema.errors import RequestError
 
-CAPTURE = "capture"
 CAPTURE_WAIT = "capture_wait"
 RETURN_HIDDEN_STATES = "return_hidden_states"
 CAPTURE_FIELDS = (CAPTURE, CAPTURE_WAIT, RETURN_HIDDEN_STATES)
-WIRE_KEY = "headgate"
-"""Key of ``extra_args`` under which what a request asks, checked and resolved, travels to the engine."""
 
 
 @cache
@@ -75,12 +73,6 @@ def read_fields(params: Any, names: Iterable[str]) -> dict[str, Any]:
 def is_plain(params: Any) -> bool:
     """Whether a `SamplingParams` can hold nothing of ours: it has neither ``extra_args`` nor attributes of its own."""
     return not params.extra_args and not vars(params)
-
-
-def is_captured(params: Any) -> bool:
-    """Whether the parameters of a request that was folded say that it captures."""
-    wire = None if params is None or not params.extra_args else params.extra_args.get(WIRE_KEY)
-    return wire is not None and CAPTURE in wire
 
 
 def _stored(name: str) -> property:
@@ -141,34 +133,3 @@ class _Elided:
             return "<...>"
         named = [f"{CAPTURE} for {', '.join(self._value[CAPTURE])}"] if CAPTURE in self._value else []
         return f"<{'; '.join([*named, *(key for key in self._value if key in request_parts())]) or '...'}>"
-
-
-def make_sampling_params() -> type:
-    """``headgate.capture.SamplingParams``: vLLM's class, whose constructor also takes our fields by keyword.
-
-    They are `capture`, `capture_wait` and `return_hidden_states`, and steering's `steering_vectors` and so on.
-
-    Calling it returns an instance of vLLM's own class, and ``isinstance(x, it)`` holds for those, so nothing in vLLM
-    can tell the difference.
-    """
-    import vllm.sampling_params as module
-
-    from headgate.capture.engine.plugin import register
-
-    register()
-    base = module.SamplingParams
-
-    class Constructor(type(base)):  # type: ignore[misc]
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            ours = {name: kwargs.pop(name) for name in all_fields() if name in kwargs}
-            params = base(*args, **kwargs)
-            for name, value in ours.items():
-                setattr(params, name, value)
-            return params
-
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, base)
-
-    return Constructor(
-        "SamplingParams", (base,), {"__doc__": base.__doc__, "__module__": "headgate.capture"}, dict=True
-    )

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from headgate.capture.engine.contracts.request_part import PartRequest
+from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY
 from headgate.capture.engine.requests.capture_request import CaptureRequest, needs_prompt, to_wire
-from headgate.capture.engine.requests.sampling_params import CAPTURE, WIRE_KEY, all_fields
+from headgate.capture.engine.requests.sampling_params import all_fields
 from headgate.capture.schema.errors import RequestError
-
-WIRE_VERSION = 1
+from headgate.capture.schema.spec import WIRE_VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from headgate.capture.engine.contracts.request_part import request_parts
+from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.requests.call_context import NOTHING, ExtractedFields, hold, release
 from headgate.capture.engine.requests.request_reader import reader_of
 from headgate.capture.engine.server.body_parsing import TAKE, Take, extract_json

@@ -1,7 +1,4 @@
-"""HTTP routes ``/v1/capture/...`` on vLLM's server: capture's entry point of the group ``headgate.routes``.
-
-Capture's counters on ``/metrics``: entry point of the group ``headgate.metrics``.
-"""
+"""Capture on vLLM's server: the HTTP routes ``/v1/capture/...``, and its counters on ``/metrics``."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from fastapi import APIRouter, Depends, HTTPException
 
 from headgate.capture.engine.contracts.route_part import RouteServices
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
-from headgate.capture.monitoring.metrics import EngineStats, Family, MetricsPart, Sample, each_worker
+from headgate.capture.monitoring.metrics import EngineStats, Family, Sample, each_worker
 from headgate.capture.monitoring.stats import RESULT_BOUNDS_S
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.sites import site_map
@@ -131,9 +128,14 @@ _CONSUMERS: tuple[tuple[str, Kind, str, str], ...] = (
 _WORKER = ("engine", "worker")
 
 
-def open_metrics() -> MetricsPart:
-    """Capture's part of the page."""
-    return MetricsPart(families=families)
+class CaptureMetrics:
+    """Implements `headgate.capture.monitoring.metrics.MetricsPart`."""
+
+    core_method = None
+
+    def families(self, engines: Sequence[EngineStats]) -> Iterator[Family]:
+        """Make the families of every worker and of every consumer in it."""
+        return families(engines)
 
 
 def families(engines: Sequence[EngineStats]) -> Iterator[Family]:

@@ -12,13 +12,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
+from headgate.capture.engine.contracts.parts import metrics_parts
 from headgate.capture.engine.core.core_calls import METHOD
 from headgate.capture.engine.setup.settings import sections
-from headgate.capture.monitoring.metrics import GROUP, EngineStats, Family, MetricsPart, Sample
+from headgate.capture.monitoring.metrics import EngineStats, Family, MetricsPart, Sample
 
 logger = logging.getLogger("headgate")
 
@@ -72,12 +71,6 @@ class Counters:
             logger.warning("headgate: counters could not be fetched: %r", error)
         finally:
             self._fetching = None
-
-
-@cache
-def metrics_parts() -> Mapping[str, MetricsPart]:
-    """Every part that is installed, by the name of its section."""
-    return {entry.name: entry.load()() for entry in entry_points(group=GROUP)}
 
 
 async def _fetch_parts(engine: Any, parts: Mapping[str, MetricsPart]) -> dict[str, list[EngineStats]]:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
+from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests.call_context import Call, current_call, enter, taken
 from headgate.capture.engine.requests.capture_frontend import front_end_of
 from headgate.capture.engine.requests.capture_request import messages_of
@@ -16,7 +17,6 @@ from headgate.capture.engine.requests.chat_messages import Chat, RenderedMessage
 from headgate.capture.engine.requests.hidden_states import read_form
 from headgate.capture.engine.requests.request_reader import reader_of
 from headgate.capture.engine.requests.sampling_params import (
-    CAPTURE,
     CAPTURE_FIELDS,
     RETURN_HIDDEN_STATES,
     all_fields,

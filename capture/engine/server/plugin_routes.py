@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import APIRouter, FastAPI, HTTPException, Request
 
-from headgate.capture.engine.contracts.route_part import GROUP, RouteServices
+from headgate.capture.engine.contracts.parts import Part, collect
 from headgate.capture.engine.frontends.engine_handles import NotConfiguredError
 from headgate.capture.engine.server.access_keys import access_of, require_key
 from headgate.capture.engine.server.body_middleware import LONG, install_bodies
@@ -24,6 +24,7 @@ from headgate.capture.engine.server.loop_threads import run_in_thread
 from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.logs import speak_through_vllm
+from headgate.capture.engine.setup.settings import OUR_KEY
 from headgate.capture.schema.config import server_config
 from headgate.capture.schema.errors import RequestError
 
@@ -47,43 +48,61 @@ class Endpoints:
 
     def __init__(self) -> None:
         self._engine: Any = None
+        self._parts: tuple[str, ...] = ()
+        """Names of those whose routes are served."""
 
     def attach_router(self, app: FastAPI) -> None:
         """Add every part's routes, our counters to the page of metrics, and the reader of bodies."""
-        for entry in _parts():
-            app.include_router(entry.load()(self._services(entry.name)))
+        configuration = getattr(app.state.args, "additional_config", None)
+        configured = (configuration or {}).get(OUR_KEY)
+        routers = collect(self._routes, needed=configured if isinstance(configured, Mapping) else ())
+        for router in routers.values():
+            app.include_router(router)
+        self._parts = tuple(routers)
         app.add_middleware(MetricsPage, counters=Counters(lambda: self._engine))
-        install_bodies(app, server_config(getattr(app.state.args, "additional_config", None)))
+        install_bodies(app, server_config(configuration))
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """The engine is there; the keys are read."""
         self._engine = engine_client
         speak_through_vllm()
-        for entry in _parts():
-            logger.info("headgate: /v1/%s is served; %s", entry.name, access_of(entry.name, args))
+        for name in self._parts:
+            logger.info("headgate: /v1/%s is served; %s", name, access_of(name, args))
 
-    def _services(self, part: str) -> RouteServices:
-        async def check_key(request: Request) -> None:
-            require_key(part, request)
+    def _routes(self, part: Part) -> APIRouter | None:
+        return part.routes(PartServices(part.name, lambda: self._engine))
 
-        return RouteServices(
-            part=part,
-            engine=lambda: self._engine,
-            handle=lambda: self._handle(part),
-            require_key=check_key,
-            read_object=read_object,
-            client_errors=as_client_error,
-        )
 
-    def _handle(self, part: str) -> Any:
+class PartServices:
+    """Implements `headgate.capture.engine.contracts.route_part.RouteServices`.
+
+    Args:
+        part: Name of its section.
+        engine: The server's `AsyncLLM`, or None while it is not there.
+    """
+
+    def __init__(self, part: str, engine: Callable[[], Any]) -> None:
+        self._part = part
+        self.engine = engine
+
+    def handle(self) -> Any:
+        """Return what the engine has under the part's name, or raise an error 404."""
         try:
-            return getattr(self._engine, part)
+            return getattr(self.engine(), self._part)
         except NotConfiguredError as error:
             raise HTTPException(404, str(error)) from None
 
+    async def require_key(self, request: Request) -> None:
+        """Raise an error 403 unless `request` carries one of the part's keys."""
+        require_key(self._part, request)
 
-def _parts() -> list[EntryPoint]:
-    return sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
+    async def read_object(self, request: Request) -> dict[str, Any]:
+        """Read the body of `request`; see the function `read_object`."""
+        return await read_object(request)
+
+    def client_errors(self) -> AbstractContextManager[None]:
+        """Turn each `RequestError` into an answer with status 400."""
+        return as_client_error()
 
 
 async def read_object(request: Request) -> dict[str, Any]:

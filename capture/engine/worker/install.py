@@ -7,13 +7,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from importlib.metadata import entry_points
-from typing import Any
+from types import ModuleType
 
 import pluggy
 import torch
 from torch import nn
 
+from headgate.capture.engine.contracts.parts import worker_part
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import Function, ModelRunner, VllmConfig, Worker, WorkerWrapper
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts, make_hooks
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.model.find_layers import LayerLayout, analyse_layer, find_decoder_stack, find_final_norm
@@ -22,22 +24,21 @@ from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
 from headgate.capture.engine.setup.settings import model_info, section, sections
 from headgate.capture.engine.worker.runner import RunnerAdapter
 from headgate.capture.schema.consumer import ModelInfo
-from headgate.capture.schema.errors import ConfigError, UnsupportedError
+from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 
 logger = logging.getLogger("headgate")
 
-ENGINE_GROUP = "headgate.engine"
 ENGINE_ATTRIBUTE = "headgate_worker"
 GRAPH_ABI = 11
 """Part of the compile-cache key: raise it whenever the code in `graph` or an action changes what is traced or
 what inductor makes of it."""
 
 Wanted = Mapping[HookPoint, Sequence[SiteAction]]
-"""The actions of one layer."""
+"""The actions of one layer, by hook point."""
 
 
-def patch_worker(module: Any) -> None:
+def patch_worker(module: ModuleType) -> None:
     """Let every worker of ``vllm.v1.worker.worker_base`` install headgate when its model is loaded."""
     wrapper = module.WorkerWrapperBase
     if "load_model" in vars(wrapper):
@@ -45,7 +46,7 @@ def patch_worker(module: Any) -> None:
             return
         raise UnsupportedError("WorkerWrapperBase.load_model is taken: another plugin or a newer vLLM defines it")
 
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_model(self: WorkerWrapper, *args: object, **kwargs: object) -> object:
         result = self.worker.load_model(*args, **kwargs)
         if sections(self.worker.vllm_config):
             install(self.worker)
@@ -57,17 +58,19 @@ def patch_worker(module: Any) -> None:
     module.WorkerBase.headgate_call = _call
 
 
-def _stats(self: Any) -> dict[str, Any]:
-    """Worker RPC: counters of every part, by name."""
-    return getattr(self, ENGINE_ATTRIBUTE).stats()  # type: ignore[no-any-return]
+def _stats(self: Worker) -> Document:
+    """Serve a worker RPC: counters of every part, by name."""
+    installed: InstalledWorker = getattr(self, ENGINE_ATTRIBUTE)
+    return installed.stats()
 
 
-def _call(self: Any, part: str, method: str, args: Mapping[str, Any]) -> Any:
-    """Worker RPC: `method` of one part, called by the same part in the engine core."""
-    return getattr(self, ENGINE_ATTRIBUTE).call(part, method, args)
+def _call(self: Worker, part: str, method: str, args: Document) -> object:
+    """Serve a worker RPC: `method` of one part, called by the same part in the engine core."""
+    installed: InstalledWorker = getattr(self, ENGINE_ATTRIBUTE)
+    return installed.call(part, method, args)
 
 
-def install(worker: Any) -> InstalledWorker:
+def install(worker: Worker) -> InstalledWorker:
     """Put the configured parts into `worker`.
 
     Raises:
@@ -77,35 +80,44 @@ def install(worker: Any) -> InstalledWorker:
     config = worker.vllm_config
     speak_through_vllm()
     refuse_unsupported_settings(config)
-    hooks = make_hooks({name: _open_part(name, config) for name in sections(config)})
+    opened = {name: worker_part(name).worker(section(config, name)) for name in sections(config)}
+    hooks = make_hooks({name: part for name, part in opened.items() if part is not None})
     model = worker.model_runner.get_model()
     parent, stack_name, layers = find_decoder_stack(model)
     facts = _facts(worker, model_info(config), [index for index, _ in layers])
-    actions = _collect_actions(hooks, facts)
-    install_actions(parent, stack_name, layers, actions)
-    _account(worker, hooks)
+    device_bytes = sum(hooks.hook.headgate_allocate(facts=facts))
+    install_actions(parent, stack_name, layers, _collect_actions(hooks, facts))
+    hooks.hook.headgate_start(facts=facts)
+    _add_to_model_memory(worker.model_runner, device_bytes)
     _key_graph(config, hooks)
-    installed = InstalledWorker(worker, facts, hooks)
+    installed = InstalledWorker(worker, facts, hooks, device_bytes)
     setattr(worker, ENGINE_ATTRIBUTE, installed)
     return installed
 
 
 class InstalledWorker:
-    """The parts at work in one vLLM worker, and the moments of its life that they follow."""
+    """The parts at work in one vLLM worker, and the moments of its life that they follow.
 
-    def __init__(self, worker: Any, facts: WorkerFacts, hooks: pluggy.PluginManager) -> None:
+    Attributes:
+        facts: The worker's.
+        hooks: The parts, by name.
+        device_bytes: Device memory that the parts allocated.
+    """
+
+    def __init__(self, worker: Worker, facts: WorkerFacts, hooks: pluggy.PluginManager, device_bytes: int) -> None:
         self.facts = facts
+        self.device_bytes = device_bytes
         self.hooks = hooks
-        self._seam = RunnerAdapter(worker.model_runner, hooks, has_token_ids=facts.pp_rank == 0)
+        self._runner = RunnerAdapter(worker.model_runner, hooks, has_token_ids=facts.pp_rank == 0)
         _after(worker, "compile_or_warm_up_model", self._self_test)
         _before(worker, "shutdown", self.close)
 
-    def stats(self) -> dict[str, Any]:
-        """Counters of every part."""
+    def stats(self) -> Document:
+        """Return the counters of every part."""
         return {key: value for found in self.hooks.hook.headgate_stats() for key, value in found.items()}
 
-    def call(self, part: str, method: str, args: Mapping[str, Any]) -> Any:
-        """What the part says; None if it says nothing."""
+    def call(self, part: str, method: str, args: Document) -> object:
+        """Return the part's answer; None if it has none."""
         answers = self.hooks.hook.headgate_call(part=part, method=method, args=args)
         return answers[0] if answers else None
 
@@ -114,7 +126,7 @@ class InstalledWorker:
         self.hooks.hook.headgate_close()
 
     def _self_test(self) -> None:
-        self.hooks.hook.headgate_self_test(facts=self.facts, run=self._seam.run_dummy)
+        self.hooks.hook.headgate_self_test(facts=self.facts, run=self._runner.run_dummy)
 
 
 def install_actions(
@@ -145,8 +157,8 @@ def _install_layer(where: str, layer: nn.Module, wanted: Wanted, *, is_first: bo
             f"{', '.join(sorted(layout.hooks))}. Take {missing[0]} out of the configured sites"
         )
     parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
-    wanted, ahead = _settle_mid(layout, wanted, is_first=is_first)
-    places = submodule_places(layout, layer) | ahead
+    wanted, early_places = _place_around_mid_norm(layout, wanted, is_first=is_first)
+    places = submodule_places(layout, layer) | early_places
     for name in dict.fromkeys(place.module for place in places.values()):
         module = layer.get_submodule(name)
         taken = [
@@ -157,40 +169,46 @@ def _install_layer(where: str, layer: nn.Module, wanted: Wanted, *, is_first: bo
         if taken:
             forward_wrappers.swap_class(module, forward_wrappers.module_forward(taken))
     own = {hook: forward_wrappers.attach(layer, hook, wanted[hook]) for hook in wanted if hook not in places}
-    repays = _repays(layout, layer, wanted.get(HookPoint.POST_ATTN, ()))
-    if own or repays:
-        forward_wrappers.swap_class(layer, forward_wrappers.layer_forward(layout, own, parameters, repays))
+    reapplied = reapplied_runs(layout, layer, wanted.get(HookPoint.POST_ATTN, ()))
+    if own or reapplied:
+        forward_wrappers.swap_class(layer, forward_wrappers.layer_forward(layout, own, parameters, reapplied))
 
 
-def _settle_mid(
+def _place_around_mid_norm(
     layout: LayerLayout, wanted: Wanted, *, is_first: bool
 ) -> tuple[Wanted, dict[HookPoint, forward_wrappers.Place]]:
-    """How actions around a fused mid norm run: ahead of attention where all can, and at what places; else apart."""
+    """Choose how actions around a fused mid norm run: before attention where all can, with the places; else unfused."""
     if layout.mid_residual is None:
         return wanted, {}
-    settled, places = dict(wanted), {}
+    chosen, places = dict(wanted), {}
     for hook in (HookPoint.ATTN_OUT, HookPoint.POST_ATTN):
         actions = wanted.get(hook, ())
-        ahead = [replace(action, run=action.ahead) for action in actions if action.ahead is not None]
-        if layout.first_norm is not None and not is_first and actions and len(ahead) == len(actions):
-            settled[hook] = ahead
+        early = [
+            replace(action, run=action.before_attention) for action in actions if action.before_attention is not None
+        ]
+        if layout.first_norm is not None and not is_first and actions and len(early) == len(actions):
+            chosen[hook] = early
             places[hook] = forward_wrappers.Place(module=layout.first_norm, result=1)
         elif actions:
-            settled[hook] = [replace(action, run=action.apart or action.run) for action in actions]
-    return settled, places
+            chosen[hook] = [replace(action, run=action.unfused or action.run) for action in actions]
+    return chosen, places
 
 
-def _repays(layout: LayerLayout, layer: nn.Module, actions: Sequence[SiteAction]) -> tuple[forward_wrappers.Run, ...]:
-    """What is to be done to the stream again, since the mid stream is read by a module and not passed through it."""
+def reapplied_runs(
+    layout: LayerLayout, layer: nn.Module, actions: Sequence[SiteAction]
+) -> tuple[forward_wrappers.Run, ...]:
+    """Attach the actions that must act on the stream again: a module reads the mid stream without passing it on."""
     if layout.mid_residual is not None:
         return ()
-    changing = sorted((action for action in actions if action.repay is not None), key=lambda action: action.order)
+    changing = sorted(
+        (action for action in actions if action.reapply_to_residual is not None), key=lambda action: action.order
+    )
     forward_wrappers.attach(layer, HookPoint.POST_ATTN, changing)
-    return tuple(action.repay for action in changing if action.repay is not None)
+    return tuple(action.reapply_to_residual for action in changing if action.reapply_to_residual is not None)
 
 
 def submodule_places(layout: LayerLayout, layer: nn.Module) -> dict[HookPoint, forward_wrappers.Place]:
-    """The hook points taken at submodules of `layer`, in the order of the forward; the others at `layer` itself."""
+    """Return the hook points that are taken at submodules of `layer` and not at `layer`, in the forward's order."""
     places: dict[HookPoint, forward_wrappers.Place] = {}
     is_pair = layout.style == "pair"
     scale = float(getattr(layer, layout.branch_scale)) if layout.branch_scale else None
@@ -224,15 +242,7 @@ def _install_final_norm(parent: nn.Module, actions: Sequence[SiteAction]) -> Non
     forward_wrappers.swap_class(module, forward_wrappers.module_forward(taken))
 
 
-def _open_part(name: str, vllm_config: Any) -> object:
-    found = entry_points(group=ENGINE_GROUP)
-    if name not in found.names:
-        known = ", ".join(sorted(found.names))
-        raise ConfigError(f"additional_config['headgate'] has no section {name!r}; known: {known}")
-    return found[name].load()(vllm_config, section(vllm_config, name))
-
-
-def _facts(worker: Any, model: ModelInfo, owned_layers: list[int]) -> WorkerFacts:
+def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int]) -> WorkerFacts:
     from vllm.config import CompilationMode
     from vllm.distributed import get_pp_group, get_tp_group
 
@@ -260,29 +270,29 @@ def _collect_actions(hooks: pluggy.PluginManager, facts: WorkerFacts) -> dict[Si
     return collected
 
 
-def _account(worker: Any, hooks: pluggy.PluginManager) -> None:
-    """vLLM 0.26 sizes the KV cache by this figure; later releases measure free memory. CPU runners have none."""
-    if hasattr(worker.model_runner, "model_memory_usage"):
-        worker.model_runner.model_memory_usage += sum(hooks.hook.headgate_device_bytes())
+def _add_to_model_memory(runner: ModelRunner, device_bytes: int) -> None:
+    """Add the parts' memory to the model's: vLLM 0.26 sizes the KV cache by it. Others measure; CPU runners lack it."""
+    if hasattr(runner, "model_memory_usage"):
+        runner.model_memory_usage += device_bytes
 
 
-def _key_graph(vllm_config: Any, hooks: pluggy.PluginManager) -> None:
+def _key_graph(vllm_config: VllmConfig, hooks: pluggy.PluginManager) -> None:
     """Make vLLM's compile caches tell our graphs from stock's and from each other's.
 
     `additional_config` is hashed into every compile-cache key. The operator's own section is taken out of it here,
     so that a consumer's output folder does not force a compilation; `settings` has read it before.
     """
-    key: dict[str, Any] = {"abi": GRAPH_ABI}
+    key: dict[str, object] = {"abi": GRAPH_ABI}
     for found in hooks.hook.headgate_graph_key():
         key.update(found)
     vllm_config.additional_config = {**vllm_config.additional_config, "headgate": {"graph": key}}
 
 
-def _after(owner: Any, name: str, call: Callable[[], None]) -> None:
-    original = getattr(owner, name)
+def _after(owner: Worker, name: str, call: Callable[[], None]) -> None:
+    original: Function = getattr(owner, name)
 
     @wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> object:
         result = original(*args, **kwargs)
         call()
         return result
@@ -290,11 +300,11 @@ def _after(owner: Any, name: str, call: Callable[[], None]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _before(owner: Any, name: str, call: Callable[[], None]) -> None:
-    original = getattr(owner, name)
+def _before(owner: Worker, name: str, call: Callable[[], None]) -> None:
+    original: Function = getattr(owner, name)
 
     @wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> object:
         call()
         return original(*args, **kwargs)
 

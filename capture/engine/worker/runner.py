@@ -1,4 +1,4 @@
-"""Watches one model runner of vLLM and tells the engine hooks what it does.
+"""The adapter that watches one model runner of vLLM and calls the worker hooks.
 
 Instance methods of the runner are wrapped, never its class: draft models and other runners stay as they are. The
 V1 and the V2 runner differ in one thing only, where the layout of a step's batch can be read.
@@ -7,7 +7,7 @@ V1 and the V2 runner differ in one thing only, where the layout of a step's batc
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any, Protocol
 
@@ -15,27 +15,36 @@ import numpy as np
 import pluggy
 from torch import Tensor
 
+from headgate.capture.engine.contracts.end_messages import FINAL_ATTRIBUTE, Final
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import (
+    Function,
+    ModelRunner,
+    ModelRunnerV1,
+    NewRequestData,
+    SchedulerOutput,
+    StepBatch,
+)
+from headgate.capture.engine.contracts.wire_format import wire_of
 from headgate.capture.engine.contracts.worker_hooks import direct_calls
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.errors import UnsupportedError
 
-WIRE_KEY = "headgate"
-FINAL_ATTRIBUTE = "headgate_final"
 _V2_MODULES = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")
 
 
 class BatchLayout(Protocol):
-    """How one generation of the model runner lays out its batch."""
+    """The layout of a step's batch in one generation of the model runner."""
 
     method: str
     """Name of the runner's method that lays out a step's inputs."""
 
-    def view(self, runner: Any, args: tuple[Any, ...], result: Any) -> BatchView:
-        """Read the layout after ``runner.method(*args)`` returned `result`."""
+    def view(self, args: Sequence[Any], result: Any) -> BatchView:
+        """Read the layout after the method returned `result` for the arguments `args`."""
         ...
 
-    def token_ids(self, runner: Any, result: Any) -> Tensor:
-        """The token of each batch row, as the forward will read them: int32 on the device."""
+    def token_ids(self, result: Any) -> Tensor:
+        """Read the token of each batch row, as the forward will read them: int32 on the device."""
         ...
 
 
@@ -44,18 +53,21 @@ class V1Layout:
 
     method = "_prepare_inputs"
 
-    def view(self, runner: Any, args: tuple[Any, ...], result: Any) -> BatchView:
-        batch = runner.input_batch
+    def __init__(self, runner: ModelRunnerV1) -> None:
+        self._runner = runner
+
+    def view(self, args: Sequence[Any], result: object) -> BatchView:
+        batch = self._runner.input_batch
         num_reqs = batch.num_reqs
         return BatchView(
             req_ids=tuple(batch.req_ids[:num_reqs]),
-            starts=runner.query_start_loc.np[:num_reqs].astype(np.int64),
+            starts=self._runner.query_start_loc.np[:num_reqs].astype(np.int64),
             num_scheduled=np.asarray(args[1][:num_reqs], dtype=np.int64),
             num_computed=batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64),
         )
 
-    def token_ids(self, runner: Any, result: Any) -> Tensor:
-        return runner.input_ids.gpu  # type: ignore[no-any-return]
+    def token_ids(self, result: object) -> Tensor:
+        return self._runner.input_ids.gpu
 
 
 class V2Layout:
@@ -63,7 +75,7 @@ class V2Layout:
 
     method = "prepare_inputs"
 
-    def view(self, runner: Any, args: tuple[Any, ...], result: Any) -> BatchView:
+    def view(self, args: Sequence[object], result: StepBatch) -> BatchView:
         num_reqs = result.num_reqs
         return BatchView(
             req_ids=tuple(result.req_ids[:num_reqs]),
@@ -72,28 +84,28 @@ class V2Layout:
             num_computed=np.asarray(result.num_computed_tokens_np[:num_reqs], dtype=np.int64),
         )
 
-    def token_ids(self, runner: Any, result: Any) -> Tensor:
-        return result.input_ids  # type: ignore[no-any-return]
+    def token_ids(self, result: StepBatch) -> Tensor:
+        return result.input_ids
 
 
 def layout_of(runner: Any) -> BatchLayout:
-    """The layout reader for `runner`'s generation."""
-    return V2Layout() if type(runner).__module__.startswith(_V2_MODULES) else V1Layout()
+    """Choose the layout reader for `runner`'s generation."""
+    return V2Layout() if type(runner).__module__.startswith(_V2_MODULES) else V1Layout(runner)
 
 
 class RunnerAdapter:
-    """Calls the hooks for one runner. All on the step thread.
+    """Calls the worker hooks for one model runner. Step thread only.
 
-    A request that carries no wire dict is a bystander: unless a part asks for those, it is never looked at again, and
-    steps without any capturing or steering request cost one comparison.
+    A request that carries no wire dict is a plain request: unless a part asks for those, it is never looked at again,
+    and steps without any capturing or steering request cost one comparison.
 
     Args:
         runner: vLLM's model runner.
-        hooks: Who is told.
+        hooks: The worker parts.
         has_token_ids: Whether `runner` knows the tokens of its batch: only on the first pipeline stage.
     """
 
-    def __init__(self, runner: Any, hooks: pluggy.PluginManager, *, has_token_ids: bool) -> None:
+    def __init__(self, runner: ModelRunner, hooks: pluggy.PluginManager, *, has_token_ids: bool) -> None:
         self._runner = runner
         self._has_token_ids = has_token_ids
         self._hook = hooks.hook
@@ -106,8 +118,8 @@ class RunnerAdapter:
         self._live: set[str] = set()
         self._ended: set[str] = set()
         """Without further steps; how they ended is said later, since only the front end knows."""
-        self._bystanders: set[str] = set()
-        self._follows_bystanders = bool(self._hook.headgate_plain_request_added.get_hookimpls())
+        self._plain: set[str] = set()
+        self._follows_plain = bool(self._hook.headgate_plain_request_added.get_hookimpls())
         self._was_active = False
         self._is_laid_out = False
         self._in_self_test = False
@@ -133,7 +145,7 @@ class RunnerAdapter:
         tensors = getattr(output, "tensors", {"hidden_states": output})
         return tuple(tensor for tensor in tensors.values() if isinstance(tensor, Tensor))
 
-    def _watch(self, name: str, replacement: Callable[..., Any]) -> None:
+    def _watch(self, name: str, replacement: Function) -> None:
         original = getattr(self._runner, name, None)
         if original is None:
             raise UnsupportedError(
@@ -141,12 +153,14 @@ class RunnerAdapter:
             )
 
         @wraps(original)
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args: object, **kwargs: object) -> object:
             return replacement(original, *args, **kwargs)
 
         setattr(self._runner, name, watched)
 
-    def _execute_model(self, original: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def _execute_model(
+        self, original: Function, scheduler_output: SchedulerOutput, *args: object, **kwargs: object
+    ) -> object:
         if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
             return original(scheduler_output, *args, **kwargs)
         self._follow(scheduler_output)
@@ -156,34 +170,37 @@ class RunnerAdapter:
             self._step_ends()
         return result
 
-    def _dummy_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _dummy_run(self, original: Function, *args: object, **kwargs: object) -> object:
         if not self._in_self_test:
-            self._rest()
+            self._clear_step()
         return original(*args, **kwargs)
 
-    def _lay_out(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _lay_out(self, original: Function, *args: object, **kwargs: object) -> object:
         result = original(*args, **kwargs)
-        if self._live or (self._bystanders and any(self._hook.headgate_needs_plain_steps())):
+        if self._live or (self._plain and any(self._hook.headgate_needs_plain_steps())):
             self._was_active = self._is_laid_out = True
-            view = self._layout.view(self._runner, args, result)
-            token_ids = self._layout.token_ids(self._runner, result) if self._has_token_ids else None
+            view = self._layout.view(args, result)
+            token_ids = self._layout.token_ids(result) if self._has_token_ids else None
             self._step_begins(view, token_ids)
         else:
-            self._rest()
+            self._clear_step()
         return result
 
-    def _rest(self) -> None:
-        """Leave nothing behind that a forward without live requests could act on."""
+    def _clear_step(self) -> None:
+        """Clear whatever a forward without live requests could act on."""
         if self._was_active:
             self._was_active = False
             self._step_begins(None, None)
 
-    def _follow(self, scheduler_output: Any) -> None:
-        """Finished first: an id may end and begin again in one step. Sorted, so that all ranks see one order."""
+    def _follow(self, scheduler_output: SchedulerOutput) -> None:
+        """Tell of requests that end and begin with a step.
+
+        Finished first: an id may end and begin again in one step. Sorted, so that all ranks see one order.
+        """
         finals = getattr(scheduler_output, FINAL_ATTRIBUTE, None) or {}
         for req_id in sorted(scheduler_output.finished_req_ids):
-            if req_id in self._bystanders:
-                self._bystanders.remove(req_id)
+            if req_id in self._plain:
+                self._plain.remove(req_id)
                 self._request_stopped(req_id)
             elif req_id in self._live:
                 self._live.remove(req_id)
@@ -195,30 +212,25 @@ class RunnerAdapter:
             if req_id in self._ended and final is not None:
                 self._finish(req_id, final)
         for data in scheduler_output.scheduled_new_reqs:
-            self._add(data, _wire(data))
+            self._add(data, wire_of(data.sampling_params))
 
-    def _add(self, data: Any, wire: Any) -> None:
+    def _add(self, data: NewRequestData, wire: Document | None) -> None:
         # A known id comes back after preemption (V2 runner): its state, and what it has captured, stay.
         if wire is not None and data.req_id not in self._live:
             if data.req_id in self._ended:
                 self._finish(data.req_id, None)
             self._live.add(data.req_id)
             self._request_added(_new_request(data, wire))
-        elif wire is None and self._follows_bystanders and data.req_id not in self._bystanders:
-            self._bystanders.add(data.req_id)
+        elif wire is None and self._follows_plain and data.req_id not in self._plain:
+            self._plain.add(data.req_id)
             self._hook.headgate_plain_request_added(req_id=data.req_id, num_prompt_tokens=_num_prompt_tokens(data))
 
-    def _finish(self, req_id: str, noted: Any) -> None:
+    def _finish(self, req_id: str, noted: Final | None) -> None:
         self._ended.remove(req_id)
         self._request_finished(req_id, _final(noted))
 
 
-def _wire(data: Any) -> Any:
-    params = data.sampling_params
-    return None if params is None or not params.extra_args else params.extra_args.get(WIRE_KEY)
-
-
-def _new_request(data: Any, wire: Any) -> NewRequest:
+def _new_request(data: NewRequestData, wire: Document) -> NewRequest:
     if data.prompt_token_ids is None:
         raise UnsupportedError(
             f"request {data.req_id}: prompts given as embeddings cannot be captured; the front end refuses them"
@@ -226,12 +238,13 @@ def _new_request(data: Any, wire: Any) -> NewRequest:
     return NewRequest(req_id=data.req_id, prompt_token_ids=tuple(data.prompt_token_ids), wire=wire)
 
 
-def _num_prompt_tokens(data: Any) -> int:
-    prompt = data.prompt_embeds if data.prompt_token_ids is None else data.prompt_token_ids
-    return len(prompt)
+def _num_prompt_tokens(data: NewRequestData) -> int:
+    if data.prompt_token_ids is not None:
+        return len(data.prompt_token_ids)
+    return 0 if data.prompt_embeds is None else len(data.prompt_embeds)
 
 
-def _final(noted: Any) -> FinalState | None:
+def _final(noted: Final | None) -> FinalState | None:
     if noted is None:
         return None
     num_prompt, token_ids, status = noted

@@ -1,4 +1,4 @@
-"""Start-up proof that every site delivers: dummy steps through the very graphs that will serve.
+"""Start-up proof that every site responds: dummy steps through the very graphs that will serve.
 
 Catches a stale graph from a compile cache, a module whose forward is bypassed, and a hook at the wrong place: where
 the sites allow it, the identities of the residual stream are checked on the captured rows.
@@ -42,7 +42,7 @@ def check_capture(
             run(num_tokens)
             continue
         with torch.inference_mode():
-            _aim(staging, num_tokens)
+            _fill_with_sentinel(staging, num_tokens)
         run(num_tokens)
         with torch.inference_mode():
             rows = {site: staging.buffers[index, :num_tokens].float() for index, site in enumerate(sites)}
@@ -53,7 +53,7 @@ def check_capture(
         logger.info("capture: self-test passed, %d sites respond", len(sites))
 
 
-def _aim(staging: StagingRing, num_tokens: int) -> None:
+def _fill_with_sentinel(staging: StagingRing, num_tokens: int) -> None:
     """Fill the ring with the sentinel and send the first batch rows to its first slots."""
     staging.reset()
     staging.buffers[:, :num_tokens].fill_(SENTINEL)
@@ -77,7 +77,7 @@ class Identity(NamedTuple):
 
 
 def identities(sites: Sequence[Site]) -> Iterator[Identity]:
-    """The identities that can be checked with `sites`: neighbouring layers, and each branch's addition."""
+    """Yield the identities that can be checked with `sites`: neighbouring layers, and each branch's addition."""
     for layer in sorted({site.layer for site in sites if site.layer >= 0}):
         mid = Site(layer, HookPoint.POST_ATTN)
         end = Site(layer, HookPoint.POST_MLP)

@@ -9,9 +9,25 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from headgate.capture.cli import GROUP, app
+from headgate.capture.cli import app
+from headgate.capture.engine.contracts.parts import GROUP
 
 Invoke = Callable[..., Result]
+
+PART = """
+from headgate.capture import hookimpl
+
+
+@hookimpl
+def headgate_commands():
+    return {
+        "say": "headgate_test_plugin:app",
+        "count": "headgate_test_plugin:plain",
+        "other": "headgate_test_other:plain",
+        "wants": "headgate_test_wants_vllm:app",
+        "broken": "headgate_test_broken:app",
+    }
+"""
 
 PLUGIN = '''
 import sys
@@ -40,7 +56,8 @@ def plain(count: int = 1) -> None:
 
 @pytest.fixture
 def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Invoke]:
-    """Calls ``headgate`` with a plug-in installed that publishes five commands, two of which cannot be loaded."""
+    """Calls ``headgate`` with two parts installed: one has five commands, two of them broken, the other cannot load."""
+    (tmp_path / "headgate_test_part.py").write_text(PART)
     (tmp_path / "headgate_test_plugin.py").write_text(PLUGIN)
     (tmp_path / "headgate_test_other.py").write_text(PLUGIN)
     (tmp_path / "headgate_test_wants_vllm.py").write_text("import vllm.no_such_module\n")
@@ -49,9 +66,7 @@ def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Invoke]:
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: headgate-test-plugin\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(
-        f"[{GROUP}]\nsay = headgate_test_plugin:app\ncount = headgate_test_plugin:plain\n"
-        "other = headgate_test_other:plain\n"
-        "wants = headgate_test_wants_vllm:app\nbroken = headgate_test_broken:app\n"
+        f"[{GROUP}]\ntest = headgate_test_part\nneighbour = headgate_test_broken\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
@@ -84,6 +99,14 @@ def test_a_command_that_cannot_be_loaded_says_why_whatever_its_arguments(invoke:
         assert result.exit_code == 1
         assert "headgate broken cannot be loaded from headgate_test_broken:app" in result.stderr
         assert "RuntimeError: out of order" in result.stderr
+
+
+def test_a_part_that_cannot_be_loaded_says_why_as_a_command_of_its_name(invoke: Invoke) -> None:
+    result = invoke("neighbour", "--flag")
+
+    assert result.exit_code == 1
+    assert "part 'neighbour' cannot be loaded from headgate_test_broken: RuntimeError: out of order" in result.stderr
+    assert "neighbour" in invoke("--help").stdout
 
 
 def test_a_command_that_lacks_vllm_says_what_to_install(invoke: Invoke) -> None:

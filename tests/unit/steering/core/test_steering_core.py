@@ -80,7 +80,7 @@ def tier(made: PhaseVectors) -> dict[str, Any]:
 
 
 def test_what_does_not_steer_is_left_alone(core: SteeringCore) -> None:
-    assert core.take("r", None) is None
+    assert core.accept("r", None) is None
     assert core.block_keys("r") is None
     assert core.offer("r", priority=0, is_session=True)
     core.release("r")
@@ -88,7 +88,7 @@ def test_what_does_not_steer_is_left_alone(core: SteeringCore) -> None:
 
 def test_workers_get_the_content_of_names_and_their_scales(core: SteeringCore) -> None:
     core.call("register", {"name": "calm", "spec": to_wire(SteeringSpec(decode=CONFIGS[1]))})
-    taken = core.take("r", NAMED)
+    taken = core.accept("r", NAMED)
 
     assert taken == {**NAMED, "decode_parts": [[CONFIGS[1].key, 2.0]]}
     assert "decode_parts" not in NAMED
@@ -100,16 +100,16 @@ def test_workers_get_the_content_of_names_and_their_scales(core: SteeringCore) -
 
 
 def test_a_request_is_taken_once(core: SteeringCore) -> None:
-    core.take("r", both(CONFIGS[0]))
+    core.accept("r", both(CONFIGS[0]))
     with pytest.raises(AssertionError, match="taken already"):
-        core.take("r", both(CONFIGS[0]))
-    core.let_go("r")
-    core.take("r", both(CONFIGS[0]))
+        core.accept("r", both(CONFIGS[0]))
+    core.forget("r")
+    core.accept("r", both(CONFIGS[0]))
 
 
 def test_contents_are_forgotten_when_their_last_user_is_gone(core: SteeringCore, workers: Workers) -> None:
     core.call("register", {"name": "calm", "spec": both(CONFIGS[0])})
-    core.take("r", NAMED)
+    core.accept("r", NAMED)
     core.offer("r", priority=0, is_session=False)
     core.call("register", {"name": "calm", "spec": both(CONFIGS[1])})
     assert workers.methods == ["keep_module", "keep_module"]
@@ -122,7 +122,7 @@ def test_contents_are_forgotten_when_their_last_user_is_gone(core: SteeringCore,
 
 def test_slots_wait_and_are_handed_on(core: SteeringCore) -> None:
     for name, made in (("a", vectors(dict.fromkeys(range(6), 5.0))), ("b", vectors({i: 9.0 + i for i in range(6)}))):
-        core.take(name, both(made))
+        core.accept(name, both(made))
     assert core.offer("a", priority=0, is_session=False)
     assert not core.offer("b", priority=0, is_session=False)
     assert core.call("status", {})["waiting"] == 1
@@ -138,7 +138,7 @@ def test_counts_are_those_of_the_status_without_its_lists(core: SteeringCore) ->
     core.call("register", {"name": "calm", "spec": both(vectors({0: 1.0}))})
     core.call("set_global", {"tiers": {"decode": tier(vectors({0: 2.0, 1: 3.0}))}, "replace": True})
     for name, made in ((name, vectors({2: 5.0 + index})) for index, name in enumerate("abc")):
-        core.take(name, both(made))
+        core.accept(name, both(made))
         core.offer(name, priority=0, is_session=False)
 
     counts, status = core.call("counts", {}), core.call("status", {})
@@ -157,11 +157,11 @@ def test_counts_are_those_of_the_status_without_its_lists(core: SteeringCore) ->
 
 
 def test_the_log_says_when_requests_wait(core: SteeringCore, caplog: pytest.LogCaptureFixture) -> None:
-    core.take("a", both(CONFIGS[3]))
+    core.accept("a", both(CONFIGS[3]))
     core.offer("a", priority=0, is_session=False)
     with caplog.at_level(logging.WARNING, "headgate"):
         for i in range(3):
-            core.take(f"b{i}", both(CONFIGS[4]))
+            core.accept(f"b{i}", both(CONFIGS[4]))
             core.offer(f"b{i}", priority=0, is_session=False)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
@@ -230,7 +230,7 @@ def test_a_worker_that_fails(core: SteeringCore, workers: Workers, change: str) 
 
 
 def test_sessions_are_refused_when_anything_acts_on_them(core: SteeringCore) -> None:
-    core.take("s", both(CONFIGS[0]))
+    core.accept("s", both(CONFIGS[0]))
     with pytest.raises(RequestError, match="streaming-input sessions"):
         core.offer("s", priority=0, is_session=True)
     core.release("s")

@@ -46,7 +46,9 @@ class Worker:
         config = {"max_steering_slots": 9, "sites": {"post_mlp": "all"}, **config}
         self.part = SteeringPart(parse_config(config))
         self.hook = make_hooks({"steering": self.part}).hook
-        (self.actions,) = self.hook.headgate_actions(facts=facts or make_facts())
+        facts = facts or make_facts()
+        self.hook.headgate_allocate(facts=facts)
+        (self.actions,) = self.hook.headgate_actions(facts=facts)
         self.modules = {}
         for site, action in self.actions.items():
             module = nn.Identity()
@@ -116,12 +118,12 @@ def test_a_row_that_means_other_vectors_now_is_resolved_anew():
     worker, own, shared = Worker(), vectors(1, SITES[0]), vectors(2, SITES[1])
     worker.add("a", 1, SteeringSpec(prefill=own, decode=own))
     worker.step(("a", 1, 1))
-    rows = worker.part._opened.tables._rows.clone()
+    rows = worker.part._allocated().tables._rows.clone()
     worker.call("set_global", spec=to_wire(SteeringSpec(prefill=shared, decode=shared)))
 
     worker.step(("a", 2, 1))
 
-    assert torch.equal(worker.part._opened.tables._rows, rows)
+    assert torch.equal(worker.part._allocated().tables._rows, rows)
     for site, expected in zip(SITES, (own, shared), strict=True):
         assert torch.equal(worker.added(site, 1)[0], row(expected, site))
 

@@ -50,7 +50,7 @@ class Site(nn.Module):
     [
         (capture_ops.capture_plain, None),
         (capture_ops.capture_traced, register_uncounted),
-        (capture_ops.capture_apart, register_copy_apart),
+        (capture_ops.capture_unfused, register_copy_apart),
     ],
     ids=["plain", "traced", "apart"],
 )

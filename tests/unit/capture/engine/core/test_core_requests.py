@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from headgate.capture.engine.contracts import parts
+from headgate.capture.engine.contracts.wire_format import WIRE_KEY
 from headgate.capture.engine.core import engine_core
-from headgate.capture.engine.requests.sampling_params import WIRE_KEY
 
 
 def request(**wire: Any) -> SimpleNamespace:
@@ -20,7 +21,7 @@ def test_a_request_that_captures_passes_and_reads_no_metadata_of_packages(monkey
     take = engine_core.preprocess_add_request(lambda engine, request: request)
     captures = request(capture={})
     take(SimpleNamespace(), captures)
-    monkeypatch.setattr(engine_core, "entry_points", None)
+    monkeypatch.setattr(parts, "entry_points", None)
 
     assert take(SimpleNamespace(), captures) is captures
 

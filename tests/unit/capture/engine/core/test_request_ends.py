@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.engine.core.request_endings import KeptTokens, RequestEnds, mark_kept, split_marks
+from headgate.capture.engine.contracts.end_messages import KeptTokens, mark_kept, split_marks
+from headgate.capture.engine.core.request_endings import RequestEnds
 
 TOKENS = [10, 11, 12, 13, 14, 15]
 
@@ -20,18 +21,18 @@ def test_what_the_engine_decides_is_told_at_once() -> None:
 
     ends.end("a", final("length"), is_decided=True)
 
-    assert ends.take() == {"a": final("length")}
-    assert ends.take() == {}
+    assert ends.pop_finals() == {"a": final("length")}
+    assert ends.pop_finals() == {}
 
 
 def test_what_the_front_end_decides_is_announced_and_told_later() -> None:
     ends = RequestEnds()
 
     ends.end("a", final("length"), is_decided=False)
-    assert ends.take() == {"a": None}
+    assert ends.pop_finals() == {"a": None}
     ends.front_end_kept("a", KeptTokens(4, "stop"), is_running=False)
 
-    assert ends.take() == {"a": (2, TOKENS[:4], "stop")}
+    assert ends.pop_finals() == {"a": (2, TOKENS[:4], "stop")}
 
 
 def test_both_may_come_before_the_next_step() -> None:
@@ -40,7 +41,7 @@ def test_both_may_come_before_the_next_step() -> None:
     ends.end("a", final("stop"), is_decided=False)
     ends.front_end_kept("a", KeptTokens(6, "stop"), is_running=False)
 
-    assert ends.take() == {"a": final("stop")}
+    assert ends.pop_finals() == {"a": final("stop")}
 
 
 @pytest.mark.parametrize("num_kept", [3, 6])
@@ -50,7 +51,7 @@ def test_a_stop_string_looks_like_an_abort_to_the_engine(num_kept: int) -> None:
     ends.front_end_kept("a", KeptTokens(num_kept, "stop"), is_running=True)
     ends.end("a", final("abort"), is_decided=True)
 
-    assert ends.take() == {"a": (2, TOKENS[:num_kept], "stop")}
+    assert ends.pop_finals() == {"a": (2, TOKENS[:num_kept], "stop")}
 
 
 def test_the_engine_ends_a_request_on_the_way_of_the_news() -> None:
@@ -59,7 +60,7 @@ def test_the_engine_ends_a_request_on_the_way_of_the_news() -> None:
     ends.front_end_kept("a", KeptTokens(5, "stop"), is_running=True)
     ends.end("a", final("length"), is_decided=False)
 
-    assert ends.take() == {"a": (2, TOKENS[:5], "stop")}
+    assert ends.pop_finals() == {"a": (2, TOKENS[:5], "stop")}
 
 
 def test_the_engine_knows_why_if_both_end_at_the_same_token() -> None:
@@ -68,17 +69,17 @@ def test_the_engine_knows_why_if_both_end_at_the_same_token() -> None:
     ends.end("a", final("length"), is_decided=False)
     ends.front_end_kept("a", KeptTokens(6, "stop"), is_running=False)
 
-    assert ends.take() == {"a": final("length")}
+    assert ends.pop_finals() == {"a": final("length")}
 
 
 def test_a_front_end_that_gives_up_leaves_the_engine_s_word() -> None:
     ends = RequestEnds()
 
     ends.end("a", final("stop"), is_decided=False)
-    ends.take()
+    ends.pop_finals()
     ends.front_end_left("a")
 
-    assert ends.take() == {"a": final("stop")}
+    assert ends.pop_finals() == {"a": final("stop")}
 
 
 def test_news_that_come_twice_or_of_unknown_requests_are_ignored() -> None:
@@ -90,7 +91,7 @@ def test_news_that_come_twice_or_of_unknown_requests_are_ignored() -> None:
     ends.front_end_kept("b", KeptTokens(1, "stop"), is_running=False)
     ends.front_end_left("c")
 
-    assert ends.take() == {"a": (2, TOKENS[:4], "stop")}
+    assert ends.pop_finals() == {"a": (2, TOKENS[:4], "stop")}
     assert vars(ends) == vars(RequestEnds())
 
 

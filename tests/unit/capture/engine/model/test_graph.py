@@ -12,7 +12,7 @@ from torch import nn
 from headgate.capture.engine.contracts.worker_hooks import SiteAction
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.model.layer_layout import LayerLayout
-from headgate.capture.engine.worker.install import _repays, install_actions
+from headgate.capture.engine.worker.install import install_actions, reapplied_runs
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.sites import HookPoint, Site
 
@@ -192,14 +192,14 @@ def test_what_only_the_mlp_would_see_is_repaid_to_the_stream_before_the_layer_ha
     def add(module, hook, site):
         return site.carry + getattr(module, f"_headgate_vector_{hook}")
 
-    action = SiteAction(run=add, order=20, tensors={"vector": torch.tensor([10.0])}, repay=add)
+    action = SiteAction(run=add, order=20, tensors={"vector": torch.tensor([10.0])}, reapply_to_residual=add)
     norm = layer.norm
     runs = forward_wrappers.attach(norm, HookPoint.POST_ATTN, [action])
     forward_wrappers.swap_class(
         norm,
         forward_wrappers.module_forward([(HookPoint.POST_ATTN, forward_wrappers.Place(module="norm", value=0), runs)]),
     )
-    repays = _repays(replace(SINGLE, mid="norm", mid_input=0), layer, [action])
+    repays = reapplied_runs(replace(SINGLE, mid="norm", mid_input=0), layer, [action])
     post = {HookPoint.POST_MLP: (record(seen),)}
     forward_wrappers.swap_class(layer, forward_wrappers.layer_forward(SINGLE, post, ["hidden_states"], repays))
 
@@ -211,9 +211,9 @@ def test_what_only_the_mlp_would_see_is_repaid_to_the_stream_before_the_layer_ha
 
 
 def test_nothing_is_repaid_where_the_stream_passes_through_the_norm():
-    action = SiteAction(run=record([]), order=20, repay=record([], add=1.0))
+    action = SiteAction(run=record([]), order=20, reapply_to_residual=record([], add=1.0))
 
-    assert _repays(replace(PAIR, mid="norm", mid_input=0, mid_residual=1), nn.Identity(), [action]) == ()
+    assert reapplied_runs(replace(PAIR, mid="norm", mid_input=0, mid_residual=1), nn.Identity(), [action]) == ()
 
 
 def test_an_action_at_a_scaled_branch_is_told_the_scale():
@@ -271,7 +271,7 @@ def steered(layer_index, hook, *others):
 
         return run
 
-    action = SiteAction(run=way("run"), ahead=way("ahead"), apart=way("apart"), order=20)
+    action = SiteAction(run=way("run"), before_attention=way("ahead"), unfused=way("apart"), order=20)
     install_actions(nn.Module(), "layers", [(layer_index, layer)], {Site(layer_index, hook): [action, *others]})
     residual = None if layer_index == 0 else torch.tensor([2.0])
     with torch.inference_mode():

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headgate.capture.engine.contracts.request_part import request_parts
+from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.requests.call_context import NOTHING, taken
 from headgate.capture.engine.requests.request_reader import REQUEST_READER, OpenPart, RequestReader
 from headgate.capture.engine.server.body_middleware import LONG, Bodies

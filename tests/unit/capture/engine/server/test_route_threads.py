@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from headgate.capture.engine.contracts.route_part import RouteServices
 from headgate.capture.engine.core.core_calls import AsyncCoreClient
 from headgate.capture.engine.server import plugin_routes
 from headgate.capture.engine.server.body_middleware import LONG, Bodies
@@ -64,8 +63,7 @@ def application(client: Client) -> Any:
     async def allowed() -> None:
         return None
 
-    services = RouteServices(
-        part="steering",
+    services = SimpleNamespace(
         engine=lambda: None,
         handle=lambda: handle,
         require_key=allowed,

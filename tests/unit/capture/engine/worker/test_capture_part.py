@@ -32,8 +32,8 @@ def test_start_up_says_all_the_memory_that_capture_takes(caplog: pytest.LogCaptu
     )
     part = CapturePart(config)
     with caplog.at_level(logging.INFO, logger="headgate"):
-        actions = part.headgate_actions(facts)
-    held = part.headgate_device_bytes() / MIB
+        held = part.headgate_allocate(facts) / MIB
+    actions = part.headgate_actions(facts)
     part.headgate_close()
 
     said = re.search(

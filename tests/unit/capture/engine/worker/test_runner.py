@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from headgate.capture.engine.contracts.worker_hooks import direct_calls, hookimpl, make_hooks
+from headgate.capture.engine.contracts.worker_hooks import direct_calls, make_hooks
 from headgate.capture.engine.worker.runner import RunnerAdapter, layout_of
 from headgate.capture.schema.errors import UnsupportedError
+from headgate.capture.schema.part_hooks import hookimpl
 
 
 class Recorder:
@@ -41,7 +42,7 @@ class Recorder:
 
 
 class V1Runner:
-    """The V1 runner as the seam sees it: a persistent batch that `_prepare_inputs` has filled."""
+    """The V1 runner as the adapter sees it: a persistent batch that `_prepare_inputs` has filled."""
 
     def execute_model(self, scheduler_output, intermediate_tensors=None):
         if scheduler_output.total_num_scheduled_tokens:
@@ -63,7 +64,7 @@ class V1Runner:
 
 
 class V2Runner:
-    """The V2 runner as the seam sees it: `prepare_inputs` returns a batch; dummy runs go through execute_model."""
+    """The V2 runner as the adapter sees it: `prepare_inputs` returns a batch; dummy runs go through execute_model."""
 
     def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run=False):
         if not dummy_run and scheduler_output.total_num_scheduled_tokens:
@@ -114,7 +115,7 @@ def runner(request):
 @pytest.fixture
 def recorder(runner):
     recorder = Recorder()
-    runner.seam = RunnerAdapter(runner, make_hooks({"recorder": recorder}), has_token_ids=True)
+    runner.adapter = RunnerAdapter(runner, make_hooks({"recorder": recorder}), has_token_ids=True)
     return recorder
 
 
@@ -208,7 +209,7 @@ def test_the_self_test_may_prepare_its_own_step(runner, recorder):
     runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
     recorder.calls.clear()
 
-    runner.seam.run_dummy(8)
+    runner.adapter.run_dummy(8)
 
     assert recorder.calls == []
 
@@ -234,7 +235,7 @@ class Follower(Recorder):
 
     @hookimpl
     def headgate_plain_request_added(self, req_id, num_prompt_tokens):
-        self.calls.append(("bystander", req_id, num_prompt_tokens))
+        self.calls.append(("plain", req_id, num_prompt_tokens))
 
     @hookimpl
     def headgate_request_stopped(self, req_id):
@@ -248,13 +249,13 @@ class Follower(Recorder):
 @pytest.fixture
 def follower(runner):
     follower = Follower()
-    runner.seam = RunnerAdapter(runner, make_hooks({"follower": follower}), has_token_ids=True)
+    runner.adapter = RunnerAdapter(runner, make_hooks({"follower": follower}), has_token_ids=True)
     return follower
 
 
-def test_bystanders_are_told_to_who_follows_them_and_their_steps_when_they_concern_it(runner, follower):
+def test_plain_requests_are_told_to_who_follows_them_and_their_steps_when_they_concern_it(runner, follower):
     runner.execute_model(step(["x"], [4], [0], new=[request("x", 4, wire=None)]))
-    assert follower.calls == [("bystander", "x", 4)]
+    assert follower.calls == [("plain", "x", 4)]
 
     follower.is_concerned = True
     runner.execute_model(step(["x"], [1], [4]))
@@ -270,11 +271,11 @@ def test_bystanders_are_told_to_who_follows_them_and_their_steps_when_they_conce
     ]
 
 
-def test_a_preempted_bystander_is_added_once(runner, follower):
+def test_a_preempted_plain_request_is_added_once(runner, follower):
     for _ in range(2):
         runner.execute_model(step(["x"], [4], [0], new=[request("x", 4, wire=None)]))
 
-    assert follower.calls == [("bystander", "x", 4)]
+    assert follower.calls == [("plain", "x", 4)]
 
 
 def test_a_request_stops_at_once_also_where_its_end_is_not_known_yet(runner, follower):
@@ -288,13 +289,13 @@ def test_a_request_stops_at_once_also_where_its_end_is_not_known_yet(runner, fol
     assert follower.calls == [("stopped", "a"), ("finished", "a", (5, "stop"))]
 
 
-def test_a_bystander_may_come_as_embeddings(runner, follower):
+def test_a_plain_request_may_come_as_embeddings(runner, follower):
     new = request("x", 0, wire=None)
     new.prompt_token_ids, new.prompt_embeds = None, np.zeros((7, 2))
 
     runner.execute_model(step(["x"], [7], [0], new=[new]))
 
-    assert follower.calls == [("bystander", "x", 7)]
+    assert follower.calls == [("plain", "x", 7)]
 
 
 def test_hooks_are_called_straight_as_pluggy_would_call_them():

@@ -1,0 +1,52 @@
+"""How a request ended, as front end, engine core and worker tell each other.
+
+The front end's count travels in its list of requests to abort, which keeps the order with everything else it sends and
+takes no round trip. Final states travel from the engine core to the workers as the attribute `FINAL_ATTRIBUTE` of a
+`SchedulerOutput`, by request id; None means that the request ended and its final state follows later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+FINAL_ATTRIBUTE = "headgate_final"
+Final = tuple[int, list[int], str]
+"""Number of prompt tokens, all token ids, and the finish reason."""
+_MARK = "\0headgate\0"
+
+
+class KeptTokens(NamedTuple):
+    """The tokens of a request that the front end kept when it ended the request.
+
+    Attributes:
+        num_tokens: Prompt and output.
+        status: Why: ``stop`` for a stop string, ``abort``.
+    """
+
+    num_tokens: int
+    status: str
+
+
+def mark_kept(req_id: str, kept: KeptTokens) -> str:
+    """Write an entry for the list of requests to abort: how much of `req_id` the front end kept.
+
+    Stock vLLM takes it for the id of an unknown request, which it ignores.
+    """
+    return f"{_MARK}{kept.num_tokens}\0{kept.status}\0{req_id}"
+
+
+def is_mark(entry: str) -> bool:
+    """Whether an entry of the list of requests to abort is by `mark_kept`."""
+    return entry.startswith(_MARK)
+
+
+def split_marks(request_ids: Sequence[str]) -> tuple[list[str], dict[str, KeptTokens]]:
+    """Part a list of requests to abort into the ids and what `mark_kept` wrote, by id."""
+    ids = [entry for entry in request_ids if not is_mark(entry)]
+    kept = {}
+    for entry in request_ids:
+        if is_mark(entry):
+            num_tokens, status, req_id = entry.removeprefix(_MARK).split("\0", 2)
+            kept[req_id] = KeptTokens(int(num_tokens), status)
+    return ids, kept

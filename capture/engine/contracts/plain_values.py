@@ -1,0 +1,9 @@
+"""The type of what crosses processes and what operators write: objects of plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Document = Mapping[str, Any]
+"""None, numbers, texts, bytes, and lists and dicts of these, by name. Whoever reads one checks it."""

@@ -1,0 +1,260 @@
+"""vLLM's objects in engine cores and workers, as far as headgate touches them.
+
+Protocols and not vLLM's own classes: those differ from release to release, are untyped in places, and importing them
+loads CUDA. An attribute that only some supported releases have is not listed; whoever reads it asks with ``hasattr``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headgate.capture.engine.contracts.plain_values import Document
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+    from torch import Tensor, nn
+
+Function = Callable[..., Any]
+"""A function or method of vLLM that headgate wraps, and what it puts in its place."""
+
+
+class HfTextConfig(Protocol):
+    """The text half of the model's Hugging Face configuration."""
+
+    num_hidden_layers: int
+
+
+class ModelConfig(Protocol):
+    """``vllm.config.ModelConfig``."""
+
+    served_model_name: str | list[str]
+    hf_text_config: HfTextConfig
+    dtype: torch.dtype
+    is_encoder_decoder: bool
+    runner_type: str
+
+    def get_hidden_size(self) -> int: ...
+
+
+class ParallelConfig(Protocol):
+    """``vllm.config.ParallelConfig``."""
+
+    use_ubatching: bool
+    prefill_context_parallel_size: int
+    pipeline_parallel_size: int
+    use_sequence_parallel_moe: bool
+
+
+class SchedulerConfig(Protocol):
+    """``vllm.config.SchedulerConfig``."""
+
+    policy: str
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+class CompilationConfig(Protocol):
+    """``vllm.config.CompilationConfig``."""
+
+    mode: object
+    pass_config: object
+    cudagraph_capture_sizes: Sequence[int] | None
+
+
+class VllmConfig(Protocol):
+    """``vllm.config.VllmConfig``."""
+
+    additional_config: Document
+    model_config: ModelConfig
+    parallel_config: ParallelConfig
+    scheduler_config: SchedulerConfig
+    compilation_config: CompilationConfig
+    speculative_config: object | None
+    kv_transfer_config: object | None
+
+
+class RequestParams(Protocol):
+    """``vllm.SamplingParams`` of a request that is in the engine."""
+
+    extra_args: dict[str, Any] | None
+    stop: str | list[str] | None
+
+
+class EngineCoreRequest(Protocol):
+    """``vllm.v1.engine.EngineCoreRequest``: a request as a front end sends it to an engine core."""
+
+    request_id: str
+    client_index: int
+    sampling_params: RequestParams | None
+
+
+class Request(Protocol):
+    """``vllm.v1.request.Request``: a request as the scheduler keeps it."""
+
+    request_id: str
+    client_index: int
+    priority: int
+    resumable: bool
+    status: object
+    sampling_params: RequestParams
+    num_prompt_tokens: int
+    all_token_ids: Sequence[int]
+    block_hashes: list[object]
+    num_output_placeholders: int
+    async_tokens_to_discard: int
+
+    def update_block_hashes(self) -> None: ...
+
+    def is_finished(self) -> bool: ...
+
+    def get_finished_reason(self) -> object: ...
+
+
+class Scheduler(Protocol):
+    """``vllm.v1.core.sched.scheduler.Scheduler``."""
+
+    requests: MutableMapping[str, Request]
+    running: list[Request]
+    finished_req_ids_dict: MutableMapping[int, set[str]] | None
+    prev_step_scheduled_req_ids: set[str]
+    hash_block_size: int
+
+    def add_request(self, request: Request) -> None: ...
+
+    def _preempt_request(self, request: Request, timestamp: float, **options: bool) -> None: ...
+
+
+class Executor(Protocol):
+    """``vllm.v1.executor.Executor``: the workers of an engine core."""
+
+    def collective_rpc(self, method: str, *, args: tuple[object, ...] = ...) -> Iterable[Any]: ...
+
+
+class EngineCore(Protocol):
+    """``vllm.v1.engine.core.EngineCore``, with the method that front ends call by name."""
+
+    vllm_config: VllmConfig
+    scheduler: Scheduler
+    model_executor: Executor
+    batch_queue: object | None
+    async_scheduling: bool
+    request_block_hasher: Callable[[Any], list[object]] | None
+    step_fn: Function
+    headgate_call: Function
+
+    def shutdown(self) -> None: ...
+
+
+class EngineCoreProc(EngineCore, Protocol):
+    """``vllm.v1.engine.core.EngineCoreProc``: an engine core in a process of its own."""
+
+    def _send_error_outputs_to_client(self, request_ids: list[str], client_index: int) -> None: ...
+
+
+class RequestType(Protocol):
+    """``vllm.v1.engine.EngineCoreRequestType``."""
+
+    name: str
+
+
+class NewRequestData(Protocol):
+    """``vllm.v1.core.sched.output.NewRequestData``: a request as a worker first sees it."""
+
+    req_id: str
+    prompt_token_ids: Sequence[int] | None
+    prompt_embeds: Tensor | None
+    sampling_params: RequestParams | None
+
+
+class SchedulerOutput(Protocol):
+    """``vllm.v1.core.sched.output.SchedulerOutput``: one step."""
+
+    finished_req_ids: set[str]
+    scheduled_new_reqs: Sequence[NewRequestData]
+
+
+class HostAndDevice(Protocol):
+    """``vllm.v1.utils.CpuGpuBuffer``."""
+
+    np: npt.NDArray[np.int32]
+    gpu: Tensor
+
+
+class PersistentBatch(Protocol):
+    """``vllm.v1.worker.gpu_input_batch.InputBatch`` of the V1 model runner."""
+
+    num_reqs: int
+    req_ids: Sequence[str]
+    num_computed_tokens_cpu: npt.NDArray[np.int32]
+
+
+class StepBatch(Protocol):
+    """``vllm.v1.worker.gpu.input_batch.InputBatch`` of the V2 model runner."""
+
+    num_reqs: int
+    req_ids: Sequence[str]
+    query_start_loc_np: npt.NDArray[np.int32]
+    num_scheduled_tokens: npt.NDArray[np.int32]
+    num_computed_tokens_np: npt.NDArray[np.int32]
+    input_ids: Tensor
+
+
+class ModelRunner(Protocol):
+    """The model runner of either generation."""
+
+    def get_model(self) -> nn.Module: ...
+
+    def _dummy_run(self, num_tokens: int, **options: bool) -> object: ...
+
+
+class ModelRunnerV1(ModelRunner, Protocol):
+    """``vllm.v1.worker.gpu_model_runner.GPUModelRunner``, where a step's layout is read from the runner."""
+
+    input_batch: PersistentBatch
+    query_start_loc: HostAndDevice
+    input_ids: HostAndDevice
+
+
+class Worker(Protocol):
+    """``vllm.v1.worker.worker_base.WorkerBase``."""
+
+    vllm_config: VllmConfig
+    model_runner: ModelRunner
+    device: torch.device | str
+
+    def load_model(self, *args: object, **kwargs: object) -> object: ...
+
+
+class WorkerWrapper(Protocol):
+    """``vllm.v1.worker.worker_base.WorkerWrapperBase``."""
+
+    worker: Worker
+
+
+class EngineClient(Protocol):
+    """``vllm.v1.engine.core_client.EngineCoreClient``, behind an `LLM`.
+
+    One whose engine core is in this process has it as ``engine_core``.
+    """
+
+    def call_utility(self, method: str, *args: object) -> Any: ...
+
+
+class ClientResources(Protocol):
+    """``vllm.v1.engine.core_client.BackgroundResources``."""
+
+    engine_dead: bool
+
+
+class AsyncEngineClient(Protocol):
+    """``vllm.v1.engine.core_client.DPLBAsyncMPClient``, behind an `AsyncLLM`."""
+
+    core_engines: Sequence[object]
+    resources: ClientResources
+
+    async def _call_utility_async(self, method: str, *args: object, engine: object) -> Any: ...
+
+    async def _abort_requests(self, request_ids: Sequence[str], engine: object) -> None: ...

@@ -1,0 +1,25 @@
+"""The wire dict of a request: its fields, checked and resolved, on the way from a front end to engine core and workers.
+
+It lies in the ``extra_args`` of the request's parameters, which vLLM carries everywhere.
+"""
+
+from __future__ import annotations
+
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import RequestParams
+
+WIRE_KEY = "headgate"
+"""Key of the wire dict in ``extra_args``."""
+CAPTURE = "capture"
+"""Key of capture's section in the wire dict; also the field of `SamplingParams` that asks for it."""
+
+
+def wire_of(params: RequestParams | None) -> Document | None:
+    """Return the wire dict of a request in the engine; None if the request asks for nothing."""
+    return None if params is None or not params.extra_args else params.extra_args.get(WIRE_KEY)
+
+
+def is_captured(params: RequestParams | None) -> bool:
+    """Whether the wire dict of a request has a section of capture's."""
+    wire = wire_of(params)
+    return wire is not None and CAPTURE in wire

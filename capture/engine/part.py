@@ -1,0 +1,62 @@
+"""How capture joins headgate: entry point ``capture`` of the group ``headgate.parts``; see `contracts.parts`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from headgate.capture.schema.config import parse_config
+from headgate.capture.schema.part_hooks import hookimpl
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
+    from headgate.capture.engine.contracts.route_part import RouteServices
+    from headgate.capture.engine.worker.capture_part import CapturePart
+    from headgate.capture.monitoring.metrics import MetricsPart
+    from headgate.capture.monitoring.verify_checks import CheckPart
+
+COMMANDS = {
+    "doctor": "headgate.capture.engine.commands.doctor:doctor",
+    "serve": "headgate.capture.engine.commands.serve:serve",
+    "verify": "headgate.capture.engine.commands.verify:verify",
+}
+
+
+@hookimpl
+def headgate_worker(section: Mapping[str, Any]) -> CapturePart | None:
+    """Capture in one worker; None without consumers: nothing in the graph, nothing behind the step."""
+    from headgate.capture.engine.worker.capture_part import CapturePart
+
+    config = parse_config(section)
+    return CapturePart(config) if config.consumers else None
+
+
+@hookimpl
+def headgate_routes(services: RouteServices) -> APIRouter:
+    """The routes ``/v1/capture/...``."""
+    from headgate.capture.engine.server.capture_routes import open_routes
+
+    return open_routes(services)
+
+
+@hookimpl
+def headgate_metrics() -> MetricsPart:
+    """Capture's counters."""
+    from headgate.capture.engine.server.capture_routes import CaptureMetrics
+
+    return CaptureMetrics()
+
+
+@hookimpl
+def headgate_commands() -> dict[str, str]:
+    """``headgate doctor``, ``serve`` and ``verify``."""
+    return COMMANDS
+
+
+@hookimpl
+def headgate_checks() -> CheckPart:
+    """Captured rows are complete, the request's own, and those of eager mode."""
+    from headgate.capture.engine.commands.verify_capture import CaptureChecks
+
+    return CaptureChecks()

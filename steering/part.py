@@ -1,0 +1,68 @@
+"""How steering joins headgate: entry point ``steering`` of the group ``headgate.parts``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from headgate.capture.schema.part_hooks import hookimpl
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
+    from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
+    from headgate.capture.engine.contracts.request_part import RequestPart
+    from headgate.capture.engine.contracts.route_part import RouteServices
+    from headgate.capture.monitoring.metrics import MetricsPart
+    from headgate.capture.monitoring.verify_checks import CheckPart
+    from headgate.steering.core.steering_core import SteeringCore
+    from headgate.steering.worker.steering_part import SteeringPart
+
+
+@hookimpl
+def headgate_worker(section: Mapping[str, Any]) -> SteeringPart:
+    """Return steering's part in one worker."""
+    from headgate.steering.config import parse_config
+    from headgate.steering.worker.steering_part import SteeringPart
+
+    return SteeringPart(parse_config(section))
+
+
+@hookimpl
+def headgate_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServices) -> SteeringCore:
+    """Return steering's part in one engine core."""
+    from headgate.steering.core.steering_core import open_core
+
+    return open_core(facts, section, services)
+
+
+@hookimpl
+def headgate_requests() -> RequestPart:
+    """Return the fields ``steering_vectors`` and so on, flags, and ``LLM.steering``."""
+    from headgate.steering.control.front_end import SteeringRequests
+
+    return SteeringRequests()
+
+
+@hookimpl
+def headgate_routes(services: RouteServices) -> APIRouter:
+    """Return the routes ``/v1/steering/...``."""
+    from headgate.steering.control.routes import open_routes
+
+    return open_routes(services)
+
+
+@hookimpl
+def headgate_metrics() -> MetricsPart:
+    """Return steering's gauges."""
+    from headgate.steering.control.metrics import SteeringMetrics
+
+    return SteeringMetrics()
+
+
+@hookimpl
+def headgate_checks() -> CheckPart:
+    """Return the checks that steered tokens change as they must, and no others do."""
+    from headgate.steering.verify import SteeringChecks
+
+    return SteeringChecks()
