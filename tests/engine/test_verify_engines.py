@@ -34,10 +34,10 @@ import numpy as np
 
 
 def install():
-    from headgate.steering import resolve
+    from headgate.steering.worker import row_table
 
-    right = resolve._spread
-    resolve._spread = lambda view, batch: np.roll(right(view, batch), 1)
+    right = row_table._spread
+    row_table._spread = lambda view, batch: np.roll(right(view, batch), 1)
 """
 
 
