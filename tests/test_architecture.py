@@ -120,6 +120,40 @@ def test_capture_knows_the_engine_folder_at_its_doors_alone() -> None:
     assert offences(inner, imports_of("headgate.capture.engine")) == []
 
 
+ENGINE_LAYERS = (
+    ("contracts",),
+    ("setup", "model", "compiler"),
+    ("worker", "core"),
+    ("requests",),
+    ("frontends",),
+    ("server",),
+    ("patch_table",),
+    ("plugin",),
+    ("api", "commands"),
+    ("part",),
+)
+"""Folders and modules of `capture/engine`: each imports those before it, and never one beside it or behind it."""
+
+
+def test_engine_folders_import_downwards_only() -> None:
+    rank = {name: number for number, layer in enumerate(ENGINE_LAYERS) for name in layer}
+    within_engine = ROOT / "capture" / "engine"
+    files = {path: path.relative_to(within_engine).parts[0].removesuffix(".py") for path in within("capture/engine/")}
+    sources = {path: own for path, own in files.items() if own != "__init__"}
+
+    def upwards(own: str) -> Callable[[ast.Module], Iterator[tuple[int, str]]]:
+        def rule(tree: ast.Module) -> Iterator[tuple[int, str]]:
+            for line, module in imports(tree):
+                other = module.removeprefix("headgate.capture.engine.").split(".")[0]
+                if module.startswith("headgate.capture.engine.") and other != own and rank[other] >= rank[own]:
+                    yield line, module
+
+        return rule
+
+    assert set(sources.values()) == rank.keys()
+    assert [offence for path, own in sources.items() for offence in offences([path], upwards(own))] == []
+
+
 def test_pytest_is_imported_by_the_contract_tests_alone() -> None:
     assert offences(outside("consumers/testing.py"), imports_of("pytest", "_pytest")) == []
 
