@@ -20,7 +20,8 @@ The folders, in the order in which they import each other:
 
 A vector's way from a request to the stream: ``requests/reader``, ``request_fields``, ``vector_forms``, ``wire``;
 ``core/steering_core``, ``state``, ``admission``; ``worker/steering_part``, ``row_table``, ``vector_pool``,
-``device_tables``, ``site_action``. `headgate.steering.config` has every knob.
+``device_tables``, ``site_action``. `headgate.steering.config` has every knob, and `headgate.steering.part` joins
+steering to headgate.
 
 Importing this package imports neither vLLM nor torch.
 """

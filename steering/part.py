@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def headgate_worker(section: Mapping[str, Any]) -> SteeringPart:
-    """Steering in one worker."""
+    """Return steering's part in one worker."""
     from headgate.steering.config import parse_config
     from headgate.steering.worker.steering_part import SteeringPart
 
@@ -30,7 +30,7 @@ def headgate_worker(section: Mapping[str, Any]) -> SteeringPart:
 
 @hookimpl
 def headgate_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServices) -> SteeringCore:
-    """Steering in one engine core."""
+    """Return steering's part in one engine core."""
     from headgate.steering.core.steering_core import open_core
 
     return open_core(facts, section, services)
@@ -38,15 +38,15 @@ def headgate_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreSe
 
 @hookimpl
 def headgate_requests() -> RequestPart:
-    """The fields ``steering_vectors`` and so on, flags, and ``LLM.steering``."""
-    from headgate.steering.requests.reader import SteeringRequests
+    """Return the fields ``steering_vectors`` and so on, flags, and ``LLM.steering``."""
+    from headgate.steering.control.front_end import SteeringRequests
 
     return SteeringRequests()
 
 
 @hookimpl
 def headgate_routes(services: RouteServices) -> APIRouter:
-    """The routes ``/v1/steering/...``."""
+    """Return the routes ``/v1/steering/...``."""
     from headgate.steering.control.routes import open_routes
 
     return open_routes(services)
@@ -54,7 +54,7 @@ def headgate_routes(services: RouteServices) -> APIRouter:
 
 @hookimpl
 def headgate_metrics() -> MetricsPart:
-    """Steering's gauges."""
+    """Return steering's gauges."""
     from headgate.steering.control.metrics import SteeringMetrics
 
     return SteeringMetrics()
@@ -62,7 +62,7 @@ def headgate_metrics() -> MetricsPart:
 
 @hookimpl
 def headgate_checks() -> CheckPart:
-    """What is steered changes, token by token, and nothing else does."""
+    """Return the checks that steered tokens change as they must, and no others do."""
     from headgate.steering.verify import SteeringChecks
 
     return SteeringChecks()

@@ -64,7 +64,7 @@ class SteeringCore:
         return keys if any(keys) else None
 
     def forget(self, req_id: str) -> None:
-        """Forget a request that was accepted."""
+        """Forget a request that was taken."""
         if self._resolved.pop(req_id, None) is not None:
             self._state.release(req_id)
 
@@ -129,7 +129,7 @@ class SteeringCore:
 
 
 def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServices) -> SteeringCore:
-    """The part for the configuration's ``steering`` section: the hook ``headgate_core``."""
+    """Return the part for the configuration's ``steering`` section: the hook ``headgate_core``."""
     config = parse_config(section)
     model = facts.model
     steerable = config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)

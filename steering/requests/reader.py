@@ -12,11 +12,10 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from headgate.capture.engine.contracts.request_part import EngineCores, FlagGroup, Known, PartRequest, PartRequestReader
+from headgate.capture.engine.contracts.request_part import Known, PartRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError
-from headgate.steering.config import add_flags, parse_config, read_flags
-from headgate.steering.control.handle import AsyncSteering, Steering
+from headgate.steering.config import parse_config
 from headgate.steering.requests.request_fields import (
     BASE,
     DECODE,
@@ -115,42 +114,6 @@ def open_reader(section: Mapping[str, Any], model: ModelInfo) -> SteeringReader:
     return SteeringReader(
         config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)
     )
-
-
-class SteeringRequests:
-    """Implements `headgate.capture.engine.contracts.request_part.RequestPart`."""
-
-    fields = FIELD_DOCS
-    how_to_start = (
-        "Start it with --enable-steering, with headgate.steering.LLM(..., steering=True), or with "
-        "additional_config={'headgate': {'steering': {}}}"
-    )
-    names_method = "names"
-    check_method = "check"
-
-    def open(self, section: Mapping[str, Any], model: ModelInfo) -> SteeringReader:
-        """Make the reader for an engine whose configuration has a ``steering`` section."""
-        return open_reader(section, model)
-
-    def handle(self, cores: EngineCores, reader: PartRequestReader) -> Steering:
-        """Make ``LLM.steering``."""
-        return Steering(cores, reader.steerable)  # type: ignore[attr-defined]
-
-    def async_handle(self, cores: EngineCores, reader: PartRequestReader) -> AsyncSteering:
-        """Make ``AsyncLLM.steering``."""
-        return AsyncSteering(cores, reader.steerable)  # type: ignore[attr-defined]
-
-    def check_section(self, section: Mapping[str, Any]) -> None:
-        """Check a ``steering`` section; raises `ConfigError` if it is wrong."""
-        parse_config(section)
-
-    def add_flags(self, group: FlagGroup) -> None:
-        """Add ``--enable-steering`` and its like."""
-        add_flags(group)
-
-    def read_flags(self, args: Namespace, section: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """Make a section of the flags; None if none was given."""
-        return read_flags(args, section)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,8 +103,8 @@ class Addition(NamedTuple):
     """The ways to add in one worker; see `headgate.capture.engine.contracts.worker_hooks.SiteAction`."""
 
     run: Run
-    ahead: Run | None = None
-    apart: Run | None = None
+    before_attention: Run | None = None
+    unfused: Run | None = None
 
     def counted(self) -> Addition:
         """Return the same ways, each with its runs counted."""
@@ -118,9 +118,9 @@ def addition(facts: WorkerFacts) -> Addition:
         return Addition(add_with_kernel if is_cuda else add_plain)
     if is_cuda:
         register_add_pooled()
-        return Addition(add_traced, ahead=add_traced, apart=add_opaque)
+        return Addition(add_traced, before_attention=add_traced, unfused=add_opaque)
     register_add_uncounted()
-    return Addition(add_gathered, ahead=add_gathered)
+    return Addition(add_gathered, before_attention=add_gathered)
 
 
 def counted(run: Run) -> Run:

@@ -145,8 +145,8 @@ class SteeringPart:
                 tensors[site_action.FIRES] = torch.utils.dlpack.from_dlpack(self._fires[index : index + 1])
             actions[site] = SiteAction(
                 run=add.run,
-                before_attention=add.ahead,
-                unfused=add.apart,
+                before_attention=add.before_attention,
+                unfused=add.unfused,
                 reapply_to_residual=reapply,
                 tensors=tensors,
                 order=20,
