@@ -36,8 +36,8 @@ LAYERS = {
         *(["patch_table"], ["plugin"], ["api", "commands"], ["part"]),
     ),
     "headgate.steering": (
-        *(["vectors", "kernels"], ["files"], ["requests"], ["config"], ["core", "worker"]),
-        *(["control"], ["client", "verify"], ["part"]),
+        *(["vectors", "kernels"], ["config"], ["requests"], ["files"], ["core", "worker"], ["control"], ["client"]),
+        *(["verify"], ["part"]),
     ),
     "headgate.consumers.filesystem": (["storage"], ["formats"], ["params", "writing"], ["consumer"]),
 }

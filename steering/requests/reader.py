@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
