@@ -1,6 +1,6 @@
-"""Every attribute of vLLM that headgate replaces outside the model's forward pass.
+"""Every attribute of vLLM that headgate wraps, each with its reason; `plugin.register` installs them.
 
-The attributes of vLLM that `core` and `block_keys` replace in an engine core.
+`other_changes` lists what headgate adds or replaces in other ways. A test compares both with running engines.
 """
 
 from __future__ import annotations
@@ -335,7 +335,3 @@ PATCHES = (
         parameters=("self", "request", "raw_request"),
     ),
 )
-
-
-_CORE = "vllm.v1.engine.core"
-_EXTRA_KEYS = ("request", "start_token_idx", "end_token_idx", "start_mm_idx")

@@ -13,6 +13,7 @@ import pluggy
 import torch
 from torch import nn
 
+from headgate.capture.engine.compiler.graph_code import digest_of, traced_modules
 from headgate.capture.engine.contracts.parts import worker_part
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import Function, ModelRunner, VllmConfig, Worker, WorkerWrapper
@@ -30,9 +31,6 @@ from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 logger = logging.getLogger("headgate")
 
 ENGINE_ATTRIBUTE = "headgate_worker"
-GRAPH_ABI = 11
-"""Part of the compile-cache key: raise it whenever the code in `graph` or an action changes what is traced or
-what inductor makes of it."""
 
 Wanted = Mapping[HookPoint, Sequence[SiteAction]]
 """The actions of one layer, by hook point."""
@@ -86,10 +84,11 @@ def install(worker: Worker) -> InstalledWorker:
     parent, stack_name, layers = find_decoder_stack(model)
     facts = _facts(worker, model_info(config), [index for index, _ in layers])
     device_bytes = sum(hooks.hook.headgate_allocate(facts=facts))
-    install_actions(parent, stack_name, layers, _collect_actions(hooks, facts))
+    actions = _collect_actions(hooks, facts)
+    install_actions(parent, stack_name, layers, actions)
     hooks.hook.headgate_start(facts=facts)
     _add_to_model_memory(worker.model_runner, device_bytes)
-    _key_graph(config, hooks)
+    _key_graph(config, hooks, actions)
     installed = InstalledWorker(worker, facts, hooks, device_bytes)
     setattr(worker, ENGINE_ATTRIBUTE, installed)
     return installed
@@ -270,19 +269,29 @@ def _collect_actions(hooks: pluggy.PluginManager, facts: WorkerFacts) -> dict[Si
     return collected
 
 
+def functions_of(action: SiteAction) -> list[object]:
+    """The functions of an action that the forward may call."""
+    functions = (action.run, action.reapply_to_residual, action.before_attention, action.unfused)
+    return [function for function in functions if function is not None]
+
+
 def _add_to_model_memory(runner: ModelRunner, device_bytes: int) -> None:
     """Add the parts' memory to the model's: vLLM 0.26 sizes the KV cache by it. Others measure; CPU runners lack it."""
     if hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += device_bytes
 
 
-def _key_graph(vllm_config: VllmConfig, hooks: pluggy.PluginManager) -> None:
+def _key_graph(
+    vllm_config: VllmConfig, hooks: pluggy.PluginManager, actions: Mapping[Site, Sequence[SiteAction]]
+) -> None:
     """Make vLLM's compile caches tell our graphs from stock's and from each other's.
 
     `additional_config` is hashed into every compile-cache key. The operator's own section is taken out of it here,
     so that a consumer's output folder does not force a compilation; `settings` has read it before.
     """
-    key: dict[str, object] = {"abi": GRAPH_ABI}
+    all_actions = [action for found in actions.values() for action in found]
+    modules = traced_modules(function for action in all_actions for function in functions_of(action))
+    key: dict[str, object] = {"code": digest_of(modules)}
     for found in hooks.hook.headgate_graph_key():
         key.update(found)
     vllm_config.additional_config = {**vllm_config.additional_config, "headgate": {"graph": key}}
