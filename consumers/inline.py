@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from headgate.capture.delivery.request_assembler import Assembler
+from headgate.capture.schema.config import MIB
 from headgate.capture.schema.consumer import (
     BatchedConsumer,
     CapturedRequest,
@@ -28,7 +29,6 @@ from headgate.capture.transport.messages import DTYPES, array_bytes, tensor_byte
 from headgate.consumers.filesystem.formats.sidecar import POSITIONS, TOKEN_IDS, sidecar_of
 from headgate.consumers.filesystem.formats.tensor_file import header
 
-MIB = 1 << 20
 TAG = "inline"
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from headgate.capture.schema.batch import FinalState, Int64Array
+from headgate.capture.schema.batch import FinalState, Int32Array, Int64Array
 from headgate.capture.schema.consumer import RequestInfo
 from headgate.capture.schema.results import CaptureResult
 
@@ -190,8 +189,6 @@ def failed(text: str | None) -> CaptureResult:
 
 
 _UNKNOWN = -1
-
-Int32Array = npt.NDArray[np.int32]
 
 
 class TokenCheck:

@@ -13,12 +13,12 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from headgate.capture.delivery.buffer_pool import RowPool
-from headgate.capture.delivery.completeness import ConsumerRequest, Int32Array, TokenCheck
+from headgate.capture.delivery.completeness import ConsumerRequest, TokenCheck
 from headgate.capture.delivery.consumer_queue import ConsumerQueue
 from headgate.capture.delivery.row_packets import BlockPart, Packet, Splitter, StepCoalescer, join
 from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.planning.step_plan import PackGroup
-from headgate.capture.schema.batch import FinalState
+from headgate.capture.schema.batch import FinalState, Int32Array
 from headgate.capture.staging.host_rows import StagedRows
 
 

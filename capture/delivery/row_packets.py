@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from headgate.capture.delivery.buffer_pool import RowPool
-from headgate.capture.delivery.completeness import ConsumerRequest, Int32Array
+from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.planning.step_plan import PackGroup, RequestSpans, spans_of, take_spans
-from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.capture.schema.consumer import RowBlock, RowSpan
 from headgate.capture.staging.host_rows import StagedRows
 

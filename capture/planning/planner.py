@@ -13,16 +13,15 @@ from typing import NamedTuple
 import numpy as np
 
 from headgate.capture.planning.request_plan import (
-    BoolArray,
+    RequestPlan,
+    RequestPlanReader,
     SelectedRows,
     SelectionShape,
     SiteSet,
-    WantReader,
-    Wants,
     list_keys,
 )
 from headgate.capture.planning.step_plan import PackGroup, StepPlan, count_up, prolonged, spans_of
-from headgate.capture.schema.batch import BatchView, Int64Array
+from headgate.capture.schema.batch import BatchView, BoolArray, Int64Array
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 
@@ -45,7 +44,7 @@ class StepPlanner:
     """
 
     def __init__(self, sites: Sequence[Site]) -> None:
-        self._wants = WantReader(sites)
+        self._wants = RequestPlanReader(sites)
         self._table = _RequestTable()
         self._steady: _DecodeRun | None = None
 
@@ -70,7 +69,7 @@ class StepPlanner:
 
     def plan(self, view: BatchView) -> StepPlan | None:
         """Plan one step. To be called once for each, in order. None if nobody wants anything of it."""
-        if self._steady is not None and self._steady.goes_on_with(view):
+        if self._steady is not None and self._steady.continues(view):
             return self._steady.next()
         self._leave_run()
         slots = self._table.slots_of(view.req_ids)
@@ -101,7 +100,7 @@ class StepPlanner:
         if len(shapes) == 1:
             (shape,) = shapes
             if shape.is_run and len(shape.covers) == 1 and fresh.batch_rows == sorted(fresh.batch_rows):
-                return fresh.whole(shape, req_ids)
+                return fresh.contiguous_plan(shape, req_ids)
         parts: dict[SiteSet, list[_WantedRows]] = {}
         for shape, picks in shapes.items():
             rows = fresh.rows_of(picks)
@@ -134,7 +133,7 @@ class _DecodeRun:
         self._num_left = num_left
         self._number = 0
 
-    def goes_on_with(self, view: BatchView) -> bool:
+    def continues(self, view: BatchView) -> bool:
         """Whether `view` is the next step. Bytes are compared: several times as fast as arrays of this size."""
         return (
             self._number < self._num_left
@@ -213,7 +212,7 @@ class _NewPositions:
         self.batch_rows.append(batch_row)
         self.counts.append(count)
 
-    def whole(self, shape: SelectionShape, req_ids: tuple[str, ...]) -> StepPlan:
+    def contiguous_plan(self, shape: SelectionShape, req_ids: tuple[str, ...]) -> StepPlan:
         """The plan where all is wanted, by requests of one shape, at the same sites, and batch rows are in order."""
         stops = [*accumulate(self.counts)]
         starts, total = [0, *stops[:-1]], stops[-1]
@@ -250,12 +249,12 @@ class _RequestTable:
     def __init__(self) -> None:
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
-        self._wants: dict[int, Wants] = {}
+        self._wants: dict[int, RequestPlan] = {}
         self._next, self._end = [NOWHERE], [NOWHERE]
         self._bounds = np.zeros((1, 3, 1), dtype=np.int64)
         self._batch: tuple[tuple[str, ...], list[int] | None] | None = None
 
-    def insert(self, req_id: str, wants: Wants) -> None:
+    def insert(self, req_id: str, wants: RequestPlan) -> None:
         """Take a request that is not in the table."""
         if not self._free:
             self._grow()

@@ -14,15 +14,13 @@ from typing import Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
-import numpy.typing as npt
 
-from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.config import MAX_CONSUMERS
 from headgate.capture.schema.positions import MAX_POSITION
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 
-BoolArray = npt.NDArray[np.bool_]
 Kind = Literal["run", "stride", "list"]
 """Of a term: consecutive positions, evenly spaced ones, or any others."""
 
@@ -117,7 +115,7 @@ class SelectionShape:
 
 
 @dataclass(frozen=True, eq=False)
-class Wants:
+class RequestPlan:
     """What one request wants. Shared with other requests that want the same.
 
     Attributes:
@@ -136,7 +134,7 @@ class Wants:
     lists: tuple[PositionList | None, ...]
 
 
-class WantReader:
+class RequestPlanReader:
     """Reads requests' specs. Equal parts are shared for as long as anybody holds them, and what was wanted lately is
     not worked out again; lists of positions are, which may be long.
 
@@ -153,9 +151,9 @@ class WantReader:
         self._lists: WeakValueDictionary[tuple[int, ...], PositionList] = WeakValueDictionary()
         self._shapes: WeakValueDictionary[object, SelectionShape] = WeakValueDictionary()
         self._numbers = count()
-        self._known: dict[_Asked, Wants | None] = {}
+        self._known: dict[_Asked, RequestPlan | None] = {}
 
-    def read(self, num_prompt: int, specs: Mapping[int, CaptureSpec]) -> Wants | None:
+    def read(self, num_prompt: int, specs: Mapping[int, CaptureSpec]) -> RequestPlan | None:
         """Return what a request wants of this worker; None if that is nothing.
 
         Args:
@@ -173,7 +171,7 @@ class WantReader:
             wants = self._known[asked] = self._read(asked)
             return wants
 
-    def _read(self, asked: _Asked) -> Wants | None:
+    def _read(self, asked: _Asked) -> RequestPlan | None:
         terms = self._terms(asked)
         if not terms:
             return None
@@ -183,7 +181,7 @@ class WantReader:
             for wanted, listed in zip(terms, lists, strict=True)
         ]
         first, end = min(start for start, _, _ in bounds), max(stop for _, stop, _ in bounds)
-        return Wants(self._shape(terms), first, end, _constant(bounds), lists)
+        return RequestPlan(self._shape(terms), first, end, _constant(bounds), lists)
 
     def _terms(self, asked: _Asked) -> _Terms:
         """In the order of the lowest consumer of each."""

@@ -76,7 +76,7 @@ class StepPlan:
         """The step so many steps later in the same run."""
         return StepPlan(self.token_rows, self._first, self._number + distance, self.num_copies)
 
-    def goes_on(self, before: StepPlan) -> bool:
+    def continues(self, before: StepPlan) -> bool:
         """Whether this is the step that follows `before` in its run."""
         return self._first is before._first and self._number == before._number + 1
 
@@ -118,7 +118,7 @@ def joined(plans: Sequence[StepPlan]) -> tuple[PackGroup, ...]:
     found: list[PackGroup] = []
     start = distance = 0
     for stop in range(1, len(plans) + 1):
-        if stop < len(plans) and plans[stop].goes_on(plans[stop - 1]):
+        if stop < len(plans) and plans[stop].continues(plans[stop - 1]):
             continue
         found.extend(plans[start].run(stop - start, distance))
         distance += sum(len(plan.token_rows) for plan in plans[start:stop])

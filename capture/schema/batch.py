@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
 _INT64 = np.dtype(np.int64)
 
 

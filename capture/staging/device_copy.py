@@ -54,7 +54,7 @@ class DeviceCopier(Protocol):
         """Let the next forward wait until slots ``start : stop`` of the ring are free, if they are not yet."""
         ...
 
-    def follow_forward(self) -> None:
+    def wait_for_forward(self) -> None:
         """Let what follows wait for the forward that was launched."""
         ...
 
@@ -70,7 +70,7 @@ class DeviceCopier(Protocol):
         """Copy the flat rows at the first `count` indices into `target_ND`, which is host memory."""
         ...
 
-    def mark_read(self, start: int, stop: int) -> None:
+    def free_after_copy(self, start: int, stop: int) -> None:
         """Slots ``start : stop`` are free once everything that was fetched and gathered so far has left."""
         ...
 
@@ -94,7 +94,7 @@ class HostCopier:
     def reserve(self, start: int, stop: int) -> None:
         pass
 
-    def follow_forward(self) -> None:
+    def wait_for_forward(self) -> None:
         pass
 
     def fetch(self, source: Tensor, target: Tensor) -> None:
@@ -108,7 +108,7 @@ class HostCopier:
         torch.index_select(self._flat_FD, 0, self._index[:count], out=target_ND)
         return _DONE
 
-    def mark_read(self, start: int, stop: int) -> None:
+    def free_after_copy(self, start: int, stop: int) -> None:
         pass
 
 
@@ -177,7 +177,7 @@ class CudaCopier:
             if begin < stop and start < end:
                 self._compute_stream().wait_event(left)
 
-    def follow_forward(self) -> None:
+    def wait_for_forward(self) -> None:
         self._launched.record(self._compute_stream())
         self._side.wait_event(self._launched)
 
@@ -189,7 +189,7 @@ class CudaCopier:
         return self._host_index.next()
 
     def gather(self, count: int, target_ND: Tensor) -> Copied:
-        index, num_bytes = self._host_index.filled()[:count], count * self._row_bytes
+        index, num_bytes = self._host_index.current_buffer()[:count], count * self._row_bytes
         starts = run_starts(index)
         is_large = num_bytes > len(self._packs) * PACK_BYTES
         if len(starts) <= FEW_RUNS or (is_large and num_bytes >= len(starts) * RUN_BYTES):
@@ -220,12 +220,12 @@ class CudaCopier:
             if not pack.copied.query():  # type: ignore[no-untyped-call]
                 compute.wait_event(pack.copied)
             torch.index_select(self._flat_FD, 0, self._index[start:stop], out=packed_ND)
-            self.follow_forward()
+            self.wait_for_forward()
             with torch.cuda.stream(self._side):
                 target_ND[start:stop].copy_(packed_ND, non_blocking=True)
             pack.copied.record(self._side)
 
-    def mark_read(self, start: int, stop: int) -> None:
+    def free_after_copy(self, start: int, stop: int) -> None:
         self._leaving.append((start, stop, self._record()))
 
     def _compute_stream(self) -> torch.cuda.Stream:
@@ -270,9 +270,9 @@ class _HostBuffers:
         """The next buffer, once the GPU has read what it held last."""
         self._at = (self._at + 1) % NUM_HOST_BUFFERS
         self._sent[self._at].synchronize()
-        return self.filled()
+        return self.current_buffer()
 
-    def filled(self) -> Int64Array:
+    def current_buffer(self) -> Int64Array:
         """That buffer once more."""
         array: Int64Array = self._buffers[self._at].numpy()
         return array

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headgate.capture.delivery.completeness import Int32Array
 from headgate.capture.planning.step_plan import PackGroup
+from headgate.capture.schema.batch import Int32Array
 from headgate.capture.staging.device_copy import Copied
 
 GRANULARITY = 16

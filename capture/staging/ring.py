@@ -240,7 +240,7 @@ class StagingRing:
         if not self._kept:
             return
         kept, self._kept, self._kept_copies = self._kept, [], 0
-        self._link.follow_forward()
+        self._link.wait_for_forward()
         num_rows, has_token_ids = kept[-1].end - kept[0].base, all(step.has_token_ids for step in kept)
         pieces = self._cut(joined([step.plan for step in kept]), num_rows, has_token_ids=has_token_ids)
         for number, piece in enumerate(pieces):
@@ -250,7 +250,7 @@ class StagingRing:
                 break
             copied = self._copy(piece, lease, kept[0].base)
             yield StagedRows(piece, self._arena_AD, self._arena, lease, copied, kept[0].since)
-        self._link.mark_read(kept[0].base, kept[-1].end)
+        self._link.free_after_copy(kept[0].base, kept[-1].end)
 
     def _copy(self, piece: CopyPart, lease: Lease, base: int) -> Copied:
         index, start = self._link.index_to_fill(), 0

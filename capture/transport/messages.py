@@ -22,19 +22,17 @@ from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 import zmq
 from torch import Tensor
 
-from headgate.capture.schema.batch import FinalState
+from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.consumer import FinishedRequest, Origin, RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 
-Int64Array = npt.NDArray[np.int64]
 Frames: TypeAlias = Sequence[bytes | memoryview]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

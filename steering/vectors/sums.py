@@ -12,8 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from headgate.capture.planning.request_plan import BoolArray
-from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.steering.vectors.content_keys import sum_key
 from headgate.steering.vectors.dtypes import OVERFLOW, STORAGE, Float32Rows, Rows, StoredType

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headgate.capture.schema.batch import BatchView
+from headgate.capture.schema.batch import BatchView, Int32Array
 from headgate.steering.worker.row_table import BatchRows, RowTable
-from headgate.steering.worker.slot_pool import Int32Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,11 +13,11 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.capture.schema.sites import Site
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.sums import Vectors, effective
-from headgate.steering.worker.slot_pool import ZERO_SLOT, Int32Array, SlotPool, SlotWrites
+from headgate.steering.worker.slot_pool import ZERO_SLOT, SlotPool, SlotWrites
 
 UNSTEERED_ROW = 0
 """Points to the zero vector at every site, for ever."""

@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from headgate.capture.schema.batch import Int64Array
 from headgate.consumers.filesystem.formats.sidecar import LayoutName, Sidecar
 from headgate.consumers.filesystem.formats.tensor_file import TensorRef
 from headgate.consumers.filesystem.storage.names import Target
 from headgate.consumers.filesystem.storage.store import Published, Settling
 from headgate.consumers.filesystem.writing.spool import WholeRequest
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
-from headgate.consumers.filesystem.formats.layout import Finished, Int64Array, Stored, StoredPart, payload_of
+from headgate.consumers.filesystem.formats.layout import Finished, Stored, StoredPart, payload_of
 from headgate.consumers.filesystem.formats.sidecar import FORMAT, POSITIONS, TOKEN_IDS, Sidecar, read_sidecar
 from headgate.consumers.filesystem.formats.tensor_file import TensorRef
 from headgate.consumers.filesystem.storage.names import Target, site_file

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.sites import Site
 
 Bytes2D = npt.NDArray[np.uint8]
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
