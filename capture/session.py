@@ -33,7 +33,9 @@ from headgate.capture.schema.registry import OpenConsumer, close_consumers, load
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec, SpecReader
-from headgate.capture.staging.ring import Linger, StagingRing
+from headgate.capture.staging.batching_window import BatchingWindow
+from headgate.capture.staging.host_rows import StagedRows
+from headgate.capture.staging.ring import StagingRing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +49,7 @@ WIRE_VERSION = 1
 STAGING_GRACE_S = 60.0
 """Patience with the dispatch thread beyond that with all consumers together: copies, and the GPU."""
 
-DISPATCH_SHARE, LANE_SHARE = 0.5, 0.9
+DISPATCH_SHARE, CONSUMER_SHARE = 0.5, 0.9
 """Parts of the time to close after which the dispatch thread, then the consumers, must be through."""
 
 
@@ -69,6 +71,37 @@ class CloseReport:
     def is_clean(self) -> bool:
         """Nothing was left."""
         return not self.is_dispatch_stuck and not self.num_unsent and set(self.lanes.values()) <= {UnfinishedWork()}
+
+
+class _ResultReporter:
+    """Sends each consumer's results to the front end that its request came from. Any thread.
+
+    Args:
+        sender: Takes the messages.
+        stage: Pipeline stage of this worker.
+        num_stages: Number of stages.
+    """
+
+    def __init__(self, sender: ResultSender, stage: int, num_stages: int) -> None:
+        self._sender = sender
+        self._stage = stage
+        self._num_stages = num_stages
+
+    def report(self, instance: str, request: RequestInfo, result: CaptureResult) -> None:
+        """Send the result of `request` for the consumer that requests call `instance`."""
+        origin = request.origin
+        if origin is None:
+            raise RuntimeError(f"request {request.request_id} has no origin")
+        self._sender.send_result(
+            reply=origin.reply,
+            key=origin.key,
+            req_id=request.request_id,
+            sample_index=request.sample_index,
+            instance=instance,
+            result=result,
+            stage=self._stage,
+            num_stages=self._num_stages,
+        )
 
 
 class CaptureSession:
@@ -110,11 +143,10 @@ class CaptureSession:
         self._specs = SpecReader(sites)
         self._bits = {consumer.spec.instance: consumer.bit for consumer in consumers}
         self._staging = staging
-        self._outlet = outlet
+        self._reporter = _ResultReporter(outlet, pp_rank, pp_size)
         self._close_outlet = close_outlet
-        self._stage = {"stage": pp_rank, "num_stages": pp_size}
         self._keys: dict[str, str] = {}
-        self._linger = Linger({each.bit: _linger_s(each, config) for each in consumers})
+        self._window = BatchingWindow({each.bit: _linger_s(each, config) for each in consumers})
         self._urgent = set[str]()
         """Requests whose clients wait for what consumers make of their rows."""
         self._ends: dict[str, RequestEnds] = {}
@@ -125,13 +157,16 @@ class CaptureSession:
         self._patience_s = min(
             sum(consumer.spec.max_stall_s for consumer in consumers) + STAGING_GRACE_S, threading.TIMEOUT_MAX
         )
-        self._lanes = {consumer.bit: self._make_lane(consumer, config) for consumer in consumers}
+        self._queues = {consumer.bit: self._make_queue(consumer, config) for consumer in consumers}
         self._handoff: Handoff[Dispatched] = Handoff()
         staging.on_wait = lambda: self._handoff.put(MemoryWanted())
-        self._dispatcher = self._make_dispatcher()
+        size = staging.host_bytes
+        self._dispatcher = Dispatcher(
+            self._handoff, self._queues, keep_bytes=size, hold_bytes=size // 4, linger_s=self._window.least
+        )
         self._close_report: CloseReport | None = None
-        for lane in self._lanes.values():
-            lane.start()
+        for queue in self._queues.values():
+            queue.start()
         self._dispatcher.start()
 
     def request_added(self, new: NewRequest) -> None:
@@ -152,19 +187,19 @@ class CaptureSession:
         specs = {self._bit(instance): self._specs.read(raw) for instance, raw in capture.items()}
         self._step_thread = threading.get_ident()
         is_same_client = self._keys.get(new.req_id) == key
-        # What lanes need to know of it is put together on the dispatch thread: every step waits for this one.
-        requests = partial(_lane_requests, new, specs)
+        # The dispatch thread puts together what consumers need to know: every step waits for this thread.
+        requests = partial(_consumer_requests, new, specs)
         begins = RequestBegins(new.req_id, new.num_prompt_tokens, requests, is_same_client)
         if self._handoff.put(begins):
             self._keys[new.req_id] = key
-            self._linger.begin(new.req_id, specs)
+            self._window.begin(new.req_id, specs)
             if wire["wait"]:
                 self._urgent.add(new.req_id)
             self._planner.add(new.req_id, new.num_prompt_tokens, specs)
 
     def request_stopped(self, req_id: str) -> None:
         """The request gets no further step; how it ended is said later."""
-        self._linger.stop(req_id)
+        self._window.stop(req_id)
         self._collect_if_last()
 
     def request_finished(self, req_id: str, final: FinalState | None) -> None:
@@ -178,7 +213,7 @@ class CaptureSession:
             return
         self._planner.remove(req_id)
         self._ends[req_id] = RequestEnds(req_id, final)
-        self._linger.stop(req_id)
+        self._window.stop(req_id)
         if req_id in self._urgent or self._staging.kept_since is None:
             self._urgent.discard(req_id)
             self._collect()
@@ -204,12 +239,12 @@ class CaptureSession:
         if plan is not None:
             self._staging.keep(plan)
         since = self._staging.kept_since
-        if since is not None and (self._staging.is_well_filled or time.monotonic() >= since + self._linger.seconds):
+        if since is not None and (self._staging.is_well_filled or time.monotonic() >= since + self._window.seconds):
             self._collect()
 
     def _collect_if_last(self) -> None:
         """Without a request that runs there may be no step after which to look again."""
-        if not self._linger.is_anything_running:
+        if not self._window.is_anything_running:
             self._collect()
 
     def _collect(self) -> None:
@@ -217,11 +252,13 @@ class CaptureSession:
 
         What ended meanwhile had its last rows among them.
         """
-        for staged in self._staging.collect(patience_s=self._patience_s):
-            if not self._handoff.put(staged):
-                staged.release()
-        self._linger.collected()
+        self._staging.collect(self._hand_over_rows, patience_s=self._patience_s)
+        self._window.collected()
         self._hand_over_ends()
+
+    def _hand_over_rows(self, staged: StagedRows) -> None:
+        if not self._handoff.put(staged):
+            staged.release()
 
     def _hand_over_ends(self) -> None:
         ends, self._ends = self._ends, {}
@@ -234,7 +271,7 @@ class CaptureSession:
             **asdict(self._staging.counters),
             dispatch_errors=self._dispatcher.num_errors,
             staged_bytes=self._staging.staged_bytes,
-            consumers=tuple(self._lanes[bit].stats() for bit in sorted(self._lanes)),
+            consumers=tuple(self._queues[bit].stats() for bit in sorted(self._queues)),
         )
 
     def close(self, timeout_s: float) -> CloseReport:
@@ -249,13 +286,13 @@ class CaptureSession:
         self._end_what_waits()
         self._handoff.close()
         if not self._dispatcher.join(started + DISPATCH_SHARE * timeout_s):
-            for lane in self._lanes.values():
-                lane.stop_holding_up()
-        close_by = started + LANE_SHARE * timeout_s
+            for queue in self._queues.values():
+                queue.stop_holding_up()
+        close_by = started + CONSUMER_SHARE * timeout_s
         is_dispatch_stuck = not self._dispatcher.join(close_by)
-        for lane in self._lanes.values():
-            lane.close(close_by)
-        lanes = {lane.instance: lane.join(close_by) for lane in self._lanes.values()}
+        for queue in self._queues.values():
+            queue.close(close_by)
+        lanes = {queue.instance: queue.join(close_by) for queue in self._queues.values()}
         left_s = max(started + timeout_s - time.monotonic(), 0)
         num_unsent = 0 if self._close_outlet is None else self._close_outlet(left_s)
         report = CloseReport(lanes=lanes, is_dispatch_stuck=is_dispatch_stuck, num_unsent=num_unsent)
@@ -270,17 +307,12 @@ class CaptureSession:
             self._collect()
         self._hand_over_ends()
 
-    def _make_dispatcher(self) -> Dispatcher:
-        size = self._staging.host_bytes
-        least_s = self._linger.least
-        return Dispatcher(self._handoff, self._lanes, keep_bytes=size, hold_bytes=size // 4, linger_s=least_s)
-
-    def _make_lane(self, consumer: OpenConsumer, config: CaptureConsumersConfig) -> ConsumerQueue:
+    def _make_queue(self, consumer: OpenConsumer, config: CaptureConsumersConfig) -> ConsumerQueue:
         instance = consumer.consumer
         return ConsumerQueue(
             consumer.spec,
             Assembler(instance) if isinstance(instance, BatchedConsumer) else instance,
-            partial(self._send, consumer.spec.instance),
+            partial(self._reporter.report, consumer.spec.instance),
             row_bytes=self._staging.row_bytes,
             spill_dir=config.spill_dir,
             takes_siteless=instance.location == "driver",
@@ -294,20 +326,6 @@ class CaptureSession:
                 f"{', '.join(sorted(self._bits))}. Front end and worker have different configurations: a bug"
             )
         return bit
-
-    def _send(self, instance: str, request: RequestInfo, result: CaptureResult) -> None:
-        origin = request.origin
-        if origin is None:
-            raise RuntimeError(f"request {request.request_id} has no origin")
-        self._outlet.send_result(
-            reply=origin.reply,
-            key=origin.key,
-            req_id=request.request_id,
-            sample_index=request.sample_index,
-            instance=instance,
-            result=result,
-            **self._stage,
-        )
 
 
 def open_session(
@@ -351,7 +369,7 @@ def open_session(
         raise
 
 
-def _lane_requests(new: NewRequest, specs: Mapping[int, CaptureSpec]) -> Mapping[int, ConsumerRequest]:
+def _consumer_requests(new: NewRequest, specs: Mapping[int, CaptureSpec]) -> Mapping[int, ConsumerRequest]:
     """The request as each consumer knows it, by the consumer's bit."""
     wire: Mapping[str, Any] = new.wire or {}
     prompt_token_ids = np.asarray(new.prompt_token_ids, dtype=np.int64)

@@ -74,9 +74,3 @@ def _add_rows_kernel(
             vector = tl.load(pool_ptr + slot * pool_stride + offsets, mask=mask).to(tl.float32)
             row = (row.to(tl.float32) + vector * scale).to(row.dtype)
         tl.store(out_ptr + token * D + offsets, row, mask=mask)
-
-
-def warm_up(hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile the kernel before serving, so that no request pays for it."""
-    rows = torch.zeros(1, hidden_size, dtype=dtype, device=device)
-    add_rows(rows, rows, torch.zeros(1, dtype=torch.int32, device=device))

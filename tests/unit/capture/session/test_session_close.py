@@ -86,7 +86,7 @@ def test_a_full_queue_does_not_keep_the_dispatch_thread_from_closing(monkeypatch
     gate, keeper = Gate(), Keeper()
     slow = Recorder(at_gate(gate, "write"))
     it = make_world((slow, {"queue_bytes": 1}), (keeper, {}))
-    waits = when_it_waits(it.session._lanes[0]._changed, monkeypatch)
+    waits = when_it_waits(it.session._queues[0]._changed, monkeypatch)
     it.add("a", {"c0": want(), "c1": want()})
     for position in range(4):
         it.step(a=(position, position + 1))

@@ -19,6 +19,7 @@ from headgate.capture.schema.sites import Site
 from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.staging.ring import StagingRing
 from tests.fakes.pipeline import HIDDEN, ROW_BYTES, SITES, TIMEOUT_S, request_number, row_values, when_it_waits
+from tests.fakes.staged import collected, groups_in
 from tests.strategies import SITES as MANY_SITES
 from tests.strategies import Step, schedules
 
@@ -68,16 +69,12 @@ def forward(ring: StagingRing, num_tokens: int, step: int = 1) -> None:
         buffer.index_put_((ring.slots[:num_tokens],), values)
 
 
-def collect(ring: StagingRing, plan: StepPlan) -> list[StagedRows]:
-    return list(ring.collect(plan, patience_s=0))
-
-
 def contents(staged: Sequence[StagedRows], step: int = 1) -> dict[tuple[Site, int], int]:
     """``{(site, position): how often}`` of rows, each checked to hold what it should."""
     found: dict[tuple[Site, int], int] = {}
     for part in staged:
         part.wait()
-        for group, rows in part.groups:
+        for group, rows in groups_in(part):
             for site, values in zip(group.sites, rows, strict=True):
                 assert torch.equal(values, row_values(step, group.positions, SITES.index(site)))
                 for position in group.positions.tolist():
@@ -92,7 +89,7 @@ def test_wanted_rows_arrive_and_no_others() -> None:
 
     ring.begin(plan)
     forward(ring, 7)
-    found = contents(collect(ring, plan))
+    found = contents(collected(ring, plan))
 
     assert found == {(site, row): 1 for site in SITES[:2] for row in (1, 2, 5)} | {(SITES[2], 2): 1}
     assert (ring.counters.steps, ring.counters.rows, ring.counters.bytes) == (1, 3, 7 * ROW_BYTES)
@@ -130,7 +127,7 @@ def test_nothing_ever_moves() -> None:
         plan = plan_of([0, step % 8 or 1], (SITES, [0, 1]))
         ring.begin(plan)
         forward(ring, 8)
-        contents(collect(ring, plan))
+        contents(collected(ring, plan))
     ring.begin(None)
 
     assert (ring.buffers.data_ptr(), ring.slots.data_ptr()) == addresses
@@ -153,19 +150,23 @@ def test_a_step_that_does_not_fit_comes_in_parts_each_with_all_sites_of_its_rows
 
     ring.begin(plan)
     forward(ring, 64)
-    found, parts = {}, 0
-    for part in ring.collect(plan, patience_s=0):
-        by_site = {site: set(group.positions.tolist()) for group, _ in part.groups for site in group.sites}
+    found, parts = {}, []
+
+    def check(part: StagedRows) -> None:
+        by_site = {site: set(group.positions.tolist()) for group, _ in groups_in(part) for site in group.sites}
         evens = {position for position in by_site[SITES[0]] if position % 2 == 0}
         assert evens == by_site.get(SITES[1], set()) == by_site.get(SITES[2], set())
-        for _, (group, _) in enumerate(part.groups):
+        for group, _ in groups_in(part):
             assert group.spans == (("request-1", 0, len(group.rows)),)
-        found |= contents([part])
-        parts += 1
+        found.update(contents([part]))
+        parts.append(part)
+
+    ring.keep(plan)
+    ring.collect(check, patience_s=0)
 
     assert len(found) == 64 + 2 * 32
     assert set(found.values()) == {1}
-    assert parts == 1 if staging_rows == 1000 else parts > 1
+    assert len(parts) == 1 if staging_rows == 1000 else len(parts) > 1
 
 
 def filled_ring() -> tuple[StagingRing, StepPlan, list[StagedRows]]:
@@ -176,7 +177,7 @@ def filled_ring() -> tuple[StagingRing, StepPlan, list[StagedRows]]:
     for _ in range(2):
         ring.begin(plan)
         forward(ring, 16)
-        held += collect(ring, plan)
+        held += collected(ring, plan)
     return ring, plan, held
 
 
@@ -188,7 +189,7 @@ def test_full_host_memory_holds_up_the_step_and_is_counted(monkeypatch: pytest.M
 
     ring.begin(plan)
     forward(ring, 16, step=2)
-    found = contents(list(ring.collect(plan, patience_s=TIMEOUT_S)), step=2)
+    found = contents(collected(ring, plan, patience_s=TIMEOUT_S), step=2)
     thread.join(TIMEOUT_S)
 
     assert len(found) == 16
@@ -200,7 +201,7 @@ def test_rows_are_lost_and_counted_when_nothing_becomes_free_in_time() -> None:
     ring, plan, held = filled_ring()
     ring.begin(plan)
 
-    assert collect(ring, plan) == []
+    assert collected(ring, plan) == []
 
     assert ring.counters.dropped_rows == 16
     for part in held:
@@ -217,17 +218,24 @@ def test_rows_come_with_the_tokens_they_were_computed_from(staging_rows: int) ->
     ring.begin(plan, token_ids)
     token_ids.fill_(-5)  # the next step's tokens take the same memory
     forward(ring, 64)
-    for part in ring.collect(plan, patience_s=0):
+    checked = []
+
+    def check(part: StagedRows) -> None:
         part.wait()
-        for group, _ in part.groups:
+        for group, _ in groups_in(part):
             assert np.array_equal(part.token_ids(group), 1000 + group.positions)
         contents([part])
+        checked.append(part)
+
+    ring.keep(plan)
+    ring.collect(check, patience_s=0)
+    assert sum(len(group.rows) for part in checked for group in part.contents) == 22 + 11
 
 
 def test_tokens_that_nobody_knows_are_none() -> None:
     ring, plan = make_ring(), plan_of([0], (SITES, [0]))
     ring.begin(plan)
-    (part,) = collect(ring, plan)
+    (part,) = collected(ring, plan)
 
     assert part.token_ids(plan.groups[0]) is None
 
@@ -241,13 +249,13 @@ def test_steps_that_are_kept_are_collected_together() -> None:
         forward(ring, 8)
         ring.keep(step)
     assert (ring.num_kept_rows, ring.counters.steps) == (4, 2)
-    (part,) = ring.collect(patience_s=0)
+    (part,) = collected(ring)
 
     assert [part.token_ids(group).tolist() for group in part.contents] == [[0, 1], [2], [4]]
     expected = {(site, row): 1 for site in SITES for row in (0, 1, 4)} | {(SITES[0], 2): 1}
     del expected[SITES[0], 4]
     assert contents([part]) == expected
-    assert (ring.num_kept_rows, ring.kept_since, list(ring.collect(patience_s=0))) == (0, None, [])
+    assert (ring.num_kept_rows, ring.kept_since, collected(ring)) == (0, None, [])
 
 
 def test_kept_rows_are_collected_before_the_ring_goes_round() -> None:
@@ -262,7 +270,7 @@ def test_kept_rows_are_collected_before_the_ring_goes_round() -> None:
     with pytest.raises(RuntimeError, match="was not collected"):
         ring.begin(plan)
 
-    assert contents(list(ring.collect(patience_s=0))) == {(site, row): 2 for site in SITES for row in range(4)}
+    assert contents(collected(ring)) == {(site, row): 2 for site in SITES for row in range(4)}
     ring.begin(plan)
     assert ring.slots[:4].tolist() == [0, 1, 2, 3]
 
@@ -326,14 +334,17 @@ def planned(plan: StepPlan) -> Counter[tuple[Site, str, int, int]]:
 
 def arrived(ring: StagingRing) -> Counter[tuple[Site, str, int, int]]:
     found: Counter[tuple[Site, str, int, int]] = Counter()
-    for part in ring.collect(patience_s=0):
+
+    def check(part: StagedRows) -> None:
         part.wait()
-        for group, rows in part.groups:
+        for group, rows in groups_in(part):
             for (site, req_id, row), values in rows_of(group, rows):
                 expected = row_values(request_number(req_id), group.positions[row : row + 1], MANY_SITES.index(site))
                 assert torch.equal(values, expected[0])
                 found[site, req_id, int(group.positions[row]), int(group.masks[row])] += 1
         part.release()
+
+    ring.collect(check, patience_s=0)
     return found
 
 
@@ -350,12 +361,12 @@ def test_a_ring_made_in_inference_mode_serves_outside_of_it_and_the_other_way_ro
         ring = make_ring()
         ring.begin(plan)
         forward(ring, 2)
-        (staged,) = collect(ring, plan)
+        (staged,) = collected(ring, plan)
 
     assert len(contents([staged])) == 2 * len(SITES)
     ring.begin(plan)
     forward(ring, 2)
-    assert len(contents(collect(ring, plan))) == 2 * len(SITES)
+    assert len(contents(collected(ring, plan))) == 2 * len(SITES)
 
 
 def test_reset_makes_it_as_new() -> None:
@@ -371,13 +382,31 @@ def test_reset_makes_it_as_new() -> None:
     assert ring.slots.tolist() == [0, *range(17, 24)]
 
 
+def test_slots_become_free_though_the_receiver_of_rows_fails() -> None:
+    ring, plan = make_ring(), plan_of([0], (SITES, [0]))
+    freed = []
+    ring._copier.free_after_copy = lambda start, stop: freed.append((start, stop))
+    ring.begin(plan)
+    ring.keep(plan)
+
+    def fail(part: StagedRows) -> None:
+        part.release()
+        raise OSError("no receiver")
+
+    with pytest.raises(OSError, match="no receiver"):
+        ring.collect(fail, patience_s=0)
+
+    assert freed == [(0, 1)]
+    assert (ring.num_kept_rows, ring.staged_bytes) == (0, 0)
+
+
 def test_a_step_is_collected_once() -> None:
     ring, plan = make_ring(), plan_of([0], (SITES, [0]))
     ring.begin(plan)
-    collect(ring, plan)
+    collected(ring, plan)
 
     with pytest.raises(RuntimeError, match="was not begun, or was collected already"):
-        collect(ring, plan)
+        collected(ring, plan)
 
 
 def test_memory_that_cannot_hold_a_row_of_every_site_is_refused_with_what_is_needed() -> None:
