@@ -1,5 +1,7 @@
 """Reading activations from stock vLLM while it serves: the lowest layer of headgate.
 
+All names that the author of a consumer needs can be imported from here.
+
 Nothing here imports vLLM or torch before it is used.
 """
 
@@ -9,10 +11,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
-from headgate.capture.schema.consumer import BatchedConsumer, StreamingConsumer
-from headgate.capture.schema.errors import HeadgateError
+from headgate.capture.schema.consumer import (
+    BatchedConsumer,
+    CaptureConsumer,
+    CapturedRequest,
+    ConsumerContext,
+    FinishedRequest,
+    ModelInfo,
+    RequestInfo,
+    RowBlock,
+    SpecContext,
+    StreamingConsumer,
+    parse_client_spec,
+)
+from headgate.capture.schema.errors import ConfigError, ConsumerError, HeadgateError, RequestError
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.sites import HookPoint, Site, site_map
 from headgate.capture.schema.spec import CaptureSpec
 
 if TYPE_CHECKING:
@@ -20,18 +34,31 @@ if TYPE_CHECKING:
     from headgate.capture.engine.setup.cli_flags import additional_config
 
 __all__ = [
-    "LLM",
     "BatchedConsumer",
+    "CaptureConsumer",
     "CaptureConsumerSpec",
     "CaptureConsumersConfig",
     "CaptureResult",
     "CaptureSpec",
+    "CapturedRequest",
+    "ConfigError",
+    "ConsumerContext",
+    "ConsumerError",
+    "FinishedRequest",
     "HeadgateError",
     "HookPoint",
+    "LLM",
+    "ModelInfo",
+    "RequestError",
+    "RequestInfo",
+    "RowBlock",
     "SamplingParams",
     "Site",
+    "SpecContext",
     "StreamingConsumer",
     "additional_config",
+    "parse_client_spec",
+    "site_map",
 ]
 
 _LATE = {

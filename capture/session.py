@@ -1,4 +1,4 @@
-"""Capture in one worker, put together: what is planned, staged, dispatched and delivered, from start to close."""
+"""Capture in one worker: plans each step, stages its rows, and has them delivered, from start to close."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.delivery.consumer_queue import ConsumerQueue, UnfinishedWork
 from headgate.capture.delivery.dispatcher import (
     Dispatched,
@@ -26,13 +23,13 @@ from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import StepPlan
+from headgate.capture.request_origin import ResultReporter, consumer_requests
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
-from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo, Origin, RequestInfo
+from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, load_configured, open_consumers
-from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import Site
-from headgate.capture.schema.spec import CaptureSpec, SpecReader
+from headgate.capture.schema.spec import SpecReader
 from headgate.capture.staging.batching_window import BatchingWindow
 from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.staging.ring import StagingRing
@@ -55,10 +52,10 @@ DISPATCH_SHARE, CONSUMER_SHARE = 0.5, 0.9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloseReport:
-    """What was left when capture was closed.
+    """Work that was unfinished when capture was closed.
 
     Attributes:
-        lanes: By instance.
+        lanes: Unfinished work of each consumer, by instance.
         is_dispatch_stuck: Rows were still being dispatched when time was up.
         num_unsent: Results and messages that their front end did not acknowledge.
     """
@@ -69,39 +66,8 @@ class CloseReport:
 
     @property
     def is_clean(self) -> bool:
-        """Nothing was left."""
+        """Whether everything was delivered."""
         return not self.is_dispatch_stuck and not self.num_unsent and set(self.lanes.values()) <= {UnfinishedWork()}
-
-
-class _ResultReporter:
-    """Sends each consumer's results to the front end that its request came from. Any thread.
-
-    Args:
-        sender: Takes the messages.
-        stage: Pipeline stage of this worker.
-        num_stages: Number of stages.
-    """
-
-    def __init__(self, sender: ResultSender, stage: int, num_stages: int) -> None:
-        self._sender = sender
-        self._stage = stage
-        self._num_stages = num_stages
-
-    def report(self, instance: str, request: RequestInfo, result: CaptureResult) -> None:
-        """Send the result of `request` for the consumer that requests call `instance`."""
-        origin = request.origin
-        if origin is None:
-            raise RuntimeError(f"request {request.request_id} has no origin")
-        self._sender.send_result(
-            reply=origin.reply,
-            key=origin.key,
-            req_id=request.request_id,
-            sample_index=request.sample_index,
-            instance=instance,
-            result=result,
-            stage=self._stage,
-            num_stages=self._num_stages,
-        )
 
 
 class CaptureSession:
@@ -143,7 +109,7 @@ class CaptureSession:
         self._specs = SpecReader(sites)
         self._bits = {consumer.spec.instance: consumer.bit for consumer in consumers}
         self._staging = staging
-        self._reporter = _ResultReporter(outlet, pp_rank, pp_size)
+        self._reporter = ResultReporter(outlet, pp_rank, pp_size)
         self._close_outlet = close_outlet
         self._keys: dict[str, str] = {}
         self._window = BatchingWindow({each.bit: _linger_s(each, config) for each in consumers})
@@ -188,7 +154,7 @@ class CaptureSession:
         self._step_thread = threading.get_ident()
         is_same_client = self._keys.get(new.req_id) == key
         # The dispatch thread puts together what consumers need to know: every step waits for this thread.
-        requests = partial(_consumer_requests, new, specs)
+        requests = partial(consumer_requests, new, specs)
         begins = RequestBegins(new.req_id, new.num_prompt_tokens, requests, is_same_client)
         if self._handoff.put(begins):
             self._keys[new.req_id] = key
@@ -369,27 +335,6 @@ def open_session(
         raise
 
 
-def _consumer_requests(new: NewRequest, specs: Mapping[int, CaptureSpec]) -> Mapping[int, ConsumerRequest]:
-    """The request as each consumer knows it, by the consumer's bit."""
-    wire: Mapping[str, Any] = new.wire or {}
-    prompt_token_ids = np.asarray(new.prompt_token_ids, dtype=np.int64)
-    made = {}
-    for bit, spec in specs.items():
-        num_samples = int(wire["n"])
-        info = RequestInfo(
-            request_id=new.req_id,
-            client_request_id=wire["id"],
-            # With n > 1 vLLM calls the samples "0_ID", "1_ID", ...
-            sample_index=int(new.req_id.split("_", 1)[0]) if num_samples > 1 else 0,
-            num_samples=num_samples,
-            prompt_token_ids=prompt_token_ids,
-            spec=spec,
-            origin=Origin(reply=wire["reply"], key=wire["key"]),
-        )
-        made[bit] = ConsumerRequest(info)
-    return made
-
-
 def _linger_s(opened: OpenConsumer, config: CaptureConsumersConfig) -> float:
     configured = opened.linger_s if config.linger_s is None else config.linger_s
     return type(opened.consumer).linger_s if configured is None else configured
@@ -398,7 +343,7 @@ def _linger_s(opened: OpenConsumer, config: CaptureConsumersConfig) -> float:
 def _stand_ins(
     specs: Mapping[int, CaptureConsumerSpec], context: ConsumerContext, outlet: ResultSender
 ) -> list[OpenConsumer]:
-    """What stands in for driver-located consumers, by their bits."""
+    """Make the senders of rows to driver-located consumers, whose bits are the keys of `specs`."""
     from headgate.capture.transport.result_sender import RowSender
 
     made = []

@@ -1,4 +1,4 @@
-"""What capture counts. Every counter only ever grows; the others say so."""
+"""Statistics of capture. Counters never decrease; a gauge is marked with "now"."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class CaptureStats:
 
 @dataclass(slots=True)
 class QueueCounters:
-    """The growing part of `ConsumerStats`; guarded by the lane's lock."""
+    """The growing part of `ConsumerStats`; guarded by the consumer queue's lock."""
 
     rows: int = 0
     bytes: int = 0

@@ -1,4 +1,4 @@
-"""What requests want, reduced to what the planner computes with. Numpy only: no torch, no vLLM.
+"""The plan of each request: the positions and sites that it wants, as the planner computes with them. Numpy only.
 
 Letters in shape comments: N rows, S sites, C covers, T terms. A term is a distinct selector of a request; consumers
 with equal selectors share it.
@@ -22,7 +22,7 @@ from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 
 Kind = Literal["run", "stride", "list"]
-"""Of a term: consecutive positions, evenly spaced ones, or any others."""
+"""Kind of a term: consecutive positions, evenly spaced ones, or any others."""
 
 MAX_KNOWN = 256
 
@@ -65,7 +65,7 @@ def list_keys(positions: Int64Array, numbers: Int64Array | int) -> Int64Array:
 
 
 class SelectedRows(NamedTuple):
-    """Rows that somebody wants at some sites."""
+    """Wanted rows at a set of sites."""
 
     site_set: SiteSet
     picks: Int64Array | None
@@ -116,7 +116,7 @@ class SelectionShape:
 
 @dataclass(frozen=True, eq=False)
 class RequestPlan:
-    """What one request wants. Shared with other requests that want the same.
+    """Positions and sites that one request wants. Shared with other requests that want the same.
 
     Attributes:
         shape: Shared with all requests of that shape.
@@ -154,7 +154,7 @@ class RequestPlanReader:
         self._known: dict[_Asked, RequestPlan | None] = {}
 
     def read(self, num_prompt: int, specs: Mapping[int, CaptureSpec]) -> RequestPlan | None:
-        """Return what a request wants of this worker; None if that is nothing.
+        """Return the plan of a request on this worker; None if it wants nothing here.
 
         Args:
             num_prompt: Length of the prompt.
@@ -168,8 +168,8 @@ class RequestPlanReader:
         except KeyError:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
-            wants = self._known[asked] = self._read(asked)
-            return wants
+            plan = self._known[asked] = self._read(asked)
+            return plan
 
     def _read(self, asked: _Asked) -> RequestPlan | None:
         terms = self._terms(asked)
@@ -184,7 +184,7 @@ class RequestPlanReader:
         return RequestPlan(self._shape(terms), first, end, _constant(bounds), lists)
 
     def _terms(self, asked: _Asked) -> _Terms:
-        """In the order of the lowest consumer of each."""
+        """The distinct selectors, in the order of the lowest consumer of each."""
         terms: _Terms = {}
         for bit, sites, wanted in asked:
             if not 0 <= bit < MAX_CONSUMERS:

@@ -1,8 +1,6 @@
-"""What is wanted of a step, and of a run of steps that are alike. Numpy only.
+"""The wanted rows of a step, by sites and requests, and of a run of steps that are alike. Numpy only.
 
-Letters in shape comments: N rows of a group, K rows wanted by anybody, S sites, T steps of a run.
-
-Spans over rows of a batch: which of consecutive rows are whose.
+Letters in shape comments: N rows of a group, K wanted rows of the step, S sites, T steps of a run.
 """
 
 from __future__ import annotations
@@ -14,6 +12,9 @@ import numpy as np
 
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.sites import Site
+
+RequestSpans = tuple[tuple[str, int, int], ...]
+"""``(req_id, start, stop)``, next to each other, in order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,11 +37,11 @@ class PackGroup:
     rows: Int64Array
     positions: Int64Array
     masks: Int64Array
-    spans: tuple[tuple[str, int, int], ...]
+    spans: RequestSpans
 
 
 class StepPlan:
-    """What to keep of one step.
+    """The rows to keep of one step.
 
     Attributes:
         token_rows: int64 ``[K]``, ascending: the flat batch rows that somebody wants. Staging slot k of the step
@@ -139,9 +140,6 @@ def rows_between(group: PackGroup, start: int, stop: int) -> PackGroup | None:
         spans=take_spans(group.spans, index),
     )
 
-
-RequestSpans = tuple[tuple[str, int, int], ...]
-"""``(req_id, start, stop)``, next to each other, in order."""
 
 _numbers: Int64Array = np.arange(0)
 

@@ -1,4 +1,4 @@
-"""What a model runner is about to compute, as the planner sees it. No torch, no vLLM."""
+"""A step's batch and its requests, as the planner sees them. No torch, no vLLM."""
 
 from __future__ import annotations
 

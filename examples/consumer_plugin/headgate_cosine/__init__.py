@@ -8,16 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from headgate.capture.schema.consumer import (
+from headgate.capture import (
     BatchedConsumer,
     CapturedRequest,
+    CaptureSpec,
+    ConfigError,
     ConsumerContext,
+    ConsumerError,
+    RequestError,
+    Site,
     SpecContext,
     parse_client_spec,
+    site_map,
 )
-from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
-from headgate.capture.schema.sites import Site, site_map
-from headgate.capture.schema.spec import CaptureSpec
 
 __all__ = ["CosineConsumer"]
 

@@ -12,9 +12,7 @@ import pytest
 import torch
 from headgate_cosine import CosineConsumer
 
-from headgate.capture.schema.consumer import CapturedRequest, ConsumerContext, SpecContext
-from headgate.capture.schema.errors import ConfigError, ConsumerError
-from headgate.capture.schema.sites import Site
+from headgate.capture import CapturedRequest, ConfigError, ConsumerContext, ConsumerError, Site, SpecContext
 from headgate.consumers.testing import EXAMPLE_MODEL, ConsumerContract, ExampleRequest, Feed
 
 SITE = Site.parse("1.post_mlp")
