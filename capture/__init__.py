@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headgate.capture.engine.setup.cli_flags import additional_config
 
 __all__ = [
+    "LLM",
     "BatchedConsumer",
     "CaptureConsumer",
     "CaptureConsumerSpec",
@@ -47,7 +48,6 @@ __all__ = [
     "FinishedRequest",
     "HeadgateError",
     "HookPoint",
-    "LLM",
     "ModelInfo",
     "RequestError",
     "RequestInfo",

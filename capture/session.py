@@ -120,9 +120,7 @@ class CaptureSession:
         self._plan: StepPlan | None = None
         self._step_thread: int | None = None
         self._planner = StepPlanner(sites)
-        self._patience_s = min(
-            sum(consumer.spec.max_stall_s for consumer in consumers) + STAGING_GRACE_S, threading.TIMEOUT_MAX
-        )
+        self._patience_s = _patience_s(consumers)
         self._queues = {consumer.bit: self._make_queue(consumer, config) for consumer in consumers}
         self._handoff: Handoff[Dispatched] = Handoff()
         staging.on_wait = lambda: self._handoff.put(MemoryWanted())
@@ -333,6 +331,11 @@ def open_session(
     except BaseException:
         close_consumers(opened, config.close_timeout_s)
         raise
+
+
+def _patience_s(consumers: Sequence[OpenConsumer]) -> float:
+    """Seconds that the step thread waits for staging memory: all consumers may stall one after the other."""
+    return min(sum(each.spec.max_stall_s for each in consumers) + STAGING_GRACE_S, threading.TIMEOUT_MAX)
 
 
 def _linger_s(opened: OpenConsumer, config: CaptureConsumersConfig) -> float:
