@@ -1,5 +1,7 @@
 """Reading activations from stock vLLM while it serves: the lowest layer of headgate.
 
+All names that the author of a consumer needs can be imported from here.
+
 Nothing here imports vLLM or torch before it is used.
 """
 

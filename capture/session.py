@@ -1,4 +1,4 @@
-"""Capture in one worker, put together: what is planned, staged, dispatched and delivered, from start to close."""
+"""Capture in one worker: plans each step, stages its rows, and has them delivered, from start to close."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.delivery.consumer_thread import ConsumerThread, UnfinishedWork
 from headgate.capture.delivery.dispatcher import (
     Dispatched,
@@ -26,15 +23,17 @@ from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import StepPlan
+from headgate.capture.request_origin import ResultReporter, consumer_requests
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.batching import HELD_SHARE
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
-from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo, Origin, RequestInfo
+from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, load_configured, open_consumers
-from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import Site
-from headgate.capture.schema.spec import WIRE_VERSION, CaptureSpec, SpecReader
-from headgate.capture.staging.ring import Linger, StagingRing
+from headgate.capture.schema.spec import WIRE_VERSION, SpecReader
+from headgate.capture.staging.batching_window import BatchingWindow
+from headgate.capture.staging.host_rows import StagedRows
+from headgate.capture.staging.ring import StagingRing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +51,7 @@ DISPATCH_SHARE, CONSUMER_SHARE = 0.5, 0.9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloseReport:
-    """What was left when capture was closed.
+    """Work that was unfinished when capture was closed.
 
     Attributes:
         consumers: Unfinished work of each consumer, by instance.
@@ -66,7 +65,7 @@ class CloseReport:
 
     @property
     def is_clean(self) -> bool:
-        """Nothing was left."""
+        """Whether everything was delivered."""
         return not self.is_dispatch_stuck and not self.num_unsent and set(self.consumers.values()) <= {UnfinishedWork()}
 
 
@@ -109,11 +108,10 @@ class CaptureSession:
         self._specs = SpecReader(sites)
         self._bits = {consumer.spec.instance: consumer.bit for consumer in consumers}
         self._staging = staging
-        self._sender = sender
+        self._reporter = ResultReporter(sender, pp_rank, pp_size)
         self._close_sender = close_sender
-        self._stage = {"stage": pp_rank, "num_stages": pp_size}
         self._keys: dict[str, str] = {}
-        self._linger = Linger({each.bit: _linger_s(each, config) for each in consumers})
+        self._window = BatchingWindow({each.bit: _linger_s(each, config) for each in consumers})
         self._urgent = set[str]()
         """Requests whose clients wait for what consumers make of their rows."""
         self._ends: dict[str, RequestEnds] = {}
@@ -121,13 +119,15 @@ class CaptureSession:
         self._plan: StepPlan | None = None
         self._step_thread: int | None = None
         self._planner = StepPlanner(sites)
-        self._patience_s = min(
-            sum(consumer.spec.max_stall_s for consumer in consumers) + STAGING_GRACE_S, threading.TIMEOUT_MAX
-        )
+        self._patience_s = _patience_s(consumers)
         self._consumers = {opened.bit: self._make_consumer(opened, config) for opened in consumers}
         self._handoff: Handoff[Dispatched] = Handoff()
         staging.on_wait = lambda: self._handoff.put(MemoryWanted())
-        self._dispatcher = self._make_dispatcher()
+        size = staging.host_bytes
+        queues = {bit: consumer.queue for bit, consumer in self._consumers.items()}
+        self._dispatcher = Dispatcher(
+            self._handoff, queues, keep_bytes=size, hold_bytes=int(HELD_SHARE * size), linger_s=self._window.least
+        )
         self._close_report: CloseReport | None = None
         for consumer in self._consumers.values():
             consumer.start()
@@ -151,19 +151,19 @@ class CaptureSession:
         specs = {self._bit(instance): self._specs.read(raw) for instance, raw in capture.items()}
         self._step_thread = threading.get_ident()
         is_same_client = self._keys.get(new.req_id) == key
-        # What consumers need to know of it is put together on the dispatch thread: every step waits for this one.
-        requests = partial(_consumer_requests, new, specs)
+        # The dispatch thread puts together what consumers need to know: every step waits for this thread.
+        requests = partial(consumer_requests, new, specs)
         begins = RequestBegins(new.req_id, new.num_prompt_tokens, requests, is_same_client)
         if self._handoff.put(begins):
             self._keys[new.req_id] = key
-            self._linger.begin(new.req_id, specs)
+            self._window.begin(new.req_id, specs)
             if wire["wait"]:
                 self._urgent.add(new.req_id)
             self._planner.add(new.req_id, new.num_prompt_tokens, specs)
 
     def request_stopped(self, req_id: str) -> None:
         """The request gets no further step; how it ended is said later."""
-        self._linger.stop(req_id)
+        self._window.stop(req_id)
         self._collect_if_last()
 
     def request_finished(self, req_id: str, final: FinalState | None) -> None:
@@ -177,7 +177,7 @@ class CaptureSession:
             return
         self._planner.remove(req_id)
         self._ends[req_id] = RequestEnds(req_id, final)
-        self._linger.stop(req_id)
+        self._window.stop(req_id)
         if req_id in self._urgent or self._staging.kept_since is None:
             self._urgent.discard(req_id)
             self._collect()
@@ -203,12 +203,12 @@ class CaptureSession:
         if plan is not None:
             self._staging.keep(plan)
         since = self._staging.kept_since
-        if since is not None and (self._staging.is_well_filled or time.monotonic() >= since + self._linger.seconds):
+        if since is not None and (self._staging.is_well_filled or time.monotonic() >= since + self._window.seconds):
             self._collect()
 
     def _collect_if_last(self) -> None:
         """Without a request that runs there may be no step after which to look again."""
-        if not self._linger.is_anything_running:
+        if not self._window.is_anything_running:
             self._collect()
 
     def _collect(self) -> None:
@@ -216,11 +216,13 @@ class CaptureSession:
 
         What ended meanwhile had its last rows among them.
         """
-        for staged in self._staging.collect(patience_s=self._patience_s):
-            if not self._handoff.put(staged):
-                staged.release()
-        self._linger.collected()
+        self._staging.collect(self._hand_over_rows, patience_s=self._patience_s)
+        self._window.collected()
         self._hand_over_ends()
+
+    def _hand_over_rows(self, staged: StagedRows) -> None:
+        if not self._handoff.put(staged):
+            staged.release()
 
     def _hand_over_ends(self) -> None:
         ends, self._ends = self._ends, {}
@@ -269,18 +271,12 @@ class CaptureSession:
             self._collect()
         self._hand_over_ends()
 
-    def _make_dispatcher(self) -> Dispatcher:
-        size = self._staging.host_bytes
-        least_s = self._linger.least
-        queues = {bit: consumer.queue for bit, consumer in self._consumers.items()}
-        return Dispatcher(self._handoff, queues, keep_bytes=size, hold_bytes=int(HELD_SHARE * size), linger_s=least_s)
-
     def _make_consumer(self, consumer: OpenConsumer, config: CaptureConsumersConfig) -> ConsumerThread:
         instance = consumer.consumer
         return ConsumerThread(
             consumer.spec,
             Assembler(instance) if isinstance(instance, BatchedConsumer) else instance,
-            partial(self._send, consumer.spec.instance),
+            partial(self._reporter.report, consumer.spec.instance),
             row_bytes=self._staging.row_bytes,
             spill_dir=config.spill_dir,
             accepts_empty=instance.location == "driver",
@@ -294,20 +290,6 @@ class CaptureSession:
                 f"{', '.join(sorted(self._bits))}. Front end and worker have different configurations: a bug"
             )
         return bit
-
-    def _send(self, instance: str, request: RequestInfo, result: CaptureResult) -> None:
-        origin = request.origin
-        if origin is None:
-            raise RuntimeError(f"request {request.request_id} has no origin")
-        self._sender.send_result(
-            reply=origin.reply,
-            key=origin.key,
-            req_id=request.request_id,
-            sample_index=request.sample_index,
-            instance=instance,
-            result=result,
-            **self._stage,
-        )
 
 
 def open_session(
@@ -351,25 +333,9 @@ def open_session(
         raise
 
 
-def _consumer_requests(new: NewRequest, specs: Mapping[int, CaptureSpec]) -> Mapping[int, ConsumerRequest]:
-    """The request as each consumer knows it, by the consumer's bit."""
-    wire: Mapping[str, Any] = new.wire or {}
-    prompt_token_ids = np.asarray(new.prompt_token_ids, dtype=np.int64)
-    made = {}
-    for bit, spec in specs.items():
-        num_samples = int(wire["n"])
-        info = RequestInfo(
-            request_id=new.req_id,
-            client_request_id=wire["id"],
-            # With n > 1 vLLM calls the samples "0_ID", "1_ID", ...
-            sample_index=int(new.req_id.split("_", 1)[0]) if num_samples > 1 else 0,
-            num_samples=num_samples,
-            prompt_token_ids=prompt_token_ids,
-            spec=spec,
-            origin=Origin(reply=wire["reply"], key=wire["key"]),
-        )
-        made[bit] = ConsumerRequest(info)
-    return made
+def _patience_s(consumers: Sequence[OpenConsumer]) -> float:
+    """Seconds that the step thread waits for staging memory: all consumers may stall one after the other."""
+    return min(sum(each.spec.max_stall_s for each in consumers) + STAGING_GRACE_S, threading.TIMEOUT_MAX)
 
 
 def _linger_s(opened: OpenConsumer, config: CaptureConsumersConfig) -> float:
@@ -380,7 +346,7 @@ def _linger_s(opened: OpenConsumer, config: CaptureConsumersConfig) -> float:
 def _stand_ins(
     specs: Mapping[int, CaptureConsumerSpec], context: ConsumerContext, sender: ResultSender
 ) -> list[OpenConsumer]:
-    """What stands in for driver-located consumers, by their bits."""
+    """Make the senders of rows to driver-located consumers, whose bits are the keys of `specs`."""
     from headgate.capture.transport.result_sender import RowSender
 
     made = []

@@ -5,7 +5,6 @@ Shape suffixes: T tokens of the step, R rows of the ring (the last ones are tras
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -91,11 +90,3 @@ def _scatter_rows_kernel(
             if HAS_ADDEND:
                 row += tl.load(addend_ptr + token * addend_stride + offsets, mask=mask).to(tl.float32)
             tl.store(ring_ptr + slot * ring_stride + offsets, row.to(ring_ptr.dtype.element_ty), mask=mask)
-
-
-def warm_up(hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile the kernel's variants before serving, so that no request pays for it."""
-    value = torch.zeros(1, hidden_size, dtype=dtype, device=device)
-    ring, trash = torch.zeros_like(value), torch.zeros(1, dtype=torch.int64, device=device)
-    scatter_rows(value, None, trash, ring, num_trash_rows=1)
-    scatter_rows(value, value, trash, ring, num_trash_rows=1)

@@ -1,4 +1,4 @@
-"""How much memory this machine has, for sizes that nobody configured."""
+"""The memory of this machine, from which unconfigured sizes are derived."""
 
 from __future__ import annotations
 

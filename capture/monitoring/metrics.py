@@ -1,4 +1,4 @@
-"""What a server's ``/metrics`` says about headgate: families of samples, and what a part makes them from. Plain data.
+"""Data of headgate's section of ``/metrics``: families of samples, and the statistics that parts make them from.
 
 The hook ``headgate_metrics`` of a part returns its `MetricsPart`. It is called in API servers alone; counters live in
 the workers and engine cores, and are fetched when the page is asked for. Nothing is counted twice, however many API

@@ -1,4 +1,4 @@
-"""What capture counts. Every counter only ever grows; the others say so."""
+"""Statistics of capture. Counters never decrease; a gauge is marked with "now"."""
 
 from __future__ import annotations
 

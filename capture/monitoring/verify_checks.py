@@ -1,4 +1,4 @@
-"""What ``headgate verify`` records of engines, and what its checks are made of: plain values, without vLLM or torch.
+"""Recordings and checks of ``headgate verify``: plain values, without vLLM or torch.
 
 The hook ``headgate_checks`` of a part returns its `CheckPart`. It says which requests to serve, as scenes; one process
 per engine serves them and records the answers; the part then judges the recordings.

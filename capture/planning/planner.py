@@ -1,6 +1,6 @@
-"""Which batch rows of a step somebody wants, at which sites, and for whom. Numpy only: no torch, no vLLM.
+"""The plan of each step: which batch rows are wanted, at which sites, by which consumers. Numpy only.
 
-Letters in shape comments: B requests of the step, N rows of a group, K rows wanted by anybody, S sites, T terms
+Letters in shape comments: B requests of the step, N rows of a group, K wanted rows of the step, S sites, T terms
 (distinct selectors) of a request.
 """
 
@@ -13,15 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from headgate.capture.planning.request_plan import (
-    BoolArray,
+    RequestPlan,
+    RequestPlanReader,
     SelectedRows,
     SelectionShape,
-    WantReader,
-    Wants,
     list_keys,
 )
 from headgate.capture.planning.step_plan import PackGroup, SiteSet, StepPlan, count_up, prolonged, spans_of
-from headgate.capture.schema.batch import BatchView, Int64Array
+from headgate.capture.schema.batch import BatchView, BoolArray, Int64Array
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 
@@ -44,7 +43,7 @@ class StepPlanner:
     """
 
     def __init__(self, sites: Sequence[Site]) -> None:
-        self._wants = WantReader(sites)
+        self._reader = RequestPlanReader(sites)
         self._table = _RequestTable()
         self._steady: _DecodeRun | None = None
 
@@ -58,18 +57,18 @@ class StepPlanner:
                 Sites that this worker does not own are left out; a request with no site left costs nothing.
         """
         self.remove(req_id)
-        wants = self._wants.read(num_prompt, specs)
-        if wants is not None:
-            self._table.insert(req_id, wants)
+        request_plan = self._reader.read(num_prompt, specs)
+        if request_plan is not None:
+            self._table.insert(req_id, request_plan)
 
     def remove(self, req_id: str) -> None:
-        """Forget a request. An id that is not known is one that wanted nothing, or nothing more."""
+        """Forget a request. An unknown id is accepted: its request wanted nothing, or nothing more."""
         self._leave_run()
         self._table.remove(req_id)
 
     def plan(self, view: BatchView) -> StepPlan | None:
-        """Plan one step. To be called once for each, in order. None if nobody wants anything of it."""
-        if self._steady is not None and self._steady.goes_on_with(view):
+        """Plan one step. Called once for each step, in order. Returns None if no row of it is wanted."""
+        if self._steady is not None and self._steady.continues(view):
             return self._steady.next()
         self._leave_run()
         slots = self._table.slots_of(view.req_ids)
@@ -100,12 +99,12 @@ class StepPlanner:
         if len(shapes) == 1:
             (shape,) = shapes
             if shape.is_run and len(shape.covers) == 1 and fresh.batch_rows == sorted(fresh.batch_rows):
-                return fresh.whole(shape, req_ids)
+                return fresh.contiguous_plan(shape, req_ids)
         parts: dict[SiteSet, list[_WantedRows]] = {}
         for shape, picks in shapes.items():
             rows = fresh.rows_of(picks)
             for chosen in self._choose(shape, rows, slots):
-                parts.setdefault(chosen.site_set, []).append(rows.take(chosen))
+                parts.setdefault(chosen.site_set, []).append(rows.select(chosen))
         return _merge(req_ids, parts) if parts else None
 
     def _choose(self, shape: SelectionShape, rows: _Rows, slots: Sequence[int]) -> Iterator[SelectedRows]:
@@ -133,7 +132,7 @@ class _DecodeRun:
         self._num_left = num_left
         self._number = 0
 
-    def goes_on_with(self, view: BatchView) -> bool:
+    def continues(self, view: BatchView) -> bool:
         """Whether `view` is the next step. Bytes are compared: several times as fast as arrays of this size."""
         return (
             self._number < self._num_left
@@ -161,15 +160,15 @@ class _Rows(NamedTuple):
     batch_rows: Int64Array
     positions: Int64Array
 
-    def take(self, chosen: SelectedRows) -> _WantedRows:
-        """Those that are chosen, with the reasons."""
+    def select(self, chosen: SelectedRows) -> _WantedRows:
+        """Return the chosen rows, each with the mask of its consumers."""
         if (picks := chosen.picks) is None:
             return _WantedRows(self.owners, self.batch_rows, self.positions, chosen.masks)
         return _WantedRows(self.owners[picks], self.batch_rows[picks], self.positions[picks], chosen.masks)
 
 
 class _WantedRows(NamedTuple):
-    """`_Rows` of which it is known who wants them."""
+    """Rows of a step with the consumers that want them; arrays as in `_Rows`."""
 
     owners: Int64Array
     batch_rows: Int64Array
@@ -178,7 +177,7 @@ class _WantedRows(NamedTuple):
 
 
 class _NewPositions:
-    """What a step computes for the first time, cut to the reach of each request's wants.
+    """Positions that a step computes for the first time, from each request's first wanted one to its last.
 
     Requests are few and numpy's calls slow where caches are cold, as they are between two steps of a model: so these
     are lists, with one entry for each request of which there is something, in batch order.
@@ -212,8 +211,11 @@ class _NewPositions:
         self.batch_rows.append(batch_row)
         self.counts.append(count)
 
-    def whole(self, shape: SelectionShape, req_ids: tuple[str, ...]) -> StepPlan:
-        """The plan where all is wanted, by requests of one shape, at the same sites, and batch rows are in order."""
+    def contiguous_plan(self, shape: SelectionShape, req_ids: tuple[str, ...]) -> StepPlan:
+        """Plan a step in which all new positions are wanted, at the same sites, by requests of one shape.
+
+        The batch rows of the requests must be in order.
+        """
         stops = [*accumulate(self.counts)]
         starts, total = [0, *stops[:-1]], stops[-1]
         (chosen,) = shape.choose_all(total)
@@ -248,31 +250,31 @@ class _RequestTable:
     def __init__(self) -> None:
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
-        self._wants: dict[int, Wants] = {}
+        self._plans: dict[int, RequestPlan] = {}
         self._next, self._end = [NOWHERE], [NOWHERE]
         self._bounds = np.zeros((1, 3, 1), dtype=np.int64)
         self._batch: tuple[tuple[str, ...], list[int] | None] | None = None
 
-    def insert(self, req_id: str, wants: Wants) -> None:
+    def insert(self, req_id: str, plan: RequestPlan) -> None:
         """Take a request that is not in the table."""
         if not self._free:
             self._grow()
         slot = self._free.pop()
         self._slots[req_id] = slot
-        self._wants[slot] = wants
-        self._next[slot], self._end[slot] = wants.first, wants.end
-        if not wants.shape.is_run:  # of a run, nobody asks for the terms' bounds
-            num_terms = len(wants.bounds)
+        self._plans[slot] = plan
+        self._next[slot], self._end[slot] = plan.first, plan.end
+        if not plan.shape.is_run:  # of a run, nobody asks for the terms' bounds
+            num_terms = len(plan.bounds)
             if num_terms > len(self._bounds):
                 self._bounds = _enlarged(self._bounds, axis=0, size=num_terms)
-            self._bounds[:num_terms, :, slot] = wants.bounds
+            self._bounds[:num_terms, :, slot] = plan.bounds
         self._batch = None
 
     def remove(self, req_id: str) -> None:
         """Forget a request; nothing happens if it is not in the table."""
         slot = self._slots.pop(req_id, None)
         if slot is not None:
-            del self._wants[slot]
+            del self._plans[slot]
             self._free.append(slot)
             self._batch = None
 
@@ -315,7 +317,7 @@ class _RequestTable:
         """Split what a step computes by shape: ascending indices into the lists of `fresh`."""
         found: dict[SelectionShape, list[int]] = {}
         for index, slot in enumerate(fresh.slots):
-            found.setdefault(self._wants[slot].shape, []).append(index)
+            found.setdefault(self._plans[slot].shape, []).append(index)
         return found
 
     def hits(self, shape: SelectionShape, slots: Int64Array, positions: Int64Array) -> BoolArray:
@@ -340,7 +342,7 @@ class _RequestTable:
     def _is_listed(self, term: int, numbers: Int64Array, slots: Int64Array, positions: Int64Array) -> BoolArray:
         """Whether each row's position is in the list with that row's number; one search for all lists."""
         _, one_of_each = np.unique(numbers, return_index=True)
-        lists = [self._wants[slot].lists[term] for slot in slots[one_of_each].tolist()]
+        lists = [self._plans[slot].lists[term] for slot in slots[one_of_each].tolist()]
         keys = np.concatenate([listed.keys for listed in lists if listed])
         wanted = list_keys(positions, numbers)
         is_listed: BoolArray = keys[np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)] == wanted

@@ -1,4 +1,4 @@
-"""What requests want, reduced to what the planner computes with. Numpy only: no torch, no vLLM.
+"""The plan of each request: the positions and sites that it wants, as the planner computes with them. Numpy only.
 
 Letters in shape comments: N rows, S sites, C covers, T terms. A term is a distinct selector of a request; consumers
 with equal selectors share it.
@@ -14,18 +14,16 @@ from typing import Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
-import numpy.typing as npt
 
 from headgate.capture.planning.step_plan import SiteSet
-from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.config import MAX_CONSUMERS
 from headgate.capture.schema.positions import MAX_POSITION
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 
-BoolArray = npt.NDArray[np.bool_]
 Kind = Literal["run", "stride", "list"]
-"""Of a term: consecutive positions, evenly spaced ones, or any others."""
+"""Kind of a term: consecutive positions, evenly spaced ones, or any others."""
 
 MAX_KNOWN = 256
 
@@ -55,7 +53,7 @@ def list_keys(positions: Int64Array, numbers: Int64Array | int) -> Int64Array:
 
 
 class SelectedRows(NamedTuple):
-    """Rows that somebody wants at some sites."""
+    """Wanted rows at a set of sites."""
 
     site_set: SiteSet
     picks: Int64Array | None
@@ -105,8 +103,8 @@ class SelectionShape:
 
 
 @dataclass(frozen=True, eq=False)
-class Wants:
-    """What one request wants. Shared with other requests that want the same.
+class RequestPlan:
+    """Positions and sites that one request wants. Shared with other requests that want the same.
 
     Attributes:
         shape: Shared with all requests of that shape.
@@ -124,7 +122,7 @@ class Wants:
     lists: tuple[PositionList | None, ...]
 
 
-class WantReader:
+class RequestPlanReader:
     """Reads requests' specs. Equal parts are shared for as long as anybody holds them, and what was wanted lately is
     not worked out again; lists of positions are, which may be long.
 
@@ -141,10 +139,10 @@ class WantReader:
         self._lists: WeakValueDictionary[tuple[int, ...], PositionList] = WeakValueDictionary()
         self._shapes: WeakValueDictionary[object, SelectionShape] = WeakValueDictionary()
         self._numbers = count()
-        self._known: dict[_Asked, Wants | None] = {}
+        self._known: dict[_Asked, RequestPlan | None] = {}
 
-    def read(self, num_prompt: int, specs: Mapping[int, CaptureSpec]) -> Wants | None:
-        """Return what a request wants of this worker; None if that is nothing.
+    def read(self, num_prompt: int, specs: Mapping[int, CaptureSpec]) -> RequestPlan | None:
+        """Return the plan of a request on this worker; None if it wants nothing here.
 
         Args:
             num_prompt: Length of the prompt.
@@ -158,10 +156,10 @@ class WantReader:
         except KeyError:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
-            wants = self._known[asked] = self._read(asked)
-            return wants
+            plan = self._known[asked] = self._read(asked)
+            return plan
 
-    def _read(self, asked: _Asked) -> Wants | None:
+    def _read(self, asked: _Asked) -> RequestPlan | None:
         terms = self._terms(asked)
         if not terms:
             return None
@@ -171,10 +169,10 @@ class WantReader:
             for wanted, listed in zip(terms, lists, strict=True)
         ]
         first, end = min(start for start, _, _ in bounds), max(stop for _, stop, _ in bounds)
-        return Wants(self._shape(terms), first, end, _constant(bounds), lists)
+        return RequestPlan(self._shape(terms), first, end, _constant(bounds), lists)
 
     def _terms(self, asked: _Asked) -> _Terms:
-        """In the order of the lowest consumer of each."""
+        """The distinct selectors, in the order of the lowest consumer of each."""
         terms: _Terms = {}
         for bit, sites, wanted in asked:
             if not 0 <= bit < MAX_CONSUMERS:

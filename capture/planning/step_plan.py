@@ -1,8 +1,6 @@
-"""What is wanted of a step, and of a run of steps that are alike. Numpy only.
+"""The wanted rows of a step, by sites and requests, and of a run of steps that are alike. Numpy only.
 
-Letters in shape comments: N rows of a group, K rows wanted by anybody, S sites, T steps of a run.
-
-Spans over rows of a batch: which of consecutive rows are whose.
+Letters in shape comments: N rows of a group, K wanted rows of the step, S sites, T steps of a run.
 """
 
 from __future__ import annotations
@@ -14,6 +12,9 @@ import numpy as np
 
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.sites import Site
+
+RequestSpans = tuple[tuple[str, int, int], ...]
+"""``(req_id, start, stop)``, next to each other, in order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,7 @@ class PackGroup:
     rows: Int64Array
     positions: Int64Array
     masks: Int64Array
-    spans: tuple[tuple[str, int, int], ...]
+    spans: RequestSpans
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -61,7 +62,7 @@ class PackGroup:
 
 
 class StepPlan:
-    """What to keep of one step.
+    """The rows to keep of one step.
 
     Attributes:
         token_rows: int64 ``[K]``, ascending: the flat batch rows that somebody wants. Staging slot k of the step
@@ -97,7 +98,7 @@ class StepPlan:
         """The step so many steps later in the same run."""
         return StepPlan(self.token_rows, self._first, self._number + distance, self.num_copies)
 
-    def goes_on(self, before: StepPlan) -> bool:
+    def continues(self, before: StepPlan) -> bool:
         """Whether this is the step that follows `before` in its run."""
         return self._first is before._first and self._number == before._number + 1
 
@@ -138,7 +139,7 @@ def joined(plans: Sequence[StepPlan]) -> tuple[PackGroup, ...]:
     found: list[PackGroup] = []
     start = distance = 0
     for stop in range(1, len(plans) + 1):
-        if stop < len(plans) and plans[stop].goes_on(plans[stop - 1]):
+        if stop < len(plans) and plans[stop].continues(plans[stop - 1]):
             continue
         found.extend(plans[start].run(stop - start, distance))
         distance += sum(len(plan.token_rows) for plan in plans[start:stop])
@@ -159,9 +160,6 @@ def rows_between(group: PackGroup, start: int, stop: int) -> PackGroup | None:
         spans=take_spans(group.spans, index),
     )
 
-
-RequestSpans = tuple[tuple[str, int, int], ...]
-"""``(req_id, start, stop)``, next to each other, in order."""
 
 MAX_SHARED = 1 << 21
 """Numbers below this one share one memory of at most 16 MiB; no context is longer today."""

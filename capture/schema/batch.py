@@ -1,4 +1,4 @@
-"""What a model runner is about to compute, as the planner sees it. No torch, no vLLM."""
+"""A step's batch and its requests, as the planner sees them. No torch, no vLLM."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Int32Array = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
 _INT64 = np.dtype(np.int64)
 
 

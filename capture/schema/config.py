@@ -1,11 +1,8 @@
-"""Every knob of capture, with its unit and what it costs.
+"""Settings of capture and of the HTTP server, with their units and costs.
 
-The operator's document is ``additional_config={"headgate": {"capture": {...}}}`` (or vLLM's
-``--additional-config``); its keys are the fields below, and unknown keys are refused.
-
-What the operator configures of the HTTP server: ``additional_config["headgate"]["server"]``.
-
-These settings concern the API servers alone; an engine without capture and steering stays stock with them.
+The operator's document is ``additional_config={"headgate": {"capture": {...}, "server": {...}}}`` (or vLLM's
+``--additional-config``). The keys of each section are the fields of a class below; unknown keys are refused.
+The section ``server`` concerns the API servers alone: an engine without capture and steering stays stock with it.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from threading import TIMEOUT_MAX
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -21,8 +18,14 @@ from headgate.capture.schema.errors import ConfigError
 
 Overload = Literal["block", "drop", "spill"]
 Location = Literal["worker", "driver"]
+_Section = TypeVar("_Section", bound=msgspec.Struct)
 
 MIB = 1 << 20
+
+MAX_LINGER_S = 1.0
+"""Rows may wait so long for those of the next steps, at most."""
+MAX_CONSUMERS = 63
+"""A row's consumer mask is one int64."""
 
 HIDDEN_STATES = "hidden_states"
 """Entry point of the consumer behind ``return_hidden_states``; whoever configures it gets its site too."""
@@ -109,15 +112,21 @@ def parse_config(document: Mapping[str, Any] | None) -> CaptureConsumersConfig:
     Raises:
         ConfigError: On an unknown key, a wrong type, a value out of range, or two consumers of one name.
     """
-    if document is not None and not isinstance(document, Mapping):
-        raise ConfigError(f"{_WHERE}: expected an object, got {document!r}")
-    try:
-        config = msgspec.convert(document or {}, CaptureConsumersConfig)
-        config = _with_final_norm(config, is_default="sites" not in (document or {}))
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{_WHERE}: {error}") from error
+    config = _read_section("capture", document, CaptureConsumersConfig)
+    config = _with_final_norm(config, is_default="sites" not in (document or {}))
     _check(config)
     return config
+
+
+def _read_section(name: str, document: object, kind: type[_Section]) -> _Section:
+    """Convert one section of ``additional_config["headgate"]``; None gives the defaults."""
+    where = f"additional_config['headgate']['{name}']"
+    if document is not None and not isinstance(document, Mapping):
+        raise ConfigError(f"{where}: expected an object, got {document!r}")
+    try:
+        return msgspec.convert(dict(document or {}), kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _with_final_norm(config: CaptureConsumersConfig, *, is_default: bool) -> CaptureConsumersConfig:
@@ -127,9 +136,6 @@ def _with_final_norm(config: CaptureConsumersConfig, *, is_default: bool) -> Cap
         return config
     others = {} if is_default and names == {HIDDEN_STATES} else config.sites
     return msgspec.structs.replace(config, sites={**others, "final_norm": "all"})
-
-
-_WHERE = "additional_config['headgate']['capture']"
 
 
 def _check(config: CaptureConsumersConfig) -> None:
@@ -165,12 +171,6 @@ def _check(config: CaptureConsumersConfig) -> None:
     for name, seconds in waits.items():
         if not 0 < seconds <= TIMEOUT_MAX:
             raise ConfigError(f"{name}: must be above 0 and at most {TIMEOUT_MAX:.0f} seconds, got {seconds}")
-
-
-MAX_LINGER_S = 1.0
-"""Rows may wait so long for those of the next steps, at most."""
-MAX_CONSUMERS = 63
-"""A row's consumer mask is one int64."""
 
 
 def parse_shorthand(text: str) -> CaptureConsumerSpec:
@@ -254,14 +254,11 @@ def parse_server(document: object) -> ServerConfig:
     Raises:
         ConfigError: On an unknown key, a wrong type or a value out of range.
     """
-    if document is not None and not isinstance(document, Mapping):
-        raise ConfigError(f"{_SERVER_WHERE}: expected an object, got {document!r}")
-    try:
-        config = msgspec.convert(dict(document or {}), ServerConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{_SERVER_WHERE}: {error}") from error
+    config = _read_section("server", document, ServerConfig)
     if config.max_body_bytes < 1:
-        raise ConfigError(f"{_SERVER_WHERE}: max_body_bytes must be at least 1, got {config.max_body_bytes}")
+        raise ConfigError(
+            f"additional_config['headgate']['server']: max_body_bytes must be at least 1, got {config.max_body_bytes}"
+        )
     return config
 
 
@@ -269,6 +266,3 @@ def server_config(additional_config: Any) -> ServerConfig:
     """The section of vLLM's ``additional_config``; see `parse_server`."""
     ours = additional_config.get("headgate") if isinstance(additional_config, Mapping) else None
     return parse_server(ours.get("server") if isinstance(ours, Mapping) else None)
-
-
-_SERVER_WHERE = "additional_config['headgate']['server']"

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.schema.batch import FinalState
+from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.config import Location
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.positions import parse_positions
@@ -33,8 +33,6 @@ from headgate.capture.schema.spec import CaptureSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

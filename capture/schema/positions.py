@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.errors import RequestError, shown
-
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 NAMED = ("last_prompt", "all_prompt", "all_generated", "all")
 MAX_POSITION = 2**31 - 1

@@ -1,4 +1,4 @@
-"""What one request wants captured for one consumer, checked and resolved, and its form on the wire."""
+"""The sites and positions that one request captures for one consumer, and their form on the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How rows get from the memory of the forward pass into host memory: one way for each kind of device.
+"""Copies from the memory of the forward pass into host memory, for each kind of device.
 
 Shapes: F rows of the flat ring (all sites' slots), D hidden size.
 """
@@ -17,11 +17,11 @@ from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import MIB
 
 PACK_BYTES = 32 * MIB
-"""Of each of the two buffers that rows are packed into."""
+"""Size of each of the two buffers that rows are packed into."""
 NUM_HOST_BUFFERS = 4
 """Steps that may be under way before the step thread has to wait for the oldest one's small copies."""
 FEW_RUNS = 4
-"""So many copies take the step thread as long as packing does."""
+"""Number of copies that take the step thread as long as packing does."""
 RUN_BYTES = MIB // 4
 """A run of this size takes the bus as long as its copy takes the step thread: shorter ones are packed, even if the
 forward has to wait for a buffer."""
@@ -35,7 +35,7 @@ class Copied(Protocol):
         ...
 
     def release(self) -> None:
-        """Nobody waits for it any more."""
+        """Give its event back. Nothing may wait for it afterwards."""
         ...
 
 
@@ -54,24 +54,24 @@ class DeviceCopier(Protocol):
         """Let the next forward wait until slots ``start : stop`` of the ring are free, if they are not yet."""
         ...
 
-    def follow_forward(self) -> None:
-        """Let what follows wait for the forward that was launched."""
+    def wait_for_forward(self) -> None:
+        """Order all copies that follow behind the forward that was launched."""
         ...
 
     def fetch(self, source: Tensor, target: Tensor) -> None:
-        """Copy `source` from the device into `target`, which is host memory, before what is gathered next."""
+        """Copy `source` from the device into `target`, which is host memory, ahead of the next `gather`."""
         ...
 
     def index_to_fill(self) -> Int64Array:
-        """Host memory for the next flat row indices, int64 ``[max_piece_rows]``."""
+        """Host memory for the next flat row indices, int64 ``[max_part_rows]``."""
         ...
 
     def gather(self, count: int, target_ND: Tensor) -> Copied:
         """Copy the flat rows at the first `count` indices into `target_ND`, which is host memory."""
         ...
 
-    def mark_read(self, start: int, stop: int) -> None:
-        """Slots ``start : stop`` are free once everything that was fetched and gathered so far has left."""
+    def free_after_copy(self, start: int, stop: int) -> None:
+        """Free slots ``start : stop`` once the copies that were started so far are done."""
         ...
 
 
@@ -80,10 +80,10 @@ class HostCopier:
 
     device_bytes = 0
 
-    def __init__(self, flat_FD: Tensor, slots: Tensor, max_piece_rows: int) -> None:
+    def __init__(self, flat_FD: Tensor, slots: Tensor, max_part_rows: int) -> None:
         self._flat_FD = flat_FD
         self._slots: Int64Array = slots.numpy()
-        self._index = torch.empty(max_piece_rows, dtype=torch.int64)
+        self._index = torch.empty(max_part_rows, dtype=torch.int64)
 
     def slots_to_fill(self) -> Int64Array:
         return self._slots
@@ -94,7 +94,7 @@ class HostCopier:
     def reserve(self, start: int, stop: int) -> None:
         pass
 
-    def follow_forward(self) -> None:
+    def wait_for_forward(self) -> None:
         pass
 
     def fetch(self, source: Tensor, target: Tensor) -> None:
@@ -108,7 +108,7 @@ class HostCopier:
         torch.index_select(self._flat_FD, 0, self._index[:count], out=target_ND)
         return _DONE
 
-    def mark_read(self, start: int, stop: int) -> None:
+    def free_after_copy(self, start: int, stop: int) -> None:
         pass
 
 
@@ -145,19 +145,19 @@ class CudaCopier:
     Args:
         flat_FD: The ring.
         slots: int64 ``[max_tokens]`` on the device.
-        max_piece_rows: Upper limit of rows in one `gather`.
+        max_part_rows: Upper limit of rows in one `gather`.
     """
 
-    def __init__(self, flat_FD: Tensor, slots: Tensor, max_piece_rows: int) -> None:
+    def __init__(self, flat_FD: Tensor, slots: Tensor, max_part_rows: int) -> None:
         device, self._row_bytes = flat_FD.device, flat_FD.shape[1] * flat_FD.element_size()
         self._flat_FD = flat_FD
         self._slots = slots
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._host_slots = _HostBuffers(len(slots))
-        self._host_index = _HostBuffers(max_piece_rows)
-        self._index = torch.empty(max_piece_rows, dtype=torch.int64, device=device)
-        pack_rows = min(max(PACK_BYTES // self._row_bytes, 1), max_piece_rows)
+        self._host_index = _HostBuffers(max_part_rows)
+        self._index = torch.empty(max_part_rows, dtype=torch.int64, device=device)
+        pack_rows = min(max(PACK_BYTES // self._row_bytes, 1), max_part_rows)
         packs = torch.empty(2, pack_rows, flat_FD.shape[1], dtype=flat_FD.dtype, device=device)
         self._packs = deque(_Pack(rows_PD, torch.cuda.Event()) for rows_PD in packs)  # type: ignore[no-untyped-call]
         self._leaving: deque[tuple[int, int, torch.cuda.Event]] = deque()
@@ -177,7 +177,7 @@ class CudaCopier:
             if begin < stop and start < end:
                 self._compute_stream().wait_event(left)
 
-    def follow_forward(self) -> None:
+    def wait_for_forward(self) -> None:
         self._launched.record(self._compute_stream())
         self._side.wait_event(self._launched)
 
@@ -189,7 +189,7 @@ class CudaCopier:
         return self._host_index.next()
 
     def gather(self, count: int, target_ND: Tensor) -> Copied:
-        index, num_bytes = self._host_index.filled()[:count], count * self._row_bytes
+        index, num_bytes = self._host_index.current_buffer()[:count], count * self._row_bytes
         starts = run_starts(index)
         is_large = num_bytes > len(self._packs) * PACK_BYTES
         if len(starts) <= FEW_RUNS or (is_large and num_bytes >= len(starts) * RUN_BYTES):
@@ -220,12 +220,12 @@ class CudaCopier:
             if not pack.copied.query():  # type: ignore[no-untyped-call]
                 compute.wait_event(pack.copied)
             torch.index_select(self._flat_FD, 0, self._index[start:stop], out=packed_ND)
-            self.follow_forward()
+            self.wait_for_forward()
             with torch.cuda.stream(self._side):
                 target_ND[start:stop].copy_(packed_ND, non_blocking=True)
             pack.copied.record(self._side)
 
-    def mark_read(self, start: int, stop: int) -> None:
+    def free_after_copy(self, start: int, stop: int) -> None:
         self._leaving.append((start, stop, self._record()))
 
     def _compute_stream(self) -> torch.cuda.Stream:
@@ -243,7 +243,12 @@ def run_starts(index: Int64Array) -> Int64Array:
 
 
 class _CudaCopied:
-    """Dispatch thread. `idle` takes the event back; a deque's ends are safe to use from two threads."""
+    """A copy that an event ends. Dispatch thread; a deque's ends are safe to use from two threads.
+
+    Args:
+        event: Recorded behind the copy.
+        idle: Takes the event back.
+    """
 
     __slots__ = ("_event", "_idle")
 
@@ -270,14 +275,14 @@ class _HostBuffers:
         """The next buffer, once the GPU has read what it held last."""
         self._at = (self._at + 1) % NUM_HOST_BUFFERS
         self._sent[self._at].synchronize()
-        return self.filled()
+        return self.current_buffer()
 
-    def filled(self) -> Int64Array:
-        """That buffer once more."""
+    def current_buffer(self) -> Int64Array:
+        """The buffer that `next` returned last."""
         array: Int64Array = self._buffers[self._at].numpy()
         return array
 
     def send(self, target: Tensor, count: int, stream: torch.cuda.Stream) -> None:
-        """Copy the first `count` values of that buffer into `target`. `stream` is the current one."""
+        """Copy the first `count` values of the current buffer into `target`. `stream` is the current one."""
         target[:count].copy_(self._buffers[self._at][:count], non_blocking=True)
         self._sent[self._at].record(stream)

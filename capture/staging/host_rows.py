@@ -1,6 +1,6 @@
-"""Host memory that rows lie in from the device copy until they are dispatched: leased in order, given back in order.
+"""Host memory that rows lie in from their device copy until they are dispatched.
 
-Rows that have left the ring: what of them is where in the staging memory, until they are copied out of it.
+The memory is one ring, the arena: rows are leased in order and become free in order. `StagedRows` says what lies where.
 
 Shapes: S sites, N rows of a group, D hidden size, A rows of the arena.
 """
@@ -11,10 +11,11 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from headgate.capture.planning.step_plan import PackGroup
+from headgate.capture.planning.step_plan import PackGroup, count_copies, rows_between
 from headgate.capture.schema.batch import Int32Array
 from headgate.capture.staging.device_copy import Copied
 
@@ -113,32 +114,66 @@ class Arena:
 
 
 class CopyPart(NamedTuple):
-    """What is copied in one go: some of the wanted rows of the kept steps, at all their sites."""
+    """Some of the wanted rows of the kept steps, at all their sites, which are copied at once."""
 
     groups: tuple[PackGroup, ...]
     start: int
-    """The first of those steps' wanted rows."""
+    """Index of the first one among the wanted rows of those steps."""
     num_rows: int
-    """How many of them."""
+    """Number of wanted rows."""
     num_copies: int
     """Rows to copy, over all sites."""
     num_token_rows: int = 0
-    """Rows of the arena that the tokens of the rows take, ahead of the rows; 0 if they are not known."""
+    """Rows of the arena that hold the tokens of the rows, ahead of the rows; 0 if the tokens are not known."""
+
+
+def cut_into_parts(
+    groups: tuple[PackGroup, ...], num_rows: int, *, max_copies: int, row_bytes: int, has_token_ids: bool
+) -> list[CopyPart]:
+    """Cut wanted rows into parts of a limited size; all sites of a row are in one part.
+
+    Args:
+        groups: The wanted rows.
+        num_rows: How many there are; a row at several sites counts once.
+        max_copies: Upper limit of (row, site) pairs in a part, at least the number of sites.
+        row_bytes: Bytes of a row at one site.
+        has_token_ids: Whether the token of each row is copied, too.
+    """
+
+    def part(groups: tuple[PackGroup, ...], start: int, stop: int, num_copies: int) -> CopyPart:
+        num_token_rows = -(-4 * (stop - start) // row_bytes) if has_token_ids else 0
+        return CopyPart(groups, start, stop - start, num_copies, num_token_rows)
+
+    num_all = count_copies(groups)
+    if num_all <= max_copies:
+        return [part(groups, 0, num_rows, num_all)]
+    num_copies = np.zeros(num_rows, dtype=np.int64)
+    for group in groups:
+        num_copies[group.rows] += len(group.site_ids)
+    total = np.cumsum(num_copies)
+    parts, start = [], 0
+    while start < len(total):
+        before = int(total[start - 1]) if start else 0
+        stop = int(np.searchsorted(total, before + max_copies, side="right"))
+        between = tuple(found for group in groups if (found := rows_between(group, start, stop)) is not None)
+        parts.append(part(between, start, stop, int(total[stop - 1]) - before))
+        start = stop
+    return parts
 
 
 class StagedRows:
     """Rows of some steps, or of a part of one, on their way into host memory. For the dispatch thread.
 
-    Their memory is leased: `wait`, read `groups`, copy out, `release`.
+    Their memory is leased: `wait`, read the `places`, copy out, `release`.
 
     Attributes:
         since: When the forward of the first of the steps was launched, in seconds of the monotonic clock.
     """
 
     def __init__(
-        self, piece: CopyPart, arena_AD: Tensor, arena: Arena, lease: Lease, copied: Copied, since: float
+        self, part: CopyPart, arena_AD: Tensor, arena: Arena, lease: Lease, copied: Copied, since: float
     ) -> None:
-        self._piece = piece
+        self._part = part
         self._arena_AD = arena_AD
         self._arena = arena
         self._lease = lease
@@ -153,7 +188,7 @@ class StagedRows:
     @property
     def contents(self) -> tuple[PackGroup, ...]:
         """What is there."""
-        return self._piece.groups
+        return self._part.groups
 
     @property
     def num_bytes(self) -> int:
@@ -171,16 +206,11 @@ class StagedRows:
 
         The rows of a site follow each other, and so do the sites: ``[S, N, D]`` from there on.
         """
-        found, start = [], self._lease.start + self._piece.num_token_rows
-        for group in self._piece.groups:
+        found, start = [], self._lease.start + self._part.num_token_rows
+        for group in self._part.groups:
             found.append((group, start))
             start += len(group.site_ids) * len(group.rows)
         return found
-
-    @property
-    def groups(self) -> list[tuple[PackGroup, Tensor]]:
-        """What is there, and its rows: ``[S, N, D]``, a view of the leased memory."""
-        return [(group, self.view(group, start)) for group, start in self.places]
 
     def view(self, group: PackGroup, start: int) -> Tensor:
         """The rows of a group, ``[S, N, D]``, that begin at `start`; see `places`."""
@@ -189,15 +219,15 @@ class StagedRows:
 
     def token_ids(self, group: PackGroup) -> Int32Array | None:
         """The token that each row of `group` was computed from, int32 ``[N]``; None if nobody knows."""
-        if not self._piece.num_token_rows:
+        if not self._part.num_token_rows:
             return None
         if self._token_ids is None:
-            self._token_ids = as_int32(self._arena_AD, self._lease.start, self._piece.num_rows).numpy()
-        found: Int32Array = self._token_ids[group.rows - self._piece.start]
+            self._token_ids = as_int32(self._arena_AD, self._lease.start, self._part.num_rows).numpy()
+        found: Int32Array = self._token_ids[group.rows - self._part.start]
         return found
 
     def release(self) -> None:
-        """Give the memory back. The views of `groups` are void from here on."""
+        """Give the memory back. Views of it are void from here on."""
         self._copied.release()
         self._arena.release(self._lease)
 

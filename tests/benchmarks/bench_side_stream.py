@@ -151,10 +151,10 @@ def headgate_way(num_sites: int) -> Way:
     def after(number: int) -> None:
         ring.keep(plan(number))
         if number % EVERY == EVERY - 1:
-            under_way.extend(ring.collect(patience_s=5))
+            ring.collect(under_way.append, patience_s=5)
 
     def end() -> None:
-        under_way.extend(ring.collect(patience_s=5))
+        ring.collect(under_way.append, patience_s=5)
         for staged in under_way:
             staged.wait()
             staged.release()

@@ -19,6 +19,7 @@ from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.staging.ring import StagingRing
 from tests.fakes.pipeline import TIMEOUT_S
+from tests.fakes.staged import collected, groups_in
 
 HIDDEN = 256
 NUM_SITES = 6
@@ -107,7 +108,7 @@ def check(staged: Sequence[StagedRows], plan: StepPlan, step: int) -> None:
     found: dict[tuple[Site, int], int] = {}
     for part in staged:
         part.wait()
-        for group, rows in part.groups:
+        for group, rows in groups_in(part):
             for site, values in zip(group.sites, rows.float(), strict=True):
                 assert (values[:, 0] == step).all()
                 assert values[:, 1].tolist() == group.positions.tolist()
@@ -133,7 +134,7 @@ def test_rows_are_those_of_their_own_step_with_many_steps_under_way(
         ring.begin(plan)
         model.forward(step)
         if plan is not None:
-            under_way.append((list(ring.collect(plan, patience_s=0)), plan, step))
+            under_way.append((collected(ring, plan), plan, step))
         while len(under_way) > random.choice([1, 3]):
             check(*under_way.pop(0))
 
@@ -157,7 +158,7 @@ def test_a_dispatch_thread_that_lags_behind_still_reads_the_right_rows() -> None
                 return
             part, _, step = item
             part.wait()
-            steps = {float(rows[:, :, 0].float().min()) for _, rows in part.groups}
+            steps = {float(rows[:, :, 0].float().min()) for _, rows in groups_in(part)}
             part.release()
             if steps != {float(step)}:
                 wrong.append((step, steps))
@@ -168,10 +169,14 @@ def test_a_dispatch_thread_that_lags_behind_still_reads_the_right_rows() -> None
         plan = random_plan(random)
         ring.begin(plan)
         model.forward(step)
-        for part in ring.collect(plan, patience_s=TIMEOUT_S):
+
+        def hand_over(part: StagedRows, plan: StepPlan = plan, step: int = step) -> None:
             with changed:
                 waiting.append((part, plan, step))
                 changed.notify_all()
+
+        ring.keep(plan)
+        ring.collect(hand_over, patience_s=TIMEOUT_S)
     with changed:
         waiting.append(None)
         changed.notify_all()
@@ -189,7 +194,7 @@ def test_tokens_are_those_that_the_forward_read() -> None:
         token_ids.copy_(1000 * step + torch.arange(MAX_TOKENS, device="cuda"))
         ring.begin(plan, token_ids)
         model.forward(step)
-        under_way += [(step, part) for part in ring.collect(plan, patience_s=0)]
+        under_way += [(step, part) for part in collected(ring, plan)]
 
     for step, part in under_way:
         part.wait()
@@ -199,7 +204,7 @@ def test_tokens_are_those_that_the_forward_read() -> None:
 
 def busy_side_stream(ring: StagingRing) -> None:
     """Keep the copies of what is collected next waiting."""
-    with torch.cuda.stream(ring._link._side):
+    with torch.cuda.stream(ring._copier._side):
         torch.cuda._sleep(LONG_SLEEP_CYCLES)
 
 
@@ -219,11 +224,11 @@ def test_the_next_forward_does_not_wait_for_copies_of_other_slots() -> None:
 
     run_step(ring, model, plan, 1)
     busy_side_stream(ring)
-    (first,) = ring.collect(plan, patience_s=0)
+    (first,) = collected(ring, plan)
     run_step(ring, model, plan, 2).synchronize()
 
     assert not first._copied._event.query()
-    (second,) = ring.collect(plan, patience_s=0)
+    (second,) = collected(ring, plan)
     check([first], plan, 1)
     check([second], plan, 2)
 
@@ -235,11 +240,11 @@ def test_the_next_forward_waits_until_its_slots_are_free() -> None:
 
     run_step(ring, model, plan, 1)
     busy_side_stream(ring)
-    (first,) = ring.collect(plan, patience_s=0)
+    (first,) = collected(ring, plan)
     run_step(ring, model, plan, 2).synchronize()
 
     assert first._copied._event.query()
-    (second,) = ring.collect(plan, patience_s=0)
+    (second,) = collected(ring, plan)
     check([first], plan, 1)
     check([second], plan, 2)
 
@@ -254,7 +259,7 @@ def test_no_kernel_runs_beside_the_forward(num_sites: int) -> None:
     def step() -> None:
         ring.begin(plan, token_ids)
         model.forward(1)
-        check(list(ring.collect(plan, patience_s=0)), plan, 1)
+        check(collected(ring, plan), plan, 1)
 
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -283,7 +288,7 @@ def test_a_step_does_not_wait_for_the_device() -> None:
     for step in (1, 2):
         ring.begin(plan)
         model.forward(step)
-        parts += ring.collect(plan, patience_s=0)
+        parts += collected(ring, plan)
 
     assert not behind.query()
     for step, part in enumerate(parts, 1):
@@ -300,7 +305,7 @@ def test_nothing_is_allocated_once_it_is_warm() -> None:
             plan = random_plan(random)
             ring.begin(plan, token_ids)
             model.forward(step)
-            check(list(ring.collect(plan, patience_s=0)), plan, step)
+            check(collected(ring, plan), plan, step)
         ring.begin(None)
 
     run(20)
@@ -337,14 +342,18 @@ def test_steps_larger_than_the_host_memory_come_in_parts() -> None:
     ring.begin(plan)
     model.forward(5)
     seen = 0
-    for part in ring.collect(plan, patience_s=TIMEOUT_S):
+
+    def check_part(part: StagedRows) -> None:
+        nonlocal seen
         part.wait()
-        for group, rows in part.groups:
+        for group, rows in groups_in(part):
             assert (rows[:, :, 0] == 5).all()
             assert rows[0, :, 1].tolist() == group.positions.tolist()
             seen += len(group.positions)
         part.release()
 
+    ring.keep(plan)
+    ring.collect(check_part, patience_s=TIMEOUT_S)
     assert seen == MAX_TOKENS
 
 

@@ -10,6 +10,7 @@ tests/benchmarks/README.md. Needs a CUDA GPU; about a minute and a half.
 from __future__ import annotations
 
 import threading
+from functools import partial
 from random import Random
 
 import pytest
@@ -21,6 +22,7 @@ from headgate.capture.staging import device_copy
 from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.staging.ring import StagingRing
 from tests.fakes.pipeline import TIMEOUT_S
+from tests.fakes.staged import collected, groups_in
 
 NUM_STEPS = 800
 NUM_VALUES = 251
@@ -85,12 +87,12 @@ class Dispatch:
             depth = self._random.randrange(6)
             part.wait()
             self._check(part, step)
-            for _, rows in part.groups:
+            for _, rows in groups_in(part):
                 rows.fill_(CANARY)
             part.release()
 
     def _check(self, part: StagedRows, step: int) -> None:
-        for group, rows in part.groups:
+        for group, rows in groups_in(part):
             self.num_rows += len(group.positions) * len(group.sites)
             for site, values in zip(group.sites, rows.float(), strict=True):
                 is_right = (
@@ -107,7 +109,7 @@ def delay(random: Random, ring: StagingRing) -> None:
     if random.random() < 0.3:
         torch.cuda._sleep(random.randrange(MAX_SLEEP_CYCLES))
     if random.random() < 0.3:
-        with torch.cuda.stream(ring._link._side):
+        with torch.cuda.stream(ring._copier._side):
             torch.cuda._sleep(random.randrange(MAX_SLEEP_CYCLES))
 
 
@@ -139,8 +141,8 @@ def test_nothing_is_torn_late_or_foreign_under_overload(way: str, seed: int, num
         model.forward(step % NUM_VALUES)
         if plan is not None:
             planned += num_planned(plan)
-            for part in ring.collect(plan, patience_s=TIMEOUT_S):
-                dispatch.hand_on(part, step)
+            ring.keep(plan)
+            ring.collect(partial(dispatch.hand_on, step=step), patience_s=TIMEOUT_S)
     dispatch.close()
     torch.cuda.synchronize()
 
@@ -164,7 +166,7 @@ def test_what_is_lost_is_counted_and_the_rest_is_right() -> None:
         delay(random, ring)
         ring.begin(plan)
         model.forward(step)
-        held += [(part, step) for part in ring.collect(plan, patience_s=0)]
+        held += [(part, step) for part in collected(ring, plan)]
         if step == 30:
             checked = Dispatch(Random(0))
             for part, of in held:

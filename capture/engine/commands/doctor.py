@@ -15,14 +15,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headgate.capture.engine.model.find_layers import analyse_layer, find_decoder_stack, find_final_norm
+from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
+from headgate.capture.engine.model.layer_layout import analyse_layer
 from headgate.capture.engine.setup.versions import check_version, versions
 from headgate.capture.engine.worker.install import submodule_places
+from headgate.capture.schema.config import MIB
 from headgate.capture.schema.errors import HeadgateError
 from headgate.capture.schema.registry import GROUP
 from headgate.capture.schema.sites import HookPoint
-
-MIB = 1 << 20
 
 
 class HookReport(NamedTuple):

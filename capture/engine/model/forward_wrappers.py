@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteValue
-from headgate.capture.engine.model.find_layers import Key, LayerLayout
+from headgate.capture.engine.model.layer_layout import LayerLayout
+from headgate.capture.engine.model.symbols import Key
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.sites import HookPoint, Site
 

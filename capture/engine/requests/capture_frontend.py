@@ -135,7 +135,7 @@ class FrontEnd:
         """Seconds that a finished request which did not ask to wait is worth waiting for.
 
         While others run, workers leave its last rows where they are for as long as the consumers of all of them allow
-        (`capture.linger.Linger`). Where that is longer than a client would be kept waiting, the wait would be in vain.
+        (`BatchingWindow`). Where that is longer than a client would be kept waiting, the wait would be in vain.
         """
         awaited = list(self._awaited.values())
         is_late = len(awaited) > 1 and min(awaited) > self.config.result_wait_s

@@ -19,7 +19,8 @@ from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import Function, ModelRunner, VllmConfig, Worker, WorkerWrapper
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFacts, make_hooks
 from headgate.capture.engine.model import forward_wrappers
-from headgate.capture.engine.model.find_layers import LayerLayout, analyse_layer, find_decoder_stack, find_final_norm
+from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
+from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
 from headgate.capture.engine.setup.settings import model_info, section, sections

@@ -21,6 +21,7 @@ from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.staging.host_rows import StagedRows
 from tests.fakes.pipeline import HIDDEN, ROW_BYTES, SITES, row_values
+from tests.fakes.staged import collected
 from tests.strategies import SITES as MANY_SITES
 from tests.strategies import Step, schedules
 from tests.unit.capture.staging.test_staging import MAX_TOKENS, forward, make_ring
@@ -73,7 +74,7 @@ class Ring:
         for _ in range(times):
             self.staging.begin(plan, tokens)
             forward(self.staging, MAX_TOKENS, self._num_steps)
-            found.append(list(self.staging.collect(plan, patience_s=0)))
+            found.append(collected(self.staging, plan))
         return found
 
 

@@ -11,8 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from headgate.capture.schema.batch import Int32Array
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType
-from headgate.steering.worker.vector_pool import ZERO_SLOT, Int32Array, SlotPool
+from headgate.steering.worker.vector_pool import ZERO_SLOT, SlotPool
 
 CAPACITY = 6
 
