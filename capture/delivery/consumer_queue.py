@@ -275,8 +275,7 @@ class CallTimer:
     """The consumer's call that is under way: entered by its thread, read by other threads under the queue's lock."""
 
     def __init__(self, lock: threading.Lock, counters: QueueCounters) -> None:
-        self._lock = lock
-        self.counters = counters
+        self._lock, self.counters = lock, counters
         self.started_at: float | None = None
         self.is_hung = False
 
