@@ -112,10 +112,8 @@ class CaptureSession:
         self._close_sender = close_sender
         self._keys: dict[str, str] = {}
         self._window = BatchingWindow({each.bit: _linger_s(each, config) for each in consumers})
-        self._urgent = set[str]()
-        """Requests whose clients wait for what consumers make of their rows."""
-        self._ends: dict[str, RequestEnds] = {}
-        """Requests that have ended, while rows are left in the ring."""
+        self._urgent = set[str]()  # requests whose clients wait for what consumers make of their rows
+        self._ends: dict[str, RequestEnds] = {}  # requests that have ended, while rows are left in the ring
         self._plan: StepPlan | None = None
         self._step_thread: int | None = None
         self._planner = StepPlanner(sites)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.delivery.request_assembler import Assembler
+from headgate.capture.schema.config import GIB
 from headgate.capture.schema.consumer import (
     BatchedConsumer,
     CapturedRequest,
@@ -26,8 +27,6 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.capture.schema.sites import Site
-
-GIB = 1 << 30
 
 
 class MemoryParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

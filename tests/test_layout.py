@@ -29,11 +29,11 @@ MAX_METHODS = 15
 LAYERS = {
     "headgate.capture": (
         *(["schema"], ["monitoring", "kernels"], ["planning"], ["staging"], ["delivery"], ["transport"]),
-        *(["session"], ["engine"], ["cli"]),
+        *(["request_origin"], ["session"], ["engine"], ["cli"]),
     ),
     "headgate.capture.engine": (
         *(["contracts"], ["setup", "model", "compiler"], ["worker", "core"], ["requests"], ["frontends"], ["server"]),
-        *(["patch_table"], ["plugin"], ["api", "commands"], ["part"]),
+        *(["patch_table", "other_changes"], ["plugin"], ["api", "commands"], ["part"]),
     ),
     "headgate.steering": (
         *(["vectors", "kernels"], ["config"], ["requests"], ["files"], ["core", "worker"], ["control"], ["client"]),
@@ -185,6 +185,15 @@ def foreign_packages(tree: ast.Module) -> Iterator[str]:
                 yield package
 
 
+CALLED_BY_OTHERS = {
+    "attach_router": "vLLM calls it of endpoint plug-ins",
+    "init_state": "vLLM calls it of endpoint plug-ins",
+    "scatter_rows_reference": "the definition of a kernel, which its tests compare it with",
+    "add_rows_reference": "the definition of a kernel, which its tests compare it with",
+}
+"""Names that nothing in the library uses, with the reason for each."""
+
+
 def test_nothing_is_there_for_its_tests_alone() -> None:
     """A name that is defined in the library stands in it a second time, or where users look for it."""
     words = Counter[str]()
@@ -192,11 +201,9 @@ def test_nothing_is_there_for_its_tests_alone() -> None:
         words.update(words_of(tree_of(path)))
     told = set(re.findall(r"\w+", "\n".join(path.read_text(encoding="utf-8") for path in pages())))
 
-    unused = [
-        f"{name_of(path)}: {name}" for path in LIBRARY for name in defined(path) if not words[name] and name not in told
-    ]
+    unused = {name: name_of(path) for path in LIBRARY for name in defined(path) if not words[name] and name not in told}
 
-    assert unused == []
+    assert unused.keys() == CALLED_BY_OTHERS.keys(), unused
 
 
 def pages() -> list[Path]:

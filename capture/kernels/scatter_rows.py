@@ -13,7 +13,7 @@ from torch import Tensor
 def scatter_rows_reference(
     value_TD: Tensor, addend_TD: Tensor | None, slot_T: Tensor, ring_RD: Tensor, *, num_trash_rows: int
 ) -> Tensor:
-    """What `scatter_rows` leaves in the ring, taken in fp64: the definition the kernel is tested against."""
+    """The definition that `scatter_rows` is tested against: the same scatter in plain PyTorch, in fp64."""
     ring_RD, first_trash = ring_RD.clone(), ring_RD.shape[0] - num_trash_rows
     for token, slot in enumerate(slot_T.tolist()):
         if slot < first_trash:

@@ -93,6 +93,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         num_workers: Processes that compute.
         versions: Of headgate, vLLM and torch.
         start_s: Seconds until it was ready.
+        compiler: The switch for rewriting inductor's kernels, and the counts; empty without headgate.
     """
 
     architecture: str
@@ -105,6 +106,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     num_workers: int = 1
     versions: dict[str, str] = {}
     start_s: float = 0.0
+    compiler: str = ""
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):

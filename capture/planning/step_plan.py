@@ -89,7 +89,7 @@ class StepPlan:
 
     @property
     def groups(self) -> tuple[PackGroup, ...]:
-        """What is wanted of the rows, by sites."""
+        """The wanted rows, by sites."""
         if not self._number:
             return self._first
         return tuple(replace(group, positions=group.positions + self._number) for group in self._first)

@@ -189,7 +189,7 @@ class CapturedRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpecContext:
-    """What `CaptureConsumer.validate_client_spec` may look at.
+    """The context in which `CaptureConsumer.validate_client_spec` checks a request.
 
     Attributes:
         instance_name: What the request calls the consumer.
@@ -211,7 +211,7 @@ class SpecContext:
 
 
 class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the two kinds below)
-    """What every consumer has; subclass `BatchedConsumer` or `StreamingConsumer`.
+    """The base of every consumer; subclass `BatchedConsumer` or `StreamingConsumer`.
 
     Class attributes:
         location: ``"worker"``: in the engine's worker, next to the model, once per pipeline stage; nothing is
@@ -259,7 +259,7 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
 
     @classmethod
     def global_capture_spec(cls, context: SpecContext) -> CaptureSpec | None:
-        """What to capture of every request, whether it asks or not; None for nothing."""
+        """Return the spec that applies to every request, whether it asks or not; None for nothing."""
         return None
 
     def close(self, timeout_s: float) -> None:  # noqa: B027  (optional)

@@ -1,4 +1,4 @@
-"""What a request is told about its capture.
+"""The result of a capture, as a request is told of it.
 
 How the answers of several pipeline stages become one result, and those of several samples the request's.
 """

@@ -187,7 +187,7 @@ class StagedRows:
 
     @property
     def contents(self) -> tuple[PackGroup, ...]:
-        """What is there."""
+        """The groups of rows in this memory."""
         return self._part.groups
 
     @property
@@ -202,7 +202,7 @@ class StagedRows:
 
     @property
     def places(self) -> list[tuple[PackGroup, int]]:
-        """What is there, and the row of `memory` at which its first site's first row lies.
+        """Each group, and the row of `memory` at which its first site's first row lies.
 
         The rows of a site follow each other, and so do the sites: ``[S, N, D]`` from there on.
         """

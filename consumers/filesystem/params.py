@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from headgate.capture.monitoring.machine_memory import share_of_memory
+from headgate.capture.schema.config import GIB
 from headgate.capture.schema.consumer import SpecContext, parse_client_spec
 from headgate.capture.schema.errors import ConfigError, RequestError, shown
 from headgate.capture.schema.positions import parse_positions
@@ -18,7 +19,6 @@ from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem.formats.layout import LayoutName
 from headgate.consumers.filesystem.storage.store import check_name, slug
 
-GIB = 1 << 30
 LAYOUTS: tuple[LayoutName, ...] = ("request", "shards", "raw")
 OPTIONS = ("tag", "request_id", "layout")
 

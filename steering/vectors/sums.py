@@ -13,9 +13,8 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.steering.vectors.dtypes import OVERFLOW, STORAGE, Float32Rows, Rows, StoredType
 from headgate.steering.vectors.phase_vectors import KEY_BYTES, PhaseVectors
@@ -32,8 +31,6 @@ _HEAD = 16
 
 _SUM_PREFIX = b"headgate sum\n"
 """Keeps the keys of sums apart from those of vectors (`headgate.steering.vectors.phase_vectors.content_key`)."""
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 class Vectors(Protocol):

@@ -15,13 +15,12 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from headgate.capture.schema.batch import BatchView, Int64Array
+from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
 from headgate.capture.schema.sites import Site
 from headgate.steering.vectors.sums import Vectors
 from headgate.steering.worker.vector_pool import (
     NO_SUMS,
     UNSTEERED_ROW,
-    Int32Array,
     Phases,
     PooledSum,
     PooledSums,

@@ -10,14 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.capture.schema.sites import Site
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType
 from headgate.steering.vectors.sums import Vectors, effective, is_zero
-
-Int32Array = npt.NDArray[np.int32]
 
 ZERO_SLOT = 0
 """Holds the zero vector for ever."""

@@ -56,6 +56,7 @@ def doctor(
     console = Console()
     healthy = _report_versions(console)
     healthy &= _report_patches(console)
+    _report_compiler(console)
     _report_consumers(console)
     if model is not None:
         try:
@@ -145,6 +146,20 @@ def _report_patches(console: Console) -> bool:
         table.add_row(patch.target, patch.why, "[green]fits" if problem is None else f"[red]{problem}")
     console.print(table)
     return not any(problems)
+
+
+def _report_compiler(console: Console) -> None:
+    """Say whether torch's inductor is the one that headgate's lowerings and rewrites are made for."""
+    from headgate.capture.engine.compiler.inductor_heuristics import count_without_named
+
+    try:
+        count_without_named("headgate")
+        state = (
+            "[green]fits; rewrites of kernels are on unless additional_config['headgate']['compiler'] says otherwise"
+        )
+    except HeadgateError as error:
+        state = f"[red]{error}"
+    console.print(f"[bold]inductor[/] {state}")
 
 
 def _report_consumers(console: Console) -> None:

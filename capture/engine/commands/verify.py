@@ -198,13 +198,16 @@ class Session:
     def report(
         self, model: str, flags: list[str], verdicts: list[Verdict], costs: list[Cost], *, is_good: bool
     ) -> Report:
-        """What is shown and written."""
+        """Make the report that is shown and written."""
         last = [recording for recordings in self.runs.values() for recording in recordings][-1:]
+        facts = last[0].facts if last else None
+        if facts is not None and (served := self.runs.get(SERVED)):
+            facts = msgspec.structs.replace(facts, compiler=served[-1].facts.compiler)  # the last engine is eager
         return Report(
             model=model,
             flags=flags,
             is_passed=is_good,
-            facts=last[0].facts if last else None,
+            facts=facts,
             start_s=self._started,
             verdicts=verdicts,
             idle_costs=costs,

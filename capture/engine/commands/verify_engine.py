@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -222,6 +222,7 @@ class Engine:
             num_workers=len(self._llm.collective_rpc(num_replays)),
             versions=versions(),
             start_s=self._start_s,
+            compiler="" if self._job.kind == STOCK else _compiler_text(self._llm.collective_rpc("headgate_stats")),
         )
 
     def _time(self) -> dict[int, list[float]]:
@@ -255,6 +256,21 @@ class Engine:
         # The first steps compute the prompts; the last one may only hand out what is there.
         steps = [b - a for a, b in pairwise(ends)][2:-1]
         return 1e3 * statistics.median(steps)
+
+
+def _compiler_text(workers: Sequence[Mapping[str, Any]]) -> str:
+    """What the workers counted of inductor's kernels, for the report."""
+    found = [worker["compiler"] for worker in workers]
+    switch = "on" if all(counts["rewrites"] for counts in found) else "off"
+    kernels, hoisted, prefetched, unchanged = (
+        sum(counts[name] for counts in found) for name in ("kernels", "hoisted", "prefetched", "unchanged")
+    )
+    if not kernels:
+        return f"rewrites of inductor's kernels {switch}; none was written (not compiled for a GPU, or from its cache)"
+    return (
+        f"rewrites of inductor's kernels {switch}; {kernels} written with headgate's tables, loads moved in {hoisted}, "
+        f"weights prefetched in {prefetched}, {unchanged} with nothing to rewrite"
+    )
 
 
 def _open(job: Job) -> Any:

@@ -67,6 +67,7 @@ def _about(facts: Facts) -> str:
     return (
         f"{facts.architecture}, {facts.num_layers} layers of {facts.hidden_size}, {facts.dtype}; cudagraph_mode "
         f"{facts.graph_mode}; {facts.num_workers} worker(s); {facts.device}\n{versions}"
+        + (f"\n{facts.compiler}" if facts.compiler else "")
     )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headgate.capture.engine.compiler.prefetch import hoist_loads, prefetch_weights
+from headgate.capture.engine.compiler.rewrites import REWRITES
 from headgate.capture.engine.compiler.unfused_copy import inductor_for
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def register_uncounted() -> None:
 
 
 def exclude_buffers(*buffers: TensorBox) -> None:
-    """What the graph at hand reads and writes of `buffers`, its inputs, does not count."""
+    """Leave reads and writes of `buffers`, inputs of the graph at hand, out of inductor's counts."""
     from torch._inductor.virtualized import V
 
     vars(V.graph).setdefault(_NAMES, set()).update(buffer.get_name() for buffer in buffers)
@@ -126,7 +126,7 @@ def _writing(names: set[str], written: Iterable[str], buffers: Mapping[str, Any]
 
 
 def _keep_blocks(kernel_class: Any, config: Any) -> None:
-    """And ask early for what the kernel would wait for."""
+    """Keep stock's blocks for kernels with our buffers, and rewrite their loads where that is switched on."""
     generate = kernel_class.codegen_kernel
     if hasattr(generate, _NAMES):
         return
@@ -139,8 +139,8 @@ def _keep_blocks(kernel_class: Any, config: Any) -> None:
         with config.patch(dynamic_scale_rblock=False):
             source = generate(kernel, *args, **kwargs)
         pointers = kernel.args.input_buffers  # not of what it writes to
-        source = hoist_loads(source, {pointers[name] for name in names if name in pointers})
-        return source if torch.version.hip else prefetch_weights(source)  # AMD's compiler does not understand PTX
+        tables = {pointers[name] for name in names if name in pointers}
+        return REWRITES.apply(source, tables, understands_ptx=not torch.version.hip)
 
     setattr(generate_as_chosen, _NAMES, True)
     kernel_class.codegen_kernel = generate_as_chosen

@@ -1,4 +1,4 @@
-"""What a kernel that inductor has written for a GPU waits for longest, asked for in front of the kernel's loops.
+"""Loads that a GPU kernel of inductor's waits for longest, moved or prefetched in front of the kernel's loops.
 
 A norm in front of attention makes two or three passes over a row that is still in the GPU's cache. A row's slots and
 the norm's weights are not: a layer's weights pass through the cache between two layers. Inductor reads the slots where

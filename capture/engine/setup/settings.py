@@ -12,7 +12,13 @@ from collections.abc import Mapping
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import VllmConfig
-from headgate.capture.schema.config import CaptureConsumersConfig, parse_config, parse_server
+from headgate.capture.schema.config import (
+    CaptureConsumersConfig,
+    CompilerConfig,
+    parse_compiler,
+    parse_config,
+    parse_server,
+)
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import parse_sites
@@ -20,7 +26,10 @@ from headgate.capture.schema.sites import parse_sites
 OUR_KEY = "headgate"
 SERVER = "server"
 """The section of the HTTP server, which no part of an engine reads."""
+COMPILER = "compiler"
+"""The section of what headgate does to inductor, which no part reads."""
 _READ = "_headgate_sections"
+_COMPILER = "_headgate_compiler"
 _MODEL = "_headgate_model"
 _CAPTURE = "_headgate_capture"
 
@@ -40,8 +49,16 @@ def sections(vllm_config: VllmConfig) -> Document:
     if not isinstance(ours, Mapping):
         raise ConfigError(f"additional_config['headgate'] must be an object of sections, got {ours!r}")
     parse_server(ours.get(SERVER))
-    object.__setattr__(vllm_config, _READ, {name: document for name, document in ours.items() if name != SERVER})
+    object.__setattr__(vllm_config, _COMPILER, parse_compiler(ours.get(COMPILER)))
+    parts = {name: document for name, document in ours.items() if name not in (SERVER, COMPILER)}
+    object.__setattr__(vllm_config, _READ, parts)
     return sections(vllm_config)
+
+
+def compiler_config(vllm_config: VllmConfig) -> CompilerConfig:
+    """Return the section ``compiler``, or its defaults."""
+    sections(vllm_config)
+    return vars(vllm_config).get(_COMPILER) or CompilerConfig()
 
 
 def section(vllm_config: VllmConfig, name: str) -> Document:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from headgate.capture.engine.compiler.graph_code import digest_of, traced_modules
+from headgate.capture.engine.compiler.rewrites import REWRITES
 from headgate.capture.engine.contracts.parts import worker_part
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import Function, ModelRunner, VllmConfig, Worker, WorkerWrapper
@@ -23,7 +24,7 @@ from headgate.capture.engine.model.find_layers import find_decoder_stack, find_f
 from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
-from headgate.capture.engine.setup.settings import model_info, section, sections
+from headgate.capture.engine.setup.settings import compiler_config, model_info, section, sections
 from headgate.capture.engine.worker.runner import RunnerAdapter
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import UnsupportedError
@@ -77,6 +78,7 @@ def install(worker: Worker) -> InstalledWorker:
         UnsupportedError: If the model or a setting cannot be served.
     """
     config = worker.vllm_config
+    REWRITES.is_on = compiler_config(config).rewrites
     speak_through_vllm()
     refuse_unsupported_settings(config)
     opened = {name: worker_part(name).worker(section(config, name)) for name in sections(config)}
@@ -113,8 +115,9 @@ class InstalledWorker:
         _before(worker, "shutdown", self.close)
 
     def stats(self) -> Document:
-        """Return the counters of every part."""
-        return {key: value for found in self.hooks.hook.headgate_stats() for key, value in found.items()}
+        """Return the counters of every part, by name, and those of the rewrites of kernels."""
+        counted = {key: value for found in self.hooks.hook.headgate_stats() for key, value in found.items()}
+        return counted | {"compiler": REWRITES.stats()}
 
     def call(self, part: str, method: str, args: Document) -> object:
         """Return the part's answer; None if it has none."""
@@ -292,7 +295,7 @@ def _key_graph(
     """
     all_actions = [action for found in actions.values() for action in found]
     modules = traced_modules(function for action in all_actions for function in functions_of(action))
-    key: dict[str, object] = {"code": digest_of(modules)}
+    key: dict[str, object] = {"code": digest_of(modules), "rewrites": REWRITES.is_on}
     for found in hooks.hook.headgate_graph_key():
         key.update(found)
     vllm_config.additional_config = {**vllm_config.additional_config, "headgate": {"graph": key}}

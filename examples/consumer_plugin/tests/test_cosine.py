@@ -13,7 +13,8 @@ import torch
 from headgate_cosine import CosineConsumer
 
 from headgate.capture import CapturedRequest, ConfigError, ConsumerContext, ConsumerError, Site, SpecContext
-from headgate.consumers.testing import EXAMPLE_MODEL, ConsumerContract, ExampleRequest, Feed
+from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
+from headgate.consumers.testing import ConsumerContract
 
 SITE = Site.parse("1.post_mlp")
 DIRECTION = np.random.default_rng(0).normal(size=EXAMPLE_MODEL.hidden_size)

@@ -1,0 +1,175 @@
+"""Everything that headgate replaces in other packages is listed: the tables against what is really there at run time.
+
+Code is told by the file that it comes from, so a replacement is found whatever it calls itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from headgate.capture.engine.other_changes import CHANGES
+from headgate.capture.engine.patch_table import PATCHES
+from tests.engine.tiny_models import tiny_model
+
+SCRIPT = """
+import functools, importlib, json, sys, types, warnings
+from pathlib import Path
+
+warnings.simplefilter("ignore")
+model, root = sys.argv[1:]
+from headgate.capture.engine import plugin
+from headgate.capture.engine.compiler.inductor_heuristics import count_without_named
+from headgate.capture.engine.patch_table import PATCHES
+from headgate.capture.engine.server.body_middleware import READ_AHEAD, read_ahead
+from headgate.steering import verify
+
+OTHERS = ("vllm", "torch", "uvicorn", "starlette", "fastapi", "transformers")
+OURS = tuple(f"{folder}/" for folder in (Path(plugin.__file__).resolve().parents[1], Path(verify.__file__).resolve().parent))
+
+
+def is_ours(value, depth=0):
+    if depth > 3:
+        return False
+    if isinstance(value, property):
+        return any(is_ours(function, depth + 1) for function in (value.fget, value.fset))
+    for holder, name in ((staticmethod, "__func__"), (classmethod, "__func__"), (types.MethodType, "__func__")):
+        if isinstance(value, holder):
+            return is_ours(getattr(value, name), depth + 1)
+    if isinstance(value, functools.partial):
+        return is_ours(value.func, depth + 1)
+    return isinstance(value, types.FunctionType) and str(Path(value.__code__.co_filename).resolve()).startswith(OURS)
+
+
+def package(name):
+    return str(name).partition(".")[0]
+
+
+def replaced():
+    for name, module in list(sys.modules.items()):
+        if package(name) not in OTHERS or not isinstance(module, types.ModuleType):
+            continue
+        for attribute, value in list(vars(module).items()):
+            if is_ours(value):
+                yield f"{name}.{attribute}"
+            if isinstance(value, type) and package(value.__module__) in OTHERS:
+                for inner, held in list(vars(value).items()):
+                    if is_ours(held):
+                        yield f"{value.__module__}.{value.__qualname__}.{inner}"
+
+
+def on_instances(start):
+    seen, waiting = set(), [start]
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen or isinstance(found, (str, bytes, int, float, type, types.ModuleType)):
+            continue
+        seen.add(id(found))
+        kind = type(found)
+        if kind.__module__.startswith("headgate"):
+            base = next((base for base in kind.__mro__[1:] if package(base.__module__) in OTHERS), None)
+            if base is None:
+                continue
+            yield f"{base.__qualname__}.__class__"
+        if isinstance(found, dict):
+            waiting += list(found.values())[:2000]
+        elif isinstance(found, (list, tuple)):
+            waiting += list(found)[:2000]
+        elif isinstance(getattr(found, "__dict__", None), dict):
+            for name, value in list(vars(found).items()):
+                if is_ours(value) and not str(name).startswith("_headgate"):
+                    yield f"{kind.__qualname__}.{name}"
+                waiting.append(value)
+
+
+if __name__ == "__main__":
+    from headgate.steering import LLM, SamplingParams
+
+    llm = LLM(
+        model, capture_consumers=[f"filesystem:root={root}"], capture_sites={"post_mlp": "all", "final_norm": "all"},
+        steering=True, max_model_len=128, block_size=32, dtype="float32", enforce_eager=True, max_num_seqs=4,
+        max_num_batched_tokens=128, skip_tokenizer_init=True,
+    )
+    capture = {"filesystem": {"hooks": {"post_mlp": "all"}}}
+    prompt = {"prompt_token_ids": [1, 2, 3]}
+    llm.generate(prompt, SamplingParams(max_tokens=2, detokenize=False, capture=capture))
+    for patch in PATCHES:
+        importlib.import_module(patch.module)
+    importlib.import_module("vllm.v1.engine.async_llm")
+    from uvicorn.protocols.http import flow_control, h11_impl
+
+    count_without_named("capture")  # as a worker on a GPU does
+    read_ahead(READ_AHEAD)  # as an API server does
+    told = {
+        "replaced": sorted(set(replaced())),
+        "instances": sorted(set(on_instances(llm.llm_engine))),
+        "values": [flow_control.HIGH_WATER_LIMIT, h11_impl.HIGH_WATER_LIMIT, READ_AHEAD],
+    }
+    Path(root, "told.json").write_text(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What is replaced in a process with an engine, its front end, and the parts of a server and of a GPU worker."""
+    root = tmp_path_factory.mktemp("patches")
+    (root / "program.py").write_text(SCRIPT)
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(root / "program.py"), str(tiny_model("llama")), str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
+    assert (root / "told.json").exists(), done.stdout[-2000:] + done.stderr[-4000:]
+    return dict(json.loads((root / "told.json").read_text()))
+
+
+def test_everything_that_is_replaced_is_in_a_table(told: dict[str, Any]) -> None:
+    listed = {patch.name for patch in PATCHES}
+    patterns = [pattern(change.name) for change in CHANGES if change.kind in ("property", "method")]
+
+    unlisted = [
+        name for name in told["replaced"] if name not in listed and not any(one.fullmatch(name) for one in patterns)
+    ]
+
+    assert unlisted == []
+
+
+def pattern(name: str) -> re.Pattern[str]:
+    """The names that an entry stands for: ``{...}`` is any one attribute."""
+    return re.compile(re.sub(r"\\\{[^}]*\\\}", r"\\w+", re.escape(name)))
+
+
+def test_everything_in_the_tables_is_really_replaced(told: dict[str, Any]) -> None:
+    missing = {patch.name for patch in PATCHES} - set(told["replaced"])
+    classes = [change for change in CHANGES if change.kind in ("property", "method")]
+    unused = [c.name for c in classes if not any(pattern(c.name).fullmatch(name) for name in told["replaced"])]
+
+    assert missing == set()
+    assert unused == []
+
+
+def test_what_is_replaced_on_instances_is_in_the_table(told: dict[str, Any]) -> None:
+    listed = {change.name.rpartition(".")[2] for change in CHANGES if change.kind == "instance"}
+
+    found = {name for name in told["instances"] if "ModelRunner." not in name}
+
+    assert {name.rpartition(".")[2] for name in found} <= listed
+    assert {"__class__", "headgate_call"} <= {name.rpartition(".")[2] for name in found}
+    assert any("ModelRunner." in name for name in told["instances"])
+
+
+def test_the_constants_are_those_of_the_table(told: dict[str, Any]) -> None:
+    in_module, in_protocol, wanted = told["values"]
+
+    assert in_module == in_protocol == wanted
+
+
+def test_every_change_says_where_and_why() -> None:
+    names = [change.name for change in CHANGES]
+
+    assert len(set(names)) == len(names)
+    assert all(change.where.startswith("headgate.") and change.why for change in CHANGES)
