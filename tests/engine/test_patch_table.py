@@ -31,7 +31,8 @@ from headgate.capture.engine.server.body_middleware import READ_AHEAD, read_ahea
 from headgate.steering import verify
 
 OTHERS = ("vllm", "torch", "uvicorn", "starlette", "fastapi", "transformers")
-OURS = tuple(f"{folder}/" for folder in (Path(plugin.__file__).resolve().parents[1], Path(verify.__file__).resolve().parent))
+CAPTURE, STEERING = Path(plugin.__file__).resolve().parents[1], Path(verify.__file__).resolve().parent
+OURS = (f"{CAPTURE}/", f"{STEERING}/")
 
 
 def is_ours(value, depth=0):
