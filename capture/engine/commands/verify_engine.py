@@ -55,7 +55,7 @@ TIMED_TOKENS = 33
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run.
+    """The job of one engine.
 
     Attributes:
         kind: Of the engine.
@@ -259,7 +259,7 @@ class Engine:
 
 
 def _compiler_text(workers: Sequence[Mapping[str, Any]]) -> str:
-    """What the workers counted of inductor's kernels, for the report."""
+    """Describe the workers' counts of inductor's kernels, for the report."""
     found = [worker["compiler"] for worker in workers]
     switch = "on" if all(counts["rewrites"] for counts in found) else "off"
     kernels, hoisted, prefetched, unchanged = (

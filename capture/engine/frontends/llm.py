@@ -22,7 +22,7 @@ _PENDING_RESULTS = "_headgate_desk"
 
 @dataclass(slots=True)
 class _PendingResults:
-    """What an `LLMEngine` has to hand out.
+    """Results that an `LLMEngine` has yet to put on its outputs.
 
     Attributes:
         reception: Its reception.

@@ -113,7 +113,7 @@ class _DeadEnd(Exception):
 
 @dataclass(slots=True)
 class _Cell:
-    """What a name is bound to: two names share one after ``a = b``, so that ``a += c`` is seen through both."""
+    """The binding of a name: two names share one after ``a = b``, so that ``a += c`` is seen through both."""
 
     value: Value
 
@@ -274,7 +274,7 @@ class _Walk(ast.NodeVisitor):
         return self._tape.operation(ast.unparse(node), *parts)
 
     def _cell(self, node: ast.expr) -> _Cell:
-        """What `node` is, shared with its name if it is one."""
+        """Return the binding of `node`, shared with its name if it is one."""
         names = self._frames[-1].names
         return names[node.id] if isinstance(node, ast.Name) and node.id in names else _Cell(self.visit(node))
 

@@ -1,4 +1,4 @@
-"""What belongs to one HTTP call, from its body to its answer.
+"""The state of one HTTP call, from its body to its answer.
 
 It is held in context variables: the engine is called from inside the handler, which is where they are read.
 """
@@ -93,7 +93,7 @@ _taken: contextvars.ContextVar[ExtractedFields] = contextvars.ContextVar("headga
 
 
 def taken() -> ExtractedFields:
-    """What was taken out of the body of the HTTP call at hand."""
+    """Return the fields taken out of the body of the HTTP call at hand."""
     return _taken.get()
 
 
@@ -103,5 +103,5 @@ def hold(found: ExtractedFields) -> contextvars.Token[ExtractedFields]:
 
 
 def release(token: contextvars.Token[ExtractedFields]) -> None:
-    """What was held before `hold` is so again."""
+    """Put back the fields that were held before `hold`."""
     _taken.reset(token)

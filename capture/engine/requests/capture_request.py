@@ -1,4 +1,4 @@
-"""What a request wants captured: read, checked and resolved in the front end; `wire` says how it travels.
+"""The capture of a request: read, checked and resolved in the front end; `wire` says how it travels.
 
 How much one request may capture: what it could come to at most is known when its prompt is.
 
@@ -36,7 +36,7 @@ FindMessage = Callable[[Message, str], PositionSelector]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptureRequest:
-    """What one request asks of capture, checked.
+    """The capture that one request asks for, checked.
 
     Attributes:
         specs: By consumer instance.

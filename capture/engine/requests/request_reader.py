@@ -153,7 +153,7 @@ class RequestReader:
         return HeadgateRequest(capture=ask, parts=wanted) if ask is not None or is_set else None
 
     def read_parts(self, values: Mapping[str, Any]) -> dict[str, PartRequest | None]:
-        """What the fields of each part come to, for parts of which there are any; None if to nothing.
+        """Read the fields of each part that a request has fields of; None if nothing comes of them.
 
         Raises:
             RequestError: As `read`.

@@ -32,7 +32,7 @@ from headgate.capture.schema.spec import WIRE_VERSION
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadgateRequest:
-    """What one request asks of headgate, checked. Immutable.
+    """Everything that one request asks of headgate, checked. Immutable.
 
     Attributes:
         capture: Of capture; None if nothing.
@@ -83,7 +83,7 @@ def attach(params: Any, asked: HeadgateRequest) -> Any:
 
 
 def attached(params: Any) -> HeadgateRequest | None:
-    """What `attach` attached."""
+    """Return the request that `attach` attached."""
     carried = (params.extra_args or {}).get(WIRE_KEY)
     return carried if isinstance(carried, HeadgateRequest) else None
 

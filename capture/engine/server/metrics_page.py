@@ -30,7 +30,7 @@ App = Callable[[Scope, Any, Any], Any]
 
 
 class Counters:
-    """What one server's engine cores and workers count. Event loop only.
+    """The counters of one server's engine cores and workers. Event loop only.
 
     Args:
         engine: The `AsyncLLM`, or None while it is not there.
