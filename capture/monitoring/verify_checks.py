@@ -29,8 +29,10 @@ USAGE_STATUS = 64
 """Exit status of an engine's process if vLLM does not take the arguments; the reason is the last line of its log."""
 
 LOGPROB_TOLERANCE = {"float32": 1e-3, "float16": 2.0**-5, "bfloat16": 2.0**-2}
-"""Change that another order of rounding may make in logprobs, by dtype of the model: two steps of a logit from 16 to 32, or
-1e-3 where the rounding of the sums before it is what counts."""
+"""Change that another order of rounding may make in logprobs, by dtype of the model.
+
+Two steps of a logit from 16 to 32, or 1e-3 where the rounding of the sums before it is larger.
+"""
 
 Float32Rows = npt.NDArray[np.float32]
 

@@ -1,4 +1,4 @@
-"""Answers to clients of a server where ``VLLM_PLUGINS`` does not let headgate add routes and bodies to vLLM's server."""
+"""Answers to clients of a server where ``VLLM_PLUGINS`` does not let headgate add its routes and bodies."""
 
 from __future__ import annotations
 
