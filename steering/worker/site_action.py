@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headgate.capture.engine.compiler.inductor_heuristics import count_without_named, exclude_buffers
-from headgate.capture.engine.compiler.unfused_copy import inductor_for
+from headgate.capture.engine.compiler.inductor import Inductor
+from headgate.capture.engine.compiler.inductor_heuristics import exclude_buffers, install_exclusion
 from headgate.capture.engine.contracts.worker_hooks import SiteValue, WorkerFacts
 from headgate.capture.engine.model.forward_wrappers import tensor_prefix
 from headgate.steering.worker.vector_pool import ZERO_SLOT
 
 if TYPE_CHECKING:
-    from torch._inductor.ir import TensorBox
+    from headgate.capture.engine.compiler.inductor import TensorBox
 
 POOL = "pool"
 SLOTS = "pool_slots"
@@ -63,14 +63,14 @@ def add_opaque(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     are unrolled otherwise, and products contracted otherwise: the last bit of three rows in a hundred differs.
     """
     pool, slots = getattr(module, _POOL + hook), getattr(module, _SLOTS + hook)
-    steered: Tensor = torch.ops.headgate.add_apart(site.carry, pool, slots, _scale(site))
+    steered: Tensor = torch.ops.headgate.add_unfused(site.carry, pool, slots, _scale(site))
     return steered
 
 
 def add_gathered(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Steer where torch.compile makes C++ of the forward; idle, it computes the same bits as without steering."""
     pool, slots = _vectors_of_rows(module, hook, site)
-    steered: Tensor = add_uncounted(site.carry, _to_carry(gather_rows(pool, slots), site))
+    steered: Tensor = add_excluded(site.carry, _to_carry(gather_rows(pool, slots), site))
     return steered
 
 
@@ -119,7 +119,7 @@ def addition(facts: WorkerFacts) -> Addition:
     if is_cuda:
         register_add_pooled()
         return Addition(add_traced, before_attention=add_traced, unfused=add_opaque)
-    register_add_uncounted()
+    register_add_excluded()
     return Addition(add_gathered, before_attention=add_gathered)
 
 
@@ -144,13 +144,13 @@ def _(pool: Tensor, slots: Tensor) -> Tensor:
     return pool.new_empty(slots.shape[0], pool.shape[1])
 
 
-@torch.library.custom_op("headgate::add_uncounted", mutates_args=())
-def add_uncounted(carry: Tensor, vectors: Tensor) -> Tensor:
-    """Return ``carry + vectors``; `register_add_uncounted` must have been called before inductor meets it."""
+@torch.library.custom_op("headgate::add_excluded", mutates_args=())
+def add_excluded(carry: Tensor, vectors: Tensor) -> Tensor:
+    """Return ``carry + vectors``; `register_add_excluded` must have been called before inductor meets it."""
     return carry + vectors
 
 
-@add_uncounted.register_fake
+@add_excluded.register_fake
 def _(carry: Tensor, vectors: Tensor) -> Tensor:
     return torch.empty_like(carry)
 
@@ -169,8 +169,8 @@ def _(carry: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
     return torch.empty_like(carry)
 
 
-@torch.library.custom_op("headgate::add_apart", mutates_args=())
-def add_apart(carry: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
+@torch.library.custom_op("headgate::add_unfused", mutates_args=())
+def add_unfused(carry: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
     """Return the same as `add_pooled`, by code that the compiler does not look into: a kernel of its own."""
     rows = carry.reshape(-1, carry.shape[-1])
     used = slots[: rows.shape[0]]
@@ -181,21 +181,21 @@ def add_apart(carry: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tenso
     return add_rows(rows, pool, used, scale).view(carry.shape)
 
 
-@add_apart.register_fake
+@add_unfused.register_fake
 def _(carry: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
     return torch.empty_like(carry)
 
 
-def register_add_uncounted() -> None:
-    """Let inductor, in this process, fuse `add_uncounted` but decide where to store values as if they were `carry`.
+def register_add_excluded() -> None:
+    """Let inductor, in this process, fuse `add_excluded` but decide where to store values as if they were `carry`.
 
     Raises:
         UnsupportedError: If this torch has another inductor.
     """
-    inductor = _Inductor()
+    inductor = Inductor("steering")
     add = inductor.lowerings[torch.ops.aten.add.Tensor]
 
-    @inductor.register_lowering(torch.ops.headgate.add_uncounted.default, type_promotion_kind=None)
+    @inductor.register_lowering(torch.ops.headgate.add_excluded.default, type_promotion_kind=None)
     def lower(carry: TensorBox, vectors: TensorBox) -> TensorBox:
         return inductor.counted_as(carry, add(carry, vectors).make_loader())
 
@@ -206,8 +206,8 @@ def register_add_pooled() -> None:
     Raises:
         UnsupportedError: If this torch has another inductor.
     """
-    inductor = _Inductor()
-    count_without_named("steering")
+    inductor = Inductor("steering")
+    install_exclusion("steering")
     ops = inductor.ops
 
     @inductor.register_lowering(torch.ops.headgate.add_pooled.default, type_promotion_kind=None)
@@ -226,31 +226,3 @@ def register_add_pooled() -> None:
             return ops.add(value_at(index), vector)
 
         return inductor.counted_as(carry, steered)
-
-
-class _Inductor:
-    """The parts of inductor that are used beyond its documented interface.
-
-    Raises:
-        UnsupportedError: If this torch's inductor lacks it.
-    """
-
-    def __init__(self) -> None:
-        with inductor_for("steering"):
-            from torch._inductor.ir import Pointwise
-            from torch._inductor.lowering import lowerings, register_lowering
-            from torch._inductor.ops_handler import OpCounterCSE
-            from torch._inductor.virtualized import V, ops
-        self.V, self.ops, self.lowerings, self.register_lowering = V, ops, lowerings, register_lowering
-        self._pointwise, self._counter = Pointwise, OpCounterCSE
-
-    def counted_as(self, value: TensorBox, computed: Callable[[Any], Any]) -> TensorBox:
-        """Return `computed` at each index of `value`, but let only the reads and operations of `value` be counted."""
-        counted = value.make_loader()
-
-        def inner(index: Any) -> Any:
-            is_counting = isinstance(self.V.get_ops_handler(), self._counter)  # to decide on storage
-            return counted(index) if is_counting else computed(index)
-
-        device, dtype, ranges = value.get_device(), value.get_dtype(), value.get_size()
-        return self._pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=ranges)

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headgate.capture.engine.compiler.inductor_heuristics import register_uncounted, uncounted
+from headgate.capture.engine.compiler.inductor_heuristics import excluded, register_exclusion
+from headgate.capture.engine.compiler.rewrites import REWRITES
 from headgate.steering.worker.site_action import (
+    add_excluded,
     add_pooled,
-    add_uncounted,
     gather_rows,
+    register_add_excluded,
     register_add_pooled,
-    register_add_uncounted,
 )
 
 NUM_TOKENS, NUM_SLOTS = 64, 100
@@ -41,11 +42,11 @@ Add = Callable[[Tensor, Tensor, Tensor], Tensor]
 WAYS: dict[str, Add] = {
     "stock": lambda carry, pool, slots: carry,
     "traced": lambda carry, pool, slots: carry + pool[slots],
-    "uncounted": lambda carry, pool, slots: add_uncounted(carry, pool[slots]),
+    "excluded": lambda carry, pool, slots: add_excluded(carry, pool[slots]),
     "pooled": lambda carry, pool, slots: add_pooled(carry, pool, slots, 1.0),
     "ahead": lambda carry, pool, slots: add_pooled(carry, pool, slots, 1.0),
     "both": lambda carry, pool, slots: add_pooled(carry, pool, slots, 1.0),
-    "gathered": lambda carry, pool, slots: add_uncounted(carry, gather_rows(pool, slots)),
+    "gathered": lambda carry, pool, slots: add_excluded(carry, gather_rows(pool, slots)),
 }
 
 
@@ -120,7 +121,7 @@ def layer(family: str, way: str) -> Callable[..., tuple[Tensor, Tensor]]:
         x, stream = add_norm(branch_norm(x, weights[0]), at_mid(stream, pool, used), weights[1])
         x = branch_norm(torch.nn.functional.gelu(x @ up, approximate="tanh") @ down, weights[2])
         if way == "both":
-            places = uncounted(tables.places, tables.ring)
+            places = excluded(tables.places, tables.ring)
             tables.ring.index_put_((places[: x.shape[0]],), (x.float() + stream.float()).to(x.dtype))
         x, stream = add_norm(x, add(stream, pool, used), weights[3])
         return x @ up, at_end(stream, pool, used)
@@ -177,10 +178,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="codegen", description=main.__doc__)
     parser.add_argument("ways", nargs="*", metavar="way", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--counts", action="store_true", help="the counts of those that are named, too")
+    parser.add_argument("--no-rewrites", action="store_true", help="as with the setting compiler.rewrites off")
     options = parser.parse_args()
+    REWRITES.is_on = not options.no_rewrites
     if unknown := [name for name in options.ways if name not in WAYS]:
         parser.error(f"no way {unknown[0]!r}; known: {', '.join(WAYS)}")
-    for register in (register_add_uncounted, register_add_pooled, register_uncounted):
+    for register in (register_add_excluded, register_add_pooled, register_exclusion):
         register()
     for family in HIDDEN:
         for name in options.ways or WAYS:
@@ -190,6 +193,8 @@ def main() -> None:
                     print(code)
                 else:
                     show(family, name, code)
+    if options.counts or not options.ways:
+        print(" ".join(f"{name}={value}" for name, value in REWRITES.stats().items()))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 warnings.simplefilter("ignore")
 model, root = sys.argv[1:]
 from headgate.capture.engine import plugin
-from headgate.capture.engine.compiler.inductor_heuristics import count_without_named
+from headgate.capture.engine.compiler.inductor_heuristics import install_exclusion
 from headgate.capture.engine.patch_table import PATCHES
 from headgate.capture.engine.server.body_middleware import READ_AHEAD, read_ahead
 from headgate.steering import verify
@@ -105,7 +105,7 @@ if __name__ == "__main__":
     importlib.import_module("vllm.v1.engine.async_llm")
     from uvicorn.protocols.http import flow_control, h11_impl
 
-    count_without_named("capture")  # as a worker on a GPU does
+    install_exclusion("capture")  # as a worker on a GPU does
     read_ahead(READ_AHEAD)  # as an API server does
     told = {
         "replaced": sorted(set(replaced())),

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from headgate.capture.engine.compiler.inductor import KERNELS, LOWERING, missing_symbols
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
 from headgate.capture.engine.model.layer_layout import analyse_layer
 from headgate.capture.engine.setup.versions import check_version, versions
@@ -56,7 +57,7 @@ def doctor(
     console = Console()
     healthy = _report_versions(console)
     healthy &= _report_patches(console)
-    _report_compiler(console)
+    healthy &= _report_compiler(console)
     _report_consumers(console)
     if model is not None:
         try:
@@ -148,18 +149,19 @@ def _report_patches(console: Console) -> bool:
     return not any(problems)
 
 
-def _report_compiler(console: Console) -> None:
-    """Say whether torch's inductor is the one that headgate's lowerings and rewrites are made for."""
-    from headgate.capture.engine.compiler.inductor_heuristics import count_without_named
-
-    try:
-        count_without_named("headgate")
-        state = (
-            "[green]fits; rewrites of kernels are on unless additional_config['headgate']['compiler'] says otherwise"
-        )
-    except HeadgateError as error:
-        state = f"[red]{error}"
+def _report_compiler(console: Console) -> bool:
+    """Say whether torch's inductor has every symbol that headgate's lowerings and rewrites use, and name the switch."""
+    missing, uses = missing_symbols(kernels=True), {**LOWERING, **KERNELS}
+    for name in missing:
+        console.print(f"[red]torch._inductor.{name} does not exist: {uses[name]}")
+    state = (
+        f"[red]{len(missing)} of {len(uses)} symbols are missing: run with --enforce-eager"
+        if missing
+        else f"[green]all {len(uses)} symbols are there; rewrites of kernels are on unless "
+        "additional_config['headgate']['compiler'] says otherwise"
+    )
     console.print(f"[bold]inductor[/] {state}")
+    return not missing
 
 
 def _report_consumers(console: Console) -> None:

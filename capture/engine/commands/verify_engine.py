@@ -10,6 +10,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -259,18 +260,18 @@ class Engine:
 
 
 def _compiler_text(workers: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the workers' counts of inductor's kernels, for the report."""
-    found = [worker["compiler"] for worker in workers]
-    switch = "on" if all(counts["rewrites"] for counts in found) else "off"
-    kernels, hoisted, prefetched, unchanged = (
-        sum(counts[name] for counts in found) for name in ("kernels", "hoisted", "prefetched", "unchanged")
+    """Say for the report what the workers counted of inductor's kernels."""
+    found = Counter[str]()
+    for worker in workers:
+        found.update(worker["compiler"])
+    text = f"inductor: rewrites of kernels {'on' if found['rewrites'] == len(workers) else 'off'}"
+    if not found["kernels"]:
+        return f"{text}; none was written (not compiled for a GPU, or from its cache)"
+    text += (
+        f"; {found['prefetched']} of {found['norms']} norm kernels load weights early, {found['hoisted']} of "
+        f"{found['kernels']} kernels load tables early; {found['excluded']} buffers left out of the heuristics"
     )
-    if not kernels:
-        return f"rewrites of inductor's kernels {switch}; none was written (not compiled for a GPU, or from its cache)"
-    return (
-        f"rewrites of inductor's kernels {switch}; {kernels} written with headgate's tables, loads moved in {hoisted}, "
-        f"weights prefetched in {prefetched}, {unchanged} with nothing to rewrite"
-    )
+    return f"{text}; {found['unmatched']} NOT RECOGNISED" if found["unmatched"] else text
 
 
 def _open(job: Job) -> Any:

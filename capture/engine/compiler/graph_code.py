@@ -17,6 +17,7 @@ PACKAGE = "headgate."
 ALWAYS = (
     "headgate.capture.engine.model.forward_wrappers",
     "headgate.capture.engine.compiler.graph_code",
+    "headgate.capture.engine.compiler.inductor",
     "headgate.capture.engine.compiler.inductor_heuristics",
     "headgate.capture.engine.compiler.prefetch",
     "headgate.capture.engine.compiler.rewrites",

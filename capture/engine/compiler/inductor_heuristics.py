@@ -1,12 +1,12 @@
-"""Buffers that inductor leaves out of account when it decides how a norm's kernel for a GPU cuts a row into blocks.
+"""Buffers that inductor leaves out when it decides how a norm's kernel for a GPU cuts a row into blocks.
 
-It counts what a kernel loads, and estimates what it moves, to choose the block sizes that it tries. Other candidates
-make other kernels, which add up in another order. What headgate reads and writes there, a row's slot, its vector, a
-place in the ring, is little beside the rows themselves.
+It counts the values that a kernel loads, and estimates the memory that it moves, to choose the block sizes that it
+tries. Other candidates make other kernels, which add up in another order. headgate's own reads and writes there (a
+row's slot, its vector, a place in the ring) are little beside the rows themselves, and are excluded from both.
 
-Where a kernel takes more than 32 registers, inductor tries shorter blocks, and takes what is fastest for as many rows
-as a prefill has. Stock's norm in front of attention takes 28 to 32 (Gemma, Llama, Qwen, compiled for sm_90), with us 38
-to 53: short blocks make eight passes over a row out of one, and a decode step waits for each.
+Where a kernel takes more than 32 registers, inductor tries shorter blocks, and takes the fastest for as many rows as a
+prefill has. Stock's norm in front of attention takes 28 to 32 (Gemma, Llama, Qwen, compiled for sm_90), with headgate
+38 to 53: short blocks make eight passes over a row out of one, and a decode step waits for each.
 """
 
 from __future__ import annotations
@@ -18,79 +18,80 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from headgate.capture.engine.compiler.inductor import Inductor
 from headgate.capture.engine.compiler.rewrites import REWRITES
-from headgate.capture.engine.compiler.unfused_copy import inductor_for
 
 if TYPE_CHECKING:
-    from torch._inductor.ir import TensorBox
+    from headgate.capture.engine.compiler.inductor import TensorBox
 
-_NAMES = "headgate_uncounted"
-"""Attribute of a graph of inductor: names of buffers that do not count. Of a kernel: those that it reads. Also of
-what is patched, to patch it once."""
+_NAMES = "headgate_excluded"
+"""Attribute of one of inductor's graphs: names of the excluded buffers. Of a kernel: those that it reads. Also of
+replaced methods, to replace each once."""
 
 
-@torch.library.custom_op("headgate::uncounted", mutates_args=())
-def uncounted(slots: Tensor, rows: Tensor) -> Tensor:
-    """`slots`, of which reads do not count, nor do writes to `rows`.
+@torch.library.custom_op("headgate::excluded", mutates_args=())
+def excluded(slots: Tensor, rows: Tensor) -> Tensor:
+    """Return `slots`, of which reads are excluded from the heuristics, as are writes to `rows`.
 
-    `register_uncounted` must have been called before inductor meets it.
+    `register_exclusion` must have been called before inductor meets it.
     """
     return slots.clone()
 
 
-@uncounted.register_fake
+@excluded.register_fake
 def _(slots: Tensor, rows: Tensor) -> Tensor:
     return torch.empty_like(slots)
 
 
-def register_uncounted() -> None:
-    """Let inductor, in this process, read `slots` itself for `uncounted`, without counting it.
+def register_exclusion() -> None:
+    """Let inductor, in this process, read `slots` itself for `excluded`, without counting it.
 
     Raises:
         UnsupportedError: If this torch has another inductor.
     """
-    count_without_named("capture")
-    with inductor_for("capture"):
-        from torch._inductor.lowering import register_lowering
+    install_exclusion("capture")
 
-    @register_lowering(torch.ops.headgate.uncounted.default, type_promotion_kind=None)
+    @Inductor("capture").register_lowering(torch.ops.headgate.excluded.default, type_promotion_kind=None)
     def lower(slots: TensorBox, rows: TensorBox) -> TensorBox:
         exclude_buffers(slots, rows)
         return slots
 
 
 def exclude_buffers(*buffers: TensorBox) -> None:
-    """Leave reads and writes of `buffers`, inputs of the graph at hand, out of inductor's counts."""
+    """Exclude reads of `buffers`, inputs of the graph at hand, and writes to them."""
     from torch._inductor.virtualized import V
 
-    vars(V.graph).setdefault(_NAMES, set()).update(buffer.get_name() for buffer in buffers)
+    names = vars(V.graph).setdefault(_NAMES, set())
+    num_before = len(names)
+    names.update(buffer.get_name() for buffer in buffers)
+    REWRITES.counts.excluded += len(names) - num_before
 
 
-def count_without_named(part: str) -> None:
-    """Let kernels, in this process, count without the buffers that their graph names. Once, for all parts.
+def install_exclusion(part: str) -> None:
+    """Let inductor, in this process, decide without the buffers that a graph excludes. Once, for all parts.
 
     Raises:
         UnsupportedError: If this torch has another inductor; it names `part`.
     """
-    with inductor_for(part):
-        from torch._inductor import config
-        from torch._inductor.codegen.common import CSEProxy
-        from torch._inductor.codegen.simd_kernel_features import MemoryEstimator
-        from torch._inductor.codegen.triton import TritonKernel
-        from torch._inductor.config import dynamic_scale_rblock as _  # noqa: F401 - it must be there
-        from torch._inductor.virtualized import V
-    _load_uncounted(CSEProxy, V)
-    _estimate_without(MemoryEstimator, V)
+    Inductor(part, kernels=True)
+    from torch._inductor import config
+    from torch._inductor.codegen.common import CSEProxy
+    from torch._inductor.codegen.simd_kernel_features import MemoryEstimator
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.virtualized import V
+
+    _exclude_loads(CSEProxy, V)
+    _exclude_from_estimate(MemoryEstimator, V)
     _keep_blocks(TritonKernel, config)
 
 
-def _load_uncounted(proxy_class: Any, virtual: Any) -> None:
+def _exclude_loads(proxy_class: Any, virtual: Any) -> None:
     load = proxy_class.load
     if hasattr(load, _NAMES):
         return
 
     @wraps(load)
-    def load_uncounted(proxy: Any, name: str, index: Any) -> Any:
+    def load_excluded(proxy: Any, name: str, index: Any) -> Any:
         num_load = proxy.kernel.num_load
         value = load(proxy, name, index)
         if name in vars(virtual.graph).get(_NAMES, ()):
@@ -98,11 +99,11 @@ def _load_uncounted(proxy_class: Any, virtual: Any) -> None:
             vars(proxy.kernel).setdefault(_NAMES, set()).add(name)
         return value
 
-    setattr(load_uncounted, _NAMES, True)
-    proxy_class.load = load_uncounted
+    setattr(load_excluded, _NAMES, True)
+    proxy_class.load = load_excluded
 
 
-def _estimate_without(estimator_class: Any, virtual: Any) -> None:
+def _exclude_from_estimate(estimator_class: Any, virtual: Any) -> None:
     finish = estimator_class.remove_kernel_local
     if hasattr(finish, _NAMES):
         return
@@ -121,12 +122,12 @@ def _estimate_without(estimator_class: Any, virtual: Any) -> None:
 
 
 def _writing(names: set[str], written: Iterable[str], buffers: Mapping[str, Any]) -> set[str]:
-    """Those of the `written` buffers of a kernel by which it writes to `names`."""
+    """Return those of the `written` buffers of a kernel by which it writes to `names`."""
     return {name for name in written if name in buffers and not names.isdisjoint(buffers[name].get_mutations())}
 
 
 def _keep_blocks(kernel_class: Any, config: Any) -> None:
-    """Keep stock's blocks for kernels with our buffers, and rewrite their loads where that is switched on."""
+    """Keep stock's blocks for kernels that read excluded buffers, and rewrite their loads where that is switched on."""
     generate = kernel_class.codegen_kernel
     if hasattr(generate, _NAMES):
         return
@@ -138,9 +139,10 @@ def _keep_blocks(kernel_class: Any, config: Any) -> None:
             return generate(kernel, *args, **kwargs)
         with config.patch(dynamic_scale_rblock=False):
             source = generate(kernel, *args, **kwargs)
-        pointers = kernel.args.input_buffers  # not of what it writes to
+        pointers = kernel.args.input_buffers  # the kernel does not write to these
+        is_looped = kernel.features.is_reduction() and not kernel.persistent_reduction
         tables = {pointers[name] for name in names if name in pointers}
-        return REWRITES.apply(source, tables, understands_ptx=not torch.version.hip)
+        return REWRITES.apply(source, tables, is_looped=is_looped, understands_ptx=not torch.version.hip)
 
     setattr(generate_as_chosen, _NAMES, True)
     kernel_class.codegen_kernel = generate_as_chosen

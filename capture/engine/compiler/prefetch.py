@@ -3,7 +3,7 @@
 A norm in front of attention makes two or three passes over a row that is still in the GPU's cache. A row's slots and
 the norm's weights are not: a layer's weights pass through the cache between two layers. Inductor reads the slots where
 they are first used, and the norm's weights in a later pass: one way to memory after the other. In front of the first
-pass both travel at once. What is computed, and in which order, stays as it is.
+pass both travel at once. The values that are computed, and their order, stay as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SHARED = re.compile(r"tl\.load\((in_ptr\d+) \+ \(((?:\d+ \+ )?)r0_\d+\), (?:r0_
 _ASSIGNED = re.compile(r"    (\w+)(?:: tl\.constexpr)? = ")
 
 _STEP = 16
-"""Values between two that are fetched: 32 bytes of bfloat16, a sector of the cache."""
+"""Values from one that is fetched to the next: 32 bytes of bfloat16, a sector of the cache."""
 # By one program for all: where 64 ask for the same sectors at once, Gemma's kernel takes 1.2 us longer (H200).
 _FETCH = """\
     if tl.program_id(0) == 0:
@@ -31,9 +31,9 @@ _FETCH_ONE = """\
 
 
 def hoist_loads(source: str, pointers: Collection[str]) -> str:
-    """`source` with the reads of `pointers` between its loops in front of the first.
+    """Return `source` with the loads of `pointers` between its loops in front of the first.
 
-    Moved is what reads at an index and under a mask that are known there; everything else stays where it is.
+    Loads at an index and under a mask that are known there are moved; everything else stays where it is.
 
     Args:
         source: Of one kernel.
@@ -43,16 +43,16 @@ def hoist_loads(source: str, pointers: Collection[str]) -> str:
     start = next(iter(_loops(lines)), len(lines))
     known = {found[1] for line in lines[:start] if (found := _ASSIGNED.match(line))} | {"None"}
 
-    def is_early(line: str) -> bool:
+    def is_movable(line: str) -> bool:
         read = _READ.match(line)
         return read is not None and read[1] in pointers and {read[2], read[3]} <= known
 
-    moved = [line for line in lines[start:] if is_early(line)]
-    return "\n".join([*lines[:start], *moved, *(line for line in lines[start:] if not is_early(line))])
+    moved = [line for line in lines[start:] if is_movable(line)]
+    return "\n".join([*lines[:start], *moved, *(line for line in lines[start:] if not is_movable(line))])
 
 
 def prefetch_weights(source: str) -> str:
-    """`source`, which fetches into the cache, in front of its first loop, what later ones read for all rows alike.
+    """Return `source` with a fetch into the cache, before its first loop, of values that later loops read for all rows.
 
     Args:
         source: Of one kernel, for a GPU that understands PTX.
@@ -67,6 +67,11 @@ def prefetch_weights(source: str) -> str:
         return source
     fetches = [_FETCH.format(step=_STEP), *(_FETCH_ONE.format(address=address) for address in addresses)]
     return "\n".join([*lines[: loops[0]], *fetches, *lines[loops[0] :]])
+
+
+def num_loops(source: str) -> int:
+    """Return the number of loops over a row in a kernel's text."""
+    return len(_loops(source.split("\n")))
 
 
 def _loops(lines: list[str]) -> list[int]:

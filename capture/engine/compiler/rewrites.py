@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 
-from headgate.capture.engine.compiler.prefetch import hoist_loads, prefetch_weights
+from headgate.capture.engine.compiler.prefetch import hoist_loads, num_loops, prefetch_weights
 
 logger = logging.getLogger("headgate")
 
@@ -21,16 +21,20 @@ class RewriteCounts:
     """Kernels of this process that read headgate's tables. Those from inductor's caches are not written, nor counted.
 
     Attributes:
+        excluded: Buffers left out of inductor's heuristics, summed over the graphs. No switch turns this off.
         kernels: Kernels that were written.
-        hoisted: Those whose loads of tables were moved.
-        prefetched: Those that prefetch the norm's weights.
-        unchanged: Those with several loops in which nothing was found to rewrite: a new inductor writes them otherwise.
+        norms: Those that go over a row in several passes, as the norms of long rows do.
+        hoisted: Kernels whose loads of tables were moved.
+        prefetched: Kernels that prefetch the norm's weights.
+        unmatched: Norms whose loops or weights were not found in the text: a new inductor writes them otherwise.
     """
 
+    excluded: int = 0
     kernels: int = 0
+    norms: int = 0
     hoisted: int = 0
     prefetched: int = 0
-    unchanged: int = 0
+    unmatched: int = 0
 
 
 class Rewrites:
@@ -40,32 +44,38 @@ class Rewrites:
         self.is_on = True
         self.counts = RewriteCounts()
 
-    def apply(self, source: str, pointers: Collection[str], *, understands_ptx: bool) -> str:
+    def apply(self, source: str, pointers: Collection[str], *, is_looped: bool, understands_ptx: bool) -> str:
         """Rewrite one kernel.
 
         Args:
             source: As inductor wrote it.
             pointers: Names of its arguments that are headgate's tables, and that it does not write to.
+            is_looped: Whether inductor says that a reduction of the kernel loops over a row.
             understands_ptx: Whether the GPU's compiler takes PTX; AMD's does not.
         """
         self.counts.kernels += 1
+        is_norm = is_looped and num_loops(source) != 1  # none: the text is in a form that is not known
+        self.counts.norms += is_norm
         if not self.is_on:
             return source
         hoisted = hoist_loads(source, pointers)
         result = prefetch_weights(hoisted) if understands_ptx else hoisted
         self.counts.hoisted += hoisted != source
         self.counts.prefetched += result != hoisted
-        if result == source and source.count("for r0_offset in ") > 1:
-            self.counts.unchanged += 1
-            if self.counts.unchanged == 1:
-                logger.warning(
-                    "headgate: a kernel that reads its tables has no load to move or prefetch: this inductor writes "
-                    "kernels otherwise. Answers are right; idle engines are a little slower"
-                )
+        if is_norm and understands_ptx and result == hoisted:
+            self._note_unmatched()
         return result
 
+    def _note_unmatched(self) -> None:
+        self.counts.unmatched += 1
+        if self.counts.unmatched == 1:
+            logger.warning(
+                "headgate: a norm's kernel has no load of weights to prefetch: this inductor writes kernels otherwise. "
+                "Answers are right; idle engines are a little slower"
+            )
+
     def stats(self) -> Mapping[str, object]:
-        """The switch and the counts, for ``headgate verify``."""
+        """Return the switch and the counts, for ``headgate verify``."""
         return {"rewrites": self.is_on, **asdict(self.counts)}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headgate.capture.engine.compiler.unfused_copy import copy_apart
+from headgate.capture.engine.compiler.unfused_copy import unfused_copy
 from headgate.capture.engine.contracts.worker_hooks import SiteValue
 from headgate.capture.engine.model.forward_wrappers import tensor_prefix
 from headgate.capture.staging.ring import NUM_TRASH_ROWS
@@ -42,14 +42,14 @@ def capture_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     That kernel is cut into blocks as it is without us.
     """
     rows, value = getattr(module, _ROWS + hook), stored_value(site)
-    slots = torch.ops.headgate.uncounted(getattr(module, _SLOTS + hook), rows)
+    slots = torch.ops.headgate.excluded(getattr(module, _SLOTS + hook), rows)
     rows.index_put_((slots[: value.shape[0]],), value)
     return site.carry
 
 
 def capture_unfused(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Capture where torch.compile makes C++ of the forward: that computes what it does without us, bit for bit."""
-    _scatter(module, hook, copy_apart(stored_value(site)))
+    _scatter(module, hook, unfused_copy(stored_value(site)))
     return site.carry
 
 

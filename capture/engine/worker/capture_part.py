@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from headgate.capture.engine.compiler.inductor_heuristics import register_uncounted
-from headgate.capture.engine.compiler.unfused_copy import register_copy_apart
+from headgate.capture.engine.compiler.inductor_heuristics import register_exclusion
+from headgate.capture.engine.compiler.unfused_copy import register_unfused_copy
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteRun, SiteValue, WorkerFacts
 from headgate.capture.engine.setup.versions import versions
@@ -199,9 +199,9 @@ def capture_action(facts: WorkerFacts) -> SiteRun:
     if not facts.is_compiled:
         return capture_ops.capture_with_kernel if is_cuda else capture_ops.capture_plain
     if is_cuda:
-        register_uncounted()
+        register_exclusion()
         return capture_ops.capture_traced
-    register_copy_apart()
+    register_unfused_copy()
     return capture_ops.capture_unfused
 
 

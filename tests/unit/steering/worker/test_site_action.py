@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor
 from tqdm import tqdm
 
-from headgate.capture.engine.compiler.inductor_heuristics import register_uncounted
+from headgate.capture.engine.compiler.inductor_heuristics import register_exclusion
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteValue, WorkerFacts
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.schema.consumer import ModelInfo
@@ -170,13 +170,13 @@ def kernels(printed: str, family: str, way: str) -> list[Kernel]:
 @pytest.mark.parametrize(
     ("register", "missing"),
     [
-        (site_action.register_add_uncounted, "ops_handler.OpCounterCSE"),
+        (site_action.register_add_excluded, "ops_handler.OpCounterCSE"),
         (site_action.register_add_pooled, "ops_handler.OpCounterCSE"),
         (site_action.register_add_pooled, "codegen.common.CSEProxy"),
         (site_action.register_add_pooled, "codegen.simd_kernel_features.MemoryEstimator"),
         (site_action.register_add_pooled, "codegen.triton.TritonKernel"),
-        (register_uncounted, "codegen.common.CSEProxy"),
-        (register_uncounted, "codegen.simd_kernel_features.MemoryEstimator"),
+        (register_exclusion, "codegen.common.CSEProxy"),
+        (register_exclusion, "codegen.simd_kernel_features.MemoryEstimator"),
     ],
 )
 def test_an_inductor_of_another_build_is_refused_with_what_to_do(monkeypatch, register, missing):

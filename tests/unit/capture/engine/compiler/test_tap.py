@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor
 from tqdm import tqdm
 
-from headgate.capture.engine.compiler.inductor_heuristics import register_uncounted
-from headgate.capture.engine.compiler.unfused_copy import register_copy_apart
+from headgate.capture.engine.compiler.inductor_heuristics import register_exclusion
+from headgate.capture.engine.compiler.unfused_copy import register_unfused_copy
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteValue
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.worker import capture_ops
@@ -49,8 +49,8 @@ class Site(nn.Module):
     ("run", "register"),
     [
         (capture_ops.capture_plain, None),
-        (capture_ops.capture_traced, register_uncounted),
-        (capture_ops.capture_unfused, register_copy_apart),
+        (capture_ops.capture_traced, register_exclusion),
+        (capture_ops.capture_unfused, register_unfused_copy),
     ],
     ids=["plain", "traced", "apart"],
 )
