@@ -44,35 +44,35 @@ def process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(params, "extra_args"):  # pooling
             return original(self, request_id, prompt, params, *args, **kwargs)
-        reception: RequestReader = vars(self).get(REQUEST_READER) or RequestReader()
-        asked = attached(params)
-        if asked is None:
+        reader: RequestReader = vars(self).get(REQUEST_READER) or RequestReader()
+        headgate_request = attached(params)
+        if headgate_request is None:
             with as_client_error():
-                asked = reception.read(params, request_id)
-            if asked is None:
+                headgate_request = reader.read(params, request_id)
+            if headgate_request is None:
                 return original(self, request_id, prompt, params, *args, **kwargs)
-            params = attach(params, asked)
+            params = attach(params, headgate_request)
         chat = _chat_of(self, prompt)
         request = original(self, request_id, prompt, params, *args, **kwargs)
         with as_client_error():
-            _fold(reception, request, asked, chat, request_id)
+            _fold(reader, request, headgate_request, chat, request_id)
         return request
 
     return wrapped
 
 
 def _fold(
-    reception: RequestReader, request: Any, asked: HeadgateRequest, chat: LLMChat | None, request_id: str
+    reader: RequestReader, request: Any, headgate_request: HeadgateRequest, chat: LLMChat | None, request_id: str
 ) -> None:
-    if asked.capture is not None:
-        refuse_kind(request, asked)
+    if headgate_request.capture is not None:
+        refuse_kind(request, headgate_request)
         tokens = request.prompt_token_ids
         find_message = None if chat is None else chat.find_message(tokens)
-        assert reception.capture is not None  # noqa: S101  (it has read what is captured)
-        reception.capture.expect(asked.capture, request.sampling_params.n)
-        resolved = reception.capture.resolve(asked.capture, len(tokens), request.sampling_params, find_message)
-        asked = replace(asked, capture=resolved)
-    fold(request, asked, request_id)
+        assert reader.capture is not None  # noqa: S101  (it has read what is captured)
+        reader.capture.expect(headgate_request.capture, request.sampling_params.n)
+        resolved = reader.capture.resolve(headgate_request.capture, len(tokens), request.sampling_params, find_message)
+        headgate_request = replace(headgate_request, capture=resolved)
+    fold(request, headgate_request, request_id)
 
 
 def keep_chat(processor: Any, chat: LLMChat) -> None:

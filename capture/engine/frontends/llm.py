@@ -22,17 +22,17 @@ _PENDING_RESULTS = "_headgate_desk"
 
 @dataclass(slots=True)
 class _PendingResults:
-    """What an `LLMEngine` has to hand out.
+    """Requests of one `LLMEngine` whose results are pending.
 
     Attributes:
-        reception: Its reception.
+        reader: Reads its requests.
         asks: Of running requests, by the caller's request id.
         finished: Outputs without their results, while `LLM` runs the engine; it collects them at the end.
         refused: What requests asked that the engine core did not take, while `LLM` runs the engine.
         is_run_by_llm: `LLM` runs the engine; otherwise the user calls `step`.
     """
 
-    reception: RequestReader
+    reader: RequestReader
     asks: dict[str, HeadgateRequest] = field(default_factory=dict)
     finished: list[tuple[Any, CaptureRequest]] = field(default_factory=list)
     refused: list[HeadgateRequest] = field(default_factory=list)
@@ -41,36 +41,36 @@ class _PendingResults:
     @property
     def front(self) -> FrontEnd:
         """Of capture; only for requests that capture."""
-        assert self.reception.capture is not None  # noqa: S101
-        return self.reception.capture
+        assert self.reader.capture is not None  # noqa: S101
+        return self.reader.capture
 
-    def forget(self, asked: HeadgateRequest) -> None:
-        """Nobody waits for results of `asked`."""
-        if asked.capture is not None:
-            self.front.forget(asked.capture)
+    def forget(self, headgate_request: HeadgateRequest) -> None:
+        """Nobody waits for results of `headgate_request`."""
+        if headgate_request.capture is not None:
+            self.front.forget(headgate_request.capture)
 
     def take(self, output: Any) -> None:
         """An output of a request that finished."""
-        asked = self.asks.pop(output.request_id)
+        headgate_request = self.asks.pop(output.request_id)
         if is_refused(output):
-            self.forget(asked)
+            self.forget(headgate_request)
             if self.is_run_by_llm:
-                self.refused.append(asked)
-        elif asked.capture is not None:
-            self.finished.append((output, asked.capture))
+                self.refused.append(headgate_request)
+        elif headgate_request.capture is not None:
+            self.finished.append((output, headgate_request.capture))
 
 
 def _pending_results(engine: Any) -> _PendingResults | None:
     """The desk of an engine that is configured for headgate; None for others."""
     desk: _PendingResults | None = vars(engine).get(_PENDING_RESULTS)
     if desk is None:
-        reception = reader_of(engine)
-        if reception.capture is None and not reception.parts:
+        reader = reader_of(engine)
+        if reader.capture is None and not reader.parts:
             return None
-        desk = _PendingResults(reception)
+        desk = _PendingResults(reader)
         setattr(engine, _PENDING_RESULTS, desk)
-        if reception.capture is not None:
-            setattr(engine.engine_core, FRONT_END, reception.capture)
+        if reader.capture is not None:
+            setattr(engine.engine_core, FRONT_END, reader.capture)
     return desk
 
 
@@ -85,25 +85,25 @@ def add_request(original: Callable[..., Any]) -> Callable[..., Any]:
             if hasattr(prompt, "sampling_params"):
                 refuse_made(prompt, params)
                 return original(self, request_id, prompt, params, *args, **kwargs)
-            reception = reader_of(self)
-            asked = reception.read_answered(params, request_id, is_offline=True)
-            if asked is None:
+            reader = reader_of(self)
+            headgate_request = reader.read_answered(params, request_id, is_offline=True)
+            if headgate_request is None:
                 return original(self, request_id, prompt, params, *args, **kwargs)
-            reception.confirm(asked, self.engine_core)
+            reader.confirm(headgate_request, self.engine_core)
         desk = _pending_results(self)
-        assert desk is not None  # noqa: S101  (a reception without parts reads nothing)
+        assert desk is not None  # noqa: S101  (a reader without parts reads nothing)
         before = _ids(self, request_id)
         try:
-            result = original(self, request_id, prompt, attach(params, asked), *args, **kwargs)
+            result = original(self, request_id, prompt, attach(params, headgate_request), *args, **kwargs)
         except BaseException as error:
-            desk.forget(asked)
+            desk.forget(headgate_request)
             # An engine core in this process refuses in the call, when the output processor already waits for it.
             self.abort_request([known for known in _ids(self, request_id) if known not in before], internal=True)
             if isinstance(error, RequestError):
-                _explain(self, desk, [asked])
+                _explain(self, desk, [headgate_request])
             raise
-        if not asked.is_empty:
-            desk.asks[request_id] = asked
+        if not headgate_request.is_empty:
+            desk.asks[request_id] = headgate_request
         return result
 
     return wrapped
@@ -167,9 +167,9 @@ def run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _explain(engine: Any, desk: _PendingResults, refused: Iterable[HeadgateRequest]) -> None:
     """Say why the engine core refused requests: for a name that is gone, or for want of room."""
-    for asked in refused:
+    for headgate_request in refused:
         with as_client_error():
-            desk.reception.explain(asked, engine.engine_core)
+            desk.reader.explain(headgate_request, engine.engine_core)
 
 
 def _collect(engine: Any, desk: _PendingResults, timeout_s: float) -> None:

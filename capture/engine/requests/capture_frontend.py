@@ -67,7 +67,7 @@ class FrontEnd:
         self._hub: ResultHub | None = None
 
     def read(self, params: Any, request_id: str, *, is_offline: bool) -> CaptureRequest | None:
-        """What a request asks, with the address that answers go to; see `CaptureRequestReader.read`.
+        """Read a capture request, with the address that its answers go to; see `CaptureRequestReader.read`.
 
         Online, a request that did not ask for anything must not wait for the global consumers that look at it: it is
         answered only if one of them is located here, and gets its rows that way.

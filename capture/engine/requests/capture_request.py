@@ -1,4 +1,4 @@
-"""What a request wants captured: read, checked and resolved in the front end; `wire` says how it travels.
+"""Capture requests: read, checked and resolved in the front end; `wire` says how it travels.
 
 How much one request may capture: what it could come to at most is known when its prompt is.
 
@@ -36,7 +36,7 @@ FindMessage = Callable[[Message, str], PositionSelector]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptureRequest:
-    """What one request asks of capture, checked.
+    """The checked capture request of one engine request.
 
     Attributes:
         specs: By consumer instance.

@@ -23,7 +23,7 @@ from headgate.capture.engine.requests.sampling_params import is_plain, read_fiel
 from headgate.capture.engine.requests.wire import HeadgateRequest, refuse_forged
 from headgate.capture.schema.errors import RequestError
 
-REQUEST_READER = "_headgate_reception"
+REQUEST_READER = "_headgate_reader"
 """Attribute of vLLM's `InputProcessor`: its `RequestReader`."""
 
 
@@ -37,7 +37,7 @@ class OpenPart:
         part: What is installed.
         reader: Reads its fields.
         known: What the engine core said last about each registered name.
-        turn: For the operations of an `AsyncLLM`; see `AsyncCoreClient`.
+        call_lock: Orders the operations of an `AsyncLLM`; see `AsyncCoreClient`.
     """
 
     def __init__(self, name: str, part: RequestPart, reader: PartRequestReader) -> None:
@@ -45,7 +45,7 @@ class OpenPart:
         self.part = part
         self.reader = reader
         self.known: Known = {}
-        self.turn = asyncio.Lock()
+        self.call_lock = asyncio.Lock()
 
     def confirm(self, wanted: PartRequest, client: Any) -> None:
         """Check the names in `wanted`, asking the engine core if need be.
@@ -153,7 +153,7 @@ class RequestReader:
         return HeadgateRequest(capture=ask, parts=wanted) if ask is not None or is_set else None
 
     def read_parts(self, values: Mapping[str, Any]) -> dict[str, PartRequest | None]:
-        """What the fields of each part come to, for parts of which there are any; None if to nothing.
+        """Read the fields of each part that has any set; None for a part whose fields request nothing.
 
         Raises:
             RequestError: As `read`.
@@ -174,22 +174,22 @@ class RequestReader:
             raise RequestError(next(iter(values)), f"this engine was started without {name}. {part.how_to_start}")
         return opened
 
-    def is_confirmed(self, asked: HeadgateRequest) -> bool:
+    def is_confirmed(self, headgate_request: HeadgateRequest) -> bool:
         """Whether every registered name that is asked for can be used, as far as is known here."""
-        return all(self.parts[name].is_confirmed(wanted) for name, wanted in asked.parts.items())
+        return all(self.parts[name].is_confirmed(wanted) for name, wanted in headgate_request.parts.items())
 
-    def confirm(self, asked: HeadgateRequest, client: Any) -> None:
+    def confirm(self, headgate_request: HeadgateRequest, client: Any) -> None:
         """Check registered names, asking the engine core about those that are not known here.
 
         Raises:
             RequestError: If one cannot be used.
         """
-        for name, wanted in asked.parts.items():
+        for name, wanted in headgate_request.parts.items():
             self.parts[name].confirm(wanted, client)
 
-    async def confirm_async(self, asked: HeadgateRequest, client: Any) -> None:
+    async def confirm_async(self, headgate_request: HeadgateRequest, client: Any) -> None:
         """The same for `AsyncLLM`."""
-        for name, wanted in asked.parts.items():
+        for name, wanted in headgate_request.parts.items():
             await self.parts[name].confirm_async(wanted, client)
 
     async def confirm_names(self, values: Mapping[str, Any], client: Any) -> None:
@@ -206,18 +206,18 @@ class RequestReader:
             if names := opened.reader.names(given):
                 await opened.confirm_async(PartRequest(wire={}, field=next(iter(given)), names=names), client)
 
-    def explain(self, asked: HeadgateRequest, client: Any) -> None:
+    def explain(self, headgate_request: HeadgateRequest, client: Any) -> None:
         """The engine core refused a request, for a name that is gone or for want of room: raise why, if it still would.
 
         Raises:
             RequestError: Naming the field.
         """
-        for name, wanted in asked.parts.items():
+        for name, wanted in headgate_request.parts.items():
             self.parts[name].explain(wanted, client)
 
-    async def explain_async(self, asked: HeadgateRequest, client: Any) -> None:
+    async def explain_async(self, headgate_request: HeadgateRequest, client: Any) -> None:
         """The same for `AsyncLLM`."""
-        for name, wanted in asked.parts.items():
+        for name, wanted in headgate_request.parts.items():
             await self.parts[name].explain_async(wanted, client)
 
 
@@ -227,5 +227,5 @@ def is_refused(output: Any) -> bool:
 
 
 def reader_of(engine: Any) -> RequestReader:
-    """The reception of an `LLMEngine` or `AsyncLLM`."""
+    """The `RequestReader` of an `LLMEngine` or `AsyncLLM`."""
     return vars(engine.input_processor).get(REQUEST_READER) or RequestReader()

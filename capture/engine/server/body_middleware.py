@@ -17,7 +17,7 @@ from typing import Any
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.requests.call_context import NOTHING, ExtractedFields, hold, release
 from headgate.capture.engine.requests.request_reader import reader_of
-from headgate.capture.engine.server.body_parsing import TAKE, Take, extract_json
+from headgate.capture.engine.server.body_parsing import EXTRACT, FieldExtractor, extract_json
 from headgate.capture.engine.server.loop_threads import run_in_thread
 from headgate.capture.schema.config import ServerConfig
 from headgate.capture.schema.errors import RequestError
@@ -80,10 +80,10 @@ class Bodies:
         given = scope["headers"]
         headers = dict(reversed(given))  # of two by one name the first counts, as for the server
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        take = TAKE.get(kind.decode("latin-1")) if _path(scope) in ROUTES else None
+        extract = EXTRACT.get(kind.decode("latin-1")) if _path(scope) in ROUTES else None
         declared = _declared(headers)
         is_short = declared is not None and declared < self._short and len(headers) == len(given)
-        if kind == b"multipart/form-data" or (is_short and take in (None, extract_json)):
+        if kind == b"multipart/form-data" or (is_short and extract in (None, extract_json)):
             await self._app(scope, receive, send)
             return
         try:
@@ -94,16 +94,18 @@ class Bodies:
             message = f"the body has more than {self._max_bytes} bytes (the server's max_body_bytes)"
             await _refuse(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, None)
             return
-        if take is not None and (take is not extract_json or sum(map(len, chunks)) >= LONG):
-            await self._serve_taken(take, chunks, scope, receive, send)
+        if extract is not None and (extract is not extract_json or sum(map(len, chunks)) >= LONG):
+            await self._serve_extracted(extract, chunks, scope, receive, send)
             return
         is_huge = sum(map(len, chunks)) >= _HUGE
         body = await run_in_thread(partial(b"".join, chunks)) if is_huge else b"".join(chunks)
         await self._app(scope, _replay(body, receive), send)
 
-    async def _serve_taken(self, take: Take, chunks: list[bytes], scope: Any, receive: _Receive, send: _Send) -> None:
+    async def _serve_extracted(
+        self, extract: FieldExtractor, chunks: list[bytes], scope: Any, receive: _Receive, send: _Send
+    ) -> None:
         try:
-            rest, taken = await run_in_thread(partial(self._take, scope, take, chunks))
+            rest, taken = await run_in_thread(partial(self._extract, scope, extract, chunks))
         except RequestError as error:
             await _refuse(send, HTTPStatus.BAD_REQUEST, str(error), error.field)
             return
@@ -136,15 +138,15 @@ class Bodies:
             is_more = message.get("more_body", False)
         return chunks if size <= self._max_bytes else None
 
-    def _take(self, scope: Any, take: Take, chunks: list[bytes]) -> tuple[bytes, ExtractedFields]:
+    def _extract(self, scope: Any, extract: FieldExtractor, chunks: list[bytes]) -> tuple[bytes, ExtractedFields]:
         body = b"".join(chunks)
         chunks.clear()  # here, not on the event loop: giving this much memory back takes time
-        rest, fields = take(body, self._names)
+        rest, fields = extract(body, self._names)
         fields = {name: value for name, value in fields.items() if value is not None}
         if not fields:
             return rest, NOTHING
-        reception = reader_of(scope["app"].state.engine_client)
-        return rest, ExtractedFields(fields, reception.read_parts(fields))
+        reader = reader_of(scope["app"].state.engine_client)
+        return rest, ExtractedFields(fields, reader.read_parts(fields))
 
 
 def _declared(headers: Mapping[bytes, bytes]) -> int | None:

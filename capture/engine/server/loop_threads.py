@@ -18,7 +18,7 @@ _NUM_THREADS = 4
 
 
 async def run_in_thread(work: Callable[[], Result]) -> Result:
-    """What `work` returns or raises, from a thread. It computes, and waits for nothing: there are few threads.
+    """Run `work` on a thread and return or raise its outcome. `work` must compute and never wait: threads are few.
 
     As ``asyncio.to_thread``, for half of what that costs the event loop: there, an executor has a future of its own
     that settles the loop's, and the loop runs twice. Context variables do not come along.

@@ -30,7 +30,7 @@ App = Callable[[Scope, Any, Any], Any]
 
 
 class Counters:
-    """What one server's engine cores and workers count. Event loop only.
+    """Counters of one server's engine cores and workers. Event loop only.
 
     Args:
         engine: The `AsyncLLM`, or None while it is not there.
@@ -84,10 +84,10 @@ async def _fetch_parts(engine: Any, parts: Mapping[str, MetricsPart]) -> dict[st
 
 async def _fetch_core(client: Any, core: Any, parts: Mapping[str, MetricsPart]) -> dict[str, EngineStats]:
     stats = client._call_utility_async("collective_rpc", "headgate_stats", None, (), None, engine=core)
-    asked = {name: part.core_method for name, part in parts.items() if part.core_method is not None}
-    calls = [client._call_utility_async(METHOD, name, method, {}, engine=core) for name, method in asked.items()]
+    methods = {name: part.core_method for name, part in parts.items() if part.core_method is not None}
+    calls = [client._call_utility_async(METHOD, name, method, {}, engine=core) for name, method in methods.items()]
     workers, *answers = await asyncio.gather(stats, *calls)
-    told = {name: answer["ok"] for name, answer in zip(asked, answers, strict=True)}
+    told = {name: answer["ok"] for name, answer in zip(methods, answers, strict=True)}
     return {name: EngineStats(workers=[worker.get(name) for worker in workers], core=told.get(name)) for name in parts}
 
 

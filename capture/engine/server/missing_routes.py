@@ -1,4 +1,4 @@
-"""What clients are told where ``VLLM_PLUGINS`` does not let headgate add routes and bodies to vLLM's server."""
+"""Answers to clients where ``VLLM_PLUGINS`` does not let headgate add routes and bodies to vLLM's server."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def create_chat_completion(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _captures(given):
             return await original(self, request, *args, **kwargs)
         call = _begin_call(self, given)
-        call.turns = await _find_turns(self, request)
+        call.chat_messages = await _find_chat_messages(self, request)
         return answer_choices(await original(self, request, *args, **kwargs), call)
 
     return wrapped
@@ -132,9 +132,9 @@ def create_responses(original: Callable[..., Any]) -> Callable[..., Any]:
             if _captures(given) and request.background:
                 raise RequestError("background", "a response in the background has no answer that could carry results")
             params = request.to_sampling_params(1, self.default_sampling_params)
-            asked = reader_of(self.engine_client).read(params, request.request_id)
-            if asked is not None:
-                await reader_of(self.engine_client).confirm_async(asked, self.engine_client.engine_core)
+            headgate_request = reader_of(self.engine_client).read(params, request.request_id)
+            if headgate_request is not None:
+                await reader_of(self.engine_client).confirm_async(headgate_request, self.engine_client.engine_core)
         answer = await original(self, request, *args, **kwargs)
         return answer_response(answer, call) if _captures(given) else answer
 
@@ -153,12 +153,16 @@ def generate_response(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
         with as_client_error():
-            reception = reader_of(self.engine_client)
-            asked = None if current_call() is None else reception.read(sampling_params, request_id)
-            if asked is not None and asked.capture is not None and "prompt_token_ids" in engine_input:
-                assert reception.capture is not None  # noqa: S101  (it has read what is captured)
+            reader = reader_of(self.engine_client)
+            headgate_request = None if current_call() is None else reader.read(sampling_params, request_id)
+            if (
+                headgate_request is not None
+                and headgate_request.capture is not None
+                and "prompt_token_ids" in engine_input
+            ):
+                assert reader.capture is not None  # noqa: S101  (it has read what is captured)
                 num_prompt = len(engine_input["prompt_token_ids"])
-                reception.capture.resolve(asked.capture, num_prompt, sampling_params, Call().find_message([]))
+                reader.capture.resolve(headgate_request.capture, num_prompt, sampling_params, Call().find_message([]))
         return original(self, request_id, engine_input, sampling_params, *args, **kwargs)  # type: ignore[no-any-return]
 
     return wrapped
@@ -241,7 +245,7 @@ async def _check_early(
         await reader_of(client).confirm_names(given, client.engine_core)
 
 
-async def _find_turns(serving: Any, request: Any) -> dict[Message, RenderedMessage]:
+async def _find_chat_messages(serving: Any, request: Any) -> dict[Message, RenderedMessage]:
     """Render the beginnings of the chat that message selectors need, as the chat itself will be rendered."""
     front = front_end_of(serving.engine_client)
     if front is None:
