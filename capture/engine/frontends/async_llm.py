@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, Function
+from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
 from headgate.capture.engine.requests.call_context import Call, Slot, current_call
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests.capture_request import CaptureRequest
@@ -15,7 +17,7 @@ from headgate.capture.engine.requests.wire import HeadgateRequest, attach, refus
 from headgate.capture.engine.setup.client_errors import as_client_error, is_without_field
 
 
-def generate(original: Callable[..., Any]) -> Callable[..., Any]:
+def generate(original: Function) -> Function:
     """Wrap ``AsyncLLM.generate``.
 
     The check runs when `generate` is called, not when its outputs are awaited: a streaming HTTP request then gets a
@@ -24,7 +26,14 @@ def generate(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(original)
-    def wrapped(self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(
+        self: AsyncLLM,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         with as_client_error():
             if hasattr(prompt, "sampling_params"):
                 refuse_made(prompt, sampling_params)
@@ -48,7 +57,7 @@ def generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _resolved(
-    reader: RequestReader, headgate_request: HeadgateRequest, prompt: Any, params: Any, call: Call | None
+    reader: RequestReader, headgate_request: HeadgateRequest, prompt: object, params: SamplingParams, call: Call | None
 ) -> HeadgateRequest:
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     if headgate_request.capture is None or reader.capture is None or tokens is None:
@@ -60,8 +69,11 @@ def _resolved(
 
 
 async def _with_refusals(
-    outputs: AsyncGenerator[Any, None], reader: RequestReader, headgate_request: HeadgateRequest, client: Any
-) -> AsyncGenerator[Any, None]:
+    outputs: AsyncGenerator[RequestOutput, None],
+    reader: RequestReader,
+    headgate_request: HeadgateRequest,
+    client: AsyncEngineClient,
+) -> AsyncGenerator[RequestOutput, None]:
     """Confirm registered names first, and raise the reason if the engine core refuses the request."""
     try:
         with as_client_error():
@@ -81,8 +93,8 @@ async def _with_refusals(
 
 
 async def _with_results(
-    outputs: AsyncGenerator[Any, None], front: FrontEnd, ask: CaptureRequest, slot: Slot | None
-) -> AsyncGenerator[Any, None]:
+    outputs: AsyncGenerator[RequestOutput, None], front: FrontEnd, ask: CaptureRequest, slot: Slot | None
+) -> AsyncGenerator[RequestOutput, None]:
     try:
         async for output in outputs:
             if output.finished and (ask.is_explicit or ask.wait):
@@ -97,11 +109,11 @@ async def _with_results(
         await outputs.aclose()
 
 
-def shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
+def shutdown(original: Function) -> Function:
     """Wrap ``AsyncLLM.shutdown``: the engine first, so that its last results still find the hub."""
 
     @wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: AsyncLLM, *args: object, **kwargs: object) -> object:
         try:
             return original(self, *args, **kwargs)
         finally:

@@ -40,7 +40,7 @@ def _doc(name: str) -> str:
 
 
 def _sync_getter(name: str, part: RequestPart) -> Any:
-    def read(self: Any) -> Any:
+    def read(self: Any) -> object:
         engine = self.llm_engine
         opened = _opened(reader_of(engine), name, part)
         return part.handle(CoreClient(engine.engine_core, name), opened.reader)
@@ -49,7 +49,7 @@ def _sync_getter(name: str, part: RequestPart) -> Any:
 
 
 def _async_getter(name: str, part: RequestPart) -> Any:
-    def read(self: Any) -> Any:
+    def read(self: Any) -> object:
         opened = _opened(reader_of(self), name, part)
         return part.async_handle(AsyncCoreClient(self.engine_core, name, opened.call_lock), opened.reader)
 

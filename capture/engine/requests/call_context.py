@@ -9,8 +9,8 @@ import contextvars
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.requests.chat_messages import RenderedMessage, Tokens
 from headgate.capture.engine.requests.hidden_states import Form
@@ -80,10 +80,10 @@ class ExtractedFields:
         wanted: What those of each part came to, by section.
     """
 
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Document = field(default_factory=dict)
     wanted: Mapping[str, PartRequest | None] = field(default_factory=dict)
 
-    def has(self, part: str, values: Mapping[str, Any]) -> bool:
+    def has(self, part: str, values: Document) -> bool:
         """Whether `wanted` says what these very values of a part came to."""
         return part in self.wanted and all(map(operator.is_, map(self.fields.get, values), values.values()))
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from headgate.capture.engine.contracts.vllm_frontend import SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import hidden_states
 from headgate.capture.engine.requests.sampling_params import (
@@ -77,7 +78,7 @@ class CaptureRequestReader:
         self._params = {spec.instance: spec.params for spec in config.consumers}
         self.hidden_states = next((spec.instance for spec in config.consumers if spec.name == HIDDEN_STATES), None)
 
-    def read(self, params: Any, request_id: str) -> CaptureRequest | None:
+    def read(self, params: SamplingParams, request_id: str) -> CaptureRequest | None:
         """Check the fields of a `SamplingParams`; None if nothing is to be captured.
 
         Raises:
@@ -157,7 +158,7 @@ class CaptureRequestReader:
         return ", ".join(sorted(name for name, consumer in self._consumers.items() if consumer.reads_client_spec))
 
 
-def refuse_unconfigured(params: Any) -> None:
+def refuse_unconfigured(params: SamplingParams) -> None:
     """Refuse what a request asks of an engine without capture.
 
     Raises:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from headgate.capture.engine.contracts.request_part import PartRequest
+from headgate.capture.engine.contracts.vllm_frontend import NewRequest, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY
 from headgate.capture.engine.requests.capture_request import CaptureRequest, needs_prompt, to_wire
 from headgate.capture.engine.requests.sampling_params import all_fields
@@ -59,7 +60,7 @@ class HeadgateRequest:
         return self.capture is None and not self.parts
 
 
-def refuse_forged(params: Any) -> None:
+def refuse_forged(params: SamplingParams) -> None:
     """Refuse a request that brings the wire dict along.
 
     Raises:
@@ -71,7 +72,7 @@ def refuse_forged(params: Any) -> None:
         )
 
 
-def attach(params: Any, headgate_request: HeadgateRequest) -> Any:
+def attach(params: SamplingParams, headgate_request: HeadgateRequest) -> SamplingParams:
     """A copy of `params` that carries `headgate_request` in place of the raw fields; the caller's stays as it is.
 
     It lies under the wire dict's key, so that it can be copied on but never be lost: parameters in which it is
@@ -82,13 +83,13 @@ def attach(params: Any, headgate_request: HeadgateRequest) -> Any:
     return carrier
 
 
-def attached(params: Any) -> HeadgateRequest | None:
+def attached(params: SamplingParams) -> HeadgateRequest | None:
     """Return the request that `attach` put into `params`; None if there is none."""
     carried = (params.extra_args or {}).get(WIRE_KEY)
     return carried if isinstance(carried, HeadgateRequest) else None
 
 
-def fold(request: Any, headgate_request: HeadgateRequest, request_id: str) -> None:
+def fold(request: NewRequest, headgate_request: HeadgateRequest, request_id: str) -> None:
     """Write the wire dict into an `EngineCoreRequest`, whose parameters are the front end's own copy.
 
     Raises:
@@ -107,12 +108,12 @@ def fold(request: Any, headgate_request: HeadgateRequest, request_id: str) -> No
     params.extra_args = (others or None) if headgate_request.is_empty else {**others, WIRE_KEY: wire}
 
 
-def _others(params: Any) -> dict[str, Any]:
+def _others(params: SamplingParams) -> dict[str, Any]:
     extra = params.extra_args or {}
     return {key: value for key, value in extra.items() if key != WIRE_KEY and key not in all_fields()}
 
 
-def refuse_kind(request: Any, headgate_request: HeadgateRequest) -> None:
+def refuse_kind(request: NewRequest, headgate_request: HeadgateRequest) -> None:
     """Refuse kinds of requests whose rows cannot be told apart.
 
     Raises:
@@ -143,7 +144,7 @@ def refuse_streamed_input(headgate_request: HeadgateRequest) -> NoReturn:
     )
 
 
-def refuse_made(request: Any, params: Any) -> None:
+def refuse_made(request: NewRequest, params: SamplingParams) -> None:
     """Refuse an `EngineCoreRequest` that asks for something which was not folded into it: it would be ignored.
 
     Args:
@@ -161,5 +162,5 @@ def refuse_made(request: Any, params: Any) -> None:
         )
 
 
-def _is_set(params: Any, name: str) -> bool:
+def _is_set(params: SamplingParams, name: str) -> bool:
     return params is not None and (name in vars(params) or name in (params.extra_args or {}))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from headgate.capture.engine.contracts.parts import metrics_parts
+from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
 from headgate.capture.engine.core.core_calls import METHOD
 from headgate.capture.engine.setup.settings import sections
 from headgate.capture.monitoring.metrics import EngineStats, Family, MetricsPart, Sample
@@ -25,7 +26,6 @@ PAGE = "/metrics"
 FRESH_S = 1.0
 PATIENCE_S = 2.0
 
-Scope = Any
 App = Callable[[Scope, Any, Any], Any]
 
 
@@ -109,11 +109,11 @@ class MetricsPage:
         counters: What is appended.
     """
 
-    def __init__(self, app: App, counters: Counters) -> None:
+    def __init__(self, app: AsgiApp, counters: Counters) -> None:
         self._app = app
         self._counters = counters
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] != "http" or scope["method"] != "GET" or path != PAGE:
             await self._app(scope, receive, send)
@@ -126,13 +126,13 @@ class MetricsPage:
 class Page:
     """One answer: held back until it is whole, then sent with `ours` after it, if it is what it is expected to be."""
 
-    def __init__(self, send: Any, ours: bytes) -> None:
+    def __init__(self, send: Send, ours: bytes) -> None:
         self._send = send
         self._ours = ours
-        self._start: dict[str, Any] = {}
+        self._start: AsgiMessage = {}
         self._body: list[bytes] = []
 
-    async def send(self, message: dict[str, Any]) -> None:
+    async def send(self, message: AsgiMessage) -> None:
         """ASGI's ``send``."""
         if message["type"] == "http.response.start":
             self._start = message
