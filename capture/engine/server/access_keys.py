@@ -108,7 +108,7 @@ def is_local(args: Any) -> bool:
 
 
 def _given(headers: Mapping[str, str]) -> list[str]:
-    """Return everything that the client sent that could be an access key."""
+    """Collect the header values of a client that could be access keys."""
     found = [key] if (key := headers.get(HEADER)) else []
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token:
