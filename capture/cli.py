@@ -34,7 +34,7 @@ class LazyCommands(typer.core.TyperGroup):
 
 
 def _commands() -> dict[str, Callable[[], Any]]:
-    """What makes each sub-command, by name; of two parts with one name, the first in alphabetical order has it."""
+    """Return the maker of each sub-command, by name; of two parts with one name, the first in alphabetical order."""
     found: dict[str, Callable[[], Any]] = {}
     for part in part_names():
         try:

@@ -29,14 +29,16 @@ USAGE_STATUS = 64
 """Exit status of an engine's process if vLLM does not take the arguments; the reason is the last line of its log."""
 
 LOGPROB_TOLERANCE = {"float32": 1e-3, "float16": 2.0**-5, "bfloat16": 2.0**-2}
-"""What another order of rounding may change in logprobs, by dtype of the model: two steps of a logit from 16 to 32, or
-1e-3 where the rounding of the sums before it is what counts."""
+"""Change that another order of rounding may make in logprobs, by dtype of the model.
+
+Two steps of a logit from 16 to 32, or 1e-3 where the rounding of the sums before it is larger.
+"""
 
 Float32Rows = npt.NDArray[np.float32]
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True):
-    """What was captured of one request.
+    """The captured rows of one request.
 
     Attributes:
         status: ``ok``, or how the capture failed.
@@ -62,7 +64,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request got.
+    """The answer to one request.
 
     Attributes:
         label: The request's.
@@ -110,7 +112,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine did.
+    """The record of one engine.
 
     Attributes:
         kind: Of the engine.
@@ -208,7 +210,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class CheckPart(Protocol):
-    """What one part of headgate contributes."""
+    """The scenes and checks of one part of headgate."""
 
     def section(self, given: Mapping[str, Any], *, counts: bool) -> Mapping[str, Any]:
         """The part's section of ``additional_config["headgate"]``.
@@ -220,7 +222,7 @@ class CheckPart(Protocol):
         ...
 
     def scenes(self, stage: Stage) -> Iterable[Scene]:
-        """What to serve in the engines `SERVED` and `EAGER`."""
+        """Make the scenes that the engines `SERVED` and `EAGER` serve."""
         ...
 
     def judge(self, runs: Runs) -> Iterable[Verdict]:
@@ -313,6 +315,6 @@ def equality(check: str, found: Difference, *, noise: float, rounding: float = 0
 
 
 def noise_of(recordings: Iterable[Recording]) -> float:
-    """What logprobs of engines of one kind differ by from run to run, within an engine and between them."""
+    """Return the difference of logprobs from run to run of engines of one kind, within an engine and between them."""
     runs = [scene for one in recordings for name in (PLAIN, PLAIN_AGAIN) if (scene := one.scenes.get(name))]
     return max((difference(runs[0], other).largest for other in runs[1:]), default=0.0)

@@ -35,7 +35,7 @@ class HookReport(NamedTuple):
 
 
 class ModelReport(NamedTuple):
-    """What `doctor` finds out about a model without loading its weights."""
+    """The sites of a model and their memory, found without loading its weights."""
 
     architecture: str
     num_layers: int

@@ -56,7 +56,7 @@ TIMED_TOKENS = 33
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run.
+    """The job of one engine.
 
     Attributes:
         kind: Of the engine.

@@ -18,7 +18,7 @@ COLORS = {Status.PASSED: "green", Status.WARNING: "yellow", Status.FAILED: "red"
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``--json`` writes.
+    """The report that ``--json`` writes.
 
     Attributes:
         model: As given.

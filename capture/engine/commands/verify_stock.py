@@ -117,7 +117,7 @@ def _replays(stock: Recording, served: Recording) -> Verdict:
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decode step takes with headgate idle, against stock.
+    """The time of a decode step with headgate idle, against stock.
 
     Attributes:
         in_flight: Requests that are decoded together.

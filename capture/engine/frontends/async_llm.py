@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, Function
+from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
 from headgate.capture.engine.requests.call_context import Call, Slot, current_call
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests.capture_request import CaptureRequest
@@ -15,7 +17,7 @@ from headgate.capture.engine.requests.wire import HeadgateRequest, attach, refus
 from headgate.capture.engine.setup.client_errors import as_client_error, is_without_field
 
 
-def generate(original: Callable[..., Any]) -> Callable[..., Any]:
+def generate(original: Function) -> Function:
     """Wrap ``AsyncLLM.generate``.
 
     The check runs when `generate` is called, not when its outputs are awaited: a streaming HTTP request then gets a
@@ -24,63 +26,75 @@ def generate(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(original)
-    def wrapped(self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(
+        self: AsyncLLM,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         with as_client_error():
             if hasattr(prompt, "sampling_params"):
                 refuse_made(prompt, sampling_params)
                 return original(self, prompt, sampling_params, request_id, *args, **kwargs)
-            reception = reader_of(self)
-            asked = reception.read_answered(sampling_params, request_id, is_offline=False)
-            if asked is None:
+            reader = reader_of(self)
+            headgate_request = reader.read_answered(sampling_params, request_id, is_offline=False)
+            if headgate_request is None:
                 return original(self, prompt, sampling_params, request_id, *args, **kwargs)
-            if isinstance(prompt, AsyncIterator) and not asked.is_empty:
-                refuse_streamed_input(asked)
+            if isinstance(prompt, AsyncIterator) and not headgate_request.is_empty:
+                refuse_streamed_input(headgate_request)
             call = current_call()
-            asked = _resolved(reception, asked, prompt, sampling_params, call)
-        outputs = original(self, prompt, attach(sampling_params, asked), request_id, *args, **kwargs)
-        if asked.parts:
-            outputs = _with_refusals(outputs, reception, asked, self.engine_core)
-        if asked.capture is not None and reception.capture is not None:
-            outputs = _with_results(outputs, reception.capture, asked.capture, call.expect() if call else None)
+            headgate_request = _resolved(reader, headgate_request, prompt, sampling_params, call)
+        outputs = original(self, prompt, attach(sampling_params, headgate_request), request_id, *args, **kwargs)
+        if headgate_request.parts:
+            outputs = _with_refusals(outputs, reader, headgate_request, self.engine_core)
+        if headgate_request.capture is not None and reader.capture is not None:
+            outputs = _with_results(outputs, reader.capture, headgate_request.capture, call.expect() if call else None)
         return outputs
 
     return wrapped
 
 
 def _resolved(
-    reception: RequestReader, asked: HeadgateRequest, prompt: Any, params: Any, call: Call | None
+    reader: RequestReader, headgate_request: HeadgateRequest, prompt: object, params: SamplingParams, call: Call | None
 ) -> HeadgateRequest:
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-    if asked.capture is None or reception.capture is None or tokens is None:
-        return asked
+    if headgate_request.capture is None or reader.capture is None or tokens is None:
+        return headgate_request
     find_message = call.find_message(tokens) if call else None
-    return replace(asked, capture=reception.capture.resolve(asked.capture, len(tokens), params, find_message))
+    return replace(
+        headgate_request, capture=reader.capture.resolve(headgate_request.capture, len(tokens), params, find_message)
+    )
 
 
 async def _with_refusals(
-    outputs: AsyncGenerator[Any, None], reception: RequestReader, asked: HeadgateRequest, client: Any
-) -> AsyncGenerator[Any, None]:
-    """CaptureRequest about names that are not known here, first, and again if the engine core refused the request."""
+    outputs: AsyncGenerator[RequestOutput, None],
+    reader: RequestReader,
+    headgate_request: HeadgateRequest,
+    client: AsyncEngineClient,
+) -> AsyncGenerator[RequestOutput, None]:
+    """Confirm registered names first, and raise the reason if the engine core refuses the request."""
     try:
         with as_client_error():
-            await reception.confirm_async(asked, client)
+            await reader.confirm_async(headgate_request, client)
         async for output in outputs:
             if is_refused(output):
                 with as_client_error():
-                    await reception.explain_async(asked, client)
+                    await reader.explain_async(headgate_request, client)
             yield output
     except Exception as error:
         if is_without_field(error):
             with as_client_error():
-                await reception.explain_async(asked, client)
+                await reader.explain_async(headgate_request, client)
         raise
     finally:
         await outputs.aclose()
 
 
 async def _with_results(
-    outputs: AsyncGenerator[Any, None], front: FrontEnd, ask: CaptureRequest, slot: Slot | None
-) -> AsyncGenerator[Any, None]:
+    outputs: AsyncGenerator[RequestOutput, None], front: FrontEnd, ask: CaptureRequest, slot: Slot | None
+) -> AsyncGenerator[RequestOutput, None]:
     try:
         async for output in outputs:
             if output.finished and (ask.is_explicit or ask.wait):
@@ -95,11 +109,11 @@ async def _with_results(
         await outputs.aclose()
 
 
-def shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
+def shutdown(original: Function) -> Function:
     """Wrap ``AsyncLLM.shutdown``: the engine first, so that its last results still find the hub."""
 
     @wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: AsyncLLM, *args: object, **kwargs: object) -> object:
         try:
             return original(self, *args, **kwargs)
         finally:

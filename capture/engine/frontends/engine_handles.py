@@ -40,7 +40,7 @@ def _doc(name: str) -> str:
 
 
 def _sync_getter(name: str, part: RequestPart) -> Any:
-    def read(self: Any) -> Any:
+    def read(self: Any) -> object:
         engine = self.llm_engine
         opened = _opened(reader_of(engine), name, part)
         return part.handle(CoreClient(engine.engine_core, name), opened.reader)
@@ -49,15 +49,15 @@ def _sync_getter(name: str, part: RequestPart) -> Any:
 
 
 def _async_getter(name: str, part: RequestPart) -> Any:
-    def read(self: Any) -> Any:
+    def read(self: Any) -> object:
         opened = _opened(reader_of(self), name, part)
-        return part.async_handle(AsyncCoreClient(self.engine_core, name, opened.turn), opened.reader)
+        return part.async_handle(AsyncCoreClient(self.engine_core, name, opened.call_lock), opened.reader)
 
     return read
 
 
-def _opened(reception: RequestReader, name: str, part: RequestPart) -> OpenPart:
-    opened = reception.parts.get(name)
+def _opened(reader: RequestReader, name: str, part: RequestPart) -> OpenPart:
+    opened = reader.parts.get(name)
     if opened is None:
         raise NotConfiguredError(f"this engine was started without {name}. {part.how_to_start}")
     return opened

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import Any
 
+from headgate.capture.engine.contracts.vllm_engine import Function, VllmConfig
+from headgate.capture.engine.contracts.vllm_frontend import NewRequest, SamplingParams
 from headgate.capture.engine.frontends.startup import open_front_end, open_parts
 from headgate.capture.engine.requests.capture_frontend import FRONT_END
 from headgate.capture.engine.requests.chat_messages import LLMChat
@@ -18,11 +18,11 @@ from headgate.capture.engine.setup.client_errors import as_client_error
 _CHAT = "_headgate_chat"
 
 
-def open_with_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+def open_with_engine(original: Function) -> Function:
     """Wrap ``InputProcessor.__init__``: open headgate's front end with the engine's, or refuse to start."""
 
     @wraps(original)
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: object, vllm_config: VllmConfig, *args: object, **kwargs: object) -> None:
         original(self, vllm_config, *args, **kwargs)
         front = open_front_end(vllm_config)
         setattr(self, FRONT_END, front)
@@ -33,7 +33,7 @@ def open_with_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-def process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+def process_inputs(original: Function) -> Function:
     """Wrap ``InputProcessor.process_inputs``: fold what the request asks into the `EngineCoreRequest`.
 
     `AsyncLLM.generate` and `LLMEngine.add_request` have read it already and will wait for its results. For callers
@@ -41,46 +41,48 @@ def process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(original)
-    def wrapped(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(
+        self: object, request_id: str, prompt: object, params: SamplingParams, *args: object, **kwargs: object
+    ) -> object:
         if not hasattr(params, "extra_args"):  # pooling
             return original(self, request_id, prompt, params, *args, **kwargs)
-        reception: RequestReader = vars(self).get(REQUEST_READER) or RequestReader()
-        asked = attached(params)
-        if asked is None:
+        reader: RequestReader = vars(self).get(REQUEST_READER) or RequestReader()
+        headgate_request = attached(params)
+        if headgate_request is None:
             with as_client_error():
-                asked = reception.read(params, request_id)
-            if asked is None:
+                headgate_request = reader.read(params, request_id)
+            if headgate_request is None:
                 return original(self, request_id, prompt, params, *args, **kwargs)
-            params = attach(params, asked)
+            params = attach(params, headgate_request)
         chat = _chat_of(self, prompt)
         request = original(self, request_id, prompt, params, *args, **kwargs)
         with as_client_error():
-            _fold(reception, request, asked, chat, request_id)
+            _fold(reader, request, headgate_request, chat, request_id)
         return request
 
     return wrapped
 
 
 def _fold(
-    reception: RequestReader, request: Any, asked: HeadgateRequest, chat: LLMChat | None, request_id: str
+    reader: RequestReader, request: NewRequest, headgate_request: HeadgateRequest, chat: LLMChat | None, request_id: str
 ) -> None:
-    if asked.capture is not None:
-        refuse_kind(request, asked)
+    if headgate_request.capture is not None:
+        refuse_kind(request, headgate_request)
         tokens = request.prompt_token_ids
         find_message = None if chat is None else chat.find_message(tokens)
-        assert reception.capture is not None  # noqa: S101  (it has read what is captured)
-        reception.capture.expect(asked.capture, request.sampling_params.n)
-        resolved = reception.capture.resolve(asked.capture, len(tokens), request.sampling_params, find_message)
-        asked = replace(asked, capture=resolved)
-    fold(request, asked, request_id)
+        assert reader.capture is not None  # noqa: S101  (it has read what is captured)
+        reader.capture.expect(headgate_request.capture, request.sampling_params.n)
+        resolved = reader.capture.resolve(headgate_request.capture, len(tokens), request.sampling_params, find_message)
+        headgate_request = replace(headgate_request, capture=resolved)
+    fold(request, headgate_request, request_id)
 
 
-def keep_chat(processor: Any, chat: LLMChat) -> None:
+def keep_chat(processor: object, chat: LLMChat) -> None:
     """Remember the conversation that `LLM.chat` rendered last: it adds each as a request right afterwards."""
     setattr(processor, _CHAT, chat)
 
 
-def _chat_of(processor: Any, prompt: Any) -> LLMChat | None:
+def _chat_of(processor: object, prompt: object) -> LLMChat | None:
     # Taken out, since the conversation leads back to the `LLM` and would keep it alive.
     chat: LLMChat | None = vars(processor).pop(_CHAT, None)
     return chat if chat is not None and chat.prompt is prompt else None

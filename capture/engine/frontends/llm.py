@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import Function
+from headgate.capture.engine.contracts.vllm_frontend import LLMEngine, RequestOutput, SamplingParams
 from headgate.capture.engine.frontends import input_processor
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests.capture_request import CaptureRequest
@@ -22,103 +25,105 @@ _PENDING_RESULTS = "_headgate_desk"
 
 @dataclass(slots=True)
 class _PendingResults:
-    """What an `LLMEngine` has to hand out.
+    """Requests of one `LLMEngine` whose results are pending.
 
     Attributes:
-        reception: Its reception.
+        reader: Reads its requests.
         asks: Of running requests, by the caller's request id.
         finished: Outputs without their results, while `LLM` runs the engine; it collects them at the end.
         refused: What requests asked that the engine core did not take, while `LLM` runs the engine.
         is_run_by_llm: `LLM` runs the engine; otherwise the user calls `step`.
     """
 
-    reception: RequestReader
+    reader: RequestReader
     asks: dict[str, HeadgateRequest] = field(default_factory=dict)
-    finished: list[tuple[Any, CaptureRequest]] = field(default_factory=list)
+    finished: list[tuple[RequestOutput, CaptureRequest]] = field(default_factory=list)
     refused: list[HeadgateRequest] = field(default_factory=list)
     is_run_by_llm: bool = False
 
     @property
     def front(self) -> FrontEnd:
         """Of capture; only for requests that capture."""
-        assert self.reception.capture is not None  # noqa: S101
-        return self.reception.capture
+        assert self.reader.capture is not None  # noqa: S101
+        return self.reader.capture
 
-    def forget(self, asked: HeadgateRequest) -> None:
-        """Nobody waits for results of `asked`."""
-        if asked.capture is not None:
-            self.front.forget(asked.capture)
+    def forget(self, headgate_request: HeadgateRequest) -> None:
+        """Nobody waits for results of `headgate_request`."""
+        if headgate_request.capture is not None:
+            self.front.forget(headgate_request.capture)
 
-    def take(self, output: Any) -> None:
+    def take(self, output: RequestOutput) -> None:
         """An output of a request that finished."""
-        asked = self.asks.pop(output.request_id)
+        headgate_request = self.asks.pop(output.request_id)
         if is_refused(output):
-            self.forget(asked)
+            self.forget(headgate_request)
             if self.is_run_by_llm:
-                self.refused.append(asked)
-        elif asked.capture is not None:
-            self.finished.append((output, asked.capture))
+                self.refused.append(headgate_request)
+        elif headgate_request.capture is not None:
+            self.finished.append((output, headgate_request.capture))
 
 
-def _pending_results(engine: Any) -> _PendingResults | None:
+def _pending_results(engine: LLMEngine) -> _PendingResults | None:
     """The desk of an engine that is configured for headgate; None for others."""
     desk: _PendingResults | None = vars(engine).get(_PENDING_RESULTS)
     if desk is None:
-        reception = reader_of(engine)
-        if reception.capture is None and not reception.parts:
+        reader = reader_of(engine)
+        if reader.capture is None and not reader.parts:
             return None
-        desk = _PendingResults(reception)
+        desk = _PendingResults(reader)
         setattr(engine, _PENDING_RESULTS, desk)
-        if reception.capture is not None:
-            setattr(engine.engine_core, FRONT_END, reception.capture)
+        if reader.capture is not None:
+            setattr(engine.engine_core, FRONT_END, reader.capture)
     return desk
 
 
-def add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+def add_request(original: Function) -> Function:
     """Wrap ``LLMEngine.add_request``: check what the request asks, and remember to hand out its results."""
 
     @wraps(original)
-    def wrapped(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(
+        self: Any, request_id: str, prompt: Any, params: SamplingParams, *args: object, **kwargs: object
+    ) -> object:
         if not hasattr(params, "extra_args"):  # pooling
             return original(self, request_id, prompt, params, *args, **kwargs)
         with as_client_error():
             if hasattr(prompt, "sampling_params"):
                 refuse_made(prompt, params)
                 return original(self, request_id, prompt, params, *args, **kwargs)
-            reception = reader_of(self)
-            asked = reception.read_answered(params, request_id, is_offline=True)
-            if asked is None:
+            reader = reader_of(self)
+            headgate_request = reader.read_answered(params, request_id, is_offline=True)
+            if headgate_request is None:
                 return original(self, request_id, prompt, params, *args, **kwargs)
-            reception.confirm(asked, self.engine_core)
+            reader.confirm(headgate_request, self.engine_core)
         desk = _pending_results(self)
-        assert desk is not None  # noqa: S101  (a reception without parts reads nothing)
+        assert desk is not None  # noqa: S101  (a reader without parts reads nothing)
         before = _ids(self, request_id)
         try:
-            result = original(self, request_id, prompt, attach(params, asked), *args, **kwargs)
+            result = original(self, request_id, prompt, attach(params, headgate_request), *args, **kwargs)
         except BaseException as error:
-            desk.forget(asked)
+            desk.forget(headgate_request)
             # An engine core in this process refuses in the call, when the output processor already waits for it.
             self.abort_request([known for known in _ids(self, request_id) if known not in before], internal=True)
             if isinstance(error, RequestError):
-                _explain(self, desk, [asked])
+                _explain(self, desk, [headgate_request])
             raise
-        if not asked.is_empty:
-            desk.asks[request_id] = asked
+        if not headgate_request.is_empty:
+            desk.asks[request_id] = headgate_request
         return result
 
     return wrapped
 
 
-def _ids(engine: Any, request_id: str) -> list[str]:
+def _ids(engine: LLMEngine, request_id: str) -> list[str]:
     """The engine's ids of what runs under a caller's request id."""
     return list(engine.output_processor.external_req_ids.get(request_id, ()))
 
 
-def step(original: Callable[..., Any]) -> Callable[..., Any]:
+def step(original: Function) -> Function:
     """Wrap ``LLMEngine.step``: results for users who run the engine themselves."""
 
     @wraps(original)
-    def wrapped(self: Any) -> Any:
+    def wrapped(self: Any) -> object:
         outputs = original(self)
         desk = _pending_results(self)
         if desk is None or not desk.asks:
@@ -133,7 +138,7 @@ def step(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+def run_engine(original: Function) -> Function:
     """Wrap ``LLM._run_engine``: wait for the results of all requests once, after the last has finished.
 
     If the engine core refused a request for a registered name that is gone, that is raised as it would have been when
@@ -141,7 +146,7 @@ def run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: Any, *args: object, **kwargs: object) -> object:
         engine = self.llm_engine
         desk = _pending_results(engine)
         if desk is None:
@@ -165,14 +170,14 @@ def run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _explain(engine: Any, desk: _PendingResults, refused: Iterable[HeadgateRequest]) -> None:
+def _explain(engine: LLMEngine, desk: _PendingResults, refused: Iterable[HeadgateRequest]) -> None:
     """Say why the engine core refused requests: for a name that is gone, or for want of room."""
-    for asked in refused:
+    for headgate_request in refused:
         with as_client_error():
-            desk.reception.explain(asked, engine.engine_core)
+            desk.reader.explain(headgate_request, engine.engine_core)
 
 
-def _collect(engine: Any, desk: _PendingResults, timeout_s: float) -> None:
+def _collect(engine: LLMEngine, desk: _PendingResults, timeout_s: float) -> None:
     """Wait for all that finished, `timeout_s` together, and hand the results out."""
     _tell_worker(engine)
     deadline = time.monotonic() + timeout_s
@@ -181,7 +186,7 @@ def _collect(engine: Any, desk: _PendingResults, timeout_s: float) -> None:
         attach_results(output, desk.front.wait(ask, deadline=deadline), desk.front.door.hidden_states)
 
 
-def _tell_worker(engine: Any) -> None:
+def _tell_worker(engine: LLMEngine) -> None:
     """An engine core inside this process takes a step only when told to: the worker has yet to learn who finished."""
     core = getattr(engine.engine_core, "engine_core", None)
     if core is None:
@@ -190,11 +195,11 @@ def _tell_worker(engine: Any) -> None:
         engine.engine_core.get_output()
 
 
-def abort_request(original: Callable[..., Any]) -> Callable[..., Any]:
+def abort_request(original: Function) -> Function:
     """Wrap ``LLMEngine.abort_request``: an aborted request has no output that could carry results."""
 
     @wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: Any, *args: object, **kwargs: object) -> object:
         result = original(self, *args, **kwargs)
         if (desk := _pending_results(self)) is not None:
             running = self.output_processor.external_req_ids
@@ -205,11 +210,11 @@ def abort_request(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
+def shutdown(original: Function) -> Function:
     """Wrap ``shutdown`` of an `LLMEngine`'s client: the front end closes with the engine core, and after it."""
 
     @wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: Any, *args: object, **kwargs: object) -> object:
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -220,15 +225,15 @@ def shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def keep_chat(original: Callable[..., Any]) -> Callable[..., Any]:
+def keep_chat(original: Function) -> Function:
     """Wrap ``LLM._preprocess_chat_one``: remember the conversation behind a prompt, for message selectors."""
 
     @wraps(original)
-    def wrapped(self: Any, conversation: Sequence[Any], **kwargs: Any) -> Any:
+    def wrapped(self: Any, conversation: Sequence[Document], **kwargs: Any) -> object:
         prompt = original(self, conversation, **kwargs)
         if front_end_of(self.llm_engine) is not None:
 
-            def render(chat: Sequence[Any]) -> Any:
+            def render(chat: Sequence[Document]) -> Any:
                 closed = {"add_generation_prompt": False, "continue_final_message": False}
                 return original(self, list(chat), **{**kwargs, **closed})["prompt_token_ids"]
 

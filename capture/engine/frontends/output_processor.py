@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from headgate.capture.engine.contracts.end_messages import KeptTokens, mark_kept
+from headgate.capture.engine.contracts.vllm_engine import Function
+from headgate.capture.engine.contracts.vllm_frontend import OutputProcessor
 from headgate.capture.engine.contracts.wire_format import is_captured
 
 _WATCHED = "_headgate_watched"
@@ -14,11 +15,11 @@ _WATCHED = "_headgate_watched"
 strings."""
 
 
-def add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+def add_request(original: Function) -> Function:
     """Wrap ``OutputProcessor.add_request``: remember requests that capture."""
 
     @wraps(original)
-    def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: OutputProcessor, request: Any, *args: object, **kwargs: object) -> object:
         result = original(self, request, *args, **kwargs)
         params = request.sampling_params
         if is_captured(params):
@@ -29,11 +30,11 @@ def add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def process_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
+def process_outputs(original: Function) -> Function:
     """Wrap ``OutputProcessor.process_outputs``: say what was kept of requests whose stop string was looked for."""
 
     @wraps(original)
-    def wrapped(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: OutputProcessor, engine_core_outputs: Any, *args: object, **kwargs: object) -> object:
         processed = original(self, engine_core_outputs, *args, **kwargs)
         if watched := vars(self).get(_WATCHED):
             for output in engine_core_outputs:
@@ -47,11 +48,11 @@ def process_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def abort_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+def abort_requests(original: Function) -> Function:
     """Wrap ``OutputProcessor.abort_requests``: say what was kept of the requests that the engine is to abort."""
 
     @wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: OutputProcessor, *args: object, **kwargs: object) -> object:
         to_abort = original(self, *args, **kwargs)
         watched = vars(self).get(_WATCHED, {})
         ended = [req_id for req_id in to_abort if req_id in watched]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from headgate.capture.engine.contracts.parts import request_parts
+from headgate.capture.engine.contracts.vllm_engine import VllmConfig
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.engine.requests.request_reader import OpenPart
 from headgate.capture.engine.setup.logs import speak_through_vllm
@@ -23,7 +23,7 @@ from headgate.capture.transport.driver_host import open_drivers
 logger = logging.getLogger("headgate")
 
 
-def open_front_end(vllm_config: Any) -> FrontEnd | None:
+def open_front_end(vllm_config: VllmConfig) -> FrontEnd | None:
     """Capture's front end for an engine; None if it is not configured.
 
     Raises:
@@ -47,7 +47,7 @@ def open_front_end(vllm_config: Any) -> FrontEnd | None:
     )
 
 
-def open_parts(vllm_config: Any) -> dict[str, OpenPart]:
+def open_parts(vllm_config: VllmConfig) -> dict[str, OpenPart]:
     """The front-end halves of the parts that are configured beside capture, by section; see `open_front_end`.
 
     Raises:

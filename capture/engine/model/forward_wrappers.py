@@ -47,7 +47,7 @@ def tensor_attribute(name: str, hook: str) -> str:
 
 
 def tensor_prefix(name: str) -> str:
-    """What `tensor_attribute` puts in front of the hook: for traced code."""
+    """Return the part of `tensor_attribute` in front of the hook, for traced code."""
     return tensor_attribute(name, "")
 
 

@@ -126,7 +126,7 @@ class _Reading:
             raise NotUnderstoodError(f"{residual} is added to what forward returns, but is not carried on")
 
     def layout(self) -> LayerLayout:
-        """What this path says.
+        """Read the layout that this path shows.
 
         Raises:
             NotUnderstoodError: If what is returned is not the input stream plus branches.
@@ -287,7 +287,7 @@ def _is_attribute(factors: tuple[str, ...]) -> bool:
 
 
 def _agreed(layouts: Sequence[LayerLayout], where: str) -> LayerLayout:
-    """What all paths say; a hook point that is elsewhere on another path cannot be taken."""
+    """Join the layouts of all paths; a hook point that is elsewhere on another path cannot be taken."""
     if not layouts:
         raise UnsupportedError(f"{where}: no path through forward returns")
     agreed = layouts[0]

@@ -1,4 +1,4 @@
-"""What a layer's source computes with, as symbols: tensors as sums of atoms, and everything else as is.
+"""Symbols for the values in a layer's source: tensors as sums of atoms, and everything else as is.
 
 Additions stay visible, every other operation makes a new atom that remembers which sums it read. A `Tape` holds what
 one path through the source computed.
@@ -24,7 +24,7 @@ _ROW_SHARDING = ("reduce_scatter", "all_gather", "sequence_parallel")
 
 
 class Unknown:
-    """What the source does not tell: the value of an attribute without an instance, a shape, ..."""
+    """A value that the source does not tell: the value of an attribute without an instance, a shape, ..."""
 
     def __repr__(self) -> str:
         return "UNKNOWN"
@@ -148,7 +148,7 @@ def is_identity(path: str, module: object = UNKNOWN) -> bool:
 
 @dataclass(slots=True)
 class Tape:
-    """What one path through ``forward`` computed.
+    """The calls and values of one path through ``forward``.
 
     Attributes:
         inputs: Atoms of the parameters that carry the stream, by name.
@@ -237,13 +237,13 @@ class Tape:
         return Sum(((self._atom(module=atom.module, element=index, reads=atom.reads), ()),))
 
     def elements(self, value: Value, count: int) -> list[Value]:
-        """What ``a, b, ... = value`` binds to `count` names."""
+        """Return the values that ``a, b, ... = value`` binds to `count` names."""
         if isinstance(value, Items) and len(value.values) == count:
             return list(value.values)
         return [self.element(value, index) for index in range(count)]
 
     def reads(self, *values: Value) -> Reads:
-        """What an operation on `values` reads of the stream."""
+        """Return the parts of the stream that an operation on `values` reads."""
         stream = {atom.number for atom in self.inputs.values()}
         found: set[frozenset[int]] = set()
         for value in values:

@@ -1,4 +1,4 @@
-"""What belongs to one HTTP call, from its body to its answer.
+"""The state of one HTTP call, from its body to its answer.
 
 It is held in context variables: the engine is called from inside the handler, which is where they are read.
 """
@@ -9,8 +9,8 @@ import contextvars
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.requests.chat_messages import RenderedMessage, Tokens
 from headgate.capture.engine.requests.hidden_states import Form
@@ -35,13 +35,13 @@ class Call:
     Attributes:
         form: How the answer writes hidden states; None if they are not wanted.
         states: The consumer that keeps them.
-        turns: Messages of the chat that selectors of this call mean.
+        chat_messages: Messages of the chat that selectors of this call mean.
         slots: One for each prompt, in the order of the body; of /v1/responses, one for each turn with a tool.
     """
 
     form: Form | None = None
     states: str | None = None
-    turns: dict[Message, RenderedMessage] = field(default_factory=dict)
+    chat_messages: dict[Message, RenderedMessage] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
 
     def expect(self) -> Slot:
@@ -50,13 +50,13 @@ class Call:
         return self.slots[-1]
 
     def find_message(self, tokens: Tokens) -> Callable[[Message, str], Span]:
-        """Resolves message selectors for the prompt of these tokens."""
+        """Resolve message selectors for the prompt of these tokens."""
 
         def find(selector: Message, where: str) -> Span:
-            turn = self.turns.get(selector)
-            if turn is None:
+            message = self.chat_messages.get(selector)
+            if message is None:
                 raise RequestError(where, "a message selector needs a chat request (/v1/chat/completions)")
-            return turn.span(tokens, where)
+            return message.span(tokens, where)
 
         return find
 
@@ -80,10 +80,10 @@ class ExtractedFields:
         wanted: What those of each part came to, by section.
     """
 
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Document = field(default_factory=dict)
     wanted: Mapping[str, PartRequest | None] = field(default_factory=dict)
 
-    def has(self, part: str, values: Mapping[str, Any]) -> bool:
+    def has(self, part: str, values: Document) -> bool:
         """Whether `wanted` says what these very values of a part came to."""
         return part in self.wanted and all(map(operator.is_, map(self.fields.get, values), values.values()))
 
@@ -93,7 +93,7 @@ _taken: contextvars.ContextVar[ExtractedFields] = contextvars.ContextVar("headga
 
 
 def taken() -> ExtractedFields:
-    """What was taken out of the body of the HTTP call at hand."""
+    """Return the fields extracted from the body of the HTTP call at hand."""
     return _taken.get()
 
 
@@ -103,5 +103,5 @@ def hold(found: ExtractedFields) -> contextvars.Token[ExtractedFields]:
 
 
 def release(token: contextvars.Token[ExtractedFields]) -> None:
-    """What was held before `hold` is so again."""
+    """Restore the state from before `hold`."""
     _taken.reset(token)

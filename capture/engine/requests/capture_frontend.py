@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
+from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
 from headgate.capture.engine.requests import hidden_states
 from headgate.capture.engine.requests.capture_request import (
     CaptureRequest,
@@ -66,8 +66,8 @@ class FrontEnd:
         self._lock = threading.Lock()
         self._hub: ResultHub | None = None
 
-    def read(self, params: Any, request_id: str, *, is_offline: bool) -> CaptureRequest | None:
-        """What a request asks, with the address that answers go to; see `CaptureRequestReader.read`.
+    def read(self, params: SamplingParams, request_id: str, *, is_offline: bool) -> CaptureRequest | None:
+        """Read a capture request, with the address that its answers go to; see `CaptureRequestReader.read`.
 
         Online, a request that did not ask for anything must not wait for the global consumers that look at it: it is
         answered only if one of them is located here, and gets its rows that way.
@@ -78,7 +78,7 @@ class FrontEnd:
         return replace(ask, reply=self.hub.address)
 
     def resolve(
-        self, ask: CaptureRequest, num_prompt: int, params: Any, find_message: FindMessage | None
+        self, ask: CaptureRequest, num_prompt: int, params: SamplingParams, find_message: FindMessage | None
     ) -> CaptureRequest:
         """Make every position absolute, and check how much that may come to; see `requests.resolve`.
 
@@ -164,7 +164,7 @@ class FrontEnd:
             )
 
 
-def attach_results(output: Any, results: CaptureResults, states: str | None = None) -> None:
+def attach_results(output: RequestOutput, results: CaptureResults, states: str | None = None) -> None:
     """Put results on a `RequestOutput`, and each sample's on its `CompletionOutput`.
 
     Args:
@@ -179,6 +179,6 @@ def attach_results(output: Any, results: CaptureResults, states: str | None = No
             setattr(completion, hidden_states.ATTRIBUTE, hidden_states.tensor_of(found[states]))
 
 
-def front_end_of(engine: Any) -> FrontEnd | None:
+def front_end_of(engine: Engine) -> FrontEnd | None:
     """The front end of an `LLMEngine` or `AsyncLLM`; None when capture is not configured."""
-    return vars(engine.input_processor).get(FRONT_END)  # type: ignore[no-any-return]
+    return vars(engine.input_processor).get(FRONT_END)

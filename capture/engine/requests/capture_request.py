@@ -1,9 +1,4 @@
-"""What a request wants captured: read, checked and resolved in the front end; `wire` says how it travels.
-
-How much one request may capture: what it could come to at most is known when its prompt is.
-
-Only what the client itself named counts: global consumers are the operator's, ``return_hidden_states`` keeps one row.
-"""
+"""Capture requests: read, checked, resolved and limited in the front end; `wire` says how they travel."""
 
 from __future__ import annotations
 
@@ -14,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from headgate.capture.engine.contracts.vllm_frontend import SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import hidden_states
 from headgate.capture.engine.requests.sampling_params import (
@@ -36,7 +32,7 @@ FindMessage = Callable[[Message, str], PositionSelector]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptureRequest:
-    """What one request asks of capture, checked.
+    """The checked capture request of one engine request.
 
     Attributes:
         specs: By consumer instance.
@@ -77,7 +73,7 @@ class CaptureRequestReader:
         self._params = {spec.instance: spec.params for spec in config.consumers}
         self.hidden_states = next((spec.instance for spec in config.consumers if spec.name == HIDDEN_STATES), None)
 
-    def read(self, params: Any, request_id: str) -> CaptureRequest | None:
+    def read(self, params: SamplingParams, request_id: str) -> CaptureRequest | None:
         """Check the fields of a `SamplingParams`; None if nothing is to be captured.
 
         Raises:
@@ -157,7 +153,7 @@ class CaptureRequestReader:
         return ", ".join(sorted(name for name, consumer in self._consumers.items() if consumer.reads_client_spec))
 
 
-def refuse_unconfigured(params: Any) -> None:
+def refuse_unconfigured(params: SamplingParams) -> None:
     """Refuse what a request asks of an engine without capture.
 
     Raises:

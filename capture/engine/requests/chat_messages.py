@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import Message, Span
 
@@ -94,9 +95,7 @@ def locate(chat: Chat, index: int, *, is_continued: bool, bos: int | None, field
     return RenderedMessage(start, tuple(through[:start] if is_open else through), is_open)
 
 
-def _first_turn(
-    message: Mapping[str, Any], alone: Tokens, bos: int | None, field: str
-) -> Generator[Chat, Tokens | None, int]:
+def _first_turn(message: Document, alone: Tokens, bos: int | None, field: str) -> Generator[Chat, Tokens | None, int]:
     """First position of a chat's first message, after what the template puts before it."""
     for earlier in _contexts(message):
         before = yield earlier
@@ -111,7 +110,7 @@ def _first_turn(
     raise RequestError(field, f"{_UNCLEAR}: it does not render the first message as it renders later ones")
 
 
-def _contexts(message: Mapping[str, Any]) -> list[Chat]:
+def _contexts(message: Document) -> list[Chat]:
     """Chats that a template may accept before `message`: many insist on user and assistant taking turns."""
     user, assistant = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}
     system = {"role": "system", "content": "Hi"}
@@ -145,7 +144,7 @@ class LLMChat:
 
     def __init__(
         self,
-        prompt: Any,
+        prompt: object,
         chat: Chat,
         render: Callable[[Chat], Tokens],
         *,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ def tensor_of(result: CaptureResult | None) -> Tensor | None:
         return None
 
 
-def plain_state(result: CaptureResult | None, form: Form) -> Any:
+def plain_state(result: CaptureResult | None, form: Form) -> object:
     """The state in one sample's result as JSON: a list of numbers, or ``{"dtype", "shape", "data"}``; None if none."""
     if form == "base64":
         return None if result is None or tensor_of(result) is None else result.payload

@@ -8,12 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from headgate.capture.engine.contracts.parts import request_parts
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import (
     Known,
     PartRequest,
     PartRequestReader,
     RequestPart,
 )
+from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient
+from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
 from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.engine.core.frames import lift
 from headgate.capture.engine.requests.call_context import taken
@@ -23,7 +26,7 @@ from headgate.capture.engine.requests.sampling_params import is_plain, read_fiel
 from headgate.capture.engine.requests.wire import HeadgateRequest, refuse_forged
 from headgate.capture.schema.errors import RequestError
 
-REQUEST_READER = "_headgate_reception"
+REQUEST_READER = "_headgate_reader"
 """Attribute of vLLM's `InputProcessor`: its `RequestReader`."""
 
 
@@ -37,7 +40,7 @@ class OpenPart:
         part: What is installed.
         reader: Reads its fields.
         known: What the engine core said last about each registered name.
-        turn: For the operations of an `AsyncLLM`; see `AsyncCoreClient`.
+        call_lock: Orders the operations of an `AsyncLLM`; see `AsyncCoreClient`.
     """
 
     def __init__(self, name: str, part: RequestPart, reader: PartRequestReader) -> None:
@@ -45,9 +48,9 @@ class OpenPart:
         self.part = part
         self.reader = reader
         self.known: Known = {}
-        self.turn = asyncio.Lock()
+        self.call_lock = asyncio.Lock()
 
-    def confirm(self, wanted: PartRequest, client: Any) -> None:
+    def confirm(self, wanted: PartRequest, client: EngineClient) -> None:
         """Check the names in `wanted`, asking the engine core if need be.
 
         Raises:
@@ -57,7 +60,7 @@ class OpenPart:
             self._take(CoreClient(client, self.name).call(self.part.names_method, {}))
             self.reader.check(wanted, self.known)
 
-    async def confirm_async(self, wanted: PartRequest, client: Any) -> None:
+    async def confirm_async(self, wanted: PartRequest, client: AsyncEngineClient) -> None:
         """The same for `AsyncLLM`."""
         if not self.is_confirmed(wanted):
             self._take(await AsyncCoreClient(client, self.name).call(self.part.names_method, {}))
@@ -73,7 +76,7 @@ class OpenPart:
             return False
         return True
 
-    def explain(self, wanted: PartRequest, client: Any) -> None:
+    def explain(self, wanted: PartRequest, client: EngineClient) -> None:
         """The engine core refused `wanted`: raise why, as far as that is still so.
 
         Raises:
@@ -83,7 +86,7 @@ class OpenPart:
         self.confirm(wanted, client)
         CoreClient(client, self.name).call(self.part.check_method, {"spec": dict(wanted.wire), "field": wanted.field})
 
-    async def explain_async(self, wanted: PartRequest, client: Any) -> None:
+    async def explain_async(self, wanted: PartRequest, client: AsyncEngineClient) -> None:
         """The same for `AsyncLLM`."""
         self.known = {}
         await self.confirm_async(wanted, client)
@@ -109,7 +112,7 @@ class RequestReader:
         self.capture = capture
         self.parts = parts or {}
 
-    def read(self, params: Any, request_id: str) -> HeadgateRequest | None:
+    def read(self, params: SamplingParams, request_id: str) -> HeadgateRequest | None:
         """Check the fields of a `SamplingParams`, for a request on whose results nobody waits.
 
         Returns:
@@ -124,21 +127,21 @@ class RequestReader:
         refuse_forged(params)
         return self._with_parts(params, self.capture.door.read(params, request_id))
 
-    def read_answered(self, params: Any, request_id: str, *, is_offline: bool) -> HeadgateRequest | None:
+    def read_answered(self, params: SamplingParams, request_id: str, *, is_offline: bool) -> HeadgateRequest | None:
         """The same, with the address that results go to."""
         if self.capture is None:
             return self._without_capture(params)
         refuse_forged(params)
         return self._with_parts(params, self.capture.read(params, request_id, is_offline=is_offline))
 
-    def _without_capture(self, params: Any) -> HeadgateRequest | None:
+    def _without_capture(self, params: SamplingParams) -> HeadgateRequest | None:
         if is_plain(params):
             return None
         refuse_forged(params)
         refuse_unconfigured(params)
         return self._with_parts(params, None)
 
-    def _with_parts(self, params: Any, ask: CaptureRequest | None) -> HeadgateRequest | None:
+    def _with_parts(self, params: SamplingParams, ask: CaptureRequest | None) -> HeadgateRequest | None:
         wanted = {}
         is_set = False
         for name, part in request_parts().items():
@@ -152,8 +155,8 @@ class RequestReader:
                 wanted[name] = found
         return HeadgateRequest(capture=ask, parts=wanted) if ask is not None or is_set else None
 
-    def read_parts(self, values: Mapping[str, Any]) -> dict[str, PartRequest | None]:
-        """What the fields of each part come to, for parts of which there are any; None if to nothing.
+    def read_parts(self, values: Document) -> dict[str, PartRequest | None]:
+        """Read the fields of each part that has any set; None for a part whose fields request nothing.
 
         Raises:
             RequestError: As `read`.
@@ -164,35 +167,35 @@ class RequestReader:
         }
         return {name: self._read(name, request_parts()[name], fields) for name, fields in given.items() if fields}
 
-    def _read(self, name: str, part: RequestPart, values: Mapping[str, Any]) -> PartRequest | None:
+    def _read(self, name: str, part: RequestPart, values: Document) -> PartRequest | None:
         wanted = self._open(name, part, values).reader.read(values)
         return None if wanted is None else replace(wanted, wire=lift(wanted.wire))
 
-    def _open(self, name: str, part: RequestPart, values: Mapping[str, Any]) -> OpenPart:
+    def _open(self, name: str, part: RequestPart, values: Document) -> OpenPart:
         opened = self.parts.get(name)
         if opened is None:
             raise RequestError(next(iter(values)), f"this engine was started without {name}. {part.how_to_start}")
         return opened
 
-    def is_confirmed(self, asked: HeadgateRequest) -> bool:
+    def is_confirmed(self, headgate_request: HeadgateRequest) -> bool:
         """Whether every registered name that is asked for can be used, as far as is known here."""
-        return all(self.parts[name].is_confirmed(wanted) for name, wanted in asked.parts.items())
+        return all(self.parts[name].is_confirmed(wanted) for name, wanted in headgate_request.parts.items())
 
-    def confirm(self, asked: HeadgateRequest, client: Any) -> None:
+    def confirm(self, headgate_request: HeadgateRequest, client: EngineClient) -> None:
         """Check registered names, asking the engine core about those that are not known here.
 
         Raises:
             RequestError: If one cannot be used.
         """
-        for name, wanted in asked.parts.items():
+        for name, wanted in headgate_request.parts.items():
             self.parts[name].confirm(wanted, client)
 
-    async def confirm_async(self, asked: HeadgateRequest, client: Any) -> None:
+    async def confirm_async(self, headgate_request: HeadgateRequest, client: AsyncEngineClient) -> None:
         """The same for `AsyncLLM`."""
-        for name, wanted in asked.parts.items():
+        for name, wanted in headgate_request.parts.items():
             await self.parts[name].confirm_async(wanted, client)
 
-    async def confirm_names(self, values: Mapping[str, Any], client: Any) -> None:
+    async def confirm_names(self, values: Document, client: AsyncEngineClient) -> None:
         """Check the registered names in raw fields, before anything else of the request is looked at.
 
         Raises:
@@ -206,26 +209,26 @@ class RequestReader:
             if names := opened.reader.names(given):
                 await opened.confirm_async(PartRequest(wire={}, field=next(iter(given)), names=names), client)
 
-    def explain(self, asked: HeadgateRequest, client: Any) -> None:
+    def explain(self, headgate_request: HeadgateRequest, client: EngineClient) -> None:
         """The engine core refused a request, for a name that is gone or for want of room: raise why, if it still would.
 
         Raises:
             RequestError: Naming the field.
         """
-        for name, wanted in asked.parts.items():
+        for name, wanted in headgate_request.parts.items():
             self.parts[name].explain(wanted, client)
 
-    async def explain_async(self, asked: HeadgateRequest, client: Any) -> None:
+    async def explain_async(self, headgate_request: HeadgateRequest, client: AsyncEngineClient) -> None:
         """The same for `AsyncLLM`."""
-        for name, wanted in asked.parts.items():
+        for name, wanted in headgate_request.parts.items():
             await self.parts[name].explain_async(wanted, client)
 
 
-def is_refused(output: Any) -> bool:
+def is_refused(output: RequestOutput) -> bool:
     """Whether a `RequestOutput` ended because the engine core could not take the request, for whatever reason."""
     return output.finished and any(completion.finish_reason == "error" for completion in output.outputs)
 
 
-def reader_of(engine: Any) -> RequestReader:
-    """The reception of an `LLMEngine` or `AsyncLLM`."""
+def reader_of(engine: Engine) -> RequestReader:
+    """The `RequestReader` of an `LLMEngine` or `AsyncLLM`."""
     return vars(engine.input_processor).get(REQUEST_READER) or RequestReader()

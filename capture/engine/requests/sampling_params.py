@@ -13,6 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from headgate.capture.engine.contracts.parts import request_parts
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import Function
+from headgate.capture.engine.contracts.vllm_frontend import SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY
 from headgate.capture.engine.setup.versions import WORKS_WITH
 from headgate.capture.schema.errors import RequestError
@@ -44,12 +47,12 @@ def refuse_properties(module: ModuleType) -> None:
         setattr(module.SamplingParams, name, _refused(name, f"this vLLM is not supported; {WORKS_WITH}"))
 
 
-def read_field(params: Any, name: str) -> Any:
+def read_field(params: SamplingParams, name: str) -> Any:
     """The value of one of our fields, None if unset; also when it was set before the properties were there."""
     return _read(vars(params), params.extra_args or {}, name)
 
 
-def _read(early: Mapping[str, Any], extra: Mapping[str, Any], name: str) -> Any:
+def _read(early: Document, extra: Document, name: str) -> Any:
     value = early.get(name)
     return none_if_default(name, value if value is not None else extra.get(name))
 
@@ -59,7 +62,7 @@ def none_if_default(name: str, value: Any) -> Any:
     return None if name == RETURN_HIDDEN_STATES and value is False else value
 
 
-def read_fields(params: Any, names: Iterable[str]) -> dict[str, Any]:
+def read_fields(params: SamplingParams, names: Iterable[str]) -> dict[str, Any]:
     """Those of our fields that are set, by name."""
     if is_plain(params):
         return {}  # most requests: they shall not pay for ours
@@ -70,16 +73,16 @@ def read_fields(params: Any, names: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def is_plain(params: Any) -> bool:
+def is_plain(params: SamplingParams) -> bool:
     """Whether a `SamplingParams` can hold nothing of ours: it has neither ``extra_args`` nor attributes of its own."""
     return not params.extra_args and not vars(params)
 
 
 def _stored(name: str) -> property:
-    def read(self: Any) -> Any:
+    def read(self: SamplingParams) -> Any:
         return read_field(self, name)
 
-    def write(self: Any, value: Any) -> None:
+    def write(self: SamplingParams, value: object) -> None:
         vars(self).pop(name, None)
         extra = {key: kept for key, kept in (self.extra_args or {}).items() if key != name}
         if value is not None:
@@ -90,21 +93,21 @@ def _stored(name: str) -> property:
 
 
 def _refused(name: str, why: str) -> property:
-    def read(self: Any) -> None:
+    def read(self: SamplingParams) -> None:
         return None
 
-    def write(self: Any, value: Any) -> None:
+    def write(self: SamplingParams, value: object) -> None:
         if value is not None:
             raise RequestError(name, why)
 
     return property(read, write)
 
 
-def short_repr(original: Any) -> Any:
+def short_repr(original: Function) -> Function:
     """Wrap ``SamplingParams.__repr__``: request logs and crash dumps must not print whole wire dicts, nor vectors."""
 
     @wraps(original)
-    def __repr__(self: Any) -> str:
+    def __repr__(self: SamplingParams) -> str:
         extra = self.extra_args or {}
         elided = {name: _Elided(extra[name]) for name in (WIRE_KEY, *_long_fields()) if name in extra}
         if not elided:
@@ -123,7 +126,7 @@ def _long_fields() -> Iterator[str]:
 class _Elided:
     """Stands for a wire dict, or for the value of a field, where it is printed."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self._value = value
 
     def __repr__(self) -> str:

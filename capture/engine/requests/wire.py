@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from headgate.capture.engine.contracts.request_part import PartRequest
+from headgate.capture.engine.contracts.vllm_frontend import NewRequest, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY
 from headgate.capture.engine.requests.capture_request import CaptureRequest, needs_prompt, to_wire
 from headgate.capture.engine.requests.sampling_params import all_fields
@@ -32,7 +33,7 @@ from headgate.capture.schema.spec import WIRE_VERSION
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadgateRequest:
-    """What one request asks of headgate, checked. Immutable.
+    """The checked headgate fields of one request. Immutable.
 
     Attributes:
         capture: Of capture; None if nothing.
@@ -59,7 +60,7 @@ class HeadgateRequest:
         return self.capture is None and not self.parts
 
 
-def refuse_forged(params: Any) -> None:
+def refuse_forged(params: SamplingParams) -> None:
     """Refuse a request that brings the wire dict along.
 
     Raises:
@@ -71,78 +72,79 @@ def refuse_forged(params: Any) -> None:
         )
 
 
-def attach(params: Any, asked: HeadgateRequest) -> Any:
-    """A copy of `params` that carries `asked` in place of the raw fields; the caller's stays as it is.
+def attach(params: SamplingParams, headgate_request: HeadgateRequest) -> SamplingParams:
+    """A copy of `params` that carries `headgate_request` in place of the raw fields; the caller's stays as it is.
 
     It lies under the wire dict's key, so that it can be copied on but never be lost: parameters in which it is
     replaced by anything else are refused as forged.
     """
     carrier = copy.copy(params)
-    carrier.extra_args = {**_others(params), WIRE_KEY: asked}
+    carrier.extra_args = {**_others(params), WIRE_KEY: headgate_request}
     return carrier
 
 
-def attached(params: Any) -> HeadgateRequest | None:
-    """What `attach` attached."""
+def attached(params: SamplingParams) -> HeadgateRequest | None:
+    """Return the request that `attach` put into `params`; None if there is none."""
     carried = (params.extra_args or {}).get(WIRE_KEY)
     return carried if isinstance(carried, HeadgateRequest) else None
 
 
-def fold(request: Any, asked: HeadgateRequest, request_id: str) -> None:
+def fold(request: NewRequest, headgate_request: HeadgateRequest, request_id: str) -> None:
     """Write the wire dict into an `EngineCoreRequest`, whose parameters are the front end's own copy.
 
     Raises:
         RequestError: If requests of this kind cannot be captured or steered.
     """
-    refuse_kind(request, asked)
+    refuse_kind(request, headgate_request)
     params = request.sampling_params
     wire: dict[str, Any] = {"v": WIRE_VERSION}
-    if (ask := asked.capture) is not None:
+    if (ask := headgate_request.capture) is not None:
         wire.update(to_wire(ask, params.n, request_id))
         if needs_prompt(ask, len(request.prompt_token_ids)):
             params.skip_reading_prefix_cache = True
-    for section, wanted in asked.parts.items():
+    for section, wanted in headgate_request.parts.items():
         wire[section] = dict(wanted.wire)  # the engine adds to it, and requests may share what is wanted
     others = _others(params)
-    params.extra_args = (others or None) if asked.is_empty else {**others, WIRE_KEY: wire}
+    params.extra_args = (others or None) if headgate_request.is_empty else {**others, WIRE_KEY: wire}
 
 
-def _others(params: Any) -> dict[str, Any]:
+def _others(params: SamplingParams) -> dict[str, Any]:
     extra = params.extra_args or {}
     return {key: value for key, value in extra.items() if key != WIRE_KEY and key not in all_fields()}
 
 
-def refuse_kind(request: Any, asked: HeadgateRequest) -> None:
+def refuse_kind(request: NewRequest, headgate_request: HeadgateRequest) -> None:
     """Refuse kinds of requests whose rows cannot be told apart.
 
     Raises:
         RequestError: Naming a field that was set.
     """
-    if asked.is_empty:
+    if headgate_request.is_empty:
         return
     if request.sampling_params is None:
-        raise RequestError(asked.field, "pooling requests cannot be captured or steered")
+        raise RequestError(headgate_request.field, "pooling requests cannot be captured or steered")
     if request.prompt_embeds is not None or request.prompt_token_ids is None:
         raise RequestError(
-            asked.field,
+            headgate_request.field,
             "a prompt given as embeddings cannot be captured or steered: its rows belong to no token; give its tokens",
         )
     if request.resumable:
-        refuse_streamed_input(asked)
+        refuse_streamed_input(headgate_request)
 
 
-def refuse_streamed_input(asked: HeadgateRequest) -> NoReturn:
+def refuse_streamed_input(headgate_request: HeadgateRequest) -> NoReturn:
     """Refuse a session whose input arrives in parts.
 
     Raises:
         RequestError: Always.
     """
     raise RequestError(
-        asked.field, "a session with streamed input cannot be captured or steered: its prompt is not known yet"
+        headgate_request.field,
+        "a session with streamed input cannot be captured or steered: its prompt is not known yet",
     )
 
 
-def refuse_made(request: Any, params: Any) -> None:
+def refuse_made(request: NewRequest, params: SamplingParams) -> None:
     """Refuse an `EngineCoreRequest` that asks for something which was not folded into it: it would be ignored.
 
     Args:
@@ -160,5 +162,5 @@ def refuse_made(request: Any, params: Any) -> None:
         )
 
 
-def _is_set(params: Any, name: str) -> bool:
+def _is_set(params: SamplingParams, name: str) -> bool:
     return params is not None and (name in vars(params) or name in (params.extra_args or {}))

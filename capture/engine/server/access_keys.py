@@ -108,7 +108,7 @@ def is_local(args: Any) -> bool:
 
 
 def _given(headers: Mapping[str, str]) -> list[str]:
-    """What the client sent that could be a key."""
+    """Collect the header values of a client that could be access keys."""
     found = [key] if (key := headers.get(HEADER)) else []
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.requests.call_context import Call, enter
 from headgate.capture.engine.requests.hidden_states import ATTRIBUTE, plain_state
 from headgate.capture.schema.results import CaptureResult, SupportsSummary
@@ -76,7 +77,7 @@ async def _stream_chunks(chunks: AsyncGenerator[str, None], call: Call) -> Async
         await chunks.aclose()
 
 
-def _last_chunk(first: Mapping[str, Any], call: Call) -> dict[str, Any] | None:
+def _last_chunk(first: Document, call: Call) -> dict[str, Any] | None:
     results, states = plain_results(call), states_of(call)
     if results is None and not states:
         return None

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headgate.capture.engine.contracts.parts import request_parts
+from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
 from headgate.capture.engine.requests.call_context import NOTHING, ExtractedFields, hold, release
 from headgate.capture.engine.requests.request_reader import reader_of
-from headgate.capture.engine.server.body_parsing import TAKE, Take, extract_json
+from headgate.capture.engine.server.body_parsing import EXTRACT, FieldExtractor, extract_json
 from headgate.capture.engine.server.loop_threads import run_in_thread
 from headgate.capture.schema.config import ServerConfig
 from headgate.capture.schema.errors import RequestError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 _METHODS = ("POST", "PUT", "PATCH")
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
@@ -35,12 +39,8 @@ READ_AHEAD = 2 << 20
 request take a turn of the event loop for each 256 KiB, and a busy loop's turns take milliseconds."""
 _UVICORN, _LIMIT = "uvicorn.protocols.http.", "HIGH_WATER_LIMIT"
 
-_Receive = Callable[[], Awaitable[dict[str, Any]]]
-_Send = Callable[[dict[str, Any]], Awaitable[None]]
-_App = Callable[[Any, _Receive, _Send], Awaitable[None]]
 
-
-def install_bodies(app: Any, config: ServerConfig) -> None:
+def install_bodies(app: FastAPI, config: ServerConfig) -> None:
     """Put the middleware into a `fastapi.FastAPI` application that is being made."""
     app.add_middleware(Bodies, max_bytes=config.max_body_bytes)
     read_ahead(min(READ_AHEAD, config.max_body_bytes))
@@ -67,23 +67,23 @@ class Bodies:
         max_bytes: Of one body.
     """
 
-    def __init__(self, app: _App, max_bytes: int) -> None:
+    def __init__(self, app: AsgiApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._short = min(LONG, max_bytes)
         self._names = tuple(name for part in request_parts().values() for name in part.fields)
 
-    async def __call__(self, scope: Any, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in _METHODS:
             await self._app(scope, receive, send)
             return
         given = scope["headers"]
         headers = dict(reversed(given))  # of two by one name the first counts, as for the server
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        take = TAKE.get(kind.decode("latin-1")) if _path(scope) in ROUTES else None
+        extract = EXTRACT.get(kind.decode("latin-1")) if _path(scope) in ROUTES else None
         declared = _declared(headers)
         is_short = declared is not None and declared < self._short and len(headers) == len(given)
-        if kind == b"multipart/form-data" or (is_short and take in (None, extract_json)):
+        if kind == b"multipart/form-data" or (is_short and extract in (None, extract_json)):
             await self._app(scope, receive, send)
             return
         try:
@@ -94,16 +94,18 @@ class Bodies:
             message = f"the body has more than {self._max_bytes} bytes (the server's max_body_bytes)"
             await _refuse(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, None)
             return
-        if take is not None and (take is not extract_json or sum(map(len, chunks)) >= LONG):
-            await self._serve_taken(take, chunks, scope, receive, send)
+        if extract is not None and (extract is not extract_json or sum(map(len, chunks)) >= LONG):
+            await self._serve_extracted(extract, chunks, scope, receive, send)
             return
         is_huge = sum(map(len, chunks)) >= _HUGE
         body = await run_in_thread(partial(b"".join, chunks)) if is_huge else b"".join(chunks)
         await self._app(scope, _replay(body, receive), send)
 
-    async def _serve_taken(self, take: Take, chunks: list[bytes], scope: Any, receive: _Receive, send: _Send) -> None:
+    async def _serve_extracted(
+        self, extract: FieldExtractor, chunks: list[bytes], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         try:
-            rest, taken = await run_in_thread(partial(self._take, scope, take, chunks))
+            rest, taken = await run_in_thread(partial(self._extract, scope, extract, chunks))
         except RequestError as error:
             await _refuse(send, HTTPStatus.BAD_REQUEST, str(error), error.field)
             return
@@ -114,7 +116,7 @@ class Bodies:
         finally:
             release(token)
 
-    async def _read(self, declared: int, receive: _Receive) -> list[bytes] | None:
+    async def _read(self, declared: int, receive: Receive) -> list[bytes] | None:
         """The body in pieces; None if it is too long. One a little too long is received, so that its sender listens.
 
         Raises:
@@ -136,15 +138,15 @@ class Bodies:
             is_more = message.get("more_body", False)
         return chunks if size <= self._max_bytes else None
 
-    def _take(self, scope: Any, take: Take, chunks: list[bytes]) -> tuple[bytes, ExtractedFields]:
+    def _extract(self, scope: Scope, extract: FieldExtractor, chunks: list[bytes]) -> tuple[bytes, ExtractedFields]:
         body = b"".join(chunks)
         chunks.clear()  # here, not on the event loop: giving this much memory back takes time
-        rest, fields = take(body, self._names)
+        rest, fields = extract(body, self._names)
         fields = {name: value for name, value in fields.items() if value is not None}
         if not fields:
             return rest, NOTHING
-        reception = reader_of(scope["app"].state.engine_client)
-        return rest, ExtractedFields(fields, reception.read_parts(fields))
+        reader = reader_of(scope["app"].state.engine_client)
+        return rest, ExtractedFields(fields, reader.read_parts(fields))
 
 
 def _declared(headers: Mapping[bytes, bytes]) -> int | None:
@@ -155,7 +157,7 @@ def _declared(headers: Mapping[bytes, bytes]) -> int | None:
     return int(length) if length.isdigit() else None
 
 
-def _path(scope: Any) -> str:
+def _path(scope: Scope) -> str:
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
@@ -164,10 +166,10 @@ def _json_headers(headers: Any, length: int) -> list[tuple[bytes, bytes]]:
     return [*others, (b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
 
 
-def _replay(body: bytes, receive: _Receive) -> _Receive:
+def _replay(body: bytes, receive: Receive) -> Receive:
     is_sent = False
 
-    async def replay() -> dict[str, Any]:
+    async def replay() -> AsgiMessage:
         nonlocal is_sent
         if is_sent:
             return await receive()
@@ -177,7 +179,7 @@ def _replay(body: bytes, receive: _Receive) -> _Receive:
     return replay
 
 
-async def _refuse(send: _Send, status: HTTPStatus, message: str, param: str | None) -> None:
+async def _refuse(send: Send, status: HTTPStatus, message: str, param: str | None) -> None:
     """Answer as vLLM does."""
     kind = "BadRequestError" if status is HTTPStatus.BAD_REQUEST else status.phrase
     error = {"message": message, "type": kind, "param": param, "code": status.value}

@@ -168,9 +168,9 @@ def _lower(value: Any, lifted: _Lifted) -> Any:
     return [_lower(inner, lifted) for inner in value] if isinstance(value, list) else value
 
 
-Take = Callable[[bytes, Collection[str]], tuple[bytes, Fields]]
+FieldExtractor = Callable[[bytes, Collection[str]], tuple[bytes, Fields]]
 
-TAKE: Mapping[str, Take] = {
+EXTRACT: Mapping[str, FieldExtractor] = {
     "application/json": extract_json,
     "application/msgpack": extract_msgpack,
     "application/x-msgpack": extract_msgpack,

@@ -139,7 +139,7 @@ class CaptureMetrics:
 
 
 def families(engines: Sequence[EngineStats]) -> Iterator[Family]:
-    """What every worker counts, and every consumer in it."""
+    """Counters of every worker and of every consumer in it."""
     workers = list(each_worker(engines))
     for name, kind, key, about in _STAGING:
         found = tuple(Sample(labels=where, value=counted[key]) for where, counted in workers)

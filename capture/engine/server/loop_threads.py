@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 Result = TypeVar("Result")
-_Queue = SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None]
+_Queue = SimpleQueue[tuple[Callable[[], object], asyncio.Future[Any]] | None]
 
 _NUM_THREADS = 4
 """Of each loop. Python's lock is free while a body is hashed and its numbers are looked through; parsing holds it."""
 
 
 async def run_in_thread(work: Callable[[], Result]) -> Result:
-    """What `work` returns or raises, from a thread. It computes, and waits for nothing: there are few threads.
+    """Run `work` on a thread and return or raise its outcome. `work` must compute and never wait: threads are few.
 
     As ``asyncio.to_thread``, for half of what that costs the event loop: there, an executor has a future of its own
     that settles the loop's, and the loop runs twice. Context variables do not come along.
@@ -36,9 +36,9 @@ async def run_in_thread(work: Callable[[], Result]) -> Result:
         del work, future  # an error refers to this frame: a long body would stay until cycles are looked for
 
 
-def _run(work: Callable[[], Any], future: asyncio.Future[Any]) -> None:
+def _run(work: Callable[[], object], future: asyncio.Future[Any]) -> None:
     settle: Callable[[Any], None]
-    outcome: Any
+    outcome: object
     try:
         settle, outcome = future.set_result, work()
     except Exception as error:  # noqa: BLE001  (it is raised where the future is awaited)
@@ -48,7 +48,7 @@ def _run(work: Callable[[], Any], future: asyncio.Future[Any]) -> None:
     del work, future, settle, outcome  # for the same reason
 
 
-def _settle(future: asyncio.Future[Any], settle: Callable[[Any], None], outcome: Any) -> None:
+def _settle(future: asyncio.Future[Any], settle: Callable[[Any], None], outcome: object) -> None:
     if not future.cancelled():
         settle(outcome)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from headgate.capture.engine.contracts.parts import metrics_parts
+from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
 from headgate.capture.engine.core.core_calls import METHOD
 from headgate.capture.engine.setup.settings import sections
 from headgate.capture.monitoring.metrics import EngineStats, Family, MetricsPart, Sample
@@ -25,12 +26,11 @@ PAGE = "/metrics"
 FRESH_S = 1.0
 PATIENCE_S = 2.0
 
-Scope = Any
 App = Callable[[Scope, Any, Any], Any]
 
 
 class Counters:
-    """What one server's engine cores and workers count. Event loop only.
+    """Counters of one server's engine cores and workers. Event loop only.
 
     Args:
         engine: The `AsyncLLM`, or None while it is not there.
@@ -84,10 +84,10 @@ async def _fetch_parts(engine: Any, parts: Mapping[str, MetricsPart]) -> dict[st
 
 async def _fetch_core(client: Any, core: Any, parts: Mapping[str, MetricsPart]) -> dict[str, EngineStats]:
     stats = client._call_utility_async("collective_rpc", "headgate_stats", None, (), None, engine=core)
-    asked = {name: part.core_method for name, part in parts.items() if part.core_method is not None}
-    calls = [client._call_utility_async(METHOD, name, method, {}, engine=core) for name, method in asked.items()]
+    methods = {name: part.core_method for name, part in parts.items() if part.core_method is not None}
+    calls = [client._call_utility_async(METHOD, name, method, {}, engine=core) for name, method in methods.items()]
     workers, *answers = await asyncio.gather(stats, *calls)
-    told = {name: answer["ok"] for name, answer in zip(asked, answers, strict=True)}
+    told = {name: answer["ok"] for name, answer in zip(methods, answers, strict=True)}
     return {name: EngineStats(workers=[worker.get(name) for worker in workers], core=told.get(name)) for name in parts}
 
 
@@ -109,11 +109,11 @@ class MetricsPage:
         counters: What is appended.
     """
 
-    def __init__(self, app: App, counters: Counters) -> None:
+    def __init__(self, app: AsgiApp, counters: Counters) -> None:
         self._app = app
         self._counters = counters
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] != "http" or scope["method"] != "GET" or path != PAGE:
             await self._app(scope, receive, send)
@@ -126,13 +126,13 @@ class MetricsPage:
 class Page:
     """One answer: held back until it is whole, then sent with `ours` after it, if it is what it is expected to be."""
 
-    def __init__(self, send: Any, ours: bytes) -> None:
+    def __init__(self, send: Send, ours: bytes) -> None:
         self._send = send
         self._ours = ours
-        self._start: dict[str, Any] = {}
+        self._start: AsgiMessage = {}
         self._body: list[bytes] = []
 
-    async def send(self, message: dict[str, Any]) -> None:
+    async def send(self, message: AsgiMessage) -> None:
         """ASGI's ``send``."""
         if message["type"] == "http.response.start":
             self._start = message

@@ -1,4 +1,4 @@
-"""What clients are told where ``VLLM_PLUGINS`` does not let headgate add routes and bodies to vLLM's server."""
+"""Answers to clients where ``VLLM_PLUGINS`` does not let headgate add routes and bodies to vLLM's server."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from functools import wraps
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING
+
+from headgate.capture.engine.contracts.vllm_engine import Function
+from headgate.capture.engine.contracts.vllm_frontend import Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 ROUTES = ("/v1/steering", "/v1/capture")
 BINARY = ("application/msgpack", "application/x-msgpack")
 _HOW = "The operator starts it with `headgate serve`, or with the environment variable VLLM_PLUGINS=headgate"
 
 
-def load_endpoint_plugins(original: Callable[..., Any]) -> Callable[..., Any]:
+def load_endpoint_plugins(original: Function) -> Function:
     """Wrap ``vllm.plugins.load_endpoint_plugins``: where ours is not loaded, explain that. No route is added."""
 
     @wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> object:
         plugins = original(*args, **kwargs)
         if any(plugin.name == Explanation.name for plugin in plugins):
             return plugins
@@ -32,11 +38,11 @@ class Explanation:
     name = "headgate"
     required_tasks = None
 
-    def attach_router(self, app: Any) -> None:
+    def attach_router(self, app: FastAPI) -> None:
         """Answer requests to what is not there with the reason."""
         app.add_middleware(MissingRouteMiddleware)
 
-    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+    async def init_state(self, engine_client: object, state: object, args: Namespace) -> None:
         """Nothing to do."""
 
 
@@ -46,7 +52,7 @@ class MissingRouteMiddleware:
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (reason := _reason(scope)) is not None:
             from starlette.responses import JSONResponse
 
@@ -57,7 +63,7 @@ class MissingRouteMiddleware:
         await self._app(scope, receive, send)
 
 
-def _reason(scope: Any) -> tuple[HTTPStatus, str] | None:
+def _reason(scope: Scope) -> tuple[HTTPStatus, str] | None:
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     if any(path == route or path.startswith(f"{route}/") for route in ROUTES):
         return HTTPStatus.NOT_FOUND, f"this server does not serve {'/'.join(path.split('/')[:3])}. {_HOW}"

@@ -5,10 +5,12 @@ vLLM's request models keep unknown fields of a body.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import wraps
 from typing import Any
 
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests.call_context import Call, current_call, enter, taken
 from headgate.capture.engine.requests.capture_frontend import front_end_of
@@ -30,14 +32,14 @@ from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import Message
 
 
-def to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
+def to_sampling_params(original: Function) -> Function:
     """Wrap ``to_sampling_params`` of a request model: pass our fields of the body on.
 
     Other routes use these models too (batches, rendering); their answers have no place for captured results.
     """
 
     @wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: Any, *args: object, **kwargs: object) -> Any:
         given = _given(self)
         if given and current_call() is None:
             _refuse_capture(given)
@@ -53,7 +55,7 @@ def to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _unknown_to_vllm(request: Any) -> Mapping[str, Any]:
+def _unknown_to_vllm(request: Any) -> Document:
     """Fields of a body that vLLM's model of it does not have, and those that were taken out before."""
     extra, before = request.model_extra or {}, taken().fields
     return {**extra, **before} if before else extra
@@ -71,22 +73,22 @@ def _given(request: Any) -> dict[str, Any]:
     return given
 
 
-def _captures(given: Mapping[str, Any]) -> bool:
+def _captures(given: Document) -> bool:
     return not given.keys().isdisjoint(CAPTURE_FIELDS)
 
 
-def _refuse_capture(given: Mapping[str, Any]) -> None:
+def _refuse_capture(given: Document) -> None:
     for name in CAPTURE_FIELDS:
         if name in given:
             with as_client_error():
                 raise RequestError(name, "use /v1/completions, /v1/chat/completions or /v1/responses to capture")
 
 
-def create_completion(original: Callable[..., Any]) -> Callable[..., Any]:
+def create_completion(original: Function) -> Function:
     """Wrap ``OpenAIServingCompletion.create_completion``."""
 
     @wraps(original)
-    async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    async def wrapped(self: Any, request: Any, *args: object, **kwargs: object) -> object:
         given = _given(request)
         if given:
             await _check_early(given, self, request, *args, **kwargs)
@@ -98,31 +100,31 @@ def create_completion(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def create_chat_completion(original: Callable[..., Any]) -> Callable[..., Any]:
+def create_chat_completion(original: Function) -> Function:
     """Wrap ``OpenAIServingChat.create_chat_completion``."""
 
     @wraps(original)
-    async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    async def wrapped(self: Any, request: Any, *args: object, **kwargs: object) -> object:
         given = _given(request)
         if given:
             await _check_early(given, self, request, *args, **kwargs)
         if not _captures(given):
             return await original(self, request, *args, **kwargs)
         call = _begin_call(self, given)
-        call.turns = await _find_turns(self, request)
+        call.chat_messages = await _find_chat_messages(self, request)
         return answer_choices(await original(self, request, *args, **kwargs), call)
 
     return wrapped
 
 
-def create_responses(original: Callable[..., Any]) -> Callable[..., Any]:
+def create_responses(original: Function) -> Function:
     """Wrap ``OpenAIServingResponses.create_responses``.
 
     It calls the engine from inside its stream, too late for a status 400: so everything is read here once before.
     """
 
     @wraps(original)
-    async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    async def wrapped(self: Any, request: Any, *args: object, **kwargs: object) -> object:
         given = _given(request)
         if not given:
             return await original(self, request, *args, **kwargs)
@@ -132,16 +134,16 @@ def create_responses(original: Callable[..., Any]) -> Callable[..., Any]:
             if _captures(given) and request.background:
                 raise RequestError("background", "a response in the background has no answer that could carry results")
             params = request.to_sampling_params(1, self.default_sampling_params)
-            asked = reader_of(self.engine_client).read(params, request.request_id)
-            if asked is not None:
-                await reader_of(self.engine_client).confirm_async(asked, self.engine_client.engine_core)
+            headgate_request = reader_of(self.engine_client).read(params, request.request_id)
+            if headgate_request is not None:
+                await reader_of(self.engine_client).confirm_async(headgate_request, self.engine_client.engine_core)
         answer = await original(self, request, *args, **kwargs)
         return answer_response(answer, call) if _captures(given) else answer
 
     return wrapped
 
 
-def generate_response(original: Callable[..., Any]) -> Callable[..., Any]:
+def generate_response(original: Function) -> Function:
     """Wrap ``OpenAIServingResponses._generate_with_builtin_tools``.
 
     It is called with the prompt before the response begins, and calls the engine afterwards: what is to be captured of
@@ -150,25 +152,29 @@ def generate_response(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def wrapped(
-        self: Any, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any
+        self: Any, request_id: str, engine_input: Any, sampling_params: Any, *args: object, **kwargs: object
     ) -> AsyncGenerator[Any, None]:
         with as_client_error():
-            reception = reader_of(self.engine_client)
-            asked = None if current_call() is None else reception.read(sampling_params, request_id)
-            if asked is not None and asked.capture is not None and "prompt_token_ids" in engine_input:
-                assert reception.capture is not None  # noqa: S101  (it has read what is captured)
+            reader = reader_of(self.engine_client)
+            headgate_request = None if current_call() is None else reader.read(sampling_params, request_id)
+            if (
+                headgate_request is not None
+                and headgate_request.capture is not None
+                and "prompt_token_ids" in engine_input
+            ):
+                assert reader.capture is not None  # noqa: S101  (it has read what is captured)
                 num_prompt = len(engine_input["prompt_token_ids"])
-                reception.capture.resolve(asked.capture, num_prompt, sampling_params, Call().find_message([]))
+                reader.capture.resolve(headgate_request.capture, num_prompt, sampling_params, Call().find_message([]))
         return original(self, request_id, engine_input, sampling_params, *args, **kwargs)  # type: ignore[no-any-return]
 
     return wrapped
 
 
-def create_messages(original: Callable[..., Any]) -> Callable[..., Any]:
+def create_messages(original: Function) -> Function:
     """Wrap ``AnthropicServingMessages.create_messages``, whose request model drops what it does not know."""
 
     @wraps(original)
-    async def wrapped(self: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any) -> Any:
+    async def wrapped(self: Any, request: Any, raw_request: Any = None, *args: object, **kwargs: object) -> object:
         body = {} if raw_request is None else await raw_request.json()
         try:
             _refuse_any({**body, **taken().fields}, "/v1/messages does not take it; use /v1/chat/completions")
@@ -179,11 +185,11 @@ def create_messages(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def create_generative_scoring(original: Callable[..., Any]) -> Callable[..., Any]:
+def create_generative_scoring(original: Function) -> Function:
     """Wrap ``ServingGenerativeScoring.create_generative_scoring``, which makes parameters of its own."""
 
     @wraps(original)
-    async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    async def wrapped(self: Any, request: Any, *args: object, **kwargs: object) -> object:
         try:
             _refuse_any(_unknown_to_vllm(request), "/generative_scoring does not take it; use /v1/completions")
         except RequestError as error:
@@ -193,18 +199,18 @@ def create_generative_scoring(original: Callable[..., Any]) -> Callable[..., Any
     return wrapped
 
 
-def _refuse_any(given: Mapping[str, Any], why: str) -> None:
+def _refuse_any(given: Document, why: str) -> None:
     for name in all_fields():
         if given.get(name) is not None:
             with as_client_error():
                 raise RequestError(name, why)
 
 
-def serve_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+def serve_tokens(original: Function) -> Function:
     """Wrap ``ServingTokens.serve_tokens``, whose clients write `SamplingParams` themselves."""
 
     @wraps(original)
-    async def wrapped(self: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any) -> Any:
+    async def wrapped(self: Any, request: Any, raw_request: Any = None, *args: object, **kwargs: object) -> object:
         if raw_request is not None and read_fields(request.sampling_params, CAPTURE_FIELDS):
             require_key(CAPTURE, raw_request)
         return await original(self, request, raw_request, *args, **kwargs)
@@ -212,7 +218,7 @@ def serve_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _begin_call(serving: Any, given: Mapping[str, Any]) -> Call:
+def _begin_call(serving: Any, given: Document) -> Call:
     """Handle a call in this task, whose answer will have a place for what is captured."""
     with as_client_error():
         form = read_form(given.get(RETURN_HIDDEN_STATES))
@@ -223,7 +229,7 @@ def _begin_call(serving: Any, given: Mapping[str, Any]) -> Call:
 
 
 async def _check_early(
-    given: Mapping[str, Any], serving: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any
+    given: Document, serving: Any, request: Any, raw_request: Any = None, *args: object, **kwargs: object
 ) -> None:
     """Check what cannot be checked in the call of the engine, of a request that gives fields of ours.
 
@@ -241,7 +247,7 @@ async def _check_early(
         await reader_of(client).confirm_names(given, client.engine_core)
 
 
-async def _find_turns(serving: Any, request: Any) -> dict[Message, RenderedMessage]:
+async def _find_chat_messages(serving: Any, request: Any) -> dict[Message, RenderedMessage]:
     """Render the beginnings of the chat that message selectors need, as the chat itself will be rendered."""
     front = front_end_of(serving.engine_client)
     if front is None:

@@ -62,7 +62,7 @@ class Endpoints:
         app.add_middleware(MetricsPage, counters=Counters(lambda: self._engine))
         install_bodies(app, server_config(configuration))
 
-    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+    async def init_state(self, engine_client: object, state: object, args: Namespace) -> None:
         """The engine is there; the keys are read."""
         self._engine = engine_client
         speak_through_vllm()

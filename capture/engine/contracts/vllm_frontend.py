@@ -1,0 +1,99 @@
+"""vLLM's objects in front ends and HTTP servers, as far as headgate touches them.
+
+Protocols and not vLLM's own classes, for the reasons that `vllm_engine` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any, Protocol
+
+from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient
+
+Scope = MutableMapping[str, Any]
+"""The scope of an ASGI call."""
+
+AsgiMessage = MutableMapping[str, Any]
+"""A message that an ASGI application receives or sends."""
+
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class SamplingParams(Protocol):
+    """``vllm.SamplingParams`` as a user or an HTTP route makes it."""
+
+    n: int
+    max_tokens: int | None
+    extra_args: dict[str, Any] | None
+    skip_reading_prefix_cache: bool | None
+
+
+class NewRequest(Protocol):
+    """``vllm.v1.engine.EngineCoreRequest``, as an input processor makes it. Pooling requests have no parameters."""
+
+    request_id: str
+    sampling_params: Any
+    prompt_token_ids: Any
+    prompt_embeds: object | None
+    resumable: bool
+
+
+class CompletionOutput(Protocol):
+    """``vllm.CompletionOutput``: one sample. headgate sets ``capture_results``."""
+
+    index: int
+    finish_reason: str | None
+    capture_results: object
+
+
+class RequestOutput(Protocol):
+    """``vllm.RequestOutput``. headgate sets ``capture_results``."""
+
+    request_id: str
+    finished: bool
+    outputs: Sequence[CompletionOutput]
+    capture_results: object
+
+
+class OutputProcessor(Protocol):
+    """``vllm.v1.engine.output_processor.OutputProcessor``."""
+
+    external_req_ids: dict[str, list[str]]
+    request_states: dict[str, Any]
+
+
+class SyncClient(EngineClient, Protocol):
+    """``vllm.v1.engine.core_client.EngineCoreClient``, as an `LLMEngine` steps it."""
+
+    def get_output(self) -> object: ...
+
+
+class Engine(Protocol):
+    """An `LLMEngine` or `AsyncLLM`."""
+
+    input_processor: object
+
+
+class LLMEngine(Engine, Protocol):
+    """``vllm.v1.engine.llm_engine.LLMEngine``."""
+
+    engine_core: SyncClient
+    output_processor: OutputProcessor
+
+    def abort_request(self, request_ids: list[str], internal: bool = ...) -> None: ...
+
+
+class AsyncLLM(Engine, Protocol):
+    """``vllm.v1.engine.async_llm.AsyncLLM``."""
+
+    engine_core: AsyncEngineClient
+
+
+class LLM(Protocol):
+    """``vllm.LLM``."""
+
+    llm_engine: LLMEngine
+
+    def get_tokenizer(self) -> object: ...
