@@ -20,7 +20,7 @@ import numpy.typing as npt
 from headgate.capture.schema.sites import Site
 
 STOCK, IDLE, SERVED, EAGER = "stock", "idle", "served", "eager"
-"""Kinds of engines: vLLM alone; headgate as it would be served; the same with fire counters; the same, not compiled."""
+"""Kinds of engines: vLLM alone; headgate as it would be served; the same with run counters; the same, not compiled."""
 
 PLAIN, PLAIN_AGAIN, PLAIN_AT_THE_END = "plain", "plain again", "plain at the end"
 """Scenes of every engine but the eager one: the prompts, asking nothing of headgate. The last is `SERVED`'s alone."""
@@ -118,7 +118,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
         kind: Of the engine.
         facts: About it.
         scenes: The answers by scene, in the order of the requests.
-        fires: By scene, for each worker: how often each site ran, by part and site's name.
+        run_counts: By scene, for each worker: how often each site ran, by part and site's name.
         replays: By scene, for each worker: CUDA graphs that were replayed.
         step_ms: By number of requests in flight: the median time of a decode step of each round, in milliseconds.
     """
@@ -126,7 +126,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     facts: Facts
     scenes: dict[str, list[Answer]] = {}
-    fires: dict[str, list[dict[str, dict[str, int]]]] = {}
+    run_counts: dict[str, list[dict[str, dict[str, int]]]] = {}
     replays: dict[str, list[int]] = {}
     step_ms: dict[int, list[float]] = {}
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 POOL = "pool"
 SLOTS = "pool_slots"
-FIRES = "steering_fires"
-_POOL, _SLOTS, _FIRES = tensor_prefix(POOL), tensor_prefix(SLOTS), tensor_prefix(FIRES)
+RUN_COUNTS = "steering_run_counts"
+_POOL, _SLOTS, _RUN_COUNTS = tensor_prefix(POOL), tensor_prefix(SLOTS), tensor_prefix(RUN_COUNTS)
 
 Run = Callable[[nn.Module, str, SiteValue], Tensor]
 """A way to add: called with a module, its hook point and the value there, it returns the steered carry."""
@@ -127,7 +127,7 @@ def counted(run: Run) -> Run:
     """Return `run` with its runs counted on the device: one for each forward, also for each graph replay."""
 
     def run_and_count(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
-        getattr(module, _FIRES + hook).add_(1)
+        getattr(module, _RUN_COUNTS + hook).add_(1)
         return run(module, hook, site)
 
     return run_and_count

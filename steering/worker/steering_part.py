@@ -36,7 +36,7 @@ class SteeringPart:
         self._config = config
         self._state: WorkerSteering | None = None
         self._sites: tuple[Site, ...] = ()
-        self._fires: Tensor | None = None
+        self._run_counts: Tensor | None = None
 
     @hookimpl
     def headgate_allocate(self, facts: WorkerFacts) -> int:
@@ -63,7 +63,9 @@ class SteeringPart:
     def headgate_graph_key(self) -> dict[str, Any]:
         """Return the sites and shapes that the traced code depends on."""
         sites = [site.name for site in self._sites]
-        return {PART: {"sites": sites, "slots": self._config.max_steering_slots, "fires": self._config.fire_counter}}
+        return {
+            PART: {"sites": sites, "slots": self._config.max_steering_slots, "run_counts": self._config.fire_counter}
+        }
 
     @hookimpl
     def headgate_request_added(self, new: NewRequest) -> None:
@@ -112,9 +114,9 @@ class SteeringPart:
     def headgate_stats(self) -> dict[str, Any]:
         """Return the counters of this worker, with the runs of each site if they are counted."""
         stats: dict[str, Any] = self._allocated().stats()
-        if self._fires is not None:
-            counts = self._fires.tolist()
-            stats["fires"] = {site.name: count for site, count in zip(self._sites, counts, strict=True)}
+        if self._run_counts is not None:
+            counts = self._run_counts.tolist()
+            stats["run_counts"] = {site.name: count for site, count in zip(self._sites, counts, strict=True)}
         return {PART: stats}
 
     def _allocated(self) -> WorkerSteering:
@@ -136,13 +138,13 @@ class SteeringPart:
         add = site_action.addition(facts)
         reapply = add.run
         if self._config.fire_counter:
-            self._fires = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
+            self._run_counts = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
             add = add.counted()
         actions = {}
         for index, site in enumerate(self._sites):
             tensors = {site_action.POOL: tables.pool, site_action.SLOTS: tables.slots[index]}
-            if self._fires is not None:
-                tensors[site_action.FIRES] = torch.utils.dlpack.from_dlpack(self._fires[index : index + 1])
+            if self._run_counts is not None:
+                tensors[site_action.RUN_COUNTS] = torch.utils.dlpack.from_dlpack(self._run_counts[index : index + 1])
             actions[site] = SiteAction(
                 run=add.run,
                 before_attention=add.before_attention,

@@ -61,8 +61,8 @@ def test_what_an_engine_records_passes_the_checks_that_need_no_other(tmp_path: P
 
     assert set(steering_verdicts(served).values()) == {Status.PASSED}
     assert judge_complete(served.scenes[CAPTURED]).status is Status.PASSED
-    fires, replays = judge_graphs({"stock": [served], SERVED: [served]})
-    assert (fires.status, replays.status) == (Status.PASSED, Status.SKIPPED), (fires, replays)
+    run_counts, replays = judge_graphs({"stock": [served], SERVED: [served]})
+    assert (run_counts.status, replays.status) == (Status.PASSED, Status.SKIPPED), (run_counts, replays)
 
 
 @pytest.mark.extended

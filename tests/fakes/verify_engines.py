@@ -70,7 +70,7 @@ class Wrong:
         rows_of: For each request of a batch, whose rows it is given.
         rows: Changes captured rows.
         answers: Changes the answers of a scene of a kind of engine.
-        fires: Changes the counts of sites.
+        run_counts: Changes the counts of sites.
         recording: Changes anything else of a recording.
     """
 
@@ -79,7 +79,7 @@ class Wrong:
     rows_of: Callable[[int, int], int] = lambda index, num: index
     rows: Callable[[Rows], Rows] = lambda rows: rows
     answers: Callable[[str, str, list[Answer]], list[Answer]] = lambda kind, scene, answers: answers
-    fires: Callable[[dict[str, int]], dict[str, int]] = lambda fires: fires
+    run_counts: Callable[[dict[str, int]], dict[str, int]] = lambda run_counts: run_counts
     recording: Callable[[Recording], dict[str, Any]] = lambda recording: {}
 
 
@@ -161,12 +161,12 @@ class ToyEngine:
         """Every scene of this kind of engine."""
         scenes = {scene.name: self._serve(scene) for scene in self._scenes()}
         counts = {f"{layer}.post_mlp": STEPS for layer in range(LAYERS)}
-        worker = {"capture": self.wrong.fires(dict(counts)), "steering": dict(counts)}
+        worker = {"capture": self.wrong.run_counts(dict(counts)), "steering": dict(counts)}
         recording = Recording(
             kind=self.kind,
             facts=Facts(architecture="Toy", dtype=self.dtype, num_layers=LAYERS, hidden_size=HIDDEN, graph_mode="FULL"),
             scenes=scenes,
-            fires={name: [worker] for name in scenes} if self.kind == SERVED else {},
+            run_counts={name: [worker] for name in scenes} if self.kind == SERVED else {},
             replays={name: [STEPS] for name in scenes},
             step_ms={1: [1.0, 1.1], 8: [2.0, 2.1]} if self.kind in (STOCK, IDLE) else {},
         )

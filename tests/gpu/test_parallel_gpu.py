@@ -130,9 +130,9 @@ def test_the_ranks_that_own_the_sites_captured_and_nothing_was_lost(runs, kind):
     assert len(stats) == 2
     assert len(capturing) == (1 if kind == "tensor" else 2)
     assert sum(capture["dropped_rows"] + capture["dispatch_errors"] for capture in capturing) == 0
-    fires = [set(found["steering"]["fires"].values()) for found in stats if found["steering"]["fires"]]
-    assert fires
-    assert all(len(each) == 1 for each in fires), "every site runs in every forward"
+    run_counts = [set(found["steering"]["run_counts"].values()) for found in stats if found["steering"]["run_counts"]]
+    assert run_counts
+    assert all(len(each) == 1 for each in run_counts), "every site runs in every forward"
     if kind == "tensor":
         assert len(set(runs[kind]["checksums"])) == 1, "the tables of the ranks are alike"
 

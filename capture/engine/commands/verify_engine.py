@@ -110,7 +110,7 @@ class Engine:
             )
         self._plain = plain_requests(model.get_vocab_size(), model.max_model_len)
         self._scenes: dict[str, list[Answer]] = {}
-        self._fires: dict[str, list[dict[str, dict[str, int]]]] = {}
+        self._run_counts: dict[str, list[dict[str, dict[str, int]]]] = {}
         self._replays: dict[str, list[int]] = {}
 
     def record(self) -> Recording:
@@ -122,7 +122,7 @@ class Engine:
             kind=self._job.kind,
             facts=self._facts(),
             scenes=self._scenes,
-            fires=self._fires,
+            run_counts=self._run_counts,
             replays=self._replays,
             step_ms=self._time() if self._job.is_timed else {},
         )
@@ -191,19 +191,19 @@ class Engine:
     @contextmanager
     def _counted(self, scene: str) -> Iterator[None]:
         """Note how often sites ran and graphs were replayed meanwhile, on every worker."""
-        before, replayed = self._fires_now(), self._llm.collective_rpc(num_replays)
+        before, replayed = self._run_counts_now(), self._llm.collective_rpc(num_replays)
         yield
-        self._fires[scene] = [
+        self._run_counts[scene] = [
             {part: _less(counts, earlier[part]) for part, counts in worker.items()}
-            for worker, earlier in zip(self._fires_now(), before, strict=True)
+            for worker, earlier in zip(self._run_counts_now(), before, strict=True)
         ]
         self._replays[scene] = [b - a for a, b in zip(replayed, self._llm.collective_rpc(num_replays), strict=True)]
 
-    def _fires_now(self) -> list[dict[str, dict[str, int]]]:
+    def _run_counts_now(self) -> list[dict[str, dict[str, int]]]:
         if self._job.kind != SERVED:
             return []
         return [
-            {part: found["fires"] for part, found in worker.items() if found and "fires" in found}
+            {part: found["run_counts"] for part, found in worker.items() if found and "run_counts" in found}
             for worker in self._llm.collective_rpc("headgate_stats")
         ]
 

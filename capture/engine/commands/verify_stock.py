@@ -59,7 +59,7 @@ def judge_stock(runs: Runs) -> Iterator[Verdict]:
     stock, served = runs[STOCK], runs[SERVED][0]
     noise, tolerance = noise_of(stock), LOGPROB_TOLERANCE[served.facts.dtype]
     yield _repeats(stock, noise, tolerance)
-    for kind, name in ((IDLE, "idle headgate"), (SERVED, "headgate with fire counters")):
+    for kind, name in ((IDLE, "idle headgate"), (SERVED, "headgate with run counters")):
         for found in [recording.scenes[PLAIN] for recording in runs.get(kind, ())][:1]:
             moved = difference(stock[0].scenes[PLAIN], found)
             yield equality(f"{name} answers as stock does", moved, noise=noise, rounding=tolerance)
@@ -84,17 +84,17 @@ def _repeats(stock: Sequence[Recording], noise: float, tolerance: float) -> Verd
 def judge_graphs(runs: Runs) -> Iterator[Verdict]:
     """Every site ran in every step, and steps were replayed from CUDA graphs as often as stock's are."""
     served = runs[SERVED][0]
-    yield _fires(served)
+    yield _run_counts(served)
     yield _replays(runs[STOCK][0], served)
 
 
-def _fires(served: Recording) -> Verdict:
+def _run_counts(served: Recording) -> Verdict:
     check = "every site ran in every step"
     sites = {
         f"{part} at {site} on worker {rank}": count
-        for rank, worker in enumerate(served.fires.get(PLAIN, ()))
-        for part, fires in worker.items()
-        for site, count in fires.items()
+        for rank, worker in enumerate(served.run_counts.get(PLAIN, ()))
+        for part, run_counts in worker.items()
+        for site, count in run_counts.items()
     }
     if not sites:
         return Verdict(check, Status.FAILED, "no site was counted")

@@ -1,4 +1,4 @@
-"""Where the hook points are in a model: its decoder layers, what each of them offers (`layout`), and the last norm."""
+"""The parts of a model that have hook points: its decoder layers, each with its `layer_layout`, and the last norm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Key", "LayerLayout", "analyse_layer", "find_decoder_stack", "find_fi
 
 
 def find_decoder_stack(model: nn.Module) -> tuple[nn.Module, str, list[tuple[int, nn.Module]]]:
-    """The decoder layers of a language model, or of the language model within a multimodal one.
+    """Find the decoder layers of a language model, or of the language model within a multimodal one.
 
     Returns:
         The module that owns the list of layers, the list's attribute there, and ``(global index, layer)`` of the
@@ -39,7 +39,7 @@ def find_decoder_stack(model: nn.Module) -> tuple[nn.Module, str, list[tuple[int
 
 
 def find_final_norm(parent: nn.Module, layers: str | None = None) -> tuple[str, bool] | None:
-    """The norm that `parent` applies after its decoder layers.
+    """Find the norm that `parent` applies after its decoder layers.
 
     Args:
         parent: Owner of the list of layers.
@@ -76,7 +76,7 @@ def _language_model(model: nn.Module) -> nn.Module:
 
 
 def _outermost_list(model: nn.Module) -> tuple[nn.Module, str, nn.ModuleList]:
-    """The longest of the outermost lists of decoder layers; experts and the like lie within."""
+    """Return the longest of the outermost lists of decoder layers; experts and the like lie within."""
     depths: dict[int, list[tuple[nn.Module, str, nn.ModuleList]]] = {}
     for path, parent in model.named_modules():
         for name, child in parent.named_children():
@@ -99,7 +99,7 @@ def _is_decoder_layer(layer: nn.Module) -> bool:
 
 
 def _forward_over(parent: nn.Module, lists: list[str]) -> ast.FunctionDef | None:
-    """The forward that loops over one of `lists`: of the class of `parent`, or of one that it inherits from."""
+    """Return the forward that loops over one of `lists`: of the class of `parent`, or of one that it inherits from."""
     for owner in type(parent).__mro__:
         function = vars(owner).get("forward")
         if function is not None and owner is not nn.Module:
@@ -110,7 +110,7 @@ def _forward_over(parent: nn.Module, lists: list[str]) -> ast.FunctionDef | None
 
 
 def _loops_over(node: ast.AST, lists: list[str]) -> list[ast.For]:
-    """Loops within `node` over one of `lists`, attributes of its object."""
+    """Yield the loops within `node` over one of `lists`, attributes of its object."""
     attributes = {f"self.{name}" for name in lists}
     return [loop for loop in ast.walk(node) if isinstance(loop, ast.For) and _attributes(loop.iter) & attributes]
 

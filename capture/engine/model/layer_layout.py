@@ -1,6 +1,6 @@
-"""Where the hook points are in a decoder layer: read from its source, not from a list of models.
+"""The places of the hook points in a decoder layer, read from its source, not from a list of models.
 
-A layer's ``forward`` is walked with symbols (`walk`). What it returns must hold its input stream plus branches. A
+A layer's ``forward`` is walked with symbols (`symbolic_forward`). What it returns must hold its input stream plus branches. A
 branch that was computed from the input stream alone is attention's; one that was computed from the stream with that
 branch added is the MLP's; that sum is the *mid stream*. What follows from it is a `LayerLayout`.
 """
@@ -28,7 +28,7 @@ BOUNDARIES = frozenset({HookPoint.PRE_ATTN, HookPoint.POST_MLP})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerLayout:
-    """Where the values of the hook points are in a decoder layer. Modules are dotted paths below the layer.
+    """The places of the hook points' values in a decoder layer. Modules are dotted paths below the layer.
 
     Attributes:
         style: ``pair``: the stream is ``hidden + residual``, carried as a pair, and the layer returns
@@ -148,7 +148,7 @@ class _Reading:
         return self._sequential(layout, *mid)
 
     def _find_mid(self) -> tuple[Call, frozenset[int]] | None:
-        """The first call that reads the stream with a branch added, and the atoms of that sum."""
+        """Return the first call that reads the stream with a branch added, and the atoms of that sum."""
         for call in self._calls:
             for reads in sorted(call.output.reads, key=len):
                 if self._base < reads <= self._total.numbers:
@@ -178,7 +178,7 @@ class _Reading:
         return self._single_branches(layout, attention, mlp if is_whole else [])
 
     def _first_norm(self, mid_call: Call, mid_residual: Key | None, mid: frozenset[int]) -> str | None:
-        """The fused norm that hands `mid_call` its residual, if all else reads the stream before or after the two."""
+        """Return the fused norm that hands `mid_call` its residual, if all else reads the stream before or after the two."""
         first = next(
             (call for call in self._calls if call.added is not None and call.added.numbers == self._base), None
         )
@@ -236,7 +236,7 @@ class _Reading:
         )
 
     def _start(self, atom: Atom) -> tuple[Call, Key] | None:
-        """The first module but norms on the way to `atom`, and the argument through which the stream comes in."""
+        """Return the first module but norms on the way to `atom`, and the argument through which the stream comes in."""
         call = self._by_output.get(atom.number)
         if call is None:
             return None
@@ -250,7 +250,7 @@ class _Reading:
         return None
 
     def _modules(self, atom: Atom) -> set[str]:
-        """Modules on the ways from the stream to `atom`."""
+        """Return the modules on the ways from the stream to `atom`."""
         call = self._by_output.get(atom.number)
         if call is None:
             return {atom.module}
@@ -273,7 +273,7 @@ class _Reading:
 
 
 def _stream_keys(call: Call, stream: frozenset[int]) -> tuple[Key, Key | None] | None:
-    """Arguments of `call` that are `stream`: one alone, or the two that a fused add and norm adds."""
+    """Return the arguments of `call` that are `stream`: one alone, or the two that a fused add and norm adds."""
     if call.added is not None and call.added.numbers == stream:
         return 0, 1 if 1 in call.inputs else "residual"
     for key, value in call.inputs.items():

@@ -83,11 +83,11 @@ class Sum:
         return len(self.numbers) < len(self.terms)
 
     def plus(self, other: Sum) -> Sum:
-        """The sum of both."""
+        """Return the sum of both."""
         return Sum(self.terms + other.terms)
 
     def scaled(self, factor: str) -> Sum:
-        """The same with every atom multiplied by `factor`."""
+        """Return the same with every atom multiplied by `factor`."""
         return Sum(tuple((atom, (*factors, factor)) for atom, factors in self.terms))
 
 
@@ -160,19 +160,19 @@ class Tape:
     _count: int = 0
 
     def argument(self, name: str, *, is_stream: bool) -> Sum:
-        """A parameter of the layer."""
+        """Make the symbol of a parameter of the layer."""
         atom = self._atom(argument=name)
         if is_stream:
             self.inputs[name] = atom
         return Sum(((atom, ()),))
 
     def operation(self, text: str, *values: Value) -> Sum:
-        """The result of something that is no module and no sum."""
+        """Return the result of something that is no module and no sum."""
         inputs: dict[Key, Sum] = {index: value for index, value in enumerate(values) if isinstance(value, Sum)}
         return self._call("", inputs, self.reads(*values), text=text)
 
     def module(self, path: str, module: object, args: Mapping[Key, Value]) -> Value:
-        """The result of calling the submodule at `path`; a fused add and norm returns two."""
+        """Return the result of calling the submodule at `path`; a fused add and norm returns two."""
         inputs = {key: value for key, value in args.items() if isinstance(value, Sum)}
         first, residual = inputs.get(0), inputs.get(1, inputs.get("residual"))
         if first is None or residual is None or not is_norm(path, module):
@@ -182,7 +182,7 @@ class Tape:
         return Items((self._call(path, inputs, self.reads(added), added), added))
 
     def function(self, called: Value, args: Sequence[Value], text: str) -> Value:
-        """The result of calling something that is no module of the layer, written `text`."""
+        """Return the result of calling something that is no module of the layer, written `text`."""
         function: Any = called.value if isinstance(called, Plain) else UNKNOWN
         known = [arg.value for arg in args if isinstance(arg, Plain) and not _is_symbol(arg.value)]
         if len(known) == len(args) and any(function is pure for pure in _PURE):
@@ -199,7 +199,7 @@ class Tape:
         return self.operation(f"{text}(...)", *args)
 
     def method(self, name: str, value: Value, args: Sequence[Value], text: str) -> Value:
-        """The result of a tensor's method, written `text`."""
+        """Return the result of a tensor's method, written `text`."""
         if name in NO_TENSOR:
             return Plain()
         if name in _SAME_VALUES:
@@ -226,7 +226,7 @@ class Tape:
         return not self.reads(value) and not isinstance(value, Items)
 
     def element(self, value: Value, index: int) -> Value:
-        """Element `index` of a tuple."""
+        """Return element `index` of a tuple."""
         if isinstance(value, Items) and -len(value.values) <= index < len(value.values):
             return value.values[index]
         atom = value.atom if isinstance(value, Sum) else None

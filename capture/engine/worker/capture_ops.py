@@ -15,8 +15,8 @@ from headgate.capture.staging.ring import NUM_TRASH_ROWS
 
 ROWS = "rows"
 SLOTS = "slots"
-FIRES = "fires"
-_ROWS, _SLOTS, _FIRES = tensor_prefix(ROWS), tensor_prefix(SLOTS), tensor_prefix(FIRES)
+RUN_COUNTS = "run_counts"
+_ROWS, _SLOTS, _RUN_COUNTS = tensor_prefix(ROWS), tensor_prefix(SLOTS), tensor_prefix(RUN_COUNTS)
 
 
 def stored_value(site: SiteValue) -> Tensor:
@@ -74,5 +74,5 @@ def capture_with_kernel(module: nn.Module, hook: str, site: SiteValue) -> Tensor
 
 def count_run(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
     """Count on the device that the site ran: one for each forward, also for each graph replay."""
-    getattr(module, _FIRES + hook).add_(1)
+    getattr(module, _RUN_COUNTS + hook).add_(1)
     return site.carry

@@ -34,7 +34,7 @@ class CapturePart:
         self._sites: tuple[Site, ...] = ()
         self._staging: StagingRing | None = None
         self._session: CaptureSession | None = None
-        self._fires: torch.Tensor | None = None
+        self._run_counts: torch.Tensor | None = None
 
     @hookimpl
     def headgate_allocate(self, facts: WorkerFacts) -> int:
@@ -54,7 +54,7 @@ class CapturePart:
             staging_bytes=self._config.staging_bytes or default_staging_bytes(facts, len(self._sites)),
         )
         if self._config.fire_counter:
-            self._fires = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
+            self._run_counts = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
         logger.info(
             "capture: %.1f MiB of %s memory, of which the staging ring has %s; %.0f MiB of host memory",
             self._staging.device_bytes / MIB,
@@ -70,7 +70,7 @@ class CapturePart:
         if self._staging is None:
             return {}
         run = capture_action(facts)
-        if self._fires is not None:
+        if self._run_counts is not None:
             run = counted(run)
         actions = {}
         for index, site in enumerate(self._sites):
@@ -78,8 +78,8 @@ class CapturePart:
                 capture_ops.ROWS: unaliased(self._staging.buffers[index]),
                 capture_ops.SLOTS: self._staging.slots,
             }
-            if self._fires is not None:
-                tensors[capture_ops.FIRES] = unaliased(self._fires[index : index + 1])
+            if self._run_counts is not None:
+                tensors[capture_ops.RUN_COUNTS] = unaliased(self._run_counts[index : index + 1])
             actions[site] = SiteAction(run=run, tensors=tensors, order=0)
         return actions
 
@@ -104,7 +104,7 @@ class CapturePart:
             return {"capture": None}
         rows = self._staging.buffers.shape[1]
         sites = [site.name for site in self._sites]
-        return {"capture": {"sites": sites, "rows": rows, "fires": self._config.fire_counter}}
+        return {"capture": {"sites": sites, "rows": rows, "run_counts": self._config.fire_counter}}
 
     @hookimpl
     def headgate_request_added(self, new: NewRequest) -> None:
@@ -142,9 +142,9 @@ class CapturePart:
         if self._session is None:
             return {"capture": None}
         stats = dataclasses.asdict(self._session.stats())
-        if self._fires is not None:
-            counts = self._fires.tolist()
-            stats["fires"] = {site.name: count for site, count in zip(self._sites, counts, strict=True)}
+        if self._run_counts is not None:
+            counts = self._run_counts.tolist()
+            stats["run_counts"] = {site.name: count for site, count in zip(self._sites, counts, strict=True)}
         return {"capture": stats}
 
     @hookimpl

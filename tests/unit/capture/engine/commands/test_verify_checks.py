@@ -48,7 +48,7 @@ SILENT = Site.parse("1.post_attn")
 IDLE_EQUAL = "idle headgate answers as stock does"
 REPEATS = "stock repeats itself"
 NOTHING_LEFT = "captures and steering leave nothing behind"
-FIRES, REPLAYS = "every site ran in every step", "steps are replayed from CUDA graphs"
+RUN_COUNTS, REPLAYS = "every site ran in every step", "steps are replayed from CUDA graphs"
 CAPTURE_HARMLESS, COMPLETE = "a capture changes no answer", "captures are complete, none foreign"
 LIKE_EAGER, OWN = "captured rows equal those of eager mode", "captured rows are the request's own"
 AT_PROMPTS, AT_ANSWERS = "every site steers prompts", "every site steers answers"
@@ -159,9 +159,12 @@ WRONGS: dict[str, tuple[Wrong, set[str]]] = {
     "something is left behind": (Wrong(answers=moved(SERVED, PLAIN_AT_THE_END, 1e-6)), {NOTHING_LEFT}),
     "capturing changes a logprob": (Wrong(answers=moved(SERVED, CAPTURED, 1e-6)), {CAPTURE_HARMLESS}),
     "a batch-mate is touched": (Wrong(answers=moved(SERVED, STEERED, 1e-6)), {MATES}),
-    "a site misses a step": (Wrong(fires=lambda fires: {**fires, "1.post_mlp": fires["1.post_mlp"] - 1}), {FIRES}),
-    "a site never runs": (Wrong(fires=lambda fires: {**fires, "1.post_mlp": 0}), {FIRES}),
-    "nothing is counted": (Wrong(recording=lambda found: {"fires": {}}), {FIRES}),
+    "a site misses a step": (
+        Wrong(run_counts=lambda run_counts: {**run_counts, "1.post_mlp": run_counts["1.post_mlp"] - 1}),
+        {RUN_COUNTS},
+    ),
+    "a site never runs": (Wrong(run_counts=lambda run_counts: {**run_counts, "1.post_mlp": 0}), {RUN_COUNTS}),
+    "nothing is counted": (Wrong(recording=lambda found: {"run_counts": {}}), {RUN_COUNTS}),
     "no graph is replayed": (Wrong(recording=lambda found: {"replays": {PLAIN: [0]}}), {REPLAYS}),
 }
 

@@ -21,7 +21,7 @@ def reduce_scatter(branch: Tensor) -> Tensor:
 
 
 class Deferred(nn.Module):
-    """The all-reduce is left to a helper that does the norm's work: the norm's hooks would not fire."""
+    """The all-reduce is left to a helper that does the norm's work: the norm's hooks would not run."""
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> Any:
         hidden_states, residual = fused_allreduce_norm(self.input_layernorm, hidden_states, residual)
