@@ -1,6 +1,6 @@
 """The places of the hook points in a decoder layer, read from its source, not from a list of models.
 
-A layer's ``forward`` is walked with symbols (`symbolic_forward`). What it returns must hold its input stream plus branches. A
+A layer's ``forward`` is walked with symbols (`symbolic_forward`). Its result must hold its input stream plus branches. A
 branch that was computed from the input stream alone is attention's; one that was computed from the stream with that
 branch added is the MLP's; that sum is the *mid stream*. What follows from it is a `LayerLayout`.
 """
@@ -178,7 +178,7 @@ class _Reading:
         return self._single_branches(layout, attention, mlp if is_whole else [])
 
     def _first_norm(self, mid_call: Call, mid_residual: Key | None, mid: frozenset[int]) -> str | None:
-        """Return the fused norm that hands `mid_call` its residual, if all else reads the stream before or after the two."""
+        """Return the fused norm that hands `mid_call` its residual, if all else reads the stream before or after both."""
         first = next(
             (call for call in self._calls if call.added is not None and call.added.numbers == self._base), None
         )
@@ -236,7 +236,7 @@ class _Reading:
         )
 
     def _start(self, atom: Atom) -> tuple[Call, Key] | None:
-        """Return the first module but norms on the way to `atom`, and the argument through which the stream comes in."""
+        """Return the first module but norms on the way to `atom`, and its argument that is the stream."""
         call = self._by_output.get(atom.number)
         if call is None:
             return None
