@@ -1,6 +1,6 @@
 """The places of the hook points in a decoder layer, read from its source, not from a list of models.
 
-A layer's ``forward`` is walked with symbols (`symbolic_forward`). Its result must hold its input stream plus branches. A
+A layer's ``forward`` is walked with symbols (`symbolic_forward`). Its result must hold its input stream and branches. A
 branch that was computed from the input stream alone is attention's; one that was computed from the stream with that
 branch added is the MLP's; that sum is the *mid stream*. What follows from it is a `LayerLayout`.
 """
@@ -178,7 +178,7 @@ class _Reading:
         return self._single_branches(layout, attention, mlp if is_whole else [])
 
     def _first_norm(self, mid_call: Call, mid_residual: Key | None, mid: frozenset[int]) -> str | None:
-        """Return the fused norm that hands `mid_call` its residual, if all else reads the stream before or after both."""
+        """Return the fused norm that hands `mid_call` its residual, if all else reads the stream before or after."""
         first = next(
             (call for call in self._calls if call.added is not None and call.added.numbers == self._base), None
         )
