@@ -56,7 +56,9 @@ class Inductor:
                 f"{part}: compiled, it needs the inductor of torch 2.11 to 2.13, found torch {torch.__version__} "
                 f"(without {_PACKAGE}.{missing[0]}); run with --enforce-eager"
             )
-        self.register_lowering: Callable[..., Any] = _find("lowering.register_lowering")
+        self.register_lowering: Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]] = _find(
+            "lowering.register_lowering"
+        )
         self.fallback_handler: Callable[..., Any] = _find("lowering.fallback_handler")
         self.lowerings: dict[Any, Callable[..., Any]] = _find("lowering.lowerings")
         self.V: Any = _find("virtualized.V")
