@@ -39,6 +39,10 @@ KERNELS = {
 """Symbols that keep the kernels for a GPU as stock's, and rewrite their loads, with their use."""
 
 
+_Register = Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]]
+"""``register_lowering(operator, ...)``, a decorator of the function that lowers the operator."""
+
+
 class Inductor:
     """The symbols of this torch's inductor that one part of headgate needs.
 
@@ -56,9 +60,7 @@ class Inductor:
                 f"{part}: compiled, it needs the inductor of torch 2.11 to 2.13, found torch {torch.__version__} "
                 f"(without {_PACKAGE}.{missing[0]}); run with --enforce-eager"
             )
-        self.register_lowering: Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]] = _find(
-            "lowering.register_lowering"
-        )
+        self.register_lowering: _Register = _find("lowering.register_lowering")
         self.fallback_handler: Callable[..., Any] = _find("lowering.fallback_handler")
         self.lowerings: dict[Any, Callable[..., Any]] = _find("lowering.lowerings")
         self.V: Any = _find("virtualized.V")
