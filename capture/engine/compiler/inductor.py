@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _PACKAGE = "torch._inductor"
 
+Lower = Callable[..., "TensorBox"]
+"""A lowering: makes the result of an operator from its arguments."""
+
 LOWERING = {
     "lowering.register_lowering": "lowerings of headgate's custom operators",
     "lowering.fallback_handler": "a copy that is not fused",
@@ -39,10 +42,6 @@ KERNELS = {
 """Symbols that keep the kernels for a GPU as stock's, and rewrite their loads, with their use."""
 
 
-_Register = Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]]
-"""``register_lowering(operator, ...)``, a decorator of the function that lowers the operator."""
-
-
 class Inductor:
     """The symbols of this torch's inductor that one part of headgate needs.
 
@@ -60,7 +59,7 @@ class Inductor:
                 f"{part}: compiled, it needs the inductor of torch 2.11 to 2.13, found torch {torch.__version__} "
                 f"(without {_PACKAGE}.{missing[0]}); run with --enforce-eager"
             )
-        self.register_lowering: _Register = _find("lowering.register_lowering")
+        self.register_lowering: Callable[..., Callable[[Lower], Lower]] = _find("lowering.register_lowering")
         self.fallback_handler: Callable[..., Any] = _find("lowering.fallback_handler")
         self.lowerings: dict[Any, Callable[..., Any]] = _find("lowering.lowerings")
         self.V: Any = _find("virtualized.V")

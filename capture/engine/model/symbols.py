@@ -6,6 +6,7 @@ one path through the source computed.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -206,6 +207,23 @@ class Tape:
         if name in ("add", "add_") and isinstance(value, Sum) and len(args) == 1 and isinstance(args[0], Sum):
             return value.plus(args[0])
         return self.operation(text, value, *args)
+
+    def arithmetic(self, node: ast.BinOp, left: Value, right: Value) -> Value:
+        """Return the result of a binary operator of which one side, at least, is no plain object."""
+        if isinstance(node.op, ast.Add):
+            if isinstance(left, Items) and isinstance(right, Items):
+                return Items(left.values + right.values)
+            if isinstance(left, Sum) and isinstance(right, Sum):
+                return left.plus(right)
+        if isinstance(node.op, ast.Mult | ast.Div) and isinstance(left, Sum) and self._is_factor(right):
+            text = ast.unparse(node.right)
+            return left.scaled(text if isinstance(node.op, ast.Mult) else f"1 / ({text})")
+        if isinstance(node.op, ast.Mult) and isinstance(right, Sum) and self._is_factor(left):
+            return right.scaled(ast.unparse(node.left))
+        return self.operation(ast.unparse(node), left, right)
+
+    def _is_factor(self, value: Value) -> bool:
+        return not self.reads(value) and not isinstance(value, Items)
 
     def element(self, value: Value, index: int) -> Value:
         """Element `index` of a tuple."""
