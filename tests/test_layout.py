@@ -47,7 +47,6 @@ LARGE_CLASSES = {
     "ConsumerContract": "each method is a test that authors of consumers inherit",
     "Client": "one flat method for each call of the server, as users write it",
     "AsyncClient": "the same, awaited",
-    "_Walk": "a visitor: one method for each kind of node of Python's syntax",
 }
 """Classes that may have more methods, with the reason."""
 

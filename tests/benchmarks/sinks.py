@@ -16,7 +16,7 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem import FilesystemConsumer
-from headgate.consumers.filesystem.writing.request_writer import Partition
+from headgate.consumers.filesystem.writing.request_writer import RequestWriter
 
 
 class ForgettingConsumer(StreamingConsumer):
@@ -42,11 +42,11 @@ class ForgettingConsumer(StreamingConsumer):
 class CuttingConsumer(FilesystemConsumer):
     """The filesystem consumer up to its writers, which forget the rows that were cut out for each request."""
 
-    def _new_partition(self) -> Partition:
+    def _new_request_writer(self) -> RequestWriter:
         return _Forgetting(self.context, {}, self._store.temp_path, max_request_bytes=1, memory_bytes=1)
 
 
-class _Forgetting(Partition):
+class _Forgetting(RequestWriter):
     def begin(self, request: RequestInfo) -> None:
         """Nothing is kept."""
 
