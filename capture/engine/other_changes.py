@@ -12,9 +12,11 @@ class Change(NamedTuple):
     """Something that headgate adds to, or replaces in, another package without wrapping it by a `Patch`.
 
     Attributes:
-        name: Module and attribute; a field of ours or a part's name stands for ``{...}``.
-        kind: ``property`` or ``method`` of a class; ``instance``: an attribute of an object, or its class; ``value``: a
-            constant of a module; ``registration``: an entry of a registry.
+        name: Module and attribute, or class and attribute of its objects. ``{Worker}`` is any class with that word in
+            its name; ``{field}``, in small letters, is any name.
+        kind: ``property`` or ``method`` of a class; ``instance``: a method of one object, or its class; ``attribute``:
+            an attribute of headgate's own, added to an object; ``value``: a constant of a module; ``registration``: an
+            entry of a registry.
         where: The module of headgate that does it.
         why: Its purpose.
     """
@@ -28,6 +30,13 @@ class Change(NamedTuple):
 _WORKER = "vllm.v1.worker.worker_base"
 _INSTALL = "headgate.capture.engine.worker.install"
 _INDUCTOR = "headgate.capture.engine.compiler.inductor_heuristics"
+_SETTINGS = "headgate.capture.engine.setup.settings"
+_FORWARD = "headgate.capture.engine.model.forward_wrappers"
+_CORE = "headgate.capture.engine.core"
+_FRONT = "headgate.capture.engine.frontends"
+_INPUT = "headgate.capture.engine.frontends.input_processor"
+_RESULTS = "headgate.capture.engine.requests.capture_frontend"
+_ANSWERS = "headgate.capture.engine.server.answers"
 _PARAMS = "headgate.capture.engine.requests.sampling_params"
 
 CHANGES = (
@@ -54,16 +63,16 @@ CHANGES = (
     Change(f"{_WORKER}.WorkerBase.headgate_stats", "method", _INSTALL, "worker RPC: counters of every part"),
     Change(f"{_WORKER}.WorkerBase.headgate_call", "method", _INSTALL, "worker RPC: a method of one part"),
     Change(
-        "{worker}.compile_or_warm_up_model",
+        "{Worker}.compile_or_warm_up_model",
         *("instance", _INSTALL, "self-tests every site once the model is warmed up"),
     ),
-    Change("{worker}.shutdown", "instance", _INSTALL, "closes every part before the worker ends"),
+    Change("{Worker}.shutdown", "instance", _INSTALL, "closes every part before the worker ends"),
     Change(
-        "{model runner}.{method}",
+        "{ModelRunner}.{method}",
         *("instance", "headgate.capture.engine.worker.runner", "follows the steps of one model runner"),
     ),
     Change(
-        "{decoder layer, norm}.__class__",
+        "{layer or norm}.__class__",
         *("instance", "headgate.capture.engine.model.forward_wrappers", "a subclass whose forward runs the actions"),
     ),
     Change(
@@ -91,6 +100,29 @@ CHANGES = (
         *("registration", "headgate.capture.engine.compiler", "lowerings of headgate's own custom operators"),
     ),
     Change("torch.ops.headgate", "registration", "headgate.capture.engine.compiler", "headgate's custom operators"),
+    Change("VllmConfig._headgate_{section}", "attribute", _SETTINGS, "the configuration, read once"),
+    Change("{Worker}.headgate_worker", "attribute", _INSTALL, "the parts at work in a worker"),
+    Change("{layer or norm}._headgate_{tensor}", "attribute", _FORWARD, "static tensors of the actions of a site"),
+    Change("EngineCore._headgate_core", "attribute", f"{_CORE}.core_startup", "the part in an engine core"),
+    Change("Scheduler._headgate_core", "attribute", f"{_CORE}.core_startup", "the same, for calls of the scheduler"),
+    Change("Scheduler._headgate_ends", "attribute", f"{_CORE}.request_endings", "requests whose end the worker awaits"),
+    Change("SchedulerOutput.headgate_final", "attribute", f"{_CORE}.request_endings", "how requests ended"),
+    Change("SamplingParams._headgate_block_keys", "attribute", f"{_CORE}.block_keys", "keys of blocks to be hashed"),
+    Change("Request._headgate_hashed_with", "attribute", f"{_CORE}.block_keys", "keys of blocks that are hashed"),
+    Change("InputProcessor._headgate_front_end", "attribute", _INPUT, "capture where requests are made"),
+    Change("InputProcessor._headgate_reader", "attribute", _INPUT, "reads the fields of requests"),
+    Change("InputProcessor._headgate_chat", "attribute", _INPUT, "the conversation behind the next prompt"),
+    Change("OutputProcessor._headgate_watched", "attribute", f"{_FRONT}.output_processor", "requests that capture"),
+    Change("LLMEngine._headgate_desk", "attribute", f"{_FRONT}.llm", "results that wait for their request's output"),
+    Change("{Client}._headgate_front_end", "attribute", f"{_FRONT}.llm", "closed with the engine core's client"),
+    Change("RequestOutput.capture_results", "attribute", _RESULTS, "results of a request's captures"),
+    Change("CompletionOutput.capture_results", "attribute", _RESULTS, "those of one of its samples"),
+    Change("CompletionOutput.hidden_states", "attribute", _RESULTS, "the tensor that return_hidden_states asks for"),
+    Change("{Response}.capture_results", "attribute", _ANSWERS, "the same in answers of the server"),
+    Change("{Response}.hidden_states", "attribute", _ANSWERS, "the same in answers of the server"),
+    Change("{Choice}.hidden_states", "attribute", _ANSWERS, "the same in answers of the server"),
+    Change("GraphLowering.headgate_excluded", "attribute", _INDUCTOR, "buffers that are left out of the heuristics"),
+    Change("TritonKernel.headgate_excluded", "attribute", _INDUCTOR, "those among them that a kernel reads"),
     Change(
         "uvicorn.protocols.http.flow_control.HIGH_WATER_LIMIT",
         *("value", "headgate.capture.engine.server.body_middleware", "reads more of a long body ahead"),

@@ -10,6 +10,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -18,14 +20,25 @@ from headgate.capture.engine.other_changes import CHANGES
 from headgate.capture.engine.patch_table import PATCHES
 from tests.engine.tiny_models import tiny_model
 
+NOT_SEEN_HERE = {
+    "InputProcessor._headgate_chat": "set by a chat alone",
+    "CompletionOutput.hidden_states": "set where the consumer hidden_states is configured",
+    "{Response}.capture_results": "set by a server",
+    "{Response}.hidden_states": "set by a server",
+    "{Choice}.hidden_states": "set by a server",
+    "GraphLowering.headgate_excluded": "set while a kernel for a GPU is compiled",
+    "TritonKernel.headgate_excluded": "set while a kernel for a GPU is compiled",
+}
+"""Entries that an engine without a server, a chat and a GPU does not reach, with the reason."""
+
 SCRIPT = """
-import functools, importlib, json, sys, types, warnings
+import builtins, functools, importlib, json, sys, types, warnings
 from pathlib import Path
 
 warnings.simplefilter("ignore")
 model, root = sys.argv[1:]
 from headgate.capture.engine import plugin
-from headgate.capture.engine.compiler.inductor_heuristics import install_exclusion
+from headgate.capture.engine.compiler.inductor_heuristics import register_exclusion
 from headgate.capture.engine.patch_table import PATCHES
 from headgate.capture.engine.server.body_middleware import READ_AHEAD, read_ahead
 from headgate.steering import verify
@@ -65,27 +78,46 @@ def replaced():
                         yield f"{value.__module__}.{value.__qualname__}.{inner}"
 
 
-def on_instances(start):
+def holds_ours(value):
+    values = list(value.values())[:2000] if isinstance(value, dict) else [value]
+    kinds = [type(each) for each in values if type(each).__module__.startswith("headgate")]
+    return any(not any(package(base.__module__) in OTHERS for base in kind.__mro__) for kind in kinds)
+
+
+assigned, plain_setattr = set(), setattr
+
+
+def noting_setattr(owner, name, value):
+    if package(type(owner).__module__) in OTHERS and not isinstance(getattr(type(owner), name, None), property):
+        if str(Path(sys._getframe(1).f_code.co_filename).resolve()).startswith(OURS):
+            assigned.add(f"{type(owner).__qualname__}.{name}")
+    plain_setattr(owner, name, value)
+
+
+def on_instances(start, attributes):
     seen, waiting = set(), [start]
     while waiting:
         found = waiting.pop()
         if id(found) in seen or isinstance(found, (str, bytes, int, float, type, types.ModuleType)):
             continue
         seen.add(id(found))
-        kind = type(found)
+        kind, shown = type(found), type(found).__qualname__
         if kind.__module__.startswith("headgate"):
             base = next((base for base in kind.__mro__[1:] if package(base.__module__) in OTHERS), None)
             if base is None:
                 continue
-            yield f"{base.__qualname__}.__class__"
+            shown = base.__qualname__
+            yield f"{shown}.__class__"
         if isinstance(found, dict):
             waiting += list(found.values())[:2000]
         elif isinstance(found, (list, tuple)):
             waiting += list(found)[:2000]
         elif isinstance(getattr(found, "__dict__", None), dict):
             for name, value in list(vars(found).items()):
-                if is_ours(value) and not str(name).startswith("_headgate"):
-                    yield f"{kind.__qualname__}.{name}"
+                if is_ours(value):
+                    yield f"{shown}.{name}"
+                elif str(name).startswith(("_headgate", "headgate")) or holds_ours(value):
+                    attributes.add(f"{shown}.{name}")
                 waiting.append(value)
 
 
@@ -99,17 +131,28 @@ if __name__ == "__main__":
     )
     capture = {"filesystem": {"hooks": {"post_mlp": "all"}}}
     prompt = {"prompt_token_ids": [1, 2, 3]}
-    llm.generate(prompt, SamplingParams(max_tokens=2, detokenize=False, capture=capture))
+    steering = {"steering_vectors": {"post_mlp": {0: [0.5] * 64}}}
+    builtins.setattr = noting_setattr
+    outputs = llm.generate(prompt, SamplingParams(max_tokens=2, detokenize=False, capture=capture, **steering))
+    llm.llm_engine.engine_core.engine_core._headgate_core.fail("a test of what is replaced then")
+    builtins.setattr = plain_setattr
     for patch in PATCHES:
         importlib.import_module(patch.module)
     importlib.import_module("vllm.v1.engine.async_llm")
     from uvicorn.protocols.http import flow_control, h11_impl
 
-    install_exclusion("capture")  # as a worker on a GPU does
+    register_exclusion()  # as a worker on a GPU does
     read_ahead(READ_AHEAD)  # as an API server does
+    import torch
+    from torch._inductor.lowering import lowerings
+
+    attributes = set()
     told = {
         "replaced": sorted(set(replaced())),
-        "instances": sorted(set(on_instances(llm.llm_engine))),
+        "instances": sorted(set(on_instances([llm.llm_engine, outputs], attributes))),
+        "attributes": sorted(attributes | assigned),
+        "lowerings": sorted({str(key) for key in lowerings if "headgate" in str(key)}),
+        "operators": sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("headgate::")),
         "values": [flow_control.HIGH_WATER_LIMIT, h11_impl.HIGH_WATER_LIMIT, READ_AHEAD],
     }
     Path(root, "told.json").write_text(json.dumps(told))
@@ -140,8 +183,17 @@ def test_everything_that_is_replaced_is_in_a_table(told: dict[str, Any]) -> None
 
 
 def pattern(name: str) -> re.Pattern[str]:
-    """The names that an entry stands for: ``{...}`` is any one attribute."""
-    return re.compile(re.sub(r"\\\{[^}]*\\\}", r"\\w+", re.escape(name)))
+    """The names that an entry stands for: ``{Word}`` is any name with that word in it, ``{word}`` any name at all."""
+    parts = re.split(r"\{([^}]*)\}", name)
+    words = [rf"\w*{part}\w*" if part[0].isupper() else r"\w+" for part in parts[1::2]]
+    return re.compile("".join(re.escape(text) + word for text, word in zip_longest(parts[::2], words, fillvalue="")))
+
+
+def unlisted_and_unseen(kind: str, found: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Names that no entry of that kind stands for, and entries that stand for none."""
+    patterns = {change.name: pattern(change.name) for change in CHANGES if change.kind == kind}
+    unlisted = [name for name in found if not any(one.fullmatch(name) for one in patterns.values())]
+    return unlisted, [name for name, one in patterns.items() if not any(map(one.fullmatch, found))]
 
 
 def test_everything_in_the_tables_is_really_replaced(told: dict[str, Any]) -> None:
@@ -153,14 +205,27 @@ def test_everything_in_the_tables_is_really_replaced(told: dict[str, Any]) -> No
     assert unused == []
 
 
-def test_what_is_replaced_on_instances_is_in_the_table(told: dict[str, Any]) -> None:
-    listed = {change.name.rpartition(".")[2] for change in CHANGES if change.kind == "instance"}
+def test_methods_and_classes_that_are_replaced_on_instances_are_in_the_table(told: dict[str, Any]) -> None:
+    assert unlisted_and_unseen("instance", told["instances"]) == ([], [])
 
-    found = {name for name in told["instances"] if "ModelRunner." not in name}
 
-    assert {name.rpartition(".")[2] for name in found} <= listed
-    assert {"__class__", "headgate_call"} <= {name.rpartition(".")[2] for name in found}
-    assert any("ModelRunner." in name for name in told["instances"])
+def test_attributes_that_are_added_to_instances_are_in_the_table(told: dict[str, Any]) -> None:
+    unlisted, unseen = unlisted_and_unseen("attribute", told["attributes"])
+
+    assert unlisted == []
+    assert set(unseen) == NOT_SEEN_HERE.keys()
+
+
+def test_operators_are_lowered_and_listed_where_they_are_registered(told: dict[str, Any]) -> None:
+    assert {change.name for change in CHANGES if change.kind == "registration"} == {
+        "torch._inductor.lowering.lowerings",
+        "torch.ops.headgate",
+    }
+    assert "headgate.excluded.default" in told["lowerings"]
+    assert {name.partition(".")[0] for name in told["lowerings"]} == {"headgate"}
+    assert {name.removeprefix("headgate.").partition(".")[0] for name in told["lowerings"]} <= {
+        name.removeprefix("headgate::").partition(".")[0] for name in told["operators"]
+    }
 
 
 def test_the_constants_are_those_of_the_table(told: dict[str, Any]) -> None:
