@@ -53,7 +53,7 @@ LARGE_CLASSES = {
 HOST_PACKAGES = {"torch", "triton", "vllm", "transformers", "fastapi", "starlette", "uvicorn", "prometheus_client"}
 """Packages that come with the user's own vLLM."""
 
-EXTRAS = {"gguf", "httpx", "matplotlib", "ml_dtypes", "pytest"}
+EXTRAS = {"gguf", "httpx", "matplotlib", "pytest"}
 """Packages of the optional dependencies, imported inside the function or the module that needs them."""
 
 IMPORT_NAMES = {"pyzmq": "zmq"}
