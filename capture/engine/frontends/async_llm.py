@@ -100,7 +100,7 @@ async def _with_results(
             if output.finished and (ask.is_explicit or ask.wait):
                 is_aborted = all(completion.finish_reason == "abort" for completion in output.outputs)
                 results = await front.wait_async(ask, is_aborted=is_aborted)
-                attach_results(output, results, front.door.hidden_states)
+                attach_results(output, results, front.capture_reader.hidden_states)
                 if slot is not None:
                     slot.results = results
             yield output

@@ -64,17 +64,17 @@ class _PendingResults:
 
 
 def _pending_results(engine: LLMEngine) -> _PendingResults | None:
-    """The desk of an engine that is configured for headgate; None for others."""
-    desk: _PendingResults | None = vars(engine).get(_PENDING_RESULTS)
-    if desk is None:
+    """Return the pending results of an engine that is configured for headgate; None for others."""
+    pending: _PendingResults | None = vars(engine).get(_PENDING_RESULTS)
+    if pending is None:
         reader = reader_of(engine)
         if reader.capture is None and not reader.parts:
             return None
-        desk = _PendingResults(reader)
-        setattr(engine, _PENDING_RESULTS, desk)
+        pending = _PendingResults(reader)
+        setattr(engine, _PENDING_RESULTS, pending)
         if reader.capture is not None:
             setattr(engine.engine_core, FRONT_END, reader.capture)
-    return desk
+    return pending
 
 
 def add_request(original: Function) -> Function:
@@ -95,20 +95,20 @@ def add_request(original: Function) -> Function:
             if headgate_request is None:
                 return original(self, request_id, prompt, params, *args, **kwargs)
             reader.confirm(headgate_request, self.engine_core)
-        desk = _pending_results(self)
-        assert desk is not None  # noqa: S101  (a reader without parts reads nothing)
+        pending = _pending_results(self)
+        assert pending is not None  # noqa: S101  (a reader without parts reads nothing)
         before = _ids(self, request_id)
         try:
             result = original(self, request_id, prompt, attach(params, headgate_request), *args, **kwargs)
         except BaseException as error:
-            desk.forget(headgate_request)
+            pending.forget(headgate_request)
             # An engine core in this process refuses in the call, when the output processor already waits for it.
             self.abort_request([known for known in _ids(self, request_id) if known not in before], internal=True)
             if isinstance(error, RequestError):
-                _explain(self, desk, [headgate_request])
+                _explain(self, pending, [headgate_request])
             raise
         if not headgate_request.is_empty:
-            desk.asks[request_id] = headgate_request
+            pending.asks[request_id] = headgate_request
         return result
 
     return wrapped
@@ -125,14 +125,14 @@ def step(original: Function) -> Function:
     @wraps(original)
     def wrapped(self: Any) -> object:
         outputs = original(self)
-        desk = _pending_results(self)
-        if desk is None or not desk.asks:
+        pending = _pending_results(self)
+        if pending is None or not pending.asks:
             return outputs
         for output in outputs:
-            if output.finished and output.request_id in desk.asks:
-                desk.take(output)
-        if desk.finished and not desk.is_run_by_llm:
-            _collect(self, desk, desk.front.patience_s())
+            if output.finished and output.request_id in pending.asks:
+                pending.take(output)
+        if pending.finished and not pending.is_run_by_llm:
+            _collect(self, pending, pending.front.patience_s())
         return outputs
 
     return wrapped
@@ -148,42 +148,42 @@ def run_engine(original: Function) -> Function:
     @wraps(original)
     def wrapped(self: Any, *args: object, **kwargs: object) -> object:
         engine = self.llm_engine
-        desk = _pending_results(engine)
-        if desk is None:
+        pending = _pending_results(engine)
+        if pending is None:
             return original(self, *args, **kwargs)
-        desk.is_run_by_llm = True
+        pending.is_run_by_llm = True
         try:
             outputs = original(self, *args, **kwargs)
         except BaseException:
-            for _, ask in desk.finished:
-                desk.front.forget(ask)
-            desk.finished, desk.refused = [], []
+            for _, ask in pending.finished:
+                pending.front.forget(ask)
+            pending.finished, pending.refused = [], []
             raise
         finally:
-            desk.is_run_by_llm = False
-        if desk.finished:
-            _collect(engine, desk, desk.front.config.result_timeout_s)
-        refused, desk.refused = desk.refused, []
-        _explain(engine, desk, refused)
+            pending.is_run_by_llm = False
+        if pending.finished:
+            _collect(engine, pending, pending.front.config.result_timeout_s)
+        refused, pending.refused = pending.refused, []
+        _explain(engine, pending, refused)
         return outputs
 
     return wrapped
 
 
-def _explain(engine: LLMEngine, desk: _PendingResults, refused: Iterable[HeadgateRequest]) -> None:
+def _explain(engine: LLMEngine, pending: _PendingResults, refused: Iterable[HeadgateRequest]) -> None:
     """Say why the engine core refused requests: for a name that is gone, or for want of room."""
     for headgate_request in refused:
         with as_client_error():
-            desk.reader.explain(headgate_request, engine.engine_core)
+            pending.reader.explain(headgate_request, engine.engine_core)
 
 
-def _collect(engine: LLMEngine, desk: _PendingResults, timeout_s: float) -> None:
+def _collect(engine: LLMEngine, pending: _PendingResults, timeout_s: float) -> None:
     """Wait for all that finished, `timeout_s` together, and hand the results out."""
     _tell_worker(engine)
     deadline = time.monotonic() + timeout_s
-    finished, desk.finished = desk.finished, []
+    finished, pending.finished = pending.finished, []
     for output, ask in finished:
-        attach_results(output, desk.front.wait(ask, deadline=deadline), desk.front.door.hidden_states)
+        attach_results(output, pending.front.wait(ask, deadline=deadline), pending.front.capture_reader.hidden_states)
 
 
 def _tell_worker(engine: LLMEngine) -> None:
@@ -201,10 +201,10 @@ def abort_request(original: Function) -> Function:
     @wraps(original)
     def wrapped(self: Any, *args: object, **kwargs: object) -> object:
         result = original(self, *args, **kwargs)
-        if (desk := _pending_results(self)) is not None:
+        if (pending := _pending_results(self)) is not None:
             running = self.output_processor.external_req_ids
-            for request_id in [known for known in desk.asks if known not in running]:
-                desk.forget(desk.asks.pop(request_id))
+            for request_id in [known for known in pending.asks if known not in running]:
+                pending.forget(pending.asks.pop(request_id))
         return result
 
     return wrapped

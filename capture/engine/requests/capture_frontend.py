@@ -53,7 +53,7 @@ class FrontEnd:
     ) -> None:
         self.config = config
         self.model = model
-        self.door = CaptureRequestReader(config, model, consumers)
+        self.capture_reader = CaptureRequestReader(config, model, consumers)
         self._drivers = frozenset(name for name, consumer in consumers.items() if consumer.location == "driver")
         self._linger_s = {
             name: consumer.linger_s if config.linger_s is None else config.linger_s
@@ -72,7 +72,7 @@ class FrontEnd:
         Online, a request that did not ask for anything must not wait for the global consumers that look at it: it is
         answered only if one of them is located here, and gets its rows that way.
         """
-        ask = self.door.read(params, request_id)
+        ask = self.capture_reader.read(params, request_id)
         if ask is None or not (is_offline or ask.is_explicit or ask.wait or self._drivers & set(ask.specs)):
             return ask
         return replace(ask, reply=self.hub.address)

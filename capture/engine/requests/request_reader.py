@@ -125,7 +125,7 @@ class RequestReader:
         if self.capture is None:
             return self._without_capture(params)
         refuse_forged(params)
-        return self._with_parts(params, self.capture.door.read(params, request_id))
+        return self._with_parts(params, self.capture.capture_reader.read(params, request_id))
 
     def read_answered(self, params: SamplingParams, request_id: str, *, is_offline: bool) -> HeadgateRequest | None:
         """The same, with the address that results go to."""

@@ -223,7 +223,7 @@ def _begin_call(serving: Any, given: Document) -> Call:
     with as_client_error():
         form = read_form(given.get(RETURN_HIDDEN_STATES))
     front = front_end_of(serving.engine_client)
-    call = Call(form=form, states=None if front is None else front.door.hidden_states)
+    call = Call(form=form, states=None if front is None else front.capture_reader.hidden_states)
     enter(call)
     return call
 
@@ -253,7 +253,7 @@ async def _find_chat_messages(serving: Any, request: Any) -> dict[Message, Rende
     if front is None:
         return {}
     with as_client_error():
-        ask = front.door.read(request.to_sampling_params(1, {}), request.request_id)
+        ask = front.capture_reader.read(request.to_sampling_params(1, {}), request.request_id)
         if ask is None:
             return {}
         return {

@@ -183,7 +183,7 @@ class CapturePart:
 
 
 def default_staging_bytes(facts: WorkerFacts, num_sites: int) -> int:
-    """Choose the host memory for a full step of all sites: with less, the step thread waits for rows to be dealt out.
+    """Choose the host memory for a full step of all sites: with less, the step thread waits until rows are handed on.
 
     A power of two, since pinned memory is allocated in those.
     """

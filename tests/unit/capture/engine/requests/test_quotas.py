@@ -40,7 +40,7 @@ def check(capture: Any, *, n: int = 1, states: Any = None, max_tokens: int | Non
     front = FrontEnd(config, MODEL, consumers, num_stages=1, open_drivers=lambda hub: None)
     extra = {"capture": capture, "return_hidden_states": states}
     params = SimpleNamespace(extra_args=extra, max_tokens=max_tokens, n=n)
-    ask = front.door.read(params, "r")
+    ask = front.capture_reader.read(params, "r")
     assert ask is not None
     front.resolve(ask, NUM_PROMPT, params, None)
 
