@@ -25,7 +25,7 @@ from headgate.capture.engine.requests.sampling_params import (
     none_if_default,
     read_fields,
 )
-from headgate.capture.engine.server.access_keys import require_key
+from headgate.capture.engine.server.access_keys import require_role
 from headgate.capture.engine.server.answers import answer_choices, answer_response
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.errors import RequestError
@@ -212,7 +212,7 @@ def serve_tokens(original: Function) -> Function:
     @wraps(original)
     async def wrapped(self: Any, request: Any, raw_request: Any = None, *args: object, **kwargs: object) -> object:
         if raw_request is not None and read_fields(request.sampling_params, CAPTURE_FIELDS):
-            require_key(CAPTURE, raw_request)
+            require_role(CAPTURE, raw_request)
         return await original(self, request, raw_request, *args, **kwargs)
 
     return wrapped
@@ -237,7 +237,7 @@ async def _check_early(
     drops our fields, and registered names.
     """
     if raw_request is not None and _captures(given):
-        require_key(CAPTURE, raw_request)
+        require_role(CAPTURE, raw_request)
     with as_client_error():
         if getattr(request, "use_beam_search", False):
             raise RequestError(
