@@ -231,6 +231,10 @@ class _Calls:
                     base.value = result  # in place
                 return result
         called = expressions.visit(node.func)
+        if isinstance(called, Plain) and (called.value is getattr or called.value is hasattr):
+            found = expressions.attribute_by_name(node, is_asked=called.value is hasattr)
+            if found is not None:
+                return found
         if isinstance(called, Plain) and called.path:
             return self._member(called, args, ast.unparse(node.func))
         return self._tape.function(called, values, ast.unparse(node.func))
