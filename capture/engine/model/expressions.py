@@ -58,6 +58,23 @@ class PathState:
     tape: Tape
 
 
+def attribute_of(layer: object | None, base: Plain, name: str, default: object = UNKNOWN) -> Plain:
+    """Return attribute `name` of `base`, `default` if it has none; unknown where the object is.
+
+    Args:
+        layer: What `base` is if it is the layer itself; None: its attributes are unknown.
+    """
+    path = name if base.value is SELF else f"{base.path}.{name}" if base.path else ""
+    owner = owner_of(layer, base)
+    return Plain(UNKNOWN if owner is UNKNOWN else getattr(owner, name, default), path)
+
+
+def owner_of(layer: object | None, base: Plain) -> object:
+    """Return the object that `base` stands for, of which attributes are asked."""
+    owner = layer if base.value is SELF else base.value
+    return UNKNOWN if owner is None else owner
+
+
 class Expressions(ast.NodeVisitor):
     """The expressions of one function: `visit` returns the value of a node.
 
@@ -131,35 +148,7 @@ class Expressions(ast.NodeVisitor):
         base = self.visit(node.value)
         if not isinstance(base, Plain):
             return Plain() if node.attr in NO_TENSOR else self._tape.operation(ast.unparse(node), base)
-        return self._attribute(base, node.attr, UNKNOWN)
-
-    def attribute_by_name(self, node: ast.Call, *, is_asked: bool) -> Value | None:
-        """Return the value of ``getattr(owner, "name", default)``, or of ``hasattr`` with `is_asked`.
-
-        None if the owner is a tensor, or the name is computed.
-        """
-        match node:
-            case ast.Call(args=[target, ast.Constant(value=str(name)), *defaults], keywords=[]):
-                base = self.visit(target)
-            case _:
-                return None
-        if not isinstance(base, Plain):
-            return None
-        if is_asked:
-            owner = self._owner(base)
-            return Plain() if owner is UNKNOWN else Plain(hasattr(owner, name))
-        default = self.visit(defaults[0]) if defaults else Plain()
-        return self._attribute(base, name, default.value if isinstance(default, Plain) else UNKNOWN)
-
-    def _attribute(self, base: Plain, name: str, default: object) -> Plain:
-        owner = self._owner(base)
-        path = name if base.value is SELF else f"{base.path}.{name}" if base.path else ""
-        return Plain(UNKNOWN if owner is UNKNOWN else getattr(owner, name, default), path)
-
-    def _owner(self, base: Plain) -> object:
-        """Return the object behind `base`; the layer's attributes are unknown without an instance."""
-        owner = self._layer if base.value is SELF else base.value
-        return UNKNOWN if owner is None else owner
+        return attribute_of(self._layer, base, node.attr)
 
     def visit_Subscript(self, node: ast.Subscript) -> Value:
         base, index = self.visit(node.value), node.slice
