@@ -132,7 +132,7 @@ class CallSizes:
         """Count a request that begins."""
         name = _call_of(request)
         if name not in self._running:
-            self._running[name] = self._idle.pop(name, None) or _CallSize()
+            self._running[name] = self._idle.pop(name) if name in self._idle else _CallSize()
         self._running[name].num_running += 1
         self._requests[request.request_id] = 0
 
