@@ -249,13 +249,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             it changes. With it, whatever needs a role needs a key, also from the server's own machine.
         usage_file: SQLite file in which limits per day and of concurrency are counted, made if there is none; on a
             local disk. If None, they are counted in memory, and begin anew when the server starts.
-        audit_file: File to which a line of JSON is added for each change of what steers others.
     """
 
     max_body_bytes: int = 128 * MIB
     keys_file: str | None = None
     usage_file: str | None = None
-    audit_file: str | None = None
 
 
 def parse_server(document: object) -> ServerConfig:

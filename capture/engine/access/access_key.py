@@ -29,19 +29,27 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Limits of what one key captures; each is off if None. A day is one of UTC.
 
     Attributes:
-        max_bytes_per_day: Bytes of captured rows, over all sites. A request is admitted if all that it could capture
+        max_bytes_per_day: Bytes of captured rows, over all sites. A prompt is admitted if all that it could capture
             fits, and counts with what it did capture; with all it could, if its client went away before its end.
         max_requests_per_day: Prompts that capture anything.
         max_concurrent_requests: Prompts that capture anything at the same time.
-        max_request_bytes: Bytes of rows of one prompt, its samples and consumers together.
+        max_request_rows: Positions that one HTTP request captures for one consumer, all its prompts and samples
+            together.
+        max_request_bytes: Bytes of rows that one HTTP request captures, at all sites and for all consumers together.
         max_inline_bytes: The same for consumers whose rows are part of the answer (``inline``).
     """
 
     max_bytes_per_day: int | None = None
     max_requests_per_day: int | None = None
     max_concurrent_requests: int | None = None
+    max_request_rows: int | None = None
     max_request_bytes: int | None = None
     max_inline_bytes: int | None = None
+
+    @property
+    def are_set(self) -> bool:
+        """Whether there is any."""
+        return self != KeyLimits()
 
     @property
     def are_counted(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.wire_format import CAPTURE
+from headgate.capture.engine.frontends.metering import check_quota
 from headgate.capture.engine.requests.call_context import Call, current_call, enter, taken
 from headgate.capture.engine.requests.capture_frontend import front_end_of
 from headgate.capture.engine.requests.capture_request import messages_of
@@ -164,7 +165,9 @@ def generate_response(original: Function) -> Function:
             ):
                 assert reader.capture is not None  # noqa: S101  (it has read what is captured)
                 num_prompt = len(engine_input["prompt_token_ids"])
-                reader.capture.resolve(headgate_request.capture, num_prompt, sampling_params, Call().find_message([]))
+                find_message = Call().find_message([])
+                resolved = reader.capture.resolve(headgate_request.capture, num_prompt, sampling_params, find_message)
+                check_quota(reader.capture, resolved, num_prompt, sampling_params)
         return original(self, request_id, engine_input, sampling_params, *args, **kwargs)  # type: ignore[no-any-return]
 
     return wrapped

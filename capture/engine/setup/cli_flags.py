@@ -171,7 +171,6 @@ _SERVER_FLAGS = {
         "JSON file of clients' keys, their roles and limits; `headgate keys add` makes it.",
     ),
     "--headgate-usage": ("usage_file", "File in which the keys' limits are counted, over restarts and processes."),
-    "--headgate-audit": ("audit_file", "File to which each change of what steers others is added, as a line of JSON."),
 }
 """Flags of the HTTP server, each with its setting and its help."""
 
