@@ -200,10 +200,10 @@ def _tensor(tensor: Any, torch: Any, hidden: int, where: str) -> tuple[Rows, Sto
 def _packed(value: Mapping[Any, Any], hook: HookPoint, steerable: Steerable, where: str) -> Iterator[Entry]:
     missing = _PACKED_KEYS - {"scales"} - set(value)
     unknown = set(value) - _PACKED_KEYS
-    layers = [key for key in unknown if _INTEGER.fullmatch(str(key))]
-    if layers:
+    by_layer = [key for key in unknown if _INTEGER.fullmatch(str(key))]
+    if by_layer:
         raise RequestError(
-            where, f"both {where}.data and {where}.{layers[0]} are given: packed rows, or vectors by layer, not both"
+            where, f"both {where}.data and {where}.{by_layer[0]} are given: packed rows, or vectors by layer, not both"
         )
     if missing or unknown:
         wrong = f"lacks {sorted(missing)}" if missing else f"has the unknown keys {shown(sorted(map(str, unknown)))}"
