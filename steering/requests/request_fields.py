@@ -94,7 +94,7 @@ def read_tier(value: object, steerable: Steerable, field: str) -> PhaseVectors |
 
 
 class TierUpdate(NamedTuple):
-    """What becomes of the sites of one tier of the global vectors that a client names.
+    """A change of one tier of the global vectors.
 
     Attributes:
         vectors: To set; None if there are none.
@@ -106,7 +106,7 @@ class TierUpdate(NamedTuple):
 
     @property
     def sites(self) -> set[Site]:
-        """Both."""
+        """The sites that change."""
         return {*self.cleared, *(self.vectors.sites if self.vectors is not None else ())}
 
 
