@@ -24,7 +24,7 @@ def check_consumer(instance: str, field: str) -> None:
 
 
 def with_tag(consumer: type[CaptureConsumer], wanted: object) -> object:
-    """What a client wrote for a consumer, with its key's tag if it names none."""
+    """Add the tag of the client's key to a spec, as the client wrote it, that names none."""
     caller = current_caller()
     if caller is None or caller.key.default_tag is None or not consumer.takes_tag or not isinstance(wanted, Mapping):
         return wanted
