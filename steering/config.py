@@ -9,6 +9,7 @@ The operator's document is ``additional_config={"headgate": {"steering": {...}}}
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +46,8 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             A site costs 8 bytes of device memory for each batch row.
         modules: ``{name: path}`` of named modules to load at start (``.safetensors``, ``.json``, ``.gguf``). Each
             vector of a module takes a slot for as long as it is registered.
+        audit_file: File to which each change of global vectors and modules is added as a line of JSON, by every engine
+            core; none if None.
         self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
         fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
     """
@@ -54,6 +57,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_vectors_per_request: int | None = None
     sites: dict[str, Any] = msgspec.field(default_factory=_stream_sites)
     modules: dict[str, str] = msgspec.field(default_factory=dict)
+    audit_file: str | None = None
     self_test: bool = True
     fire_counter: bool = False
 
@@ -133,7 +137,7 @@ def _check(config: SteeringConfig) -> None:
 
 
 _SIZES = ("max_steering_slots", "max_steering_configs")
-_FLAGS = ("enable_steering", *_SIZES, "steering_modules", "steering_sites")
+_FLAGS = ("enable_steering", *_SIZES, "steering_modules", "steering_sites", "steering_audit")
 
 
 def add_flags(group: Any) -> None:
@@ -170,6 +174,13 @@ def add_flags(group: Any) -> None:
         help="Named modules to load at start, from .safetensors, .json or .gguf files. May be repeated.",
     )
     group.add_argument(
+        "--steering-audit",
+        type=os.path.abspath,
+        default=None,
+        metavar="FILE",
+        help="File to which each change of global vectors and modules is added, as a line of JSON.",
+    )
+    group.add_argument(
         "--steering-sites",
         type=json_object,
         default=None,
@@ -196,6 +207,8 @@ def read_flags(args: argparse.Namespace, section: Mapping[str, Any] | None) -> d
     document.update({name: given[name] for name in _SIZES if name in given})
     if "steering_modules" in given:
         document["modules"] = _merged(document.get("modules") or {}, given["steering_modules"])
+    if "steering_audit" in given:
+        document["audit_file"] = given["steering_audit"]
     if "steering_sites" in given:
         document["sites"] = given["steering_sites"]
     return document

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
@@ -11,6 +12,7 @@ from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.config import parse_config
 from headgate.steering.core.admission import Reservations
+from headgate.steering.core.audit import Audit
 from headgate.steering.core.operator_calls import OperatorCalls
 from headgate.steering.core.state import Resolved, SteeringState
 from headgate.steering.files.vector_files import VectorFileError, load
@@ -31,12 +33,13 @@ class SteeringCore:
         dtype: The model's.
         capacity: Slots of the workers' pools, the zero vector aside.
         services: Calls the workers and restarts requests.
+        audit: Notes changes of what steers others; one of its own if None.
     """
 
-    def __init__(self, dtype: StoredType, capacity: int, services: CoreServices) -> None:
+    def __init__(self, dtype: StoredType, capacity: int, services: CoreServices, audit: Audit | None = None) -> None:
         self._state = SteeringState(dtype)
         self._reservations: Reservations[str] = Reservations(capacity)
-        self._operator = OperatorCalls(self._state, self._reservations, services)
+        self._operator = OperatorCalls(self._state, self._reservations, services, audit or Audit())
         self._resolved: dict[str, Resolved] = {}
         """Of requests that steer, from `accept` until `release`."""
         self._log = SparseLog("steering")
@@ -133,7 +136,8 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     config = parse_config(section)
     model = facts.model
     steerable = config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)
-    core = SteeringCore(cast("StoredType", model.dtype), config.num_slots(model.num_layers) - 1, services)
+    audit = Audit(facts.engine, None if config.audit_file is None else Path(config.audit_file))
+    core = SteeringCore(cast("StoredType", model.dtype), config.num_slots(model.num_layers) - 1, services, audit)
     for name, path in config.modules.items():
         core.load(name, path, steerable)
     logger.info("steering: %s", core.room())

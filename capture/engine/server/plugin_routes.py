@@ -15,8 +15,10 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
-from headgate.capture.engine.access.access_key import role_of
+from headgate.capture.engine.access.access_key import ADMIN, role_of
+from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.parts import Part, collect
+from headgate.capture.engine.contracts.route_part import RouteClient
 from headgate.capture.engine.frontends.engine_handles import NotConfiguredError
 from headgate.capture.engine.server.access_keys import open_access, require_role
 from headgate.capture.engine.server.body_middleware import LONG, install_bodies
@@ -101,6 +103,19 @@ class PartServices:
     async def require_key(self, request: Request) -> None:
         """Raise an error 403 unless `request` carries one of the part's keys."""
         require_role(role_of(self._part), request)
+
+    async def require_admin(self, request: Request) -> None:
+        """Raise an error 403 unless `request` carries a key with the role ``admin``."""
+        require_role(ADMIN, request)
+
+    def client(self, request: Request) -> RouteClient:
+        """The client that `require_key` has let pass in this task."""
+        caller = current_caller()
+        address = None if request.client is None else request.client.host
+        if caller is None:
+            return RouteClient(None, address, False)
+        key = caller.key
+        return RouteClient(key.name, address, not key.is_of_environment and not key.has_role(ADMIN))
 
     async def read_object(self, request: Request) -> dict[str, Any]:
         """Read the body of `request`; see the function `read_object`."""

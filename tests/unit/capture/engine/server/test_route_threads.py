@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
+from headgate.capture.engine.contracts.route_part import RouteClient
 from headgate.capture.engine.core.core_calls import AsyncCoreClient
 from headgate.capture.engine.server import plugin_routes
 from headgate.capture.engine.server.body_middleware import LONG, Bodies
@@ -67,6 +68,8 @@ def application(client: Client) -> Any:
         engine=lambda: None,
         handle=lambda: handle,
         require_key=allowed,
+        require_admin=allowed,
+        client=lambda request: RouteClient(None, None, False),
         read_object=read_object,
         client_errors=as_client_error,
     )
