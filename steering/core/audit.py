@@ -107,8 +107,8 @@ class Audit:
             return
         if self.owner_of(name) != by.key:
             raise ForbiddenError(
-                f"the module {name!r} was not registered with the key {by.key!r}: only the key that did, or one with the "
-                "role admin, may replace or remove it; use another name",
+                f"the module {name!r} was not registered with the key {by.key!r}: only the key that did, or one with "
+                "the role admin, may replace or remove it; use another name",
                 "name",
             )
 

@@ -56,6 +56,7 @@ class Endpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add every part's routes, our counters to the page of metrics, and the reader of bodies."""
+        open_access(app.state)
         configuration = getattr(app.state.args, "additional_config", None)
         configured = (configuration or {}).get(OUR_KEY)
         routers = collect(self._routes, needed=configured if isinstance(configured, Mapping) else ())
@@ -64,7 +65,6 @@ class Endpoints:
         self._parts = tuple(routers)
         app.add_middleware(MetricsPage, counters=Counters(lambda: self._engine))
         install_bodies(app, server_config(configuration))
-        open_access(app.state)
         app.add_exception_handler(refused_error(), answer_refused)
 
     async def init_state(self, engine_client: object, state: Any, args: Namespace) -> None:
