@@ -19,7 +19,15 @@ from headgate.capture.planning.request_plan import (
     SelectionShape,
     list_keys,
 )
-from headgate.capture.planning.step_plan import PackGroup, SiteSet, StepPlan, count_up, prolonged, spans_of
+from headgate.capture.planning.step_plan import (
+    PackGroup,
+    SiteSet,
+    StepPlan,
+    changes,
+    count_up,
+    prolonged,
+    spans_of,
+)
 from headgate.capture.schema.batch import BatchView, BoolArray, Int64Array
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
@@ -341,9 +349,15 @@ class _RequestTable:
 
     def _is_listed(self, term: int, numbers: Int64Array, slots: Int64Array, positions: Int64Array) -> BoolArray:
         """Whether each row's position is in the list with that row's number; one search for all lists."""
-        _, one_of_each = np.unique(numbers, return_index=True)
-        lists = [self._plans[slot].lists[term] for slot in slots[one_of_each].tolist()]
-        keys = np.concatenate([listed.keys for listed in lists if listed])
+        starts = np.concatenate(([0], changes(numbers)))
+        ends = np.append(starts[1:], len(numbers)) - 1
+        order = np.argsort(numbers[starts])
+        starts, ends = starts[order], ends[order]
+        spans = zip(slots[starts].tolist(), positions[starts].tolist(), positions[ends].tolist(), strict=True)
+        lists = [(self._plans[slot].lists[term], first, last) for slot, first, last in spans]
+        keys = np.concatenate([listed.keys_near(first, last) for listed, first, last in lists if listed])
+        if not len(keys):
+            return np.zeros(len(positions), dtype=np.bool_)
         wanted = list_keys(positions, numbers)
         is_listed: BoolArray = keys[np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)] == wanted
         return is_listed

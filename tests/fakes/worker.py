@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
+from headgate.capture.schema.positions import selector_from_wire
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.transport.result_sender import ZmqResultSender
 
@@ -175,7 +176,7 @@ class FakeWorker(WorkerBase):  # type: ignore[misc]
                 "num_prompt": num_prompt,
                 "token_ids": list(token_ids),
                 "status": status,
-                "spec": spec,
+                "spec": {**spec, "positions": selector_from_wire(spec["positions"]).described()},
                 "steered": hashlib.sha256(repr(request.wire.get("steering")).encode()).hexdigest(),
                 "wire": {key: request.wire[key] for key in ("v", "id", "n")},
             }
