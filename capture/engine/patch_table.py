@@ -76,7 +76,7 @@ PATCHES = (
         module="vllm.sampling_params",
         target="SamplingParams.__repr__",
         wrap=sampling_params.short_repr,
-        why="logs and crash dumps print every request's parameters: not whole wire dicts, nor vectors",
+        why="logs and crash dumps print every request's parameters: neither whole requests nor vectors",
         parameters=("self",),
     ),
     Patch(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from headgate.capture.schema.request_wire import RequestWire
 
 BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
@@ -55,13 +56,12 @@ class NewRequest:
     Attributes:
         req_id: Internal id: unique among running requests.
         prompt_token_ids: ``num_prompt_tokens`` integers, a copy of the engine's.
-        wire: The dict that the front end put under ``extra_args["headgate"]``; None when the request asks
-            for nothing.
+        wire: The dict that the front end wrote for it; None if the request asks for nothing.
     """
 
     req_id: str
     prompt_token_ids: Sequence[int] | Int64Array
-    wire: Mapping[str, Any] | None = None
+    wire: RequestWire | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -130,7 +130,7 @@ def test_more_than_the_quota_is_a_400(server: Server, path: str, stream: bool) -
 
 
 FORGED: dict[str, dict[str, Any]] = {
-    "a wire dict": {"vllm_xargs": {"headgate": "x"}},
+    "a wire form": {"vllm_xargs": {"headgate": "x"}},
     "raw fields": {"vllm_xargs": {"headgate": ["reply", "ipc:///tmp/x"]}},
 }
 

@@ -11,9 +11,14 @@ from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, Fun
 from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
 from headgate.capture.engine.requests.call_context import Call, Slot, current_call
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
-from headgate.capture.engine.requests.capture_request import CaptureRequest
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, reader_of
-from headgate.capture.engine.requests.wire import HeadgateRequest, attach, refuse_made, refuse_streamed_input
+from headgate.capture.engine.requests.sampling_params import (
+    CaptureRequest,
+    HeadgateRequest,
+    attach,
+    refuse_made,
+    refuse_streamed_input,
+)
 from headgate.capture.engine.setup.client_errors import as_client_error, is_without_field
 
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
 from headgate.capture.engine.requests import hidden_states
 from headgate.capture.engine.requests.capture_request import (
-    CaptureRequest,
     CaptureRequestReader,
     FindMessage,
     check_quotas,
     resolve,
 )
+from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
 from headgate.capture.schema.results import CaptureResults
