@@ -10,16 +10,19 @@ from dataclasses import replace
 
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
 from headgate.capture.engine.requests import hidden_states
+from headgate.capture.engine.requests.call_context import Call, current_call
 from headgate.capture.engine.requests.capture_request import (
     CaptureRequestReader,
     FindMessage,
-    check_quotas,
     resolve,
 )
+from headgate.capture.engine.requests.permissions import check_length, check_use
 from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig
-from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
+from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, join_key
+from headgate.capture.schema.limits import CaptureLimits, CaptureUse, use_of
 from headgate.capture.schema.results import CaptureResults
+from headgate.capture.transport.messages import DTYPES
 from headgate.capture.transport.result_hub import ResultHub
 
 logger = logging.getLogger("headgate")
@@ -54,7 +57,10 @@ class FrontEnd:
         self.config = config
         self.model = model
         self.capture_reader = CaptureRequestReader(config, model, consumers)
+        self._limits = CaptureLimits(max_rows=config.max_request_rows, max_bytes=config.max_request_bytes)
+        self._row_bytes = model.hidden_size * DTYPES[model.dtype].itemsize
         self._drivers = frozenset(name for name, consumer in consumers.items() if consumer.location == "driver")
+        self._answered = frozenset(name for name, consumer in consumers.items() if consumer.is_awaited)
         self._linger_s = {
             name: consumer.linger_s if config.linger_s is None else config.linger_s
             for name, consumer in consumers.items()
@@ -75,26 +81,47 @@ class FrontEnd:
         ask = self.capture_reader.read(params, request_id)
         if ask is None or not (is_offline or ask.is_explicit or ask.wait or self._drivers & set(ask.specs)):
             return ask
-        return replace(ask, reply=self.hub.address)
+        call = current_call()
+        key = ask.key if call is None else join_key(call.token, ask.key)
+        return replace(ask, reply=self.hub.address, key=key)
 
     def resolve(
-        self, ask: CaptureRequest, num_prompt: int, params: SamplingParams, find_message: FindMessage | None
+        self,
+        ask: CaptureRequest,
+        num_prompt: int,
+        params: SamplingParams,
+        find_message: FindMessage | None,
+        call: Call | None = None,
     ) -> CaptureRequest:
         """Make every position absolute, and check how much that may come to; see `requests.resolve`.
+
+        Args:
+            ask: What is asked.
+            num_prompt: Tokens of the prompt.
+            params: The request's; while ``max_tokens`` is not known, nothing is limited.
+            find_message: See `requests.resolve`.
+            call: The HTTP call that the prompt counts for; None if it is of none, or was counted before.
 
         Raises:
             RequestError: If a selector can select nothing of this prompt, or if it could be too much.
         """
         resolved = resolve(ask, num_prompt, find_message)
-        check_quotas(
-            {instance: spec for instance, spec in resolved.specs.items() if instance in resolved.named},
-            self.config,
-            self.model,
-            num_prompt=num_prompt,
-            max_tokens=params.max_tokens,
-            num_samples=params.n,
-        )
+        check_length(params.max_tokens)
+        if params.max_tokens is None:
+            return resolved
+        use = self.use_of(resolved, num_prompt, params.max_tokens, params.n)
+        if call is not None:
+            use = call.use = call.use + use
+        self._limits.check(use)
+        check_use(use, self._answered)
         return resolved
+
+    def use_of(self, ask: CaptureRequest, num_prompt: int, max_tokens: int, num_samples: int) -> CaptureUse:
+        """Count what the client asks of a prompt; see `headgate.capture.schema.limits.use_of`."""
+        named = {instance: spec for instance, spec in ask.specs.items() if instance in ask.named}
+        return use_of(
+            named, num_prompt=num_prompt, max_tokens=max_tokens, num_samples=num_samples, row_bytes=self._row_bytes
+        )
 
     @property
     def hub(self) -> ResultHub:
