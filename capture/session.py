@@ -24,12 +24,11 @@ from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import StepPlan
 from headgate.capture.request_origin import ResultReporter, consumer_requests
-from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
+from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest
 from headgate.capture.schema.batching import HELD_SHARE
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, load_configured, open_consumers
-from headgate.capture.schema.request_wire import WIRE_VERSION
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import SpecReader
 from headgate.capture.staging.batching_window import BatchingWindow

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from headgate.capture.schema.batch import SpecWire
 from headgate.capture.schema.positions import PositionSelector, selector_from_wire
-from headgate.capture.schema.request_wire import SpecWire
 from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
 
 MAX_KNOWN, MAX_KNOWN_BYTES = 256, 4096

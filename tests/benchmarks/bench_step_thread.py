@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
+from headgate.capture.schema.batch import BatchView, FinalState, NewRequest, RequestWire
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.positions import Named
-from headgate.capture.schema.request_wire import RequestWire
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.session import CaptureSession, open_session

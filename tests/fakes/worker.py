@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
-from headgate.capture.schema.request_wire import RequestWire
+from headgate.capture.schema.batch import RequestWire
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.transport.result_sender import ZmqResultSender
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import cast
 
 from headgate.capture.engine.contracts.vllm_engine import RequestParams
-from headgate.capture.schema.request_wire import RequestWire
+from headgate.capture.schema.batch import RequestWire
 
 WIRE_KEY = "headgate"
 """Key of the `RequestWire` in ``extra_args``."""

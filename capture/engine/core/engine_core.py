@@ -27,8 +27,8 @@ from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
 from headgate.capture.engine.core import block_keys, restart
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.settings import model_info, section
+from headgate.capture.schema.batch import WIRE_VERSION, RequestWire
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.request_wire import WIRE_VERSION, RequestWire
 
 logger = logging.getLogger("headgate")
 

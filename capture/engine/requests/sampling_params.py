@@ -27,8 +27,8 @@ from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import NewRequest, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY
 from headgate.capture.engine.setup.versions import WORKS_WITH
+from headgate.capture.schema.batch import WIRE_VERSION, CaptureWire, RequestWire
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.request_wire import WIRE_VERSION, CaptureWire, RequestWire
 from headgate.capture.schema.spec import CaptureSpec
 
 CAPTURE_WAIT = "capture_wait"

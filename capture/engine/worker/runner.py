@@ -26,9 +26,8 @@ from headgate.capture.engine.contracts.vllm_engine import (
 )
 from headgate.capture.engine.contracts.wire_format import wire_of
 from headgate.capture.engine.contracts.worker_hooks import direct_calls
-from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
+from headgate.capture.schema.batch import BatchView, FinalState, NewRequest, RequestWire
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.schema.request_wire import RequestWire
 
 _V2_MODULES = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from headgate.capture.schema.batch import NewRequest
+from headgate.capture.schema.batch import NewRequest, RequestWire
 from headgate.capture.schema.positions import Named
-from headgate.capture.schema.request_wire import RequestWire
 from headgate.capture.schema.results import CaptureResult
 from tests.fakes.capture_world import Keeper, make_staging, want, world
 from tests.fakes.pipeline import ROW_BYTES, SITES, Gate, Recorder, at_gate, final_state, row_values

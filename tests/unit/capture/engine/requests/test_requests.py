@@ -26,11 +26,11 @@ from headgate.capture.engine.requests.sampling_params import (
     attached,
     fold,
 )
+from headgate.capture.schema.batch import RequestWire
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
 from headgate.capture.schema.errors import ConsumerError, RequestError
 from headgate.capture.schema.positions import Message, Named, Span
-from headgate.capture.schema.request_wire import RequestWire
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 
