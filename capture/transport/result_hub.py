@@ -10,32 +10,21 @@ import contextlib
 import functools
 import logging
 import os
-import shutil
-import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import zmq
 
 from headgate.capture.schema.results import CaptureResult, CaptureResults, merge_samples, merge_stages
-from headgate.capture.transport.channel import Inbox
+from headgate.capture.transport.listener import Listener, Opener
 from headgate.capture.transport.messages import MalformedMessage, ResultMessage, decode
 
 logger = logging.getLogger("headgate")
 
 MAX_CLOSED_KEYS = 65536
 """Keys of past requests that are remembered: rows for driver-located consumers may arrive late."""
-
-UNDO_TIMEOUT_S = 1.0
-"""Seconds that each part gets to close when the hub could not be opened as a whole."""
-
-Closer: TypeAlias = Callable[[float], bool]
-Opener: TypeAlias = Callable[[str], Closer]
-Handle: TypeAlias = Callable[[Sequence[zmq.Frame]], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +36,14 @@ class HubStats:
         unknown: Answers that no request waited for: too late, of an aborted request, or with a wrong key.
         malformed: Messages that could not be read.
         waiting: Now: requests that expect results.
+        is_failed: Whether it reads no more, so that no request gets results.
     """
 
     results: int = 0
     unknown: int = 0
     malformed: int = 0
     waiting: int = 0
+    is_failed: bool = False
 
 
 class _Expected:
@@ -88,15 +79,17 @@ class _Expected:
         if len(answers) >= num_answers:
             self._complete.add((sample, instance))
 
-    def results(self) -> CaptureResults:
-        """Merge the answers so far; a consumer that did not answer for a sample is ``pending``."""
-        samples = [{name: self._result(sample, name) for name in self.instances} for sample in range(self.num_samples)]
+    def results(self, missing: CaptureResult) -> CaptureResults:
+        """Merge the answers so far; `missing` stands for those of consumers that did not answer for a sample."""
+        samples = [
+            {name: self._result(sample, name, missing) for name in self.instances} for sample in range(self.num_samples)
+        ]
         merged = {name: merge_samples([sample[name] for sample in samples]) for name in self.instances}
         return CaptureResults(samples, merged)
 
-    def _result(self, sample: int, instance: str) -> CaptureResult:
+    def _result(self, sample: int, instance: str, missing: CaptureResult) -> CaptureResult:
         if (sample, instance) not in self._complete:
-            return CaptureResult(status="pending")
+            return missing
         return merge_stages(self._answers[sample, instance])
 
 
@@ -104,7 +97,8 @@ class ResultHub:
     """Collects the results of this process's requests.
 
     It listens on a Unix socket in a folder that only this user may enter, from the first use of `address` until
-    `shutdown` or the end of the process. A forked child starts afresh, with an address of its own.
+    `shutdown` or the end of the process. After `shutdown` it stays closed, and nobody waits. A forked child starts
+    afresh, with an address of its own.
 
     Threads: any. The lock guards the table of requests. Answers arrive on the hub's own thread or, from consumers
     that are located in this process, through `deliver` on theirs; callbacks run there, without the lock.
@@ -114,7 +108,7 @@ class ResultHub:
     """
 
     def __init__(self, *, folder: str | None = None) -> None:
-        self._listener = _Listener(folder)
+        self._listener = Listener(folder, self.fail)
         self._single: set[str] = set()
         self._reset()
         os.register_at_fork(after_in_child=functools.partial(_reset_forked, weakref.ref(self)))
@@ -124,7 +118,7 @@ class ResultHub:
         """Address that requests carry as ``reply``; the first use starts listening.
 
         Raises:
-            UnsupportedError: If the socket cannot be made.
+            UnsupportedError: If the socket cannot be made, or after `shutdown`.
         """
         return self._listener.open(self._handle)
 
@@ -178,6 +172,8 @@ class ResultHub:
     def wait(self, key: str, timeout_s: float) -> CaptureResults:
         """Wait until all results are there, for `timeout_s` seconds at most; those that are not are ``pending``.
 
+        After `fail`, they are errors; neither then nor after `shutdown` does anybody wait.
+
         Raises:
             KeyError: If the request is not expected, or was closed.
         """
@@ -185,7 +181,7 @@ class ResultHub:
         with self._watching(key, done.set) as expected:
             done.wait(timeout_s)
             with self._lock:
-                return expected.results()
+                return expected.results(self._missing)
 
     async def wait_async(self, key: str, timeout_s: float) -> CaptureResults:
         """`wait` without blocking the event loop."""
@@ -194,7 +190,7 @@ class ResultHub:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(done.wait(), timeout_s)
             with self._lock:
-                return expected.results()
+                return expected.results(self._missing)
 
     def close(self, key: str) -> None:
         """Stop collecting for a request, whether or not everything is there; idempotent. Ends its waits."""
@@ -217,14 +213,33 @@ class ResultHub:
                 unknown=self._num_unknown,
                 malformed=self._listener.num_malformed,
                 waiting=len(self._expected),
+                is_failed=self._missing.status == "error",
             )
 
     def shutdown(self, timeout_s: float) -> bool:
         """Stop listening and remove the socket; False if something did not end within `timeout_s` seconds.
 
-        A later use of `address` starts afresh.
+        Results that did not come by then never will: it ends their waits.
         """
-        return self._listener.close(timeout_s)
+        is_closed = self._listener.close(timeout_s)
+        self._end_waits(self._missing)
+        return is_closed
+
+    def fail(self, reason: str) -> None:
+        """Report errors from now on for results that are missing, since none can come any more; ends all waits."""
+        self._end_waits(CaptureResult(status="error", error=f"{reason}; restart the server"))
+
+    @property
+    def problem(self) -> str | None:
+        """The reason why no more results can come; None while they can."""
+        return self._missing.error
+
+    def _end_waits(self, missing: CaptureResult) -> None:
+        with self._lock:
+            self._missing, self._is_over = missing, True
+            callbacks = [callback for expected in self._expected.values() for callback in expected.callbacks]
+        for callback in callbacks:
+            callback()
 
     def _handle(self, frames: Sequence[zmq.Frame]) -> None:
         message = decode(frames)
@@ -247,7 +262,7 @@ class ResultHub:
                 raise KeyError("no request with this key expects results: call expect() first, and close() last")
             expected = self._expected[key]
             expected.callbacks.append(callback)
-            is_complete = expected.is_complete
+            is_complete = expected.is_complete or self._is_over
         if is_complete:
             callback()
         try:
@@ -264,99 +279,15 @@ class ResultHub:
         self._closed: dict[str, None] = {}
         self._num_results = 0
         self._num_unknown = 0
-
-
-class _Listener:
-    """The inbox of a hub, in a private folder, and everything that opens and closes with it.
-
-    Threads: any. The lock guards opening and closing.
-
-    Args:
-        parent_folder: Where the private folder is made; the system's folder for temporary files if None.
-    """
-
-    def __init__(self, parent_folder: str | None) -> None:
-        self._parent_folder = parent_folder
-        self._openers: list[Opener] = []
-        self._of_parent: list[object] = []
-        self._inbox: Inbox | None = None
-        self._closers: list[Closer] = []
-        self.reset()
-
-    def reset(self) -> None:
-        """Start closed, in a forked child, and with a new lock, since another thread may have held the old one."""
-        self._lock = threading.Lock()
-        if self._inbox is not None:
-            # Their sockets are the parent's: never closed here, nor collected.
-            self._of_parent += [self._inbox, *self._closers]
-        self._inbox = None
-        self._closers = []
-
-    @property
-    def num_malformed(self) -> int:
-        """Messages that could not be read, since it was opened."""
-        inbox = self._inbox
-        return 0 if inbox is None else inbox.malformed
-
-    def on_open(self, opener: Opener) -> None:
-        """Call ``opener(address)`` whenever it opens; at once, too, if it is open."""
-        with self._lock:
-            self._openers.append(opener)
-            if self._inbox is not None:
-                self._closers.append(opener(self._inbox.address))
-
-    def open(self, handle: Handle) -> str:
-        """Start listening unless it does; return the address.
-
-        Args:
-            handle: Takes the frames of one message, on the inbox's thread.
-
-        Raises:
-            UnsupportedError: If the socket cannot be made.
-        """
-        with self._lock:
-            if self._inbox is None:
-                self._inbox = self._make_inbox(handle)
-            return self._inbox.address
-
-    def close(self, timeout_s: float) -> bool:
-        """Stop listening and remove the socket; False if something did not end within `timeout_s` seconds."""
-        deadline = time.monotonic() + timeout_s
-        with self._lock:
-            inbox, closers = self._inbox, self._closers
-            self._inbox, self._closers = None, []
-            if inbox is None:
-                return True
-            ended = [close(max(deadline - time.monotonic(), 0)) for close in [*closers, inbox.close]]
-            _remove_own(os.path.dirname(inbox.path), os.getpid())
-        return all(ended)
-
-    def _make_inbox(self, handle: Handle) -> Inbox:
-        folder = tempfile.mkdtemp(prefix="headgate-", dir=self._parent_folder)  # mode 0700
-        remove = weakref.finalize(self, _remove_own, folder, os.getpid())
-        with contextlib.ExitStack() as undo:
-            undo.callback(remove)
-            inbox = Inbox(f"ipc://{folder}/hub", handle, name="headgate-results")
-            undo.callback(inbox.close, UNDO_TIMEOUT_S)
-            closers = []
-            for opener in self._openers:
-                closers.append(opener(inbox.address))
-                undo.callback(closers[-1], UNDO_TIMEOUT_S)
-            undo.pop_all()
-        self._closers = closers
-        return inbox
+        self._missing = CaptureResult(status="pending")
+        """Stands for a result that did not come."""
+        self._is_over = False
 
 
 def _reset_forked(hub: weakref.ref[ResultHub]) -> None:
     alive = hub()
     if alive is not None:
         alive._reset()
-
-
-def _remove_own(folder: str, pid: int) -> None:
-    """Remove the private folder, unless this process is a child of the one that made it."""
-    if os.getpid() == pid:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
