@@ -87,8 +87,9 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             `result_timeout_s`.
         result_timeout_s: Upper limit of that wait, and of `LLM`'s.
         close_timeout_s: Seconds that shutting down may take to deliver what is still queued.
-        max_request_rows: Positions that one request may capture for one consumer, its samples together; no limit if
-            None. A request that could capture more, if it generated all that its ``max_tokens`` allows, is refused.
+        max_request_rows: Positions that one HTTP request may capture for one consumer, all its prompts and samples
+            together; of `LLM`, one prompt. No limit if None. A request that could capture more, if it generated all
+            that its ``max_tokens`` allows, is refused.
         max_request_bytes: The same for the rows of all sites and consumers, in bytes.
     """
 

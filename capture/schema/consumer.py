@@ -79,11 +79,24 @@ class Origin:
 
     Attributes:
         reply: Address of the result hub of the front end that owns the request; None if nobody waits.
-        key: Random per request: what the hub knows it by.
+        key: Random per request: what the hub knows it by. Those of one HTTP call begin alike; see `join_key`.
     """
 
     reply: str | None
     key: str = field(repr=False)
+
+    @property
+    def call(self) -> str:
+        """The same for all requests of one HTTP call; a request of none is a call of its own."""
+        return self.key.partition(_JOINT)[0]
+
+
+_JOINT = "."
+
+
+def join_key(call: str, key: str) -> str:
+    """The key of a request that belongs to an HTTP call with the token `call`."""
+    return f"{call}{_JOINT}{key}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

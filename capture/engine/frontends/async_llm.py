@@ -64,9 +64,8 @@ def _resolved(
     if headgate_request.capture is None or reader.capture is None or tokens is None:
         return headgate_request
     find_message = call.find_message(tokens) if call else None
-    return replace(
-        headgate_request, capture=reader.capture.resolve(headgate_request.capture, len(tokens), params, find_message)
-    )
+    resolved = reader.capture.resolve(headgate_request.capture, len(tokens), params, find_message, call)
+    return replace(headgate_request, capture=resolved)
 
 
 async def _with_refusals(

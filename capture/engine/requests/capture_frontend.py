@@ -10,18 +10,20 @@ from dataclasses import replace
 
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
 from headgate.capture.engine.requests import hidden_states
+from headgate.capture.engine.requests.call_context import Call, current_call
 from headgate.capture.engine.requests.capture_request import (
     CaptureRequest,
     CaptureRequestReader,
     FindMessage,
-    check_quotas,
     resolve,
 )
 from headgate.capture.schema.config import CaptureConsumersConfig
-from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
+from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, join_key
 from headgate.capture.schema.errors import UnsupportedError
+from headgate.capture.schema.limits import CaptureLimits, use_of
 from headgate.capture.schema.results import CaptureResults
 from headgate.capture.transport.driver_host import DriverHost, DriverStats
+from headgate.capture.transport.messages import DTYPES
 from headgate.capture.transport.result_hub import HubStats, ResultHub
 
 logger = logging.getLogger("headgate")
@@ -56,6 +58,8 @@ class FrontEnd:
         self.config = config
         self.model = model
         self.capture_reader = CaptureRequestReader(config, model, consumers)
+        self._limits = CaptureLimits(max_rows=config.max_request_rows, max_bytes=config.max_request_bytes)
+        self._row_bytes = model.hidden_size * DTYPES[model.dtype].itemsize
         self._drivers = frozenset(name for name, consumer in consumers.items() if consumer.location == "driver")
         self._linger_s = {
             name: consumer.linger_s if config.linger_s is None else config.linger_s
@@ -79,25 +83,43 @@ class FrontEnd:
         ask = self.capture_reader.read(params, request_id)
         if ask is None or not (is_offline or ask.is_explicit or ask.wait or self._drivers & set(ask.specs)):
             return ask
-        return replace(ask, reply=self.hub.address)
+        call = current_call()
+        key = ask.key if call is None else join_key(call.token, ask.key)
+        return replace(ask, reply=self.hub.address, key=key)
 
     def resolve(
-        self, ask: CaptureRequest, num_prompt: int, params: SamplingParams, find_message: FindMessage | None
+        self,
+        ask: CaptureRequest,
+        num_prompt: int,
+        params: SamplingParams,
+        find_message: FindMessage | None,
+        call: Call | None = None,
     ) -> CaptureRequest:
         """Make every position absolute, and check how much that may come to; see `requests.resolve`.
+
+        Args:
+            ask: What is asked.
+            num_prompt: Tokens of the prompt.
+            params: The request's; while ``max_tokens`` is not known, nothing is limited.
+            find_message: See `requests.resolve`.
+            call: The HTTP call that the prompt counts for; None if it is of none, or was counted before.
 
         Raises:
             RequestError: If a selector can select nothing of this prompt, or if it could be too much.
         """
         resolved = resolve(ask, num_prompt, find_message)
-        check_quotas(
+        if params.max_tokens is None:
+            return resolved
+        use = use_of(
             {instance: spec for instance, spec in resolved.specs.items() if instance in resolved.named},
-            self.config,
-            self.model,
             num_prompt=num_prompt,
             max_tokens=params.max_tokens,
             num_samples=params.n,
+            row_bytes=self._row_bytes,
         )
+        if call is not None:
+            use = call.use = call.use + use
+        self._limits.check(use)
         return resolved
 
     @property

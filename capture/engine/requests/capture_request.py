@@ -1,4 +1,4 @@
-"""Capture requests: read, checked, resolved and limited in the front end; `wire` says how they travel."""
+"""Capture requests: read, checked and resolved in the front end; `wire` says how they travel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, SpecCon
 from headgate.capture.schema.errors import ConsumerError, RequestError, shown
 from headgate.capture.schema.positions import Message, PositionSelector
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.capture.transport.messages import DTYPES
 
 FindMessage = Callable[[Message, str], PositionSelector]
 """Resolves a message selector of the request at hand; the text is the field, for errors."""
@@ -218,52 +217,3 @@ def to_wire(ask: CaptureRequest, num_samples: int, request_id: str) -> dict[str,
 def needs_prompt(ask: CaptureRequest, num_prompt: int) -> bool:
     """Whether prompt rows other than the last are wanted, which a hit in the prefix cache would skip."""
     return any(spec.positions.needs_prompt(num_prompt) for spec in ask.specs.values())
-
-
-def check_quotas(
-    specs: Mapping[str, CaptureSpec],
-    config: CaptureConsumersConfig,
-    model: ModelInfo,
-    *,
-    num_prompt: int,
-    max_tokens: int | None,
-    num_samples: int,
-) -> None:
-    """Refuse a request that could capture more than it may.
-
-    Args:
-        specs: Of the consumers that the client named, resolved.
-        config: The operator's.
-        model: The model being served.
-        num_prompt: Tokens of the prompt.
-        max_tokens: What may be generated; None if that is not known yet: then nothing is refused.
-        num_samples: The request's ``n``.
-
-    Raises:
-        RequestError: Naming the consumer.
-    """
-    if (config.max_request_rows is None and config.max_request_bytes is None) or max_tokens is None:
-        return
-    row_bytes = model.hidden_size * DTYPES[model.dtype].itemsize
-    total = 0
-    for instance, spec in specs.items():
-        rows = num_samples * count_rows(spec.positions, num_prompt, num_prompt + max_tokens - 1)
-        total += rows * len(spec.sites) * row_bytes
-        for what, count, limit in (
-            ("positions", rows, config.max_request_rows),
-            ("bytes", total, config.max_request_bytes),
-        ):
-            if limit is not None and count > limit:
-                raise RequestError(
-                    f"capture.{instance}",
-                    f"with this prompt, max_tokens {max_tokens} and n {num_samples}, the request could capture {count} "
-                    f"{what}; at most {limit} are allowed here. Choose fewer positions or sites, or lower max_tokens",
-                )
-
-
-def count_rows(positions: PositionSelector, num_prompt: int, num_rows: int) -> int:
-    """Positions below `num_rows` that a resolved selector selects."""
-    wanted = positions.wanted(num_prompt)
-    if isinstance(wanted, range):
-        return len(range(wanted.start, min(wanted.stop, num_rows), wanted.step))
-    return sum(position < num_rows for position in wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from headgate.capture.engine.requests.call_context import Call, enter
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results
 from headgate.capture.engine.requests.capture_request import CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
-from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
+from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, Origin, SpecContext
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.results import CaptureResult
@@ -91,6 +93,20 @@ def test_nothing_is_opened_before_a_request_captures(front_ends: FrontEnds) -> N
     assert front_ends.opened == []
     assert ask(front, capture=ASKING).reply == front.hub.address
     assert front_ends.opened == [front.hub]
+
+
+def test_keys_of_one_call_begin_alike(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Rows)
+
+    def keys_of_a_call() -> list[str]:
+        enter(Call())
+        return [ask(front, capture=ASKING).key for _ in range(2)]
+
+    first, second = (contextvars.copy_context().run(keys_of_a_call) for _ in range(2))
+
+    assert len({*first, *second}) == 4
+    assert len({Origin(None, key).call for key in first}) == len({Origin(None, key).call for key in second}) == 1
+    assert Origin(None, first[0]).call != Origin(None, second[0]).call
 
 
 def test_consumers_elsewhere_are_not_opened_here(front_ends: FrontEnds) -> None:
