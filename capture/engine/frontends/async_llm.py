@@ -132,9 +132,7 @@ def check_health(original: Function) -> Function:
         result = await original(self, *args, **kwargs)
         front = front_end_of(self)
         if front is not None and front.problem is not None:
-            from vllm.v1.engine.exceptions import EngineDeadError
-
-            raise EngineDeadError from UnsupportedError(front.problem)
+            raise self.dead_error from UnsupportedError(front.problem)
         return result
 
     return wrapped
