@@ -112,7 +112,7 @@ def test_capture_and_steering_in_one_request(llm: Any) -> None:
 
 def test_a_request_that_does_not_steer_brings_nothing(llm: Any) -> None:
     assert note_of(llm)["wire"] is None
-    zeros = note_of(llm, steering_vectors={"post_mlp": {3: 0 * ROW}}, extra_args={"mine": 1})
+    zeros = note_of(llm, steering_vectors={"post_mlp": {3: {"vector": ROW, "scale": 0}}}, extra_args={"mine": 1})
     assert (zeros["wire"], zeros["extra"]) == (None, ["mine"])
 
 
