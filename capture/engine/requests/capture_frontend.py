@@ -143,7 +143,7 @@ class FrontEnd:
     @property
     def problem(self) -> str | None:
         """The reason why requests of this process get no results any more; None while they do."""
-        return None if self._hub is None else self._hub.problem
+        return None if self._hub is None else self._hub.stats().problem
 
     def stats(self) -> tuple[HubStats, DriverStats]:
         """Counters of the hub and of the consumers that are located here; zeros before they were opened."""

@@ -93,7 +93,7 @@ def front_end_families(front: ToldFrontEnd, api_server: int) -> Iterator[Family]
         "unknown": hub.unknown + drivers.unknown,
         "malformed": hub.malformed + drivers.malformed,
         "waiting": hub.waiting,
-        "failed": hub.is_failed,
+        "failed": hub.problem is not None,
     }
     for name, kind, about in _FRONT_END:
         found = (Sample(labels=(server,), value=values[name]),)

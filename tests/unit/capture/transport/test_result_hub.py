@@ -15,8 +15,9 @@ import zmq
 
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.results import CaptureResult, CaptureResults
+from headgate.capture.transport.expected_results import MAX_CLOSED_KEYS
 from headgate.capture.transport.messages import BeginMessage, FinishMessage, ResultMessage, encode
-from headgate.capture.transport.result_hub import MAX_CLOSED_KEYS, ResultHub
+from headgate.capture.transport.result_hub import ResultHub
 from headgate.capture.transport.result_sender import ZmqResultSender
 from tests.fakes.pipeline import TIMEOUT_S
 
@@ -260,7 +261,7 @@ def test_a_cancelled_wait_leaves_nothing_behind(hub: ResultHub) -> None:
     hub.expect("k", instances=["files"])
     asyncio.run(run())
 
-    assert hub._expected["k"].callbacks == []
+    assert hub._table._requests["k"].callbacks == []
     assert answer(hub, "k", ok())
 
 
@@ -270,7 +271,7 @@ def test_an_answer_for_a_closed_event_loop_does_no_harm(hub: ResultHub) -> None:
     wait = loop.create_task(hub.wait_async("k", TIMEOUT_S))
     loop.run_until_complete(asyncio.sleep(0))
     wait.cancel()
-    callbacks = list(hub._expected["k"].callbacks)
+    callbacks = list(hub._table._requests["k"].callbacks)
     loop.run_until_complete(asyncio.gather(wait, return_exceptions=True))
     loop.close()
 

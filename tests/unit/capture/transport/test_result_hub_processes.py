@@ -103,7 +103,7 @@ hub = ResultHub(folder=sys.argv[1])
 use(hub, "before")
 hub.expect("of the parent", instances=["files"])
 address = hub.address
-with hub._lock, hub._listener._lock:  # as another thread might hold them
+with hub._table._lock, hub._listener._lock:  # as another thread might hold them
     child = os.fork()
 if child == 0:
     assert hub.stats().waiting == 0

@@ -110,7 +110,7 @@ def test_both_parts_say_what_they_count() -> None:
 
 
 def test_the_api_server_tells_of_its_own_process_without_asking_the_engine() -> None:
-    hub = HubStats(results=9, unknown=2, malformed=1, waiting=3, is_failed=True)
+    hub = HubStats(results=9, unknown=2, malformed=1, waiting=3, problem="no thread")
     drivers = DriverStats(consumers=(ConsumerStats(instance="here", rows=70),), unknown=4, malformed=5)
     engine = engine_of(Client(), "capture")
     engine.vllm_config.parallel_config = Namespace(_api_process_rank=1)
@@ -134,7 +134,7 @@ def test_every_counter_of_a_front_end_is_shown() -> None:
     shown = {
         family.name.removeprefix("headgate_capture_server_") for family in capture_metrics.front_end_families(front, 0)
     }
-    told = {field.removeprefix("is_") for field in HubStats.__slots__} | set(DriverStats.__slots__) - {"consumers"}
+    told = {*HubStats.__slots__, *DriverStats.__slots__, "failed"} - {"consumers", "problem"}
 
     assert {name for name in shown if not name.startswith("consumer")} == told
 
