@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "doctor": "headgate.capture.engine.commands.doctor:doctor",
+    "keys": "headgate.capture.engine.commands.keys:keys",
     "serve": "headgate.capture.engine.commands.serve:serve",
     "verify": "headgate.capture.engine.commands.verify:verify",
 }
@@ -50,7 +51,7 @@ def headgate_metrics() -> MetricsPart:
 
 @hookimpl
 def headgate_commands() -> dict[str, str]:
-    """``headgate doctor``, ``serve`` and ``verify``."""
+    """``headgate doctor``, ``keys``, ``serve`` and ``verify``."""
     return COMMANDS
 
 

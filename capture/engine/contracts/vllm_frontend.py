@@ -44,6 +44,7 @@ class CompletionOutput(Protocol):
     """``vllm.CompletionOutput``: one sample. headgate sets ``capture_results``."""
 
     index: int
+    token_ids: Sequence[int]
     finish_reason: str | None
     capture_results: object
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from headgate.capture.engine.access.caller import Caller, current_caller, set_caller
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.requests.chat_messages import RenderedMessage, Tokens
@@ -42,6 +43,7 @@ class Call:
         slots: One for each prompt, in the order of the body; of /v1/responses, one for each turn with a tool.
         use: What its prompts so far could capture at most.
         token: Random; begins the keys of its requests, so that consumers know which belong together.
+        caller: The client, if it has shown a key.
     """
 
     form: Form | None = None
@@ -50,6 +52,7 @@ class Call:
     slots: list[Slot] = field(default_factory=list)
     use: CaptureUse = field(default_factory=CaptureUse)
     token: str = field(default_factory=partial(secrets.token_hex, 8))
+    caller: Caller | None = field(default_factory=current_caller)
 
     def expect(self) -> Slot:
         """A slot for one more prompt."""
@@ -76,6 +79,7 @@ def current_call() -> Call | None:
 def enter(call: Call) -> None:
     """Make `call` the one that this task handles."""
     _call.set(call)
+    set_caller(call.caller)
 
 
 @dataclass(frozen=True, slots=True)

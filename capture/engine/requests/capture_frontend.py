@@ -17,10 +17,11 @@ from headgate.capture.engine.requests.capture_request import (
     FindMessage,
     resolve,
 )
+from headgate.capture.engine.requests.permissions import check_length, check_use
 from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, join_key
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.schema.limits import CaptureLimits, use_of
+from headgate.capture.schema.limits import CaptureLimits, CaptureUse, use_of
 from headgate.capture.schema.results import CaptureResults
 from headgate.capture.transport.driver_host import DriverHost, DriverStats
 from headgate.capture.transport.messages import DTYPES
@@ -61,6 +62,7 @@ class FrontEnd:
         self._limits = CaptureLimits(max_rows=config.max_request_rows, max_bytes=config.max_request_bytes)
         self._row_bytes = model.hidden_size * DTYPES[model.dtype].itemsize
         self._drivers = frozenset(name for name, consumer in consumers.items() if consumer.location == "driver")
+        self._answered = frozenset(name for name, consumer in consumers.items() if consumer.is_awaited)
         self._linger_s = {
             name: consumer.linger_s if config.linger_s is None else config.linger_s
             for name, consumer in consumers.items()
@@ -108,19 +110,22 @@ class FrontEnd:
             RequestError: If a selector can select nothing of this prompt, or if it could be too much.
         """
         resolved = resolve(ask, num_prompt, find_message)
+        check_length(params.max_tokens)
         if params.max_tokens is None:
             return resolved
-        use = use_of(
-            {instance: spec for instance, spec in resolved.specs.items() if instance in resolved.named},
-            num_prompt=num_prompt,
-            max_tokens=params.max_tokens,
-            num_samples=params.n,
-            row_bytes=self._row_bytes,
-        )
+        use = self.use_of(resolved, num_prompt, params.max_tokens, params.n)
         if call is not None:
             use = call.use = call.use + use
         self._limits.check(use)
+        check_use(use, self._answered)
         return resolved
+
+    def use_of(self, ask: CaptureRequest, num_prompt: int, max_tokens: int, num_samples: int) -> CaptureUse:
+        """Count what the client asks of a prompt; see `headgate.capture.schema.limits.use_of`."""
+        named = {instance: spec for instance, spec in ask.specs.items() if instance in ask.named}
+        return use_of(
+            named, num_prompt=num_prompt, max_tokens=max_tokens, num_samples=num_samples, row_bytes=self._row_bytes
+        )
 
     @property
     def hub(self) -> ResultHub:

@@ -12,6 +12,7 @@ import msgspec
 from headgate.capture.engine.contracts.vllm_frontend import SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import hidden_states
+from headgate.capture.engine.requests.permissions import check_consumer, check_spec, with_tag
 from headgate.capture.engine.requests.sampling_params import (
     CAPTURE_FIELDS,
     CAPTURE_WAIT,
@@ -101,6 +102,8 @@ class CaptureRequestReader:
     def _hidden_states(self) -> str:
         if self.hidden_states is None:
             raise RequestError(RETURN_HIDDEN_STATES, f"this engine does not return them. {HOW_HIDDEN_STATES}")
+        check_consumer(self.hidden_states, RETURN_HIDDEN_STATES)
+        check_spec(self._consumers[self.hidden_states], hidden_states.SPEC, RETURN_HIDDEN_STATES)
         return self.hidden_states
 
     def _client_specs(self, raw: object, request_id: str) -> dict[str, CaptureSpec]:
@@ -111,13 +114,16 @@ class CaptureRequestReader:
             consumer = self._consumers.get(instance)
             if consumer is None:
                 raise RequestError(f"{CAPTURE}.{instance}", f"no such consumer; configured: {self._names()}")
+            check_consumer(instance, f"{CAPTURE}.{instance}")
             if instance == self.hidden_states:
                 raise RequestError(f"{CAPTURE}.{instance}", f"set {RETURN_HIDDEN_STATES}: true instead")
             if not consumer.reads_client_spec:
                 raise RequestError(
                     f"{CAPTURE}.{instance}", "requests cannot choose what this consumer gets; leave it out"
                 )
+            wanted = with_tag(consumer, wanted)
             specs[instance] = self._checked(instance, consumer.validate_client_spec, wanted, request_id)
+            check_spec(consumer, specs[instance], f"{CAPTURE}.{instance}")
         return specs
 
     def _global_spec(self, instance: str, request_id: str) -> CaptureSpec | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, HTTPException
 
+from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.route_part import RouteServices
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.schema.registry import load_configured
@@ -78,9 +79,13 @@ def open_routes(services: RouteServices) -> APIRouter:
 
 
 def described(front: FrontEnd) -> dict[str, Any]:
-    """The answer of ``GET /v1/capture/consumers``."""
+    """The answer of ``GET /v1/capture/consumers``: what the client's key allows, if it has shown one."""
+    caller = current_caller()
+    sites = [site for site in front.model.sites if caller is None or caller.key.allows_site(site)]
     found = []
     for spec in front.config.consumers:
+        if caller is not None and not caller.key.allows_consumer(spec.instance):
+            continue
         consumer = load_configured(spec)
         found.append(
             {
@@ -91,4 +96,4 @@ def described(front: FrontEnd) -> dict[str, Any]:
                 "overload": spec.overload,
             }
         )
-    return {"consumers": found, "count": len(found), "sites": site_map(front.model.sites)}
+    return {"consumers": found, "count": len(found), "sites": site_map(sites)}
