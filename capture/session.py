@@ -108,6 +108,7 @@ class CaptureSession:
         self._specs = SpecReader(sites)
         self._bits = {consumer.spec.instance: consumer.bit for consumer in consumers}
         self._staging = staging
+        self._sender = sender
         self._reporter = ResultReporter(sender, pp_rank, pp_size)
         self._close_sender = close_sender
         self._keys: dict[str, str] = {}
@@ -231,6 +232,7 @@ class CaptureSession:
         """Counters as of now."""
         return CaptureStats(
             **asdict(self._staging.counters),
+            **asdict(self._sender.stats()),
             dispatch_errors=self._dispatcher.num_errors,
             staged_bytes=self._staging.staged_bytes,
             consumers=tuple(self._consumers[bit].queue.stats() for bit in sorted(self._consumers)),

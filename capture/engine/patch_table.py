@@ -146,6 +146,13 @@ PATCHES = (
         parameters=("self",),
     ),
     Patch(
+        module="vllm.v1.engine.async_llm",
+        target="AsyncLLM.check_health",
+        wrap=async_llm.check_health,
+        why="/health tells when results of captures can no longer come",
+        parameters=("self",),
+    ),
+    Patch(
         module="vllm.v1.engine.llm_engine",
         target="LLMEngine.add_request",
         wrap=llm.add_request,

@@ -15,7 +15,7 @@ Int32Array = npt.NDArray[np.int32]
 _INT64 = np.dtype(np.int64)
 
 WIRE_VERSION = 1
-"""Of the `RequestWire`, the form in which a request travels from the front end that resolved it: plain values and bytes."""
+"""Of the `RequestWire`, in which a request travels from the front end that resolved it: plain values and bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.session import CaptureSession
 from headgate.capture.staging.ring import StagingRing
+from headgate.capture.transport.result_sender import SenderStats
 from tests.fakes.pipeline import HIDDEN, MODEL, ROW_BYTES, SITES, TIMEOUT_S, row_values
 
 
@@ -42,6 +43,9 @@ class KeptResults:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.sent: list[dict[str, Any]] = []
+
+    def stats(self) -> SenderStats:
+        return SenderStats(lost_results=0, lost_messages=0)
 
     def send_result(self, **message: Any) -> None:
         with self._changed:

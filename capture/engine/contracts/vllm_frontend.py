@@ -90,6 +90,7 @@ class AsyncLLM(Engine, Protocol):
     """``vllm.v1.engine.async_llm.AsyncLLM``."""
 
     engine_core: AsyncEngineClient
+    dead_error: Exception
 
 
 class LLM(Protocol):
