@@ -57,11 +57,11 @@ class PositionSelector(Protocol):
         """
         ...
 
-    def to_wire(self) -> Any:
+    def to_wire(self) -> object:
         """Plain values and bytes that `selector_from_wire` reads back."""
         ...
 
-    def described(self) -> Any:
+    def described(self) -> object:
         """JSON values for people: as the client wrote it, but without long lists."""
         ...
 
@@ -229,10 +229,10 @@ class Message:
     def needs_prompt(self, num_prompt: int) -> bool:
         return True
 
-    def to_wire(self) -> dict[str, Any]:
+    def to_wire(self) -> dict[str, str | int | None]:
         return {"role": self.role, "index": self.index}
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, str | int | None]:
         return self.to_wire()
 
 
@@ -265,7 +265,7 @@ def parse_positions(raw: object, field: str, context_length: int = _NO_END) -> P
     )
 
 
-def selector_from_wire(wire: Any) -> PositionSelector:
+def selector_from_wire(wire: object) -> PositionSelector:
     """Read what `PositionSelector.to_wire` wrote; long lists are neither copied nor checked again."""
     return Indices(wire) if isinstance(wire, bytes) else parse_positions(wire, "positions")
 

@@ -90,7 +90,7 @@ class VllmConfig(Protocol):
 class RequestParams(Protocol):
     """``vllm.SamplingParams`` of a request that is in the engine."""
 
-    extra_args: dict[str, Any] | None
+    extra_args: dict[str, object] | None
     stop: str | list[str] | None
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from headgate.capture.engine.access.caller import Caller, current_caller, set_caller
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.requests.chat_messages import RenderedMessage, Tokens
@@ -44,6 +45,7 @@ class Call:
         use: What its prompts so far could capture at most.
         memo: What was parsed of its body.
         token: Random; begins the keys of its requests, so that consumers know which belong together.
+        caller: The client, if it has shown a key.
     """
 
     form: Form | None = None
@@ -53,6 +55,7 @@ class Call:
     use: CaptureUse = field(default_factory=CaptureUse)
     memo: Memo = field(default_factory=Memo)
     token: str = field(default_factory=partial(secrets.token_hex, 8))
+    caller: Caller | None = field(default_factory=current_caller)
 
     def expect(self) -> Slot:
         """A slot for one more prompt."""
@@ -79,6 +82,7 @@ def current_call() -> Call | None:
 def enter(call: Call) -> None:
     """Make `call` the one that this task handles."""
     _call.set(call)
+    set_caller(call.caller)
 
 
 @dataclass(frozen=True, slots=True)
