@@ -17,13 +17,12 @@ from headgate.capture.planning.request_plan import (
     RequestPlanReader,
     SelectedRows,
     SelectionShape,
-    list_keys,
+    are_listed,
 )
 from headgate.capture.planning.step_plan import (
     PackGroup,
     SiteSet,
     StepPlan,
-    changes,
     count_up,
     prolonged,
     spans_of,
@@ -348,19 +347,9 @@ class _RequestTable:
         return is_hit
 
     def _is_listed(self, term: int, numbers: Int64Array, slots: Int64Array, positions: Int64Array) -> BoolArray:
-        """Whether each row's position is in the list with that row's number; one search for all lists."""
-        starts = np.concatenate(([0], changes(numbers)))
-        ends = np.append(starts[1:], len(numbers)) - 1
-        order = np.argsort(numbers[starts])
-        starts, ends = starts[order], ends[order]
-        spans = zip(slots[starts].tolist(), positions[starts].tolist(), positions[ends].tolist(), strict=True)
-        lists = [(self._plans[slot].lists[term], first, last) for slot, first, last in spans]
-        keys = np.concatenate([listed.keys_near(first, last) for listed, first, last in lists if listed])
-        if not len(keys):
-            return np.zeros(len(positions), dtype=np.bool_)
-        wanted = list_keys(positions, numbers)
-        is_listed: BoolArray = keys[np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)] == wanted
-        return is_listed
+        """Whether each row's position is in the list with that row's number."""
+        rows = slots.tolist()
+        return are_listed(positions, numbers, lambda row: self._plans[rows[row]].lists[term])
 
     def _grow(self) -> None:
         size = len(self._next)

@@ -6,7 +6,7 @@ with equal selectors share it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from headgate.capture.planning.step_plan import SiteSet
+from headgate.capture.planning.step_plan import SiteSet, changes
 from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.config import MAX_CONSUMERS
 from headgate.capture.schema.positions import MAX_POSITION
@@ -73,6 +73,28 @@ class PositionList:
 def list_keys(positions: Int64Array, numbers: Int64Array | int) -> Int64Array:
     """Each (list, position) as one int64, ordered by the number of the list, then by position."""
     return positions + numbers * (MAX_POSITION + 1)
+
+
+def are_listed(positions: Int64Array, numbers: Int64Array, list_at: Callable[[int], PositionList | None]) -> BoolArray:
+    """Whether each row's position is in its list; one search for all lists.
+
+    Args:
+        positions: int64 ``[N]``. Rows of one list are next to each other, ascending.
+        numbers: int64 ``[N]``: of each row's list.
+        list_at: The list of the row at an index.
+    """
+    starts = np.concatenate(([0], changes(numbers)))
+    ends = np.append(starts[1:], len(numbers)) - 1
+    order = np.argsort(numbers[starts])
+    starts, ends = starts[order], ends[order]
+    spans = zip(starts.tolist(), positions[starts].tolist(), positions[ends].tolist(), strict=True)
+    lists = [(list_at(row), first, last) for row, first, last in spans]
+    keys = np.concatenate([listed.keys_near(first, last) for listed, first, last in lists if listed])
+    if not len(keys):
+        return np.zeros(len(positions), dtype=np.bool_)
+    wanted = list_keys(positions, numbers)
+    found: BoolArray = keys[np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)] == wanted
+    return found
 
 
 class SelectedRows(NamedTuple):
