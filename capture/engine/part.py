@@ -44,7 +44,7 @@ def headgate_routes(services: RouteServices) -> APIRouter:
 @hookimpl
 def headgate_metrics() -> MetricsPart:
     """Capture's counters."""
-    from headgate.capture.engine.server.capture_routes import CaptureMetrics
+    from headgate.capture.engine.server.capture_metrics import CaptureMetrics
 
     return CaptureMetrics()
 

@@ -12,10 +12,16 @@ from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOut
 from headgate.capture.engine.frontends.metering import Meter, metered, open_meter
 from headgate.capture.engine.requests.call_context import Call, Slot, current_call
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
-from headgate.capture.engine.requests.capture_request import CaptureRequest
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, reader_of
-from headgate.capture.engine.requests.wire import HeadgateRequest, attach, refuse_made, refuse_streamed_input
+from headgate.capture.engine.requests.sampling_params import (
+    CaptureRequest,
+    HeadgateRequest,
+    attach,
+    refuse_made,
+    refuse_streamed_input,
+)
 from headgate.capture.engine.setup.client_errors import as_client_error, is_without_field
+from headgate.capture.schema.errors import UnsupportedError
 
 
 def generate(original: Function) -> Function:
@@ -130,5 +136,19 @@ def shutdown(original: Function) -> Function:
             # A constructor that failed leaves an object without an input processor, and is shut down all the same.
             if "input_processor" in vars(self) and (front := front_end_of(self)) is not None:
                 front.close()
+
+    return wrapped
+
+
+def check_health(original: Function) -> Function:
+    """Wrap ``AsyncLLM.check_health``: a server that can no longer answer captures is not healthy."""
+
+    @wraps(original)
+    async def wrapped(self: AsyncLLM, *args: object, **kwargs: object) -> object:
+        result = await original(self, *args, **kwargs)
+        front = front_end_of(self)
+        if front is not None and front.problem is not None:
+            raise self.dead_error from UnsupportedError(front.problem)
+        return result
 
     return wrapped

@@ -11,7 +11,7 @@ from headgate.capture.engine.access.usage import Charge
 from headgate.capture.engine.contracts.vllm_frontend import RequestOutput, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
-from headgate.capture.engine.requests.capture_request import CaptureRequest
+from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.errors import RequestError
 
 Outputs = AsyncGenerator[RequestOutput, None]

@@ -14,7 +14,7 @@ from headgate.capture.engine.access.caller import Caller, set_caller
 from headgate.capture.engine.access.usage import Usage
 from headgate.capture.engine.requests.call_context import Call, current_call, enter
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
-from headgate.capture.engine.requests.capture_request import CaptureRequest
+from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext, parse_client_spec
 from headgate.capture.schema.errors import ForbiddenError, RequestError
