@@ -9,7 +9,8 @@ from typing import Any
 
 from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, Function
 from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
-from headgate.capture.engine.requests.call_context import Call, Slot, current_call
+from headgate.capture.engine.contracts.wire_format import CAPTURE
+from headgate.capture.engine.requests.call_context import Call, Slot, current_call, current_caller
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests.capture_request import CaptureRequest
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, reader_of
@@ -45,6 +46,8 @@ def generate(original: Function) -> Function:
             if isinstance(prompt, AsyncIterator) and not headgate_request.is_empty:
                 refuse_streamed_input(headgate_request)
             call = current_call()
+            if call is None:
+                _require_capture_key(headgate_request)
             headgate_request = _resolved(reader, headgate_request, prompt, sampling_params, call)
         outputs = original(self, prompt, attach(sampling_params, headgate_request), request_id, *args, **kwargs)
         if headgate_request.parts:
@@ -54,6 +57,13 @@ def generate(original: Function) -> Function:
         return outputs
 
     return wrapped
+
+
+def _require_capture_key(headgate_request: HeadgateRequest) -> None:
+    """Ask a client for the key to capture where no route that takes our fields has done so."""
+    caller = current_caller()
+    if caller is not None and headgate_request.capture is not None and headgate_request.capture.is_explicit:
+        caller.require_key(CAPTURE)
 
 
 def _resolved(

@@ -9,6 +9,7 @@ import contextvars
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
@@ -69,6 +70,32 @@ def current_call() -> Call | None:
 def enter(call: Call) -> None:
     """Make `call` the one that this task handles."""
     _call.set(call)
+
+
+class Caller(Protocol):
+    """Whoever sent an HTTP request to the server."""
+
+    def require_key(self, part: str) -> None:
+        """Raise an error 403 unless the request carries one of the part's keys."""
+        ...
+
+
+_caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("headgate_caller", default=None)
+
+
+def current_caller() -> Caller | None:
+    """Return who sent the HTTP request being handled; None for requests that Python code makes."""
+    return _caller.get()
+
+
+def answer_to(caller: Caller) -> contextvars.Token[Caller | None]:
+    """Make `caller` the one for whom this task works, until `leave`."""
+    return _caller.set(caller)
+
+
+def leave(token: contextvars.Token[Caller | None]) -> None:
+    """Restore the state from before `answer_to`."""
+    _caller.reset(token)
 
 
 @dataclass(frozen=True, slots=True)

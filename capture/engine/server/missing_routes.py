@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import Receive, Scope, Send
+from headgate.capture.engine.server.bodies.field_guard import install_guard
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -39,7 +40,8 @@ class Explanation:
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Answer requests to what is not there with the reason."""
+        """Answer requests to what is not there with the reason; refuse our fields where they would be ignored."""
+        install_guard(app)
         app.add_middleware(MissingRouteMiddleware)
 
     async def init_state(self, engine_client: object, state: object, args: Namespace) -> None:
