@@ -79,11 +79,24 @@ class Origin:
 
     Attributes:
         reply: Address of the result hub of the front end that owns the request; None if nobody waits.
-        key: Random per request: what the hub knows it by.
+        key: Random per request: what the hub knows it by. Those of one HTTP call begin alike; see `join_key`.
     """
 
     reply: str | None
     key: str = field(repr=False)
+
+    @property
+    def call(self) -> str:
+        """The same for all requests of one HTTP call; a request of none is a call of its own."""
+        return self.key.partition(_JOINT)[0]
+
+
+_JOINT = "."
+
+
+def join_key(call: str, key: str) -> str:
+    """The key of a request that belongs to an HTTP call with the token `call`."""
+    return f"{call}{_JOINT}{key}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,6 +231,7 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
             shipped but the payload (JSON values). ``"driver"``: in the process that owns the request, where live
             Python objects are at hand; rows are shipped there. The operator may move a worker's consumer there, too.
         reads_client_spec: False if requests cannot name it: it then works through `global_capture_spec` alone.
+        takes_tag: Its specs have an option ``tag`` that says where it writes: the keys of clients may limit it.
         is_awaited: Its payload is what a client came for: requests that name it wait for their results as if they had
             set ``capture_wait``, unless they say false.
         linger_s: Seconds that rows may wait for those of the next steps, so that they come in fewer and larger blocks,
@@ -227,6 +241,7 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
 
     location: ClassVar[Location] = "worker"
     reads_client_spec: ClassVar[bool] = True
+    takes_tag: ClassVar[bool] = False
     is_awaited: ClassVar[bool] = False
     linger_s: ClassVar[float] = 0.05
 

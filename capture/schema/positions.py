@@ -53,7 +53,7 @@ class PositionSelector(Protocol):
         """
         ...
 
-    def to_wire(self) -> Any:
+    def to_wire(self) -> object:
         """Plain values that `selector_from_wire` reads back."""
         ...
 
@@ -187,7 +187,7 @@ class Message:
     def needs_prompt(self, num_prompt: int) -> bool:
         return True
 
-    def to_wire(self) -> dict[str, Any]:
+    def to_wire(self) -> dict[str, str | int | None]:
         return {"role": self.role, "index": self.index}
 
 
@@ -219,7 +219,7 @@ def parse_positions(raw: object, field: str) -> PositionSelector:
     )
 
 
-def selector_from_wire(wire: Any) -> PositionSelector:
+def selector_from_wire(wire: object) -> PositionSelector:
     """Read what `PositionSelector.to_wire` wrote."""
     return parse_positions(wire, "positions")
 

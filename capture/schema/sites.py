@@ -46,7 +46,13 @@ ALIASES: dict[str, HookPoint] = {
 }
 """Names of other tools that are accepted wherever a hook point is read; answers use our own."""
 
-HOOK_NAMES: dict[str, HookPoint] = {**{hook.value: hook for hook in HookPoint}, **ALIASES}
+_UNDERSCORED: dict[str, HookPoint] = {**{hook.value: hook for hook in HookPoint}, **ALIASES}
+
+HOOK_NAMES: dict[str, HookPoint] = {
+    **_UNDERSCORED,
+    **{name.replace("_", "-"): hook for name, hook in _UNDERSCORED.items()},
+}
+"""Every name of a hook point that is read: with underscores, or with hyphens (``post-mlp``)."""
 
 
 class Site(NamedTuple):
@@ -92,7 +98,7 @@ def parse_hook(name: object, field: str) -> HookPoint:
     """
     point = HOOK_NAMES.get(name) if isinstance(name, str) else None
     if point is None:
-        raise RequestError(field, f"unknown hook point {shown(name)}; known: {', '.join(sorted(HOOK_NAMES))}")
+        raise RequestError(field, f"unknown hook point {shown(name)}; known: {', '.join(sorted(_UNDERSCORED))}")
     return point
 
 

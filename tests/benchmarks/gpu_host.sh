@@ -1,10 +1,16 @@
 # Source this on a GPU host, in the repository's root:  . tests/benchmarks/gpu_host.sh [FOLDER]
 # FOLDER (.gpu if not given) holds what the host lacks, if anything: vllm-gpu.tar.xz and env.sh (stock vLLM without a
 # package registry), whl/*.whl (headgate, pytest, hypothesis, ...), whl/extra/*.whl (taken only if the host lacks them)
-# and commit (of headgate). tests/benchmarks/gpu_bundle.sh fills it.
+# and commit (of headgate). tests/benchmarks/gpu_bundle.sh fills it. What cannot work ends a script; at a prompt, this file.
 _dir=${1:-.gpu}
 _site=${TMPDIR:-/tmp}/headgate-site
-python3 -c "import vllm" 2>/dev/null || . "$_dir/env.sh" "$_dir"
+if ! python3 -c "import vllm" 2>/dev/null; then
+  if ! [ -r "$_dir/env.sh" ]; then
+    echo "gpu_host.sh: python3 here has no vllm, and there is no $_dir/env.sh that brings one: name the folder that has it" >&2
+    case $- in *i*) return 1 ;; *) exit 1 ;; esac
+  fi
+  . "$_dir/env.sh" "$_dir"
+fi
 _install() { python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$_site" "$@" 2>&1 | grep -vi "warning\|notice"; }
 if ls "$_dir"/whl/*.whl > /dev/null 2>&1; then _install "$_dir"/whl/*.whl; fi
 export PYTHONPATH=$_site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1

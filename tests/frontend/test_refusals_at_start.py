@@ -123,6 +123,23 @@ def test_a_setting_that_cannot_be_served_is_refused_before_any_process_starts(mo
         start(model_dir, additional_config=capture_settings(), runner="pooling")
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"nnodes": 2, "pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "several hosts"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 1}, "data-parallel engines on other hosts"),
+    ],
+    ids=["nodes", "engines"],
+)
+def test_a_server_over_several_hosts_is_refused(model_dir: Path, settings: dict[str, Any], reason: str) -> None:
+    from vllm import AsyncEngineArgs
+
+    register()
+    arguments = {**ENGINE, "additional_config": capture_settings(), **settings}
+    with pytest.raises(UnsupportedError, match=reason):
+        AsyncEngineArgs(model=str(model_dir), **arguments).create_engine_config()
+
+
 def test_an_engine_without_configuration_is_stock_and_refuses_capture(model_dir: Path) -> None:
     from vllm import LLM
 

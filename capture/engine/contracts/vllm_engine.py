@@ -34,6 +34,7 @@ class ModelConfig(Protocol):
     hf_text_config: HfTextConfig
     dtype: torch.dtype
     is_encoder_decoder: bool
+    is_diffusion: bool
     runner_type: str
 
     def get_hidden_size(self) -> int: ...
@@ -46,6 +47,15 @@ class ParallelConfig(Protocol):
     prefill_context_parallel_size: int
     pipeline_parallel_size: int
     use_sequence_parallel_moe: bool
+    use_ray: bool
+    distributed_executor_backend: object
+    nnodes: int
+    world_size: int
+    local_engines_only: bool
+    data_parallel_backend: str
+    data_parallel_size: int
+    data_parallel_size_local: int
+    data_parallel_rank_local: int | None
 
 
 class SchedulerConfig(Protocol):
@@ -79,7 +89,7 @@ class VllmConfig(Protocol):
 class RequestParams(Protocol):
     """``vllm.SamplingParams`` of a request that is in the engine."""
 
-    extra_args: dict[str, Any] | None
+    extra_args: dict[str, object] | None
     stop: str | list[str] | None
 
 

@@ -58,6 +58,23 @@ class PathState:
     tape: Tape
 
 
+def attribute_of(layer: object | None, base: Plain, name: str, default: object = UNKNOWN) -> Plain:
+    """Return attribute `name` of `base`, `default` if it has none; unknown where the object is.
+
+    Args:
+        layer: What `base` is if it is the layer itself; None: its attributes are unknown.
+    """
+    path = name if base.value is SELF else f"{base.path}.{name}" if base.path else ""
+    owner = owner_of(layer, base)
+    return Plain(UNKNOWN if owner is UNKNOWN else getattr(owner, name, default), path)
+
+
+def owner_of(layer: object | None, base: Plain) -> object:
+    """Return the object that `base` stands for, of which attributes are asked."""
+    owner = layer if base.value is SELF else base.value
+    return UNKNOWN if owner is None else owner
+
+
 class Expressions(ast.NodeVisitor):
     """The expressions of one function: `visit` returns the value of a node.
 
@@ -131,10 +148,7 @@ class Expressions(ast.NodeVisitor):
         base = self.visit(node.value)
         if not isinstance(base, Plain):
             return Plain() if node.attr in NO_TENSOR else self._tape.operation(ast.unparse(node), base)
-        owner = self._layer if base.value is SELF else base.value
-        is_known = owner is not UNKNOWN and owner is not None
-        path = node.attr if base.value is SELF else f"{base.path}.{node.attr}" if base.path else ""
-        return Plain(getattr(owner, node.attr, UNKNOWN) if is_known else UNKNOWN, path)
+        return attribute_of(self._layer, base, node.attr)
 
     def visit_Subscript(self, node: ast.Subscript) -> Value:
         base, index = self.visit(node.value), node.slice

@@ -99,27 +99,51 @@ def _is_decoder_layer(layer: nn.Module) -> bool:
 
 
 def _forward_over(parent: nn.Module, lists: list[str]) -> ast.FunctionDef | None:
-    """Return the forward that loops over one of `lists`: of the class of `parent`, or of one that it inherits from."""
+    """Return the forward that loops over one of `lists`: of the class of `parent`, or one that it calls of a base."""
     for owner in type(parent).__mro__:
         function = vars(owner).get("forward")
         if function is not None and owner is not nn.Module:
             node = parse_function(inspect.unwrap(function))
             if _loops_over(node, lists):
                 return node
+            if not any(isinstance(part, ast.Attribute) and part.attr == "forward" for part in ast.walk(node)):
+                return None
     return None
 
 
 def _loops_over(node: ast.AST, lists: list[str]) -> list[ast.For]:
-    """Yield the loops within `node` over one of `lists`, attributes of its object."""
+    """Return the loops within `node` over one of `lists`, attributes of its object: over its items or by index."""
     attributes = {f"self.{name}" for name in lists}
-    return [loop for loop in ast.walk(node) if isinstance(loop, ast.For) and _attributes(loop.iter) & attributes]
+    loops = [loop for loop in ast.walk(node) if isinstance(loop, ast.For)]
+    return [loop for loop in loops if _attributes(loop.iter) & attributes or _indices(loop, attributes)]
+
+
+def _indices(loop: ast.For, attributes: set[str]) -> set[str]:
+    """Return the indices into one of `attributes` that `loop` computes from its target."""
+    targets = {part.id for part in ast.walk(loop.target) if isinstance(part, ast.Name)}
+    found = [
+        part.slice
+        for part in ast.walk(loop)
+        if isinstance(part, ast.Subscript) and ast.unparse(part.value) in attributes
+    ]
+    named = {ast.unparse(index): {part.id for part in ast.walk(index) if isinstance(part, ast.Name)} for index in found}
+    return {index for index, names in named.items() if names & targets}
+
+
+def _may_repeat(loop: ast.For, attributes: set[str]) -> bool:
+    """Whether `loop` may meet a layer twice: by an index that is not just the next of a range."""
+    indices = _indices(loop, attributes)
+    return bool(indices) and (indices != {ast.unparse(loop.target)} or not ast.unparse(loop.iter).startswith("range("))
 
 
 def _runs_in_a_loop(parent: nn.Module, name: str) -> bool:
-    """Whether the loop over the layers is itself repeated."""
+    """Whether the loop over the layers is itself repeated, or may take a layer twice."""
     node = _forward_over(parent, [name])
-    outer = [loop for loop in ast.walk(node) if isinstance(loop, ast.For | ast.While)] if node else []
-    return any(inner is not loop for loop in outer for inner in _loops_over(loop, [name]))
+    if node is None:
+        return False
+    outer = [loop for loop in ast.walk(node) if isinstance(loop, ast.For | ast.While)]
+    is_nested = any(inner is not loop for loop in outer for inner in _loops_over(loop, [name]))
+    return is_nested or any(_may_repeat(loop, {f"self.{name}"}) for loop in _loops_over(node, [name]))
 
 
 def _attributes(node: ast.AST) -> set[str]:

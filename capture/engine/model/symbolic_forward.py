@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from headgate.capture.engine.model.conditions import Decisions
-from headgate.capture.engine.model.expressions import Cell, Expressions, PathState, Scope
+from headgate.capture.engine.model.expressions import Cell, Expressions, PathState, Scope, attribute_of, owner_of
 from headgate.capture.engine.model.symbols import (
     SELF,
     UNKNOWN,
@@ -231,9 +231,31 @@ class _Calls:
                     base.value = result  # in place
                 return result
         called = expressions.visit(node.func)
+        if isinstance(called, Plain) and (called.value is getattr or called.value is hasattr):
+            found = self._attribute_by_name(expressions, node, is_asked=called.value is hasattr)
+            if found is not None:
+                return found
         if isinstance(called, Plain) and called.path:
             return self._member(called, args, ast.unparse(node.func))
         return self._tape.function(called, values, ast.unparse(node.func))
+
+    def _attribute_by_name(self, expressions: Expressions, node: ast.Call, *, is_asked: bool) -> Value | None:
+        """Return the value of ``getattr(owner, "name", default)``, or of ``hasattr`` with `is_asked`.
+
+        None if the owner is a tensor, or the name is computed.
+        """
+        match node:
+            case ast.Call(args=[target, ast.Constant(value=str(name)), *defaults], keywords=[]):
+                base = expressions.visit(target)
+            case _:
+                return None
+        if not isinstance(base, Plain):
+            return None
+        if is_asked:
+            owner = owner_of(self._state.layer, base)
+            return Plain() if owner is UNKNOWN else Plain(hasattr(owner, name))
+        default = expressions.visit(defaults[0]) if defaults else Plain()
+        return attribute_of(self._state.layer, base, name, default.value if isinstance(default, Plain) else UNKNOWN)
 
     def _member(self, called: Plain, args: Mapping[Key, Cell], text: str) -> Value:
         """Return the result of calling an attribute of the layer: a method, a submodule, or something else."""

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import contextvars
 import operator
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
+from headgate.capture.engine.access.caller import Caller, current_caller, set_caller
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.requests.chat_messages import RenderedMessage, Tokens
 from headgate.capture.engine.requests.hidden_states import Form
 from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.limits import CaptureUse
 from headgate.capture.schema.positions import Message, Span
 from headgate.capture.schema.results import CaptureResults
 
@@ -38,12 +42,18 @@ class Call:
         states: The consumer that keeps them.
         chat_messages: Messages of the chat that selectors of this call mean.
         slots: One for each prompt, in the order of the body; of /v1/responses, one for each turn with a tool.
+        use: What its prompts so far could capture at most.
+        token: Random; begins the keys of its requests, so that consumers know which belong together.
+        caller: The client, if it has shown a key.
     """
 
     form: Form | None = None
     states: str | None = None
     chat_messages: dict[Message, RenderedMessage] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
+    use: CaptureUse = field(default_factory=CaptureUse)
+    token: str = field(default_factory=partial(secrets.token_hex, 8))
+    caller: Caller | None = field(default_factory=current_caller)
 
     def expect(self) -> Slot:
         """A slot for one more prompt."""
@@ -70,32 +80,33 @@ def current_call() -> Call | None:
 def enter(call: Call) -> None:
     """Make `call` the one that this task handles."""
     _call.set(call)
+    set_caller(call.caller)
 
 
-class Caller(Protocol):
+class Client(Protocol):
     """Whoever sent an HTTP request to the server."""
 
-    def require_key(self, part: str) -> None:
-        """Raise an error 403 unless the request carries one of the part's keys."""
+    def require_role(self, role: str) -> object:
+        """Raise an error 403 unless the request carries a key for what needs `role`; remember whose it is."""
         ...
 
 
-_caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("headgate_caller", default=None)
+_client: contextvars.ContextVar[Client | None] = contextvars.ContextVar("headgate_client", default=None)
 
 
-def current_caller() -> Caller | None:
+def current_client() -> Client | None:
     """Return who sent the HTTP request being handled; None for requests that Python code makes."""
-    return _caller.get()
+    return _client.get()
 
 
-def answer_to(caller: Caller) -> contextvars.Token[Caller | None]:
-    """Make `caller` the one for whom this task works, until `leave`."""
-    return _caller.set(caller)
+def serve_for(client: Client) -> contextvars.Token[Client | None]:
+    """Make `client` the one for whom this task works, until `leave`."""
+    return _client.set(client)
 
 
-def leave(token: contextvars.Token[Caller | None]) -> None:
-    """Restore the state from before `answer_to`."""
-    _caller.reset(token)
+def leave(token: contextvars.Token[Client | None]) -> None:
+    """Restore the state from before `serve_for`."""
+    _client.reset(token)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,13 +79,13 @@ def refuse_unknown(values: Document, where: str = "") -> None:
             raise RequestError(f"{where}{name}", f"headgate has no such field; it has {', '.join(all_fields())}")
 
 
-def refuse_unknown_in(params: SamplingParams) -> None:
+def refuse_unknown_in(params: SamplingParams | None) -> None:
     """Do so for ``extra_args`` and the attributes of a `SamplingParams`.
 
     Raises:
         RequestError: Naming the first of them.
     """
-    if not is_plain(params):
+    if params is not None and not is_plain(params):
         refuse_unknown(params.extra_args or {}, f"{EXTRA_ARGS}.")
         refuse_unknown(vars(params))
 

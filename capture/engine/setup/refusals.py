@@ -27,7 +27,52 @@ def _sequence_parallel(config: VllmConfig) -> bool:
     return bool(getattr(config.compilation_config.pass_config, "enable_sp", False))
 
 
+def _remote_engines(config: VllmConfig) -> bool:
+    parallel = config.parallel_config
+    # Offline, or behind a balancer of its own, a front end has the engines of its own host alone.
+    is_alone = parallel.local_engines_only or parallel.data_parallel_rank_local is not None
+    return not is_alone and parallel.data_parallel_size_local != parallel.data_parallel_size
+
+
+def _uses_ray(config: VllmConfig) -> bool:
+    return config.parallel_config.use_ray or config.parallel_config.data_parallel_backend == "ray"
+
+
+def _external_launcher(config: VllmConfig) -> bool:
+    parallel = config.parallel_config
+    return parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1
+
+
+ONE_HOST = "results go to the front end over a Unix socket, which a worker on another host cannot reach"
+"""The reason why an engine must be on one host."""
+
+ON_ONE_HOST = "tensor, pipeline and data parallel work on one host, with --distributed-executor-backend mp"
+
 REFUSALS = (
+    Refusal(
+        lambda config: config.parallel_config.nnodes > 1,
+        "several hosts (--nnodes)",
+        ONE_HOST,
+        ON_ONE_HOST,
+    ),
+    Refusal(
+        _remote_engines,
+        "data-parallel engines on other hosts (--data-parallel-size-local below --data-parallel-size)",
+        ONE_HOST,
+        "leave out --data-parallel-size-local, or serve each host by itself and balance in front of them",
+    ),
+    Refusal(
+        _uses_ray,
+        "Ray (--distributed-executor-backend ray, --data-parallel-backend ray)",
+        f"it may place workers on other hosts, and {ONE_HOST}",
+        ON_ONE_HOST,
+    ),
+    Refusal(
+        _external_launcher,
+        "the executor external_launcher with more than one rank",
+        "every process runs every request and one rank captures, so the others would wait for results that never come",
+        ON_ONE_HOST,
+    ),
     Refusal(
         lambda config: config.parallel_config.use_ubatching,
         "dual-batch overlap (--enable-dbo, ubatching)",
@@ -57,6 +102,12 @@ REFUSALS = (
         "speculative decoding",
         "rows of rejected drafts are computed and their positions computed again",
         "start without --speculative-config",
+    ),
+    Refusal(
+        lambda config: config.model_config.is_diffusion,
+        "block-diffusion models",
+        "they compute the positions of a block again and again, and later steps change their tokens",
+        "serve a model that generates from left to right",
     ),
     Refusal(
         lambda config: config.kv_transfer_config is not None,

@@ -344,3 +344,16 @@ def test_a_step_is_stopped_at_its_limit_and_said_to_have_failed(tmp_path: Path) 
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["logs-tiny-tiny.tgz"]
     sleeper = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
     assert gpu_call.wait(sleeper, 0.5) == "FAILED: stopped after 0 s"
+
+
+def test_a_gpu_host_without_vllm_and_without_what_brings_it_stops_at_once(tmp_path: Path) -> None:
+    python = tmp_path / "python3"
+    python.write_text("#!/bin/sh\necho asked >&2\nexit 1\n")
+    python.chmod(0o755)
+    script = f". tests/benchmarks/gpu_host.sh {tmp_path}; echo went on"
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert f"there is no {tmp_path}/env.sh" in done.stderr

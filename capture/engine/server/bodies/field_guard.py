@@ -15,9 +15,9 @@ import msgspec
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
-from headgate.capture.engine.requests.call_context import answer_to, leave
+from headgate.capture.engine.requests.call_context import leave, serve_for
 from headgate.capture.engine.requests.stray_fields import find_ignored, is_of_interest, is_ours
-from headgate.capture.engine.server.access_keys import require_key
+from headgate.capture.engine.server.access_keys import require_role
 from headgate.capture.engine.server.bodies.asgi import METHODS, path_of, refuse, replay, type_of
 from headgate.capture.engine.server.bodies.route_table import Kind, kind_of
 from headgate.capture.schema.errors import RequestError
@@ -60,7 +60,7 @@ class FieldGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        token = answer_to(_HttpCaller(scope))
+        token = serve_for(_HttpClient(scope))
         try:
             await self._serve(scope, receive, send)
         finally:
@@ -85,16 +85,16 @@ class FieldGuard:
         await refuse(send, HTTPStatus.BAD_REQUEST, str(error), error.field)
 
 
-class _HttpCaller:
-    """Implements `headgate.capture.engine.requests.call_context.Caller`."""
+class _HttpClient:
+    """Implements `headgate.capture.engine.requests.call_context.Client`."""
 
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
 
-    def require_key(self, part: str) -> None:
+    def require_role(self, role: str) -> object:
         from starlette.requests import Request
 
-        require_key(part, Request(self._scope))
+        return require_role(role, Request(self._scope))
 
 
 def _why(path: str, kind: Kind) -> str:

@@ -135,6 +135,14 @@ def test_an_alias_chooses_the_same_sites(alias: str, hook: HookPoint) -> None:
     assert parse_sites({alias: "all"}, 2, "hooks") == parse_sites({hook.value: "all"}, 2, "hooks")
 
 
+@pytest.mark.parametrize(
+    ("name", "hook"), [("pre-attn", "pre_attn"), ("post-mlp", "post_mlp"), ("resid-pre", "pre_attn")]
+)
+def test_hyphens_are_read_as_underscores(name: str, hook: str) -> None:
+    assert parse_sites({name: [1]}, 2, "hooks") == parse_sites({hook: [1]}, 2, "hooks")
+    assert Site.parse(f"1.{name}") == Site.parse(f"1.{hook}")
+
+
 def test_a_hook_point_named_twice_gives_each_site_once() -> None:
     sites = parse_sites({"post_mlp": [0, 1], "resid_post": [1]}, 2, "hooks")
 

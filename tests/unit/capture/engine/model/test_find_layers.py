@@ -126,6 +126,35 @@ def test_layers_that_run_more_than_once_are_refused() -> None:
         find_decoder_stack(Looping())
 
 
+class RepeatedByIndex(Decoder):
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
+        for _ in range(2):
+            for i in range(self.start_layer, self.end_layer):
+                layer = self.layers[i]
+                hidden_states = layer(None, hidden_states, residual)
+        return self.norm(hidden_states)
+
+
+class WrappingAround(Decoder):
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
+        for i in range(2 * self.end_layer):
+            hidden_states = self.layers[i % self.end_layer](None, hidden_states, residual)
+        return self.norm(hidden_states)
+
+
+class InAnOrder(Decoder):
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
+        for i in self.order:
+            hidden_states = self.layers[i](None, hidden_states, residual)
+        return self.norm(hidden_states)
+
+
+@pytest.mark.parametrize("decoder", [RepeatedByIndex, WrappingAround, InAnOrder])
+def test_layers_that_may_run_more_than_once_by_their_indices_are_refused(decoder: type[Decoder]) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{decoder.__name__}\.layers: the layers run more than once"):
+        find_decoder_stack(decoder())
+
+
 class Single(Decoder):
     def __init__(self) -> None:
         super().__init__()
@@ -145,6 +174,23 @@ class Inheriting(Decoder):
         return super().forward(*args, **kwargs)
 
 
+class ByIndex(Decoder):
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
+        hidden_states = self.embed_norm(hidden_states)
+        for i in range(self.start_layer, self.end_layer):
+            layer = self.layers[i]
+            hidden_states, residual = layer(None, hidden_states, residual)
+        hidden_states, _ = self.norm(hidden_states, residual)
+        return hidden_states
+
+
+class Overriding(Decoder):
+    """Leaves the loop of its base out."""
+
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
+        return self.run_layers(hidden_states, residual)
+
+
 class Normless(Decoder):
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
         hidden_states = self.embed_norm(hidden_states)
@@ -155,7 +201,14 @@ class Normless(Decoder):
 
 @pytest.mark.parametrize(
     ("decoder", "expected"),
-    [(Decoder, ("norm", True)), (Single, ("ln_f", False)), (Inheriting, ("norm", True)), (Normless, None)],
+    [
+        (Decoder, ("norm", True)),
+        (Single, ("ln_f", False)),
+        (Inheriting, ("norm", True)),
+        (ByIndex, ("norm", True)),
+        (Overriding, None),
+        (Normless, None),
+    ],
 )
 def test_the_last_norm_is_the_one_after_the_layers(decoder: type[Decoder], expected: object) -> None:
     assert find_final_norm(decoder()) == expected

@@ -257,6 +257,34 @@ def test_the_instance_decides_what_the_class_leaves_open() -> None:
     assert after.hooks == analyse_layer(Conditional).hooks == BOUNDARIES
 
 
+class Asking(Layer):
+    """As GPTBigCode: asks itself by name whether it has more modules, and which."""
+
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None) -> Tensor:
+        hidden_states = hidden_states + getattr(self, "self_attn")(self.input_layernorm(hidden_states))  # noqa: B009
+        if encoder_hidden_states is not None:
+            if not hasattr(self, "crossattention"):
+                raise ValueError
+            hidden_states = hidden_states + self.crossattention(hidden_states, encoder_hidden_states)
+        if (extra := getattr(self, "extra_norm", None)) is not None:
+            return extra(hidden_states)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def test_a_layer_may_ask_for_its_attributes_by_name() -> None:
+    plain = analyse_layer(Asking, SimpleNamespace())
+    crossed = analyse_layer(Asking, SimpleNamespace(crossattention=None))
+
+    assert (plain.mid, plain.mlp, plain.attn_branch, plain.mlp_branch) == (
+        "post_attention_layernorm",
+        "mlp",
+        "self_attn",
+        "mlp",
+    )
+    assert plain.hooks == ALL
+    assert crossed.hooks == BOUNDARIES
+
+
 class Experts(Layer):
     def forward(self, hidden_states: Tensor) -> Tensor:
         hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states))

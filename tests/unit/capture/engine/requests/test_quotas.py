@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from headgate.capture.engine.requests.call_context import Call
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
-from headgate.capture.engine.requests.capture_request import count_rows
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec, parse_config
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
 from headgate.capture.schema.errors import ConfigError, RequestError
+from headgate.capture.schema.limits import count_rows
 from headgate.capture.schema.positions import Indices, Named, PositionSelector, Span
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
@@ -33,7 +34,15 @@ class Watching(Rows):
         return CaptureSpec(sites=context.model.sites, positions=Named("all"))
 
 
-def check(capture: Any, *, n: int = 1, states: Any = None, max_tokens: int | None = MAX_TOKENS, **limits: int) -> None:
+def check(
+    capture: Any,
+    *,
+    n: int = 1,
+    states: Any = None,
+    max_tokens: int | None = MAX_TOKENS,
+    call: Call | None = None,
+    **limits: int,
+) -> None:
     consumers = {"rows": Rows, "others": Rows, "watching": Watching, "hidden_states": Rows}
     specs = tuple(CaptureConsumerSpec(name=name) for name in consumers)
     config = CaptureConsumersConfig(consumers=specs, **limits)  # type: ignore[arg-type]
@@ -42,7 +51,7 @@ def check(capture: Any, *, n: int = 1, states: Any = None, max_tokens: int | Non
     params = SimpleNamespace(extra_args=extra, max_tokens=max_tokens, n=n)
     ask = front.capture_reader.read(params, "r")
     assert ask is not None
-    front.resolve(ask, NUM_PROMPT, params, None)
+    front.resolve(ask, NUM_PROMPT, params, None, call)
 
 
 def rows(positions: Any, *layers: int) -> Any:
@@ -66,12 +75,22 @@ def test_samples_count_together() -> None:
         check({"rows": rows("all_generated")}, n=3, max_request_rows=11)
 
 
+def test_the_prompts_of_a_call_count_together() -> None:
+    call = Call()
+    for _ in range(2):
+        check({"rows": rows("all_prompt")}, call=call, max_request_rows=20)
+    with pytest.raises(RequestError, match=r"30 positions; at most 20 .* all prompts and samples"):
+        check({"rows": rows("all_prompt")}, call=call, max_request_rows=20)
+
+    check({"rows": rows("all_prompt")}, call=Call(), max_request_rows=20)
+
+
 def test_bytes_are_counted_over_sites_and_consumers() -> None:
     capture = {"rows": rows("all_prompt", 0, 1), "others": rows("last_prompt")}
     num_bytes = (10 * 2 + 1) * ROW_BYTES
 
     check(capture, max_request_bytes=num_bytes)
-    with pytest.raises(RequestError, match=rf"capture\.others: .* {num_bytes} bytes; at most {num_bytes - 1}"):
+    with pytest.raises(RequestError, match=rf"capture\.rows: .* {num_bytes} bytes; at most {num_bytes - 1}"):
         check(capture, max_request_bytes=num_bytes - 1)
 
 

@@ -90,8 +90,9 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[threading.Thread]]
 
     for kind, (short, long) in plugin_routes._DECODERS.items():
         monkeypatch.setitem(plugin_routes._DECODERS, kind, (noting("short", short), noting("decode", long)))
-    for module in (routes, operations, request_fields):
-        monkeypatch.setattr(module, "read_tier", noting("read", module.read_tier))
+    for module, name in ((routes, "read_tier"), (routes, "read_update"), (operations, "read_update")):
+        monkeypatch.setattr(module, name, noting("read", getattr(request_fields, name)))
+    monkeypatch.setattr(request_fields, "read_tier", noting("read", request_fields.read_tier))
     for module in (operations, request_fields):
         monkeypatch.setattr(module, "sum_tiers", noting("add up", module.sum_tiers))
     monkeypatch.setattr(phase_vectors, "content_key", noting("hash", phase_vectors.content_key))

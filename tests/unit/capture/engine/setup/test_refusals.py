@@ -11,13 +11,26 @@ from headgate.capture.schema.errors import UnsupportedError
 
 
 def settings(**changes):
-    parallel = SimpleNamespace(use_ubatching=False, prefill_context_parallel_size=1, use_sequence_parallel_moe=False)
+    parallel = SimpleNamespace(
+        use_ubatching=False,
+        prefill_context_parallel_size=1,
+        use_sequence_parallel_moe=False,
+        use_ray=False,
+        distributed_executor_backend="mp",
+        nnodes=1,
+        world_size=4,
+        local_engines_only=False,
+        data_parallel_backend="mp",
+        data_parallel_size=2,
+        data_parallel_size_local=2,
+        data_parallel_rank_local=None,
+    )
     config = SimpleNamespace(
         parallel_config=parallel,
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
         speculative_config=None,
         kv_transfer_config=None,
-        model_config=SimpleNamespace(is_encoder_decoder=False, runner_type="generate"),
+        model_config=SimpleNamespace(is_encoder_decoder=False, is_diffusion=False, runner_type="generate"),
     )
     for path, value in changes.items():
         *owners, name = path.split("__")
@@ -36,6 +49,12 @@ def test_ordinary_settings_are_served():
     ("change", "value", "text"),
     [
         ("parallel_config__use_ubatching", True, "--enable-dbo"),
+        ("parallel_config__nnodes", 2, "several hosts"),
+        ("parallel_config__data_parallel_size_local", 1, "--data-parallel-size-local"),
+        ("parallel_config__use_ray", True, "--distributed-executor-backend ray"),
+        ("parallel_config__data_parallel_backend", "ray", "--data-parallel-backend ray"),
+        ("parallel_config__distributed_executor_backend", "external_launcher", "external_launcher"),
+        ("model_config__is_diffusion", True, "block-diffusion"),
         ("parallel_config__prefill_context_parallel_size", 2, "prefill context"),
         ("parallel_config__use_sequence_parallel_moe", True, "--enable-expert-parallel"),
         ("compilation_config__pass_config__enable_sp", True, "enable_sp"),
@@ -48,6 +67,19 @@ def test_ordinary_settings_are_served():
 def test_each_is_refused_with_what_to_do_instead(change, value, text):
     with pytest.raises(UnsupportedError, match=text):
         refuse_unsupported_settings(settings(**{change: value}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"local_engines_only": True, "data_parallel_size_local": 1},
+        {"data_parallel_rank_local": 0, "data_parallel_size_local": 1},
+        {"distributed_executor_backend": "external_launcher", "world_size": 1},
+    ],
+    ids=["own balancer", "offline rank", "one rank"],
+)
+def test_front_ends_whose_engines_are_on_their_host_are_served(changes):
+    refuse_unsupported_settings(settings(**{f"parallel_config__{name}": value for name, value in changes.items()}))
 
 
 def test_all_are_named_at_once():
