@@ -56,7 +56,7 @@ class SpecWire(TypedDict):
 
     Attributes:
         sites: ``{hook: [layers]}``.
-        positions: The selector, as clients write it.
+        positions: The selector, as `PositionSelector.to_wire` writes it.
         options: The consumer's own.
     """
 

@@ -36,6 +36,7 @@ class ModelConfig(Protocol):
     is_encoder_decoder: bool
     is_diffusion: bool
     runner_type: str
+    max_model_len: int
 
     def get_hidden_size(self) -> int: ...
 
