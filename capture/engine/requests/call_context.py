@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from headgate.capture.engine.access.caller import Caller, current_caller, set_caller
 from headgate.capture.engine.contracts.plain_values import Document
@@ -83,6 +84,32 @@ def enter(call: Call) -> None:
     """Make `call` the one that this task handles."""
     _call.set(call)
     set_caller(call.caller)
+
+
+class Client(Protocol):
+    """Whoever sent an HTTP request to the server."""
+
+    def require_role(self, role: str) -> object:
+        """Raise an error 403 unless the request carries a key for what needs `role`; remember whose it is."""
+        ...
+
+
+_client: contextvars.ContextVar[Client | None] = contextvars.ContextVar("headgate_client", default=None)
+
+
+def current_client() -> Client | None:
+    """Return who sent the HTTP request being handled; None for requests that Python code makes."""
+    return _client.get()
+
+
+def serve_for(client: Client) -> contextvars.Token[Client | None]:
+    """Make `client` the one for whom this task works, until `leave`."""
+    return _client.set(client)
+
+
+def leave(token: contextvars.Token[Client | None]) -> None:
+    """Restore the state from before `serve_for`."""
+    _client.reset(token)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from headgate.capture.engine.requests.sampling_params import (
     read_fields,
     refuse_forged,
 )
+from headgate.capture.engine.requests.stray_fields import refuse_unknown_in
 from headgate.capture.schema.errors import RequestError
 
 REQUEST_READER = "_headgate_reader"
@@ -130,6 +131,7 @@ class RequestReader:
         if self.capture is None:
             return self._without_capture(params)
         refuse_forged(params)
+        refuse_unknown_in(params)
         return self._with_parts(params, self.capture.capture_reader.read(params, request_id))
 
     def read_answered(self, params: SamplingParams, request_id: str, *, is_offline: bool) -> HeadgateRequest | None:
@@ -137,12 +139,14 @@ class RequestReader:
         if self.capture is None:
             return self._without_capture(params)
         refuse_forged(params)
+        refuse_unknown_in(params)
         return self._with_parts(params, self.capture.read(params, request_id, is_offline=is_offline))
 
     def _without_capture(self, params: SamplingParams) -> HeadgateRequest | None:
         if is_plain(params):
             return None
         refuse_forged(params)
+        refuse_unknown_in(params)
         refuse_unconfigured(params)
         return self._with_parts(params, None)
 

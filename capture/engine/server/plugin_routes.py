@@ -21,8 +21,9 @@ from headgate.capture.engine.contracts.parts import Part, collect
 from headgate.capture.engine.contracts.route_part import RouteClient
 from headgate.capture.engine.frontends.engine_handles import NotConfiguredError
 from headgate.capture.engine.server.access_keys import open_access, require_role
-from headgate.capture.engine.server.body_middleware import LONG, install_bodies
-from headgate.capture.engine.server.body_parsing import read_json
+from headgate.capture.engine.server.bodies.field_guard import install_guard
+from headgate.capture.engine.server.bodies.middleware import LONG, install_bodies
+from headgate.capture.engine.server.bodies.parsing import read_json
 from headgate.capture.engine.server.loop_threads import run_in_thread
 from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
 from headgate.capture.engine.setup.client_errors import answer_refused, as_client_error, refused_error
@@ -63,6 +64,7 @@ class Endpoints:
         for router in routers.values():
             app.include_router(router)
         self._parts = tuple(routers)
+        install_guard(app, self._parts)
         app.add_middleware(MetricsPage, counters=Counters(lambda: self._engine))
         install_bodies(app, server_config(configuration))
         app.add_exception_handler(refused_error(), answer_refused)

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from headgate.capture.engine.contracts.route_part import RouteClient
 from headgate.capture.engine.core.core_calls import AsyncCoreClient
 from headgate.capture.engine.server import plugin_routes
-from headgate.capture.engine.server.body_middleware import LONG, Bodies
+from headgate.capture.engine.server.bodies.middleware import LONG, Bodies
 from headgate.capture.engine.server.plugin_routes import read_object
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.sites import HookPoint, Site
