@@ -164,6 +164,11 @@ def add_flags(group: Any) -> None:
         help="In place of --max-steering-slots: slots for N distinct configurations of vectors at all sites in both "
         "phases, and for global vectors beside them. More fit if they steer fewer sites.",
     )
+    _add_named_flags(group)
+
+
+def _add_named_flags(group: Any) -> None:
+    """Add the flags that name files and sites."""
     group.add_argument(
         "--steering-modules",
         type=_named_path,
