@@ -17,14 +17,16 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from headgate.capture.engine.access.access_key import AccessKey
 from headgate.capture.engine.access.caller import Caller, set_caller
-from headgate.capture.engine.access.key_ring import KeyRing
+from headgate.capture.engine.access.key_ring import KeyRing, variable_of
 from headgate.capture.engine.access.usage import Usage
 from headgate.capture.engine.setup.cli_flags import translate_flags
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.config import server_config
+from headgate.capture.schema.errors import ForbiddenError, shown
 
 HEADER = "x-headgate-key"
 _ACCESS = "headgate_access"
@@ -48,13 +50,23 @@ class Access:
         is_counting = usage is not None or (getattr(args, "api_server_count", None) or 1) == 1
         keys = None if config.keys_file is None else Path(config.keys_file)
         self.is_local = is_local(args)
+        self._has_socket = bool(getattr(args, "uds", None))
         self.keys = KeyRing(keys, is_counting=is_counting)
         self.usage = Usage(usage)
 
     def find(self, role: str, headers: Mapping[str, str]) -> AccessKey | None:
-        """Find the key with which a request may do what needs `role`; see `KeyRing.find`."""
+        """Find the key with which a request may do what needs `role`; see `KeyRing.find`.
+
+        Without keys, requests that a web page of another site made are refused, too.
+
+        Raises:
+            ForbiddenError: If it may not.
+        """
         self.keys.refresh()
-        return self.keys.find(_given(headers), role, is_local=self.is_local)
+        key = self.keys.find(_given(headers), role, is_local=self.is_local)
+        if key is None and not self._has_socket:
+            _check_own(headers, role)
+        return key
 
     def read_again_on_hangup(self) -> None:
         """Read the file of keys again when this process gets SIGHUP; without a file, that ends it as before.
@@ -95,11 +107,39 @@ def is_local(args: Any) -> bool:
     """Whether a server that was started with these arguments listens on the loopback interface or a Unix socket."""
     if getattr(args, "uds", None):
         return True
-    host = getattr(args, "host", None) or ""
+    return _is_loopback((getattr(args, "host", None) or "").strip("[]"))
+
+
+def _check_own(headers: Mapping[str, str], role: str) -> None:
+    """Refuse what a browser on this machine was made to send by a page from elsewhere.
+
+    Browsers name the page's site as ``Origin``, and the name that they looked up as ``Host``: a site can let its own
+    name mean 127.0.0.1, and is then the same site to them.
+
+    Raises:
+        ForbiddenError: If one of them is not this machine.
+    """
+    for header, prefix in (("host", "//"), ("origin", "")):
+        value = headers.get(header)
+        if value is not None and not _is_loopback(_host_of(prefix + value)):
+            raise ForbiddenError(
+                f"this server has no key for this and lets in its own machine alone, but the header {header.title()} "
+                f"names {shown(value)}; the operator sets {variable_of(role)}"
+            )
+
+
+def _host_of(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
