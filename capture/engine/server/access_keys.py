@@ -13,10 +13,11 @@ import asyncio
 import ipaddress
 import signal
 import threading
+from argparse import Namespace
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from headgate.capture.engine.access.access_key import AccessKey
@@ -27,6 +28,10 @@ from headgate.capture.engine.setup.cli_flags import translate_flags
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.config import server_config
 from headgate.capture.schema.errors import ForbiddenError, shown
+
+if TYPE_CHECKING:
+    from starlette.datastructures import State
+    from starlette.requests import Request
 
 HEADER = "x-headgate-key"
 _ACCESS = "headgate_access"
@@ -43,7 +48,7 @@ class Access:
         ConfigError: If a file that the operator named is wrong.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Namespace) -> None:
         translate_flags(args)  # of servers without an engine, which would not see that a file of keys was named
         config = server_config(getattr(args, "additional_config", None))
         usage = None if config.usage_file is None else Path(config.usage_file)
@@ -78,7 +83,7 @@ class Access:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, partial(self.keys.refresh, is_forced=True))
 
 
-def open_access(state: Any) -> Access:
+def open_access(state: State) -> Access:
     """The keys of an application, read on the first call with its ``state``; see `Access`."""
     found: Access | None = getattr(state, _ACCESS, None)
     if found is None:
@@ -87,7 +92,7 @@ def open_access(state: Any) -> Access:
     return found
 
 
-def require_role(role: str, request: Any) -> AccessKey | None:
+def require_role(role: str, request: Request) -> AccessKey | None:
     """Let a `starlette.requests.Request` to vLLM's server do what needs `role`, and remember whose it is.
 
     Returns:
@@ -103,7 +108,7 @@ def require_role(role: str, request: Any) -> AccessKey | None:
     return key
 
 
-def is_local(args: Any) -> bool:
+def is_local(args: Namespace) -> bool:
     """Whether a server that was started with these arguments listens on the loopback interface or a Unix socket."""
     if getattr(args, "uds", None):
         return True
