@@ -6,6 +6,7 @@
     ├── ConfigError          what the operator configured cannot be served (ValueError)
     ├── RequestError         what one request asked for cannot be served; HTTP 400 (ValueError)
     ├── ForbiddenError       a client lacks the key for what it asked for; HTTP 403 (PermissionError)
+    ├── OverloadedError      too many others want the same; HTTP 503 with Retry-After (RuntimeError)
     ├── UnsupportedError     this vLLM, this model or this engine setting cannot be served (RuntimeError)
     ├── EngineStateError     engine cores of one server hold different state (RuntimeError)
     ├── SelfTestError        a site did not respond at start-up: refuse to serve (RuntimeError)
@@ -50,6 +51,10 @@ class RequestError(HeadgateError, ValueError):
 
 class ForbiddenError(HeadgateError, PermissionError):
     """A client may not do this; the message says which key it lacks, never anything about the keys themselves."""
+
+
+class OverloadedError(HeadgateError, RuntimeError):
+    """A request was sent away unserved, since too many others want the same; it may be sent again later."""
 
 
 class UnsupportedError(HeadgateError, RuntimeError):

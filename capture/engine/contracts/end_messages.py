@@ -13,6 +13,9 @@ from typing import NamedTuple
 FINAL_ATTRIBUTE = "headgate_final"
 Final = tuple[int, list[int], str]
 """Number of prompt tokens, all token ids, and the finish reason."""
+OVERLOADED = "headgate: overloaded: "
+"""Start of the stop reason of a request that was sent away unserved, with the finish reason "error"; the cause
+follows."""
 _MARK = "\0headgate\0"
 
 

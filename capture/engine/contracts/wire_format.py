@@ -13,6 +13,9 @@ WIRE_KEY = "headgate"
 CAPTURE = "capture"
 """Key of capture's section in the wire dict; also the field of `SamplingParams` that asks for it."""
 
+OFFLINE = "offline"
+"""Key of the wire dict that a request of an `LLM` has: nobody else waits for the engine."""
+
 
 def wire_of(params: RequestParams | None) -> Document | None:
     """Return the wire dict of a request in the engine; None if the request asks for nothing."""

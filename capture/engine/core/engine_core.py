@@ -23,11 +23,12 @@ from headgate.capture.engine.contracts.vllm_engine import (
     RequestType,
     Scheduler,
 )
-from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
+from headgate.capture.engine.contracts.wire_format import OFFLINE, WIRE_KEY, wire_of
 from headgate.capture.engine.core import block_keys, restart
+from headgate.capture.engine.core.overload import SentAway, send_away
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.settings import model_info, section
-from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.errors import OverloadedError, RequestError
 
 logger = logging.getLogger("headgate")
 
@@ -84,13 +85,17 @@ class EngineCoreAdapter:
 
         Raises:
             RequestError: If it can never run.
+            OverloadedError: If too many others wait.
         """
         req_id = request.request_id
         if req_id == self._entering or req_id in self._scheduler.requests:  # the latter: more input for a session
             return True
         try:
             priority = request.priority if self._goes_by_priority else 0
-            may_enter = self._part.offer(req_id, priority=priority, is_session=request.resumable)
+            is_offline = OFFLINE in (wire_of(request.sampling_params) or ())
+            may_enter = self._part.offer(
+                req_id, priority=priority, is_session=request.resumable, is_offline=is_offline
+            )
         except BaseException:
             self._part.release(req_id)
             raise
@@ -126,6 +131,16 @@ class EngineCoreAdapter:
                 told[request.client_index].add(req_id)
             gone.append(request)
         return gone
+
+    def end_overdue(self) -> list[SentAway]:
+        """End the requests that have waited too long, between two steps; return them with the reasons."""
+        if not self._waiting or not (overdue := self._part.overdue()):
+            return []
+        from vllm.v1.request import RequestStatus
+
+        gone = self.withdraw(overdue.keys(), RequestStatus.FINISHED_ABORTED)
+        self.admit_waiting()
+        return [(request, overdue[request.request_id]) for request in gone]
 
     def forget_refused(self, req_id: str) -> None:
         """Release a request that stock refused before the scheduler saw it, unless it is there or waits."""
@@ -218,6 +233,9 @@ def handle_client_request(original: Function) -> Function:
             return original(self, request_type, request)
         except RequestError as error:
             _answer(self, added, error)
+            return None
+        except OverloadedError as error:
+            send_away(self, added, str(error))
             return None
         finally:
             adapter.forget_refused(added.request_id)

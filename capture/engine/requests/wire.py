@@ -4,6 +4,7 @@ From the front end on, a request carries one dict under ``extra_args["headgate"]
 ones as `headgate.capture.engine.core.frames.Frame`::
 
     {"v": 1,
+     "offline": True, if an `LLM` makes the request
      # if it captures:
      "id": client's request id, "n": samples, "key": random, "reply": the hub's address or None,
      "wait": whether the client waits for its results,
@@ -24,7 +25,7 @@ from typing import Any, NoReturn
 
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.contracts.vllm_frontend import NewRequest, SamplingParams
-from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY
+from headgate.capture.engine.contracts.wire_format import CAPTURE, OFFLINE, WIRE_KEY
 from headgate.capture.engine.requests.capture_request import CaptureRequest, needs_prompt, to_wire
 from headgate.capture.engine.requests.sampling_params import all_fields
 from headgate.capture.schema.errors import RequestError
@@ -38,10 +39,12 @@ class HeadgateRequest:
     Attributes:
         capture: Of capture; None if nothing.
         parts: Of the other parts, by section. Both may be empty: then the request's fields came to nothing.
+        is_offline: It is made by an `LLM`.
     """
 
     capture: CaptureRequest | None = None
     parts: Mapping[str, PartRequest] = field(default_factory=dict)
+    is_offline: bool = False
 
     def __deepcopy__(self, memo: object) -> HeadgateRequest:
         """Itself: parameters are copied deeply on their way, payloads must not be."""
@@ -104,6 +107,8 @@ def fold(request: NewRequest, headgate_request: HeadgateRequest, request_id: str
             params.skip_reading_prefix_cache = True
     for section, wanted in headgate_request.parts.items():
         wire[section] = dict(wanted.wire)  # the engine adds to it, and requests may share what is wanted
+    if headgate_request.is_offline:
+        wire[OFFLINE] = True
     others = _others(params)
     params.extra_args = (others or None) if headgate_request.is_empty else {**others, WIRE_KEY: wire}
 
