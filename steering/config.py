@@ -180,6 +180,27 @@ def add_flags(group: Any) -> None:
         default=None,
         help="Let requests add vectors to the residual stream. Any other flag of steering turns it on as well.",
     )
+    _add_limits(group)
+    group.add_argument(
+        "--steering-modules",
+        type=_named_path,
+        nargs="+",
+        action="extend",
+        default=None,
+        metavar="NAME=PATH",
+        help="Named modules to load at start, from .safetensors, .json or .gguf files. May be repeated.",
+    )
+    group.add_argument(
+        "--steering-sites",
+        type=json_object,
+        default=None,
+        metavar="JSON",
+        help='What can be steered, as {hook point: layers}; {"pre_attn": "all", "post_attn": "all", '
+        '"post_mlp": "all"} if not given.',
+    )
+
+
+def _add_limits(group: Any) -> None:
     group.add_argument(
         "--max-steering-slots",
         type=int,
@@ -209,23 +230,6 @@ def add_flags(group: Any) -> None:
         default=None,
         metavar="SECONDS",
         help="Time that a request may wait for slots (default 120); then it is answered with HTTP 503.",
-    )
-    group.add_argument(
-        "--steering-modules",
-        type=_named_path,
-        nargs="+",
-        action="extend",
-        default=None,
-        metavar="NAME=PATH",
-        help="Named modules to load at start, from .safetensors, .json or .gguf files. May be repeated.",
-    )
-    group.add_argument(
-        "--steering-sites",
-        type=json_object,
-        default=None,
-        metavar="JSON",
-        help='What can be steered, as {hook point: layers}; {"pre_attn": "all", "post_attn": "all", '
-        '"post_mlp": "all"} if not given.',
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
 from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.schema.errors import ConfigError, RequestError
-from headgate.steering.config import WaitLimits, parse_config
+from headgate.steering.config import SteeringConfig, parse_config
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.operator_calls import OperatorCalls
 from headgate.steering.core.state import Resolved, SteeringState
@@ -34,7 +34,7 @@ class SteeringCore:
         dtype: The model's.
         capacity: Slots of the workers' pools, the zero vector aside.
         services: Calls the workers and restarts requests.
-        limits: Of requests that wait for slots, and of those that an `LLM` makes.
+        config: The operator's: the limits of requests that wait.
         clock: Seconds, never going back.
     """
 
@@ -43,7 +43,7 @@ class SteeringCore:
         dtype: StoredType,
         capacity: int,
         services: CoreServices,
-        limits: tuple[WaitLimits, WaitLimits],
+        config: SteeringConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = SteeringState(dtype)
@@ -51,7 +51,8 @@ class SteeringCore:
         self._operator = OperatorCalls(self._state, self._reservations, services)
         self._resolved: dict[str, Resolved] = {}
         """Of requests that steer, from `accept` until `release`."""
-        self._limits, self._offline_limits = limits
+        self._limits = config.wait_limits(is_offline=False)
+        self._offline_limits = config.wait_limits(is_offline=True)
         self._clock = clock
         self._waiting_since: dict[str, float] = {}
         """Of requests whose wait is limited, in the order of their arrival."""
@@ -170,9 +171,7 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     config = parse_config(section)
     model = facts.model
     steerable = config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)
-    capacity = config.num_slots(model.num_layers) - 1
-    limits = config.wait_limits(is_offline=False), config.wait_limits(is_offline=True)
-    core = SteeringCore(cast("StoredType", model.dtype), capacity, services, limits)
+    core = SteeringCore(cast("StoredType", model.dtype), config.num_slots(model.num_layers) - 1, services, config)
     for name, path in config.modules.items():
         core.load(name, path, steerable)
     logger.info("steering: %s", core.room())

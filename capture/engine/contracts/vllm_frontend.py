@@ -45,6 +45,7 @@ class CompletionOutput(Protocol):
 
     index: int
     finish_reason: str | None
+    stop_reason: int | str | None
     capture_results: object
 
 

@@ -93,9 +93,7 @@ class EngineCoreAdapter:
         try:
             priority = request.priority if self._goes_by_priority else 0
             is_offline = OFFLINE in (wire_of(request.sampling_params) or ())
-            may_enter = self._part.offer(
-                req_id, priority=priority, is_session=request.resumable, is_offline=is_offline
-            )
+            may_enter = self._part.offer(req_id, priority=priority, is_session=request.resumable, is_offline=is_offline)
         except BaseException:
             self._part.release(req_id)
             raise

@@ -9,12 +9,12 @@ from typing import Any
 
 from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, Function
 from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
-from headgate.capture.engine.requests.call_context import Call, Slot, current_call
+from headgate.capture.engine.requests.call_context import Call, Slot, current_call, note_overload
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests.capture_request import CaptureRequest
-from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, reader_of
+from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, overload_of, reader_of
 from headgate.capture.engine.requests.wire import HeadgateRequest, attach, refuse_made, refuse_streamed_input
-from headgate.capture.engine.setup.client_errors import as_client_error, is_without_field
+from headgate.capture.engine.setup.client_errors import as_client_error, is_without_field, overloaded
 
 
 def generate(original: Function) -> Function:
@@ -78,6 +78,7 @@ async def _with_refusals(
         with as_client_error():
             await reader.confirm_async(headgate_request, client)
         async for output in outputs:
+            _check_overload(output)
             if is_refused(output):
                 with as_client_error():
                     await reader.explain_async(headgate_request, client)
@@ -89,6 +90,13 @@ async def _with_refusals(
         raise
     finally:
         await outputs.aclose()
+
+
+def _check_overload(output: RequestOutput) -> None:
+    """Raise the error that servers answer with 503 if the engine core sent the request away."""
+    if (cause := overload_of(output)) is not None:
+        note_overload(error := overloaded(cause))
+        raise error
 
 
 async def _with_results(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import Receive, Scope, Send
+from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -40,6 +41,7 @@ class Explanation:
 
     def attach_router(self, app: FastAPI) -> None:
         """Answer requests to what is not there with the reason."""
+        app.add_middleware(RetryAfterMiddleware)
         app.add_middleware(MissingRouteMiddleware)
 
     async def init_state(self, engine_client: object, state: object, args: Namespace) -> None:

@@ -22,6 +22,7 @@ from headgate.capture.engine.server.body_middleware import LONG, install_bodies
 from headgate.capture.engine.server.body_parsing import read_json
 from headgate.capture.engine.server.loop_threads import run_in_thread
 from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
+from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import OUR_KEY
@@ -59,6 +60,7 @@ class Endpoints:
         for router in routers.values():
             app.include_router(router)
         self._parts = tuple(routers)
+        app.add_middleware(RetryAfterMiddleware)
         app.add_middleware(MetricsPage, counters=Counters(lambda: self._engine))
         install_bodies(app, server_config(configuration))
 
