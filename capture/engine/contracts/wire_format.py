@@ -16,6 +16,9 @@ CAPTURE = "capture"
 OFFLINE = "offline"
 """Key of the wire dict that a request of an `LLM` has: nobody else waits for the engine."""
 
+FAN_OUT = "fan_out"
+"""Key of the wire dict of a sample on its way to the engine core: what the samples share, and whether it is here."""
+
 
 def wire_of(params: RequestParams | None) -> Document | None:
     """Return the wire dict of a request in the engine; None if the request asks for nothing."""

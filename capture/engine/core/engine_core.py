@@ -23,8 +23,9 @@ from headgate.capture.engine.contracts.vllm_engine import (
     RequestType,
     Scheduler,
 )
-from headgate.capture.engine.contracts.wire_format import OFFLINE, WIRE_KEY, wire_of
+from headgate.capture.engine.contracts.wire_format import FAN_OUT, OFFLINE, WIRE_KEY, wire_of
 from headgate.capture.engine.core import block_keys, restart
+from headgate.capture.engine.core.fan_out import SharedWires
 from headgate.capture.engine.core.overload import SentAway, send_away
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.settings import model_info, section
@@ -45,6 +46,9 @@ class EngineCoreAdapter:
     Args:
         core: vLLM's ``EngineCore``, constructed.
         part: Whose half in the engine core is opened.
+
+    Attributes:
+        shared_wires: Of samples on their way here.
     """
 
     def __init__(self, core: EngineCore, part: Part) -> None:
@@ -53,6 +57,7 @@ class EngineCoreAdapter:
         self._name = part.name
         self._waiting: dict[str, Request] = {}
         """Requests that wait for the part, by id."""
+        self.shared_wires = SharedWires()
         self._entering: str | None = None
         self._goes_by_priority = core.vllm_config.scheduler_config.policy == "priority"
         config = core.vllm_config
@@ -62,7 +67,7 @@ class EngineCoreAdapter:
         """Take an ``EngineCoreRequest`` in: the part's answer for the workers is written into it. Input thread."""
         params = request.sampling_params
         extra = (params.extra_args if params is not None else None) or {}
-        wire = extra.get(WIRE_KEY) or {}
+        wire = self.shared_wires.restore(extra.get(WIRE_KEY) or {})
         ours = self._part.accept(request.request_id, wire.get(self._name))
         if params is not None and ours is not None:
             # Samples of one prompt share their parameters, so nothing of them is changed in place.
@@ -213,7 +218,7 @@ def preprocess_add_request(original: Function) -> Function:
 
 def _check_unopened(request: EngineCoreRequest) -> None:
     wire = wire_of(request.sampling_params)
-    asked = [name for name in sorted(core_part_names()) if name in wire] if wire else []
+    asked = [name for name in (*sorted(core_part_names()), FAN_OUT) if name in wire] if wire else []
     if asked:
         raise AssertionError(f"request {request.request_id}: {', '.join(asked)} is not open in this engine core")
 

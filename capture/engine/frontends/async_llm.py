@@ -9,6 +9,7 @@ from typing import Any
 
 from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, Function
 from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
+from headgate.capture.engine.core.fan_out import fan_out_async
 from headgate.capture.engine.requests.call_context import Call, Slot, current_call, note_overload
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests.capture_request import CaptureRequest
@@ -52,6 +53,21 @@ def generate(original: Function) -> Function:
         if headgate_request.capture is not None and reader.capture is not None:
             outputs = _with_results(outputs, reader.capture, headgate_request.capture, call.expect() if call else None)
         return outputs
+
+    return wrapped
+
+
+def add_request(original: Function) -> Function:
+    """Wrap ``AsyncLLM.add_request``: what samples share is sent to each engine core once."""
+
+    @wraps(original)
+    async def wrapped(
+        self: AsyncLLM, request_id: str, prompt: object, params: SamplingParams, *args: object, **kwargs: object
+    ) -> object:
+        if getattr(params, "n", 1) == 1:  # pooling has none
+            return await original(self, request_id, prompt, params, *args, **kwargs)
+        async with fan_out_async(self.engine_core):
+            return await original(self, request_id, prompt, params, *args, **kwargs)
 
     return wrapped
 

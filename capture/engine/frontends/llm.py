@@ -11,6 +11,7 @@ from typing import Any
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import LLMEngine, RequestOutput, SamplingParams
+from headgate.capture.engine.core.fan_out import fan_out
 from headgate.capture.engine.frontends import input_processor
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests.capture_request import CaptureRequest
@@ -102,7 +103,8 @@ def add_request(original: Function) -> Function:
         assert pending is not None  # noqa: S101  (a reader without parts reads nothing)
         before = _ids(self, request_id)
         try:
-            result = original(self, request_id, prompt, attach(params, headgate_request), *args, **kwargs)
+            with fan_out(self.engine_core, params.n):
+                result = original(self, request_id, prompt, attach(params, headgate_request), *args, **kwargs)
         except BaseException as error:
             pending.forget(headgate_request)
             # An engine core in this process refuses in the call, when the output processor already waits for it.
