@@ -245,9 +245,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         max_body_bytes: Of one request; longer ones are answered with status 413. Uploads of files
             (``multipart/form-data``) have vLLM's own limits.
+        keys_file: JSON file of the keys that clients have, with their roles and limits (`AccessKey`); read again when
+            it changes. With it, whatever needs a role needs a key, also from the server's own machine.
+        usage_file: SQLite file in which limits per day and of concurrency are counted, made if there is none; on a
+            local disk. If None, they are counted in memory, and begin anew when the server starts.
     """
 
     max_body_bytes: int = 128 * MIB
+    keys_file: str | None = None
+    usage_file: str | None = None
 
 
 def parse_server(document: object) -> ServerConfig:

@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from itertools import takewhile
 from typing import Any, NamedTuple, cast
+from weakref import WeakValueDictionary
+
+import numpy as np
 
 from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
 from headgate.capture.monitoring.rate_limited_log import SparseLog
@@ -56,6 +59,8 @@ class SteeringCore:
         self._clock = clock
         self._waiting_since: dict[str, float] = {}
         """Of requests whose wait is limited, in the order of their arrival."""
+        self._payloads: WeakValueDictionary[bytes, np.ndarray[Any, Any]] = WeakValueDictionary()
+        """Inline vectors of live requests, by content key. Input thread only."""
         self._log = SparseLog("steering")
 
     def accept(self, req_id: str, wire: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -66,8 +71,19 @@ class SteeringCore:
             raise AssertionError(f"request {req_id!r} was taken already")
         resolved = self._state.resolve(req_id, from_wire(wire))
         self._resolved[req_id] = resolved
+        taken = {name: self._shared(value) if name in ("prefill", "decode") else value for name, value in wire.items()}
         parts = {"prefill_parts": resolved.prefill_parts, "decode_parts": resolved.decode_parts}
-        return {**wire, **{name: [list(part) for part in found] for name, found in parts.items() if found}}
+        for name, found in parts.items():
+            if found:
+                taken[name] = [list(part) for part in found]
+        return taken
+
+    def _shared(self, vectors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return vectors with the payload of an earlier request that has the same and lives: one copy serves all."""
+        payload = vectors["payload"]
+        if not isinstance(payload, np.ndarray):  # short ones are bytes
+            return vectors
+        return {**vectors, "payload": self._payloads.setdefault(vectors["key"], payload)}
 
     def block_keys(self, req_id: str) -> SteeredBlocks | None:
         """Return the block keys of the request under the present global vectors; None if nothing acts on it."""

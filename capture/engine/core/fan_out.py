@@ -17,10 +17,9 @@ from functools import wraps
 from typing import Any
 
 from headgate.capture.engine.contracts.end_messages import mark_sent
-from headgate.capture.engine.contracts.parts import core_part_names
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import EngineCoreRequest, Function, RequestType
-from headgate.capture.engine.contracts.wire_format import FAN_OUT, WIRE_KEY, wire_of
+from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
+from headgate.capture.schema.batch import WIRE_VERSION, RequestWire
 from headgate.capture.schema.errors import RequestError
 
 
@@ -39,14 +38,15 @@ class FanOut:
     def message(self, request: EngineCoreRequest, engine: object) -> EngineCoreRequest:
         """Return the sample as it is to be sent to `engine`, which is asked for each sample once, in order."""
         params, wire = request.sampling_params, wire_of(request.sampling_params)
-        if params is None or not wire or not any(name in wire for name in core_part_names()):
+        if params is None or not wire or "parts" not in wire:
             return request
         is_first = engine not in self.engines
         if is_first:
             self.engines.append(engine)
         sent = copy.copy(request)
         sent.sampling_params = copy.copy(params)
-        shared = {**(wire if is_first else {}), FAN_OUT: [self.key, is_first]}
+        shared: RequestWire = {**wire} if is_first else {"v": WIRE_VERSION}
+        shared["fan_out"] = (self.key, is_first)
         sent.sampling_params.extra_args = {**(params.extra_args or {}), WIRE_KEY: shared}
         return sent
 
@@ -117,22 +117,24 @@ class SharedWires:
     """The wire dicts that one engine core keeps for samples still to come. Input thread, but for `forget`."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Document] = {}
+        self._kept: dict[str, RequestWire] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def restore(self, wire: Document) -> Document:
+    def restore(self, wire: RequestWire) -> RequestWire:
         """Return the complete wire dict of a request; that of a sample is one object for all of them.
 
         Raises:
             RequestError: If what the sample shares is not here.
         """
-        if FAN_OUT not in wire:
+        if "fan_out" not in wire:
             return wire
-        key, is_first = wire[FAN_OUT]
+        key, is_first = wire["fan_out"]
         if is_first:
-            self._kept[key] = {name: value for name, value in wire.items() if name != FAN_OUT}
+            kept: RequestWire = {**wire}
+            del kept["fan_out"]
+            self._kept[key] = kept
         try:
             return self._kept[key]
         except KeyError:

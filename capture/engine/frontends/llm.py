@@ -14,10 +14,9 @@ from headgate.capture.engine.contracts.vllm_frontend import LLMEngine, RequestOu
 from headgate.capture.engine.core.fan_out import fan_out
 from headgate.capture.engine.frontends import input_processor
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, attach_results, front_end_of
-from headgate.capture.engine.requests.capture_request import CaptureRequest
 from headgate.capture.engine.requests.chat_messages import LLMChat
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, overload_of, reader_of
-from headgate.capture.engine.requests.wire import HeadgateRequest, attach, refuse_made
+from headgate.capture.engine.requests.sampling_params import CaptureRequest, HeadgateRequest, attach, refuse_made
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.errors import OverloadedError, RequestError
 

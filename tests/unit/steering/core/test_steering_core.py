@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from headgate.capture.engine.contracts.core_part import CoreFacts
+from headgate.capture.engine.core.frames import frame_of
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, OverloadedError, RequestError
 from headgate.steering.config import SteeringConfig, parse_config
@@ -276,6 +279,22 @@ def test_a_module_that_cannot_be_loaded_keeps_the_engine_from_starting(
     save(path, VectorFile(vectors=CONFIGS[3]))
     with pytest.raises(ConfigError, match=r"modules\.calm"):
         open_core(FACTS, {"modules": {"calm": str(path)}, **settings}, workers)
+
+
+def test_requests_with_equal_vectors_hold_one_copy(core: SteeringCore) -> None:
+    def arrived() -> dict[str, Any]:
+        wire = both(CONFIGS[1])
+        return {**wire, "prefill": {**wire["prefill"], "payload": frame_of(bytes(wire["prefill"]["payload"]))}}
+
+    taken = [core.accept(f"r{i}", arrived()) for i in range(3)]
+
+    payloads = [wire["prefill"]["payload"] for wire in taken if wire is not None]
+    assert len({id(payload) for payload in payloads}) == 1
+    assert payloads[0].tobytes() == bytes(CONFIGS[1].payload)
+    last = weakref.ref(payloads[0])
+    del taken, payloads
+    gc.collect()
+    assert last() is None
 
 
 class Clock:

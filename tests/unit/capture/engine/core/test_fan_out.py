@@ -67,7 +67,9 @@ class Client:
 
 def samples(count: int, *, section: str = "steering") -> list[EngineCoreRequest]:
     """Samples as vLLM makes them: parameters of their own, whose extra arguments are one object."""
-    extra = {"mine": 1, "headgate": {"v": 1, section: {"prefill": {"key": b"k", "payload": frame_of(ROWS)}}}}
+    content = {"prefill": {"key": b"k", "payload": frame_of(ROWS)}}
+    wire = {"v": 1, "capture": content} if section == "capture" else {"v": 1, "parts": {section: content}}
+    extra = {"mine": 1, "headgate": wire}
     return [
         EngineCoreRequest(
             request_id=f"{index}_r",
@@ -84,6 +86,10 @@ def samples(count: int, *, section: str = "steering") -> list[EngineCoreRequest]
     ]
 
 
+def payload_of(wire: Any) -> Any:
+    return wire.get("capture", wire.get("parts", {}).get("steering"))["prefill"]["payload"]
+
+
 def send(client: Client, requests: list[EngineCoreRequest], num_samples: int | None = None) -> None:
     with fan_out(client, len(requests) if num_samples is None else num_samples):
         for request in requests:
@@ -98,17 +104,15 @@ def test_sixty_four_samples_bring_the_vectors_once() -> None:
     assert client.num_bytes < len(ROWS) + 64 * 1024
     (received,) = client.received
     assert [req_id for req_id, _ in received] == [f"{index}_r" for index in range(64)]
-    assert {id(wire["steering"]["prefill"]["payload"]) for _, wire in received} == {
-        id(received[0][1]["steering"]["prefill"]["payload"])
-    }
-    assert received[63][1]["steering"]["prefill"]["payload"].tobytes() == ROWS
+    assert {id(payload_of(wire)) for _, wire in received} == {id(payload_of(received[0][1]))}
+    assert payload_of(received[63][1]).tobytes() == ROWS
     assert "fan_out" not in received[0][1]
 
 
 def test_nothing_is_left_when_the_samples_are_gone() -> None:
     client = Client()
     send(client, samples(3))
-    payload = weakref.ref(client.received[0][0][1]["steering"]["prefill"]["payload"])
+    payload = weakref.ref(payload_of(client.received[0][0][1]))
 
     assert client.num_kept == 0
     assert payload() is not None
@@ -129,7 +133,7 @@ def test_each_engine_core_gets_the_vectors_once_and_forgets_them() -> None:
 
     assert [len(received) for received in client.received] == [4, 4, 0]
     assert 2 * len(ROWS) < client.num_bytes < 2 * len(ROWS) + 8 * 1024
-    assert all(wire["steering"]["prefill"]["payload"].tobytes() == ROWS for part in client.received for _, wire in part)
+    assert all(payload_of(wire).tobytes() == ROWS for part in client.received for _, wire in part)
     assert client.num_kept == 0
 
 
@@ -184,7 +188,7 @@ def test_what_is_not_shared_goes_as_it_always_did(num_samples: int, section: str
 
     assert client.num_bytes > num_samples * len(ROWS)
     assert len({id(wire) for _, wire in client.received[0]}) == num_samples
-    assert all(wire[section]["prefill"]["payload"].tobytes() == ROWS for _, wire in client.received[0])
+    assert all(payload_of(wire).tobytes() == ROWS for _, wire in client.received[0])
 
 
 def test_the_requests_of_the_front_end_stay_as_they_are() -> None:
