@@ -129,6 +129,6 @@ CHANGES = (
     Change("TritonKernel.headgate_excluded", "attribute", _INDUCTOR, "those among them that a kernel reads"),
     Change(
         "uvicorn.protocols.http.flow_control.HIGH_WATER_LIMIT",
-        *("value", "headgate.capture.engine.server.body_middleware", "reads more of a long body ahead"),
+        *("value", "headgate.capture.engine.server.bodies.middleware", "reads more of a long body ahead"),
     ),
 )

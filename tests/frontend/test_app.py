@@ -102,10 +102,16 @@ class Server:
         self.engine = engine
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
+        return self._request(method, path, json=body, headers=headers)
+
+    def upload(self, path: str, file: tuple[str, bytes], **fields: str) -> httpx.Response:
+        return self._request("POST", path, data=fields, files={"file": file})
+
+    def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
         async def ask() -> httpx.Response:
             transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-                return await client.request(method, path, json=body, headers=headers)
+                return await client.request(method, path, **content)
 
         return asyncio.run(ask())
 

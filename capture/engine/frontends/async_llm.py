@@ -9,18 +9,22 @@ from typing import Any
 
 from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, Function
 from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
+from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.core.fan_out import fan_out_async
 from headgate.capture.engine.frontends.metering import Meter, metered, open_meter
-from headgate.capture.engine.requests.call_context import Call, Slot, current_call, note_overload
+from headgate.capture.engine.requests.call_context import Call, Slot, current_call, current_client, note_overload
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, overload_of, reader_of
 from headgate.capture.engine.requests.sampling_params import (
+    CAPTURE_FIELDS,
     CaptureRequest,
     HeadgateRequest,
     attach,
+    read_fields,
     refuse_made,
     refuse_streamed_input,
 )
+from headgate.capture.engine.requests.stray_fields import refuse_unknown_in
 from headgate.capture.engine.setup.client_errors import as_client_error, is_without_field, overloaded
 from headgate.capture.schema.errors import UnsupportedError
 
@@ -45,14 +49,16 @@ def generate(original: Function) -> Function:
         with as_client_error():
             if hasattr(prompt, "sampling_params"):
                 refuse_made(prompt, sampling_params)
+                refuse_unknown_in(prompt.sampling_params)
                 return original(self, prompt, sampling_params, request_id, *args, **kwargs)
-            reader = reader_of(self)
+            reader, call = reader_of(self), current_call()
+            if call is None:
+                _require_capture_role(sampling_params)
             headgate_request = reader.read_answered(sampling_params, request_id, is_offline=False)
             if headgate_request is None:
                 return original(self, prompt, sampling_params, request_id, *args, **kwargs)
             if isinstance(prompt, AsyncIterator) and not headgate_request.is_empty:
                 refuse_streamed_input(headgate_request)
-            call = current_call()
             headgate_request = _resolved(reader, headgate_request, prompt, sampling_params, call)
             meter = _meter(reader, headgate_request, prompt, sampling_params)
         outputs = original(self, prompt, attach(sampling_params, headgate_request), request_id, *args, **kwargs)
@@ -78,6 +84,13 @@ def add_request(original: Function) -> Function:
             return await original(self, request_id, prompt, params, *args, **kwargs)
 
     return wrapped
+
+
+def _require_capture_role(params: SamplingParams) -> None:
+    """Ask an HTTP client for the key to capture where no route that takes our fields has done so."""
+    client = current_client()
+    if client is not None and read_fields(params, CAPTURE_FIELDS):
+        client.require_role(CAPTURE)
 
 
 def _resolved(

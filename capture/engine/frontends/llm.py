@@ -17,6 +17,7 @@ from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEn
 from headgate.capture.engine.requests.chat_messages import LLMChat
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, overload_of, reader_of
 from headgate.capture.engine.requests.sampling_params import CaptureRequest, HeadgateRequest, attach, refuse_made
+from headgate.capture.engine.requests.stray_fields import refuse_unknown_in
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.errors import OverloadedError, RequestError
 
@@ -92,6 +93,7 @@ def add_request(original: Function) -> Function:
         with as_client_error():
             if hasattr(prompt, "sampling_params"):
                 refuse_made(prompt, params)
+                refuse_unknown_in(prompt.sampling_params)
                 return original(self, request_id, prompt, params, *args, **kwargs)
             reader = reader_of(self)
             headgate_request = reader.read_answered(params, request_id, is_offline=True)

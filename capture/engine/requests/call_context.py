@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from headgate.capture.engine.access.caller import Caller, current_caller, set_caller
 from headgate.capture.engine.contracts.plain_values import Document
@@ -106,6 +107,32 @@ def note_overload(error: OverloadedError) -> None:
     """Note that a request was sent away, if it belongs to an HTTP call."""
     if (found := _overloads.get()) is not None:
         found.append(error)
+
+
+class Client(Protocol):
+    """Whoever sent an HTTP request to the server."""
+
+    def require_role(self, role: str) -> object:
+        """Raise an error 403 unless the request carries a key for what needs `role`; remember whose it is."""
+        ...
+
+
+_client: contextvars.ContextVar[Client | None] = contextvars.ContextVar("headgate_client", default=None)
+
+
+def current_client() -> Client | None:
+    """Return who sent the HTTP request being handled; None for requests that Python code makes."""
+    return _client.get()
+
+
+def serve_for(client: Client) -> contextvars.Token[Client | None]:
+    """Make `client` the one for whom this task works, until `leave`."""
+    return _client.set(client)
+
+
+def leave(token: contextvars.Token[Client | None]) -> None:
+    """Restore the state from before `serve_for`."""
+    _client.reset(token)
 
 
 @dataclass(frozen=True, slots=True)

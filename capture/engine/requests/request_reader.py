@@ -30,6 +30,7 @@ from headgate.capture.engine.requests.sampling_params import (
     read_fields,
     refuse_forged,
 )
+from headgate.capture.engine.requests.stray_fields import refuse_unknown_in
 from headgate.capture.schema.errors import OverloadedError, RequestError
 
 REQUEST_READER = "_headgate_reader"
@@ -131,6 +132,7 @@ class RequestReader:
         if self.capture is None:
             return self._without_capture(params)
         refuse_forged(params)
+        refuse_unknown_in(params)
         return self._with_parts(params, self.capture.capture_reader.read(params, request_id))
 
     def read_answered(self, params: SamplingParams, request_id: str, *, is_offline: bool) -> HeadgateRequest | None:
@@ -138,6 +140,7 @@ class RequestReader:
         if self.capture is None:
             return self._without_capture(params, is_offline=is_offline)
         refuse_forged(params)
+        refuse_unknown_in(params)
         ask = self.capture.read(params, request_id, is_offline=is_offline)
         return self._with_parts(params, ask, is_offline=is_offline)
 
@@ -145,6 +148,7 @@ class RequestReader:
         if is_plain(params):
             return None
         refuse_forged(params)
+        refuse_unknown_in(params)
         refuse_unconfigured(params)
         return self._with_parts(params, None, is_offline=is_offline)
 

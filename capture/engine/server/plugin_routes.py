@@ -19,8 +19,9 @@ from headgate.capture.engine.access.access_key import role_of
 from headgate.capture.engine.contracts.parts import Part, collect
 from headgate.capture.engine.frontends.engine_handles import NotConfiguredError
 from headgate.capture.engine.server.access_keys import open_access, require_role
-from headgate.capture.engine.server.body_middleware import LONG, install_bodies
-from headgate.capture.engine.server.body_parsing import read_json
+from headgate.capture.engine.server.bodies.field_guard import install_guard
+from headgate.capture.engine.server.bodies.middleware import LONG, install_bodies
+from headgate.capture.engine.server.bodies.parsing import read_json
 from headgate.capture.engine.server.loop_threads import run_in_thread
 from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
 from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
@@ -62,6 +63,7 @@ class Endpoints:
             app.include_router(router)
         self._parts = tuple(routers)
         app.add_middleware(RetryAfterMiddleware)
+        install_guard(app, self._parts)
         app.add_middleware(MetricsPage, counters=Counters(lambda: self._engine))
         install_bodies(app, server_config(configuration))
         open_access(app.state)

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from headgate.capture.engine.core.core_calls import AsyncCoreClient
 from headgate.capture.engine.server import plugin_routes
-from headgate.capture.engine.server.body_middleware import LONG, Bodies
+from headgate.capture.engine.server.bodies.middleware import LONG, Bodies
 from headgate.capture.engine.server.plugin_routes import read_object
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.sites import HookPoint, Site
@@ -90,8 +90,9 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[threading.Thread]]
 
     for kind, (short, long) in plugin_routes._DECODERS.items():
         monkeypatch.setitem(plugin_routes._DECODERS, kind, (noting("short", short), noting("decode", long)))
-    for module in (routes, operations, request_fields):
-        monkeypatch.setattr(module, "read_tier", noting("read", module.read_tier))
+    for module, name in ((routes, "read_tier"), (routes, "read_update"), (operations, "read_update")):
+        monkeypatch.setattr(module, name, noting("read", getattr(request_fields, name)))
+    monkeypatch.setattr(request_fields, "read_tier", noting("read", request_fields.read_tier))
     for module in (operations, request_fields):
         monkeypatch.setattr(module, "sum_tiers", noting("add up", module.sum_tiers))
     monkeypatch.setattr(phase_vectors, "content_key", noting("hash", phase_vectors.content_key))
