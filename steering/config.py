@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,8 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             A site costs 8 bytes of device memory for each batch row.
         modules: ``{name: path}`` of named modules to load at start (``.safetensors``, ``.json``, ``.gguf``). Each
             vector of a module takes a slot for as long as it is registered.
+        audit_file: File to which each change of global vectors and modules is added as a line of JSON, by every engine
+            core; none if None.
         self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
         fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
     """
@@ -77,6 +80,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_wait_s: float | None = None
     sites: dict[str, Any] = msgspec.field(default_factory=_stream_sites)
     modules: dict[str, str] = msgspec.field(default_factory=dict)
+    audit_file: str | None = None
     self_test: bool = True
     fire_counter: bool = False
 
@@ -169,7 +173,7 @@ def _check(config: SteeringConfig) -> None:
 
 _SIZES = ("max_steering_slots", "max_steering_configs")
 _WAITS = {"max_steering_waiting": "max_waiting", "max_steering_wait_s": "max_wait_s"}
-_FLAGS = ("enable_steering", *_SIZES, *_WAITS, "steering_modules", "steering_sites")
+_FLAGS = ("enable_steering", *_SIZES, *_WAITS, "steering_modules", "steering_sites", "steering_audit")
 
 
 def add_flags(group: Any) -> None:
@@ -181,6 +185,11 @@ def add_flags(group: Any) -> None:
         help="Let requests add vectors to the residual stream. Any other flag of steering turns it on as well.",
     )
     _add_limits(group)
+    _add_named_flags(group)
+
+
+def _add_named_flags(group: Any) -> None:
+    """Add the flags that name files and sites."""
     group.add_argument(
         "--steering-modules",
         type=_named_path,
@@ -189,6 +198,13 @@ def add_flags(group: Any) -> None:
         default=None,
         metavar="NAME=PATH",
         help="Named modules to load at start, from .safetensors, .json or .gguf files. May be repeated.",
+    )
+    group.add_argument(
+        "--steering-audit",
+        type=os.path.abspath,
+        default=None,
+        metavar="FILE",
+        help="File to which each change of global vectors and modules is added, as a line of JSON.",
     )
     group.add_argument(
         "--steering-sites",
@@ -251,6 +267,8 @@ def read_flags(args: argparse.Namespace, section: Mapping[str, Any] | None) -> d
     document.update({name: given[flag] for flag, name in _WAITS.items() if flag in given})
     if "steering_modules" in given:
         document["modules"] = _merged(document.get("modules") or {}, given["steering_modules"])
+    if "steering_audit" in given:
+        document["audit_file"] = given["steering_audit"]
     if "steering_sites" in given:
         document["sites"] = given["steering_sites"]
     return document

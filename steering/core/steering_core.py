@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
@@ -17,6 +18,7 @@ from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.config import SteeringConfig, parse_config
 from headgate.steering.core.admission import Reservations
+from headgate.steering.core.audit import Audit
 from headgate.steering.core.operator_calls import OperatorCalls
 from headgate.steering.core.state import Resolved, SteeringState
 from headgate.steering.files.vector_files import VectorFileError, load
@@ -38,6 +40,7 @@ class SteeringCore:
         capacity: Slots of the workers' pools, the zero vector aside.
         services: Calls the workers and restarts requests.
         config: The operator's: the limits of requests that wait.
+        audit: Notes changes of what steers others; one of its own if None.
         clock: Seconds, never going back.
     """
 
@@ -47,11 +50,12 @@ class SteeringCore:
         capacity: int,
         services: CoreServices,
         config: SteeringConfig,
+        audit: Audit | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = SteeringState(dtype)
         self._reservations: Reservations[str] = Reservations(capacity)
-        self._operator = OperatorCalls(self._state, self._reservations, services)
+        self._operator = OperatorCalls(self._state, self._reservations, services, audit or Audit())
         self._resolved: dict[str, Resolved] = {}
         """Of requests that steer, from `accept` until `release`."""
         self._limits = config.wait_limits(is_offline=False)
@@ -187,7 +191,9 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     config = parse_config(section)
     model = facts.model
     steerable = config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)
-    core = SteeringCore(cast("StoredType", model.dtype), config.num_slots(model.num_layers) - 1, services, config)
+    audit = Audit(facts.engine, None if config.audit_file is None else Path(config.audit_file))
+    capacity = config.num_slots(model.num_layers) - 1
+    core = SteeringCore(cast("StoredType", model.dtype), capacity, services, config, audit)
     for name, path in config.modules.items():
         core.load(name, path, steerable)
     logger.info("steering: %s", core.room())

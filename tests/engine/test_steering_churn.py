@@ -256,7 +256,8 @@ async def run_all(folder: Path, jobs: list[Job]) -> Churn:
     try:
         churn, gates = Churn(jobs), Gates(asyncio.Semaphore(IN_FLIGHT), asyncio.Semaphore(MAX_FLEETING))
         await asyncio.gather(*(run_job(engine, job, gates, churn.statuses) for job in jobs))
-        churn.samples = await eight_samples(engine), await eight_requests(engine)
+        alone = [await samples_of(engine, 1, seed) for seed in range(8)]
+        churn.samples = await samples_of(engine, 8, 0), [one for (one,) in alone]
         churn.last = await engine.steering.status()
         await follow(engine, (last := plain_job()), sampling(last, ""), "")  # the worker hears of the end of the others
         churn.jobs.append(last)
@@ -267,22 +268,12 @@ async def run_all(folder: Path, jobs: list[Job]) -> Churn:
 
 
 EIGHT = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.0, "detokenize": False, "logprobs": NUM_LOGPROBS}
-SEED = 11
 
 
-async def eight_samples(engine: Any) -> list[Any]:
-    (output,) = [found async for found in steered(engine, "eight", n=8, seed=SEED)]
+async def samples_of(engine: Any, n: int, seed: int) -> list[Any]:
+    """The samples of a request; vLLM counts their seeds up."""
+    (output,) = [found async for found in steered(engine, f"{n}-{seed}", n=n, seed=seed)]
     return list(output.outputs)
-
-
-async def eight_requests(engine: Any) -> list[Any]:
-    """What the eight samples are by themselves: vLLM counts their seeds up."""
-
-    async def one(index: int) -> Any:
-        (output,) = [found async for found in steered(engine, f"one-{index}", n=1, seed=SEED + index)]
-        return output.outputs[0]
-
-    return [await one(index) for index in range(8)]
 
 
 def steered(engine: Any, request_id: str, **settings: Any) -> Any:

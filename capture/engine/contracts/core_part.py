@@ -21,9 +21,11 @@ class CoreFacts:
 
     Attributes:
         model: The whole model, as configured.
+        engine: Its index among the engine cores of a server with data parallelism.
     """
 
     model: ModelInfo
+    engine: int = 0
 
 
 class BlockKeys(Protocol):

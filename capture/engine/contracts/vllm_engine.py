@@ -57,6 +57,7 @@ class ParallelConfig(Protocol):
     local_engines_only: bool
     data_parallel_backend: str
     data_parallel_size: int
+    data_parallel_index: int
     data_parallel_size_local: int
     data_parallel_rank_local: int | None
 

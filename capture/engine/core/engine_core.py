@@ -30,7 +30,7 @@ from headgate.capture.engine.core.overload import SentAway, send_away
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.settings import model_info, section
 from headgate.capture.schema.batch import WIRE_VERSION, RequestWire
-from headgate.capture.schema.errors import OverloadedError, RequestError
+from headgate.capture.schema.errors import ForbiddenError, OverloadedError, RequestError
 
 logger = logging.getLogger("headgate")
 
@@ -62,7 +62,8 @@ class EngineCoreAdapter:
         self._entering: str | None = None
         self._goes_by_priority = core.vllm_config.scheduler_config.policy == "priority"
         config = core.vllm_config
-        self._part: CorePart = part.core(CoreFacts(model=model_info(config)), section(config, part.name), self)
+        facts = CoreFacts(model=model_info(config), engine=config.parallel_config.data_parallel_index)
+        self._part: CorePart = part.core(facts, section(config, part.name), self)
 
     def accept(self, request: EngineCoreRequest) -> None:
         """Take an ``EngineCoreRequest`` in: the part's answer for the workers is written into it. Input thread."""
@@ -156,13 +157,20 @@ class EngineCoreAdapter:
         """Serve ``EngineCore.headgate_call``: the front end calls a method of `part`. Between two steps.
 
         Returns:
-            ``{"ok": what it returned}``, or ``{"error": {"field": ..., "message": ...}}`` if it was refused.
+            ``{"ok": what it returned}``, or ``{"error": {"field", "message", "is_forbidden"}}`` if it was refused.
         """
         try:
             self._check_part(part)
             return {"ok": self._part.call(method, args)}
-        except RequestError as error:
-            return {"error": {"field": error.field, "message": str(error).removeprefix(f"{error.field}: ")}}
+        except (RequestError, ForbiddenError) as error:
+            message = str(error).removeprefix(f"{error.field}: ")
+            return {
+                "error": {
+                    "field": error.field,
+                    "message": message,
+                    "is_forbidden": isinstance(error, ForbiddenError),
+                }
+            }
         finally:
             self.admit_waiting()
 
