@@ -256,8 +256,7 @@ async def run_all(folder: Path, jobs: list[Job]) -> Churn:
     try:
         churn, gates = Churn(jobs), Gates(asyncio.Semaphore(IN_FLIGHT), asyncio.Semaphore(MAX_FLEETING))
         await asyncio.gather(*(run_job(engine, job, gates, churn.statuses) for job in jobs))
-        alone = [await samples_of(engine, 1, seed) for seed in range(8)]
-        churn.samples = await samples_of(engine, 8, 0), [one for (one,) in alone]
+        churn.samples = await samples_of(engine, 8, 0), [(await samples_of(engine, 1, seed))[0] for seed in range(8)]
         churn.last = await engine.steering.status()
         await follow(engine, (last := plain_job()), sampling(last, ""), "")  # the worker hears of the end of the others
         churn.jobs.append(last)
