@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.sites import Site
 from headgate.steering.core.admission import Reservations
+from headgate.steering.core.audit import BY, OPERATOR, Actor, Audit
 from headgate.steering.core.state import GlobalTiers, Module, SteeringState, demand_of
 from headgate.steering.requests.wire import TIERS, SteeringWire, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors, SteeringSpec, check_name
 
 _PROBE = "headgate-probe"
 """Stands for the id of a request that is not there."""
+
+SiteNames = Sequence[str]
+
+_NONE: Mapping[str, SiteNames] = {}
 
 _WorkerCall = tuple[str, Mapping[str, Any]]
 """A method of steering's workers, and its arguments."""
@@ -29,9 +35,13 @@ class OperatorCalls:
         state: Holds global vectors and modules.
         reservations: Of the slots.
         services: Calls the workers and restarts requests.
+        audit: Notes the changes.
     """
 
-    def __init__(self, state: SteeringState, reservations: Reservations[str], services: CoreServices) -> None:
+    def __init__(
+        self, state: SteeringState, reservations: Reservations[str], services: CoreServices, audit: Audit
+    ) -> None:
+        self._audit = audit
         self._state = state
         self._reservations = reservations
         self._services = services
@@ -47,19 +57,31 @@ class OperatorCalls:
             "check": self._check,
             "export_global": self._export_global,
             "export_module": self._export_module,
+            "audit": audit.entries,
+            "owner": audit.owner_of,
         }
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any:
         """Run one of the methods by its name, such as ``register``; plain values and bytes go in and come out.
 
+        The argument `BY` says who asks.
+
         Raises:
+            ForbiddenError: If a change is not this client's to make. Nothing has changed.
             RequestError: If the method is unknown, or refuses. Nothing has changed.
             Exception: What a worker raised. Nothing has changed.
         """
         if method not in self._methods:
             raise RequestError("method", f"steering has no method {method!r}; known: {', '.join(self._methods)}")
         self.forget_unused()
-        return self._methods[method](**args)
+        by = Actor(**args[BY]) if BY in args else OPERATOR
+        given = {key: value for key, value in args.items() if key != BY}
+        name = given.get("name")
+        is_registered = any(module.name == name for module in self._state.modules())
+        self._audit.check(method, name, by, is_registered=is_registered)
+        answer = self._methods[method](**given)
+        self._audit.note(method, name, by, answer)
+        return answer
 
     def register(self, name: str, spec: SteeringSpec) -> Module:
         """Register a module, in place of an earlier one of its name.
@@ -101,13 +123,18 @@ class OperatorCalls:
                 raise
             raise
 
-    def _set_global(self, tiers: Mapping[str, Any], replace: bool) -> dict[str, Any]:
+    def _set_global(
+        self, tiers: Mapping[str, Any], replace: bool, cleared: Mapping[str, SiteNames] = _NONE
+    ) -> dict[str, Any]:
         """Set `tiers`, each ``to_wire(SteeringSpec(prefill=...))`` or None; `replace`: in place of all there are.
+
+        Sites in `cleared`, names by tier, are taken back.
 
         Everybody's KV is computed anew, also for a decode-only change: a block must not mix old and new vectors.
         """
         given = {name: None if tiers.get(name) is None else from_wire(tiers[name]).prefill for name in TIERS}
-        changed = self._state.tiers.updated(GlobalTiers(**given), replace=replace)
+        sites = {tier: frozenset(map(Site.parse, names)) for tier, names in cleared.items()}
+        changed = self._state.tiers.updated(GlobalTiers(**given), sites, replace=replace)
         before, after = self._state.shared, self._state.global_phases(changed)
         is_same = _content_keys(before) == _content_keys(after)
         if not is_same:

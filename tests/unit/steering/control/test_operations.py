@@ -14,6 +14,7 @@ import pytest
 from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.schema.errors import EngineStateError, RequestError
 from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.config import SteeringConfig
 from headgate.steering.control.handle import AsyncSteering, Steering
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.vectors.phase_vectors import Steerable
@@ -39,7 +40,7 @@ class EngineCore:
             restart_running=lambda: None,
             fail=lambda reason: None,
         )
-        self.part = SteeringCore("bfloat16", capacity, services)
+        self.part = SteeringCore("bfloat16", capacity, services, SteeringConfig())
         self.before: Callable[[str], None] = lambda method: None
         self.refused: set[str] = set()
 
@@ -89,6 +90,21 @@ def test_one_engine_core_needs_one_call() -> None:
     steering.clear()
 
     assert calls == ["register", "set_global", "unregister", "clear_global"]
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_zeros_take_a_global_vector_back(num_engines: int) -> None:
+    engines = [EngineCore() for _ in range(num_engines)]
+    steering = several(*engines)
+    zeros = np.zeros(4, np.float32)
+
+    asyncio.run(steering.set(TWO, decode_vectors=ONE))
+    partly = asyncio.run(steering.set({"post_mlp": {1: zeros}}, decode_vectors={"post_mlp": {1: TWO["post_mlp"][1]}}))
+    wholly = asyncio.run(steering.set({"post-mlp": {0: {"vector": zeros, "scale": 2.0}}}))
+
+    assert partly.shared.tiers == {"base": ("0.post_mlp",), "decode": ("0.post_mlp", "1.post_mlp")}
+    assert wholly.shared.tiers == {"decode": ("0.post_mlp", "1.post_mlp")}
+    assert wholly.shared.prefill.hash is None
 
 
 def test_an_error_of_the_engine_core_names_its_field_once() -> None:
