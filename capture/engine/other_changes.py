@@ -76,6 +76,10 @@ CHANGES = (
         *("instance", "headgate.capture.engine.model.forward_wrappers", "a subclass whose forward runs the actions"),
     ),
     Change(
+        "{EngineCore}.step_fn",
+        *("instance", "headgate.capture.engine.core.core_startup", "tells requests that have waited too long"),
+    ),
+    Change(
         "{EngineCore}.headgate_call",
         *("instance", "headgate.capture.engine.core.core_startup", "calls from the front end to a part's core"),
     ),

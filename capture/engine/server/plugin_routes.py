@@ -27,6 +27,7 @@ from headgate.capture.engine.server.bodies.middleware import LONG, install_bodie
 from headgate.capture.engine.server.bodies.parsing import read_json
 from headgate.capture.engine.server.loop_threads import run_in_thread
 from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
+from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
 from headgate.capture.engine.setup.client_errors import answer_refused, as_client_error, refused_error
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import OUR_KEY
@@ -65,6 +66,7 @@ class Endpoints:
         for router in routers.values():
             app.include_router(router)
         self._parts = tuple(routers)
+        app.add_middleware(RetryAfterMiddleware)
         install_guard(app, self._parts)
         app.add_middleware(MetricsPage, counters=Counters(lambda: self._engine))
         install_bodies(app, server_config(configuration))

@@ -21,6 +21,7 @@ from headgate.capture.engine.server.bodies.middleware import LONG, Bodies
 from headgate.capture.engine.server.plugin_routes import read_object
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.config import SteeringConfig
 from headgate.steering.control import operations, routes
 from headgate.steering.control.handle import AsyncSteering
 from headgate.steering.core.steering_core import SteeringCore
@@ -52,7 +53,7 @@ class Client:
             restart_running=lambda: None,
             fail=lambda reason: None,
         )
-        self.part = SteeringCore("float32", 64, services)
+        self.part = SteeringCore("float32", 64, services, SteeringConfig())
 
     async def _call_utility_async(self, name: str, part: str, method: str, args: Any, *, engine: bytes) -> Any:
         return {"ok": self.part.call(method, args)}
