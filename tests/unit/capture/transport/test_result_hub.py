@@ -9,7 +9,8 @@ import threading
 import time
 from pathlib import Path
 
-import msgspec
+import msgspecfrom typing import Any
+
 import pytest
 import zmq
 from msgspec.structs import replace
