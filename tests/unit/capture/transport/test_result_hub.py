@@ -8,9 +8,9 @@ import stat
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
-import msgspecfrom typing import Any
-
+import msgspec
 import pytest
 import zmq
 from msgspec.structs import replace
