@@ -6,7 +6,7 @@ Names come from a fixed alphabet without ``/``, so that no name can leave the ro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -121,11 +121,14 @@ class Published:
         paths: Where they are.
         num_bytes: What they take together.
         pending_sync: The sync that is still due before they survive a power cut.
+        undo: Takes the files back if that fails, so that the same name can be written again; None if `pending_sync`
+            does so itself. Raises `OSError` or `ConsumerError` if it cannot.
     """
 
     paths: tuple[str, ...]
     num_bytes: int
     pending_sync: PendingSync
+    undo: Callable[[], None] | None = None
 
 
 class Store(Protocol):
