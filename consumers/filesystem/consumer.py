@@ -31,7 +31,7 @@ from headgate.consumers.filesystem.formats.request_layout import RequestLayout
 from headgate.consumers.filesystem.formats.shard_layout import ShardLayout
 from headgate.consumers.filesystem.params import FilesystemParams, parse_global, parse_params, parse_request
 from headgate.consumers.filesystem.storage.local_store import LocalStore
-from headgate.consumers.filesystem.storage.quota import FILE_BYTES, DiskQuota, bytes_below
+from headgate.consumers.filesystem.storage.quota import FILE_BYTES, DiskQuota
 from headgate.consumers.filesystem.storage.remote_store import RemoteStore
 from headgate.consumers.filesystem.writing.request_writer import Outcome, RequestWriter, RowGatherer, WriterThread
 from headgate.consumers.filesystem.writing.spool import Chunk
@@ -68,7 +68,7 @@ class FilesystemConsumer(StreamingConsumer):
         self._settings = parse_params(params)
         self._store = _open_store(self._settings)
         self._dtype = getattr(torch, context.model.dtype)
-        self._quota = DiskQuota(self._settings.max_tag_bytes, self._settings.max_root_bytes, self._bytes_of)
+        self._quota = DiskQuota(self._settings.max_tag_bytes, self._settings.max_root_bytes, self._settings.local_root)
         self._quota.open()
         self._gatherer = RowGatherer(min(self._settings.memory // 8, MAX_GATHERED_BYTES))
         self._outstanding: set[Outcome] = set()
@@ -182,9 +182,6 @@ class FilesystemConsumer(StreamingConsumer):
         except ConsumerError:
             self.abandon(request)
             raise
-
-    def _bytes_of(self, tag: str | None) -> int:
-        return bytes_below(self._settings.local_root / (tag or ""))
 
     def _rows_of(self, block: RowBlock) -> npt.NDArray[np.uint8]:
         """The rows of a block as uint8 ``[S, N, row_bytes]``."""

@@ -26,7 +26,7 @@ MEASURE_SHARE = 0.01
 MAX_TAGS = 1024
 """Tags that are remembered beside those in use; others are measured anew when they are used again."""
 _ROOT = ""
-"""Stands for the root among the tags, none of which is empty."""
+"""Stands for the root among the tags, none of which is empty; also as the path below it."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,8 @@ class DiskQuota:
     Args:
         max_tag_bytes: Of one tag; None for no limit.
         max_root_bytes: Of all of them; None for no limit.
-        measure: The bytes under a tag, or under the root (None), now.
+        root: Holds a folder for each tag.
+        measure: What counts under a folder now.
         clock: Seconds, monotonic.
     """
 
@@ -64,12 +65,14 @@ class DiskQuota:
         self,
         max_tag_bytes: int | None,
         max_root_bytes: int | None,
-        measure: Callable[[str | None], int],
+        root: Path,
+        measure: Callable[[Path], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._root = root
         self._max_tag_bytes = max_tag_bytes
         self._max_root_bytes = max_root_bytes
-        self._measure = measure
+        self._measure = measure or bytes_below
         self._clock = clock
         self._folders: dict[str, _Folder] = {}
         self._running: dict[str, _Charge] = {}  # by request
@@ -172,7 +175,7 @@ class DiskQuota:
         if known is None or (known.num_bytes + more > limit and now >= known.measure_at):
             counted = [*self._running.values(), *self._storing.values()]
             waiting = sum(charge.num_bytes for charge in counted if name in (_ROOT, charge.tag))
-            num_bytes = self._measure(None if name == _ROOT else name) + waiting
+            num_bytes = self._measure(self._root / name) + waiting
             measured = self._clock()
             pause = max(MEASURE_AGAIN_S, (measured - now) / MEASURE_SHARE)
             known = self._folders[name] = _Folder(num_bytes, measured + pause)

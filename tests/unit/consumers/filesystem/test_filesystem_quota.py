@@ -17,6 +17,7 @@ from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
 from headgate.consumers.filesystem import FilesystemConsumer
 from headgate.consumers.filesystem.storage.quota import FILE_BYTES, MAX_TAGS, MEASURE_AGAIN_S, DiskQuota, bytes_below
 
+ROOT = Path("/captures")
 SITES = (Site(1, HookPoint.POST_MLP), FINAL_NORM_SITE)
 REQUEST_BYTES = 8 * len(SITES) * EXAMPLE_MODEL.hidden_size * 2
 """Rows of one request; a file has a header of a few KB besides."""
@@ -30,13 +31,13 @@ class Tags:
         self.looks = 0
         self.now = 0.0
 
-    def measure(self, tag: str | None) -> int:
+    def measure(self, folder: Path) -> int:
         self.looks += 1
-        return sum(self.sizes.values()) if tag is None else self.sizes.get(tag, 0)
+        return sum(self.sizes.values()) if folder == ROOT else self.sizes.get(folder.name, 0)
 
 
 def quota(tags: Tags, max_bytes: int | None = 100, max_root_bytes: int | None = None) -> DiskQuota:
-    return DiskQuota(max_bytes, max_root_bytes, tags.measure, clock=lambda: tags.now)
+    return DiskQuota(max_bytes, max_root_bytes, ROOT, tags.measure, clock=lambda: tags.now)
 
 
 def test_what_is_there_counts() -> None:
@@ -131,11 +132,11 @@ def test_the_root_has_a_limit_over_all_tags() -> None:
 def test_a_folder_that_takes_a_second_to_measure_is_measured_every_hundred() -> None:
     tags = Tags(a=100)
 
-    def measure(tag: str | None) -> int:
+    def measure(folder: Path) -> int:
         tags.now += 1
-        return tags.measure(tag)
+        return tags.measure(folder)
 
-    slow = DiskQuota(100, None, measure, clock=lambda: tags.now)
+    slow = DiskQuota(100, None, ROOT, measure, clock=lambda: tags.now)
     looks = []
     for request_id, wait in (("1", 0), ("2", 99), ("3", 1)):
         tags.now += wait
