@@ -20,7 +20,7 @@ from headgate.consumers.filesystem.storage.store import TEMP_FOLDER
 FILE_BYTES = 4096
 """Counted for a file beside its bytes: what the disk spends on one."""
 MEASURE_AGAIN_S = 10.0
-"""What is full is measured again after this long: somebody may have removed files."""
+"""Time after which a full folder is measured again: somebody may have removed files."""
 MEASURE_SHARE = 0.01
 """Part of the time that measuring one folder may take: the larger a folder is, the more rarely."""
 MAX_TAGS = 1024
@@ -39,7 +39,7 @@ class _Folder:
 
 @dataclass(slots=True)
 class _Charge:
-    """What a request is counted with, in its tag and in the root."""
+    """The bytes that a request is counted with, in its tag and in the root."""
 
     tag: str
     num_bytes: int = 0
@@ -201,7 +201,7 @@ def _no_room(name: str, limit: int) -> str:
 
 
 def bytes_below(folder: Path) -> int:
-    """What all files in a local folder and the folders in it count; 0 if there is none. Files in the making do not."""
+    """Count all files in a local folder and the folders in it, 0 if there is none; those in the making are left out."""
     total = 0
     for path, names_of_folders, names in os.walk(folder):
         if TEMP_FOLDER in names_of_folders:
