@@ -16,6 +16,8 @@ _Queue = SimpleQueue[tuple[Callable[[], object], asyncio.Future[Any]] | None]
 
 PAUSE_S = 20e-6
 """Long enough for the event loop's thread to wake up and take Python's lock."""
+_LONG_S = 1e-3
+"""Work after which the loop comes first."""
 _TURN = Lock()
 _NUM_THREADS = 4
 """Of each loop. Python's lock is free while a body is hashed and its numbers are looked through; parsing holds it."""
@@ -46,10 +48,12 @@ def in_turn(work: Callable[[], Result]) -> Result:
     Several at a time would be no faster, and hand the lock to one another: the loop would wait for all of them.
     """
     with _TURN:
+        began = time.perf_counter()
         try:
             return work()
         finally:
-            time.sleep(PAUSE_S)
+            if time.perf_counter() - began > _LONG_S:
+                time.sleep(PAUSE_S)
 
 
 def _run(work: Callable[[], object], future: asyncio.Future[Any]) -> None:

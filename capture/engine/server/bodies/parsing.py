@@ -11,7 +11,6 @@ import re
 import secrets
 import time
 from collections.abc import Collection, Iterator, Mapping
-from functools import cache
 from typing import NoReturn
 
 import msgspec
@@ -58,8 +57,6 @@ def extract_json(body: bytes, names: Collection[str]) -> tuple[bytes, Fields]:
     A body that is not what it should be, or holds too much beside its vectors, comes back whole: the server reads it,
     or says what is wrong.
     """
-    if not _may_have(body, names):
-        return body, {}
     try:
         short, lifted = _lift(body)
         parts = msgspec.json.decode(short, type=dict[str, msgspec.Raw])
@@ -96,24 +93,6 @@ def _say_where(body: bytes, error: Exception) -> NoReturn:
     if isinstance(error, msgspec.DecodeError):
         raise msgspec.DecodeError(str(error).partition(" (byte")[0]) from None
     raise error
-
-
-@cache
-def _needles(names: tuple[str, ...]) -> tuple[bytes, ...]:
-    """Words of which every name holds one."""
-    shortest = [name for name in names if not any(other in name and other != name for other in names)]
-    return tuple(name.encode() for name in shortest)
-
-
-def _may_have(body: bytes, names: Collection[str]) -> bool:
-    """Whether a field of these names can be in the body. One that is written with escapes is left to the server."""
-    needles = _needles(tuple(names))
-    overlap = max(map(len, needles), default=0)
-    for start in range(0, len(body), _WINDOW):
-        if any(body.find(needle, start, start + _WINDOW + overlap) >= 0 for needle in needles):
-            return True
-        time.sleep(PAUSE_S)
-    return False
 
 
 class _Lifted:

@@ -245,19 +245,6 @@ def test_such_a_document_of_our_own_routes_is_refused(value: bytes) -> None:
     assert caught.value.field == "body"
 
 
-def test_bodies_without_our_fields_are_not_looked_through() -> None:
-    body = b'{"prompt": [%s""]}' % (b'"",' * 10)
-
-    assert extract_json(body, NAMES)[0] is body
-    assert extract_json(b'{"prompt": "steering_vectors"}', NAMES)[0] == b'{"prompt": "steering_vectors"}'
-
-
-def test_a_name_that_is_written_with_escapes_is_left_to_the_server() -> None:
-    body = b'{"steering\\u005fname": "calm"}'
-
-    assert extract_json(body, NAMES) == (body, {})
-
-
 def test_long_texts_elsewhere_come_back_in_their_places() -> None:
     image = "data:image/png;base64," + "A" * (3 << 20)
     check({"messages": [{"content": [image, "between", image]}], "steering_vectors": VECTORS, "model": "m"})
