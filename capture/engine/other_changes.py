@@ -76,12 +76,16 @@ CHANGES = (
         *("instance", "headgate.capture.engine.model.forward_wrappers", "a subclass whose forward runs the actions"),
     ),
     Change(
-        "{EngineCore}.headgate_call",
-        *("instance", "headgate.capture.engine.core.core_startup", "calls from the front end to a part's core"),
+        "{EngineCore}.step_fn",
+        *(
+            "instance",
+            f"{_CORE}.core_startup",
+            "tells who waited too long; ends an engine whose workers no longer agree",
+        ),
     ),
     Change(
-        "{EngineCore}.step_fn",
-        *("instance", "headgate.capture.engine.core.engine_core", "ends an engine whose workers no longer agree"),
+        "{EngineCore}.headgate_call",
+        *("instance", "headgate.capture.engine.core.core_startup", "calls from the front end to a part's core"),
     ),
     Change(
         "torch._inductor.codegen.common.CSEProxy.load",

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from headgate.capture.engine.core import block_keys, core_startup, engine_core, frames, request_endings
+from headgate.capture.engine.core import block_keys, core_startup, engine_core, fan_out, frames, request_endings
 from headgate.capture.engine.frontends import async_llm, input_processor, llm, output_processor
 from headgate.capture.engine.requests import sampling_params
 from headgate.capture.engine.server import missing_routes, openai_routes
@@ -131,6 +131,27 @@ PATCHES = (
         wrap=frames.ext_hook,
         why="receives them there",
         parameters=("self", "code", "data"),
+    ),
+    Patch(
+        module=_CLIENT,
+        target="SyncMPClient._send_input",
+        wrap=fan_out.send_input,
+        why="what the samples of a prompt share, such as vectors, is sent with the first of them alone",
+        parameters=("self", "request_type", "request"),
+    ),
+    Patch(
+        module=_CLIENT,
+        target="AsyncMPClient._send_input",
+        wrap=fan_out.send_input,
+        why="the same for `AsyncLLM`, to each of its engine cores",
+        parameters=("self", "request_type", "request", "engine"),
+    ),
+    Patch(
+        module="vllm.v1.engine.async_llm",
+        target="AsyncLLM.add_request",
+        wrap=async_llm.add_request,
+        why="knows when the samples of a prompt begin and end to be sent",
+        parameters=("self", "request_id", "prompt", "params"),
     ),
     Patch(
         module="vllm.v1.engine.async_llm",

@@ -21,7 +21,7 @@ from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.frontends import engine_handles
 from headgate.capture.engine.requests.request_reader import REQUEST_READER, OpenPart, RequestReader
 from headgate.capture.schema.consumer import ModelInfo
-from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.errors import ForbiddenError, RequestError
 from headgate.steering.core.steering_core import open_core
 
 pytestmark = pytest.mark.engine
@@ -65,7 +65,8 @@ class Client:
         self.core_engines = (b"0", b"1")
         self.services = {core: Services() for core in self.core_engines}
         self.cores = {
-            core: open_core(CoreFacts(model=MODEL), section, self.services[core]) for core in self.core_engines
+            core: open_core(CoreFacts(model=MODEL, engine=index), section, self.services[core])
+            for index, core in enumerate(self.core_engines)
         }
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
@@ -75,8 +76,10 @@ class Client:
         assert (method, part) == ("headgate_call", "steering")
         try:
             return {"ok": msgspec.msgpack.decode(msgspec.msgpack.encode(self.cores[engine].call(name, given)))}
-        except RequestError as error:
-            return {"error": {"field": error.field, "message": str(error)}}
+        except (RequestError, ForbiddenError) as error:
+            message = str(error).removeprefix(f"{error.field}: ")
+            is_forbidden = isinstance(error, ForbiddenError)
+            return {"error": {"field": error.field, "message": message, "is_forbidden": is_forbidden}}
 
 
 class Engine:
@@ -124,10 +127,15 @@ class Server:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
+    return starter(monkeypatch)
+
+
+def starter(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
     def start(
         *flags: str,
         is_steering: bool = True,
         plugins: str | None = "headgate",
+        audit_file: str | None = None,
         **environment: str,
     ) -> Server:
         for name, value in {**environment, **({"VLLM_PLUGINS": plugins} if plugins else {})}.items():
@@ -139,7 +147,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
 
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--host", "127.0.0.1", *flags])
         app = build_app(args, ("generate",))
-        engine = Engine({} if is_steering else None)
+        engine = Engine({"audit_file": audit_file} if is_steering else None)
         for found in app.state.endpoint_plugins:
             asyncio.run(found.init_state(engine, app.state, args))
         return Server(app, engine)

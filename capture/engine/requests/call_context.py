@@ -19,7 +19,7 @@ from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.requests.chat_messages import RenderedMessage, Tokens
 from headgate.capture.engine.requests.hidden_states import Form
 from headgate.capture.schema.consumer import Memo
-from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.errors import OverloadedError, RequestError
 from headgate.capture.schema.limits import CaptureUse
 from headgate.capture.schema.positions import Message, Span
 from headgate.capture.schema.results import CaptureResults
@@ -84,6 +84,29 @@ def enter(call: Call) -> None:
     """Make `call` the one that this task handles."""
     _call.set(call)
     set_caller(call.caller)
+
+
+_overloads: contextvars.ContextVar[list[OverloadedError] | None] = contextvars.ContextVar(
+    "headgate_overloads", default=None
+)
+
+
+def watch_overloads() -> list[OverloadedError]:
+    """Begin a list for this HTTP call: `note_overload` fills it, from this task and those that it starts."""
+    found: list[OverloadedError] = []
+    _overloads.set(found)
+    return found
+
+
+def overloads() -> list[OverloadedError]:
+    """Return why requests of this HTTP call were sent away so far."""
+    return _overloads.get() or []
+
+
+def note_overload(error: OverloadedError) -> None:
+    """Note that a request was sent away, if it belongs to an HTTP call."""
+    if (found := _overloads.get()) is not None:
+        found.append(error)
 
 
 class Client(Protocol):

@@ -35,6 +35,7 @@ from headgate.capture.engine.requests.stray_fields import (
 )
 from headgate.capture.engine.server.access_keys import require_role
 from headgate.capture.engine.server.answers import answer_choices, answer_response
+from headgate.capture.engine.server.retry_after import await_first_event
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import Message
@@ -115,9 +116,9 @@ def create_completion(original: Function) -> Function:
         if given:
             await _check_early(given, self, request, *args, **kwargs)
         if not _captures(given):
-            return await original(self, request, *args, **kwargs)
+            return await _serve(original, given, self, request, *args, **kwargs)
         call = _begin_call(self, given)
-        return answer_choices(await original(self, request, *args, **kwargs), call)
+        return answer_choices(await _serve(original, given, self, request, *args, **kwargs), call)
 
     return wrapped
 
@@ -131,12 +132,20 @@ def create_chat_completion(original: Function) -> Function:
         if given:
             await _check_early(given, self, request, *args, **kwargs)
         if not _captures(given):
-            return await original(self, request, *args, **kwargs)
+            return await _serve(original, given, self, request, *args, **kwargs)
         call = _begin_call(self, given)
         call.chat_messages = await _find_chat_messages(self, request)
-        return answer_choices(await original(self, request, *args, **kwargs), call)
+        return answer_choices(await _serve(original, given, self, request, *args, **kwargs), call)
 
     return wrapped
+
+
+async def _serve(
+    original: Function, given: Document, serving: Any, request: Any, *args: object, **kwargs: object
+) -> Any:
+    """Call vLLM's handler. The stream of a request that may have to wait begins when it has not been sent away."""
+    answer = await original(serving, request, *args, **kwargs)
+    return await await_first_event(answer, serving) if given.keys() - CAPTURE_FIELDS else answer
 
 
 def create_responses(original: Function) -> Function:

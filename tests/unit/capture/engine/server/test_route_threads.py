@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
+from headgate.capture.engine.contracts.route_part import RouteClient
 from headgate.capture.engine.core.core_calls import AsyncCoreClient
 from headgate.capture.engine.server import plugin_routes
 from headgate.capture.engine.server.bodies.middleware import LONG, install_bodies
@@ -21,6 +22,7 @@ from headgate.capture.engine.server.plugin_routes import read_object
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.config import ServerConfig
 from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.config import SteeringConfig
 from headgate.steering.control import operations, routes
 from headgate.steering.control.handle import AsyncSteering
 from headgate.steering.core.steering_core import SteeringCore
@@ -52,7 +54,7 @@ class Client:
             restart_running=lambda: None,
             fail=lambda reason: None,
         )
-        self.part = SteeringCore("float32", 64, services)
+        self.part = SteeringCore("float32", 64, services, SteeringConfig())
 
     async def _call_utility_async(self, name: str, part: str, method: str, args: Any, *, engine: bytes) -> Any:
         return {"ok": self.part.call(method, args)}
@@ -68,6 +70,8 @@ def application(client: Client) -> Any:
         engine=lambda: None,
         handle=lambda: handle,
         require_key=allowed,
+        require_admin=allowed,
+        client=lambda request: RouteClient(None, None, False),
         read_object=read_object,
         client_errors=as_client_error,
     )
