@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
+from starlette.datastructures import State
 
 from headgate.capture.engine.access.access_key import ADMIN, role_of
 from headgate.capture.engine.access.caller import current_caller
@@ -72,7 +73,7 @@ class Endpoints:
         install_bodies(app, server_config(configuration))
         app.add_exception_handler(refused_error(), answer_refused)
 
-    async def init_state(self, engine_client: object, state: Any, args: Namespace) -> None:
+    async def init_state(self, engine_client: object, state: State, args: Namespace) -> None:
         """The engine is there; the keys are read."""
         self._engine = engine_client
         speak_through_vllm()
