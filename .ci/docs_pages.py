@@ -14,7 +14,10 @@ from typing import Any
 from fastapi import FastAPI
 
 from headgate.capture.engine.contracts.parts import Part
+from headgate.capture.engine.server.capture_metrics import front_end_families
 from headgate.capture.monitoring.metrics import Family
+from headgate.capture.transport.driver_host import DriverStats
+from headgate.capture.transport.result_hub import HubStats
 
 PARTS = {"capture": "headgate.capture.engine.part", "steering": "headgate.steering.part"}
 ROUTES, METRICS = "<!-- routes -->", "<!-- metrics -->"
@@ -104,6 +107,16 @@ def metrics() -> Iterator[str]:
         if found is not None:
             yield f"\n## {name}\n\n| metric | type | labels | |\n| --- | --- | --- | --- |"
             yield from (row(family) for family in found.families(()))
+    yield "\n## capture, in the API server that is asked\n\n| metric | type | labels | |\n| --- | --- | --- | --- |"
+    yield from (row(family) for family in front_end_families(NoFrontEnd(), 0))
+
+
+class NoFrontEnd:
+    """The front end of a server before its first request."""
+
+    def stats(self) -> tuple[HubStats, DriverStats]:
+        """Nothing yet."""
+        return HubStats(), DriverStats()
 
 
 def row(family: Family) -> str:

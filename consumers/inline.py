@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -30,14 +31,16 @@ from headgate.capture.transport.messages import DTYPES
 from headgate.consumers.filesystem.formats.layout import POSITIONS, TOKEN_IDS, sidecar_of
 
 TAG = "inline"
+MAX_CALLS = 4096
+"""Calls that are remembered beside those of which something runs."""
 
 
 class InlineParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the inline consumer.
 
     Attributes:
-        max_bytes: Rows of one sample, over all sites; a request that captures more gets an error in place of them.
-            In the answer they take a third more.
+        max_bytes: Rows of one HTTP answer, all its prompts, samples and sites together; of `LLM`, of one prompt. A
+            sample whose rows do not fit any more gets an error in place of them. In the answer they take a third more.
     """
 
     max_bytes: int = 1 << 20
@@ -55,9 +58,8 @@ class InlineConsumer(StreamingConsumer):
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         super().__init__(params, context)
-        self._max_bytes = _parse(params).max_bytes
         self._row_bytes = context.model.hidden_size * DTYPES[context.model.dtype].itemsize
-        self._taken: dict[str, int] = {}  # bytes of each running request, also of those that are too many
+        self._sizes = CallSizes(_parse(params).max_bytes)
         self._rows = Assembler(_Encode({}, context))
 
     @classmethod
@@ -70,7 +72,7 @@ class InlineConsumer(StreamingConsumer):
         return replace(spec, options={"tag": TAG, "request_id": context.client_request_id})
 
     def begin(self, request: RequestInfo) -> None:
-        self._taken[request.request_id] = 0
+        self._sizes.begin(request)
         self._rows.begin(request)
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
@@ -79,31 +81,93 @@ class InlineConsumer(StreamingConsumer):
             self._rows.write([replace(block, spans=spans)])
 
     def finish(self, finished: FinishedRequest) -> Any:
-        num_bytes = self._taken.pop(finished.request.request_id)
-        if num_bytes > self._max_bytes:
+        if not self._sizes.end(finished.request):
             raise ConsumerError(
-                f"{num_bytes} bytes of rows are more than an answer may hold here, {self._max_bytes} (parameter "
-                "max_bytes); ask for fewer sites or positions, or capture to files"
+                "these rows, with those of the call's other prompts and samples, are more than an answer may hold "
+                f"here, {self._sizes.max_bytes} bytes (parameter max_bytes); ask for fewer sites, positions or "
+                "samples, or capture to files"
             )
         return self._rows.finish(finished)
 
     def abandon(self, request: RequestInfo) -> None:
-        self._taken.pop(request.request_id, None)
+        self._sizes.end(request, is_sent=False)
         self._rows.abandon(request)
 
     def close(self, timeout_s: float) -> None:
-        self._taken.clear()
         self._rows.close(timeout_s)
 
     def _has_room(self, span: RowSpan, block: RowBlock) -> bool:
-        """Count the rows of `span`; once they are too many, discard all that the request has."""
-        request = span.request
-        before = self._taken[request.request_id]
-        now = before + (span.stop - span.start) * len(block.sites) * self._row_bytes
-        self._taken[request.request_id] = now
-        if now > self._max_bytes >= before:
-            self._rows.abandon(request)
-        return now <= self._max_bytes
+        """Count the rows of `span`; if they are too many, discard all that the request has."""
+        if not self._sizes.has_room(span.request):
+            return False
+        fits = self._sizes.add(span.request, (span.stop - span.start) * len(block.sites) * self._row_bytes)
+        if not fits:
+            self._rows.abandon(span.request)
+        return fits
+
+
+@dataclass(slots=True)
+class _CallSize:
+    num_bytes: int = 0
+    num_running: int = 0
+
+
+class CallSizes:
+    """Counts the bytes of each HTTP call, over its prompts and samples. Used by one thread.
+
+    How many requests a call will have is known to nobody here. So a call of which nothing runs is remembered for a
+    while, up to `MAX_CALLS`: its next prompts may have to wait for a place in the batch.
+
+    Args:
+        max_bytes: Of one call; a request that would pass it gets none of its rows.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._running: dict[str, _CallSize] = {}
+        self._idle: OrderedDict[str, _CallSize] = OrderedDict()
+        self._requests: dict[str, int | None] = {}  # bytes of each running request; None if it had no room
+
+    def begin(self, request: RequestInfo) -> None:
+        """Count a request that begins."""
+        name = _call_of(request)
+        if name not in self._running:
+            self._running[name] = self._idle.pop(name) if name in self._idle else _CallSize()
+        self._running[name].num_running += 1
+        self._requests[request.request_id] = 0
+
+    def has_room(self, request: RequestInfo) -> bool:
+        """Whether all rows of a running request fitted so far."""
+        return self._requests[request.request_id] is not None
+
+    def add(self, request: RequestInfo, num_bytes: int) -> bool:
+        """Count rows of a request that `has_room`; False if they do not fit: none of its rows counts any more."""
+        call = self._running[_call_of(request)]
+        before = self._requests[request.request_id] or 0
+        fits = call.num_bytes + num_bytes <= self.max_bytes
+        call.num_bytes += num_bytes if fits else -before
+        self._requests[request.request_id] = before + num_bytes if fits else None
+        return fits
+
+    def end(self, request: RequestInfo, *, is_sent: bool = True) -> bool:
+        """A request has ended; its rows stay counted if they are sent. Returns `has_room`. May be called again."""
+        if request.request_id not in self._requests:
+            return True
+        num_bytes = self._requests.pop(request.request_id)
+        name = _call_of(request)
+        call = self._running[name]
+        if not is_sent:
+            call.num_bytes -= num_bytes or 0
+        call.num_running -= 1
+        if not call.num_running:
+            self._idle[name] = self._running.pop(name)
+            if len(self._idle) > MAX_CALLS:
+                self._idle.popitem(last=False)
+        return num_bytes is not None
+
+
+def _call_of(request: RequestInfo) -> str:
+    return request.client_request_id if request.origin is None else request.origin.call
 
 
 class _Encode(BatchedConsumer):

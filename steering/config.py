@@ -16,12 +16,15 @@ import msgspec
 
 from headgate.capture.engine.setup.cli_flags import json_object
 from headgate.capture.schema.errors import ConfigError, RequestError
-from headgate.capture.schema.sites import parse_sites
+from headgate.capture.schema.sites import Site, parse_sites
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
 
 
 def _stream_sites() -> dict[str, Any]:
     return {"pre_attn": "all", "post_attn": "all", "post_mlp": "all"}
+
+
+DEFAULT_SLOTS = 8192
 
 
 class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,6 +35,9 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             together; slot 0 is the zero vector. Costs ``max_steering_slots * hidden_size`` elements of the model's
             dtype of device memory: 8192 slots are 42 MB for a hidden size of 2560, 134 MB for 8192, in bfloat16.
             Requests whose vectors find no slot wait for one.
+        max_steering_configs: Another way to say it: slots for so many distinct configurations, each with a vector at
+            every site of `sites` in both phases, and for global vectors beside them. A registered module counts as one
+            configuration. A configuration of fewer vectors takes fewer slots, so more of them fit.
         max_vectors_per_request: Vectors that one request may bring: one for each site and phase, counted once if
             both phases are alike. If None, every site in both phases, as far as the slots suffice. Each costs
             ``hidden_size`` elements of host memory while the request lives.
@@ -43,7 +49,8 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
     """
 
-    max_steering_slots: int = 8192
+    max_steering_slots: int = DEFAULT_SLOTS
+    max_steering_configs: int | None = None
     max_vectors_per_request: int | None = None
     sites: dict[str, Any] = msgspec.field(default_factory=_stream_sites)
     modules: dict[str, str] = msgspec.field(default_factory=dict)
@@ -56,18 +63,31 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Raises:
             ConfigError: If the model has no such sites.
         """
-        try:
-            sites = parse_sites(self.sites, num_layers, "sites")
-        except RequestError as error:
-            raise ConfigError(f"{_WHERE}.{error}") from error
+        sites = self._sites(num_layers)
         limit = self.max_vectors_per_request or 2 * len(sites)
         return Steerable(
             num_layers=num_layers,
             hidden_size=hidden_size,
             dtype=dtype,
             sites=sites,
-            max_vectors=min(limit, self.max_steering_slots - 1),
+            max_vectors=min(limit, self.num_slots(num_layers) - 1),
         )
+
+    def num_slots(self, num_layers: int) -> int:
+        """Return the slots of the vector pool for a model, slot 0 included.
+
+        Raises:
+            ConfigError: As `steerable`.
+        """
+        if self.max_steering_configs is None:
+            return self.max_steering_slots
+        return 2 * len(self._sites(num_layers)) * (self.max_steering_configs + 1) + 1
+
+    def _sites(self, num_layers: int) -> tuple[Site, ...]:
+        try:
+            return parse_sites(self.sites, num_layers, "sites")
+        except RequestError as error:
+            raise ConfigError(f"{_WHERE}.{error}") from error
 
 
 _WHERE = "additional_config['headgate']['steering']"
@@ -91,6 +111,10 @@ def parse_config(document: Mapping[str, Any] | None) -> SteeringConfig:
 
 def _check(config: SteeringConfig) -> None:
     slots, limit = config.max_steering_slots, config.max_vectors_per_request
+    if config.max_steering_configs is not None and config.max_steering_configs < 1:
+        raise ConfigError(f"{_WHERE}: max_steering_configs must be at least 1, got {config.max_steering_configs}")
+    if config.max_steering_configs is not None and slots != DEFAULT_SLOTS:
+        raise ConfigError(f"{_WHERE}: max_steering_configs is another way to set max_steering_slots; give one of them")
     if slots < 2:
         raise ConfigError(f"{_WHERE}: max_steering_slots must be at least 2 (slot 0 is the zero vector), got {slots}")
     if limit is not None and not 0 < limit < slots:
@@ -108,10 +132,8 @@ def _check(config: SteeringConfig) -> None:
             raise ConfigError(f"{_WHERE}.modules.{name}: the path is empty")
 
 
-VECTORS_PER_CONFIG = 256
-"""Slots that ``--max-steering-configs`` counts for one configuration: 42 layers, three hook points, both phases."""
-
-_FLAGS = ("enable_steering", "max_steering_slots", "max_steering_configs", "steering_modules", "steering_sites")
+_SIZES = ("max_steering_slots", "max_steering_configs")
+_FLAGS = ("enable_steering", *_SIZES, "steering_modules", "steering_sites")
 
 
 def add_flags(group: Any) -> None:
@@ -135,8 +157,8 @@ def add_flags(group: Any) -> None:
         type=int,
         default=None,
         metavar="N",
-        help="For users of servers that have this flag. Configurations are not limited here, vectors are: "
-        f"the same as --max-steering-slots {VECTORS_PER_CONFIG}*N + 1.",
+        help="In place of --max-steering-slots: slots for N distinct configurations of vectors at all sites in both "
+        "phases, and for global vectors beside them. More fit if they steer fewer sites.",
     )
     group.add_argument(
         "--steering-modules",
@@ -171,12 +193,7 @@ def read_flags(args: argparse.Namespace, section: Mapping[str, Any] | None) -> d
     document = dict(section or {})
     if "max_steering_slots" in given and "max_steering_configs" in given:
         raise ConfigError("--max-steering-configs is another way to set --max-steering-slots; give one of them")
-    if "max_steering_slots" in given:
-        document["max_steering_slots"] = given["max_steering_slots"]
-    if "max_steering_configs" in given:
-        if given["max_steering_configs"] < 1:
-            raise ConfigError(f"--max-steering-configs must be at least 1, got {given['max_steering_configs']}")
-        document["max_steering_slots"] = VECTORS_PER_CONFIG * given["max_steering_configs"] + 1
+    document.update({name: given[name] for name in _SIZES if name in given})
     if "steering_modules" in given:
         document["modules"] = _merged(document.get("modules") or {}, given["steering_modules"])
     if "steering_sites" in given:

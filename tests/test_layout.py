@@ -32,7 +32,15 @@ LAYERS = {
         *(["request_origin"], ["session"], ["engine"], ["cli"]),
     ),
     "headgate.capture.engine": (
-        *(["contracts"], ["setup", "model", "compiler"], ["worker", "core"], ["requests"], ["frontends"], ["server"]),
+        *(
+            ["contracts"],
+            ["access"],
+            ["setup", "model", "compiler"],
+            ["worker", "core"],
+            ["requests"],
+            ["frontends"],
+            ["server"],
+        ),
         *(["patch_table", "other_changes"], ["plugin"], ["api", "commands"], ["part"]),
     ),
     "headgate.steering": (

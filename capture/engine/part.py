@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "doctor": "headgate.capture.engine.commands.doctor:doctor",
+    "keys": "headgate.capture.engine.commands.keys:keys",
     "serve": "headgate.capture.engine.commands.serve:serve",
     "verify": "headgate.capture.engine.commands.verify:verify",
 }
@@ -43,14 +44,14 @@ def headgate_routes(services: RouteServices) -> APIRouter:
 @hookimpl
 def headgate_metrics() -> MetricsPart:
     """Capture's counters."""
-    from headgate.capture.engine.server.capture_routes import CaptureMetrics
+    from headgate.capture.engine.server.capture_metrics import CaptureMetrics
 
     return CaptureMetrics()
 
 
 @hookimpl
 def headgate_commands() -> dict[str, str]:
-    """``headgate doctor``, ``serve`` and ``verify``."""
+    """``headgate doctor``, ``keys``, ``serve`` and ``verify``."""
     return COMMANDS
 
 

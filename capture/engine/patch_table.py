@@ -76,7 +76,7 @@ PATCHES = (
         module="vllm.sampling_params",
         target="SamplingParams.__repr__",
         wrap=sampling_params.short_repr,
-        why="logs and crash dumps print every request's parameters: not whole wire dicts, nor vectors",
+        why="logs and crash dumps print every request's parameters: neither whole requests nor vectors",
         parameters=("self",),
     ),
     Patch(
@@ -143,6 +143,13 @@ PATCHES = (
         target="AsyncLLM.shutdown",
         wrap=async_llm.shutdown,
         why="closes the result hub and the consumers that live in this process",
+        parameters=("self",),
+    ),
+    Patch(
+        module="vllm.v1.engine.async_llm",
+        target="AsyncLLM.check_health",
+        wrap=async_llm.check_health,
+        why="/health tells when results of captures can no longer come",
         parameters=("self",),
     ),
     Patch(

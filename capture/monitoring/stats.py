@@ -66,6 +66,8 @@ class CaptureStats:
         dropped_rows: Rows lost because staging memory did not become free in time.
         dispatch_errors: Steps that could not be dispatched; a bug of ours, logged with its traceback.
         staged_bytes: Now: staging memory in use.
+        lost_results: Results whose front end was gone or did not answer.
+        lost_messages: Likewise, messages of rows to consumers in it; the rows count in their requests' results.
         consumers: One for each consumer, in the order of the configuration.
     """
 
@@ -77,6 +79,8 @@ class CaptureStats:
     dropped_rows: int = 0
     dispatch_errors: int = 0
     staged_bytes: int = 0
+    lost_results: int = 0
+    lost_messages: int = 0
     consumers: tuple[ConsumerStats, ...] = ()
 
 

@@ -87,8 +87,9 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             `result_timeout_s`.
         result_timeout_s: Upper limit of that wait, and of `LLM`'s.
         close_timeout_s: Seconds that shutting down may take to deliver what is still queued.
-        max_request_rows: Positions that one request may capture for one consumer, its samples together; no limit if
-            None. A request that could capture more, if it generated all that its ``max_tokens`` allows, is refused.
+        max_request_rows: Positions that one HTTP request may capture for one consumer, all its prompts and samples
+            together; of `LLM`, one prompt. No limit if None. A request that could capture more, if it generated all
+            that its ``max_tokens`` allows, is refused.
         max_request_bytes: The same for the rows of all sites and consumers, in bytes.
     """
 
@@ -244,9 +245,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         max_body_bytes: Of one request; longer ones are answered with status 413. Uploads of files
             (``multipart/form-data``) have vLLM's own limits.
+        keys_file: JSON file of the keys that clients have, with their roles and limits (`AccessKey`); read again when
+            it changes. With it, whatever needs a role needs a key, also from the server's own machine.
+        usage_file: SQLite file in which limits per day and of concurrency are counted, made if there is none; on a
+            local disk. If None, they are counted in memory, and begin anew when the server starts.
     """
 
     max_body_bytes: int = 128 * MIB
+    keys_file: str | None = None
+    usage_file: str | None = None
 
 
 def parse_server(document: object) -> ServerConfig:

@@ -5,7 +5,8 @@
     HeadgateError
     ├── ConfigError          what the operator configured cannot be served (ValueError)
     ├── RequestError         what one request asked for cannot be served; HTTP 400 (ValueError)
-    ├── ForbiddenError       a client lacks the key for what it asked for; HTTP 403 (PermissionError)
+    ├── ForbiddenError       a client's key does not allow what it asked for; HTTP 403 (PermissionError)
+    │   └── QuotaError       its key has used up what it may; HTTP 429
     ├── UnsupportedError     this vLLM, this model or this engine setting cannot be served (RuntimeError)
     ├── EngineStateError     engine cores of one server hold different state (RuntimeError)
     ├── SelfTestError        a site did not respond at start-up: refuse to serve (RuntimeError)
@@ -49,7 +50,28 @@ class RequestError(HeadgateError, ValueError):
 
 
 class ForbiddenError(HeadgateError, PermissionError):
-    """A client may not do this; the message says which key it lacks, never anything about the keys themselves."""
+    """A client may not do this; the message says which key it lacks, never anything about the keys themselves.
+
+    Attributes:
+        field: Path of the field that its key does not allow; None if it concerns all of the request.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        field = field if field is None or len(field) <= MAX_FIELD else f"{field[:MAX_FIELD]}..."
+        super().__init__(message if field is None else f"{field}: {message}")
+        self.field = field
+
+
+class QuotaError(ForbiddenError):
+    """A client's key has used up a quota; the message says how much was used, and when it may be tried again.
+
+    Attributes:
+        retry_after_s: Seconds until the quota is whole again; None if that depends on requests that run.
+    """
+
+    def __init__(self, message: str, field: str | None, retry_after_s: int | None) -> None:
+        super().__init__(message, field)
+        self.retry_after_s = retry_after_s
 
 
 class UnsupportedError(HeadgateError, RuntimeError):

@@ -25,6 +25,9 @@ logger = logging.getLogger("headgate")
 MAX_IPC_PATH = 107
 """Bytes that Linux allows for the path of a Unix socket."""
 
+MAX_FAILURES = 10
+"""Failures of an inbox's thread in a row after which it gives up: what is broken then stays so."""
+
 CLOSING_INTERVAL_S = 0.1
 """Interval at which a waiting channel looks whether it is being closed, and how much time is left."""
 
@@ -146,10 +149,13 @@ class Inbox:
     Threads: `handle` runs on the inbox's own thread, one message at a time; each message is acknowledged when
     `handle` returned, whatever came of it. Everything else may be called from anywhere.
 
+    The thread goes on after a failure. When it fails again and again, it ends, and says so through `on_failure`.
+
     Attributes:
         address: Where it listens.
         path: Of its socket file.
         malformed: Messages that `handle` refused or failed on; each was dropped.
+        failures: Times that the thread itself failed, outside of `handle`.
     """
 
     def __init__(
@@ -159,6 +165,7 @@ class Inbox:
         *,
         name: str,
         watch: Callable[[], float | None] | None = None,
+        on_failure: Callable[[str], None] | None = None,
     ) -> None:
         """Listen at `address` (``ipc://PATH``) and start the thread, called `name`.
 
@@ -168,6 +175,7 @@ class Inbox:
             name: Of the thread.
             watch: Called on the thread after each message, and when the time on the monotonic clock has come that
                 it returned; None for "after the next message".
+            on_failure: Called on the thread with the reason, when it gives up and reads no more.
 
         Raises:
             UnsupportedError: If the address cannot be bound.
@@ -179,9 +187,11 @@ class Inbox:
             )
         self.address = address
         self.malformed = 0
+        self.failures = 0
         self._is_closing = False
         self._handle = handle
         self._watch = watch
+        self._on_failure = on_failure
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -215,16 +225,40 @@ class Inbox:
         poller = zmq.Poller()
         poller.register(self._stop_receiver, zmq.POLLIN)
         poller.register(self._socket, zmq.POLLIN)
-        while True:
-            ready = [socket for socket, _ in poller.poll(self._time_left_ms())]
-            if self._stop_receiver in ready:
-                break
-            if ready:
-                self._read()
+        in_a_row = 0
+        while in_a_row < MAX_FAILURES:
+            try:
+                if not self._turn(poller):
+                    break
+                in_a_row = 0
+            except BaseException as error:  # noqa: BLE001  (without this thread nobody would ever get a result)
+                in_a_row += 1
+                self._note_failure(error, in_a_row)
+        else:
+            self._socket.close(linger=0)  # workers then know that nobody reads
+            self._stop_receiver.recv()
         # Here and not in `close`, which may have given up waiting. Nobody else uses the sockets any more.
         for socket in (self._socket, self._stop_receiver, self._stop_sender):
             socket.close(linger=0)
         self._context.term()
+
+    def _turn(self, poller: zmq.Poller) -> bool:
+        """Wait for one message and read it; False if the inbox is being closed."""
+        ready = [socket for socket, _ in poller.poll(self._time_left_ms())]
+        if self._stop_receiver in ready:
+            return False
+        if ready:
+            self._read()
+        return True
+
+    def _note_failure(self, error: BaseException, in_a_row: int) -> None:
+        self.failures += 1
+        is_last = in_a_row == MAX_FAILURES
+        then = "it gives up" if is_last else "it goes on"
+        level = logging.ERROR if in_a_row in (1, MAX_FAILURES) else logging.DEBUG
+        logger.log(level, "The thread %s failed, %s", self._thread.name, then, exc_info=error)
+        if is_last and self._on_failure is not None:
+            self._on_failure(f"the thread {self._thread.name}, which receives from the workers, ended: {error!r}")
 
     def _read(self) -> None:
         identity, *frames = self._socket.recv_multipart(copy=False)

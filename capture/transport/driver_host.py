@@ -20,8 +20,9 @@ from headgate.capture.schema.consumer import BatchedConsumer, ModelInfo, Request
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, load_configured, open_consumers
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.transport.channel import Inbox
+from headgate.capture.transport.listener import Closer
 from headgate.capture.transport.messages import DTYPES, origin_of
-from headgate.capture.transport.result_hub import Closer, ResultHub
+from headgate.capture.transport.result_hub import ResultHub
 from headgate.capture.transport.result_sender import rows_address
 from headgate.capture.transport.row_receiver import RowReceiver
 
@@ -44,7 +45,7 @@ class DriverStats:
         malformed: Messages that were none.
     """
 
-    consumers: tuple[ConsumerStats, ...]
+    consumers: tuple[ConsumerStats, ...] = ()
     unknown: int = 0
     malformed: int = 0
 
@@ -148,6 +149,7 @@ class _Feed:
             self.receiver.handle,
             name=f"headgate-{instance}-rows",
             watch=partial(_fail_hung, self.thread.queue),
+            on_failure=hub.fail,
         )
         self.thread.start()
 

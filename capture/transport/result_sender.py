@@ -43,6 +43,19 @@ WAIT_SHARE = 0.8
 """Part of ``max_stall_s`` that a worker waits for a front end, so that the wait does not count as a hang."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SenderStats:
+    """Losses of a result sender.
+
+    Attributes:
+        lost_results: Results whose front end was gone or did not answer.
+        lost_messages: Row messages, likewise; the rows in them are counted in their requests' results.
+    """
+
+    lost_results: int
+    lost_messages: int
+
+
 class ResultSender(Protocol):
     """Sends a worker's results, and the rows for driver-located consumers. Callable from any thread."""
 
@@ -77,23 +90,14 @@ class ResultSender(Protocol):
         """Send the failure of a request, which will never be finished, without waiting."""
         ...
 
+    def stats(self) -> SenderStats:
+        """Counters so far."""
+        ...
+
 
 def rows_address(reply: str, instance: str) -> str:
     """Address of the rows for a driver-located consumer: beside the hub, so that `reply` is all a request carries."""
     return f"{reply}.{hashlib.blake2b(instance.encode(), digest_size=6).hexdigest()}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SenderStats:
-    """Losses of a result sender.
-
-    Attributes:
-        lost_results: Results whose front end was gone or did not answer.
-        lost_messages: Row messages, likewise; the rows in them are counted in their requests' results.
-    """
-
-    lost_results: int
-    lost_messages: int
 
 
 class ZmqResultSender:

@@ -58,6 +58,7 @@ class FilesystemConsumer(StreamingConsumer):
     """
 
     location = "worker"
+    takes_tag = True
     linger_s = 0.25  # files are complete when a request has ended, not before
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:

@@ -13,6 +13,7 @@ from headgate.capture.monitoring.machine_memory import share_of_memory
 from headgate.capture.schema.config import GIB
 from headgate.capture.schema.consumer import SpecContext, parse_client_spec
 from headgate.capture.schema.errors import ConfigError, RequestError, shown
+from headgate.capture.schema.limits import check_tag
 from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.sites import parse_hook
 from headgate.capture.schema.spec import CaptureSpec
@@ -30,6 +31,7 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         root: Folder, or fsspec URL (``s3://bucket/run``), that everything is written under.
         layout: For requests that name none.
         tag: For requests that name none.
+        tags: Tags that requests may name, `tag` among them; any if None.
         threads: WriterThread threads; all rows of one request go through the same one.
         fsync: Put files and their folders on the disk before a request's result says so. Without it a killed process
             still leaves only whole files, a power cut may not.
@@ -49,6 +51,7 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     root: str
     layout: LayoutName = "request"
     tag: str = "default"
+    tags: tuple[str, ...] | None = None
     threads: int = 4
     fsync: bool = True
     if_exists: Literal["error", "number"] = "error"
@@ -89,7 +92,9 @@ def parse_params(params: Mapping[str, Any]) -> FilesystemParams:
     plain = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in params.items()}
     try:
         parsed = msgspec.convert(plain, FilesystemParams)
-        check_name(parsed.tag, "tag")
+        for tag in parsed.tags or ():
+            check_name(tag, "tags")
+        check_tag(check_name(parsed.tag, "tag"), parsed.tags, "tag")
         parse_positions(parsed.positions, "positions")
         for hook in parsed.hooks or ():
             parse_hook(hook, f"hooks.{hook}")
@@ -121,6 +126,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     spec = parse_client_spec(raw, context, options=OPTIONS)
     options = spec.options
     tag = check_name(options.get("tag", params.tag), f"{context.field}.tag")
+    check_tag(tag, params.tags, f"{context.field}.tag")
     layout = options.get("layout", params.layout)
     if layout not in LAYOUTS:
         raise RequestError(f"{context.field}.layout", f"unknown layout {shown(layout)}; known: {', '.join(LAYOUTS)}")

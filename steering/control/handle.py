@@ -61,7 +61,8 @@ class Steering(_Described):
             vectors: Acts at prompt and generated positions.
             prefill_vectors: Acts at prompt positions in addition.
             decode_vectors: Acts at generated positions in addition.
-            replace: Remove everything else. Otherwise vectors replace those at the same site of the same tier.
+            replace: Remove everything else. Otherwise vectors replace those at the same site of the same tier, and
+                zeros take them back.
 
         Raises:
             RequestError: If they cannot be read, or there is no room for them.

@@ -79,7 +79,7 @@ _ERROR = _object(
 _REASONS = {
     400: "The body is wrong; `param` names the field. Nothing has changed.",
     403: "The request lacks a key of HEADGATE_STEERING_KEYS.",
-    404: "The server was started without steering.",
+    404: "The server was started without steering, or there is no module of that name.",
     415: "The body is neither JSON nor msgpack.",
 }
 
@@ -100,7 +100,7 @@ def _body(schema: Schema, examples: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-_HASH = "9f86d081884c7d659a2feaa0c55ad015"
+_HASH = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 _PACKED_EXAMPLE = {
     "post_mlp": {
         "dtype": "float32",
@@ -154,8 +154,11 @@ REGISTER: dict[str, Any] = {
         },
     ),
     "responses": _answer(
-        _object({"status": _STATUS_OK, "name": _TEXT, **_PHASES}, required=("status", "name", *_PHASES)),
-        {"status": "ok", "name": "creativity", **_PHASES_EXAMPLE},
+        _object(
+            {"status": _STATUS_OK, "name": _TEXT, **_PHASES, "modules": _list(_TEXT)},
+            required=("status", "name", *_PHASES, "modules"),
+        ),
+        {"status": "ok", "name": "creativity", **_PHASES_EXAMPLE, "modules": ["creativity", "safety"]},
         *(400, 403, 404, 415),
     ),
 }

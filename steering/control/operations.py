@@ -15,7 +15,7 @@ from typing import Any
 from headgate.capture.engine.contracts.request_part import CoreCall, Operation, Result
 from headgate.capture.schema.errors import EngineStateError, RequestError
 from headgate.steering.files.vector_files import load
-from headgate.steering.requests.request_fields import MODULE_FIELDS, read_module, read_tier, sum_tiers
+from headgate.steering.requests.request_fields import MODULE_FIELDS, read_module, read_update, sum_tiers
 from headgate.steering.requests.wire import TIERS, to_wire
 from headgate.steering.vectors.phase_vectors import Steerable, SteeringSpec, check_name
 
@@ -104,13 +104,18 @@ class SteeringStatus:
 def set_global(
     document: Mapping[str, Any], steerable: Steerable, *, replace: bool, num_engines: int
 ) -> Operation[SteeringStatus]:
-    """Set global vectors: a document with the keys `MODULE_FIELDS`."""
-    tiers = [read_tier(document.get(field), steerable, field) for field in MODULE_FIELDS]
-    if not any(tiers) and not replace:
-        raise RequestError(MODULE_FIELDS[0], "there is no vector other than zero to set; clear() takes all away")
+    """Set global vectors: a document with the keys `MODULE_FIELDS`. Zeros take a site back."""
+    updates = [read_update(document.get(field), steerable, field) for field in MODULE_FIELDS]
+    if not any(updates) and not replace:
+        raise RequestError(MODULE_FIELDS[0], "there is no vector to set; clear() takes all away")
+    tiers = [update and update.vectors for update in updates]
     sum_tiers(tiers, steerable, MODULE_FIELDS)
     wire = {name: tier and to_wire(SteeringSpec(prefill=tier)) for name, tier in zip(TIERS, tiers, strict=True)}
-    return (yield from _change_global(("set_global", {"tiers": wire, "replace": replace}), num_engines))
+    cleared = {
+        name: [site.name for site in update.cleared] for name, update in zip(TIERS, updates, strict=True) if update
+    }
+    order = ("set_global", {"tiers": wire, "replace": replace, "cleared": cleared})
+    return (yield from _change_global(order, num_engines))
 
 
 def clear_global(*, num_engines: int) -> Operation[SteeringStatus]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, HTTPException, Request
 
 from headgate.capture.engine.contracts.route_part import RouteServices
 from headgate.capture.schema.errors import RequestError, shown
@@ -19,8 +19,8 @@ from headgate.capture.schema.sites import HookPoint, parse_hook
 from headgate.steering.control import openapi
 from headgate.steering.control.handle import AsyncSteering
 from headgate.steering.control.operations import SteeringStatus
-from headgate.steering.requests.request_fields import MODULE_FIELDS, read_tier
-from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable
+from headgate.steering.requests.request_fields import MODULE_FIELDS, TierUpdate, read_tier, read_update
+from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, check_name
 
 Tiers = dict[str, PhaseVectors | None]
 
@@ -55,7 +55,8 @@ class SteeringRoutes:
     async def set(self, request: Request) -> dict[str, Any]:
         """Add global vectors, or replace all of them; requests that run are steered by them from the next step on.
 
-        Vectors replace those at the same site of the same tier; with `replace` everything else is removed.
+        Vectors replace those at the same site of the same tier, and zeros take them back. With `replace` everything
+        else is removed.
         """
         handle = self._handle()
         with self._services.client_errors():
@@ -63,9 +64,9 @@ class SteeringRoutes:
             replace = document.get("replace") or False
             if not isinstance(replace, bool):
                 raise RequestError("replace", f"expected true or false, got {shown(replace)}")
-            tiers = await asyncio.to_thread(read_tiers, document, handle.steerable)
-            await handle.set(**tiers, replace=replace)
-        return {"status": "ok", "hook_points": hook_points(document), "layers_updated": layers_of(tiers)}
+            updates = await asyncio.to_thread(read_updates, document, handle.steerable)
+            await handle.set(**updates, replace=replace)
+        return {"status": "ok", "hook_points": hook_points(document), "layers_updated": layers_of(updates.values())}
 
     async def clear(self) -> dict[str, Any]:
         """Remove all global vectors; named modules stay."""
@@ -83,13 +84,18 @@ class SteeringRoutes:
             tiers = await asyncio.to_thread(read_tiers, document, handle.steerable)
             vectors, prefill, decode = tiers.values()
             module = await handle.register(_name(document), vectors, prefill_vectors=prefill, decode_vectors=decode)
-        return {"status": "ok", **dataclasses.asdict(module)}
+            names = list(await handle.modules())
+        return {"status": "ok", **dataclasses.asdict(module), "modules": names}
 
     async def unregister(self, request: Request) -> dict[str, Any]:
         """Forget a named module; requests that run already keep it."""
         handle = self._handle()
         with self._services.client_errors():
-            module = await handle.unregister(_name(await self._read(request, ("name",))))
+            name = check_name(_name(await self._read(request, ("name",))), "name")
+            if name not in (known := await handle.modules()):
+                registered = ", ".join(known) or "none"
+                raise HTTPException(404, f"name: unknown steering module {name!r}; registered: {registered}")
+            module = await handle.unregister(name)
         return {"status": "ok", "name": module.name}
 
     async def status(self) -> dict[str, Any]:
@@ -133,15 +139,24 @@ def read_tiers(document: Mapping[str, Any], steerable: Steerable) -> Tiers:
     return {field: read_tier(document.get(field), steerable, field) for field in MODULE_FIELDS}
 
 
+def read_updates(document: Mapping[str, Any], steerable: Steerable) -> dict[str, TierUpdate | None]:
+    """Read the global vectors in a body, by field; long lists take a while.
+
+    Raises:
+        RequestError: Naming the field that is wrong.
+    """
+    return {field: read_update(document.get(field), steerable, field) for field in MODULE_FIELDS}
+
+
 def hook_points(document: Mapping[str, Any]) -> list[str]:
     """Return the hook points in a body that was read, by their own names, in the order of the body."""
     given = (hook for field in MODULE_FIELDS for hook in document.get(field) or ())
     return list(dict.fromkeys(parse_hook(hook, MODULE_FIELDS[0]).value for hook in given))
 
 
-def layers_of(tiers: Tiers) -> list[int]:
-    """Return the layers that have vectors other than zero; the final norm has none."""
-    sites = {site for vectors in tiers.values() if vectors is not None for site in vectors.sites}
+def layers_of(updates: Iterable[TierUpdate | None]) -> list[int]:
+    """Return the layers whose vectors were set or taken back; the final norm has none."""
+    sites = {site for update in updates if update is not None for site in update.sites}
     return sorted({site.layer for site in sites if site.hook is not HookPoint.FINAL_NORM})
 
 

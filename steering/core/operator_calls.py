@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.sites import Site
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.state import GlobalTiers, Module, SteeringState, demand_of
 from headgate.steering.requests.wire import TIERS, SteeringWire, from_wire, to_wire
@@ -14,6 +15,10 @@ from headgate.steering.vectors.phase_vectors import PhaseVectors, SteeringSpec, 
 
 _PROBE = "headgate-probe"
 """Stands for the id of a request that is not there."""
+
+SiteNames = Sequence[str]
+
+_NONE: Mapping[str, SiteNames] = {}
 
 _WorkerCall = tuple[str, Mapping[str, Any]]
 """A method of steering's workers, and its arguments."""
@@ -101,13 +106,18 @@ class OperatorCalls:
                 raise
             raise
 
-    def _set_global(self, tiers: Mapping[str, Any], replace: bool) -> dict[str, Any]:
+    def _set_global(
+        self, tiers: Mapping[str, Any], replace: bool, cleared: Mapping[str, SiteNames] = _NONE
+    ) -> dict[str, Any]:
         """Set `tiers`, each ``to_wire(SteeringSpec(prefill=...))`` or None; `replace`: in place of all there are.
+
+        Sites in `cleared`, names by tier, are taken back.
 
         Everybody's KV is computed anew, also for a decode-only change: a block must not mix old and new vectors.
         """
         given = {name: None if tiers.get(name) is None else from_wire(tiers[name]).prefill for name in TIERS}
-        changed = self._state.tiers.updated(GlobalTiers(**given), replace=replace)
+        sites = {tier: frozenset(map(Site.parse, names)) for tier, names in cleared.items()}
+        changed = self._state.tiers.updated(GlobalTiers(**given), sites, replace=replace)
         before, after = self._state.shared, self._state.global_phases(changed)
         is_same = _content_keys(before) == _content_keys(after)
         if not is_same:

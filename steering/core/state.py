@@ -7,16 +7,18 @@ that is registered anew steers later requests only, and never shares KV or vecto
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple
 
 from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.sites import Site
 from headgate.steering.core.admission import Demand, Load
+from headgate.steering.requests.wire import TIERS
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors, SteeringSpec, weighted_sum
-from headgate.steering.vectors.sums import LIMIT, merge_over, peak, sum_key
+from headgate.steering.vectors.sums import LIMIT, merge_over, peak, sum_key, without
 
 Parts = tuple[tuple[bytes, float], ...]
 """Content keys of modules' vectors, and their scales."""
@@ -36,15 +38,18 @@ class GlobalTiers:
     prefill: PhaseVectors | None = None
     decode: PhaseVectors | None = None
 
-    def updated(self, update: GlobalTiers, *, replace: bool) -> GlobalTiers:
-        """Return these tiers with `update` merged over them, site by site; with `replace`, `update` alone."""
+    def updated(self, update: GlobalTiers, cleared: Mapping[str, Collection[Site]], *, replace: bool) -> GlobalTiers:
+        """Return these tiers with `update` in place of what they had, site by site; with `replace`, `update` alone.
+
+        Args:
+            update: Vectors to set.
+            cleared: Sites to take back, by tier.
+            replace: Take back everything that `update` does not set.
+        """
         if replace:
             return update
-        return GlobalTiers(
-            base=merge_over(self.base, update.base),
-            prefill=merge_over(self.prefill, update.prefill),
-            decode=merge_over(self.decode, update.decode),
-        )
+        kept = {name: without(getattr(self, name), cleared.get(name, ())) for name in TIERS}
+        return GlobalTiers(**{name: merge_over(kept[name], getattr(update, name)) for name in TIERS})
 
     def phases(self, dtype: StoredType, field: str) -> SteeringSpec:
         """Return the sums that act in each phase.

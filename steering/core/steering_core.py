@@ -133,7 +133,7 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     config = parse_config(section)
     model = facts.model
     steerable = config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)
-    core = SteeringCore(cast("StoredType", model.dtype), config.max_steering_slots - 1, services)
+    core = SteeringCore(cast("StoredType", model.dtype), config.num_slots(model.num_layers) - 1, services)
     for name, path in config.modules.items():
         core.load(name, path, steerable)
     logger.info("steering: %s", core.room())

@@ -4,18 +4,22 @@ Every mistake is one `RequestError` that names the field. A site that is given t
 alias (``post_mlp`` and ``post_block``) or through two names of one layer (``3`` and ``"3"``, or counted from the end),
 is refused: adding the two up would double a vector that was meant once. Vectors of one field may differ in dtype; one
 vector may not.
+
+A vector of zeros that is given by itself is refused, unless its scale is 0: it is a mistake more often than not. Packed
+rows of zeros stand for layers that are left alone, as long as another row is not zero. Where vectors are set in place
+of others (`read_update`), zeros take a site back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.capture.schema.sites import parse_hook
+from headgate.capture.schema.sites import Site, parse_hook
 from headgate.steering.requests.vector_forms import Entry, check_scale, entries
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType, peaks, widen
 from headgate.steering.vectors.phase_vectors import (
@@ -71,13 +75,56 @@ def read_module(document: Mapping[str, Any], steerable: Steerable) -> SteeringSp
 
 
 def read_tier(value: object, steerable: Steerable, field: str) -> PhaseVectors | None:
-    """Read one tier: ``{hook: ...}`` in any of the accepted forms, or `PhaseVectors`; None if absent or all zero.
+    """Read one tier: ``{hook: ...}`` in any of the accepted forms, or `PhaseVectors`; None if absent or of scale 0.
+
+    Raises:
+        RequestError: Naming what is wrong in `field`, a vector of zeros included.
+    """
+    if value is None:
+        return None
+    found = _entries(value, steerable, field)
+    vectors, zeros = _vectors(found, steerable)
+    for index in zeros:
+        entry = found[index]
+        if entry.scale != 0 and not (entry.is_packed and vectors is not None):
+            raise RequestError(
+                entry.where, "is zero in float32, so it would add nothing; leave it out, or say so with the scale 0"
+            )
+    return vectors
+
+
+class TierUpdate(NamedTuple):
+    """A change of one tier of the global vectors.
+
+    Attributes:
+        vectors: To set; None if there are none.
+        cleared: Sites to take back: zeros were given for them.
+    """
+
+    vectors: PhaseVectors | None
+    cleared: tuple[Site, ...]
+
+    @property
+    def sites(self) -> set[Site]:
+        """The sites that change."""
+        return {*self.cleared, *(self.vectors.sites if self.vectors is not None else ())}
+
+
+def read_update(value: object, steerable: Steerable, field: str) -> TierUpdate | None:
+    """Read one tier of the global vectors, as `read_tier`; None if absent. A `TierUpdate` stays as it is.
 
     Raises:
         RequestError: Naming what is wrong in `field`.
     """
-    if value is None:
-        return None
+    if value is None or isinstance(value, TierUpdate):
+        return value
+    found = _entries(value, steerable, field)
+    vectors, zeros = _vectors(found, steerable)
+    return TierUpdate(vectors, tuple(steerable.sites[found[index].rank] for index in zeros))
+
+
+def _entries(value: object, steerable: Steerable, field: str) -> list[Entry]:
+    """Return the vectors of one tier, in the order of the forward pass."""
     if isinstance(value, PhaseVectors):
         value = value.packed()
     if not isinstance(value, Mapping) or not value:
@@ -88,7 +135,7 @@ def read_tier(value: object, steerable: Steerable, field: str) -> PhaseVectors |
             raise RequestError(field, f"unknown hook point {shown(name)}")
         where = f"{field}.{name}"
         found.extend(entries(given, parse_hook(name, where), steerable, where))
-    return _vectors(_by_rank(found, steerable), steerable)
+    return _by_rank(found, steerable)
 
 
 def sum_tiers(
@@ -182,7 +229,8 @@ def _by_rank(found: list[Entry], steerable: Steerable) -> list[Entry]:
     return found
 
 
-def _vectors(found: list[Entry], steerable: Steerable) -> PhaseVectors | None:
+def _vectors(found: list[Entry], steerable: Steerable) -> tuple[PhaseVectors | None, list[int]]:
+    """Return the vectors that are not zero, and the indices of those that are."""
     dtype, rows = _one_type(found)
     payload = b"".join(rows)  # type: ignore[arg-type]
     stacked = np.frombuffer(payload, STORAGE[dtype]).reshape(len(found), -1)
@@ -190,7 +238,8 @@ def _vectors(found: list[Entry], steerable: Steerable) -> PhaseVectors | None:
     if not np.isfinite(largest).all():
         _refuse_infinite(found, int(np.flatnonzero(~np.isfinite(largest))[0]))
     sites = tuple([steerable.sites[entry.rank] for entry in found])
-    return PhaseVectors.from_bytes(sites, payload, dtype, steerable.hidden_size, largest)
+    vectors = PhaseVectors.from_bytes(sites, payload, dtype, steerable.hidden_size, largest)
+    return vectors, np.flatnonzero(largest == 0).tolist()
 
 
 def _one_type(found: list[Entry]) -> tuple[StoredType, list[Rows]]:

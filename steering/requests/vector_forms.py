@@ -30,6 +30,7 @@ class Entry(NamedTuple):
         dtype: Element type of the row.
         scale: Factor that is not multiplied in yet.
         where: Path in the client's document, for errors.
+        is_packed: It came in a block of rows.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Entry(NamedTuple):
     dtype: StoredType
     scale: float
     where: str
+    is_packed: bool = False
 
 
 PACKED_TYPES: dict[str, np.dtype[Any]] = {str(name): dtype for name, dtype in STORAGE.items()}
@@ -198,6 +200,11 @@ def _tensor(tensor: Any, torch: Any, hidden: int, where: str) -> tuple[Rows, Sto
 def _packed(value: Mapping[Any, Any], hook: HookPoint, steerable: Steerable, where: str) -> Iterator[Entry]:
     missing = _PACKED_KEYS - {"scales"} - set(value)
     unknown = set(value) - _PACKED_KEYS
+    by_layer = [key for key in unknown if _INTEGER.fullmatch(str(key))]
+    if by_layer:
+        raise RequestError(
+            where, f"both {where}.data and {where}.{by_layer[0]} are given: packed rows, or vectors by layer, not both"
+        )
     if missing or unknown:
         wrong = f"lacks {sorted(missing)}" if missing else f"has the unknown keys {shown(sorted(map(str, unknown)))}"
         raise RequestError(where, f"the packed form {wrong}; its keys are {sorted(_PACKED_KEYS)}, 'scales' optional")
@@ -219,7 +226,8 @@ def _packed(value: Mapping[Any, Any], hook: HookPoint, steerable: Steerable, whe
     for key, row, scale in zip(layers, rows, scales, strict=True):
         layer = _layer(key, hook, steerable, f"{where}.layer_indices")
         inner = f"{where}.{key}"
-        yield Entry(_known(steerable.ranks[hook][layer], layer, hook, steerable, inner), row, stored, scale, inner)
+        rank = _known(steerable.ranks[hook][layer], layer, hook, steerable, inner)
+        yield Entry(rank, row, stored, scale, inner, is_packed=True)
 
 
 def _listing(value: object, where: str) -> Sequence[Any]:

@@ -60,7 +60,7 @@ class PhaseVectors:
         hidden_size: Values of a row.
         dtype: Element type that the rows are stored in.
         payload: The rows, one after the other, little-endian.
-        key: The content key, 16 bytes; equal if and only if the vectors are.
+        key: The content key, 32 bytes; equal if and only if the vectors are.
         peak: The largest magnitude of any value.
     """
 
@@ -169,20 +169,15 @@ def _rows(payload: bytes, dtype: StoredType, hidden_size: int) -> Rows:
     return np.frombuffer(payload, STORAGE[dtype]).reshape(-1, hidden_size)
 
 
-KEY_BYTES = 16
-"""Length of a content key.
-
-Content keys decide which KV blocks and which vectors requests share, so they must be hard to forge: a client who could
-make two contents of one key could feed the one to users of the other. They are the first bytes of a SHA-256, which
-processors compute faster than any other hash of its strength.
-"""
-
 _CONTENT_PREFIX = b"headgate vectors\n"
 """Keeps the keys of vectors apart from those of sums (`headgate.steering.vectors.sums.sum_key`)."""
 
 
 def content_key(sites: Sequence[Site], hidden_size: int, dtype: StoredType, payload: bytes) -> bytes:
-    """Return the content key of rows at sites.
+    """Return the content key of rows at sites: a whole SHA-256.
+
+    Content keys decide which KV blocks and which vectors requests share, so they must be hard to forge: a client who
+    could make two contents of one key could feed the one to users of the other. To find such a pair takes 2^128 tries.
 
     Args:
         sites: In the order of the forward pass, one for each row.
@@ -194,7 +189,7 @@ def content_key(sites: Sequence[Site], hidden_size: int, dtype: StoredType, payl
     names = " ".join([f"{layer}.{hook._value_}" for layer, hook in sites])
     digest.update(f"{dtype} {hidden_size} {len(sites)} {names}\n".encode())
     digest.update(payload)
-    return digest.digest()[:KEY_BYTES]
+    return digest.digest()
 
 
 def weighted_sum(parts: Iterable[tuple[PhaseVectors | None, float]]) -> PhaseVectors | None:

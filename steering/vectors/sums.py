@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -17,7 +17,7 @@ import numpy as np
 from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.steering.vectors.dtypes import OVERFLOW, STORAGE, Float32Rows, Rows, StoredType
-from headgate.steering.vectors.phase_vectors import KEY_BYTES, PhaseVectors
+from headgate.steering.vectors.phase_vectors import PhaseVectors
 
 LIMIT: dict[StoredType, float] = {
     "bfloat16": OVERFLOW["bfloat16"] / 2,
@@ -107,7 +107,7 @@ def sum_key(parts: Iterable[tuple[bytes, float]]) -> bytes | None:
     digest = hashlib.sha256(_SUM_PREFIX)
     for key, scale in counted:
         digest.update(key + struct.pack("<d", scale))
-    return digest.digest()[:KEY_BYTES]
+    return digest.digest()
 
 
 def sum_of(parts: Iterable[tuple[PhaseVectors | None, float]]) -> Vectors | None:
@@ -126,6 +126,15 @@ def merge_over(under: PhaseVectors | None, over: PhaseVectors | None) -> PhaseVe
     for vectors in (under, over):
         rows.update(zip(vectors.sites, vectors.float32(), strict=True))
     return PhaseVectors.from_rows(rows)
+
+
+def without(vectors: PhaseVectors | None, sites: Collection[Site]) -> PhaseVectors | None:
+    """Return `vectors` without those at `sites`; None if nothing is left."""
+    if vectors is None or not sites:
+        return vectors
+    kept = zip(vectors.sites, vectors.float32(), strict=True)
+    rows = {site: row for site, row in kept if site not in sites}
+    return PhaseVectors.from_rows(rows) if rows else None
 
 
 def peak(vectors: PhaseVectors | None) -> float:

@@ -36,6 +36,7 @@ class SteeringPart:
         self._config = config
         self._state: WorkerSteering | None = None
         self._sites: tuple[Site, ...] = ()
+        self._num_slots = 0
         self._run_counts: Tensor | None = None
 
     @hookimpl
@@ -43,12 +44,13 @@ class SteeringPart:
         """Allocate the tables of this worker's sites."""
         sites = parse_sites(self._config.sites, facts.model.num_layers, "steering.sites")
         self._sites = tuple(site for site in sites if facts.owns(site))
+        self._num_slots = self._config.num_slots(facts.model.num_layers)
         self._check_memory(facts)
-        self._state = WorkerSteering(self._config, self._sites, facts)
+        self._state = WorkerSteering(self._num_slots, self._sites, facts)
         logger.info(
             "steering: %d sites, %d slots, %.1f MiB of %s memory",
             len(self._sites),
-            self._config.max_steering_slots,
+            self._num_slots,
             self._state.tables.device_bytes / 2**20,
             facts.device.type,
         )
@@ -63,14 +65,12 @@ class SteeringPart:
     def headgate_graph_key(self) -> dict[str, Any]:
         """Return the sites and shapes that the traced code depends on."""
         sites = [site.name for site in self._sites]
-        return {
-            PART: {"sites": sites, "slots": self._config.max_steering_slots, "run_counts": self._config.fire_counter}
-        }
+        return {PART: {"sites": sites, "slots": self._num_slots, "run_counts": self._config.fire_counter}}
 
     @hookimpl
     def headgate_request_added(self, new: NewRequest) -> None:
         """Add a request with what it steers with, if anything."""
-        wire = new.wire.get(PART) if new.wire is not None else None
+        wire = new.wire.get("parts", {}).get(PART) if new.wire is not None else None
         self._allocated().add(new.req_id, new.num_prompt_tokens, wire)
 
     @hookimpl
@@ -125,7 +125,7 @@ class SteeringPart:
         return self._state
 
     def _check_memory(self, facts: WorkerFacts) -> None:
-        num_slots, row_bytes = self._config.max_steering_slots, facts.model.hidden_size * facts.dtype.itemsize
+        num_slots, row_bytes = self._num_slots, facts.model.hidden_size * facts.dtype.itemsize
         if facts.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(facts.device)
             if num_slots * row_bytes > free:
@@ -160,7 +160,7 @@ class WorkerSteering:
     """Requests, modules and global vectors of one worker, and the tables that follow them. Step thread only.
 
     Args:
-        config: The operator's.
+        num_slots: Size of the pool, slot 0 included.
         sites: This worker's, in the order of the forward pass.
         facts: This worker's.
 
@@ -169,14 +169,14 @@ class WorkerSteering:
         tables: The memory that the forward reads.
     """
 
-    def __init__(self, config: SteeringConfig, sites: Sequence[Site], facts: WorkerFacts) -> None:
+    def __init__(self, num_slots: int, sites: Sequence[Site], facts: WorkerFacts) -> None:
         dtype: Any = str(facts.dtype).removeprefix("torch.")
         num_rows = rows_needed(facts.max_num_seqs)
-        pool = SlotPool(config.max_steering_slots, facts.model.hidden_size, dtype)
+        pool = SlotPool(num_slots, facts.model.hidden_size, dtype)
         self.table = RowTable(sites=sites, num_rows=num_rows, pool=pool)
         self.tables = DeviceTables(
             num_sites=len(sites),
-            num_slots=config.max_steering_slots,
+            num_slots=num_slots,
             num_rows=num_rows,
             max_tokens=facts.max_tokens,
             hidden_size=facts.model.hidden_size,

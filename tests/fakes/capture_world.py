@@ -21,6 +21,7 @@ from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.session import CaptureSession
 from headgate.capture.staging.ring import StagingRing
+from headgate.capture.transport.result_sender import SenderStats
 from tests.fakes.pipeline import HIDDEN, MODEL, ROW_BYTES, SITES, TIMEOUT_S, row_values
 
 
@@ -42,6 +43,9 @@ class KeptResults:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.sent: list[dict[str, Any]] = []
+
+    def stats(self) -> SenderStats:
+        return SenderStats(lost_results=0, lost_messages=0)
 
     def send_result(self, **message: Any) -> None:
         with self._changed:
@@ -69,7 +73,6 @@ class World:
     ):
         self.numbers[req_id] = number
         fields = {
-            "v": 1,
             "id": f"client-{req_id}",
             "n": 1,
             "key": f"key-{req_id}",
@@ -82,7 +85,7 @@ class World:
             NewRequest(
                 req_id=req_id,
                 prompt_token_ids=np.arange(num_prompt, dtype=np.int64),
-                wire={**fields, "capture": raw},
+                wire={"v": 1, "capture": {**fields, "specs": raw}},
             )
         )
 

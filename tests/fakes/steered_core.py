@@ -65,7 +65,7 @@ def engine_request(
 
     extra: dict[str, Any] = {"script": list(script)}
     if wire := to_wire(spec):
-        extra["headgate"] = {"v": 1, PART: wire}
+        extra["headgate"] = {"v": 1, "parts": {PART: wire}}
     return EngineCoreRequest(
         request_id=req_id,
         prompt_token_ids=list(prompt),

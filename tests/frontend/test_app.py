@@ -20,7 +20,6 @@ from headgate.capture.engine.contracts.core_part import CoreFacts
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.frontends import engine_handles
 from headgate.capture.engine.requests.request_reader import REQUEST_READER, OpenPart, RequestReader
-from headgate.capture.engine.server.access_keys import keys_of
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.steering_core import open_core
@@ -127,7 +126,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
     ) -> Server:
         for name, value in {**environment, **({"VLLM_PLUGINS": plugins} if plugins else {})}.items():
             monkeypatch.setenv(name, value)
-        keys_of.cache_clear()
         plugin.register()
         from vllm.entrypoints.cli.serve import make_arg_parser
         from vllm.entrypoints.openai.api_server import build_app

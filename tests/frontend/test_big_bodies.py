@@ -129,8 +129,19 @@ def test_more_than_the_quota_is_a_400(server: Server, path: str, stream: bool) -
     assert f"at most {MAX_ROWS} are allowed" in error["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_the_prompts_of_one_body_share_the_quota(server: Server, stream: bool) -> None:
+    fields = {"max_tokens": 30, "stream": stream}
+
+    for prompt, status in ((["Hi"] * 2, 200), (["Hi"] * 4, 400)):
+        response = post(server, "/v1/completions", "lists", prompt=prompt, **fields)
+
+        assert response.status_code == status, response.text
+    assert f"at most {MAX_ROWS} are allowed" in response.json()["error"]["message"]
+
+
 FORGED: dict[str, dict[str, Any]] = {
-    "a wire dict": {"vllm_xargs": {"headgate": "x"}},
+    "a wire form": {"vllm_xargs": {"headgate": "x"}},
     "raw fields": {"vllm_xargs": {"headgate": ["reply", "ipc:///tmp/x"]}},
 }
 

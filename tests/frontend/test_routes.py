@@ -87,6 +87,22 @@ def test_replace_takes_everything_else_away_and_clear_all(server: Server) -> Non
     assert get(server, "/v1/steering").json()["global"]["tiers"] == {}
 
 
+def test_zeros_take_sites_back_and_hyphens_are_read(server: Server) -> None:
+    server.post("/v1/steering/set", **SEED)
+
+    answer = server.post(
+        "/v1/steering/set",
+        vectors={"post-mlp": {"14": [0.0] * HIDDEN, "3": VECTOR}},
+        prefill_vectors={"pre-attn": {"14": {"vector": VECTOR, "scale": 0}}},
+    )
+
+    assert answer.json() == {"status": "ok", "hook_points": ["post_mlp", "pre_attn"], "layers_updated": [3, 14]}
+    assert get(server, "/v1/steering").json()["global"]["tiers"] == {
+        "base": ["3.post_mlp", "20.post_mlp"],
+        "decode": ["14.post_attn"],
+    }
+
+
 def test_all_forms_are_the_same_vectors(server: Server) -> None:
     rows = np.stack([ROW])
     binary = {"dtype": "float32", "shape": [1, HIDDEN], "layer_indices": [14], "data": rows.tobytes()}
@@ -114,6 +130,7 @@ def test_modules_are_registered_used_listed_and_forgotten(server: Server) -> Non
 
     assert [(answer.status_code, answer.json()["status"]) for answer in answers] == [(200, "ok")] * 2
     assert answers[0].json()["name"] == "safety"
+    assert [answer.json()["modules"] for answer in answers] == [["safety"], ["creativity", "safety"]]
     assert answers[0].json()["prefill"]["sites"] == ["14.post_mlp"]
     assert get(server, "/v1/steering/modules").json() == {"modules": ["creativity", "safety"], "count": 2}
     assert set(get(server, "/v1/steering").json()["modules"]) == {"creativity", "safety"}
@@ -156,7 +173,21 @@ def test_consumers_are_listed_without_their_parameters(server: Server) -> None:
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "nothing to set": (SET, {}, "vectors"),
-    "nothing but zeros": (SET, {"vectors": {"post_mlp": {"3": [0.0] * HIDDEN}}}, "vectors"),
+    "a module of zeros": (
+        REGISTER,
+        {"name": "a", "vectors": {"post_mlp": {"3": [0.0] * HIDDEN}}},
+        "vectors.post_mlp.3",
+    ),
+    "packed rows and a list": (
+        SET,
+        {"vectors": {"post_mlp": {**packed([3]), "4": VECTOR}}},
+        "vectors.post_mlp",
+    ),
+    "packed rows, and a list under another name": (
+        SET,
+        {"vectors": {"post_mlp": packed([3]), "post-mlp": {"3": VECTOR}}},
+        "vectors.post-mlp.3",
+    ),
     "an unknown key": (SET, {"vectors": ONE, "replce": True}, "replce"),
     "a replace that is no flag": (SET, {"vectors": ONE, "replace": "yes"}, "replace"),
     "a wrong width": (SET, {"vectors": {"post_mlp": {"3": [1.0]}}}, "vectors.post_mlp.3"),
@@ -180,7 +211,6 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "vectors",
     ),
-    "an unknown module": (UNREGISTER, {"name": "nobody"}, "name"),
     "nobody": (UNREGISTER, {}, "name"),
 }
 
@@ -199,6 +229,15 @@ def test_a_bad_body_is_a_400_that_names_its_field_and_changes_nothing(
     assert (error["param"], error["code"]) == (field, 400)
     assert error["message"].startswith(field)
     assert get(server, "/v1/steering").json() == before
+
+
+def test_a_module_that_is_not_there_is_a_404_in_vllms_shape(server: Server) -> None:
+    answer = server.post(UNREGISTER, name="nobody")
+
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert error == {"message": error["message"], "type": "Not Found", "param": None, "code": 404}
+    assert "unknown steering module 'nobody'; registered: none" in error["message"]
 
 
 UNREADABLE = {

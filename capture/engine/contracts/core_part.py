@@ -91,7 +91,7 @@ class CorePart(Protocol):
 
         Args:
             req_id: Of the engine. A further chunk of a streaming-input session has the id of its session.
-            wire: The part's section of the wire dict; None if the front end wrote none.
+            wire: The part's section of the `RequestWire`; None if the front end wrote none.
 
         Returns:
             The section that the workers get in place of `wire`.

@@ -36,6 +36,7 @@ class ModelConfig(Protocol):
     is_encoder_decoder: bool
     is_diffusion: bool
     runner_type: str
+    max_model_len: int
 
     def get_hidden_size(self) -> int: ...
 
@@ -89,7 +90,7 @@ class VllmConfig(Protocol):
 class RequestParams(Protocol):
     """``vllm.SamplingParams`` of a request that is in the engine."""
 
-    extra_args: dict[str, Any] | None
+    extra_args: dict[str, object] | None
     stop: str | list[str] | None
 
 

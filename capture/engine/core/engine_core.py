@@ -27,6 +27,7 @@ from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
 from headgate.capture.engine.core import block_keys, restart
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.settings import model_info, section
+from headgate.capture.schema.batch import WIRE_VERSION, RequestWire
 from headgate.capture.schema.errors import RequestError
 
 logger = logging.getLogger("headgate")
@@ -60,12 +61,13 @@ class EngineCoreAdapter:
     def accept(self, request: EngineCoreRequest) -> None:
         """Take an ``EngineCoreRequest`` in: the part's answer for the workers is written into it. Input thread."""
         params = request.sampling_params
-        extra = (params.extra_args if params is not None else None) or {}
-        wire = extra.get(WIRE_KEY) or {}
-        ours = self._part.accept(request.request_id, wire.get(self._name))
+        wire: RequestWire = wire_of(params) or {"v": WIRE_VERSION}
+        parts = wire.get("parts", {})
+        ours = self._part.accept(request.request_id, parts.get(self._name))
         if params is not None and ours is not None:
             # Samples of one prompt share their parameters, so nothing of them is changed in place.
-            params.extra_args = {**extra, WIRE_KEY: {**wire, self._name: ours}}
+            changed: RequestWire = {**wire, "parts": {**parts, self._name: ours}}
+            params.extra_args = {**(params.extra_args or {}), WIRE_KEY: changed}
 
     def make_request(self, original: Callable[[], Made], request: EngineCoreRequest) -> Made:
         """Let stock make its ``Request`` of one that was accepted: it hashes the prompt's blocks. Input thread."""
@@ -200,7 +202,7 @@ def preprocess_add_request(original: Function) -> Function:
 
 def _check_unopened(request: EngineCoreRequest) -> None:
     wire = wire_of(request.sampling_params)
-    asked = [name for name in sorted(core_part_names()) if name in wire] if wire else []
+    asked = [name for name in sorted(core_part_names()) if name in wire.get("parts", {})] if wire else []
     if asked:
         raise AssertionError(f"request {request.request_id}: {', '.join(asked)} is not open in this engine core")
 

@@ -9,12 +9,19 @@ from typing import Any
 
 from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, Function
 from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
+from headgate.capture.engine.frontends.metering import Meter, metered, open_meter
 from headgate.capture.engine.requests.call_context import Call, Slot, current_call
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
-from headgate.capture.engine.requests.capture_request import CaptureRequest
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, reader_of
-from headgate.capture.engine.requests.wire import HeadgateRequest, attach, refuse_made, refuse_streamed_input
+from headgate.capture.engine.requests.sampling_params import (
+    CaptureRequest,
+    HeadgateRequest,
+    attach,
+    refuse_made,
+    refuse_streamed_input,
+)
 from headgate.capture.engine.setup.client_errors import as_client_error, is_without_field
+from headgate.capture.schema.errors import UnsupportedError
 
 
 def generate(original: Function) -> Function:
@@ -46,12 +53,13 @@ def generate(original: Function) -> Function:
                 refuse_streamed_input(headgate_request)
             call = current_call()
             headgate_request = _resolved(reader, headgate_request, prompt, sampling_params, call)
+            meter = _meter(reader, headgate_request, prompt, sampling_params)
         outputs = original(self, prompt, attach(sampling_params, headgate_request), request_id, *args, **kwargs)
         if headgate_request.parts:
             outputs = _with_refusals(outputs, reader, headgate_request, self.engine_core)
         if headgate_request.capture is not None and reader.capture is not None:
             outputs = _with_results(outputs, reader.capture, headgate_request.capture, call.expect() if call else None)
-        return outputs
+        return outputs if meter is None else metered(outputs, meter)
 
     return wrapped
 
@@ -63,9 +71,17 @@ def _resolved(
     if headgate_request.capture is None or reader.capture is None or tokens is None:
         return headgate_request
     find_message = call.find_message(tokens) if call else None
-    return replace(
-        headgate_request, capture=reader.capture.resolve(headgate_request.capture, len(tokens), params, find_message)
-    )
+    resolved = reader.capture.resolve(headgate_request.capture, len(tokens), params, find_message, call)
+    return replace(headgate_request, capture=resolved)
+
+
+def _meter(
+    reader: RequestReader, headgate_request: HeadgateRequest, prompt: object, params: SamplingParams
+) -> Meter | None:
+    if headgate_request.capture is None or reader.capture is None:
+        return None
+    tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    return open_meter(reader.capture, headgate_request.capture, None if tokens is None else len(tokens), params)
 
 
 async def _with_refusals(
@@ -120,5 +136,19 @@ def shutdown(original: Function) -> Function:
             # A constructor that failed leaves an object without an input processor, and is shut down all the same.
             if "input_processor" in vars(self) and (front := front_end_of(self)) is not None:
                 front.close()
+
+    return wrapped
+
+
+def check_health(original: Function) -> Function:
+    """Wrap ``AsyncLLM.check_health``: a server that can no longer answer captures is not healthy."""
+
+    @wraps(original)
+    async def wrapped(self: AsyncLLM, *args: object, **kwargs: object) -> object:
+        result = await original(self, *args, **kwargs)
+        front = front_end_of(self)
+        if front is not None and front.problem is not None:
+            raise self.dead_error from UnsupportedError(front.problem)
+        return result
 
     return wrapped

@@ -13,10 +13,9 @@ from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import LLMEngine, RequestOutput, SamplingParams
 from headgate.capture.engine.frontends import input_processor
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, attach_results, front_end_of
-from headgate.capture.engine.requests.capture_request import CaptureRequest
 from headgate.capture.engine.requests.chat_messages import LLMChat
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, reader_of
-from headgate.capture.engine.requests.wire import HeadgateRequest, attach, refuse_made
+from headgate.capture.engine.requests.sampling_params import CaptureRequest, HeadgateRequest, attach, refuse_made
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.errors import RequestError
 

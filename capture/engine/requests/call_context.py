@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import contextvars
 import operator
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
+from headgate.capture.engine.access.caller import Caller, current_caller, set_caller
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.requests.chat_messages import RenderedMessage, Tokens
 from headgate.capture.engine.requests.hidden_states import Form
+from headgate.capture.schema.consumer import Memo
 from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.limits import CaptureUse
 from headgate.capture.schema.positions import Message, Span
 from headgate.capture.schema.results import CaptureResults
 
@@ -37,12 +42,20 @@ class Call:
         states: The consumer that keeps them.
         chat_messages: Messages of the chat that selectors of this call mean.
         slots: One for each prompt, in the order of the body; of /v1/responses, one for each turn with a tool.
+        use: What its prompts so far could capture at most.
+        memo: What was parsed of its body.
+        token: Random; begins the keys of its requests, so that consumers know which belong together.
+        caller: The client, if it has shown a key.
     """
 
     form: Form | None = None
     states: str | None = None
     chat_messages: dict[Message, RenderedMessage] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
+    use: CaptureUse = field(default_factory=CaptureUse)
+    memo: Memo = field(default_factory=Memo)
+    token: str = field(default_factory=partial(secrets.token_hex, 8))
+    caller: Caller | None = field(default_factory=current_caller)
 
     def expect(self) -> Slot:
         """A slot for one more prompt."""
@@ -69,6 +82,7 @@ def current_call() -> Call | None:
 def enter(call: Call) -> None:
     """Make `call` the one that this task handles."""
     _call.set(call)
+    set_caller(call.caller)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,22 @@ from dataclasses import replace
 
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
 from headgate.capture.engine.requests import hidden_states
+from headgate.capture.engine.requests.call_context import Call, current_call
 from headgate.capture.engine.requests.capture_request import (
-    CaptureRequest,
     CaptureRequestReader,
     FindMessage,
-    check_quotas,
     resolve,
 )
+from headgate.capture.engine.requests.permissions import check_length, check_use
+from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig
-from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
+from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, join_key
+from headgate.capture.schema.errors import UnsupportedError
+from headgate.capture.schema.limits import CaptureLimits, CaptureUse, use_of
 from headgate.capture.schema.results import CaptureResults
-from headgate.capture.transport.result_hub import ResultHub
+from headgate.capture.transport.driver_host import DriverHost, DriverStats
+from headgate.capture.transport.messages import DTYPES
+from headgate.capture.transport.result_hub import HubStats, ResultHub
 
 logger = logging.getLogger("headgate")
 
@@ -49,12 +54,15 @@ class FrontEnd:
         consumers: Mapping[str, type[CaptureConsumer]],
         *,
         num_stages: int,
-        open_drivers: Callable[[ResultHub], object],
+        open_drivers: Callable[[ResultHub], DriverHost],
     ) -> None:
         self.config = config
         self.model = model
         self.capture_reader = CaptureRequestReader(config, model, consumers)
+        self._limits = CaptureLimits(max_rows=config.max_request_rows, max_bytes=config.max_request_bytes)
+        self._row_bytes = model.hidden_size * DTYPES[model.dtype].itemsize
         self._drivers = frozenset(name for name, consumer in consumers.items() if consumer.location == "driver")
+        self._answered = frozenset(name for name, consumer in consumers.items() if consumer.is_awaited)
         self._linger_s = {
             name: consumer.linger_s if config.linger_s is None else config.linger_s
             for name, consumer in consumers.items()
@@ -65,6 +73,8 @@ class FrontEnd:
         self._open_drivers = open_drivers
         self._lock = threading.Lock()
         self._hub: ResultHub | None = None
+        self._is_closed = False
+        self._drivers_here: DriverHost | None = None
 
     def read(self, params: SamplingParams, request_id: str, *, is_offline: bool) -> CaptureRequest | None:
         """Read a capture request, with the address that its answers go to; see `CaptureRequestReader.read`.
@@ -75,26 +85,47 @@ class FrontEnd:
         ask = self.capture_reader.read(params, request_id)
         if ask is None or not (is_offline or ask.is_explicit or ask.wait or self._drivers & set(ask.specs)):
             return ask
-        return replace(ask, reply=self.hub.address)
+        call = current_call()
+        key = ask.key if call is None else join_key(call.token, ask.key)
+        return replace(ask, reply=self.hub.address, key=key)
 
     def resolve(
-        self, ask: CaptureRequest, num_prompt: int, params: SamplingParams, find_message: FindMessage | None
+        self,
+        ask: CaptureRequest,
+        num_prompt: int,
+        params: SamplingParams,
+        find_message: FindMessage | None,
+        call: Call | None = None,
     ) -> CaptureRequest:
         """Make every position absolute, and check how much that may come to; see `requests.resolve`.
+
+        Args:
+            ask: What is asked.
+            num_prompt: Tokens of the prompt.
+            params: The request's; while ``max_tokens`` is not known, nothing is limited.
+            find_message: See `requests.resolve`.
+            call: The HTTP call that the prompt counts for; None if it is of none, or was counted before.
 
         Raises:
             RequestError: If a selector can select nothing of this prompt, or if it could be too much.
         """
         resolved = resolve(ask, num_prompt, find_message)
-        check_quotas(
-            {instance: spec for instance, spec in resolved.specs.items() if instance in resolved.named},
-            self.config,
-            self.model,
-            num_prompt=num_prompt,
-            max_tokens=params.max_tokens,
-            num_samples=params.n,
-        )
+        check_length(params.max_tokens)
+        if params.max_tokens is None:
+            return resolved
+        use = self.use_of(resolved, num_prompt, params.max_tokens, params.n)
+        if call is not None:
+            use = call.use = call.use + use
+        self._limits.check(use)
+        check_use(use, self._answered)
         return resolved
+
+    def use_of(self, ask: CaptureRequest, num_prompt: int, max_tokens: int, num_samples: int) -> CaptureUse:
+        """Count what the client asks of a prompt; see `headgate.capture.schema.limits.use_of`."""
+        named = {instance: spec for instance, spec in ask.specs.items() if instance in ask.named}
+        return use_of(
+            named, num_prompt=num_prompt, max_tokens=max_tokens, num_samples=num_samples, row_bytes=self._row_bytes
+        )
 
     @property
     def hub(self) -> ResultHub:
@@ -102,15 +133,27 @@ class FrontEnd:
 
         Raises:
             ConfigError: If one of them cannot be opened.
-            UnsupportedError: If the hub cannot listen.
+            UnsupportedError: If the hub cannot listen, or if nothing was opened before it was closed.
         """
         with self._lock:
             if self._hub is None:
+                if self._is_closed:
+                    raise UnsupportedError("capture: this engine was shut down; start another")
                 hub = ResultHub()
                 if self._drivers:
-                    self._open_drivers(hub)
+                    self._drivers_here = self._open_drivers(hub)
                 self._hub = hub
             return self._hub
+
+    @property
+    def problem(self) -> str | None:
+        """The reason why requests of this process get no results any more; None while they do."""
+        return None if self._hub is None else self._hub.stats().problem
+
+    def stats(self) -> tuple[HubStats, DriverStats]:
+        """Counters of the hub and of the consumers that are located here; zeros before they were opened."""
+        hub, drivers = self._hub, self._drivers_here
+        return HubStats() if hub is None else hub.stats(), DriverStats() if drivers is None else drivers.stats()
 
     def expect(self, ask: CaptureRequest, num_samples: int) -> None:
         """Collect results from now on, if the request is answered."""
@@ -154,9 +197,9 @@ class FrontEnd:
             self.forget(ask)
 
     def close(self) -> None:
-        """Close the hub and the consumers that are located here; idempotent."""
+        """Close the hub and the consumers that are located here, for good; idempotent. Ends the waits for results."""
         with self._lock:
-            hub, self._hub = self._hub, None
+            hub, self._is_closed = self._hub, True
         if hub is not None and not hub.shutdown(self.config.close_timeout_s):
             logger.warning(
                 "capture: consumers in this process did not close within %.0f s (capture.close_timeout_s)",

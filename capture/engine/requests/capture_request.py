@@ -1,54 +1,34 @@
-"""Capture requests: read, checked, resolved and limited in the front end; `wire` says how they travel."""
+"""Capture requests: read, checked and resolved in the front end; `sampling_params` says how they travel."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import msgspec
 
 from headgate.capture.engine.contracts.vllm_frontend import SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import hidden_states
+from headgate.capture.engine.requests.call_context import current_call
+from headgate.capture.engine.requests.permissions import check_consumer, check_spec, with_tag
 from headgate.capture.engine.requests.sampling_params import (
     CAPTURE_FIELDS,
     CAPTURE_WAIT,
     RETURN_HIDDEN_STATES,
+    CaptureRequest,
     read_field,
     read_fields,
 )
 from headgate.capture.schema.config import HIDDEN_STATES, CaptureConsumersConfig
-from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, SpecContext
+from headgate.capture.schema.consumer import CaptureConsumer, Memo, ModelInfo, SpecContext
 from headgate.capture.schema.errors import ConsumerError, RequestError, shown
 from headgate.capture.schema.positions import Message, PositionSelector
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.capture.transport.messages import DTYPES
 
 FindMessage = Callable[[Message, str], PositionSelector]
 """Resolves a message selector of the request at hand; the text is the field, for errors."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CaptureRequest:
-    """The checked capture request of one engine request.
-
-    Attributes:
-        specs: By consumer instance.
-        wait: The client waits for results as long as it takes: ``capture_wait``, or a consumer that is awaited.
-        is_explicit: The client named a consumer itself; otherwise only global consumers look at the request.
-        named: Consumers that the client named: how much it may ask of these is limited.
-        key: Random; results for the request must carry it.
-        reply: Address of the result hub; None if nobody waits.
-    """
-
-    specs: Mapping[str, CaptureSpec]
-    wait: bool
-    is_explicit: bool
-    key: str
-    reply: str | None = None
-    named: frozenset[str] = frozenset()
 
 
 HOW_HIDDEN_STATES = (
@@ -102,6 +82,8 @@ class CaptureRequestReader:
     def _hidden_states(self) -> str:
         if self.hidden_states is None:
             raise RequestError(RETURN_HIDDEN_STATES, f"this engine does not return them. {HOW_HIDDEN_STATES}")
+        check_consumer(self.hidden_states, RETURN_HIDDEN_STATES)
+        check_spec(self._consumers[self.hidden_states], hidden_states.SPEC, RETURN_HIDDEN_STATES)
         return self.hidden_states
 
     def _client_specs(self, raw: object, request_id: str) -> dict[str, CaptureSpec]:
@@ -112,13 +94,16 @@ class CaptureRequestReader:
             consumer = self._consumers.get(instance)
             if consumer is None:
                 raise RequestError(f"{CAPTURE}.{instance}", f"no such consumer; configured: {self._names()}")
+            check_consumer(instance, f"{CAPTURE}.{instance}")
             if instance == self.hidden_states:
                 raise RequestError(f"{CAPTURE}.{instance}", f"set {RETURN_HIDDEN_STATES}: true instead")
             if not consumer.reads_client_spec:
                 raise RequestError(
                     f"{CAPTURE}.{instance}", "requests cannot choose what this consumer gets; leave it out"
                 )
+            wanted = with_tag(consumer, wanted)
             specs[instance] = self._checked(instance, consumer.validate_client_spec, wanted, request_id)
+            check_spec(consumer, specs[instance], f"{CAPTURE}.{instance}")
         return specs
 
     def _global_spec(self, instance: str, request_id: str) -> CaptureSpec | None:
@@ -142,11 +127,13 @@ class CaptureRequestReader:
         return spec
 
     def _context(self, instance: str, request_id: str) -> SpecContext:
+        call = current_call()
         return SpecContext(
             instance_name=instance,
             model=self._model,
             params=self._params[instance],
             client_request_id=request_id,
+            memo=Memo() if call is None else call.memo,
         )
 
     def _names(self) -> str:
@@ -201,69 +188,3 @@ def messages_of(ask: CaptureRequest) -> dict[Message, str]:
         for instance, spec in ask.specs.items()
         if isinstance(spec.positions, Message)
     }
-
-
-def to_wire(ask: CaptureRequest, num_samples: int, request_id: str) -> dict[str, Any]:
-    """Capture's keys of the wire dict, for an ask whose positions are resolved."""
-    return {
-        "id": request_id,
-        "n": num_samples,
-        "key": ask.key,
-        "reply": ask.reply,
-        "wait": ask.wait,
-        CAPTURE: {instance: spec.to_wire() for instance, spec in ask.specs.items()},
-    }
-
-
-def needs_prompt(ask: CaptureRequest, num_prompt: int) -> bool:
-    """Whether prompt rows other than the last are wanted, which a hit in the prefix cache would skip."""
-    return any(spec.positions.needs_prompt(num_prompt) for spec in ask.specs.values())
-
-
-def check_quotas(
-    specs: Mapping[str, CaptureSpec],
-    config: CaptureConsumersConfig,
-    model: ModelInfo,
-    *,
-    num_prompt: int,
-    max_tokens: int | None,
-    num_samples: int,
-) -> None:
-    """Refuse a request that could capture more than it may.
-
-    Args:
-        specs: Of the consumers that the client named, resolved.
-        config: The operator's.
-        model: The model being served.
-        num_prompt: Tokens of the prompt.
-        max_tokens: What may be generated; None if that is not known yet: then nothing is refused.
-        num_samples: The request's ``n``.
-
-    Raises:
-        RequestError: Naming the consumer.
-    """
-    if (config.max_request_rows is None and config.max_request_bytes is None) or max_tokens is None:
-        return
-    row_bytes = model.hidden_size * DTYPES[model.dtype].itemsize
-    total = 0
-    for instance, spec in specs.items():
-        rows = num_samples * count_rows(spec.positions, num_prompt, num_prompt + max_tokens - 1)
-        total += rows * len(spec.sites) * row_bytes
-        for what, count, limit in (
-            ("positions", rows, config.max_request_rows),
-            ("bytes", total, config.max_request_bytes),
-        ):
-            if limit is not None and count > limit:
-                raise RequestError(
-                    f"capture.{instance}",
-                    f"with this prompt, max_tokens {max_tokens} and n {num_samples}, the request could capture {count} "
-                    f"{what}; at most {limit} are allowed here. Choose fewer positions or sites, or lower max_tokens",
-                )
-
-
-def count_rows(positions: PositionSelector, num_prompt: int, num_rows: int) -> int:
-    """Positions below `num_rows` that a resolved selector selects."""
-    wanted = positions.wanted(num_prompt)
-    if isinstance(wanted, range):
-        return len(range(wanted.start, min(wanted.stop, num_rows), wanted.step))
-    return sum(position < num_rows for position in wanted)

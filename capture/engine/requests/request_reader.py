@@ -21,9 +21,14 @@ from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.engine.core.frames import lift
 from headgate.capture.engine.requests.call_context import taken
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
-from headgate.capture.engine.requests.capture_request import CaptureRequest, refuse_unconfigured
-from headgate.capture.engine.requests.sampling_params import is_plain, read_fields
-from headgate.capture.engine.requests.wire import HeadgateRequest, refuse_forged
+from headgate.capture.engine.requests.capture_request import refuse_unconfigured
+from headgate.capture.engine.requests.sampling_params import (
+    CaptureRequest,
+    HeadgateRequest,
+    is_plain,
+    read_fields,
+    refuse_forged,
+)
 from headgate.capture.schema.errors import RequestError
 
 REQUEST_READER = "_headgate_reader"

@@ -1,97 +1,92 @@
 """Who may change what everybody's requests are steered by, and who may capture: keys beside the server's API key.
 
-Keys are read from the environment once a process, so that they stand in no command line, configuration or log:
-``HEADGATE_STEERING_KEYS`` and ``HEADGATE_CAPTURE_KEYS``, several separated by commas, for rotation. A client sends one
-as ``X-Headgate-Key: KEY`` or, where the server asks for no API key, as ``Authorization: Bearer KEY``. Without keys the
-part is open to clients on the server's own machine, and closed if the server can be reached from others.
+Keys come from the environment (``HEADGATE_STEERING_KEYS``, ``HEADGATE_CAPTURE_KEYS``, ``HEADGATE_ADMIN_KEYS``, several
+separated by commas) and from the operator's file (``server.keys_file``), so that they stand in no command line or log.
+A client sends one as ``X-Headgate-Key: KEY`` or, where the server asks for no API key, as ``Authorization: Bearer
+KEY``. Without keys a part is open to clients on the server's own machine, and closed if the server can be reached from
+others.
 """
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import ipaddress
-import os
-import secrets
-from collections.abc import Iterable, Mapping
-from functools import cache
+import signal
+import threading
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from headgate.capture.schema.errors import ForbiddenError
+from headgate.capture.engine.access.access_key import AccessKey
+from headgate.capture.engine.access.caller import Caller, set_caller
+from headgate.capture.engine.access.key_ring import KeyRing
+from headgate.capture.engine.access.usage import Usage
+from headgate.capture.engine.setup.client_errors import as_client_error
+from headgate.capture.schema.config import server_config
 
 HEADER = "x-headgate-key"
+_ACCESS = "headgate_access"
+"""Attribute of an application's state: its `Access`."""
 
 
-class Keys:
-    """The keys of one part. Any thread.
+class Access:
+    """The keys of one application, and what was counted for them.
 
     Args:
-        variable: Environment variable that they come from, for messages.
-        keys: The keys themselves; only digests are kept.
+        args: The arguments that the server was started with.
+
+    Raises:
+        ConfigError: If a file that the operator named is wrong.
     """
 
-    def __init__(self, variable: str, keys: Iterable[str]) -> None:
-        self.variable = variable
-        self._digests = tuple(_digest(key) for key in keys)
+    def __init__(self, args: Any) -> None:
+        config = server_config(getattr(args, "additional_config", None))
+        usage = None if config.usage_file is None else Path(config.usage_file)
+        is_counting = usage is not None or (getattr(args, "api_server_count", None) or 1) == 1
+        keys = None if config.keys_file is None else Path(config.keys_file)
+        self.is_local = is_local(args)
+        self.keys = KeyRing(keys, is_counting=is_counting)
+        self.usage = Usage(usage)
 
-    def __len__(self) -> int:
-        return len(self._digests)
+    def find(self, role: str, headers: Mapping[str, str]) -> AccessKey | None:
+        """Find the key with which a request may do what needs `role`; see `KeyRing.find`."""
+        self.keys.refresh()
+        return self.keys.find(_given(headers), role, is_local=self.is_local)
 
-    def check(self, headers: Mapping[str, str], *, is_local: bool) -> None:
-        """Let a request pass.
+    def read_again_on_hangup(self) -> None:
+        """Read the file of keys again when this process gets SIGHUP; without a file, that ends it as before.
 
-        Args:
-            headers: The request's, with names in lower case or compared without regard to case.
-            is_local: Whether the server can be reached from its own machine alone.
-
-        Raises:
-            ForbiddenError: If it may not.
+        On the event loop. One beside the main thread gets no signals: there the file is looked at when a key is used,
+        as it is everywhere.
         """
-        if not self._digests:
-            if is_local:
-                return
-            raise ForbiddenError(
-                "this server listens beyond its own machine and has no key for this; the operator sets "
-                f"{self.variable} (one key, or several separated by commas) or starts it with --host 127.0.0.1"
-            )
-        if not sum(self._is_known(given) for given in _given(headers)):
-            raise ForbiddenError(f"this needs one of the keys in the server's {self.variable}, as X-Headgate-Key: KEY")
-
-    def _is_known(self, given: str) -> bool:
-        """Compare with every key, in a time that does not depend on which of them matches."""
-        digest = _digest(given)
-        return sum(secrets.compare_digest(digest, known) for known in self._digests) > 0
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} keys of {self.variable}>"
+        if self.keys.has_file and threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, partial(self.keys.refresh, is_forced=True))
 
 
-@cache
-def keys_of(part: str) -> Keys:
-    """The keys of a part such as ``"steering"``, from the environment as it was when they were first read."""
-    variable = f"HEADGATE_{part.upper()}_KEYS"
-    return Keys(variable, (key for entry in os.environ.get(variable, "").split(",") if (key := entry.strip())))
+def open_access(state: Any) -> Access:
+    """The keys of an application, read on the first call with its ``state``; see `Access`."""
+    found: Access | None = getattr(state, _ACCESS, None)
+    if found is None:
+        found = Access(state.args)
+        setattr(state, _ACCESS, found)
+    return found
 
 
-def require_key(part: str, request: Any) -> None:
-    """Let a `starlette.requests.Request` to vLLM's server use what needs a key of `part`.
+def require_role(role: str, request: Any) -> AccessKey | None:
+    """Let a `starlette.requests.Request` to vLLM's server do what needs `role`, and remember whose it is.
+
+    Returns:
+        The key that it carries; None if it needs none.
 
     Raises:
         HTTPException: With status 403, if it may not.
     """
-    from fastapi import HTTPException
-
-    try:
-        keys_of(part).check(request.headers, is_local=is_local(request.app.state.args))
-    except ForbiddenError as error:
-        raise HTTPException(403, str(error)) from None
-
-
-def access_of(part: str, args: Any) -> str:
-    """Who may use what needs a key of `part`, for the log."""
-    keys = keys_of(part)
-    if keys:
-        return f"{len(keys)} keys"
-    return "open, on this machine alone" if is_local(args) else f"closed, {keys.variable} is not set"
+    access = open_access(request.app.state)
+    with as_client_error():
+        key = access.find(role, request.headers)
+    set_caller(None if key is None else Caller(key, access.usage))
+    return key
 
 
 def is_local(args: Any) -> bool:
@@ -114,7 +109,3 @@ def _given(headers: Mapping[str, str]) -> list[str]:
     if scheme.lower() == "bearer" and token:
         found.append(token.strip())
     return found
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

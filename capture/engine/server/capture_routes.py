@@ -1,16 +1,14 @@
-"""Capture on vLLM's server: the HTTP routes ``/v1/capture/...``, and its counters on ``/metrics``."""
+"""Capture on vLLM's server: the HTTP routes ``/v1/capture/...``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import APIRouter, Depends, HTTPException
 
+from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.route_part import RouteServices
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
-from headgate.capture.monitoring.metrics import EngineStats, Family, Sample, each_worker
-from headgate.capture.monitoring.stats import RESULT_BOUNDS_S
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.sites import site_map
 
@@ -81,9 +79,13 @@ def open_routes(services: RouteServices) -> APIRouter:
 
 
 def described(front: FrontEnd) -> dict[str, Any]:
-    """The answer of ``GET /v1/capture/consumers``."""
+    """The answer of ``GET /v1/capture/consumers``: what the client's key allows, if it has shown one."""
+    caller = current_caller()
+    sites = [site for site in front.model.sites if caller is None or caller.key.allows_site(site)]
     found = []
     for spec in front.config.consumers:
+        if caller is not None and not caller.key.allows_consumer(spec.instance):
+            continue
         consumer = load_configured(spec)
         found.append(
             {
@@ -94,71 +96,4 @@ def described(front: FrontEnd) -> dict[str, Any]:
                 "overload": spec.overload,
             }
         )
-    return {"consumers": found, "count": len(found), "sites": site_map(front.model.sites)}
-
-
-Kind = Literal["counter", "gauge"]
-
-_STAGING: tuple[tuple[str, Kind, str, str], ...] = (
-    ("steps", "counter", "steps", "Steps of which something was captured."),
-    ("rows", "counter", "rows", "Rows copied off the device, each once however many consumers want it."),
-    ("bytes", "counter", "bytes", "Bytes of those rows, over all sites."),
-    ("stalls", "counter", "stalls", "Times that the engine had to wait for staging memory."),
-    ("stall_seconds", "counter", "stall_s", "Seconds that the engine waited for staging memory."),
-    ("dropped_rows", "counter", "dropped_rows", "Rows lost because staging memory did not become free in time."),
-    ("dispatch_errors", "counter", "dispatch_errors", "Steps that could not be dispatched; a bug of headgate's."),
-    ("staged_bytes", "gauge", "staged_bytes", "Bytes of staging memory in use."),
-)
-_CONSUMERS: tuple[tuple[str, Kind, str, str], ...] = (
-    ("rows", "counter", "rows", "Rows delivered to the consumer."),
-    ("bytes", "counter", "bytes", "Bytes of those rows, over all sites."),
-    ("requests", "counter", "requests", "Requests whose result was reported."),
-    ("errors", "counter", "errors", "Requests whose result was an error."),
-    ("dropped_rows", "counter", "dropped_rows", "Rows that never reached the consumer."),
-    ("spilled_rows", "counter", "spilled_rows", "Rows that went through the spill file."),
-    ("stalls", "counter", "stalls", "Times that delivery had to wait for room in the consumer's queue."),
-    ("stall_seconds", "counter", "stall_s", "Seconds that delivery waited for room in the consumer's queue."),
-    ("hangs", "counter", "hangs", "Times that the consumer was taken for hung."),
-    ("lost_results", "counter", "lost_reports", "Results that could not be sent."),
-    ("busy_seconds", "counter", "call_s", "Seconds that the consumer's calls took."),
-    ("queue_bytes", "gauge", "queued_bytes", "Bytes of rows in the consumer's queue or hands."),
-    ("spill_bytes", "gauge", "spilled_bytes", "Bytes of rows in the consumer's spill file."),
-    ("hung", "gauge", "is_hung", "Whether the consumer is taken for hung now."),
-)
-_WORKER = ("engine", "worker")
-
-
-class CaptureMetrics:
-    """Implements `headgate.capture.monitoring.metrics.MetricsPart`."""
-
-    core_method = None
-
-    def families(self, engines: Sequence[EngineStats]) -> Iterator[Family]:
-        """Make the families of every worker and of every consumer in it."""
-        return families(engines)
-
-
-def families(engines: Sequence[EngineStats]) -> Iterator[Family]:
-    """Counters of every worker and of every consumer in it."""
-    workers = list(each_worker(engines))
-    for name, kind, key, about in _STAGING:
-        found = tuple(Sample(labels=where, value=counted[key]) for where, counted in workers)
-        yield Family(name=f"headgate_capture_{name}", kind=kind, about=about, labels=_WORKER, samples=found)
-    consumers = [
-        ((*where, consumer["instance"]), consumer) for where, counted in workers for consumer in counted["consumers"]
-    ]
-    labels = (*_WORKER, "consumer")
-    for name, kind, key, about in _CONSUMERS:
-        found = tuple(Sample(labels=where, value=consumer[key]) for where, consumer in consumers)
-        yield Family(name=f"headgate_capture_consumer_{name}", kind=kind, about=about, labels=labels, samples=found)
-    yield Family(
-        name="headgate_capture_consumer_result_seconds",
-        kind="histogram",
-        about="Seconds from the end of a request to the consumer's result.",
-        labels=labels,
-        samples=tuple(
-            Sample(labels=where, value=consumer["result_s"], counts=consumer["result_counts"])
-            for where, consumer in consumers
-        ),
-        bounds=RESULT_BOUNDS_S,
-    )
+    return {"consumers": found, "count": len(found), "sites": site_map(sites)}

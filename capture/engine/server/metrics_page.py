@@ -1,9 +1,9 @@
 """headgate's families on the server's own ``/metrics`` page.
 
 The page of vLLM is made by the API server process that is asked, from files that all of them share; our counters live
-in workers and engine cores. So they are fetched when the page is asked for, at most once a second, between two steps
-of the engine, and appended to it. An engine that takes long over a step does not hold the page up: it then shows what
-was fetched last, and ``headgate_stats_age_seconds`` says how old that is.
+in workers and engine cores, beside those of that process. So they are fetched when the page is asked for, at most once
+a second, between two steps of the engine, and appended to it. An engine that takes long over a step does not hold the
+page up: it then shows what was fetched last, and ``headgate_stats_age_seconds`` says how old that is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 from headgate.capture.engine.contracts.parts import metrics_parts
 from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
 from headgate.capture.engine.core.core_calls import METHOD
+from headgate.capture.engine.requests.capture_frontend import front_end_of
+from headgate.capture.engine.server.capture_metrics import front_end_families
 from headgate.capture.engine.setup.settings import sections
 from headgate.capture.monitoring.metrics import EngineStats, Family, MetricsPart, Sample
 
@@ -52,9 +54,10 @@ class Counters:
             self._fetching = asyncio.create_task(self._fetch(engine))
         if self._fetching is not None:
             await asyncio.wait([self._fetching], timeout=PATIENCE_S)
+        here = _of_this_process(engine)
         if self._fetched_at is None:
-            return ()
-        return *self._families, _age(time.monotonic() - self._fetched_at)
+            return here
+        return *self._families, *here, _age(time.monotonic() - self._fetched_at)
 
     async def _fetch(self, engine: Any) -> None:
         try:
@@ -71,6 +74,14 @@ class Counters:
             logger.warning("headgate: counters could not be fetched: %r", error)
         finally:
             self._fetching = None
+
+
+def _of_this_process(engine: Any) -> tuple[Family, ...]:
+    """Make the families of the front end in this process, which needs no fetching."""
+    front = front_end_of(engine)
+    if front is None:
+        return ()
+    return tuple(front_end_families(front, max(engine.vllm_config.parallel_config._api_process_rank, 0)))
 
 
 async def _fetch_parts(engine: Any, parts: Mapping[str, MetricsPart]) -> dict[str, list[EngineStats]]:

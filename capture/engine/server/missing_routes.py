@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import Receive, Scope, Send
+from headgate.capture.engine.server.access_keys import open_access
+from headgate.capture.engine.setup.client_errors import answer_refused, refused_error
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -41,9 +43,12 @@ class Explanation:
     def attach_router(self, app: FastAPI) -> None:
         """Answer requests to what is not there with the reason."""
         app.add_middleware(MissingRouteMiddleware)
+        open_access(app.state)
+        app.add_exception_handler(refused_error(), answer_refused)
 
     async def init_state(self, engine_client: object, state: object, args: Namespace) -> None:
-        """Nothing to do."""
+        """The event loop runs."""
+        open_access(state).read_again_on_hangup()
 
 
 class MissingRouteMiddleware:

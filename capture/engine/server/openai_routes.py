@@ -12,6 +12,7 @@ from typing import Any
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.wire_format import CAPTURE
+from headgate.capture.engine.frontends.metering import check_quota
 from headgate.capture.engine.requests.call_context import Call, current_call, enter, taken
 from headgate.capture.engine.requests.capture_frontend import front_end_of
 from headgate.capture.engine.requests.capture_request import messages_of
@@ -25,7 +26,7 @@ from headgate.capture.engine.requests.sampling_params import (
     none_if_default,
     read_fields,
 )
-from headgate.capture.engine.server.access_keys import require_key
+from headgate.capture.engine.server.access_keys import require_role
 from headgate.capture.engine.server.answers import answer_choices, answer_response
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.errors import RequestError
@@ -164,7 +165,9 @@ def generate_response(original: Function) -> Function:
             ):
                 assert reader.capture is not None  # noqa: S101  (it has read what is captured)
                 num_prompt = len(engine_input["prompt_token_ids"])
-                reader.capture.resolve(headgate_request.capture, num_prompt, sampling_params, Call().find_message([]))
+                find_message = Call().find_message([])
+                resolved = reader.capture.resolve(headgate_request.capture, num_prompt, sampling_params, find_message)
+                check_quota(reader.capture, resolved, num_prompt, sampling_params)
         return original(self, request_id, engine_input, sampling_params, *args, **kwargs)  # type: ignore[no-any-return]
 
     return wrapped
@@ -212,7 +215,7 @@ def serve_tokens(original: Function) -> Function:
     @wraps(original)
     async def wrapped(self: Any, request: Any, raw_request: Any = None, *args: object, **kwargs: object) -> object:
         if raw_request is not None and read_fields(request.sampling_params, CAPTURE_FIELDS):
-            require_key(CAPTURE, raw_request)
+            require_role(CAPTURE, raw_request)
         return await original(self, request, raw_request, *args, **kwargs)
 
     return wrapped
@@ -237,7 +240,7 @@ async def _check_early(
     drops our fields, and registered names.
     """
     if raw_request is not None and _captures(given):
-        require_key(CAPTURE, raw_request)
+        require_role(CAPTURE, raw_request)
     with as_client_error():
         if getattr(request, "use_beam_search", False):
             raise RequestError(

@@ -15,14 +15,15 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
+from headgate.capture.engine.access.access_key import role_of
 from headgate.capture.engine.contracts.parts import Part, collect
 from headgate.capture.engine.frontends.engine_handles import NotConfiguredError
-from headgate.capture.engine.server.access_keys import access_of, require_key
+from headgate.capture.engine.server.access_keys import open_access, require_role
 from headgate.capture.engine.server.body_middleware import LONG, install_bodies
 from headgate.capture.engine.server.body_parsing import read_json
 from headgate.capture.engine.server.loop_threads import run_in_thread
 from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
-from headgate.capture.engine.setup.client_errors import as_client_error
+from headgate.capture.engine.setup.client_errors import answer_refused, as_client_error, refused_error
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import OUR_KEY
 from headgate.capture.schema.config import server_config
@@ -61,13 +62,18 @@ class Endpoints:
         self._parts = tuple(routers)
         app.add_middleware(MetricsPage, counters=Counters(lambda: self._engine))
         install_bodies(app, server_config(configuration))
+        open_access(app.state)
+        app.add_exception_handler(refused_error(), answer_refused)
 
-    async def init_state(self, engine_client: object, state: object, args: Namespace) -> None:
+    async def init_state(self, engine_client: object, state: Any, args: Namespace) -> None:
         """The engine is there; the keys are read."""
         self._engine = engine_client
         speak_through_vllm()
+        access = open_access(state)
+        access.read_again_on_hangup()
         for name in self._parts:
-            logger.info("headgate: /v1/%s is served; %s", name, access_of(name, args))
+            who = access.keys.described(role_of(name), is_local=access.is_local)
+            logger.info("headgate: /v1/%s is served; %s", name, who)
 
     def _routes(self, part: Part) -> APIRouter | None:
         return part.routes(PartServices(part.name, lambda: self._engine))
@@ -94,7 +100,7 @@ class PartServices:
 
     async def require_key(self, request: Request) -> None:
         """Raise an error 403 unless `request` carries one of the part's keys."""
-        require_key(self._part, request)
+        require_role(role_of(self._part), request)
 
     async def read_object(self, request: Request) -> dict[str, Any]:
         """Read the body of `request`; see the function `read_object`."""

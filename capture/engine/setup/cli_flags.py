@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import wraps
 from typing import Any
@@ -18,8 +19,14 @@ from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import FlagGroup
 from headgate.capture.engine.contracts.vllm_engine import Function
-from headgate.capture.engine.setup.settings import OUR_KEY
-from headgate.capture.schema.config import HIDDEN_STATES, CaptureConsumerSpec, parse_config, parse_shorthand
+from headgate.capture.engine.setup.settings import OUR_KEY, SERVER
+from headgate.capture.schema.config import (
+    HIDDEN_STATES,
+    CaptureConsumerSpec,
+    parse_config,
+    parse_server,
+    parse_shorthand,
+)
 from headgate.capture.schema.errors import ConfigError
 
 Consumer = str | Document | CaptureConsumerSpec
@@ -120,6 +127,8 @@ def add_flags(group: FlagGroup) -> None:
         help="Let requests set return_hidden_states: the last row of the final norm with each choice. Adds the "
         "consumer hidden_states and the site final_norm to what is configured.",
     )
+    for flag, (_, help_text) in _SERVER_FLAGS.items():
+        group.add_argument(flag, type=os.path.abspath, default=None, metavar="FILE", help=help_text)
     for part in request_parts().values():
         part.add_flags(group)
 
@@ -148,10 +157,38 @@ def translate_flags(args: argparse.Namespace) -> None:
     consumers, sites = getattr(args, "capture_consumers", None), getattr(args, "capture_sites", None)
     if getattr(args, _STATES, None):
         consumers = [*(consumers or ()), *_missing_states(consumers or (), sections.get("capture") or {})]
+    _move_server_flags(args)
+    base = getattr(args, "additional_config", None)
     if consumers is None and sites is None and not parts:
         return
     args.additional_config = additional_config(consumers=consumers or (), sites=sites, base=base, **parts)
     args.capture_consumers = args.capture_sites = args.enable_return_hidden_states = None
+
+
+_SERVER_FLAGS = {
+    "--headgate-keys": (
+        "keys_file",
+        "JSON file of clients' keys, their roles and limits; `headgate keys add` makes it.",
+    ),
+    "--headgate-usage": ("usage_file", "File in which the keys' limits are counted, over restarts and processes."),
+}
+"""Flags of the HTTP server, each with its setting and its help."""
+
+
+def _move_server_flags(args: argparse.Namespace) -> None:
+    """Move the flags of the HTTP server into its section."""
+    given: dict[str, str] = {}
+    for flag, (setting, _) in _SERVER_FLAGS.items():
+        name = flag.removeprefix("--").replace("-", "_")
+        if (value := getattr(args, name, None)) is not None:
+            given[setting] = value
+            setattr(args, name, None)
+    if given:
+        base = args.additional_config or {}
+        ours = base.get(OUR_KEY) or {}
+        server = {**(ours.get(SERVER) or {}), **given}
+        parse_server(server)
+        args.additional_config = {**base, OUR_KEY: {**ours, SERVER: server}}
 
 
 _STATES = "enable_return_hidden_states"

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
 
-from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.errors import ForbiddenError, QuotaError, RequestError
+
+if TYPE_CHECKING:
+    from fastapi import Request
+    from starlette.responses import JSONResponse
 
 
 class _AsClientError:
@@ -17,13 +23,18 @@ class _AsClientError:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, RequestError) and not isinstance(error, _client_error()):
             raise _client_error()(error) from None
+        if isinstance(error, ForbiddenError):
+            raise _refused(error) from None
 
 
 _AS_CLIENT_ERROR = _AsClientError()
 
 
 def as_client_error() -> _AsClientError:
-    """Turn a `RequestError` into one that vLLM's servers answer with HTTP 400, naming the field as ``param``."""
+    """Turn our errors into those that vLLM's servers answer, naming the field as ``param``.
+
+    A `RequestError` is answered with status 400, a `ForbiddenError` with 403, a `QuotaError` with 429.
+    """
     return _AS_CLIENT_ERROR
 
 
@@ -52,3 +63,35 @@ def _client_error() -> Any:
             return str(self.args[0])
 
     return RequestFieldError
+
+
+def _refused(error: ForbiddenError) -> Exception:
+    make: Callable[[ForbiddenError], Exception] = refused_error()
+    return make(error)
+
+
+@functools.cache
+def refused_error() -> Any:
+    """Make the class of errors that are answered with 403 and 429; `answer_refused` answers them."""
+    from fastapi import HTTPException
+
+    class RefusedError(HTTPException):
+        """A `ForbiddenError` for the server."""
+
+        def __init__(self, error: ForbiddenError) -> None:
+            is_used_up = isinstance(error, QuotaError)
+            super().__init__(429 if is_used_up else 403, str(error))
+            self.field = error.field
+            if isinstance(error, QuotaError) and error.retry_after_s is not None:
+                self.headers = {"Retry-After": str(error.retry_after_s)}
+
+    return RefusedError
+
+
+async def answer_refused(request: Request, error: Any) -> JSONResponse:
+    """Answer a `refused_error` as vLLM answers others, with the field; FastAPI's handler of exceptions."""
+    from starlette.responses import JSONResponse
+
+    status = HTTPStatus(error.status_code)
+    told = {"message": error.detail, "type": status.phrase, "param": error.field, "code": status.value}
+    return JSONResponse({"error": told}, status.value, headers=error.headers)

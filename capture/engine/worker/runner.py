@@ -16,7 +16,6 @@ import pluggy
 from torch import Tensor
 
 from headgate.capture.engine.contracts.end_messages import FINAL_ATTRIBUTE, Final
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import (
     Function,
     ModelRunner,
@@ -27,7 +26,7 @@ from headgate.capture.engine.contracts.vllm_engine import (
 )
 from headgate.capture.engine.contracts.wire_format import wire_of
 from headgate.capture.engine.contracts.worker_hooks import direct_calls
-from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
+from headgate.capture.schema.batch import BatchView, FinalState, NewRequest, RequestWire
 from headgate.capture.schema.errors import UnsupportedError
 
 _V2_MODULES = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")
@@ -96,7 +95,7 @@ def layout_of(runner: Any) -> BatchLayout:
 class RunnerAdapter:
     """Calls the worker hooks for one model runner. Step thread only.
 
-    A request that carries no wire dict is a plain request: unless a part asks for those, it is never looked at again,
+    A request that carries no wire form is a plain request: unless a part asks for those, it is never looked at again,
     and steps without any capturing or steering request cost one comparison.
 
     Args:
@@ -214,7 +213,7 @@ class RunnerAdapter:
         for data in scheduler_output.scheduled_new_reqs:
             self._add(data, wire_of(data.sampling_params))
 
-    def _add(self, data: NewRequestData, wire: Document | None) -> None:
+    def _add(self, data: NewRequestData, wire: RequestWire | None) -> None:
         # A known id comes back after preemption (V2 runner): its state, and what it has captured, stay.
         if wire is not None and data.req_id not in self._live:
             if data.req_id in self._ended:
@@ -230,7 +229,7 @@ class RunnerAdapter:
         self._request_finished(req_id, _final(noted))
 
 
-def _new_request(data: NewRequestData, wire: Document) -> NewRequest:
+def _new_request(data: NewRequestData, wire: RequestWire) -> NewRequest:
     if data.prompt_token_ids is None:
         raise UnsupportedError(
             f"request {data.req_id}: prompts given as embeddings cannot be captured; the front end refuses them"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from headgate.capture.engine.requests.hidden_states import SPEC, plain_state, read_form, tensor_of
-from headgate.capture.schema.consumer import ConsumerContext
+from headgate.capture.schema.consumer import ConsumerContext, Origin, join_key
 from headgate.capture.schema.errors import ConsumerError, RequestError
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.results import CaptureResult
@@ -18,7 +19,7 @@ from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
 from headgate.consumers.filesystem.formats.request_layout import read_header
 from headgate.consumers.hidden_states import KEEP_ROWS, HiddenStatesConsumer
-from headgate.consumers.inline import InlineConsumer
+from headgate.consumers.inline import MAX_CALLS, InlineConsumer
 
 PROMPT = 3
 CONTEXT = ConsumerContext(instance_name="hidden_states", model=EXAMPLE_MODEL)
@@ -151,10 +152,57 @@ def test_a_capture_above_the_limit_is_an_error_and_spares_others() -> None:
     for position in range(5):
         feed.step({one: (position, position + 1)})
 
-    with pytest.raises(ConsumerError, match=f"{2 * 5 * ROW_BYTES} bytes of rows are more than an answer may hold"):
+    with pytest.raises(ConsumerError, match=f"more than an answer may hold here, {2 * 5 * ROW_BYTES - 1} bytes"):
         feed.finish(one)
     other = ExampleRequest(wide().info.spec, request_id="other", prompt=PROMPT, output=2)
     assert feed.whole(other)["format"] == "safetensors"
+
+
+def of_call(call: str, name: str, *, output: int = 3) -> ExampleRequest:
+    """A request of an HTTP call: five rows at two sites, unless it has another `output`."""
+    one = ExampleRequest(wide(name).info.spec, request_id=name, prompt=PROMPT, output=output)
+    one.info = replace(one.info, origin=Origin(None, join_key(call, name)))
+    return one
+
+
+def test_the_samples_and_prompts_of_a_call_share_its_limit() -> None:
+    feed = small(3 * 5 * 2 * ROW_BYTES)
+    running = [of_call("call", f"sample-{index}") for index in range(3)]
+    feed.begin(*running)
+    for one in running:
+        feed.step({one: (0, 5)})
+
+    assert [feed.finish(one)["format"] for one in running] == ["safetensors"] * 3
+    with pytest.raises(ConsumerError, match="other prompts and samples"):
+        feed.whole(of_call("call", "later"))
+    assert feed.whole(of_call("another call", "free"))["format"] == "safetensors"
+
+
+def test_rows_that_are_not_sent_leave_room_for_others() -> None:
+    feed = small(5 * 2 * ROW_BYTES)
+    given_up, long, short = of_call("call", "given-up"), of_call("call", "long", output=4), of_call("call", "short")
+    for one in (given_up, long):
+        feed.begin(one)
+        feed.step({one: (0, 3)})
+        feed.abandon(one)
+    with pytest.raises(ConsumerError, match="other prompts and samples"):
+        feed.whole(of_call("call", "too-long", output=4))
+
+    assert feed.whole(short)["format"] == "safetensors"
+
+
+def test_calls_that_have_ended_are_remembered_up_to_a_bound() -> None:
+    feed = small(5 * 2 * ROW_BYTES)
+    last = f"call-{MAX_CALLS}"
+    for index in range(MAX_CALLS + 1):
+        feed.begin(one := of_call(f"call-{index}", f"r-{index}"))
+        if index in (0, MAX_CALLS):
+            feed.step({one: (0, 5)})
+        feed.abandon(one) if 0 < index < MAX_CALLS else feed.finish(one)
+
+    assert feed.whole(of_call("call-0", "forgotten"))["format"] == "safetensors"
+    with pytest.raises(ConsumerError, match="other prompts and samples"):
+        feed.whole(of_call(last, "remembered"))
 
 
 def test_it_says_what_files_say_about_themselves() -> None:

@@ -40,6 +40,8 @@ def test_a_request_may_bring_what_can_ever_fit(config: SteeringConfig, expected:
         ({"max_slots": 3}, "max_slots"),
         ({"max_steering_slots": "many"}, "Expected `int`"),
         ({"max_steering_slots": 1}, "at least 2"),
+        ({"max_steering_configs": 0}, "max_steering_configs must be at least 1"),
+        ({"max_steering_configs": 2, "max_steering_slots": 9}, "give one of them"),
         ({"max_vectors_per_request": 0}, "from 1 to max_steering_slots - 1 = 8191, got 0"),
         ({"max_vectors_per_request": 9, "max_steering_slots": 9}, "= 8, got 9"),
         ({"sites": {}}, "name at least one hook point"),
@@ -53,6 +55,16 @@ def test_a_wrong_document_is_refused_with_the_field_named(document: Any, message
         parse_config(document)
 
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("num_layers", [2, 64, 100])
+def test_n_configurations_of_all_sites_fit_beside_global_vectors(num_layers: int) -> None:
+    config = parse_config({"max_steering_configs": 3})
+
+    num_sites = len(config.steerable(num_layers=num_layers, hidden_size=8, dtype="float32").sites)
+
+    assert num_sites == 3 * num_layers
+    assert config.num_slots(num_layers) - 1 == (3 + 1) * 2 * num_sites
 
 
 def test_sites_that_the_model_does_not_have_are_refused() -> None:

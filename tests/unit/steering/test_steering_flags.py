@@ -31,7 +31,7 @@ def test_flags_become_the_section(parser: argparse.ArgumentParser) -> None:
     assert section(parser) is None
     assert section(parser, "--enable-steering") == {}
     assert section(parser, "--max-steering-slots", "100") == {"max_steering_slots": 100}
-    assert section(parser, "--max-steering-configs", "4") == {"max_steering_slots": 1025}
+    assert section(parser, "--max-steering-configs", "4") == {"max_steering_configs": 4}
     assert section(parser, "--steering-sites", '{"post_mlp": [1]}') == {"sites": {"post_mlp": [1]}}
     named = section(parser, "--steering-modules", "a=/x/a.json", "b=b=c.gguf", "--steering-modules", "c=d.json")
     assert named == {"modules": {"a": "/x/a.json", "b": "b=c.gguf", "c": "d.json"}}

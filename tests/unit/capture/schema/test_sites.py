@@ -20,6 +20,7 @@ from headgate.capture.schema.sites import (
     site_map,
     sort_sites,
 )
+from tests.fakes.unread import Unread
 from tests.strategies import SITES, site_sets
 
 
@@ -114,6 +115,18 @@ def test_what_chooses_no_layers_is_refused_with_its_field(layers: object, field:
         parse_layers(layers, 5, "hooks")
 
 
+@pytest.mark.parametrize("layers", [Unread(11), {"layers": Unread(11)}, {"ranges": Unread(11)}])
+def test_longer_lists_than_a_model_has_layers_are_refused_unread(layers: Any) -> None:
+    with pytest.raises(RequestError, match=r"^hooks.*: lists 11 entries, at most 10 can be"):
+        parse_layers(layers, 5, "hooks")
+
+
+def test_more_hook_points_than_there_are_are_refused_unread() -> None:
+    hooks = {f"hook-{index}": [0] for index in range(10_000)}
+    with pytest.raises(RequestError, match=r"^hooks: 10000 hook points; known: "):
+        parse_sites(hooks, 5, "hooks")
+
+
 def test_layers_given_as_an_array_are_refused_and_not_compared_elementwise() -> None:
     with pytest.raises(RequestError, match=r"^hooks: expected"):
         parse_layers(np.array([1, 2]), 5, "hooks")
@@ -133,6 +146,14 @@ def test_layers_of_the_final_norm_are_refused(layers: object) -> None:
 @pytest.mark.parametrize(("alias", "hook"), ALIASES.items())
 def test_an_alias_chooses_the_same_sites(alias: str, hook: HookPoint) -> None:
     assert parse_sites({alias: "all"}, 2, "hooks") == parse_sites({hook.value: "all"}, 2, "hooks")
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"), [("pre-attn", "pre_attn"), ("post-mlp", "post_mlp"), ("resid-pre", "pre_attn")]
+)
+def test_hyphens_are_read_as_underscores(name: str, hook: str) -> None:
+    assert parse_sites({name: [1]}, 2, "hooks") == parse_sites({hook: [1]}, 2, "hooks")
+    assert Site.parse(f"1.{name}") == Site.parse(f"1.{hook}")
 
 
 def test_a_hook_point_named_twice_gives_each_site_once() -> None:

@@ -13,9 +13,11 @@ import msgspec
 import pytest
 import zmq
 
+from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.results import CaptureResult, CaptureResults
+from headgate.capture.transport.expected_results import MAX_CLOSED_KEYS
 from headgate.capture.transport.messages import BeginMessage, FinishMessage, ResultMessage, encode
-from headgate.capture.transport.result_hub import MAX_CLOSED_KEYS, ResultHub
+from headgate.capture.transport.result_hub import ResultHub
 from headgate.capture.transport.result_sender import ZmqResultSender
 from tests.fakes.pipeline import TIMEOUT_S
 
@@ -259,7 +261,7 @@ def test_a_cancelled_wait_leaves_nothing_behind(hub: ResultHub) -> None:
     hub.expect("k", instances=["files"])
     asyncio.run(run())
 
-    assert hub._expected["k"].callbacks == []
+    assert hub._table._requests["k"].callbacks == []
     assert answer(hub, "k", ok())
 
 
@@ -269,7 +271,7 @@ def test_an_answer_for_a_closed_event_loop_does_no_harm(hub: ResultHub) -> None:
     wait = loop.create_task(hub.wait_async("k", TIMEOUT_S))
     loop.run_until_complete(asyncio.sleep(0))
     wait.cancel()
-    callbacks = list(hub._expected["k"].callbacks)
+    callbacks = list(hub._table._requests["k"].callbacks)
     loop.run_until_complete(asyncio.gather(wait, return_exceptions=True))
     loop.close()
 
@@ -296,15 +298,28 @@ def test_the_socket_is_private_made_on_first_use_and_removed_at_the_end(folder: 
     assert hub.shutdown(TIMEOUT_S)
 
 
-def test_a_hub_can_be_used_again_after_shutdown_under_another_address(hub: ResultHub, sender: ZmqResultSender) -> None:
-    first = hub.address
-    assert hub.shutdown(TIMEOUT_S)
-
+def test_a_hub_that_was_shut_down_stays_closed_and_nobody_waits_for_it(folder: Path) -> None:
+    before, opened = set(threading.enumerate()), []
+    hub = ResultHub(folder=str(folder))
+    hub.on_open(lambda address: opened.append(address) or (lambda timeout_s: True))
     hub.expect("k", instances=["files"])
-    send(sender, hub, "k", ok("a"))
+    address = hub.address
+    waiting = threading.Thread(target=hub.wait, args=("k", TIMEOUT_S))
+    waiting.start()
+    assert hub.shutdown(TIMEOUT_S)
+    waiting.join(TIMEOUT_S)
+    assert not waiting.is_alive()
 
-    assert hub.address != first
-    assert hub.wait("k", TIMEOUT_S).merged["files"].payload == "a"
+    started = time.monotonic()
+    hub.expect("late", instances=["files"])
+    assert hub.wait("late", TIMEOUT_S).merged == {"files": CaptureResult(status="pending")}
+    assert asyncio.run(hub.wait_async("k", TIMEOUT_S)).merged == {"files": CaptureResult(status="pending")}
+    assert time.monotonic() - started < TIMEOUT_S
+    with pytest.raises(UnsupportedError, match="was shut down"):
+        print(hub.address)
+    assert opened == [address]
+    assert os.listdir(folder) == []
+    assert set(threading.enumerate()) == before
 
 
 def test_what_opens_with_the_hub_closes_with_it_and_a_failure_leaves_nothing(folder: Path) -> None:

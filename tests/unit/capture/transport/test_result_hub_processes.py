@@ -103,7 +103,7 @@ hub = ResultHub(folder=sys.argv[1])
 use(hub, "before")
 hub.expect("of the parent", instances=["files"])
 address = hub.address
-with hub._lock, hub._listener._lock:  # as another thread might hold them
+with hub._table._lock, hub._listener._lock:  # as another thread might hold them
     child = os.fork()
 if child == 0:
     assert hub.stats().waiting == 0
@@ -132,3 +132,48 @@ def test_a_forked_child_has_a_hub_of_its_own_and_leaves_the_parents_alone(folder
 
     assert done.stderr == ""
     assert done.stdout == "done\n"
+
+
+WAITS = """
+import sys
+from headgate.capture.transport.result_hub import ResultHub
+hub = ResultHub(folder=sys.argv[1])
+for index in range(100):
+    hub.expect(f"k{index}", instances=["files"])
+print(hub.address, flush=True)
+sys.stdin.readline()
+print(*(hub.wait(f"k{index}", 0).merged["files"].status for index in range(100)))
+"""
+
+
+def test_a_stopped_front_end_holds_nobody_up_and_gets_what_was_kept_for_it(hub: ResultHub, folder: Path) -> None:
+    sender = ZmqResultSender(window_bytes=100_000)
+    command = [sys.executable, "-c", WAITS, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stopped:
+        assert stopped.stdout is not None
+        address = stopped.stdout.readline().strip()
+        send_to(sender, address, "k0")
+        stopped.send_signal(signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(stopped.pid, os.WUNTRACED)[1])
+
+        for index in range(100):
+            hub.expect(f"k{index}", instances=["files"])
+            send_to(sender, address, f"k{index}")
+            send_to(sender, hub.address, f"k{index}")
+            assert hub.wait(f"k{index}", TIMEOUT_S).merged["files"].status == "ok"
+        lost = sender.stats().lost_results
+        stopped.send_signal(signal.SIGCONT)
+        assert sender.close(TIMEOUT_S) == 0
+        printed, _ = stopped.communicate("now\n", timeout=TIMEOUT_S)
+
+    statuses = printed.split()
+    assert 0 < lost < 100
+    assert statuses.count("ok") + statuses.count("pending") == 100
+    assert statuses.count("ok") in (100 - lost, 101 - lost)  # k0 was sent twice
+
+
+def send_to(sender: ZmqResultSender, address: str, key: str) -> None:
+    result = CaptureResult(status="ok", payload=10_000 * "x")
+    sender.send_result(
+        reply=address, key=key, req_id="r", sample_index=0, instance="files", stage=0, num_stages=1, result=result
+    )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.schema.errors import ConsumerError, RequestError
+from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
 from headgate.consumers.filesystem import FilesystemConsumer
 from headgate.consumers.filesystem.storage.store import check_name, numbered, slug, stem_of
 from tests.fakes.capturing import HOOKS, capturing, spec_context
@@ -46,6 +46,21 @@ def test_a_bad_name_is_refused_by_the_name_of_its_field(field: str, name: object
         FilesystemConsumer.validate_client_spec({"hooks": HOOKS, field: name}, spec_context({"root": "captures"}))
 
     assert caught.value.field == f"capture.files.{field}"
+
+
+def test_only_the_tags_that_the_operator_allows_are_taken() -> None:
+    context = spec_context({"root": "captures", "tag": "a", "tags": ["a", "b"]})
+
+    for wanted, tag in (({}, "a"), ({"tag": "b"}, "b")):
+        assert FilesystemConsumer.validate_client_spec({"hooks": HOOKS, **wanted}, context).options["tag"] == tag
+    with pytest.raises(RequestError, match=r"^capture\.files\.tag: tag 'c' is not allowed; allowed: a, b$"):
+        FilesystemConsumer.validate_client_spec({"hooks": HOOKS, "tag": "c"}, context)
+
+
+@pytest.mark.parametrize("params", [{"tags": ["b"]}, {"tags": []}, {"tag": "a", "tags": ["a", "../b"]}], ids=str)
+def test_tags_are_checked_at_start_and_the_default_is_among_them(params: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"filesystem: tags?: "):
+        FilesystemConsumer.check_params({"root": "captures", **params})
 
 
 @pytest.mark.parametrize("name", ["a", "A.b_c-d", "0", "2026-11-20", "a..b", "a" * 180])

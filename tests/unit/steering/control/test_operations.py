@@ -91,6 +91,21 @@ def test_one_engine_core_needs_one_call() -> None:
     assert calls == ["register", "set_global", "unregister", "clear_global"]
 
 
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_zeros_take_a_global_vector_back(num_engines: int) -> None:
+    engines = [EngineCore() for _ in range(num_engines)]
+    steering = several(*engines)
+    zeros = np.zeros(4, np.float32)
+
+    asyncio.run(steering.set(TWO, decode_vectors=ONE))
+    partly = asyncio.run(steering.set({"post_mlp": {1: zeros}}, decode_vectors={"post_mlp": {1: TWO["post_mlp"][1]}}))
+    wholly = asyncio.run(steering.set({"post-mlp": {0: {"vector": zeros, "scale": 2.0}}}))
+
+    assert partly.shared.tiers == {"base": ("0.post_mlp",), "decode": ("0.post_mlp", "1.post_mlp")}
+    assert wholly.shared.tiers == {"decode": ("0.post_mlp", "1.post_mlp")}
+    assert wholly.shared.prefill.hash is None
+
+
 def test_an_error_of_the_engine_core_names_its_field_once() -> None:
     with pytest.raises(RequestError) as caught:
         one(EngineCore()).unregister("nobody")

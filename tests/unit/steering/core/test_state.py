@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.core.admission import Demand, Load
 from headgate.steering.core.state import GlobalKeys, GlobalTiers, Resolved, SteeringState
 from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, SteeringSpec
@@ -159,7 +160,7 @@ def test_without_replace_the_sites_given_change_and_with_it_only_they_are_left()
     tiers = GlobalTiers(base=vectors({0: 1.0, 1: 2.0}), decode=CONFIGS[4])
     update = GlobalTiers(base=vectors({1: 7.0}))
 
-    merged, replaced = tiers.updated(update, replace=False), tiers.updated(update, replace=True)
+    merged, replaced = (tiers.updated(update, {}, replace=replace) for replace in (False, True))
 
     assert merged.base is not None
     assert merged.base.key == vectors({0: 1.0, 1: 7.0}).key
@@ -167,12 +168,23 @@ def test_without_replace_the_sites_given_change_and_with_it_only_they_are_left()
     assert replaced == update
 
 
+def test_sites_that_are_taken_back_are_gone_from_their_tier_alone() -> None:
+    tiers = GlobalTiers(base=vectors({0: 1.0, 1: 2.0}), decode=vectors({0: 3.0}))
+    first, other = Site(0, HookPoint.PRE_ATTN), Site(1, HookPoint.PRE_ATTN)
+
+    partly = tiers.updated(GlobalTiers(prefill=vectors({0: 5.0})), {"base": [first, other]}, replace=False)
+    wholly = partly.updated(GlobalTiers(), {"decode": [first]}, replace=False)
+
+    assert partly == GlobalTiers(base=vectors({1: 2.0}), prefill=vectors({0: 5.0}), decode=vectors({0: 3.0}))
+    assert wholly.decode is None
+
+
 def test_a_decode_only_change_keeps_the_key_of_the_prefill_phase() -> None:
     state = SteeringState("bfloat16")
     state.set_global(GlobalTiers(base=CONFIGS[0]))
     before = state.shared
 
-    state.set_global(state.tiers.updated(GlobalTiers(decode=CONFIGS[1]), replace=False))
+    state.set_global(state.tiers.updated(GlobalTiers(decode=CONFIGS[1]), {}, replace=False))
 
     assert before.prefill is not None
     assert state.shared.prefill is not None

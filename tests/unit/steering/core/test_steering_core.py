@@ -96,7 +96,7 @@ def test_workers_get_the_content_of_names_and_their_scales(core: SteeringCore) -
     assert keys is not None
     assert keys.of_block(0, 4, 4) == ()
     ((tag, name),) = keys.of_block(4, 8, 4)
-    assert (tag, len(name)) == ("headgate", 32)
+    assert (tag, len(name)) == ("headgate", 64)  # a whole SHA-256
 
 
 def test_a_request_is_taken_once(core: SteeringCore) -> None:

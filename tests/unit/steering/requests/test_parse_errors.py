@@ -84,7 +84,15 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (one({"vector": ONES, "scale": 1e39}), f"{BASE}.post_mlp.1.scale", "finite number"),
     (one({"vector": [1e30] * HIDDEN, "scale": 1e30}), f"{BASE}.post_mlp.1", "once multiplied by its scale"),
     (one({"vector": [float("inf")] * HIDDEN, "scale": 0}), f"{BASE}.post_mlp.1", "not finite"),
+    (one([0.0] * HIDDEN), f"{BASE}.post_mlp.1", "is zero in float32"),
+    (one([-0.0] * HIDDEN), f"{BASE}.post_mlp.1", "is zero in float32"),
+    (one(np.full(HIDDEN, 1e-60)), f"{BASE}.post_mlp.1", "is zero in float32"),
+    (one({"vector": [1e-30] * HIDDEN, "scale": 1e-30}), f"{BASE}.post_mlp.1", "is zero in float32"),
+    ({BASE: {"post_mlp": {0: ONES, 1: [0.0] * HIDDEN}}}, f"{BASE}.post_mlp.1", "is zero in float32"),
+    (pack(data=bytes(len(DATA))), f"{BASE}.post_mlp.1", "is zero in float32"),
     ({BASE: {"post_mlp": {1: ONES}, "post_block": {1: ONES}}}, f"{BASE}.post_block.1", "given twice"),
+    ({BASE: {**pack()[BASE], "post-mlp": {1: ONES}}}, f"{BASE}.post-mlp.1", f"also as {BASE}.post_mlp.1"),
+    (pack(**{"2": ONES}), f"{BASE}.post_mlp", f"both {BASE}.post_mlp.data and {BASE}.post_mlp.2 are given"),
     (base({1: ONES, "1": ONES}), f"{BASE}.post_mlp.1", "given twice"),
     (base({1: ONES, -3: ONES}), f"{BASE}.post_mlp.-3", "given twice"),
     (pack(dtype=None), f"{BASE}.post_mlp", "lacks ['dtype']"),
@@ -183,7 +191,9 @@ def test_vectors_of_another_model_are_refused() -> None:
 
 
 def test_a_module_without_vectors_is_refused() -> None:
-    with pytest.raises(RequestError, match="no vector other than zero"):
+    with pytest.raises(RequestError, match=r"vectors\.post_mlp\.1: is zero"):
         read_module({"vectors": {"post_mlp": {1: [0.0] * HIDDEN}}}, model())
+    with pytest.raises(RequestError, match="no vector other than zero"):
+        read_module({"vectors": {"post_mlp": {1: {"vector": ONES, "scale": 0}}}}, model())
     with pytest.raises(RequestError, match="no vector other than zero"):
         read_module({}, model())

@@ -20,6 +20,7 @@ from headgate.steering.requests.request_fields import (
     read_modules,
     read_steering,
     read_tier,
+    read_update,
 )
 from headgate.steering.requests.wire import from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, SteeringSpec
@@ -158,14 +159,34 @@ def test_decode_alone_has_no_prefill() -> None:
     [
         {},
         {BASE: None},
-        {BASE: {"post_mlp": {0: [0.0] * HIDDEN}}},
         {BASE: {"post_mlp": {0: {"vector": ONES, "scale": 0}}}},
+        {BASE: {"post_mlp": {0: {"vector": 0 * ONES, "scale": 0}}}},
         {BASE: {"post_mlp": {0: ONES}}, PREFILL: {"post_mlp": {0: -ONES}}, DECODE: {"post_mlp": {0: -ONES}}},
     ],
-    ids=["nothing", "null", "zeros", "scale zero", "cancelled"],
+    ids=["nothing", "null", "scale zero", "zeros times zero", "cancelled"],
 )
 def test_nothing_but_zeros_is_no_steering_at_all(fields: dict[str, object]) -> None:
     assert read_steering(fields, model()) is None
+
+
+def test_packed_rows_of_zeros_stand_for_layers_that_are_left_alone() -> None:
+    rows = np.stack([0 * ONES, ONES, -0.0 * ONES])
+    block = {"dtype": "float32", "shape": [3, HIDDEN], "layer_indices": [0, 1, 2], "data": rows.tobytes()}
+
+    spec = read_steering({BASE: {"post-mlp": block}}, model())
+
+    assert spec is not None
+    assert as_rows(spec.prefill) == {SITE: [1.0] * HIDDEN}
+
+
+def test_zeros_take_a_site_of_the_global_vectors_back() -> None:
+    layers = {0: 0 * ONES, 1: ONES, 2: {"vector": ONES, "scale": 0}}
+
+    update = read_update({"post_mlp": layers}, model(), "vectors")
+
+    assert update is not None
+    assert as_rows(update.vectors) == {SITE: [1.0] * HIDDEN}
+    assert update.cleared == (Site(0, HookPoint.POST_MLP), Site(2, HookPoint.POST_MLP))
 
 
 @pytest.mark.parametrize(

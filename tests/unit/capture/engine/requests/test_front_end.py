@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results
-from headgate.capture.engine.requests.capture_request import CaptureRequest
+from headgate.capture.engine.frontends.async_llm import check_health
+from headgate.capture.engine.requests.call_context import Call, enter
+from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, attach_results
+from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
-from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
-from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, Origin, SpecContext
+from headgate.capture.schema.errors import ConfigError, UnsupportedError
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import HookPoint, Site
@@ -91,6 +95,20 @@ def test_nothing_is_opened_before_a_request_captures(front_ends: FrontEnds) -> N
     assert front_ends.opened == []
     assert ask(front, capture=ASKING).reply == front.hub.address
     assert front_ends.opened == [front.hub]
+
+
+def test_keys_of_one_call_begin_alike(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Rows)
+
+    def keys_of_a_call() -> list[str]:
+        enter(Call())
+        return [ask(front, capture=ASKING).key for _ in range(2)]
+
+    first, second = (contextvars.copy_context().run(keys_of_a_call) for _ in range(2))
+
+    assert len({*first, *second}) == 4
+    assert len({Origin(None, key).call for key in first}) == len({Origin(None, key).call for key in second}) == 1
+    assert Origin(None, first[0]).call != Origin(None, second[0]).call
 
 
 def test_consumers_elsewhere_are_not_opened_here(front_ends: FrontEnds) -> None:
@@ -225,3 +243,49 @@ def test_closing_twice_is_fine(front_ends: FrontEnds) -> None:
 
     front.close()
     front.close()
+
+
+def test_a_closed_front_end_stays_closed_and_late_waits_are_pending(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Rows, watching=WatchingHere)
+    asked, late = ask(front, capture=ASKING), ask(front, capture=ASKING)
+    front.expect(asked, 1)
+    before = set(threading.enumerate())
+    front.close()
+    left = set(threading.enumerate()) - before
+
+    started = time.monotonic()
+    front.expect(late, 1)
+    for each in (asked, late):
+        results = front.wait(each, deadline=time.monotonic() + 20)
+        assert results.merged["rows"] == CaptureResult(status="pending")
+    assert time.monotonic() - started < 20
+    with pytest.raises(UnsupportedError, match="shut down"):
+        ask(front, capture=ASKING)
+    assert len(front_ends.opened) == 1
+    assert left == set()
+
+
+def test_a_front_end_that_was_never_used_stays_closed_too(front_ends: FrontEnds) -> None:
+    front = front_ends(watching=WatchingHere)
+    front.close()
+
+    with pytest.raises(UnsupportedError, match="shut down"):
+        ask(front)
+    assert front_ends.opened == []
+
+
+def test_health_tells_when_results_can_no_longer_come(front_ends: FrontEnds) -> None:
+    front = front_ends(rows=Rows)
+    engine = SimpleNamespace(input_processor=SimpleNamespace(**{FRONT_END: front}), dead_error=RuntimeError("dead"))
+
+    async def stock(engine: Any) -> None:
+        return None
+
+    asyncio.run(check_health(stock)(engine))
+    ask(front, capture=ASKING)
+    asyncio.run(check_health(stock)(engine))
+    front.hub.fail("the thread ended")
+
+    with pytest.raises(RuntimeError, match="dead") as raised:
+        asyncio.run(check_health(stock)(engine))
+    assert "the thread ended; restart the server" in str(raised.value.__cause__)

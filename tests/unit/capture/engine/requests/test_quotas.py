@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextvars
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from headgate.capture.engine.requests.call_context import Call, enter
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
-from headgate.capture.engine.requests.capture_request import count_rows
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec, parse_config
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
 from headgate.capture.schema.errors import ConfigError, RequestError
+from headgate.capture.schema.limits import count_rows
 from headgate.capture.schema.positions import Indices, Named, PositionSelector, Span
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
@@ -33,7 +35,15 @@ class Watching(Rows):
         return CaptureSpec(sites=context.model.sites, positions=Named("all"))
 
 
-def check(capture: Any, *, n: int = 1, states: Any = None, max_tokens: int | None = MAX_TOKENS, **limits: int) -> None:
+def check(
+    capture: Any,
+    *,
+    n: int = 1,
+    states: Any = None,
+    max_tokens: int | None = MAX_TOKENS,
+    call: Call | None = None,
+    **limits: int,
+) -> None:
     consumers = {"rows": Rows, "others": Rows, "watching": Watching, "hidden_states": Rows}
     specs = tuple(CaptureConsumerSpec(name=name) for name in consumers)
     config = CaptureConsumersConfig(consumers=specs, **limits)  # type: ignore[arg-type]
@@ -42,7 +52,7 @@ def check(capture: Any, *, n: int = 1, states: Any = None, max_tokens: int | Non
     params = SimpleNamespace(extra_args=extra, max_tokens=max_tokens, n=n)
     ask = front.capture_reader.read(params, "r")
     assert ask is not None
-    front.resolve(ask, NUM_PROMPT, params, None)
+    front.resolve(ask, NUM_PROMPT, params, None, call)
 
 
 def rows(positions: Any, *layers: int) -> Any:
@@ -66,12 +76,47 @@ def test_samples_count_together() -> None:
         check({"rows": rows("all_generated")}, n=3, max_request_rows=11)
 
 
+def test_the_prompts_of_a_call_count_together() -> None:
+    call = Call()
+    for _ in range(2):
+        check({"rows": rows("all_prompt")}, call=call, max_request_rows=20)
+    with pytest.raises(RequestError, match=r"30 positions; at most 20 .* all prompts and samples"):
+        check({"rows": rows("all_prompt")}, call=call, max_request_rows=20)
+
+    check({"rows": rows("all_prompt")}, call=Call(), max_request_rows=20)
+
+
+def test_the_lists_of_a_call_are_bounded_together() -> None:
+    call, listed = Call(), [-1, *range(0, 3000, 3)]
+    check({"rows": rows(listed)}, call=call, n=1000)
+    with pytest.raises(RequestError, match=r"capture\.rows\.positions: the call lists 2000000 positions"):
+        check({"rows": rows(listed)}, call=call, n=1000)
+
+
+def test_the_prompts_of_a_call_are_parsed_once() -> None:
+    front = FrontEnd(CaptureConsumersConfig(consumers=(CaptureConsumerSpec(name="rows"),)), MODEL, {"rows": Rows},
+                     num_stages=1, open_drivers=lambda hub: None)  # fmt: skip
+    params = SimpleNamespace(extra_args={"capture": {"rows": rows([0, 3, 4])}})
+
+    def read_twice() -> list[Any]:
+        enter(Call())
+        return [front.capture_reader.read(params, name) for name in "ab"]
+
+    first, second = contextvars.copy_context().run(read_twice)
+    (other, _) = contextvars.copy_context().run(read_twice)
+
+    assert first.specs["rows"].positions is second.specs["rows"].positions
+    assert first.specs["rows"].sites is second.specs["rows"].sites
+    assert other.specs == first.specs
+    assert other.specs["rows"].positions is not first.specs["rows"].positions
+
+
 def test_bytes_are_counted_over_sites_and_consumers() -> None:
     capture = {"rows": rows("all_prompt", 0, 1), "others": rows("last_prompt")}
     num_bytes = (10 * 2 + 1) * ROW_BYTES
 
     check(capture, max_request_bytes=num_bytes)
-    with pytest.raises(RequestError, match=rf"capture\.others: .* {num_bytes} bytes; at most {num_bytes - 1}"):
+    with pytest.raises(RequestError, match=rf"capture\.rows: .* {num_bytes} bytes; at most {num_bytes - 1}"):
         check(capture, max_request_bytes=num_bytes - 1)
 
 
@@ -86,7 +131,7 @@ def test_nothing_is_refused_while_the_length_is_not_known() -> None:
 
 @pytest.mark.parametrize(
     ("selector", "count"),
-    [(Span(2, None, 3), 4), (Span(0, 4), 4), (Span(20), 0), (Indices((1, 5, 6)), 3), (Indices((13, 14)), 1)],
+    [(Span(2, None, 3), 4), (Span(0, 4), 4), (Span(20), 0), (Indices.of((1, 5, 6)), 3), (Indices.of((13, 14)), 1)],
     ids=str,
 )
 def test_counts(selector: PositionSelector, count: int) -> None:

@@ -12,10 +12,13 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headgate.capture.engine.server import capture_routes, metrics_page
+from headgate.capture.engine.requests.capture_frontend import FRONT_END
+from headgate.capture.engine.server import capture_metrics, metrics_page
 from headgate.capture.engine.server.metrics_page import Counters, MetricsPage, render
 from headgate.capture.monitoring.metrics import EngineStats, Family, Sample
 from headgate.capture.monitoring.stats import RESULT_BOUNDS_S, CaptureStats, ConsumerStats, QueueCounters
+from headgate.capture.transport.driver_host import DriverStats
+from headgate.capture.transport.result_hub import HubStats
 from headgate.steering.control import metrics as steering_metrics
 
 CAPTURE = asdict(
@@ -24,6 +27,7 @@ CAPTURE = asdict(
         rows=40,
         bytes=4000,
         stall_s=0.5,
+        lost_results=6,
         staged_bytes=7,
         consumers=(
             ConsumerStats(instance="files", rows=40, requests=5, errors=1, is_hung=True, result_s=3.5),
@@ -65,7 +69,7 @@ class Client:
 
 def engine_of(client: Client, *sections: str) -> Any:
     config = Namespace(additional_config={"headgate": {name: {} for name in sections}})
-    return Namespace(vllm_config=config, engine_core=client)
+    return Namespace(vllm_config=config, engine_core=client, input_processor=Namespace())
 
 
 def parsed(text: bytes) -> dict[str, dict[tuple[str, ...], float]]:
@@ -76,7 +80,7 @@ def parsed(text: bytes) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def in_order(labels: dict[str, str]) -> list[str]:
-    return [labels[name] for name in ("engine", "worker", "consumer", "le") if name in labels]
+    return [labels[name] for name in ("engine", "worker", "api_server", "consumer", "le") if name in labels]
 
 
 def values(families: dict[str, Any], name: str) -> dict[tuple[str, ...], float]:
@@ -93,6 +97,7 @@ def test_both_parts_say_what_they_count() -> None:
 
     assert values(found, "headgate_capture_rows") == {("0", "0"): 40}
     assert values(found, "headgate_capture_stall_seconds") == {("0", "0"): 0.5}
+    assert values(found, "headgate_capture_lost_results") == {("0", "0"): 6}
     assert values(found, "headgate_capture_consumer_rows") == {("0", "0", "files"): 40, ("0", "0", 'a "name"'): 2}
     assert values(found, "headgate_capture_consumer_errors") == {("0", "0", "files"): 1, ("0", "0", 'a "name"'): 0}
     assert values(found, "headgate_capture_consumer_hung") == {("0", "0", "files"): 1, ("0", "0", 'a "name"'): 0}
@@ -104,11 +109,41 @@ def test_both_parts_say_what_they_count() -> None:
     assert client.calls.count("collective_rpc") == 2
 
 
+def test_the_api_server_tells_of_its_own_process_without_asking_the_engine() -> None:
+    hub = HubStats(results=9, unknown=2, malformed=1, waiting=3, problem="no thread")
+    drivers = DriverStats(consumers=(ConsumerStats(instance="here", rows=70),), unknown=4, malformed=5)
+    engine = engine_of(Client(), "capture")
+    engine.vllm_config.parallel_config = Namespace(_api_process_rank=1)
+    engine.engine_core.failing = True
+    setattr(engine.input_processor, FRONT_END, Namespace(stats=lambda: (hub, drivers)))
+
+    async def ask() -> Any:
+        return await Counters(lambda: engine).families()
+
+    found = parsed(render(asyncio.run(ask())))
+
+    names = {"results": 9, "unknown": 6, "malformed": 6, "waiting": 3, "failed": 1}
+    for name, value in names.items():
+        assert values(found, f"headgate_capture_server_{name}") == {("1",): value}
+    assert values(found, "headgate_capture_server_consumer_rows") == {("1", "here"): 70}
+    assert "headgate_capture_rows" not in found
+
+
+def test_every_counter_of_a_front_end_is_shown() -> None:
+    front: Any = Namespace(stats=lambda: (HubStats(), DriverStats()))
+    shown = {
+        family.name.removeprefix("headgate_capture_server_") for family in capture_metrics.front_end_families(front, 0)
+    }
+    told = {*HubStats.__slots__, *DriverStats.__slots__, "failed"} - {"consumers", "problem"}
+
+    assert {name for name in shown if not name.startswith("consumer")} == told
+
+
 def test_every_counter_of_a_consumer_and_a_worker_is_shown() -> None:
     told = set(CAPTURE) - {"consumers"}
-    assert {key for _, _, key, _ in capture_routes._STAGING} == told
+    assert {key for _, _, key, _ in capture_metrics._STAGING} == told
     consumer = set(CAPTURE["consumers"][0]) - {"instance", "result_s", "result_counts"}
-    assert {key for _, _, key, _ in capture_routes._CONSUMERS} == consumer
+    assert {key for _, _, key, _ in capture_metrics._CONSUMERS} == consumer
 
 
 def test_a_histogram_is_cumulative() -> None:
@@ -118,7 +153,7 @@ def test_a_histogram_is_cumulative() -> None:
     consumer = {**CAPTURE["consumers"][0], "result_s": counters.result_s, "result_counts": counters.result_counts}
     engines = [EngineStats(workers=[{**CAPTURE, "consumers": [consumer]}])]
 
-    (family,) = (family for family in capture_routes.families(engines) if family.kind == "histogram")
+    (family,) = (family for family in capture_metrics.families(engines) if family.kind == "histogram")
     found = parsed(render([family]))["headgate_capture_consumer_result_seconds"]
     buckets = {key[-1]: value for key, value in found.items() if key[0].endswith("_bucket")}
 

@@ -1,0 +1,113 @@
+"""Requests of clients whose keys have quotas: counted when they are made, settled when they end."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import AsyncGenerator
+
+from headgate.capture.engine.access.caller import current_caller
+from headgate.capture.engine.access.usage import Charge
+from headgate.capture.engine.contracts.vllm_frontend import RequestOutput, SamplingParams
+from headgate.capture.engine.contracts.wire_format import CAPTURE
+from headgate.capture.engine.requests.capture_frontend import FrontEnd
+from headgate.capture.engine.requests.sampling_params import CaptureRequest
+from headgate.capture.schema.errors import RequestError
+
+Outputs = AsyncGenerator[RequestOutput, None]
+
+
+class Meter:
+    """One request that is counted, from its admission to its end. Event loop only.
+
+    Args:
+        charge: Counts it.
+        front: Knows what it captures.
+        ask: Of the request, resolved.
+        num_prompt: Tokens of its prompt.
+        is_delta: Whether its outputs hold new tokens only.
+    """
+
+    def __init__(
+        self, charge: Charge, front: FrontEnd, ask: CaptureRequest, num_prompt: int, *, is_delta: bool
+    ) -> None:
+        self.charge = charge
+        self._front = front
+        self._ask = ask
+        self._num_prompt = num_prompt
+        self._is_delta = is_delta
+        self._num_tokens: Counter[int] = Counter()
+        self._has_ended = False
+
+    def see(self, output: RequestOutput) -> None:
+        """Count the tokens of an output."""
+        for sample in output.outputs:
+            before = self._num_tokens[sample.index] if self._is_delta else 0
+            self._num_tokens[sample.index] = before + len(sample.token_ids)
+        self._has_ended = self._has_ended or output.finished
+
+    def settle(self) -> None:
+        """Charge what was captured; all that could be, if nobody saw the end."""
+        self.charge.settle(self._captured() if self._has_ended else self.charge.num_bytes)
+
+    def _captured(self) -> int:
+        counts = (max(count, 1) for count in self._num_tokens.values())
+        uses = [self._front.use_of(self._ask, self._num_prompt, count, 1) for count in counts]
+        return min(sum(sum(use.num_bytes.values()) for use in uses), self.charge.num_bytes)
+
+
+def open_meter(front: FrontEnd, ask: CaptureRequest, num_prompt: int | None, params: SamplingParams) -> Meter | None:
+    """Count what a client captures; None if nobody counts it.
+
+    Args:
+        front: Capture's front end.
+        ask: What is asked, resolved.
+        num_prompt: Tokens of the prompt; None if they are not known.
+        params: The request's.
+
+    Raises:
+        QuotaError: If a quota of the client's key has no room for it.
+        RequestError: If its prompt is not known, and so not what it could capture.
+    """
+    caller = current_caller()
+    if caller is None or not ask.is_explicit or not caller.key.limits.are_counted:
+        return None
+    field = f"{CAPTURE}.{next(iter(ask.specs))}"
+    if num_prompt is None or params.max_tokens is None:
+        raise RequestError(field, f"the key {caller.key.name!r} has quotas: only prompts of tokens can be counted")
+    use = front.use_of(ask, num_prompt, params.max_tokens, params.n)
+    charge = caller.usage.charge(caller.key, sum(use.num_bytes.values()), field)
+    if charge is None:
+        return None
+    is_delta = getattr(getattr(params, "output_kind", None), "name", "") == "DELTA"
+    return Meter(charge, front, ask, num_prompt, is_delta=is_delta)
+
+
+def check_quota(front: FrontEnd, ask: CaptureRequest, num_prompt: int, params: SamplingParams) -> None:
+    """Refuse, before an answer begins, what `open_meter` would refuse.
+
+    Raises:
+        QuotaError: If a quota of the client's key has no room for it.
+    """
+    caller = current_caller()
+    if caller is not None and ask.is_explicit and params.max_tokens is not None:
+        use = front.use_of(ask, num_prompt, params.max_tokens, params.n)
+        caller.usage.check(caller.key, sum(use.num_bytes.values()), f"{CAPTURE}.{next(iter(ask.specs))}")
+
+
+def metered(outputs: Outputs, meter: Meter) -> Outputs:
+    """Settle the request when its outputs end, or when nobody will ever ask for them."""
+    watched = _metered(outputs, meter)
+    # Generators that never began do not end: another prompt of the same call may have been refused.
+    weakref.finalize(watched, meter.charge.settle, 0).atexit = False
+    return watched
+
+
+async def _metered(outputs: Outputs, meter: Meter) -> Outputs:
+    try:
+        async for output in outputs:
+            meter.see(output)
+            yield output
+    finally:
+        meter.settle()
+        await outputs.aclose()

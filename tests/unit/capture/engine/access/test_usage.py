@@ -1,0 +1,146 @@
+"""Counts of what keys capture: quotas, days, several processes, and requests whose end nobody tells."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.capture.engine.access import usage as usage_module
+from headgate.capture.engine.access.access_key import AccessKey, KeyLimits, digest_of
+from headgate.capture.engine.access.usage import Usage
+from headgate.capture.schema.errors import ConfigError, QuotaError
+
+
+def key(name: str = "alice", **limits: int) -> AccessKey:
+    return AccessKey(name=name, sha256=digest_of(name), roles=("capture",), limits=KeyLimits(**limits))
+
+
+@pytest.fixture(params=["memory", "file"])
+def usage(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    counts = Usage(tmp_path / "usage.sqlite" if request.param == "file" else None)
+    yield counts
+    counts.close()
+
+
+def test_a_day_has_so_many_bytes_and_what_was_not_captured_is_given_back(usage: Usage) -> None:
+    alice, bob = key(max_bytes_per_day=1000), key("bob", max_bytes_per_day=1000)
+    charge = usage.charge(alice, 900, "capture.files")
+    assert charge is not None
+
+    with pytest.raises(QuotaError, match="has used 900 of its 1000 bytes today") as raised:
+        usage.charge(alice, 101, "capture.files")
+    assert raised.value.field == "capture.files"
+    assert raised.value.retry_after_s is not None
+    assert 0 < raised.value.retry_after_s <= 86401
+    usage.check(bob, 1000, "capture.files")
+
+    charge.settle(300)
+    charge.settle(0)  # a second time says nothing
+    assert usage.used("alice") == (300, 1, 0)
+    assert usage.charge(alice, 700, "capture.files") is not None
+    with pytest.raises(QuotaError, match="max_bytes_per_day"):
+        usage.check(alice, 1, "capture.files")
+
+
+def test_requests_of_a_day_and_at_a_time(usage: Usage) -> None:
+    alice = key(max_requests_per_day=3, max_concurrent_requests=2)
+    first, second = (usage.charge(alice, 10, "capture.files") for _ in range(2))
+
+    with pytest.raises(QuotaError, match="2 captures under way, and may have 2") as raised:
+        usage.charge(alice, 10, "capture.files")
+    assert raised.value.retry_after_s is None
+
+    assert first is not None
+    assert second is not None
+    first.settle(10)
+    third = usage.charge(alice, 10, "capture.files")
+    assert third is not None
+    third.settle(10)
+    second.settle(10)
+    with pytest.raises(QuotaError, match="used 3 of its 3 requests today"):
+        usage.charge(alice, 10, "capture.files")
+
+
+def test_a_key_without_such_limits_is_not_counted(usage: Usage) -> None:
+    assert usage.charge(key(max_request_bytes=10), 10**12, "capture.files") is None
+    assert usage.used("alice") == (0, 0, 0)
+
+
+def test_the_next_day_begins_anew(usage: Usage, monkeypatch: pytest.MonkeyPatch) -> None:
+    alice = key(max_requests_per_day=1)
+    evening = usage.charge(alice, 10, "capture.files")
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime(2999, 1, 1, 23, 59, 30, tzinfo=timezone.utc)
+
+    monkeypatch.setattr(usage_module, "datetime", Later)
+    assert usage.charge(alice, 5, "capture.files") is not None
+    with pytest.raises(QuotaError, match="2999-01-02T00:00:00Z") as raised:
+        usage.charge(alice, 5, "capture.files")
+    assert raised.value.retry_after_s == 31
+
+    assert evening is not None
+    evening.settle(3)  # counts for its own day
+    assert usage.used("alice")[:2] == (5, 1)
+
+
+def test_processes_share_a_file_and_one_that_was_killed_leaves_none_under_way(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+    alice = key(max_concurrent_requests=2, max_bytes_per_day=1000)
+    program = (
+        "import os, signal; from tests.unit.capture.engine.access.test_usage import key; from pathlib import Path\n"
+        "from headgate.capture.engine.access.usage import Usage\n"
+        f"Usage(Path({str(path)!r})).charge(key(max_concurrent_requests=2), 400, 'capture.files')\n"
+        "print('charged', flush=True); input()\n"
+    )
+    other = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdin is not None
+    assert other.stdout.readline() == "charged\n"
+    usage = Usage(path)
+
+    assert usage.used("alice") == (400, 1, 1)
+    assert usage.charge(alice, 100, "capture.files") is not None
+    with pytest.raises(QuotaError, match="2 captures under way"):
+        usage.check(alice, 0, "capture.files")
+    other.kill()
+    other.wait()
+    usage.check(alice, 0, "capture.files")
+    assert usage.used("alice") == (500, 2, 1)
+    with pytest.raises(QuotaError, match="used 500 of its 1000"):
+        usage.check(alice, 501, "capture.files")
+    other.stdin.close()
+    other.stdout.close()
+    usage.close()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_charge_may_be_settled_while_the_same_thread_counts(usage: Usage) -> None:
+    """As garbage collection does, which runs wherever memory is taken."""
+    alice = key(max_bytes_per_day=1000)
+    charge = usage.charge(alice, 900, "capture.files")
+    assert charge is not None
+
+    with usage._changing("capture.files"):
+        charge.settle(0)
+        gc.collect()
+
+    usage.check(alice, 1000, "capture.files")
+
+
+def test_a_file_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no database, and quite long enough to be taken for one" * 100)
+    os.symlink(tmp_path / "elsewhere", tmp_path / "link")
+
+    for name in ("text", "link", "missing/usage"):
+        with pytest.raises(ConfigError, match="usage file"):
+            Usage(tmp_path / name)
