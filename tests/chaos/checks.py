@@ -71,7 +71,7 @@ class Judge:
         shot = outcome.shot
         for index in range(shot.num_samples):
             tokens = outcome.tokens.get(index, [])
-            if outcome.end == "answered" and len(tokens) != shot.max_tokens:
+            if outcome.end == "answered" and not outcome.error and len(tokens) != shot.max_tokens:
                 self.wrong(f"sample {index} has {len(tokens)} tokens: {tokens}", outcome)
             if shot.num_samples > 1 or not tokens:
                 continue

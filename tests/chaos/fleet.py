@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,6 +133,15 @@ class Fleet:
         self.server = None
         return left
 
+    def holdings(self) -> Counter[str]:
+        """Threads and open files of all processes, by what they are, without the numbers in their names.
+
+        Left out are what grows up to a bound by itself: pools of threads, and the folders that a store keeps open.
+        """
+        names = [f"{process.name}: {name}" for process in self.processes() for name in _held(process.pid)]
+        roots = tuple(str(root) for root in self.files.values())
+        return Counter(re.sub("[0-9]+", "", name) for name in names if not _is_bounded(name, roots))
+
     def idle_state(self) -> dict[str, float]:
         """What a server without requests has always as much of: queued rows, reserved slots and so on."""
         assert self.server is not None
@@ -148,6 +158,25 @@ class Fleet:
             state["waiting"] += slots["waiting"]
             state["reserved"] += slots["reserved"]
         return dict(state)
+
+
+_POOLS = ("ThreadPoolExec", "asyncio_", "AnyIO worker", "headgate-beside")
+
+
+def _held(pid: int) -> Iterator[str]:
+    """Names of a process's threads and open files."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                yield (task / "comm").read_text().strip()
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                yield str(file.readlink())
+
+
+def _is_bounded(name: str, roots: tuple[str, ...]) -> bool:
+    is_kept_folder = any(f": {root}/" in name for root in roots) and "/.tmp" not in name
+    return is_kept_folder or any(f": {pool}" in name for pool in _POOLS)
 
 
 _NONE_WHEN_IDLE = {

@@ -6,10 +6,12 @@ can be written, named or made any more, as on a disk without room: of a write, t
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -75,11 +77,24 @@ def _fill_disk(control: _Control) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwritev(file, [buffers[0][:size]], offset)
 
-    os.pwritev = written
+    os.pwritev = written  # type: ignore[assignment]
     for name in ("link", "mkdir", "pwrite", "rename"):
         setattr(os, name, failing(getattr(os, name)))
 
 
+def _name_threads() -> None:
+    """Let Linux know the names of Python's threads, as newer Pythons do, so that one can see which are left."""
+    bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+    def named(thread: threading.Thread) -> None:
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
+            file.write(thread.name[:15])
+        bootstrap(thread)
+
+    threading.Thread._bootstrap_inner = named  # type: ignore[attr-defined]
+
+
 if "CHAOS_CONTROL" in os.environ:
+    _name_threads()
     _shift_clock(_Control(os.environ["CHAOS_CONTROL"]))
     _fill_disk(_Control(os.environ["CHAOS_CONTROL"]))
