@@ -99,7 +99,7 @@ def metered(outputs: Outputs, meter: Meter) -> Outputs:
     """Settle the request when its outputs end, or when nobody will ever ask for them."""
     watched = _metered(outputs, meter)
     # Generators that never began do not end: another prompt of the same call may have been refused.
-    weakref.finalize(watched, meter.charge.settle, 0).atexit = False
+    weakref.finalize(watched, meter.charge.cancel).atexit = False
     return watched
 
 

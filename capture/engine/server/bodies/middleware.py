@@ -1,0 +1,219 @@
+"""Bodies of requests to vLLM's server: none is longer than allowed, and long ones are read on a thread.
+
+ASGI middleware. It is installed while routes are attached and so lies within all of vLLM's: bodies are read once the
+server's own checks (``--api-key``) have passed. From long JSON bodies of the routes that take our fields, and from
+msgpack bodies of any length, the fields of parts are taken out and read here; the server sees the rest, as JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from headgate.capture.engine.contracts.parts import request_parts
+from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
+from headgate.capture.engine.requests.call_context import NOTHING, ExtractedFields, hold, release
+from headgate.capture.engine.requests.request_reader import reader_of
+from headgate.capture.engine.server.bodies.asgi import METHODS, path_of, refuse, replay, type_of
+from headgate.capture.engine.server.bodies.in_flight import ArrivingBody, BytesInFlight
+from headgate.capture.engine.server.bodies.msgpack_fields import extract_msgpack
+from headgate.capture.engine.server.bodies.parsing import Fields, extract_json
+from headgate.capture.engine.server.bodies.route_table import Kind, kind_of
+from headgate.capture.engine.server.loop_threads import in_turn, run_in_thread
+from headgate.capture.schema.config import BUFFERED_BODIES, ServerConfig
+from headgate.capture.schema.errors import RequestError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+FieldExtractor = Callable[[bytes, Collection[str]], tuple[bytes, Fields]]
+
+EXTRACT: Mapping[str, FieldExtractor] = {
+    "application/json": extract_json,
+    "application/msgpack": extract_msgpack,
+    "application/x-msgpack": extract_msgpack,
+}
+"""By content type."""
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+LONG = 32 << 10
+"""JSON bodies of fewer bytes are left to the server: on its loop they take less time than a thread needs to start.
+Those that say so beforehand are not even looked at: the server itself reads no more than was declared."""
+_HUGE = 1 << 20
+"""Bodies of this many bytes are put together on a thread: Python's lock is free meanwhile."""
+
+READ_AHEAD = 2 << 20
+"""Bytes of a body that uvicorn reads before its application asks for them. With its own 64 KiB, the vectors of a
+request take a turn of the event loop for each 256 KiB, and a busy loop's turns take milliseconds."""
+_UVICORN, _LIMIT = "uvicorn.protocols.http.", "HIGH_WATER_LIMIT"
+
+
+_UPLOAD_FIELDS = 1 << 20
+"""Bytes of an upload beside its file."""
+_RETRY_AFTER_S = 1
+
+
+def install_bodies(app: FastAPI, config: ServerConfig) -> None:
+    """Put the middleware into a `fastapi.FastAPI` application that is being made."""
+    from vllm import envs
+
+    app.add_middleware(
+        Bodies,
+        max_bytes=config.max_body_bytes,
+        max_upload=(envs.VLLM_MAX_AUDIO_CLIP_FILESIZE_MB << 20) + _UPLOAD_FIELDS,
+        in_flight=BytesInFlight(config.max_buffered_bytes or BUFFERED_BODIES * config.max_body_bytes),
+    )
+    read_ahead(min(READ_AHEAD, config.max_body_bytes))
+
+
+def read_ahead(num_bytes: int) -> None:
+    """Let uvicorn, in this process, read so much of a body ahead; what it has by itself is the least.
+
+    It has no setting for that: its protocols take the limit from one module when they are imported.
+    """
+    from uvicorn.protocols.http import flow_control
+
+    limit = max(num_bytes, getattr(flow_control, _LIMIT))
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_UVICORN) and hasattr(module, _LIMIT):
+            setattr(module, _LIMIT, limit)
+
+
+class Bodies:
+    """The middleware.
+
+    Args:
+        app: What it wraps.
+        max_bytes: Of one body.
+        max_upload: Bytes of a form of an audio route, which is read piece by piece and not kept.
+        in_flight: The budget of bytes for all bodies that are being received and read.
+    """
+
+    def __init__(self, app: AsgiApp, max_bytes: int, max_upload: int, in_flight: BytesInFlight) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._max_upload = max_upload
+        self._in_flight = in_flight
+        self._short = min(LONG, max_bytes)
+        self._names = tuple(name for part in request_parts().values() for name in part.fields)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in METHODS:
+            await self._app(scope, receive, send)
+            return
+        given, path = scope["headers"], path_of(scope)
+        headers = dict(reversed(given))  # of two by one name the first counts, as for the server
+        declared = _declared(headers)
+        if kind_of(path) is Kind.UPLOAD:
+            await self._serve_upload(declared or 0, scope, receive, send)
+            return
+        extract = EXTRACT.get(type_of(headers)) if path in ROUTES else None
+        is_short = declared is not None and declared < self._short and len(headers) == len(given)
+        if is_short and extract in (None, extract_json):
+            await self._app(scope, receive, send)
+            return
+        arriving = ArrivingBody()
+        try:
+            if not await self._is_received(arriving, declared or 0, receive, send):
+                return
+            if extract is extract_json and arriving.size < LONG:
+                extract = None
+            found = await self._read(arriving.pieces, extract, scope)
+        except RequestError as error:
+            await refuse(send, HTTPStatus.BAD_REQUEST, str(error), error.field)
+            return
+        finally:
+            self._in_flight.release(arriving)
+        await self._serve(*found, scope if extract is None else _as_json(scope, len(found[0])), receive, send)
+
+    async def _serve(self, body: bytes, fields: ExtractedFields, scope: Scope, receive: Receive, send: Send) -> None:
+        token = hold(fields)
+        try:
+            await self._app(scope, replay(body, receive), send)
+        finally:
+            release(token)
+
+    async def _serve_upload(self, declared: int, scope: Scope, receive: Receive, send: Send) -> None:
+        message = f"the form has more than {self._max_upload} bytes (the server's VLLM_MAX_AUDIO_CLIP_FILESIZE_MB)"
+        if declared > self._max_upload:
+            await refuse(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+        else:
+            await self._app(scope, _limited(receive, self._max_upload, message), send)
+
+    async def _is_received(self, body: ArrivingBody, declared: int, receive: Receive, send: Send) -> bool:
+        """Receive a body, or answer why not. One that is refused is received, too, so that its sender listens."""
+        size, is_more = declared if declared > 2 * self._max_bytes else 0, True
+        while is_more and size <= 2 * self._max_bytes:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return False  # nobody waits for an answer
+            piece = message.get("body", b"")
+            size += len(piece)
+            if size <= self._max_bytes:
+                self._in_flight.add(body, piece)
+            else:
+                self._in_flight.release(body)
+                body.pieces.clear()
+            is_more = message.get("more_body", False)
+        self._in_flight.complete(body)
+        if size > self._max_bytes:
+            reason = f"the body has more than {self._max_bytes} bytes (the server's max_body_bytes)"
+            await refuse(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
+        elif body.is_refused:
+            reason = (
+                f"{self._in_flight.max_bytes} bytes of requests are on their way at this moment (the server's "
+                "max_buffered_bytes): send it again in a moment"
+            )
+            await refuse(send, HTTPStatus.SERVICE_UNAVAILABLE, reason, retry_after_s=_RETRY_AFTER_S)
+        return size <= self._max_bytes and not body.is_refused
+
+    async def _read(
+        self, pieces: list[bytes], extract: FieldExtractor | None, scope: Scope
+    ) -> tuple[bytes, ExtractedFields]:
+        if extract is not None:
+            return await run_in_thread(partial(self._extract, scope, extract, pieces))
+        is_huge = sum(map(len, pieces)) >= _HUGE
+        return await run_in_thread(partial(b"".join, pieces)) if is_huge else b"".join(pieces), NOTHING
+
+    def _extract(self, scope: Scope, extract: FieldExtractor, pieces: list[bytes]) -> tuple[bytes, ExtractedFields]:
+        body = b"".join(pieces)
+        pieces.clear()  # here, not on the event loop: giving this much memory back takes time
+        rest, fields = in_turn(partial(extract, body, self._names))
+        fields = {name: value for name, value in fields.items() if value is not None}
+        if not fields:
+            return rest, NOTHING
+        reader = reader_of(scope["app"].state.engine_client)
+        return rest, ExtractedFields(fields, reader.read_parts(fields))
+
+
+def _limited(receive: Receive, max_bytes: int, message: str) -> Receive:
+    """Receive no more than `max_bytes`; the server answers what is raised behind them."""
+    from starlette.exceptions import HTTPException
+
+    size = 0
+
+    async def limited() -> AsgiMessage:
+        nonlocal size
+        received = await receive()
+        size += len(received.get("body", b""))
+        if size > max_bytes:
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE.value, message)
+        return received
+
+    return limited
+
+
+def _declared(headers: Mapping[bytes, bytes]) -> int | None:
+    """The length that the client has declared, which servers hold it to; None if it has not, or for something else."""
+    if b"transfer-encoding" in headers or b"content-encoding" in headers:
+        return None
+    length = headers.get(b"content-length", b"")
+    return int(length) if length.isdigit() else None
+
+
+def _as_json(scope: Scope, length: int) -> Scope:
+    others = [(key, value) for key, value in scope["headers"] if key not in (b"content-type", b"content-length")]
+    ours = [(b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
+    return {**scope, "headers": [*others, *ours]}
