@@ -7,9 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from tests.engine.tiny_models import HIDDEN, LAYERS, MAX_LENGTH, VOCABULARY, tiny_model
-
-__all__ = ["CHAT", "HIDDEN", "LAYERS", "MAX_LENGTH", "VOCABULARY", "chat_prompt", "chaos_model"]
+from tests.engine.tiny_models import MAX_LENGTH, VOCABULARY, tiny_model
 
 FIRST_BYTE = 3
 """Token ids below it are special: padding, beginning, end. Token ``FIRST_BYTE + b`` is the byte ``b``."""

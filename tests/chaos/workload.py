@@ -9,8 +9,9 @@ from typing import Any
 
 from headgate.capture.schema.sites import HookPoint
 from headgate.steering.client import extra_body
-from tests.chaos.model import LAYERS, chat_prompt, tokens_of
+from tests.chaos.model import chat_prompt, tokens_of
 from tests.engine.steering_cases import Tiers, document, sites_of, vectors
+from tests.engine.tiny_models import LAYERS
 from tests.gpu.soak_cases import Job, random_hooks, random_positions
 
 MODEL_NAME = "tiny"
