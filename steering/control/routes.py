@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 
@@ -120,7 +120,7 @@ class SteeringRoutes:
         return {"modules": names, "count": len(names)}
 
     def _handle(self) -> AsyncSteering:
-        return self._services.handle()  # type: ignore[no-any-return]
+        return cast("AsyncSteering", self._services.handle())
 
     async def _read(self, request: Request, known: Collection[str]) -> dict[str, Any]:
         document = await self._services.read_object(request)

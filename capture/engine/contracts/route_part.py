@@ -10,20 +10,22 @@ as ``param``.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from fastapi import Request
+
+    from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM
 
 
 class RouteServices(Protocol):
     """Services of the server to one part's routes. Event loop only."""
 
-    def engine(self) -> Any:
+    def engine(self) -> AsyncLLM | None:
         """Return the server's `AsyncLLM`; None before it is there."""
         ...
 
-    def handle(self) -> Any:
+    def handle(self) -> object:
         """Return the attribute of ``AsyncLLM`` under the part's name.
 
         Raises:
@@ -39,7 +41,7 @@ class RouteServices(Protocol):
         """
         ...
 
-    async def read_object(self, request: Request) -> dict[str, Any]:
+    async def read_object(self, request: Request) -> dict[str, object]:
         """Read the body of a request as an object: JSON, or msgpack with raw bytes.
 
         Raises:

@@ -140,7 +140,7 @@ class Scheduler(Protocol):
 class Executor(Protocol):
     """``vllm.v1.executor.Executor``: the workers of an engine core."""
 
-    def collective_rpc(self, method: str, *, args: tuple[object, ...] = ...) -> Iterable[Any]: ...
+    def collective_rpc(self, method: str, *, args: tuple[object, ...] = ...) -> Iterable[object]: ...
 
 
 class EngineCore(Protocol):
@@ -151,7 +151,7 @@ class EngineCore(Protocol):
     model_executor: Executor
     batch_queue: object | None
     async_scheduling: bool
-    request_block_hasher: Callable[[Any], list[object]] | None
+    request_block_hasher: Callable[[Request], list[object]] | None
     step_fn: Function
     headgate_call: Function
 
@@ -250,7 +250,7 @@ class EngineClient(Protocol):
     One whose engine core is in this process has it as ``engine_core``.
     """
 
-    def call_utility(self, method: str, *args: object) -> Any: ...
+    def call_utility(self, method: str, *args: object) -> object: ...
 
 
 class ClientResources(Protocol):
@@ -265,6 +265,6 @@ class AsyncEngineClient(Protocol):
     core_engines: Sequence[object]
     resources: ClientResources
 
-    async def _call_utility_async(self, method: str, *args: object, engine: object) -> Any: ...
+    async def _call_utility_async(self, method: str, *args: object, engine: object) -> object: ...
 
     async def _abort_requests(self, request_ids: Sequence[str], engine: object) -> None: ...

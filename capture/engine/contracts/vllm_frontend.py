@@ -58,11 +58,36 @@ class RequestOutput(Protocol):
     capture_results: object
 
 
+class Detokenizer(Protocol):
+    """``vllm.v1.engine.detokenizer.IncrementalDetokenizer``."""
+
+    def num_output_tokens(self) -> int: ...
+
+
+class RequestState(Protocol):
+    """``vllm.v1.engine.output_processor.RequestState``."""
+
+    prompt_len: int
+    detokenizer: Detokenizer
+
+
+class EngineCoreOutput(Protocol):
+    """``vllm.v1.engine.EngineCoreOutput``."""
+
+    request_id: str
+
+
+class ProcessedOutputs(Protocol):
+    """``vllm.v1.engine.output_processor.OutputProcessorOutput``."""
+
+    reqs_to_abort: list[str]
+
+
 class OutputProcessor(Protocol):
     """``vllm.v1.engine.output_processor.OutputProcessor``."""
 
     external_req_ids: dict[str, list[str]]
-    request_states: dict[str, Any]
+    request_states: dict[str, RequestState]
 
 
 class SyncClient(EngineClient, Protocol):

@@ -68,7 +68,8 @@ def open_routes(services: RouteServices) -> APIRouter:
     )
     async def consumers() -> dict[str, Any]:
         """The consumers that the operator configured; their parameters, which may hold secrets, are not told."""
-        front = front_end_of(services.engine())
+        engine = services.engine()
+        front = None if engine is None else front_end_of(engine)
         if front is None:
             raise HTTPException(
                 404, "this server was started without capture. Start it with --capture-consumers, such as filesystem"
