@@ -56,7 +56,7 @@ class SpecWire(TypedDict):
 
     Attributes:
         sites: ``{hook: [layers]}``.
-        positions: The selector, as clients write it.
+        positions: The selector, as `PositionSelector.to_wire` writes it.
         options: The consumer's own.
     """
 
@@ -94,9 +94,14 @@ class RequestWire(TypedDict, total=False):
         v: `WIRE_VERSION`; always there.
         capture: If it captures.
         parts: Of every other part that it asks something of, by its section.
+        offline: True if an `LLM` makes it; else absent.
+        fan_out: Only on the way of a sample to an engine core: the key of what the samples of its prompt share, and
+            whether it is here. If not, nothing else is.
     """
 
     v: int
+    offline: bool
+    fan_out: tuple[str, bool]
     capture: CaptureWire
     parts: dict[str, Mapping[str, Any]]
 

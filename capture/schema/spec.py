@@ -62,14 +62,15 @@ class SpecReader:
 
     def read(self, wire: SpecWire) -> CaptureSpec:
         """Read `CaptureSpec.to_wire`'s form."""
-        key = msgspec.msgpack.encode((wire["sites"], wire["positions"]))
+        is_long = isinstance(wire["positions"], bytes) and len(wire["positions"]) > MAX_KNOWN_BYTES
+        key = b"" if is_long else msgspec.msgpack.encode((wire["sites"], wire["positions"]))
         known = self._known.get(key)
         if known is None:
             known = CaptureSpec.from_wire(wire)
             known = CaptureSpec(
                 sites=tuple(site for site in known.sites if site in self._sites), positions=known.positions
             )
-            if len(key) <= MAX_KNOWN_BYTES:
+            if 0 < len(key) <= MAX_KNOWN_BYTES:
                 if len(self._known) >= MAX_KNOWN:
                     self._known.clear()
                 self._known[key] = known

@@ -19,6 +19,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 from vllm.v1.worker.worker_base import WorkerBase
 
 from headgate.capture.schema.batch import RequestWire
+from headgate.capture.schema.positions import selector_from_wire
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.transport.result_sender import ZmqResultSender
 
@@ -177,7 +178,7 @@ class FakeWorker(WorkerBase):  # type: ignore[misc]
                 "num_prompt": num_prompt,
                 "token_ids": list(token_ids),
                 "status": status,
-                "spec": spec,
+                "spec": {**spec, "positions": selector_from_wire(spec["positions"]).described()},
                 "steered": hashlib.sha256(repr(request.wire.get("parts")).encode()).hexdigest(),
                 "wire": {"v": request.wire["v"], "id": capture["id"], "n": capture["n"]},
             }

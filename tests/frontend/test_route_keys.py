@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from tests.fakes.routes_server import COMMAND, FLAGS, ONE, PLUGINS, REGISTER, SET, UNREGISTER, complete, get, post
-from tests.fakes.server import Server, serving
+from tests.fakes.server import Server, known_flags, serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.extended]
 
-KEYED = [*FLAGS, "--api-key", "the-api-key"]
+KEYED = [*FLAGS, "--api-key", "the-api-key", *known_flags("--enable-scale-out")]
 ENVIRONMENT = {"HEADGATE_STEERING_KEYS": "old-steering-key,steering-key", "HEADGATE_CAPTURE_KEYS": "capture-key"}
 API = {"Authorization": "Bearer the-api-key"}
 CAPTURE = {"rows": {"hooks": {"post_mlp": [3]}}}
@@ -81,6 +81,12 @@ def check_capture_keys(server: Server) -> None:
             "messages": [{"role": "user", "content": "Hi"}],
             "max_tokens": 1,
             "capture": CAPTURE,
+        },
+        "/invocations": {"model": "tiny", "prompt": "Hi", "max_tokens": 1, "capture": CAPTURE},
+        "/inference/v1/generate": {
+            "model": "tiny",
+            "token_ids": [5, 6],
+            "sampling_params": {"max_tokens": 1, "extra_args": {"capture": CAPTURE}},
         },
     }
     for path, body in bodies.items():

@@ -21,9 +21,11 @@ class CoreFacts:
 
     Attributes:
         model: The whole model, as configured.
+        engine: Its index among the engine cores of a server with data parallelism.
     """
 
     model: ModelInfo
+    engine: int = 0
 
 
 class BlockKeys(Protocol):
@@ -84,15 +86,17 @@ class CoreServices(Protocol):
 
 
 class CoreRefusal(TypedDict):
-    """A `RequestError` of a part, written down.
+    """A `RequestError` or `ForbiddenError` of a part, written down.
 
     Attributes:
-        field: Of the request or call.
+        field: Of the request or call; a `ForbiddenError` may have none.
         message: Without the field.
+        is_forbidden: Which of both it is.
     """
 
-    field: str
+    field: str | None
     message: str
+    is_forbidden: bool
 
 
 class CoreAnswer(TypedDict, total=False):
@@ -133,17 +137,23 @@ class CorePart(Protocol):
         """Drop an accepted request that never reaches the scheduler, if it is known. Any thread."""
         ...
 
-    def offer(self, req_id: str, *, priority: int, is_session: bool) -> bool:
+    def offer(self, req_id: str, *, priority: int, is_session: bool, is_offline: bool) -> bool:
         """Say whether a request enters the scheduler now; if not, it waits until `admit` names it.
 
         Args:
             req_id: Of a request that was accepted.
             priority: Lower values go first; 0 for all unless the scheduler goes by priorities.
             is_session: It is a streaming-input session: its prompt grows.
+            is_offline: An `LLM` made it: whoever waits, waits for requests of the same program.
 
         Raises:
             RequestError: If it can never be served; `release` follows.
+            OverloadedError: If too many wait already; `release` follows.
         """
+        ...
+
+    def overdue(self) -> dict[str, str]:
+        """Return the requests that have waited too long, each with the reason to tell; `withdraw` follows."""
         ...
 
     def release(self, req_id: str) -> None:

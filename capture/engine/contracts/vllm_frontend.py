@@ -46,6 +46,7 @@ class CompletionOutput(Protocol):
     index: int
     token_ids: Sequence[int]
     finish_reason: str | None
+    stop_reason: int | str | None
     capture_results: object
 
 

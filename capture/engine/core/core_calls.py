@@ -18,7 +18,7 @@ from headgate.capture.engine.contracts.request_part import CoreCall, Operation, 
 from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient
 from headgate.capture.engine.core.frames import lift
 from headgate.capture.engine.setup.client_errors import as_client_error
-from headgate.capture.schema.errors import EngineStateError, RequestError
+from headgate.capture.schema.errors import EngineStateError, ForbiddenError, RequestError
 
 METHOD = "headgate_call"
 
@@ -133,7 +133,10 @@ def _advance(operation: Operation[Result], answers: Sequence[object] | None) -> 
 def _read(answer: object) -> object:
     read = cast("CoreAnswer", answer)
     if (error := read.get("error")) is not None:
-        raise request_error(error["field"], error["message"])
+        field = error["field"]
+        if field is None or error["is_forbidden"]:
+            raise ForbiddenError(error["message"], field)
+        raise request_error(field, error["message"])
     return read["ok"]
 
 

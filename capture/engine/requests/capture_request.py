@@ -11,6 +11,7 @@ import msgspec
 from headgate.capture.engine.contracts.vllm_frontend import SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import hidden_states
+from headgate.capture.engine.requests.call_context import current_call
 from headgate.capture.engine.requests.permissions import check_consumer, check_spec, with_tag
 from headgate.capture.engine.requests.sampling_params import (
     CAPTURE_FIELDS,
@@ -21,7 +22,7 @@ from headgate.capture.engine.requests.sampling_params import (
     read_fields,
 )
 from headgate.capture.schema.config import HIDDEN_STATES, CaptureConsumersConfig
-from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, SpecContext
+from headgate.capture.schema.consumer import CaptureConsumer, Memo, ModelInfo, SpecContext
 from headgate.capture.schema.errors import ConsumerError, RequestError, shown
 from headgate.capture.schema.positions import Message, PositionSelector
 from headgate.capture.schema.spec import CaptureSpec
@@ -126,11 +127,13 @@ class CaptureRequestReader:
         return spec
 
     def _context(self, instance: str, request_id: str) -> SpecContext:
+        call = current_call()
         return SpecContext(
             instance_name=instance,
             model=self._model,
             params=self._params[instance],
             client_request_id=request_id,
+            memo=Memo() if call is None else call.memo,
         )
 
     def _names(self) -> str:

@@ -160,10 +160,12 @@ class HeadgateRequest:
     Attributes:
         capture: Of capture; None if nothing.
         parts: Of the other parts, by section. Both may be empty: then the request's fields came to nothing.
+        is_offline: An `LLM` makes it.
     """
 
     capture: CaptureRequest | None = None
     parts: Mapping[str, PartRequest] = field(default_factory=dict)
+    is_offline: bool = False
 
     def __deepcopy__(self, memo: object) -> HeadgateRequest:
         """Itself: parameters are copied deeply on their way, payloads must not be."""
@@ -227,6 +229,8 @@ def fold(request: NewRequest, headgate_request: HeadgateRequest, request_id: str
     if headgate_request.parts:
         # Copies, since requests may share what is wanted, and the engine adds to its own.
         wire["parts"] = {section: dict(wanted.wire) for section, wanted in headgate_request.parts.items()}
+    if headgate_request.is_offline:
+        wire["offline"] = True
     params.extra_args = {**(params.extra_args or {}), WIRE_KEY: wire}
 
 

@@ -22,6 +22,7 @@ from headgate.capture.engine.access.access_key import AccessKey
 from headgate.capture.engine.access.caller import Caller, set_caller
 from headgate.capture.engine.access.key_ring import KeyRing
 from headgate.capture.engine.access.usage import Usage
+from headgate.capture.engine.setup.cli_flags import translate_flags
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.config import server_config
 
@@ -41,6 +42,7 @@ class Access:
     """
 
     def __init__(self, args: Any) -> None:
+        translate_flags(args)  # of servers without an engine, which would not see that a file of keys was named
         config = server_config(getattr(args, "additional_config", None))
         usage = None if config.usage_file is None else Path(config.usage_file)
         is_counting = usage is not None or (getattr(args, "api_server_count", None) or 1) == 1

@@ -6,6 +6,7 @@ V1 and the V2 runner differ in one thing only, where the layout of a step's batc
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from functools import wraps
@@ -22,12 +23,13 @@ from headgate.capture.engine.contracts.vllm_engine import (
     ModelRunner,
     ModelRunnerV1,
     NewRequestData,
+    RequestParams,
     SchedulerOutput,
     StepBatch,
 )
-from headgate.capture.engine.contracts.wire_format import wire_of
+from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
 from headgate.capture.engine.contracts.worker_hooks import direct_calls
-from headgate.capture.schema.batch import BatchView, FinalState, NewRequest, RequestWire
+from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest, RequestWire
 from headgate.capture.schema.errors import UnsupportedError
 
 _V2_MODULES = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")
@@ -223,13 +225,26 @@ class RunnerAdapter:
                 self._finish(data.req_id, None)
             self._live.add(data.req_id)
             self._request_added(_new_request(data, wire))
-        elif wire is None and self._follows_plain and data.req_id not in self._plain:
+        if wire is not None:
+            data.sampling_params = _without_content(data.sampling_params)
+        elif self._follows_plain and data.req_id not in self._plain:
             self._plain.add(data.req_id)
             self._hook.headgate_plain_request_added(req_id=data.req_id, num_prompt_tokens=_num_prompt_tokens(data))
 
     def _finish(self, req_id: str, noted: Final | None) -> None:
         self._ended.remove(req_id)
         self._request_finished(req_id, _final(noted))
+
+
+def _without_content(params: RequestParams | None) -> RequestParams | None:
+    """Return a copy of parameters that still says whose they are, without vectors and the like.
+
+    The runner keeps them while the request lives, for each sample of a prompt; the parts have what they need.
+    """
+    kept = copy.copy(params)
+    if kept is not None:
+        kept.extra_args = {**(kept.extra_args or {}), WIRE_KEY: {"v": WIRE_VERSION}}
+    return kept
 
 
 def _new_request(data: NewRequestData, wire: RequestWire) -> NewRequest:

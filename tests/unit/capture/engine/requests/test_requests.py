@@ -173,7 +173,7 @@ def test_positions_are_resolved_and_stay_so() -> None:
 
     resolved = resolve(ask, 10, None)
 
-    assert resolved.specs["rows"].positions.to_wire() == [2, 9]
+    assert resolved.specs["rows"].positions.described() == [2, 9]
     assert resolve(resolved, 10, None) == resolved
 
 
