@@ -50,6 +50,7 @@ class ParallelConfig(Protocol):
     prefill_context_parallel_size: int
     pipeline_parallel_size: int
     use_sequence_parallel_moe: bool
+    _api_process_rank: int
     use_ray: bool
     distributed_executor_backend: object
     nnodes: int

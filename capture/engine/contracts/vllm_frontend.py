@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
-from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient
+from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient, VllmConfig
 
 Scope = MutableMapping[str, Any]
 """The scope of an ASGI call."""
@@ -115,6 +115,7 @@ class LLMEngine(Engine, Protocol):
 class AsyncLLM(Engine, Protocol):
     """``vllm.v1.engine.async_llm.AsyncLLM``."""
 
+    vllm_config: VllmConfig
     engine_core: AsyncEngineClient
     dead_error: Exception
 
