@@ -77,15 +77,15 @@ CHANGES = (
     ),
     Change(
         "{EngineCore}.step_fn",
-        *("instance", "headgate.capture.engine.core.core_startup", "tells requests that have waited too long"),
+        *(
+            "instance",
+            f"{_CORE}.core_startup",
+            "tells who waited too long; ends an engine whose workers no longer agree",
+        ),
     ),
     Change(
         "{EngineCore}.headgate_call",
         *("instance", "headgate.capture.engine.core.core_startup", "calls from the front end to a part's core"),
-    ),
-    Change(
-        "{EngineCore}.step_fn",
-        *("instance", "headgate.capture.engine.core.engine_core", "ends an engine whose workers no longer agree"),
     ),
     Change(
         "torch._inductor.codegen.common.CSEProxy.load",

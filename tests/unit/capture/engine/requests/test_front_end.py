@@ -257,7 +257,7 @@ def test_a_closed_front_end_stays_closed_and_late_waits_are_pending(front_ends: 
     front.expect(late, 1)
     for each in (asked, late):
         results = front.wait(each, deadline=time.monotonic() + 20)
-        assert results.merged["rows"] == CaptureResult(status="pending")
+        assert results.merged["rows"] == CaptureResult(status="pending", key="rows")
     assert time.monotonic() - started < 20
     with pytest.raises(UnsupportedError, match="shut down"):
         ask(front, capture=ASKING)
