@@ -103,6 +103,18 @@ class Engine(Protocol):
     input_processor: object
 
 
+class CoreConnection(Protocol):
+    """``vllm.v1.engine.core_client.EngineCoreClient``, as far as all of them are alike."""
+
+    def shutdown(self) -> None: ...
+
+
+class StartedEngine(Engine, Protocol):
+    """An `LLMEngine` or `AsyncLLM` at the end of its ``__init__``."""
+
+    engine_core: CoreConnection
+
+
 class LLMEngine(Engine, Protocol):
     """``vllm.v1.engine.llm_engine.LLMEngine``."""
 
