@@ -33,8 +33,9 @@ RUNS = HERE / "lora_fp8_runs.py"
 TIMEOUT_S = int(os.environ.get("GPU_TEST_TIMEOUT_S", "200"))
 SIZES = {"num_hidden_layers": 3, "vocab_size": 32000} | json.loads(os.environ.get("GPU_TEST_SIZES", "{}"))
 NUM_COMPARED = 6
-MIN_COSINE = {"fp8": 0.99, "lora": 0.999}
-"""An FP8 value that falls on the other side of a rounding differs by 6 %; another row's cosine is under a half."""
+MIN_COSINE = {"fp8": 0.97, "lora": 0.999}
+"""An FP8 value that falls on the other side of a rounding differs by 6 %: behind three layers, 0.988 was seen between a
+graph's kernels and an eager run's. Another row's cosine is under a half."""
 KINDS = tuple(os.environ.get("GPU_TEST_KINDS", "fp8 lora").split())
 
 Requests = list[dict[str, Any]]

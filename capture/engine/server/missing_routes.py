@@ -17,6 +17,7 @@ from headgate.capture.engine.setup.client_errors import answer_refused, refused_
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from starlette.datastructures import State
 
 ROUTES = ("/v1/steering", "/v1/capture")
 BINARY = ("application/msgpack", "application/x-msgpack")
@@ -50,7 +51,7 @@ class Explanation:
         open_access(app.state)
         app.add_exception_handler(refused_error(), answer_refused)
 
-    async def init_state(self, engine_client: object, state: object, args: Namespace) -> None:
+    async def init_state(self, engine_client: object, state: State, args: Namespace) -> None:
         """The event loop runs."""
         open_access(state).read_again_on_hangup()
 
