@@ -223,6 +223,7 @@ class Engine:
             num_workers=len(self._llm.collective_rpc(num_replays)),
             versions=versions(),
             start_s=self._start_s,
+            load_format=str(self._config.load_config.load_format),
             compiler="" if self._job.kind == STOCK else _compiler_text(self._llm.collective_rpc("headgate_stats")),
         )
 
