@@ -51,6 +51,9 @@ class NoServer:
     async def require_key(self) -> None:
         """No access keys."""
 
+    async def require_admin(self) -> None:
+        """No access keys."""
+
     async def read_object(self, request: Any) -> dict[str, Any]:
         """No bodies."""
         return {}

@@ -6,7 +6,7 @@ The front end puts its address and the request's key on the wire; results carry 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,20 +22,22 @@ if TYPE_CHECKING:
 
 def consumer_requests(new: NewRequest, specs: Mapping[int, CaptureSpec]) -> Mapping[int, ConsumerRequest]:
     """The request as each consumer knows it, by the consumer's bit."""
-    wire: Mapping[str, Any] = new.wire or {}
+    capture = None if new.wire is None else new.wire.get("capture")
+    if capture is None:
+        return {}
     prompt_token_ids = np.asarray(new.prompt_token_ids, dtype=np.int64)
     made = {}
     for bit, spec in specs.items():
-        num_samples = int(wire["n"])
+        num_samples = capture["n"]
         info = RequestInfo(
             request_id=new.req_id,
-            client_request_id=wire["id"],
+            client_request_id=capture["id"],
             # With n > 1 vLLM calls the samples "0_ID", "1_ID", ...
             sample_index=int(new.req_id.split("_", 1)[0]) if num_samples > 1 else 0,
             num_samples=num_samples,
             prompt_token_ids=prompt_token_ids,
             spec=spec,
-            origin=Origin(reply=wire["reply"], key=wire["key"]),
+            origin=Origin(reply=capture["reply"], key=capture["key"]),
         )
         made[bit] = ConsumerRequest(info)
     return made

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headgate.capture.delivery.consumer_thread import ConsumerThread, UnfinishedWork
 from headgate.capture.delivery.dispatcher import (
@@ -24,13 +24,13 @@ from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import StepPlan
 from headgate.capture.request_origin import ResultReporter, consumer_requests
-from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
+from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest
 from headgate.capture.schema.batching import HELD_SHARE
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, load_configured, open_consumers
 from headgate.capture.schema.sites import Site
-from headgate.capture.schema.spec import WIRE_VERSION, SpecReader
+from headgate.capture.schema.spec import SpecReader
 from headgate.capture.staging.batching_window import BatchingWindow
 from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.staging.ring import StagingRing
@@ -138,16 +138,16 @@ class CaptureSession:
         Raises:
             RuntimeError: If it names a consumer that this worker does not have: front end and worker disagree.
         """
-        nothing: Mapping[str, Any] = {"capture": {}, "key": "", "wait": False}
-        wire = nothing if new.wire is None else new.wire
-        capture, key = wire["capture"], wire["key"]
-        if not capture and new.req_id not in self._keys:
+        capture = None if new.wire is None else new.wire.get("capture")
+        if capture is None and new.req_id not in self._keys:
             return
+        key = "" if capture is None else capture["key"]
         if new.req_id in self._keys or new.req_id in self._ends:
             self._collect()  # what belongs to the request that was known under this id
-        if capture and wire.get("v") != WIRE_VERSION:
-            raise RuntimeError(f"request {new.req_id}: expected wire version {WIRE_VERSION}, got {wire}")
-        specs = {self._bit(instance): self._specs.read(raw) for instance, raw in capture.items()}
+        if new.wire is not None and new.wire.get("v") != WIRE_VERSION:
+            raise RuntimeError(f"request {new.req_id}: expected wire version {WIRE_VERSION}, got {new.wire}")
+        wanted = {} if capture is None else capture["specs"]
+        specs = {self._bit(instance): self._specs.read(raw) for instance, raw in wanted.items()}
         self._step_thread = threading.get_ident()
         is_same_client = self._keys.get(new.req_id) == key
         # The dispatch thread puts together what consumers need to know: every step waits for this thread.
@@ -156,7 +156,7 @@ class CaptureSession:
         if self._handoff.put(begins):
             self._keys[new.req_id] = key
             self._window.begin(new.req_id, specs)
-            if wire["wait"]:
+            if capture is not None and capture["wait"]:
                 self._urgent.add(new.req_id)
             self._planner.add(new.req_id, new.num_prompt_tokens, specs)
 

@@ -9,7 +9,10 @@ The operator's document is ``additional_config={"headgate": {"steering": {...}}}
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,6 +28,21 @@ def _stream_sites() -> dict[str, Any]:
 
 
 DEFAULT_SLOTS = 8192
+MAX_WAITING = 1024
+MAX_WAIT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaitLimits:
+    """Limits of requests that wait for slots.
+
+    Attributes:
+        max_waiting: Requests at a time.
+        max_wait_s: Seconds of one request.
+    """
+
+    max_waiting: float
+    max_wait_s: float
 
 
 class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,10 +59,16 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         max_vectors_per_request: Vectors that one request may bring: one for each site and phase, counted once if
             both phases are alike. If None, every site in both phases, as far as the slots suffice. Each costs
             ``hidden_size`` elements of host memory while the request lives.
+        max_waiting: Requests that may wait for slots at a time; further ones are answered with HTTP 503 and
+            ``Retry-After``. If None, 1024; for an `LLM`, whose program waits for itself alone, as many as come.
+        max_wait_s: Seconds that one request may wait for slots, until it is answered likewise. If None, 120; for an
+            `LLM` as long as it takes.
         sites: ``{hook point: layers}`` that can be steered; requests choose any subset. Changes the compiled graph.
             A site costs 8 bytes of device memory for each batch row.
         modules: ``{name: path}`` of named modules to load at start (``.safetensors``, ``.json``, ``.gguf``). Each
             vector of a module takes a slot for as long as it is registered.
+        audit_file: File to which each change of global vectors and modules is added as a line of JSON, by every engine
+            core; none if None.
         self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
         fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
     """
@@ -52,8 +76,11 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_steering_slots: int = DEFAULT_SLOTS
     max_steering_configs: int | None = None
     max_vectors_per_request: int | None = None
+    max_waiting: int | None = None
+    max_wait_s: float | None = None
     sites: dict[str, Any] = msgspec.field(default_factory=_stream_sites)
     modules: dict[str, str] = msgspec.field(default_factory=dict)
+    audit_file: str | None = None
     self_test: bool = True
     fire_counter: bool = False
 
@@ -82,6 +109,14 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.max_steering_configs is None:
             return self.max_steering_slots
         return 2 * len(self._sites(num_layers)) * (self.max_steering_configs + 1) + 1
+
+    def wait_limits(self, *, is_offline: bool) -> WaitLimits:
+        """Return the limits of requests that wait for slots; `is_offline`: of those that an `LLM` makes."""
+        max_waiting, max_wait_s = (math.inf, math.inf) if is_offline else (MAX_WAITING, MAX_WAIT_S)
+        return WaitLimits(
+            max_waiting=max_waiting if self.max_waiting is None else self.max_waiting,
+            max_wait_s=max_wait_s if self.max_wait_s is None else self.max_wait_s,
+        )
 
     def _sites(self, num_layers: int) -> tuple[Site, ...]:
         try:
@@ -121,6 +156,10 @@ def _check(config: SteeringConfig) -> None:
         raise ConfigError(
             f"{_WHERE}: max_vectors_per_request must be from 1 to max_steering_slots - 1 = {slots - 1}, got {limit}"
         )
+    if config.max_waiting is not None and config.max_waiting < 0:
+        raise ConfigError(f"{_WHERE}: max_waiting must be at least 0, got {config.max_waiting}")
+    if config.max_wait_s is not None and not config.max_wait_s > 0:
+        raise ConfigError(f"{_WHERE}: max_wait_s must be above 0, got {config.max_wait_s}")
     if not config.sites:
         raise ConfigError(f"{_WHERE}: sites: name at least one hook point, such as {{'post_mlp': 'all'}}")
     for name, path in config.modules.items():
@@ -133,7 +172,8 @@ def _check(config: SteeringConfig) -> None:
 
 
 _SIZES = ("max_steering_slots", "max_steering_configs")
-_FLAGS = ("enable_steering", *_SIZES, "steering_modules", "steering_sites")
+_WAITS = {"max_steering_waiting": "max_waiting", "max_steering_wait_s": "max_wait_s"}
+_FLAGS = ("enable_steering", *_SIZES, *_WAITS, "steering_modules", "steering_sites", "steering_audit")
 
 
 def add_flags(group: Any) -> None:
@@ -144,6 +184,39 @@ def add_flags(group: Any) -> None:
         default=None,
         help="Let requests add vectors to the residual stream. Any other flag of steering turns it on as well.",
     )
+    _add_limits(group)
+    _add_named_flags(group)
+
+
+def _add_named_flags(group: Any) -> None:
+    """Add the flags that name files and sites."""
+    group.add_argument(
+        "--steering-modules",
+        type=_named_path,
+        nargs="+",
+        action="extend",
+        default=None,
+        metavar="NAME=PATH",
+        help="Named modules to load at start, from .safetensors, .json or .gguf files. May be repeated.",
+    )
+    group.add_argument(
+        "--steering-audit",
+        type=os.path.abspath,
+        default=None,
+        metavar="FILE",
+        help="File to which each change of global vectors and modules is added, as a line of JSON.",
+    )
+    group.add_argument(
+        "--steering-sites",
+        type=json_object,
+        default=None,
+        metavar="JSON",
+        help='What can be steered, as {hook point: layers}; {"pre_attn": "all", "post_attn": "all", '
+        '"post_mlp": "all"} if not given.',
+    )
+
+
+def _add_limits(group: Any) -> None:
     group.add_argument(
         "--max-steering-slots",
         type=int,
@@ -161,21 +234,18 @@ def add_flags(group: Any) -> None:
         "phases, and for global vectors beside them. More fit if they steer fewer sites.",
     )
     group.add_argument(
-        "--steering-modules",
-        type=_named_path,
-        nargs="+",
-        action="extend",
+        "--max-steering-waiting",
+        type=int,
         default=None,
-        metavar="NAME=PATH",
-        help="Named modules to load at start, from .safetensors, .json or .gguf files. May be repeated.",
+        metavar="N",
+        help="Requests that may wait for slots at a time (default 1024); further ones are answered with HTTP 503.",
     )
     group.add_argument(
-        "--steering-sites",
-        type=json_object,
+        "--max-steering-wait-s",
+        type=float,
         default=None,
-        metavar="JSON",
-        help='What can be steered, as {hook point: layers}; {"pre_attn": "all", "post_attn": "all", '
-        '"post_mlp": "all"} if not given.',
+        metavar="SECONDS",
+        help="Time that a request may wait for slots (default 120); then it is answered with HTTP 503.",
     )
 
 
@@ -194,8 +264,11 @@ def read_flags(args: argparse.Namespace, section: Mapping[str, Any] | None) -> d
     if "max_steering_slots" in given and "max_steering_configs" in given:
         raise ConfigError("--max-steering-configs is another way to set --max-steering-slots; give one of them")
     document.update({name: given[name] for name in _SIZES if name in given})
+    document.update({name: given[flag] for flag, name in _WAITS.items() if flag in given})
     if "steering_modules" in given:
         document["modules"] = _merged(document.get("modules") or {}, given["steering_modules"])
+    if "steering_audit" in given:
+        document["audit_file"] = given["steering_audit"]
     if "steering_sites" in given:
         document["sites"] = given["steering_sites"]
     return document

@@ -34,7 +34,7 @@ Specs = Mapping[int, CaptureSpec]
 def selectors(max_position: int = 24) -> st.SearchStrategy[PositionSelector]:
     """Selectors as parsed, negative positions included, for prompts of up to `max_position` tokens."""
     position = st.integers(-max_position, max_position)
-    indices = st.sets(position, min_size=1, max_size=5).map(lambda values: Indices(tuple(sorted(values))))
+    indices = st.sets(position, min_size=1, max_size=5).map(lambda values: Indices.of(tuple(values)))
     spans = st.builds(Span, start=position, stop=st.none() | position, step=st.integers(1, 4))
     return st.one_of(st.sampled_from(NAMED).map(Named), spans, indices)
 

@@ -76,12 +76,16 @@ CHANGES = (
         *("instance", "headgate.capture.engine.model.forward_wrappers", "a subclass whose forward runs the actions"),
     ),
     Change(
-        "{EngineCore}.headgate_call",
-        *("instance", "headgate.capture.engine.core.core_startup", "calls from the front end to a part's core"),
+        "{EngineCore}.step_fn",
+        *(
+            "instance",
+            f"{_CORE}.core_startup",
+            "tells who waited too long; ends an engine whose workers no longer agree",
+        ),
     ),
     Change(
-        "{EngineCore}.step_fn",
-        *("instance", "headgate.capture.engine.core.engine_core", "ends an engine whose workers no longer agree"),
+        "{EngineCore}.headgate_call",
+        *("instance", "headgate.capture.engine.core.core_startup", "calls from the front end to a part's core"),
     ),
     Change(
         "torch._inductor.codegen.common.CSEProxy.load",
@@ -125,6 +129,6 @@ CHANGES = (
     Change("TritonKernel.headgate_excluded", "attribute", _INDUCTOR, "those among them that a kernel reads"),
     Change(
         "uvicorn.protocols.http.flow_control.HIGH_WATER_LIMIT",
-        *("value", "headgate.capture.engine.server.body_middleware", "reads more of a long body ahead"),
+        *("value", "headgate.capture.engine.server.bodies.middleware", "reads more of a long body ahead"),
     ),
 )

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from headgate.capture.engine.core import block_keys, core_startup, engine_core, frames, request_endings
+from headgate.capture.engine.core import block_keys, core_startup, engine_core, fan_out, frames, request_endings
 from headgate.capture.engine.frontends import async_llm, input_processor, llm, output_processor
 from headgate.capture.engine.requests import sampling_params
 from headgate.capture.engine.server import missing_routes, openai_routes
@@ -19,6 +19,7 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _SERIAL = "vllm.v1.serial_utils"
 _CHAT = "vllm.entrypoints.openai.chat_completion"
 _COMPLETION = "vllm.entrypoints.openai.completion"
+_AUDIO = "vllm.entrypoints.speech_to_text"
 _CORE = "vllm.v1.engine.core"
 _EXTRA_KEYS = ("request", "start_token_idx", "end_token_idx", "start_mm_idx")
 
@@ -76,7 +77,7 @@ PATCHES = (
         module="vllm.sampling_params",
         target="SamplingParams.__repr__",
         wrap=sampling_params.short_repr,
-        why="logs and crash dumps print every request's parameters: not whole wire dicts, nor vectors",
+        why="logs and crash dumps print every request's parameters: neither whole requests nor vectors",
         parameters=("self",),
     ),
     Patch(
@@ -130,6 +131,27 @@ PATCHES = (
         wrap=frames.ext_hook,
         why="receives them there",
         parameters=("self", "code", "data"),
+    ),
+    Patch(
+        module=_CLIENT,
+        target="SyncMPClient._send_input",
+        wrap=fan_out.send_input,
+        why="what the samples of a prompt share, such as vectors, is sent with the first of them alone",
+        parameters=("self", "request_type", "request"),
+    ),
+    Patch(
+        module=_CLIENT,
+        target="AsyncMPClient._send_input",
+        wrap=fan_out.send_input,
+        why="the same for `AsyncLLM`, to each of its engine cores",
+        parameters=("self", "request_type", "request", "engine"),
+    ),
+    Patch(
+        module="vllm.v1.engine.async_llm",
+        target="AsyncLLM.add_request",
+        wrap=async_llm.add_request,
+        why="knows when the samples of a prompt begin and end to be sent",
+        parameters=("self", "request_id", "prompt", "params"),
     ),
     Patch(
         module="vllm.v1.engine.async_llm",
@@ -300,18 +322,18 @@ PATCHES = (
         parameters=("self", "request_id", "engine_input", "sampling_params"),
     ),
     Patch(
-        module="vllm.entrypoints.anthropic.serving",
-        target="AnthropicServingMessages.create_messages",
-        wrap=openai_routes.create_messages,
-        why="refuses our fields in the body of /v1/messages, where they would be ignored",
-        parameters=("self", "request", "raw_request"),
+        module=f"{_AUDIO}.transcription.serving",
+        target="OpenAIServingTranscription.create_transcription",
+        wrap=openai_routes.create_from_audio,
+        why="refuses our fields in the form of /v1/audio/transcriptions, where they would be ignored",
+        parameters=("self", "audio_data", "request"),
     ),
     Patch(
-        module="vllm.entrypoints.generate.generative_scoring.serving",
-        target="ServingGenerativeScoring.create_generative_scoring",
-        wrap=openai_routes.create_generative_scoring,
-        why="refuses our fields in the body of /generative_scoring, where they would be ignored",
-        parameters=("self", "request"),
+        module=f"{_AUDIO}.translation.serving",
+        target="OpenAIServingTranslation.create_translation",
+        wrap=openai_routes.create_from_audio,
+        why="the same for /v1/audio/translations",
+        parameters=("self", "audio_data", "request"),
     ),
     Patch(
         module="vllm.entrypoints.scale_out.token_in_token_out.serving",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from functools import wraps
 from types import ModuleType
 
-from headgate.capture.engine.setup.patch_set import PatchSet, process_patches, set_process_patches
+from headgate.capture.engine.contracts.vllm_engine import Function, VllmConfig
+from headgate.capture.engine.setup.patch_set import Patch, PatchSet, process_patches, set_process_patches
 from headgate.capture.engine.setup.versions import find_version, is_supported
+from headgate.capture.schema.errors import UnsupportedError
 
 logger = logging.getLogger("headgate")
 
@@ -28,8 +32,8 @@ def _install() -> PatchSet:
         from headgate.capture.engine.requests import capture_frontend, sampling_params
     except Exception as error:
         logger.exception("headgate could not be installed; engines that are configured for it will not start")
-        patches = PatchSet(())
-        patches.problems.append(f"headgate could not be installed: {error!r}")
+        patches = PatchSet(_refusals(f"headgate is configured but could not be installed: {error!r}"))
+        patches.install()
         return patches
     if not is_supported(find_version()):
         # Nothing of a vLLM that we do not know is touched, except where an engine asks for us and is refused.
@@ -45,6 +49,39 @@ def _install() -> PatchSet:
     patches.when_imported("vllm.v1.engine.async_llm", engine_handles.add_async_handles)
     patches.when_imported("vllm.v1.worker.worker_base", _patch_worker)
     return patches
+
+
+def _refusals(problem: str) -> list[Patch]:
+    """Patches for a process in which nothing else of headgate can be imported: a configured engine must not start."""
+
+    def check(config: VllmConfig) -> None:
+        extra = config.additional_config
+        if isinstance(extra, Mapping) and "headgate" in extra:
+            raise UnsupportedError(f"{problem}; `headgate doctor` says what is missing")
+
+    def after(original: Function) -> Function:
+        @wraps(original)
+        def wrapped(self: object, *args: object, **kwargs: object) -> VllmConfig:
+            config: VllmConfig = original(self, *args, **kwargs)
+            check(config)
+            return config
+
+        return wrapped
+
+    def before(original: Function) -> Function:
+        @wraps(original)
+        def wrapped(self: object, vllm_config: VllmConfig, *args: object, **kwargs: object) -> object:
+            check(vllm_config)
+            return original(self, vllm_config, *args, **kwargs)
+
+        return wrapped
+
+    why = "refuses to start without what is configured"
+    front, core = "EngineArgs.create_engine_config", "EngineCore._initialize_kv_caches"
+    return [
+        Patch(module="vllm.engine.arg_utils", target=front, wrap=after, why=why, parameters=("self",)),
+        Patch(module="vllm.v1.engine.core", target=core, wrap=before, why=why, parameters=("self", "vllm_config")),
+    ]
 
 
 def _patch_worker(module: ModuleType) -> None:

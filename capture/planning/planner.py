@@ -17,9 +17,16 @@ from headgate.capture.planning.request_plan import (
     RequestPlanReader,
     SelectedRows,
     SelectionShape,
-    list_keys,
+    are_listed,
 )
-from headgate.capture.planning.step_plan import PackGroup, SiteSet, StepPlan, count_up, prolonged, spans_of
+from headgate.capture.planning.step_plan import (
+    PackGroup,
+    SiteSet,
+    StepPlan,
+    count_up,
+    prolonged,
+    spans_of,
+)
 from headgate.capture.schema.batch import BatchView, BoolArray, Int64Array
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
@@ -340,13 +347,9 @@ class _RequestTable:
         return is_hit
 
     def _is_listed(self, term: int, numbers: Int64Array, slots: Int64Array, positions: Int64Array) -> BoolArray:
-        """Whether each row's position is in the list with that row's number; one search for all lists."""
-        _, one_of_each = np.unique(numbers, return_index=True)
-        lists = [self._plans[slot].lists[term] for slot in slots[one_of_each].tolist()]
-        keys = np.concatenate([listed.keys for listed in lists if listed])
-        wanted = list_keys(positions, numbers)
-        is_listed: BoolArray = keys[np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)] == wanted
-        return is_listed
+        """Whether each row's position is in the list with that row's number."""
+        rows = slots.tolist()
+        return are_listed(positions, numbers, lambda row: self._plans[rows[row]].lists[term])
 
     def _grow(self) -> None:
         size = len(self._next)

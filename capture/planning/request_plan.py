@@ -6,7 +6,7 @@ with equal selectors share it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from headgate.capture.planning.step_plan import SiteSet
+from headgate.capture.planning.step_plan import SiteSet, changes
 from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.config import MAX_CONSUMERS
 from headgate.capture.schema.positions import MAX_POSITION
@@ -27,29 +27,74 @@ Kind = Literal["run", "stride", "list"]
 
 MAX_KNOWN = 256
 
-_Wanted = range | tuple[int, ...]
+WINDOW = 64
+"""Positions of a list that a step looks at, unless it computes more than these."""
+
+_Wanted = range | Int64Array
 _Asked = tuple[tuple[int, tuple[Site, ...], _Wanted], ...]
 """``((consumer bit, its sites, wanted positions), ...)``, by bit."""
-_Terms = dict[_Wanted, dict[int, int]]
-"""``{wanted positions: {site id: bits of the consumers}}``"""
+_Terms = dict[object, tuple[_Wanted, dict[int, int]]]
+"""Wanted positions and ``{site id: bits of the consumers}``, by the range, or by the identity of the list: lists may be
+long, and two equal ones of a request cost no more than two different ones."""
 
 
-@dataclass(frozen=True, eq=False)
 class PositionList:
-    """Unevenly spaced positions. Interned: equal lists are one object.
+    """Unevenly spaced positions of one request.
+
+    Steps ask for them in ascending order, so that a window of the list serves many steps, and no step pays for the
+    length of the list.
 
     Attributes:
         number: Identifies the list.
-        keys: `list_keys` of the positions, ascending; read-only.
+
+    Args:
+        number: See above.
+        values: int64, ascending.
     """
 
-    number: int
-    keys: Int64Array
+    __slots__ = ("_begin", "_end", "_keys", "_values", "number")
+
+    def __init__(self, number: int, values: Int64Array) -> None:
+        self.number = number
+        self._values = values
+        self._begin = self._end = 0
+        self._keys = values[:0]
+
+    def keys_near(self, first: int, last: int) -> Int64Array:
+        """`list_keys`, ascending, of all positions from `first` to `last` that are listed, and of some around them."""
+        if first < self._begin or last >= self._end or len(self._keys) > WINDOW:
+            low, high = np.searchsorted(self._values, (first, last + 1)).tolist()
+            high = max(high, low + WINDOW)
+            self._begin, self._end = first, int(self._values[high]) if high < len(self._values) else MAX_POSITION + 1
+            self._keys = list_keys(self._values[low:high], self.number)
+        return self._keys
 
 
 def list_keys(positions: Int64Array, numbers: Int64Array | int) -> Int64Array:
     """Each (list, position) as one int64, ordered by the number of the list, then by position."""
     return positions + numbers * (MAX_POSITION + 1)
+
+
+def are_listed(positions: Int64Array, numbers: Int64Array, list_at: Callable[[int], PositionList | None]) -> BoolArray:
+    """Whether each row's position is in its list; one search for all lists.
+
+    Args:
+        positions: int64 ``[N]``. Rows of one list are next to each other, ascending.
+        numbers: int64 ``[N]``: of each row's list.
+        list_at: The list of the row at an index.
+    """
+    starts = np.concatenate(([0], changes(numbers)))
+    ends = np.append(starts[1:], len(numbers)) - 1
+    order = np.argsort(numbers[starts])
+    starts, ends = starts[order], ends[order]
+    spans = zip(starts.tolist(), positions[starts].tolist(), positions[ends].tolist(), strict=True)
+    lists = [(list_at(row), first, last) for row, first, last in spans]
+    keys = np.concatenate([listed.keys_near(first, last) for listed, first, last in lists if listed])
+    if not len(keys):
+        return np.zeros(len(positions), dtype=np.bool_)
+    wanted = list_keys(positions, numbers)
+    found: BoolArray = keys[np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)] == wanted
+    return found
 
 
 class SelectedRows(NamedTuple):
@@ -124,7 +169,7 @@ class RequestPlan:
 
 class RequestPlanReader:
     """Reads requests' specs. Equal parts are shared for as long as anybody holds them, and what was wanted lately is
-    not worked out again; lists of positions are, which may be long.
+    not worked out again; where a list of positions is wanted, it is.
 
     Args:
         sites: Those that this worker owns, in ring order.
@@ -136,7 +181,6 @@ class RequestPlanReader:
         if len(self._ids) != len(self._sites):
             raise AssertionError(f"a site is listed twice: {sites}")
         self._site_sets: WeakValueDictionary[tuple[int, ...], SiteSet] = WeakValueDictionary()
-        self._lists: WeakValueDictionary[tuple[int, ...], PositionList] = WeakValueDictionary()
         self._shapes: WeakValueDictionary[object, SelectionShape] = WeakValueDictionary()
         self._numbers = count()
         self._known: dict[_Asked, RequestPlan | None] = {}
@@ -149,7 +193,7 @@ class RequestPlanReader:
             specs: Consumer bit to resolved spec.
         """
         asked = tuple([(bit, spec.sites, spec.positions.wanted(num_prompt)) for bit, spec in sorted(specs.items())])
-        if any(isinstance(wanted, tuple) for _, _, wanted in asked):
+        if any(not isinstance(wanted, range) for _, _, wanted in asked):
             return self._read(asked)
         try:
             return self._known[asked]
@@ -163,10 +207,13 @@ class RequestPlanReader:
         terms = self._terms(asked)
         if not terms:
             return None
-        lists = tuple(self._list(wanted) if isinstance(wanted, tuple) else None for wanted in terms)
+        chosen = [wanted for wanted, _ in terms.values()]
+        lists = tuple(
+            None if isinstance(wanted, range) else PositionList(next(self._numbers), wanted) for wanted in chosen
+        )
         bounds = [
-            (wanted[0], wanted[-1] + 1, listed.number if listed else _step(wanted))
-            for wanted, listed in zip(terms, lists, strict=True)
+            (int(wanted[0]), int(wanted[-1]) + 1, listed.number if listed else _step(wanted))
+            for wanted, listed in zip(chosen, lists, strict=True)
         ]
         first, end = min(start for start, _, _ in bounds), max(stop for _, stop, _ in bounds)
         return RequestPlan(self._shape(terms), first, end, _constant(bounds), lists)
@@ -178,18 +225,19 @@ class RequestPlanReader:
             if not 0 <= bit < MAX_CONSUMERS:
                 raise AssertionError(f"consumer bit {bit} does not fit a mask")
             owned = [self._ids[site] for site in sites if site in self._ids]
-            if owned and wanted:
-                consumers = terms.setdefault(wanted, {})
+            if owned and len(wanted):
+                key = wanted if isinstance(wanted, range) else id(wanted)
+                _, consumers = terms.setdefault(key, (wanted, {}))
                 for site_id in owned:
                     consumers[site_id] = consumers.get(site_id, 0) | 1 << bit
         return terms
 
     def _shape(self, terms: _Terms) -> SelectionShape:
         ids_by_bits: dict[tuple[int, ...], list[int]] = {}
-        for site_id in sorted(set().union(*terms.values())):
-            bits = tuple(consumers.get(site_id, 0) for consumers in terms.values())
+        for site_id in sorted(set().union(*(consumers for _, consumers in terms.values()))):
+            bits = tuple(consumers.get(site_id, 0) for _, consumers in terms.values())
             ids_by_bits.setdefault(bits, []).append(site_id)
-        kinds = tuple(_kind(wanted) for wanted in terms)
+        kinds = tuple(_kind(wanted) for wanted, _ in terms.values())
         key = kinds, tuple((bits, tuple(ids)) for bits, ids in ids_by_bits.items())
         shape = self._shapes.get(key)
         if shape is None:
@@ -205,17 +253,9 @@ class RequestPlanReader:
             self._site_sets[ids] = site_set
         return site_set
 
-    def _list(self, positions: tuple[int, ...]) -> PositionList:
-        listed = self._lists.get(positions)
-        if listed is None:
-            number = next(self._numbers)
-            listed = PositionList(number, _constant(list_keys(np.array(positions, dtype=np.int64), number)))
-            self._lists[positions] = listed
-        return listed
-
 
 def _kind(wanted: _Wanted) -> Kind:
-    if isinstance(wanted, tuple):
+    if not isinstance(wanted, range):
         return "list"
     return "run" if _step(wanted) == 1 else "stride"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 _INT64 = np.dtype(np.int64)
+
+WIRE_VERSION = 1
+"""Of the `RequestWire`, in which a request travels from the front end that resolved it: plain values and bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,61 @@ class BatchView:
         return int(self.num_scheduled.sum())
 
 
+class SpecWire(TypedDict):
+    """A `CaptureSpec` as plain values.
+
+    Attributes:
+        sites: ``{hook: [layers]}``.
+        positions: The selector, as `PositionSelector.to_wire` writes it.
+        options: The consumer's own.
+    """
+
+    sites: dict[str, list[int]]
+    positions: object
+    options: dict[str, Any]
+
+
+class CaptureWire(TypedDict):
+    """Specs of a request that captures, and the way back for its results.
+
+    Attributes:
+        id: The client's request id.
+        n: Samples of the prompt.
+        key: Random; results carry it.
+        reply: Address of the front end's result hub; None if nobody waits.
+        wait: Whether the client waits for its results.
+        specs: By consumer instance.
+    """
+
+    id: str
+    n: int
+    key: str
+    reply: str | None
+    wait: bool
+    specs: dict[str, SpecWire]
+
+
+class RequestWire(TypedDict, total=False):
+    """A request's fields, checked and resolved, as engine core and workers get them.
+
+    Long bytes are `headgate.capture.engine.core.frames.Frame`.
+
+    Attributes:
+        v: `WIRE_VERSION`; always there.
+        capture: If it captures.
+        parts: Of every other part that it asks something of, by its section.
+        offline: True if an `LLM` makes it; else absent.
+        fan_out: Only on the way of a sample to an engine core: the key of what the samples of its prompt share, and
+            whether it is here. If not, nothing else is.
+    """
+
+    v: int
+    offline: bool
+    fan_out: tuple[str, bool]
+    capture: CaptureWire
+    parts: dict[str, Mapping[str, Any]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewRequest:
     """A request the worker sees for the first time, or again with new content under the same id.
@@ -55,13 +113,12 @@ class NewRequest:
     Attributes:
         req_id: Internal id: unique among running requests.
         prompt_token_ids: ``num_prompt_tokens`` integers, a copy of the engine's.
-        wire: The dict that the front end put under ``extra_args["headgate"]``; None when the request asks
-            for nothing.
+        wire: The dict that the front end wrote for it; None if the request asks for nothing.
     """
 
     req_id: str
     prompt_token_ids: Sequence[int] | Int64Array
-    wire: Mapping[str, Any] | None = None
+    wire: RequestWire | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -17,9 +17,10 @@ on meanwhile. `CaptureConsumer.close` completes every future that was handed out
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +28,14 @@ import numpy.typing as npt
 from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.config import Location
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.capture.schema.positions import parse_positions
-from headgate.capture.schema.sites import Site, parse_sites
+from headgate.capture.schema.positions import MAX_POSITION, parse_positions
+from headgate.capture.schema.sites import HOOK_NAMES, Site, parse_hook, parse_sites
 from headgate.capture.schema.spec import CaptureSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_Parsed = TypeVar("_Parsed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +48,7 @@ class ModelInfo:
         hidden_size: Width of the residual stream.
         dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``: the dtype of every captured row.
         sites: Sites that can be captured, as configured.
+        context_length: Tokens of prompt and output that a request may have.
     """
 
     name: str
@@ -52,6 +56,7 @@ class ModelInfo:
     hidden_size: int
     dtype: str
     sites: tuple[Site, ...]
+    context_length: int = MAX_POSITION + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,6 +205,20 @@ class CapturedRequest:
         return self.positions < self.final.num_prompt_tokens
 
 
+class Memo:
+    """Parsed parts of one call's document, by the identity of what was parsed: its prompts all ask for the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], tuple[object, object]] = {}
+
+    def parsed(self, raw: object, field: str, parse: Callable[[object, str], _Parsed]) -> _Parsed:
+        """``parse(raw, field)``, called once for each `raw` and `field`. What raises is not kept."""
+        key = field, id(raw)
+        if key not in self._known:
+            self._known[key] = raw, parse(raw, field)  # with `raw`, whose identity must stay taken
+        return cast("_Parsed", self._known[key][1])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpecContext:
     """The context in which `CaptureConsumer.validate_client_spec` checks a request.
@@ -210,12 +229,14 @@ class SpecContext:
         params: The consumer's configured parameters.
         client_request_id: The request's id.
         field: Path of the spec in the client's document, for errors: ``capture.<instance>``.
+        memo: What was parsed for the same call before.
     """
 
     instance_name: str
     model: ModelInfo
     params: Mapping[str, Any]
     client_request_id: str
+    memo: Memo = field(default_factory=Memo, repr=False, compare=False)
 
     @property
     def field(self) -> str:
@@ -330,15 +351,16 @@ def parse_client_spec(raw: object, context: SpecContext, *, options: Sequence[st
     """
     if not isinstance(raw, Mapping):
         raise RequestError(context.field, f"expected an object with 'hooks', got {shown(raw)}")
-    unknown = sorted(str(key) for key in raw if key not in {"hooks", "positions", *options})
-    if unknown:
+    unknown = next((key for key in raw if key not in {"hooks", "positions", *options}), None)
+    if unknown is not None:
         known = ", ".join(["hooks", "positions", *options])
-        raise RequestError(f"{context.field}.{unknown[0]}", f"unknown field; known: {known}")
+        raise RequestError(f"{context.field}.{unknown}", f"unknown field; known: {known}")
     if "hooks" not in raw:
         raise RequestError(f"{context.field}.hooks", "required: {hook point: layers}")
+    parse = partial(parse_positions, context_length=context.model.context_length)
     return CaptureSpec(
         sites=select_sites(raw["hooks"], context),
-        positions=parse_positions(raw.get("positions", "all"), f"{context.field}.positions"),
+        positions=context.memo.parsed(raw.get("positions", "all"), f"{context.field}.positions", parse),
         options={key: raw[key] for key in options if key in raw},
     )
 
@@ -349,11 +371,15 @@ def select_sites(hooks: object, context: SpecContext) -> tuple[Site, ...]:
     Raises:
         RequestError: Also if a site is not configured, naming those that are.
     """
-    model, where = context.model, f"{context.field}.hooks"
-    if isinstance(hooks, Mapping):
+    return context.memo.parsed(hooks, f"{context.field}.hooks", partial(_select_sites, context.model))
+
+
+def _select_sites(model: ModelInfo, hooks: object, where: str) -> tuple[Site, ...]:
+    if isinstance(hooks, Mapping) and len(hooks) <= len(HOOK_NAMES):
         hooks = {name: _expand_all(name, layers, model.sites, where) for name, layers in hooks.items()}
     sites = parse_sites(hooks, model.num_layers, where)
-    missing = [site for site in sites if site not in model.sites]
+    configured = frozenset(model.sites)
+    missing = [site for site in sites if site not in configured]
     if missing:
         layers = sorted({site.layer for site in model.sites if site.hook is missing[0].hook})
         raise RequestError(
@@ -365,8 +391,6 @@ def select_sites(hooks: object, context: SpecContext) -> tuple[Site, ...]:
 
 
 def _expand_all(name: object, layers: object, sites: Sequence[Site], field: str) -> object:
-    from headgate.capture.schema.sites import parse_hook
-
     if layers != "all":
         return layers
     hook = parse_hook(name, f"{field}.{name}")

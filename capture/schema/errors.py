@@ -7,6 +7,7 @@
     ├── RequestError         what one request asked for cannot be served; HTTP 400 (ValueError)
     ├── ForbiddenError       a client's key does not allow what it asked for; HTTP 403 (PermissionError)
     │   └── QuotaError       its key has used up what it may; HTTP 429
+    ├── OverloadedError      too many others want the same; HTTP 503 with Retry-After (RuntimeError)
     ├── UnsupportedError     this vLLM, this model or this engine setting cannot be served (RuntimeError)
     ├── EngineStateError     engine cores of one server hold different state (RuntimeError)
     ├── SelfTestError        a site did not respond at start-up: refuse to serve (RuntimeError)
@@ -72,6 +73,10 @@ class QuotaError(ForbiddenError):
     def __init__(self, message: str, field: str | None, retry_after_s: int | None) -> None:
         super().__init__(message, field)
         self.retry_after_s = retry_after_s
+
+
+class OverloadedError(HeadgateError, RuntimeError):
+    """A request was sent away unserved, since too many others want the same; it may be sent again later."""
 
 
 class UnsupportedError(HeadgateError, RuntimeError):

@@ -10,9 +10,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.positions import PositionSelector
+from headgate.capture.schema.positions import Indices, PositionSelector
 from headgate.capture.schema.spec import CaptureSpec
+
+MAX_CALL_LISTED = 1 << 20
+"""Positions in the lists of one call: each prompt and sample carries its own, 8 bytes a position."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,15 +27,18 @@ class CaptureUse:
     Attributes:
         num_rows: Positions, by consumer.
         num_bytes: Of the rows at all sites, by consumer.
+        num_listed: Positions that are listed one by one, by consumer.
     """
 
     num_rows: Mapping[str, int] = field(default_factory=dict)
     num_bytes: Mapping[str, int] = field(default_factory=dict)
+    num_listed: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: CaptureUse) -> CaptureUse:
         return CaptureUse(
             num_rows=Counter(self.num_rows) + Counter(other.num_rows),
             num_bytes=Counter(self.num_bytes) + Counter(other.num_bytes),
+            num_listed=Counter(self.num_listed) + Counter(other.num_listed),
         )
 
 
@@ -51,7 +59,12 @@ def use_of(
         for instance, spec in specs.items()
     }
     num_bytes = {instance: num_rows[instance] * len(spec.sites) * row_bytes for instance, spec in specs.items()}
-    return CaptureUse(num_rows=num_rows, num_bytes=num_bytes)
+    num_listed = {
+        instance: num_samples * len(spec.positions.values)
+        for instance, spec in specs.items()
+        if isinstance(spec.positions, Indices)
+    }
+    return CaptureUse(num_rows=num_rows, num_bytes=num_bytes, num_listed=num_listed)
 
 
 def count_rows(positions: PositionSelector, num_prompt: int, num_rows: int) -> int:
@@ -59,7 +72,7 @@ def count_rows(positions: PositionSelector, num_prompt: int, num_rows: int) -> i
     wanted = positions.wanted(num_prompt)
     if isinstance(wanted, range):
         return len(range(wanted.start, min(wanted.stop, num_rows), wanted.step))
-    return sum(position < num_rows for position in wanted)
+    return int(np.searchsorted(wanted, num_rows))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,10 +82,12 @@ class CaptureLimits:
     Attributes:
         max_rows: Positions for one consumer.
         max_bytes: Bytes of rows, at all sites and for all consumers together.
+        max_listed: Positions in the lists of all consumers together.
     """
 
     max_rows: int | None = None
     max_bytes: int | None = None
+    max_listed: int = MAX_CALL_LISTED
 
     def check(self, use: CaptureUse) -> None:
         """Refuse what is too much.
@@ -86,6 +101,14 @@ class CaptureLimits:
         for instance, num_rows in use.num_rows.items():
             if self.max_rows is not None and num_rows > self.max_rows:
                 raise _too_much(instance, f"{num_rows} positions", self.max_rows)
+        num_listed = sum(use.num_listed.values())
+        if num_listed > self.max_listed:
+            largest = max(use.num_listed, key=use.num_listed.__getitem__)
+            raise RequestError(
+                f"capture.{largest}.positions",
+                f"the call lists {num_listed} positions, all prompts and samples (n) together; at most "
+                f"{self.max_listed} can be. Select evenly spaced ones by start, stop and step, or send fewer prompts",
+            )
         num_bytes = sum(use.num_bytes.values())
         if self.max_bytes is not None and num_bytes > self.max_bytes:
             largest = max(use.num_bytes, key=use.num_bytes.__getitem__)

@@ -17,6 +17,10 @@ from headgate.capture.schema.errors import RequestError, shown
 
 NAMED = ("last_prompt", "all_prompt", "all_generated", "all")
 MAX_POSITION = 2**31 - 1
+MAX_LISTED = 1 << 15
+"""Positions in one list. Reading so many takes the front end's event loop some milliseconds."""
+MAX_DESCRIBED = 64
+"""Positions of a list that are written out where a selector is described."""
 _NO_END = MAX_POSITION + 1
 
 
@@ -38,8 +42,8 @@ class PositionSelector(Protocol):
         """
         ...
 
-    def wanted(self, num_prompt: int) -> range | tuple[int, ...]:
-        """Every wanted position in ascending order: a `range` if they are evenly spaced.
+    def wanted(self, num_prompt: int) -> range | Int64Array:
+        """Every wanted position in ascending order: a `range` if they are evenly spaced, else int64, read-only.
 
         One without an end, which goes on into the generated positions, stops above `MAX_POSITION`.
         Only for resolved selectors; it agrees with `mask`.
@@ -53,8 +57,12 @@ class PositionSelector(Protocol):
         """
         ...
 
-    def to_wire(self) -> Any:
-        """Plain values that `selector_from_wire` reads back."""
+    def to_wire(self) -> object:
+        """Plain values and bytes that `selector_from_wire` reads back."""
+        ...
+
+    def described(self) -> object:
+        """JSON values for people: as the client wrote it, but without long lists."""
         ...
 
 
@@ -91,35 +99,66 @@ class Named:
     def to_wire(self) -> str:
         return self.name
 
+    def described(self) -> str:
+        return self.name
+
 
 @dataclass(frozen=True, slots=True)
 class Indices:
-    """A list of positions; negative ones count from the end of the prompt until resolved."""
+    """A list of positions; negative ones count from the end of the prompt until resolved.
 
-    values: tuple[int, ...]
+    Attributes:
+        data: int64 in the machine's order, ascending, each once; at least one. Bytes, since a list may be long: nothing
+            but numpy walks through it, and it travels as it is.
+    """
+
+    data: bytes
+
+    @classmethod
+    def of(cls, values: Int64Array | Sequence[int]) -> Indices:
+        """Make a selector of positions in any order."""
+        ordered = np.sort(np.asarray(values, dtype=np.int64))
+        return cls(ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))].tobytes())
+
+    @property
+    def values(self) -> Int64Array:
+        """The positions: int64, ascending, read-only."""
+        return np.frombuffer(self.data, dtype=np.int64)
 
     def resolve(self, num_prompt: int, field: str) -> Indices:
-        low = [value for value in self.values if value < -num_prompt]
-        if low:
-            raise RequestError(field, f"position {low[0]} lies before the prompt, which has {num_prompt} tokens")
-        return Indices(tuple(sorted({v if v >= 0 else v + num_prompt for v in self.values})))
+        values = self.values
+        if values[0] >= 0:
+            return self
+        if values[0] < -num_prompt:
+            raise RequestError(field, f"position {values[0]} lies before the prompt, which has {num_prompt} tokens")
+        return Indices.of(np.where(values < 0, values + num_prompt, values))
 
     def mask(self, positions: Int64Array, num_prompt: Int64Array) -> BoolArray:
-        return np.isin(positions, np.asarray(self.values, dtype=np.int64))
+        values = self.values
+        found: BoolArray = values[np.minimum(np.searchsorted(values, positions), len(values) - 1)] == positions
+        return found
 
-    def wanted(self, num_prompt: int) -> range | tuple[int, ...]:
-        first, last = self.values[0], self.values[-1]
+    def wanted(self, num_prompt: int) -> range | Int64Array:
+        values = self.values
+        first, last = int(values[0]), int(values[-1])
         if first < 0:
-            raise AssertionError(f"{self} is not resolved")
-        step = self.values[1] - first if len(self.values) > 1 else 1
+            raise AssertionError(f"{self.described()} is not resolved")
+        step = int(values[1]) - first if len(values) > 1 else 1
         spaced = range(first, last + 1, step)
-        return spaced if len(spaced) == len(self.values) and tuple(spaced) == self.values else self.values
+        is_spaced = len(spaced) == len(values) and spaced[-1] == last and bool((np.diff(values) == step).all())
+        return spaced if is_spaced else values
 
     def needs_prompt(self, num_prompt: int) -> bool:
-        return any(value < num_prompt - 1 for value in self.values)
+        return int(self.values[0]) < num_prompt - 1
 
-    def to_wire(self) -> list[int]:
-        return list(self.values)
+    def to_wire(self) -> bytes:
+        return self.data
+
+    def described(self) -> list[int] | dict[str, int]:
+        values = self.values
+        if len(values) <= MAX_DESCRIBED:
+            return [int(value) for value in values]
+        return {"num_listed": len(values), "first": int(values[0]), "last": int(values[-1])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +201,9 @@ class Span:
     def to_wire(self) -> dict[str, int | None]:
         return {"start": self.start, "stop": self.stop, "step": self.step}
 
+    def described(self) -> dict[str, int | None]:
+        return self.to_wire()
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -187,17 +229,21 @@ class Message:
     def needs_prompt(self, num_prompt: int) -> bool:
         return True
 
-    def to_wire(self) -> dict[str, Any]:
+    def to_wire(self) -> dict[str, str | int | None]:
         return {"role": self.role, "index": self.index}
 
+    def described(self) -> dict[str, str | int | None]:
+        return self.to_wire()
 
-def parse_positions(raw: object, field: str) -> PositionSelector:
+
+def parse_positions(raw: object, field: str, context_length: int = _NO_END) -> PositionSelector:
     """Read a client's position selector.
 
     Args:
-        raw: One of `NAMED`; a non-empty list of ints; ``{"start", "stop", "step"}``; or
+        raw: One of `NAMED`; a non-empty list of at most `MAX_LISTED` ints; ``{"start", "stop", "step"}``; or
             ``{"role": ..., "index": ...}`` for one message of a chat.
         field: Path of `raw` in the client's document, for errors.
+        context_length: Of the model; a list may name no position at or beyond it.
 
     Raises:
         RequestError: If it is none of these.
@@ -205,13 +251,13 @@ def parse_positions(raw: object, field: str) -> PositionSelector:
     if isinstance(raw, str) and raw in NAMED:
         return Named(raw)
     if isinstance(raw, Mapping):
-        keys = set(raw)
+        keys = set(raw) if len(raw) <= 3 else set()  # a client may send any number
         if keys and keys <= {"start", "stop", "step"}:
             return _parse_span(raw, field)
         if keys and keys <= {"role", "index"}:
             return _parse_message(raw, field)
     elif isinstance(raw, Sequence) and not isinstance(raw, str | bytes | bytearray) and raw:
-        return Indices(tuple(sorted({_integer(value, f"{field}[{i}]") for i, value in enumerate(raw)})))
+        return _parse_list(raw, field, context_length)
     raise RequestError(
         field,
         f"unknown selector {shown(raw)}; expected one of {', '.join(NAMED)}, a non-empty list of integers, "
@@ -219,9 +265,37 @@ def parse_positions(raw: object, field: str) -> PositionSelector:
     )
 
 
-def selector_from_wire(wire: Any) -> PositionSelector:
-    """Read what `PositionSelector.to_wire` wrote."""
-    return parse_positions(wire, "positions")
+def selector_from_wire(wire: object) -> PositionSelector:
+    """Read what `PositionSelector.to_wire` wrote; long lists are neither copied nor checked again."""
+    return Indices(wire) if isinstance(wire, bytes) else parse_positions(wire, "positions")
+
+
+def _parse_list(raw: Sequence[object], field: str, context_length: int) -> Indices:
+    if len(raw) > MAX_LISTED:
+        raise RequestError(
+            field,
+            f"lists {len(raw)} positions, at most {MAX_LISTED} can be; select evenly spaced ones with "
+            '{"start", "stop", "step"}',
+        )
+    is_plain = set(map(type, raw)) == {int}
+    try:
+        values = np.array(raw if is_plain else [_listed(raw, i, field) for i in range(len(raw))], dtype=np.int64)
+    except OverflowError:
+        values = np.array([2**63 - 1])
+    if not -_NO_END < values.min() <= values.max() < context_length:
+        for index in range(len(raw)):
+            _listed(raw, index, field, context_length)
+    return Indices.of(values)
+
+
+def _listed(raw: Sequence[object], index: int, field: str, context_length: int = _NO_END) -> int:
+    """One entry of a list; the text of its field is made for an error alone."""
+    value = raw[index]
+    if type(value) is not int or not -_NO_END < value < context_length:
+        value = _integer(value, f"{field}[{index}]")
+        if value >= context_length:
+            raise RequestError(f"{field}[{index}]", f"{value} is beyond the context of {context_length} tokens")
+    return value
 
 
 def _parse_span(raw: Mapping[str, Any], field: str) -> Span:

@@ -26,6 +26,7 @@ class CaptureResult(msgspec.Struct, kw_only=True, omit_defaults=False):
         num_rows: Positions captured.
         num_bytes: Bytes of rows delivered, over all sites.
         dropped_rows: Positions lost to overload.
+        key: The consumer's name, under which a request finds the result; empty while a worker puts it together.
     """
 
     status: Status
@@ -34,6 +35,7 @@ class CaptureResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     num_rows: int = 0
     num_bytes: int = 0
     dropped_rows: int = 0
+    key: str = ""
 
 
 @runtime_checkable

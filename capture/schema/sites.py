@@ -117,6 +117,8 @@ def parse_sites(hooks: object, num_layers: int, field: str) -> tuple[Site, ...]:
     """
     if not isinstance(hooks, Mapping) or not hooks:
         raise RequestError(field, f"expected a non-empty object of hook point to layers, got {shown(hooks)}")
+    if len(hooks) > len(HOOK_NAMES):
+        raise RequestError(field, f"{len(hooks)} hook points; known: {', '.join(sorted(HOOK_NAMES))}")
     sites: set[Site] = set()
     for name, layers in hooks.items():
         hook = parse_hook(name, f"{field}.{name}")
@@ -161,6 +163,8 @@ def parse_layers(layers: object, num_layers: int, field: str) -> tuple[int, ...]
         return _layers_and_ranges(layers, num_layers, field)
     if isinstance(layers, int | np.integer) and not isinstance(layers, bool):
         layers = [layers]
+    if _is_list(layers):
+        _check_length(layers, num_layers, field)
     if not _is_list(layers) or not layers:
         raise RequestError(
             field,
@@ -181,11 +185,11 @@ def site_map(sites: Iterable[Site]) -> dict[str, list[int]]:
 
 
 def _layers_and_ranges(layers: Mapping[Any, Any], num_layers: int, field: str) -> tuple[int, ...]:
-    unknown = set(layers) - {"layers", "ranges"}
-    if unknown or not layers:
-        raise RequestError(field, f"expected the keys 'layers' and 'ranges', got {shown(sorted(map(str, layers)))}")
-    chosen = {_layer(layer, num_layers, f"{field}.layers") for layer in _listed(layers, "layers", field)}
-    for index, pair in enumerate(_listed(layers, "ranges", field)):
+    if not layers or any(key not in ("layers", "ranges") for key in layers):
+        raise RequestError(field, f"expected the keys 'layers' and 'ranges', got {shown(dict(layers))}")
+    listed = _listed(layers, "layers", num_layers, field)
+    chosen = {_layer(layer, num_layers, f"{field}.layers") for layer in listed}
+    for index, pair in enumerate(_listed(layers, "ranges", num_layers, field)):
         where = f"{field}.ranges[{index}]"
         if not _is_list(pair) or len(pair) != 2:
             raise RequestError(where, f"expected [start, stop] with stop exclusive, got {shown(pair)}")
@@ -198,13 +202,20 @@ def _layers_and_ranges(layers: Mapping[Any, Any], num_layers: int, field: str) -
     return tuple(sorted(chosen))
 
 
-def _listed(layers: Mapping[Any, Any], key: str, field: str) -> Sequence[Any]:
+def _listed(layers: Mapping[Any, Any], key: str, num_layers: int, field: str) -> Sequence[Any]:
     value = layers.get(key)
     if value is None:
         return ()
     if not _is_list(value):
         raise RequestError(f"{field}.{key}", f"expected a list, got {shown(value)}")
+    _check_length(value, num_layers, f"{field}.{key}")
     return value
+
+
+def _check_length(layers: Sequence[Any], num_layers: int, field: str) -> None:
+    """Refuse a list that is longer than one of all layers, counted from the first and from the last."""
+    if len(layers) > 2 * num_layers:
+        raise RequestError(field, f'lists {len(layers)} entries, at most {2 * num_layers} can be; all layers are "all"')
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:

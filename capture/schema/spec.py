@@ -8,11 +8,10 @@ from typing import Any
 
 import msgspec
 
+from headgate.capture.schema.batch import SpecWire
 from headgate.capture.schema.positions import PositionSelector, selector_from_wire
 from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
 
-WIRE_VERSION = 1
-"""Of the dict in which a request's specs travel to the worker."""
 MAX_KNOWN, MAX_KNOWN_BYTES = 256, 4096
 
 
@@ -31,7 +30,7 @@ class CaptureSpec:
     positions: PositionSelector
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def to_wire(self) -> dict[str, Any]:
+    def to_wire(self) -> SpecWire:
         """A msgpack-able form that `from_wire` reads back."""
         return {
             "sites": site_map(self.sites),
@@ -40,7 +39,7 @@ class CaptureSpec:
         }
 
     @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> CaptureSpec:
+    def from_wire(cls, wire: SpecWire) -> CaptureSpec:
         """Read `to_wire`'s form. The front end made and checked it: a malformed one is a bug, not bad input."""
         sites = [Site(layer, HookPoint(hook)) for hook, layers in wire["sites"].items() for layer in (layers or (-1,))]
         return cls(
@@ -61,16 +60,17 @@ class SpecReader:
         self._sites = frozenset(sites)
         self._known: dict[bytes, CaptureSpec] = {}
 
-    def read(self, wire: Mapping[str, Any]) -> CaptureSpec:
+    def read(self, wire: SpecWire) -> CaptureSpec:
         """Read `CaptureSpec.to_wire`'s form."""
-        key = msgspec.msgpack.encode((wire["sites"], wire["positions"]))
+        is_long = isinstance(wire["positions"], bytes) and len(wire["positions"]) > MAX_KNOWN_BYTES
+        key = b"" if is_long else msgspec.msgpack.encode((wire["sites"], wire["positions"]))
         known = self._known.get(key)
         if known is None:
             known = CaptureSpec.from_wire(wire)
             known = CaptureSpec(
                 sites=tuple(site for site in known.sites if site in self._sites), positions=known.positions
             )
-            if len(key) <= MAX_KNOWN_BYTES:
+            if 0 < len(key) <= MAX_KNOWN_BYTES:
                 if len(self._known) >= MAX_KNOWN:
                     self._known.clear()
                 self._known[key] = known

@@ -6,6 +6,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from msgspec.structs import replace
+
 from headgate.capture.schema.results import CaptureResult, CaptureResults, merge_samples, merge_stages
 
 MAX_CLOSED_KEYS = 65536
@@ -48,9 +50,12 @@ class ExpectedRequest:
     def results(self, missing: CaptureResult) -> CaptureResults:
         """Merge the answers so far; `missing` stands for those of consumers that did not answer for a sample."""
         samples = [
-            {name: self._result(sample, name, missing) for name in self.instances} for sample in range(self.num_samples)
+            {name: replace(self._result(sample, name, missing), key=name) for name in self.instances}
+            for sample in range(self.num_samples)
         ]
-        merged = {name: merge_samples([sample[name] for sample in samples]) for name in self.instances}
+        merged = {
+            name: replace(merge_samples([sample[name] for sample in samples]), key=name) for name in self.instances
+        }
         return CaptureResults(samples, merged)
 
     def _result(self, sample: int, instance: str, missing: CaptureResult) -> CaptureResult:

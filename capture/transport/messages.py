@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from headgate.capture.schema.batch import FinalState, Int64Array
+from headgate.capture.schema.batch import FinalState, Int64Array, SpecWire
 from headgate.capture.schema.consumer import FinishedRequest, Origin, RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.results import CaptureResult
@@ -74,7 +74,7 @@ class BeginMessage(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     num_samples: int
     stage: int
     num_stages: int
-    spec: dict[str, Any]
+    spec: SpecWire
 
 
 class SpanHeader(msgspec.Struct, frozen=True, array_like=True):

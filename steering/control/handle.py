@@ -9,6 +9,7 @@ from headgate.capture.engine.contracts.request_part import EngineCores
 from headgate.capture.schema.sites import site_map
 from headgate.steering.control import operations
 from headgate.steering.control.operations import ModuleStatus, SteeringStatus
+from headgate.steering.core.audit import OPERATOR, Actor, AuditEntry
 from headgate.steering.requests.request_fields import MODULE_FIELDS
 from headgate.steering.vectors.phase_vectors import Steerable
 
@@ -126,26 +127,38 @@ class Steering(_Described):
         """Return the registered modules, by name."""
         return self._cores.run(operations.modules())  # type: ignore[no-any-return]
 
+    def audit(self) -> list[AuditEntry]:
+        """Return the last 1000 changes of global vectors and modules, the newest last."""
+        return self._cores.run(operations.audit())  # type: ignore[no-any-return]
+
 
 class AsyncSteering(_Described):
     """Global vectors and named modules of an `AsyncLLM`, on its event loop: every call is awaited.
 
     Vectors and files are read on a thread beside the loop; changes take effect in the order of the calls. With data
-    parallelism each call reaches every engine core of this `AsyncLLM`, all or none.
+    parallelism each call reaches every engine core of this `AsyncLLM`, all or none. Changes are noted as those of `by`.
     """
 
     async def set(
-        self, vectors: Any = None, *, prefill_vectors: Any = None, decode_vectors: Any = None, replace: bool = False
+        self,
+        vectors: Any = None,
+        *,
+        prefill_vectors: Any = None,
+        decode_vectors: Any = None,
+        replace: bool = False,
+        by: Actor = OPERATOR,
     ) -> SteeringStatus:
         """See `Steering.set`."""
         document = dict(zip(MODULE_FIELDS, (vectors, prefill_vectors, decode_vectors), strict=True))
         return await self._cores.run(  # type: ignore[no-any-return]
-            operations.set_global(document, self.steerable, replace=replace, num_engines=self._cores.num_engines)
+            operations.set_global(document, self.steerable, replace=replace, num_engines=self._cores.num_engines, by=by)
         )
 
-    async def clear(self) -> SteeringStatus:
+    async def clear(self, *, by: Actor = OPERATOR) -> SteeringStatus:
         """See `Steering.clear`."""
-        return await self._cores.run(operations.clear_global(num_engines=self._cores.num_engines))  # type: ignore[no-any-return]
+        return await self._cores.run(  # type: ignore[no-any-return]
+            operations.clear_global(num_engines=self._cores.num_engines, by=by)
+        )
 
     async def status(self) -> SteeringStatus:
         """See `Steering.status`."""
@@ -159,17 +172,22 @@ class AsyncSteering(_Described):
         prefill_vectors: Any = None,
         decode_vectors: Any = None,
         path: Path | None = None,
+        by: Actor = OPERATOR,
     ) -> ModuleStatus:
         """See `Steering.register`."""
         document = dict(zip(MODULE_FIELDS, (vectors, prefill_vectors, decode_vectors), strict=True))
         return await self._cores.run(  # type: ignore[no-any-return]
-            operations.register(name, document, path, self.steerable, self._cores.num_engines)
+            operations.register(name, document, path, self.steerable, self._cores.num_engines, by)
         )
 
-    async def unregister(self, name: str) -> ModuleStatus:
+    async def unregister(self, name: str, *, by: Actor = OPERATOR) -> ModuleStatus:
         """See `Steering.unregister`."""
-        return await self._cores.run(operations.unregister(name, self._cores.num_engines))  # type: ignore[no-any-return]
+        return await self._cores.run(operations.unregister(name, self._cores.num_engines, by))  # type: ignore[no-any-return]
 
     async def modules(self) -> dict[str, ModuleStatus]:
         """See `Steering.modules`."""
         return await self._cores.run(operations.modules())  # type: ignore[no-any-return]
+
+    async def audit(self) -> list[AuditEntry]:
+        """See `Steering.audit`."""
+        return await self._cores.run(operations.audit())  # type: ignore[no-any-return]

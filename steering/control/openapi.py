@@ -78,7 +78,7 @@ _ERROR = _object(
 
 _REASONS = {
     400: "The body is wrong; `param` names the field. Nothing has changed.",
-    403: "The request lacks a key of HEADGATE_STEERING_KEYS.",
+    403: "The request lacks a key with the role, or the module belongs to another key.",
     404: "The server was started without steering, or there is no module of that name.",
     415: "The body is neither JSON nor msgpack.",
 }
@@ -229,5 +229,44 @@ MODULES: dict[str, Any] = {
         _object({"modules": _list(_TEXT), "count": _COUNT}, required=("modules", "count")),
         {"modules": ["creativity", "safety", "formality"], "count": 3},
         404,
+    ),
+}
+_ENTRY = _object(
+    {
+        "time": {**_TEXT, "format": "date-time"},
+        "engine": _COUNT,
+        "action": {"type": "string", "enum": ["set", "clear", "register", "unregister"]},
+        "key": {"type": ["string", "null"], "description": "Name of the client's key; null if it needed none."},
+        "address": {"type": ["string", "null"]},
+        "name": {"type": ["string", "null"], "description": "The module; null for global vectors."},
+        "prefill": {"type": ["string", "null"], "description": "Content hash of what acts afterwards."},
+        "decode": {"type": ["string", "null"]},
+        "version": _COUNT,
+        "is_undo": {"type": "boolean", "description": "Whether it takes back what another engine core refused."},
+    },
+    required=("time", "engine", "action", "key", "address", "name", "prefill", "decode", "version", "is_undo"),
+)
+AUDIT: dict[str, Any] = {
+    "summary": "Who changed global vectors and named modules",
+    "responses": _answer(
+        _object({"entries": _list(_ENTRY), "size": _COUNT}, required=("entries", "size")),
+        {
+            "entries": [
+                {
+                    "time": "2026-11-23T17:04:05.678Z",
+                    "engine": 0,
+                    "action": "register",
+                    "key": "alice",
+                    "address": "10.0.0.3",
+                    "name": "creativity",
+                    "prefill": _HASH,
+                    "decode": _HASH[::-1],
+                    "version": 1,
+                    "is_undo": False,
+                }
+            ],
+            "size": 1000,
+        },
+        *(403, 404),
     ),
 }

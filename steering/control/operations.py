@@ -14,6 +14,7 @@ from typing import Any
 
 from headgate.capture.engine.contracts.request_part import CoreCall, Operation, Result
 from headgate.capture.schema.errors import EngineStateError, RequestError
+from headgate.steering.core.audit import BY, OPERATOR, Actor, AuditEntry
 from headgate.steering.files.vector_files import load
 from headgate.steering.requests.request_fields import MODULE_FIELDS, read_module, read_update, sum_tiers
 from headgate.steering.requests.wire import TIERS, to_wire
@@ -102,7 +103,7 @@ class SteeringStatus:
 
 
 def set_global(
-    document: Mapping[str, Any], steerable: Steerable, *, replace: bool, num_engines: int
+    document: Mapping[str, Any], steerable: Steerable, *, replace: bool, num_engines: int, by: Actor = OPERATOR
 ) -> Operation[SteeringStatus]:
     """Set global vectors: a document with the keys `MODULE_FIELDS`. Zeros take a site back."""
     updates = [read_update(document.get(field), steerable, field) for field in MODULE_FIELDS]
@@ -115,12 +116,18 @@ def set_global(
         name: [site.name for site in update.cleared] for name, update in zip(TIERS, updates, strict=True) if update
     }
     order = ("set_global", {"tiers": wire, "replace": replace, "cleared": cleared})
-    return (yield from _change_global(order, num_engines))
+    return (yield from _change_global(order, num_engines, by))
 
 
-def clear_global(*, num_engines: int) -> Operation[SteeringStatus]:
+def clear_global(*, num_engines: int, by: Actor = OPERATOR) -> Operation[SteeringStatus]:
     """Remove all global vectors."""
-    return (yield from _change_global(("clear_global", {}), num_engines))
+    return (yield from _change_global(("clear_global", {}), num_engines, by))
+
+
+def audit() -> Operation[list[AuditEntry]]:
+    """Ask for the last changes of global vectors and modules."""
+    answers: Sequence[list[AuditEntry]] = yield CoreCall(method="audit", args={})
+    return answers[0]
 
 
 def status() -> Operation[SteeringStatus]:
@@ -129,32 +136,45 @@ def status() -> Operation[SteeringStatus]:
 
 
 def register(
-    name: str, document: Mapping[str, Any], path: str | os.PathLike[str] | None, steerable: Steerable, num_engines: int
+    name: str,
+    document: Mapping[str, Any],
+    path: str | os.PathLike[str] | None,
+    steerable: Steerable,
+    num_engines: int,
+    by: Actor = OPERATOR,
 ) -> Operation[ModuleStatus]:
     """Register a module from a document with the keys `MODULE_FIELDS`, or from a file."""
     check_name(name, "name")
     wire = to_wire(_read(document, path, steerable))
 
     def attempt() -> Operation[ModuleStatus]:
-        undo: tuple[str, Mapping[str, Any]] = ("unregister", {"name": name})
+        undo: tuple[str, Mapping[str, Any]] = ("unregister", _by(by.undo(None), name=name))
         if num_engines > 1 and name in _by_name((yield CoreCall(method="modules", args={}))[0]):
-            (earlier, *_) = yield CoreCall(method="export_module", args={"name": name})
-            undo = ("register", {"name": name, "spec": earlier})
-        answers = yield CoreCall(method="register", args={"name": name, "spec": wire}, undo=undo)
+            undo = yield from _restoring(name, by)
+        answers = yield CoreCall(method="register", args=_by(by, name=name, spec=wire), undo=undo)
         return _module(answers[0])
 
     return (yield from _agreed(attempt, num_engines))
 
 
-def unregister(name: str, num_engines: int) -> Operation[ModuleStatus]:
+def unregister(name: str, num_engines: int, by: Actor = OPERATOR) -> Operation[ModuleStatus]:
     """Forget a module."""
     check_name(name, "name")
-    undo = None
-    if num_engines > 1:
-        (earlier, *_) = yield CoreCall(method="export_module", args={"name": name})
-        undo = ("register", {"name": name, "spec": earlier})
-    answers = yield CoreCall(method="unregister", args={"name": name}, undo=undo)
+    undo = (yield from _restoring(name, by)) if num_engines > 1 else None
+    answers = yield CoreCall(method="unregister", args=_by(by, name=name), undo=undo)
     return _module(answers[0])
+
+
+def _restoring(name: str, by: Actor) -> Operation[tuple[str, Mapping[str, Any]]]:
+    """Make the call that registers a module again as it is now, for the client that it belongs to."""
+    (earlier, *_) = yield CoreCall(method="export_module", args={"name": name})
+    (owner, *_) = yield CoreCall(method="owner", args={"name": name})
+    return "register", _by(by.undo(owner), name=name, spec=earlier)
+
+
+def _by(by: Actor, **args: Any) -> Mapping[str, Any]:
+    """Arguments of a change, with who asks for it; the operator's own process need not say so."""
+    return args if by == OPERATOR else {**args, BY: by.to_wire()}
 
 
 def modules() -> Operation[dict[str, ModuleStatus]]:
@@ -176,13 +196,13 @@ def _read(document: Mapping[str, Any], path: str | os.PathLike[str] | None, stee
         raise RequestError("path", f"{os.fspath(path)}: {error}") from error
 
 
-def _change_global(order: tuple[str, Mapping[str, Any]], num_engines: int) -> Operation[SteeringStatus]:
+def _change_global(order: tuple[str, Mapping[str, Any]], num_engines: int, by: Actor) -> Operation[SteeringStatus]:
     def attempt() -> Operation[SteeringStatus]:
         undo = None
         if num_engines > 1:
             (earlier, *_) = yield CoreCall(method="export_global", args={})
-            undo = ("set_global", {"tiers": earlier, "replace": True})
-        return _status((yield CoreCall(method=order[0], args=order[1], undo=undo)))
+            undo = ("set_global", _by(by.undo(None), tiers=earlier, replace=True))
+        return _status((yield CoreCall(method=order[0], args=_by(by, **order[1]), undo=undo)))
 
     return (yield from _agreed(attempt, num_engines))
 

@@ -19,6 +19,7 @@ from headgate.capture.schema.sites import HookPoint, parse_hook
 from headgate.steering.control import openapi
 from headgate.steering.control.handle import AsyncSteering
 from headgate.steering.control.operations import SteeringStatus
+from headgate.steering.core.audit import SIZE, Actor
 from headgate.steering.requests.request_fields import MODULE_FIELDS, TierUpdate, read_tier, read_update
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, check_name
 
@@ -37,12 +38,16 @@ def open_routes(services: RouteServices) -> APIRouter:
         ("/modules/unregister", routes.unregister, openapi.UNREGISTER),
     ):
         router.add_api_route(path, answer, methods=["POST"], dependencies=keyed, response_model=None, **about)
-    for path, answer, about in (
+    for path, read, about in (
         ("", routes.status, openapi.STATUS),
         ("/layers", routes.layers, openapi.LAYERS),
         ("/modules", routes.modules, openapi.MODULES),
     ):
-        router.add_api_route(path, answer, methods=["GET"], response_model=None, **about)
+        router.add_api_route(path, read, methods=["GET"], response_model=None, **about)
+    admin = [Depends(services.require_admin)]
+    router.add_api_route(
+        "/audit", routes.audit, methods=["GET"], dependencies=admin, response_model=None, **openapi.AUDIT
+    )
     return router
 
 
@@ -65,12 +70,12 @@ class SteeringRoutes:
             if not isinstance(replace, bool):
                 raise RequestError("replace", f"expected true or false, got {shown(replace)}")
             updates = await asyncio.to_thread(read_updates, document, handle.steerable)
-            await handle.set(**updates, replace=replace)
+            await handle.set(**updates, replace=replace, by=self._actor(request))
         return {"status": "ok", "hook_points": hook_points(document), "layers_updated": layers_of(updates.values())}
 
-    async def clear(self) -> dict[str, Any]:
+    async def clear(self, request: Request) -> dict[str, Any]:
         """Remove all global vectors; named modules stay."""
-        await self._handle().clear()
+        await self._handle().clear(by=self._actor(request))
         return {"status": "ok"}
 
     async def register(self, request: Request) -> dict[str, Any]:
@@ -83,7 +88,9 @@ class SteeringRoutes:
             document = await self._read(request, ("name", *MODULE_FIELDS))
             tiers = await asyncio.to_thread(read_tiers, document, handle.steerable)
             vectors, prefill, decode = tiers.values()
-            module = await handle.register(_name(document), vectors, prefill_vectors=prefill, decode_vectors=decode)
+            module = await handle.register(
+                _name(document), vectors, prefill_vectors=prefill, decode_vectors=decode, by=self._actor(request)
+            )
             names = list(await handle.modules())
         return {"status": "ok", **dataclasses.asdict(module), "modules": names}
 
@@ -95,7 +102,7 @@ class SteeringRoutes:
             if name not in (known := await handle.modules()):
                 registered = ", ".join(known) or "none"
                 raise HTTPException(404, f"name: unknown steering module {name!r}; registered: {registered}")
-            module = await handle.unregister(name)
+            module = await handle.unregister(name, by=self._actor(request))
         return {"status": "ok", "name": module.name}
 
     async def status(self) -> dict[str, Any]:
@@ -118,6 +125,14 @@ class SteeringRoutes:
         """Return the names of the registered modules."""
         names = list(await self._handle().modules())
         return {"modules": names, "count": len(names)}
+
+    async def audit(self) -> dict[str, Any]:
+        """Return the last changes of global vectors and modules, the newest last."""
+        return {"entries": await self._handle().audit(), "size": SIZE}
+
+    def _actor(self, request: Request) -> Actor:
+        client = self._services.client(request)
+        return Actor(key=client.key, address=client.address, is_bound=client.is_bound)
 
     def _handle(self) -> AsyncSteering:
         return self._services.handle()  # type: ignore[no-any-return]

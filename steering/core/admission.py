@@ -7,11 +7,12 @@ nothing. So every request that runs can run to its end, and no request waits for
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.errors import OverloadedError, RequestError
 
 R = TypeVar("R")
 
@@ -167,24 +168,36 @@ class Reservations(Generic[R]):
                 "max_steering_slots",
             )
 
-    def offer(self, req_id: str, demand: Demand, request: R, *, priority: int = 0, field: str = "steering") -> bool:
+    def offer(
+        self, req_id: str, demand: Demand, request: R, *, priority: int = 0, max_waiting: float = math.inf
+    ) -> bool:
         """Offer a request. True: it has its slots, or needs none, and goes to the scheduler; False: it waits.
 
-        Requests with a lower `priority` value go first, and among equals the earlier ones.
+        Requests with a lower `priority` value go first, and among equals the earlier ones. Those whose vectors another
+        one waits for, such as further samples of a prompt, wait beside it whatever `max_waiting` is.
 
         Raises:
             RequestError: If it can never fit.
+            OverloadedError: If `max_waiting` others wait already.
         """
         if demand == Demand():
             return True
         if req_id in self._admitted or req_id in self._waiting:
             raise AssertionError(f"request {req_id!r} is here already")
-        self.check(demand, field)
+        self.check(demand, "steering")
+        is_late = len(self._waiting) >= max_waiting and all(one.demand != demand for one in self._heap)
         self._num_arrived += 1
         heapq.heappush(self._heap, _Waiting(priority, self._num_arrived, req_id, demand))
         self._waiting[req_id] = request
         # The one that was first before did not fit, and does not now; so this is the newcomer or nobody.
-        return bool(self.admit())
+        may_enter = bool(self.admit())
+        if is_late and not may_enter:
+            self.withdraw([req_id])
+            raise OverloadedError(
+                f"{len(self._waiting)} steered requests wait for vector slots, the most that may "
+                f"(steering.max_waiting); {self.num_reserved} of {self.capacity} slots are taken. Try again later"
+            )
+        return may_enter
 
     def release(self, req_id: str) -> None:
         """Free the slots of a request, if it had any. `admit` is to be called next."""

@@ -9,6 +9,7 @@ from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.core.admission import Reservations
+from headgate.steering.core.audit import BY, OPERATOR, Actor, Audit
 from headgate.steering.core.state import GlobalTiers, Module, SteeringState, demand_of
 from headgate.steering.requests.wire import TIERS, SteeringWire, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors, SteeringSpec, check_name
@@ -34,9 +35,13 @@ class OperatorCalls:
         state: Holds global vectors and modules.
         reservations: Of the slots.
         services: Calls the workers and restarts requests.
+        audit: Notes the changes.
     """
 
-    def __init__(self, state: SteeringState, reservations: Reservations[str], services: CoreServices) -> None:
+    def __init__(
+        self, state: SteeringState, reservations: Reservations[str], services: CoreServices, audit: Audit
+    ) -> None:
+        self._audit = audit
         self._state = state
         self._reservations = reservations
         self._services = services
@@ -52,19 +57,31 @@ class OperatorCalls:
             "check": self._check,
             "export_global": self._export_global,
             "export_module": self._export_module,
+            "audit": audit.entries,
+            "owner": audit.owner_of,
         }
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any:
         """Run one of the methods by its name, such as ``register``; plain values and bytes go in and come out.
 
+        The argument `BY` says who asks.
+
         Raises:
+            ForbiddenError: If a change is not this client's to make. Nothing has changed.
             RequestError: If the method is unknown, or refuses. Nothing has changed.
             Exception: What a worker raised. Nothing has changed.
         """
         if method not in self._methods:
             raise RequestError("method", f"steering has no method {method!r}; known: {', '.join(self._methods)}")
         self.forget_unused()
-        return self._methods[method](**args)
+        by = Actor(**args[BY]) if BY in args else OPERATOR
+        given = {key: value for key, value in args.items() if key != BY}
+        name = given.get("name")
+        is_registered = any(module.name == name for module in self._state.modules())
+        self._audit.check(method, name, by, is_registered=is_registered)
+        answer = self._methods[method](**given)
+        self._audit.note(method, name, by, answer)
+        return answer
 
     def register(self, name: str, spec: SteeringSpec) -> Module:
         """Register a module, in place of an earlier one of its name.

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from itertools import takewhile
+from pathlib import Path
 from typing import Any, NamedTuple, cast
+from weakref import WeakValueDictionary
+
+import numpy as np
 
 from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
 from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.schema.errors import ConfigError, RequestError
-from headgate.steering.config import parse_config
+from headgate.steering.config import SteeringConfig, parse_config
 from headgate.steering.core.admission import Reservations
+from headgate.steering.core.audit import Audit
 from headgate.steering.core.operator_calls import OperatorCalls
 from headgate.steering.core.state import Resolved, SteeringState
 from headgate.steering.files.vector_files import VectorFileError, load
@@ -31,14 +39,32 @@ class SteeringCore:
         dtype: The model's.
         capacity: Slots of the workers' pools, the zero vector aside.
         services: Calls the workers and restarts requests.
+        config: The operator's: the limits of requests that wait.
+        audit: Notes changes of what steers others; one of its own if None.
+        clock: Seconds, never going back.
     """
 
-    def __init__(self, dtype: StoredType, capacity: int, services: CoreServices) -> None:
+    def __init__(
+        self,
+        dtype: StoredType,
+        capacity: int,
+        services: CoreServices,
+        config: SteeringConfig,
+        audit: Audit | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._state = SteeringState(dtype)
         self._reservations: Reservations[str] = Reservations(capacity)
-        self._operator = OperatorCalls(self._state, self._reservations, services)
+        self._operator = OperatorCalls(self._state, self._reservations, services, audit or Audit())
         self._resolved: dict[str, Resolved] = {}
         """Of requests that steer, from `accept` until `release`."""
+        self._limits = config.wait_limits(is_offline=False)
+        self._offline_limits = config.wait_limits(is_offline=True)
+        self._clock = clock
+        self._waiting_since: dict[str, float] = {}
+        """Of requests whose wait is limited, in the order of their arrival."""
+        self._payloads: WeakValueDictionary[bytes, np.ndarray[Any, Any]] = WeakValueDictionary()
+        """Inline vectors of live requests, by content key. Input thread only."""
         self._log = SparseLog("steering")
 
     def accept(self, req_id: str, wire: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -49,8 +75,19 @@ class SteeringCore:
             raise AssertionError(f"request {req_id!r} was taken already")
         resolved = self._state.resolve(req_id, from_wire(wire))
         self._resolved[req_id] = resolved
+        taken = {name: self._shared(value) if name in ("prefill", "decode") else value for name, value in wire.items()}
         parts = {"prefill_parts": resolved.prefill_parts, "decode_parts": resolved.decode_parts}
-        return {**wire, **{name: [list(part) for part in found] for name, found in parts.items() if found}}
+        for name, found in parts.items():
+            if found:
+                taken[name] = [list(part) for part in found]
+        return taken
+
+    def _shared(self, vectors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return vectors with the payload of an earlier request that has the same and lives: one copy serves all."""
+        payload = vectors["payload"]
+        if not isinstance(payload, np.ndarray):  # short ones are bytes
+            return vectors
+        return {**vectors, "payload": self._payloads.setdefault(vectors["key"], payload)}
 
     def block_keys(self, req_id: str) -> SteeredBlocks | None:
         """Return the block keys of the request under the present global vectors; None if nothing acts on it."""
@@ -68,7 +105,7 @@ class SteeringCore:
         if self._resolved.pop(req_id, None) is not None:
             self._state.release(req_id)
 
-    def offer(self, req_id: str, *, priority: int, is_session: bool) -> bool:
+    def offer(self, req_id: str, *, priority: int, is_session: bool, is_offline: bool) -> bool:
         """Reserve the request's slots, or let it wait for them."""
         resolved = self._resolved.get(req_id)
         if is_session and (resolved is not None or any(self._state.global_keys[1:])):
@@ -80,14 +117,29 @@ class SteeringCore:
         if resolved is None:
             return True
         self._operator.forget_unused()
-        has_slots = self._reservations.offer(req_id, resolved.demand, req_id, priority=priority)
+        limits = self._offline_limits if is_offline else self._limits
+        has_slots = self._reservations.offer(
+            req_id, resolved.demand, req_id, priority=priority, max_waiting=limits.max_waiting
+        )
         if not has_slots:
+            if limits.max_wait_s < math.inf:
+                self._waiting_since[req_id] = self._clock()
             reservations = self._reservations
             self._log.warning(
                 f"{reservations.num_waiting} requests wait for vector slots; {reservations.num_reserved} of "
                 f"{reservations.capacity} are reserved. Raise max_steering_slots if that happens often"
             )
         return has_slots
+
+    def overdue(self) -> dict[str, str]:
+        """Return the requests that have waited for their slots too long, each with the reason to tell."""
+        last = self._clock() - self._limits.max_wait_s
+        reservations = self._reservations
+        why = (
+            f"no vector slots were free for {self._limits.max_wait_s:g} s (steering.max_wait_s); "
+            f"{reservations.num_reserved} of {reservations.capacity} are taken. Try again later"
+        )
+        return dict.fromkeys(takewhile(lambda req_id: self._waiting_since[req_id] <= last, self._waiting_since), why)
 
     def release(self, req_id: str) -> None:
         """Free the slots of a request, and forget it."""
@@ -96,11 +148,17 @@ class SteeringCore:
 
     def withdraw(self, req_ids: Collection[str] | None) -> list[str]:
         """Remove the requests among `req_ids` (None: all) that wait for slots, and return them in order."""
-        return self._reservations.withdraw(req_ids)
+        withdrawn = self._reservations.withdraw(req_ids)
+        for req_id in withdrawn:
+            self._waiting_since.pop(req_id, None)
+        return withdrawn
 
     def admit(self) -> list[str]:
         """Return the waiting requests that have their slots now."""
-        return self._reservations.admit()
+        admitted = self._reservations.admit()
+        for req_id in admitted:
+            self._waiting_since.pop(req_id, None)
+        return admitted
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any:
         """Run a method of `headgate.steering.core.operator_calls` by its name, such as ``register``.
@@ -133,7 +191,9 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     config = parse_config(section)
     model = facts.model
     steerable = config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)
-    core = SteeringCore(cast("StoredType", model.dtype), config.num_slots(model.num_layers) - 1, services)
+    audit = Audit(facts.engine, None if config.audit_file is None else Path(config.audit_file))
+    capacity = config.num_slots(model.num_layers) - 1
+    core = SteeringCore(cast("StoredType", model.dtype), capacity, services, config, audit)
     for name, path in config.modules.items():
         core.load(name, path, steerable)
     logger.info("steering: %s", core.room())

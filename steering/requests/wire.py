@@ -1,6 +1,6 @@
 """The form in which steering travels from the front end to the engine: plain values, the rows as raw bytes.
 
-A `SteeringWire` is ``extra_args["headgate"]["steering"]`` of a request, and the ``spec`` of calls that register a
+A `SteeringWire` is the section of a request in its `RequestWire`, and the ``spec`` of calls that register a
 module or set global vectors. An absent key stands for nothing. The front end made and checked it: a malformed one is a
 bug, not bad input.
 """

@@ -70,7 +70,7 @@ class SteeringPart:
     @hookimpl
     def headgate_request_added(self, new: NewRequest) -> None:
         """Add a request with what it steers with, if anything."""
-        wire = new.wire.get(PART) if new.wire is not None else None
+        wire = new.wire.get("parts", {}).get(PART) if new.wire is not None else None
         self._allocated().add(new.req_id, new.num_prompt_tokens, wire)
 
     @hookimpl

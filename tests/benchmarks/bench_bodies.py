@@ -126,7 +126,7 @@ def application(server: str) -> Any:
     complete.__annotations__ = {"request": CompletionRequest, "return": dict[str, int]}
     app.post("/v1/completions")(complete)
     if server == PLUGIN:
-        from headgate.capture.engine.server.body_middleware import install_bodies
+        from headgate.capture.engine.server.bodies.middleware import install_bodies
         from headgate.capture.schema.config import ServerConfig
 
         install_bodies(app, ServerConfig())

@@ -1,6 +1,8 @@
 """Time of one `StepPlanner.plan`: ``python tests/benchmarks/bench_plan.py``. Needs numpy only; takes seconds.
 
-Each line is the median and the 99th percentile over the steps of one batch, each step planned once.
+Each line is the median and the 99th percentile over the steps of one batch, each step planned once. The last lines are
+of the longest selectors that a client may send: what the event loop pays for one, what the step thread pays for each
+request that has one, and a step of eight such requests.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import numpy as np
 
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.schema.batch import BatchView
-from headgate.capture.schema.positions import Indices, Named, PositionSelector, Span
+from headgate.capture.schema.positions import MAX_LISTED, Indices, Named, PositionSelector, Span, parse_positions
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.capture.schema.spec import CaptureSpec
+from headgate.capture.schema.spec import CaptureSpec, SpecReader
 
 LAYERS = tuple(Site(layer, HookPoint.POST_MLP) for layer in range(34))
 NUM_STEPS = 2000
@@ -40,7 +42,7 @@ CASES: dict[str, tuple[int, Callable[[int], Mapping[int, CaptureSpec]]]] = {
     "256 decode, 2 consumers, own start": (1, lambda i: {0: spec(Named("all"), LAYERS[:4]), 1: spec(Span(start=i))}),
     "256 decode, every 7th position": (1, same(Span(step=7))),
     "256 decode, 8 site sets": (1, lambda i: {0: spec(Named("all"), LAYERS[i % 8 : i % 8 + 2])}),
-    "256 decode, own uneven list each": (1, lambda i: {0: spec(Indices((i, PROMPT + i, PROMPT + 9000 + 2 * i)))}),
+    "256 decode, own uneven list each": (1, lambda i: {0: spec(Indices.of((i, PROMPT + i, PROMPT + 9000 + 2 * i)))}),
     "8192 prefill in 256 chunks": (32, same(Named("all"))),
     "8192 prefill, 2 consumers": (32, lambda i: {0: spec(Named("all")), 1: spec(Span(start=i, step=3))}),
 }
@@ -66,6 +68,34 @@ def measure(num_scheduled: int, specs: Callable[[int], Mapping[int, CaptureSpec]
     return float(np.median(times)), float(np.percentile(times, 99))
 
 
+def longest_lists() -> dict[str, list[float]]:
+    """Times in microseconds."""
+    raw = [*range(2 * MAX_LISTED - 4, 0, -2), 2 * MAX_LISTED + 1, -1]
+    reader, planner = SpecReader(LAYERS), StepPlanner(LAYERS)
+    wire = CaptureSpec(sites=LAYERS, positions=parse_positions(raw, "positions").resolve(PROMPT, "positions")).to_wire()
+    received = [{**wire, "positions": bytes(bytearray(wire["positions"]))} for _ in range(50)]
+    req_ids = tuple(f"request-{i}" for i in range(8))
+    views = iter([batch(PROMPT, 0, req_ids), *(batch(1, PROMPT + step, req_ids) for step in range(NUM_STEPS))])
+    return {
+        "event loop: parse, resolve": timed(
+            50, lambda _: parse_positions(raw, "positions").resolve(PROMPT, "positions")
+        ),
+        "step thread: read, add": timed(
+            50, lambda i: planner.add(f"request-{i % 8}", PROMPT, {0: reader.read(received[i])})
+        ),
+        "8 decode, longest lists": timed(NUM_STEPS, lambda _: planner.plan(next(views))),
+    }
+
+
+def timed(count: int, call: Callable[[int], object]) -> list[float]:
+    times = []
+    for index in range(count):
+        start = time.perf_counter_ns()
+        call(index)
+        times.append((time.perf_counter_ns() - start) / 1e3)
+    return times
+
+
 def main() -> None:
     print(f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}, {NUM_STEPS} steps each")
     for name, (num_scheduled, specs) in CASES.items():
@@ -77,6 +107,8 @@ def main() -> None:
         planner.add(f"request-{i}", PROMPT, {0: spec(Named("all"))})
         add.append((time.perf_counter_ns() - start) / 1e3)
     print(f"{'add, 34 sites':36}  {np.median(add):8.1f} us   p99 {np.percentile(add, 99):8.1f} us")
+    for name, times in longest_lists().items():
+        print(f"{name:36}  {np.median(times):8.1f} us   p99 {np.percentile(times, 99):8.1f} us")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.session import open_session
 from headgate.capture.staging.ring import StagingRing
+from headgate.steering.config import SteeringConfig
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.requests.wire import to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors, SteeringSpec
@@ -69,7 +70,7 @@ def worker() -> Callable[[], dict[str, Any]]:
 def core() -> SteeringCore:
     """Steering's half of an engine core, full of modules."""
     services = SimpleNamespace(call_workers=lambda method, args: [])
-    made = SteeringCore("bfloat16", 1 << 20, services)  # type: ignore[arg-type]
+    made = SteeringCore("bfloat16", 1 << 20, services, SteeringConfig())  # type: ignore[arg-type]
     draw = np.random.default_rng(0)
     for number in range(NUM_MODULES):
         vectors = PhaseVectors.from_rows({site: draw.normal(size=HIDDEN) for site in SITES})

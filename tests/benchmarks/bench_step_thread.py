@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
+from headgate.capture.schema.batch import BatchView, FinalState, NewRequest, RequestWire
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.positions import Named
@@ -52,15 +52,17 @@ def runner_work(small: torch.Tensor) -> None:
         small = small + 1
 
 
-def wire(spec: CaptureSpec, index: int) -> dict[str, Any]:
+def wire(spec: CaptureSpec, index: int) -> RequestWire:
     return {
         "v": 1,
-        "id": f"client-{index}",
-        "n": 1,
-        "reply": "ipc:///tmp/nobody",
-        "wait": False,
-        "key": f"key-{index}",
-        "capture": {"it": spec.to_wire()},
+        "capture": {
+            "id": f"client-{index}",
+            "n": 1,
+            "reply": "ipc:///tmp/nobody",
+            "wait": False,
+            "key": f"key-{index}",
+            "specs": {"it": spec.to_wire()},
+        },
     }
 
 

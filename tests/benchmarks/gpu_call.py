@@ -146,6 +146,7 @@ TESTS = {
     ],
     "race": [sanitized("memcheck", 120), sanitized("racecheck", 300)],
     "verify": [verify()],
+    "lora-fp8": [pytest_step("lora-fp8", 300, "tests/gpu/test_lora_fp8_gpu.py", lines=24)],
     "memory": [pytest_step("memory", 450, "tests/gpu/test_memory_gpu.py", lines=24)],
     "parallel": [pytest_step("two-gpus", 400, "tests/gpu/test_parallel_gpu.py", lines=16)],
     "parallel-cost": [suite("tensor", 280, "--tp", "2", *ON_TWO), suite("pipeline", 280, "--pp", "2", *ON_TWO)],

@@ -99,7 +99,7 @@ class Clocks:
         for new in output.scheduled_new_reqs:
             params = new.sampling_params
             wire = (params.extra_args or {}).get("headgate") if params is not None else None
-            name = "+".join(sorted((wire or {}).get("capture") or ())) or ("steered" if wire else "idle")
+            name = "+".join(sorted((wire or {}).get("capture", {}).get("specs", ()))) or ("steered" if wire else "idle")
             if name not in self._modes:
                 self._modes.append(name)
             self._mode = self._modes.index(name)

@@ -40,7 +40,7 @@ model, root = sys.argv[1:]
 from headgate.capture.engine import plugin
 from headgate.capture.engine.compiler.inductor_heuristics import register_exclusion
 from headgate.capture.engine.patch_table import PATCHES
-from headgate.capture.engine.server.body_middleware import READ_AHEAD, read_ahead
+from headgate.capture.engine.server.bodies.middleware import READ_AHEAD, read_ahead
 from headgate.steering import verify
 
 OTHERS = ("vllm", "torch", "uvicorn", "starlette", "fastapi", "transformers")

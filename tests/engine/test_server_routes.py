@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ FLAGS = [
     *("--served-model-name", "smol", "--enforce-eager", "--block-size", "32", "--max-model-len", "512"),
     *("--max-num-seqs", "8", "--max-num-batched-tokens", "256", "--api-server-count", "2"),
     *("--enable-steering", "--max-steering-slots", "64", "--capture-sites", '{"post_mlp": [3]}'),
+    *("--max-steering-waiting", "1", "--max-steering-wait-s", "0.5"),
 ]
 PROMPT = "The capital of France is"
 ONE = {"post_mlp": {"12": [float(value) for value in np.random.default_rng(7).normal(0, 6, 576).astype(np.float16)]}}
@@ -105,6 +107,38 @@ def test_a_module_is_known_to_both_servers_and_means_its_vectors(server: Server)
     assert texts(server) == {plain}
     assert server.post("/v1/steering/modules/unregister", name="strong").status_code == 200
     assert {complete(server, steering_name="strong").status_code for _ in range(6)} == {400}
+
+
+def many(value: float) -> dict[str, Any]:
+    """Vectors at more sites than two of the engine's slots can hold."""
+    row = [value, *ONE["post_mlp"]["12"][1:]]
+    return {hook: {str(layer): row for layer in range(20)} for hook in ("pre_attn", "post_mlp")}
+
+
+def test_who_waits_too_long_or_comes_when_too_many_wait_is_a_503(server: Server) -> None:
+    def send(index: int) -> httpx.Response:
+        return complete(server, steering_vectors=many(index), stream=index % 2 == 0, max_tokens=2)
+
+    body = {"model": "smol", "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    taking = httpx.stream(
+        "POST", f"{server.url}/v1/completions", json={**body, "steering_vectors": many(0)}, timeout=60
+    )
+    with taking as running, ThreadPoolExecutor(4) as pool:
+        next(running.iter_lines())
+        answers = list(pool.map(send, range(1, 5)))
+        same = complete(server, steering_vectors=many(0), max_tokens=2)
+        plain = complete(server, max_tokens=2)
+
+    assert [answer.status_code for answer in answers] == [503] * 4
+    assert all(int(answer.headers["retry-after"]) > 0 for answer in answers)
+    errors = [answer.json()["error"] for answer in answers]
+    assert {error["code"] for error in errors} == {503}
+    told = ["max_waiting" in error["message"] for error in errors]
+    assert sum(told) == 3, errors
+    assert "no vector slots were free for 0.5 s" in errors[told.index(False)]["message"]
+    assert (same.status_code, plain.status_code) == (200, 200)
+    assert "retry-after" not in plain.headers
+    assert send(5).status_code == 200
 
 
 def test_a_request_that_runs_goes_on_through_changes(server: Server) -> None:

@@ -169,7 +169,6 @@ _ONE = {"post_mlp": {"3": VECTOR}}
 ROUTES: dict[str, tuple[str, Fields, str]] = {
     "set: nothing": (_SET, {}, "vectors"),
     "set: null": (_SET, {"vectors": None}, "vectors"),
-    "set: zeros": (_SET, {"vectors": {"post_mlp": {"3": [0.0] * HIDDEN}}}, "vectors"),
     "set: a field of requests": (_SET, {"steering_vectors": _ONE}, "steering_vectors"),
     "set: replace that is a text": (_SET, {"vectors": _ONE, "replace": "yes"}, "replace"),
     "set: a wrong width": (_SET, {"vectors": {"post_mlp": {"3": [1.0]}}}, "vectors.post_mlp.3"),
@@ -186,7 +185,6 @@ ROUTES: dict[str, tuple[str, Fields, str]] = {
     "register: a file of the server's": (_REGISTER, {"name": "a", "path": "/etc/passwd"}, "path"),
     "register: no vectors": (_REGISTER, {"name": "a"}, "vectors"),
     "register: vectors that are a text": (_REGISTER, {"name": "a", "vectors": "calm"}, "vectors"),
-    "unregister: nobody": (_UNREGISTER, {"name": "nobody"}, "name"),
     "unregister: no name": (_UNREGISTER, {}, "name"),
     "unregister: a list": (_UNREGISTER, {"name": ["a"]}, "name"),
 }

@@ -73,7 +73,6 @@ class World:
     ):
         self.numbers[req_id] = number
         fields = {
-            "v": 1,
             "id": f"client-{req_id}",
             "n": 1,
             "key": f"key-{req_id}",
@@ -86,7 +85,7 @@ class World:
             NewRequest(
                 req_id=req_id,
                 prompt_token_ids=np.arange(num_prompt, dtype=np.int64),
-                wire={**fields, "capture": raw},
+                wire={"v": 1, "capture": {**fields, "specs": raw}},
             )
         )
 

@@ -12,7 +12,9 @@ from headgate.capture.schema.spec import CaptureSpec
 
 
 class Rows(BatchedConsumer):
-    """Takes any selection, and an option."""
+    """Takes any selection, and a tag."""
+
+    takes_tag = True
 
     @classmethod
     def check_params(cls, params: Mapping[str, Any]) -> None:

@@ -99,6 +99,16 @@ def serving(
     process.stdout.close()
 
 
+def known_flags(*flags: str) -> list[str]:
+    """Those of vLLM's flags that the release at hand has."""
+    import vllm
+
+    folder = Path(vllm.__file__).parent
+    files = [*(folder / "entrypoints").rglob("cli_args.py"), folder / "engine" / "arg_utils.py"]
+    source = "".join(file.read_text() for file in files)
+    return [flag for flag in flags if flag.removeprefix("--").replace("-", "_") in source]
+
+
 def kill_session(pid: int) -> None:
     """Kill every process of the session that `pid` led."""
     try:

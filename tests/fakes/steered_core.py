@@ -65,7 +65,7 @@ def engine_request(
 
     extra: dict[str, Any] = {"script": list(script)}
     if wire := to_wire(spec):
-        extra["headgate"] = {"v": 1, PART: wire}
+        extra["headgate"] = {"v": 1, "parts": {PART: wire}}
     return EngineCoreRequest(
         request_id=req_id,
         prompt_token_ids=list(prompt),
@@ -87,6 +87,7 @@ class Core:
     Attributes:
         tokens: What each request generated so far.
         ended: Why each request ended, in the order of their ends.
+        stop_reasons: Of those that ended.
     """
 
     def __init__(self, model_dir: Path, **settings: Any) -> None:
@@ -100,6 +101,7 @@ class Core:
         self.worker = self.core.model_executor.driver_worker.worker
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
+        self.stop_reasons: dict[str, Any] = {}
 
     def close(self) -> None:
         self.core.shutdown()
@@ -130,6 +132,7 @@ class Core:
                 self.tokens.setdefault(item.request_id, []).extend(item.new_token_ids)
                 if item.finish_reason is not None:
                     self.ended[item.request_id] = str(item.finish_reason)
+                    self.stop_reasons[item.request_id] = item.stop_reason
 
     @property
     def is_busy(self) -> bool:

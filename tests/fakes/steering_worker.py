@@ -117,7 +117,7 @@ class SteeringWorker(FakeWorker):
         wire = (new.sampling_params.extra_args or {}).get("headgate") or {}
         if "capture" not in wire:
             self._requests[new.req_id].wire = None  # nobody answers
-        steering = wire.get("steering")
+        steering = wire.get("parts", {}).get("steering")
         prompt = np.asarray(new.prompt_token_ids)
         if steering is None:
             self._part.headgate_plain_request_added(new.req_id, len(prompt))

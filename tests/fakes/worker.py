@@ -18,6 +18,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
+from headgate.capture.schema.batch import RequestWire
+from headgate.capture.schema.positions import selector_from_wire
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.transport.result_sender import ZmqResultSender
 
@@ -28,7 +30,7 @@ STEP_S = 0.002
 class _Request:
     prompt: list[int]
     script: list[int]
-    wire: dict[str, Any] | None
+    wire: RequestWire | None
     num_known: int
     num_computed: int
     computed: set[int] = field(default_factory=set)
@@ -167,25 +169,26 @@ class FakeWorker(WorkerBase):  # type: ignore[misc]
     def _answer(self, req_id: str, request: _Request, final: tuple[int, list[int], str]) -> None:
         assert request.wire is not None
         num_prompt, token_ids, status = final
+        capture = request.wire["capture"]
         rows = sorted(position for position in request.computed if position < len(token_ids) - 1)
-        for instance, spec in request.wire["capture"].items():
+        for instance, spec in capture["specs"].items():
             payload: dict[str, Any] = {
                 "rows": rows,
                 "computed": len(request.computed),
                 "num_prompt": num_prompt,
                 "token_ids": list(token_ids),
                 "status": status,
-                "spec": spec,
-                "steered": hashlib.sha256(repr(request.wire.get("steering")).encode()).hexdigest(),
-                "wire": {key: request.wire[key] for key in ("v", "id", "n")},
+                "spec": {**spec, "positions": selector_from_wire(spec["positions"]).described()},
+                "steered": hashlib.sha256(repr(request.wire.get("parts")).encode()).hexdigest(),
+                "wire": {"v": request.wire["v"], "id": capture["id"], "n": capture["n"]},
             }
             if instance == "hidden_states":
                 payload = self._state(rows[-1])
             self._sender.send_result(
-                reply=request.wire["reply"],
-                key=request.wire["key"],
+                reply=capture["reply"],
+                key=capture["key"],
                 req_id=req_id,
-                sample_index=int(req_id.split("_", 1)[0]) if request.wire["n"] > 1 else 0,
+                sample_index=int(req_id.split("_", 1)[0]) if capture["n"] > 1 else 0,
                 instance=instance,
                 stage=0,
                 num_stages=1,

@@ -21,7 +21,7 @@ from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.frontends import engine_handles
 from headgate.capture.engine.requests.request_reader import REQUEST_READER, OpenPart, RequestReader
 from headgate.capture.schema.consumer import ModelInfo
-from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.errors import ForbiddenError, RequestError
 from headgate.steering.core.steering_core import open_core
 
 pytestmark = pytest.mark.engine
@@ -65,7 +65,8 @@ class Client:
         self.core_engines = (b"0", b"1")
         self.services = {core: Services() for core in self.core_engines}
         self.cores = {
-            core: open_core(CoreFacts(model=MODEL), section, self.services[core]) for core in self.core_engines
+            core: open_core(CoreFacts(model=MODEL, engine=index), section, self.services[core])
+            for index, core in enumerate(self.core_engines)
         }
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
@@ -75,8 +76,10 @@ class Client:
         assert (method, part) == ("headgate_call", "steering")
         try:
             return {"ok": msgspec.msgpack.decode(msgspec.msgpack.encode(self.cores[engine].call(name, given)))}
-        except RequestError as error:
-            return {"error": {"field": error.field, "message": str(error)}}
+        except (RequestError, ForbiddenError) as error:
+            message = str(error).removeprefix(f"{error.field}: ")
+            is_forbidden = isinstance(error, ForbiddenError)
+            return {"error": {"field": error.field, "message": message, "is_forbidden": is_forbidden}}
 
 
 class Engine:
@@ -102,10 +105,16 @@ class Server:
         self.engine = engine
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
+        return self._request(method, path, json=body, headers=headers)
+
+    def upload(self, path: str, file: tuple[str, bytes], **fields: str) -> httpx.Response:
+        return self._request("POST", path, data=fields, files={"file": file})
+
+    def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
         async def ask() -> httpx.Response:
             transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-                return await client.request(method, path, json=body, headers=headers)
+                return await client.request(method, path, **content)
 
         return asyncio.run(ask())
 
@@ -118,10 +127,15 @@ class Server:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
+    return starter(monkeypatch)
+
+
+def starter(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
     def start(
         *flags: str,
         is_steering: bool = True,
         plugins: str | None = "headgate",
+        audit_file: str | None = None,
         **environment: str,
     ) -> Server:
         for name, value in {**environment, **({"VLLM_PLUGINS": plugins} if plugins else {})}.items():
@@ -133,7 +147,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
 
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--host", "127.0.0.1", *flags])
         app = build_app(args, ("generate",))
-        engine = Engine({} if is_steering else None)
+        engine = Engine({"audit_file": audit_file} if is_steering else None)
         for found in app.state.endpoint_plugins:
             asyncio.run(found.init_state(engine, app.state, args))
         return Server(app, engine)

@@ -11,7 +11,7 @@ import pytest
 
 from headgate.steering.client import Client
 from tests.fakes.bad_bodies import CAPTURES, HOOKS, ROUTES, STEERS, VECTOR
-from tests.fakes.server import Server, serving
+from tests.fakes.server import Server, known_flags, serving
 
 pytestmark = pytest.mark.engine
 
@@ -29,7 +29,8 @@ BODIES = {**CAPTURES, **STEERS}
 
 @pytest.fixture(scope="module")
 def server(model_dir: Path) -> Iterator[Server]:
-    with serving([*COMMAND, str(model_dir), *FLAGS]) as running, Client(running.url) as client:
+    command = [*COMMAND, str(model_dir), *FLAGS, *known_flags("--enable-scale-out")]
+    with serving(command) as running, Client(running.url) as client:
         client.register("calm", {"post_mlp": {3: VECTOR}})
         yield running
         # What was refused has left nothing behind.
@@ -74,6 +75,78 @@ def test_a_bad_field_of_a_response_is_named(server: Server, fields: Any, field: 
 @pytest.mark.parametrize(("path", "body", "field"), ROUTES.values(), ids=ROUTES.keys())
 def test_a_bad_field_of_a_route_is_named(server: Server, path: str, body: Any, field: str) -> None:
     assert_refused(server.post(path, **body), field)
+
+
+SERVED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 2},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 16},
+    "/v1/chat/completions/batch": {"messages": [CHAT, CHAT], "max_tokens": 2},
+    "/invocations": {"prompt": "Hi", "max_tokens": 2},
+    "/v1/completions/render": {"prompt": "Hi", "max_tokens": 2},
+}
+STRAY: dict[str, tuple[dict[str, Any], str]] = {
+    "clamps": ({"steering_clamps": [{"feature": 1, "value": 2.0}]}, "steering_clamps"),
+    "steering": ({"steering": {"layer": 3}}, "steering"),
+    "features": ({"sae_clamp_specs": [1]}, "sae_clamp_specs"),
+    "a misspelt field": ({"capture_waits": True}, "capture_waits"),
+    "in xargs": ({"vllm_xargs": {"steering_clamps": "x"}}, "vllm_xargs.steering_clamps"),
+    "in parameters": ({"sampling_params": {"steering_name": "calm"}}, "sampling_params.steering_name"),
+    "in extra arguments": ({"extra_args": {"steering_name": "calm"}}, "extra_args.steering_name"),
+    "in both": ({"sampling_params": {"extra_args": {"capture": {}}}}, "sampling_params.extra_args.capture"),
+}
+
+
+@pytest.mark.parametrize(("fields", "field"), STRAY.values(), ids=STRAY.keys())
+@pytest.mark.parametrize("path", SERVED)
+def test_a_field_that_would_be_ignored_is_named(server: Server, path: str, fields: Any, field: str) -> None:
+    assert_refused(server.post(path, **{"model": "tiny", **SERVED[path], **fields}), field)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_beam_search_drops_no_field_in_silence(server: Server, path: str) -> None:
+    beams = {"use_beam_search": True, "n": 2, "vllm_xargs": {"steering_name": "calm"}}
+
+    assert_refused(server.post(path, **{"model": "tiny", **SERVED[path], **beams}), "vllm_xargs.steering_name")
+
+
+def test_batches_of_chats_are_steered_and_not_captured(server: Server) -> None:
+    def send(**fields: Any) -> httpx.Response:
+        body = SERVED["/v1/chat/completions/batch"]
+        return server.post("/v1/chat/completions/batch", model="tiny", **body, **fields)
+
+    assert send(steering_name="calm").status_code == 200
+    assert send(steering_name="nobody").status_code == 400
+    assert_refused(send(capture={"rows": HOOKS}), "capture")
+
+
+def test_invocations_are_served_as_what_they_are(server: Server) -> None:
+    ours = {"capture": {"rows": HOOKS}, "capture_wait": True, "steering_name": "calm"}
+
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        answer = server.post("/invocations", model="tiny", **SERVED[path], **ours).json()
+        assert answer["capture_results"]["rows"]["status"] == "ok", answer
+
+
+def test_a_rendered_request_is_steered_where_its_tokens_go(server: Server) -> None:
+    rendered = server.post("/v1/completions/render", model="tiny", prompt="Hi", max_tokens=2, steering_name="calm")
+    (request,) = rendered.json()
+
+    assert request["sampling_params"]["extra_args"] == {"steering_name": "calm"}
+    assert server.post("/inference/v1/generate", **request).status_code == 200
+
+
+PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
+    "beside them": ({"steering_name": "calm", "sampling_params": {}}, "steering_name"),
+    "among them": ({"sampling_params": {"steering_name": "calm"}}, "sampling_params.steering_name"),
+    "unknown": ({"sampling_params": {"extra_args": {"sae_clamp_specs": [1]}}}, "extra_args.sae_clamp_specs"),
+    "wrong": ({"sampling_params": {"extra_args": {"steering_name": 7}}}, "steering_name"),
+}
+
+
+@pytest.mark.parametrize(("fields", "field"), PARAMETERS.values(), ids=PARAMETERS.keys())
+def test_parameters_that_clients_write_are_read_or_refused(server: Server, fields: Any, field: str) -> None:
+    assert_refused(server.post("/inference/v1/generate", model="tiny", token_ids=[5, 6], **fields), field)
 
 
 @pytest.mark.parametrize("path", sorted({path for path, _, _ in ROUTES.values()}))

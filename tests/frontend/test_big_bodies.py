@@ -141,7 +141,7 @@ def test_the_prompts_of_one_body_share_the_quota(server: Server, stream: bool) -
 
 
 FORGED: dict[str, dict[str, Any]] = {
-    "a wire dict": {"vllm_xargs": {"headgate": "x"}},
+    "a wire form": {"vllm_xargs": {"headgate": "x"}},
     "raw fields": {"vllm_xargs": {"headgate": ["reply", "ipc:///tmp/x"]}},
 }
 

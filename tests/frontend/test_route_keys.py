@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,13 @@ import httpx
 import msgspec
 import pytest
 
+from headgate.capture.engine.access.access_key import digest_of
 from tests.fakes.routes_server import COMMAND, FLAGS, ONE, PLUGINS, REGISTER, SET, UNREGISTER, complete, get, post
-from tests.fakes.server import Server, serving
+from tests.fakes.server import Server, known_flags, serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.extended]
 
-KEYED = [*FLAGS, "--api-key", "the-api-key"]
+KEYED = [*FLAGS, "--api-key", "the-api-key", *known_flags("--enable-scale-out")]
 ENVIRONMENT = {"HEADGATE_STEERING_KEYS": "old-steering-key,steering-key", "HEADGATE_CAPTURE_KEYS": "capture-key"}
 API = {"Authorization": "Bearer the-api-key"}
 CAPTURE = {"rows": {"hooks": {"post_mlp": [3]}}}
@@ -27,9 +30,11 @@ def ask(server: Server, path: str, body: dict[str, Any] | None, **headers: str) 
     return answer.status_code, answer.text
 
 
-def test_two_servers_of_two_engine_cores_are_one(model_dir: Path) -> None:
+def test_two_servers_of_two_engine_cores_are_one(model_dir: Path, tmp_path: Path) -> None:
     """Keys, and that every API server sees what another one changed, in every engine core."""
-    flags = [*KEYED, "--api-server-count", "2", "--data-parallel-size", "2"]
+    keys = write_keys(tmp_path / "keys.json", "tenant-key")
+    files = ["--headgate-keys", str(keys), "--headgate-usage", str(tmp_path / "usage.sqlite")]
+    flags = [*KEYED, "--api-server-count", "2", "--data-parallel-size", "2", *files]
     serve = ["-c", "from headgate.capture.cli import main; main()", "serve"]
     environment = {**PLUGINS, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO"}
     with serving([*serve, str(model_dir), *flags], num_servers=2, **environment) as server:
@@ -39,6 +44,8 @@ def test_two_servers_of_two_engine_cores_are_one(model_dir: Path) -> None:
         check_capture_keys(server)
         check_agreement(server)
         check_metrics(server)
+        check_quota(server)
+        check_rotation(server, keys)
 
     for key in ("steering-key", "capture-key"):
         assert key not in log
@@ -46,7 +53,34 @@ def test_two_servers_of_two_engine_cores_are_one(model_dir: Path) -> None:
     assert "what can be captured: post_mlp of 2 layers" in log
     assert "steering: room for 149 vectors at a time, 0 of them taken by named modules: none" in log
     assert "/v1/steering is served; 2 keys" in log
-    assert "/v1/capture is served; 1 keys" in log
+    assert "/v1/capture is served; 2 keys" in log
+
+
+def write_keys(path: Path, key: str) -> Path:
+    """Put a file with one tenant in the place of what is there."""
+    limits = {"max_requests_per_day": 5}
+    tenant = {"name": "tenant", "sha256": digest_of(key), "roles": ["capture"], "limits": limits}
+    new = path.with_suffix(".new")
+    new.write_bytes(msgspec.json.encode({"keys": [tenant]}))
+    new.chmod(0o600)
+    return new.replace(path)
+
+
+def check_quota(server: Server) -> None:
+    """The servers count together, whichever of them takes a connection."""
+    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 1, "capture": CAPTURE}
+    answers = [ask(server, "/v1/completions", body, **{"X-Headgate-Key": "tenant-key"})[0] for _ in range(8)]
+    assert answers == [200] * 5 + [429] * 3
+
+
+def check_rotation(server: Server, keys: Path) -> None:
+    """Every server reads the new file, and the signal ends none of their processes."""
+    write_keys(keys, "another-key")
+    os.killpg(server.pid, signal.SIGHUP)
+    for key, expected in (("tenant-key", 403), ("another-key", 200), ("capture-key", 200)):
+        answers = {ask(server, "/v1/capture/consumers", None, **{"X-Headgate-Key": key})[0] for _ in range(6)}
+        assert answers == {expected}
+    assert ask(server, "/v1/steering", None)[0] == 200
 
 
 def check_api_key(server: Server) -> None:
@@ -81,6 +115,12 @@ def check_capture_keys(server: Server) -> None:
             "messages": [{"role": "user", "content": "Hi"}],
             "max_tokens": 1,
             "capture": CAPTURE,
+        },
+        "/invocations": {"model": "tiny", "prompt": "Hi", "max_tokens": 1, "capture": CAPTURE},
+        "/inference/v1/generate": {
+            "model": "tiny",
+            "token_ids": [5, 6],
+            "sampling_params": {"max_tokens": 1, "extra_args": {"capture": CAPTURE}},
         },
     }
     for path, body in bodies.items():

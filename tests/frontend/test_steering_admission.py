@@ -84,6 +84,30 @@ def test_those_that_wait_are_aborted_as_others_are(core: Core) -> None:
     assert not core.worker.computed["r1"]
 
 
+def test_who_waits_too_long_ends_with_the_reason_and_the_next_may_enter(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headgate.capture.engine.core.engine_core import adapter_of
+
+    part, now = adapter_of(core.core)._part, 0.0  # type: ignore[union-attr]
+    monkeypatch.setattr(part, "_clock", lambda: now)
+    core.add("a", [1] * 40, five(core, 1.0), script=SCRIPT, max_tokens=30)
+    core.add("b", [1] * 40, core.both(*range(7), value=2.0), script=SCRIPT, max_tokens=5)
+    now = 60.0
+    core.add("c", [1] * 40, core.both(1, 2), script=SCRIPT, max_tokens=5)
+    core.step()
+    assert held(core) == ["b", "c"]
+
+    now = 120.0
+    core.step()
+
+    assert (held(core), core.ended) == ([], {"b": "error"})
+    assert sorted(core.scheduler.requests) == ["a", "c"]
+    assert core.stop_reasons["b"].startswith("headgate: overloaded: no vector slots were free for 120 s")
+    core.run()
+    assert (core.ended["a"], core.ended["c"], core.worker.computed["b"]) == ("length", "length", 0)
+
+
 def test_everybody_is_aborted_at_once(core: Core) -> None:
     from vllm.v1.request import RequestStatus
 

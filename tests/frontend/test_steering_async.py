@@ -92,6 +92,28 @@ def test_a_steered_request_is_served(engine: Engine) -> None:
     assert output.capture_results == output.outputs[0].capture_results == {}
 
 
+def test_samples_bring_their_vectors_to_each_engine_core_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.sampling_params import RequestOutputKind
+
+    client, num_bytes = engine.llm.engine_core, 0
+    original = client._send_input_message
+
+    def send(message: Any, *args: Any) -> Any:
+        nonlocal num_bytes
+        num_bytes += sum(memoryview(frame).nbytes for frame in message)
+        return original(message, *args)
+
+    monkeypatch.setattr(client, "_send_input_message", send)
+    many = {"post_mlp": {layer: (ROW + layer) / 3 for layer in range(18)}}
+    payload = 18 * HIDDEN * 4
+    kind = RequestOutputKind.FINAL_ONLY
+
+    output = engine.finish("many", steering_vectors=many, n=16, temperature=1.0, output_kind=kind)
+
+    assert [len(completion.token_ids) for completion in output.outputs] == [3] * 16
+    assert payload < num_bytes < engine.steering._cores.num_engines * payload + 16 * 2000
+
+
 def test_bad_vectors_are_refused_in_the_call_itself(engine: Engine) -> None:
     with pytest.raises(RequestError, match=r"steering_vectors\.post_mlp\.3: expected 576 numbers"):
         engine.generate("b", steering_vectors={"post_mlp": {3: [1.0]}})

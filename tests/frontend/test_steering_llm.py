@@ -80,7 +80,7 @@ def test_a_steering_request_brings_its_wire_and_nothing_else(llm: Any) -> None:
     note = note_of(llm, steering_vectors=ONE, decode_steering_vectors={"pre_attn": {0: -2 * ROW}})
 
     expected = wire_of(llm, steering_vectors=ONE, decode_steering_vectors={"pre_attn": {0: -2 * ROW}})
-    assert note["wire"] == {"v": 1, "steering": expected}
+    assert note["wire"] == {"v": 1, "parts": {"steering": expected}}
     assert note["extra"] == ["headgate"]
     assert not note["skips_cache"]
 
@@ -99,14 +99,14 @@ def test_a_steering_request_opens_no_hub_and_waits_for_nobody(llm: Any, monkeypa
 
 @pytest.mark.parametrize("fields", GOOD.values(), ids=GOOD.keys())
 def test_every_form_comes_to_the_same(llm: Any, fields: dict[str, Any]) -> None:
-    assert note_of(llm, **fields)["wire"]["steering"] == wire_of(llm, steering_vectors=ONE)
+    assert note_of(llm, **fields)["wire"]["parts"]["steering"] == wire_of(llm, steering_vectors=ONE)
 
 
 def test_capture_and_steering_in_one_request(llm: Any) -> None:
     note = note_of(llm, steering_vectors=ONE, capture={"rows": {"hooks": {"post_mlp": [3]}}})
 
-    assert note["wire"]["steering"] == wire_of(llm, steering_vectors=ONE)
-    assert note["wire"]["capture"]["rows"]["sites"] == {"post_mlp": [3]}
+    assert note["wire"]["parts"]["steering"] == wire_of(llm, steering_vectors=ONE)
+    assert note["wire"]["capture"]["specs"]["rows"]["sites"] == {"post_mlp": [3]}
     assert note["skips_cache"] is True
 
 
@@ -139,7 +139,7 @@ def test_the_fields_survive(llm: Any, pass_on: Any) -> None:
     llm.generate({"prompt_token_ids": [1, 2]}, params, use_tqdm=False)
     ((note,),) = llm.collective_rpc("take_notes")
 
-    steering = note["wire"]["steering"]
+    steering = note["wire"]["parts"]["steering"]
     doubled = wire_of(llm, steering_vectors={"post_mlp": {3: 2 * ROW}})
     assert (steering["prefill"]["key"], steering["is_shared"]) == (doubled["prefill"]["key"], doubled["is_shared"])
     assert steering["modules"] == [["calm", 2.0]]
@@ -163,7 +163,7 @@ def test_one_params_for_many_prompts_is_read_once_and_stays_as_it_was(llm: Any, 
     assert params.extra_args == before
     assert params.steering_vectors is vectors
     (notes,) = llm.collective_rpc("take_notes")
-    assert [note["wire"]["steering"] for note in notes] == [wire_of(llm, steering_vectors=ONE)] * 20
+    assert [note["wire"]["parts"]["steering"] for note in notes] == [wire_of(llm, steering_vectors=ONE)] * 20
 
 
 def test_an_array_that_was_changed_in_place_is_read_anew(llm: Any) -> None:
@@ -177,14 +177,14 @@ def test_an_array_that_was_changed_in_place_is_read_anew(llm: Any) -> None:
     llm.generate({"prompt_token_ids": [1]}, params, use_tqdm=False)
 
     (notes,) = llm.collective_rpc("take_notes")
-    assert notes[1]["wire"]["steering"] == wire_of(llm, steering_vectors={"post_mlp": {3: 2 * ROW}})
-    assert notes[0]["wire"]["steering"] != notes[1]["wire"]["steering"]
+    assert notes[1]["wire"]["parts"]["steering"] == wire_of(llm, steering_vectors={"post_mlp": {3: 2 * ROW}})
+    assert notes[0]["wire"]["parts"]["steering"] != notes[1]["wire"]["parts"]["steering"]
 
 
 def test_every_sample_is_steered(llm: Any) -> None:
     notes = notes_of(llm, steering_vectors=ONE, n=3, temperature=1.0)
 
-    assert [note["wire"]["steering"] for note in notes] == [wire_of(llm, steering_vectors=ONE)] * 3
+    assert [note["wire"]["parts"]["steering"] for note in notes] == [wire_of(llm, steering_vectors=ONE)] * 3
 
 
 EVERYWHERE = {layer: ROW + layer for layer in range(LAYERS)}
@@ -256,7 +256,7 @@ def test_a_made_request_that_was_never_read_is_refused(llm: Any) -> None:
         engine.step()
 
     ((note,),) = llm.collective_rpc("take_notes")
-    assert note["wire"]["steering"] == wire_of(llm, steering_vectors=ONE)
+    assert note["wire"]["parts"]["steering"] == wire_of(llm, steering_vectors=ONE)
 
 
 def test_vectors_are_not_printed(llm: Any) -> None:
@@ -274,7 +274,7 @@ def test_modules_are_registered_used_and_forgotten(llm: Any) -> None:
     assert module.decode.sites == ("0.pre_attn", "3.post_mlp")
     assert llm.steering.modules() == {"calm": module}
 
-    steering = note_of(llm, steering_module_ref=("calm", -1.5))["wire"]["steering"]
+    steering = note_of(llm, steering_module_ref=("calm", -1.5))["wire"]["parts"]["steering"]
     assert steering["modules"] == [["calm", -1.5]]
     assert [[key.hex(), scale] for key, scale in steering["prefill_parts"]] == [[module.prefill.hash, -1.5]]
     assert [[key.hex(), scale] for key, scale in steering["decode_parts"]] == [[module.decode.hash, -1.5]]

@@ -367,7 +367,8 @@ def test_a_session_on_a_gpu_delivers_the_rows_of_each_request() -> None:
     model = Model(ring, is_graph=True)
     spec = want(sites=SITES).to_wire()
     for req_id in ("a", "b"):
-        wire = {"v": 1, "id": req_id, "n": 1, "key": req_id, "reply": None, "wait": False, "capture": {"c0": spec}}
+        capture = {"id": req_id, "n": 1, "key": req_id, "reply": None, "wait": False, "specs": {"c0": spec}}
+        wire = {"v": 1, "capture": capture}
         it.session.request_added(NewRequest(req_id=req_id, prompt_token_ids=np.arange(4), wire=wire))
 
     for step in range(40):

@@ -17,6 +17,8 @@ from headgate.capture.schema.sites import HookPoint, Site, parse_hook
 
 ADMIN = "admin"
 """Role that includes every other one."""
+ENVIRONMENT = "env."
+"""Beginning of the names of keys from the environment; entries of a file have others."""
 ROLES = {"steering": "steer"}
 """Roles of parts that are not called after their part."""
 
@@ -115,6 +117,11 @@ class AccessKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def digests(self) -> tuple[str, ...]:
         """Digests of the keys that are let in under this name."""
         return (self.sha256,) if isinstance(self.sha256, str) else self.sha256
+
+    @property
+    def is_of_environment(self) -> bool:
+        """Whether it stands in the server's environment, where keys are the operator's."""
+        return self.name.startswith(ENVIRONMENT)
 
     def has_role(self, role: str) -> bool:
         """Whether the key may do what needs `role`."""

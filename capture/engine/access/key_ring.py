@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from headgate.capture.engine.access.access_key import ADMIN, ROLES, AccessKey, digest_of, role_of
+from headgate.capture.engine.access.access_key import ADMIN, ENVIRONMENT, ROLES, AccessKey, digest_of, role_of
 from headgate.capture.engine.access.keys_file import Version, read_keys, version_of
 from headgate.capture.engine.contracts.parts import collect
 from headgate.capture.schema.errors import ConfigError, ForbiddenError
@@ -16,8 +16,6 @@ from headgate.capture.schema.errors import ConfigError, ForbiddenError
 logger = logging.getLogger("headgate")
 
 CAPTURE, STEERING = "capture", "steering"
-ENVIRONMENT = "env."
-"""Beginning of the names of keys from the environment; entries of a file have others."""
 
 
 def known_roles() -> frozenset[str]:
@@ -127,7 +125,7 @@ class KeyRing:
             raise ConfigError(f"keys file {path}: {error.strerror or error}") from error
         found = read_keys(path, lambda: self._roles)
         for key in found:
-            if key.name.startswith(ENVIRONMENT):
+            if key.is_of_environment:
                 raise ConfigError(f"keys file {path}: {key.name!r} names a key of the environment; choose another name")
             if key.limits.are_counted and not self._is_counting:
                 raise ConfigError(

@@ -11,9 +11,8 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -107,13 +106,13 @@ def _check_keys(path: Path, keys: Collection[AccessKey], roles: Collection[str])
             raise ConfigError(f"keys file {path}: key {key.name!r} has no role; known: {', '.join(sorted(roles))}")
 
 
-def add_entry(path: Path, entry: dict[str, Any], roles: Callable[[], Collection[str]]) -> None:
+def add_entry(path: Path, entry: Mapping[str, object], roles: Callable[[], Collection[str]]) -> None:
     """Add one key to the file, which is made if there is none, and replaced as a whole.
 
     Raises:
         ConfigError: If the file or the entry is wrong; then the file stays as it is.
     """
-    entries: list[Any] = []
+    entries: list[object] = []
     before = path.stat() if path.exists() else None
     if before is not None:
         read_keys(path, roles)

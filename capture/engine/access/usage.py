@@ -49,7 +49,7 @@ class Usage:
     def __init__(self, path: Path | None = None) -> None:
         self._process = _process_of(os.getpid()) or str(os.getpid())
         self._lock = Lock()
-        self._settled: deque[tuple[Charge, int]] = deque()
+        self._settled: deque[tuple[Charge, int, int]] = deque()
         """Requests that are over and still counted: whoever holds the lock takes them off."""
         try:
             if path is not None:
@@ -86,12 +86,17 @@ class Usage:
             self._file.execute(_ADD_RUNNING, {"process": self._process, "name": key.name, "requests": 1})
         return Charge(self, key.name, day, num_bytes)
 
-    def settle(self, charge: Charge, num_bytes: int) -> None:
+    def settle(self, charge: Charge, num_bytes: int, num_requests: int) -> None:
         """Let the request of `charge` be over, which captured `num_bytes`. Never waits for another thread.
 
         Garbage collection may call it anywhere, also on a thread that is counting.
+
+        Args:
+            charge: Counts the request.
+            num_bytes: Bytes of rows that it captured.
+            num_requests: 1; 0 if it never ran.
         """
-        self._settled.append((charge, num_bytes))
+        self._settled.append((charge, num_bytes, num_requests))
         if self._lock.acquire(blocking=False):
             try:
                 self._settle_all()
@@ -100,8 +105,9 @@ class Usage:
 
     def _settle_all(self) -> None:
         while self._settled:
-            charge, num_bytes = self._settled.popleft()
-            day = {"name": charge.name, "day": charge.day, "bytes": num_bytes - charge.num_bytes, "requests": 0}
+            charge, num_bytes, num_requests = self._settled.popleft()
+            change = {"bytes": num_bytes - charge.num_bytes, "requests": num_requests - 1}
+            day = {"name": charge.name, "day": charge.day, **change}
             try:
                 self._file.execute(_ADD_DAY, day)
                 self._file.execute(_ADD_RUNNING, {"process": self._process, "name": charge.name, "requests": -1})
@@ -181,9 +187,16 @@ class Charge:
 
     def settle(self, num_bytes: int) -> None:
         """The request is over and captured `num_bytes`; only the first call counts."""
+        self._settle(num_bytes, 1)
+
+    def cancel(self) -> None:
+        """The request never ran."""
+        self._settle(0, 0)
+
+    def _settle(self, num_bytes: int, num_requests: int) -> None:
         usage, self._usage = self._usage, None
         if usage is not None:
-            usage.settle(self, num_bytes)
+            usage.settle(self, num_bytes, num_requests)
 
 
 def _today() -> str:

@@ -21,9 +21,11 @@ class CoreFacts:
 
     Attributes:
         model: The whole model, as configured.
+        engine: Its index among the engine cores of a server with data parallelism.
     """
 
     model: ModelInfo
+    engine: int = 0
 
 
 class BlockKeys(Protocol):
@@ -91,7 +93,7 @@ class CorePart(Protocol):
 
         Args:
             req_id: Of the engine. A further chunk of a streaming-input session has the id of its session.
-            wire: The part's section of the wire dict; None if the front end wrote none.
+            wire: The part's section of the `RequestWire`; None if the front end wrote none.
 
         Returns:
             The section that the workers get in place of `wire`.
@@ -109,17 +111,23 @@ class CorePart(Protocol):
         """Drop an accepted request that never reaches the scheduler, if it is known. Any thread."""
         ...
 
-    def offer(self, req_id: str, *, priority: int, is_session: bool) -> bool:
+    def offer(self, req_id: str, *, priority: int, is_session: bool, is_offline: bool) -> bool:
         """Say whether a request enters the scheduler now; if not, it waits until `admit` names it.
 
         Args:
             req_id: Of a request that was accepted.
             priority: Lower values go first; 0 for all unless the scheduler goes by priorities.
             is_session: It is a streaming-input session: its prompt grows.
+            is_offline: An `LLM` made it: whoever waits, waits for requests of the same program.
 
         Raises:
             RequestError: If it can never be served; `release` follows.
+            OverloadedError: If too many wait already; `release` follows.
         """
+        ...
+
+    def overdue(self) -> dict[str, str]:
+        """Return the requests that have waited too long, each with the reason to tell; `withdraw` follows."""
         ...
 
     def release(self, req_id: str) -> None:

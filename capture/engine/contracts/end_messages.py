@@ -13,7 +13,11 @@ from typing import NamedTuple
 FINAL_ATTRIBUTE = "headgate_final"
 Final = tuple[int, list[int], str]
 """Number of prompt tokens, all token ids, and the finish reason."""
+OVERLOADED = "headgate: overloaded: "
+"""Start of the stop reason of a request that was sent away unserved, with the finish reason "error"; the cause
+follows."""
 _MARK = "\0headgate\0"
+_SENT = "\0headgate-sent\0"
 
 
 class KeptTokens(NamedTuple):
@@ -36,17 +40,39 @@ def mark_kept(req_id: str, kept: KeptTokens) -> str:
     return f"{_MARK}{kept.num_tokens}\0{kept.status}\0{req_id}"
 
 
+def mark_sent(key: str) -> str:
+    """Write an entry for the list of requests to abort: all samples of the fan-out `key` have been sent."""
+    return f"{_SENT}{key}"
+
+
 def is_mark(entry: str) -> bool:
     """Whether an entry of the list of requests to abort is by `mark_kept`."""
     return entry.startswith(_MARK)
 
 
-def split_marks(request_ids: Sequence[str]) -> tuple[list[str], dict[str, KeptTokens]]:
-    """Part a list of requests to abort into the ids and what `mark_kept` wrote, by id."""
-    ids = [entry for entry in request_ids if not is_mark(entry)]
-    kept = {}
+class Marks(NamedTuple):
+    """A list of requests to abort, parted.
+
+    Attributes:
+        ids: The requests.
+        kept: What `mark_kept` wrote, by id.
+        sent: The fan-outs of which `mark_sent` wrote.
+    """
+
+    ids: list[str]
+    kept: dict[str, KeptTokens]
+    sent: list[str]
+
+
+def split_marks(request_ids: Sequence[str]) -> Marks:
+    """Part a list of requests to abort into the ids and the marks."""
+    marks = Marks([], {}, [])
     for entry in request_ids:
-        if is_mark(entry):
+        if entry.startswith(_SENT):
+            marks.sent.append(entry.removeprefix(_SENT))
+        elif is_mark(entry):
             num_tokens, status, req_id = entry.removeprefix(_MARK).split("\0", 2)
-            kept[req_id] = KeptTokens(int(num_tokens), status)
-    return ids, kept
+            marks.kept[req_id] = KeptTokens(int(num_tokens), status)
+        else:
+            marks.ids.append(entry)
+    return marks

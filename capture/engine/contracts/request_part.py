@@ -35,7 +35,7 @@ class PartRequest:
     """One request's fields of one part, checked. Requests may share one: nothing in it changes.
 
     Attributes:
-        wire: The part's section of the wire dict: plain values and bytes.
+        wire: The part's section of the `RequestWire`: plain values and bytes.
         field: A field of the part that the request set, for errors that concern all of it.
         names: Registered names that it refers to, each with the field that names it.
         content: The same as `wire`, as the part itself knows it.

@@ -10,10 +10,24 @@ as ``param``.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from fastapi import Request
+
+
+class RouteClient(NamedTuple):
+    """The client behind a request.
+
+    Attributes:
+        key: Name of the key that it was let in with; None if it needed none.
+        address: Of its connection; None if it has none.
+        is_bound: Whether its key has a name of its own and is no operator's: others' modules are not its to change.
+    """
+
+    key: str | None
+    address: str | None
+    is_bound: bool
 
 
 class RouteServices(Protocol):
@@ -37,6 +51,18 @@ class RouteServices(Protocol):
         Raises:
             fastapi.HTTPException: With status 403, unless the request carries one of the part's keys.
         """
+        ...
+
+    async def require_admin(self, request: Request) -> None:
+        """Check a request for a key with the role ``admin``, as a FastAPI dependency.
+
+        Raises:
+            fastapi.HTTPException: With status 403, if it has none.
+        """
+        ...
+
+    def client(self, request: Request) -> RouteClient:
+        """Return the client behind a request that `require_key` has let pass."""
         ...
 
     async def read_object(self, request: Request) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from headgate.capture.engine.contracts.plain_values import Document
 
 if TYPE_CHECKING:
+    from queue import Queue
+
     import numpy as np
     import numpy.typing as npt
     import torch
@@ -36,6 +38,7 @@ class ModelConfig(Protocol):
     is_encoder_decoder: bool
     is_diffusion: bool
     runner_type: str
+    max_model_len: int
 
     def get_hidden_size(self) -> int: ...
 
@@ -54,6 +57,7 @@ class ParallelConfig(Protocol):
     local_engines_only: bool
     data_parallel_backend: str
     data_parallel_size: int
+    data_parallel_index: int
     data_parallel_size_local: int
     data_parallel_rank_local: int | None
 
@@ -89,7 +93,7 @@ class VllmConfig(Protocol):
 class RequestParams(Protocol):
     """``vllm.SamplingParams`` of a request that is in the engine."""
 
-    extra_args: dict[str, Any] | None
+    extra_args: dict[str, object] | None
     stop: str | list[str] | None
 
 
@@ -160,6 +164,8 @@ class EngineCore(Protocol):
 
 class EngineCoreProc(EngineCore, Protocol):
     """``vllm.v1.engine.core.EngineCoreProc``: an engine core in a process of its own."""
+
+    output_queue: Queue[tuple[int, object]]
 
     def _send_error_outputs_to_client(self, request_ids: list[str], client_index: int) -> None: ...
 

@@ -26,16 +26,16 @@ class SamplingParams(Protocol):
 
     n: int
     max_tokens: int | None
-    extra_args: dict[str, Any] | None
+    extra_args: dict[str, object] | None
     skip_reading_prefix_cache: bool | None
 
 
 class NewRequest(Protocol):
-    """``vllm.v1.engine.EngineCoreRequest``, as an input processor makes it. Pooling requests have no parameters."""
+    """``vllm.v1.engine.EngineCoreRequest``, as an input processor makes it; not for pooling."""
 
     request_id: str
-    sampling_params: Any
-    prompt_token_ids: Any
+    sampling_params: SamplingParams
+    prompt_token_ids: Sequence[int] | None
     prompt_embeds: object | None
     resumable: bool
 
@@ -46,6 +46,7 @@ class CompletionOutput(Protocol):
     index: int
     token_ids: Sequence[int]
     finish_reason: str | None
+    stop_reason: int | str | None
     capture_results: object
 
 

@@ -143,7 +143,7 @@ class WorkerHooks:
 
     @hookspec
     def headgate_request_added(self, new: NewRequest) -> None:
-        """Add a request with a wire dict, which was scheduled for the first time."""
+        """Add a request with a `RequestWire`, which was scheduled for the first time."""
 
     @hookspec
     def headgate_request_finished(self, req_id: str, final: FinalState | None) -> None:
@@ -156,7 +156,7 @@ class WorkerHooks:
 
     @hookspec
     def headgate_plain_request_added(self, req_id: str, num_prompt_tokens: int) -> None:
-        """Add a plain request, one without a wire dict, which was scheduled for the first time.
+        """Add a plain request, one without a `RequestWire`, which was scheduled for the first time.
 
         Steps of plain requests alone are not shown unless `headgate_needs_plain_steps` asks for them.
         """

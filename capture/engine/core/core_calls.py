@@ -18,7 +18,7 @@ from headgate.capture.engine.contracts.request_part import CoreCall, Operation, 
 from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient
 from headgate.capture.engine.core.frames import lift
 from headgate.capture.engine.setup.client_errors import as_client_error
-from headgate.capture.schema.errors import EngineStateError, RequestError
+from headgate.capture.schema.errors import EngineStateError, ForbiddenError, RequestError
 
 METHOD = "headgate_call"
 
@@ -132,6 +132,8 @@ def _advance(operation: Operation[Result], answers: Sequence[Any] | None) -> Cor
 
 def _read(answer: Document) -> Any:
     if (error := answer.get("error")) is not None:
+        if error.get("is_forbidden"):
+            raise ForbiddenError(error["message"], error["field"])
         raise request_error(error["field"], error["message"])
     return answer["ok"]
 

@@ -14,6 +14,7 @@ from headgate.capture.engine.contracts.parts import core_part_names, load_part
 from headgate.capture.engine.contracts.vllm_engine import EngineCore, Function, VllmConfig
 from headgate.capture.engine.core import block_keys, restart
 from headgate.capture.engine.core.engine_core import CORE_ADAPTER, EngineCoreAdapter
+from headgate.capture.engine.core.overload import after_step
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import sections
 from headgate.capture.engine.setup.startup_checks import check_servable
@@ -75,5 +76,6 @@ def _open(core: EngineCore, names: list[str]) -> None:
     block_keys.verify_block_keys(core.request_block_hasher, core.scheduler.hash_block_size)
     adapter = EngineCoreAdapter(core, load_part(names[0]))
     core.headgate_call = adapter.call
+    core.step_fn = after_step(core.step_fn, adapter.end_overdue)
     setattr(core, CORE_ADAPTER, adapter)
     setattr(core.scheduler, CORE_ADAPTER, adapter)

@@ -25,9 +25,12 @@ from headgate.capture.engine.contracts.vllm_engine import (
 )
 from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
 from headgate.capture.engine.core import block_keys, restart
+from headgate.capture.engine.core.fan_out import SharedWires
+from headgate.capture.engine.core.overload import SentAway, send_away
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.settings import model_info, section
-from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.batch import WIRE_VERSION, RequestWire
+from headgate.capture.schema.errors import ForbiddenError, OverloadedError, RequestError
 
 logger = logging.getLogger("headgate")
 
@@ -44,6 +47,9 @@ class EngineCoreAdapter:
     Args:
         core: vLLM's ``EngineCore``, constructed.
         part: Whose half in the engine core is opened.
+
+    Attributes:
+        shared_wires: Of samples on their way here.
     """
 
     def __init__(self, core: EngineCore, part: Part) -> None:
@@ -52,20 +58,23 @@ class EngineCoreAdapter:
         self._name = part.name
         self._waiting: dict[str, Request] = {}
         """Requests that wait for the part, by id."""
+        self.shared_wires = SharedWires()
         self._entering: str | None = None
         self._goes_by_priority = core.vllm_config.scheduler_config.policy == "priority"
         config = core.vllm_config
-        self._part: CorePart = part.core(CoreFacts(model=model_info(config)), section(config, part.name), self)
+        facts = CoreFacts(model=model_info(config), engine=config.parallel_config.data_parallel_index)
+        self._part: CorePart = part.core(facts, section(config, part.name), self)
 
     def accept(self, request: EngineCoreRequest) -> None:
         """Take an ``EngineCoreRequest`` in: the part's answer for the workers is written into it. Input thread."""
         params = request.sampling_params
-        extra = (params.extra_args if params is not None else None) or {}
-        wire = extra.get(WIRE_KEY) or {}
-        ours = self._part.accept(request.request_id, wire.get(self._name))
+        wire: RequestWire = self.shared_wires.restore(wire_of(params) or {"v": WIRE_VERSION})
+        parts = wire.get("parts", {})
+        ours = self._part.accept(request.request_id, parts.get(self._name))
         if params is not None and ours is not None:
             # Samples of one prompt share their parameters, so nothing of them is changed in place.
-            params.extra_args = {**extra, WIRE_KEY: {**wire, self._name: ours}}
+            changed: RequestWire = {**wire, "parts": {**parts, self._name: ours}}
+            params.extra_args = {**(params.extra_args or {}), WIRE_KEY: changed}
 
     def make_request(self, original: Callable[[], Made], request: EngineCoreRequest) -> Made:
         """Let stock make its ``Request`` of one that was accepted: it hashes the prompt's blocks. Input thread."""
@@ -84,13 +93,15 @@ class EngineCoreAdapter:
 
         Raises:
             RequestError: If it can never run.
+            OverloadedError: If too many others wait.
         """
         req_id = request.request_id
         if req_id == self._entering or req_id in self._scheduler.requests:  # the latter: more input for a session
             return True
         try:
             priority = request.priority if self._goes_by_priority else 0
-            may_enter = self._part.offer(req_id, priority=priority, is_session=request.resumable)
+            is_offline = "offline" in (wire_of(request.sampling_params) or ())
+            may_enter = self._part.offer(req_id, priority=priority, is_session=request.resumable, is_offline=is_offline)
         except BaseException:
             self._part.release(req_id)
             raise
@@ -127,6 +138,16 @@ class EngineCoreAdapter:
             gone.append(request)
         return gone
 
+    def end_overdue(self) -> list[SentAway]:
+        """End the requests that have waited too long, between two steps; return them with the reasons."""
+        if not self._waiting or not (overdue := self._part.overdue()):
+            return []
+        from vllm.v1.request import RequestStatus
+
+        gone = self.withdraw(overdue.keys(), RequestStatus.FINISHED_ABORTED)
+        self.admit_waiting()
+        return [(request, overdue[request.request_id]) for request in gone]
+
     def forget_refused(self, req_id: str) -> None:
         """Release a request that stock refused before the scheduler saw it, unless it is there or waits."""
         if req_id not in self._scheduler.requests and req_id not in self._waiting:
@@ -136,13 +157,20 @@ class EngineCoreAdapter:
         """Serve ``EngineCore.headgate_call``: the front end calls a method of `part`. Between two steps.
 
         Returns:
-            ``{"ok": what it returned}``, or ``{"error": {"field": ..., "message": ...}}`` if it was refused.
+            ``{"ok": what it returned}``, or ``{"error": {"field", "message", "is_forbidden"}}`` if it was refused.
         """
         try:
             self._check_part(part)
             return {"ok": self._part.call(method, args)}
-        except RequestError as error:
-            return {"error": {"field": error.field, "message": str(error).removeprefix(f"{error.field}: ")}}
+        except (RequestError, ForbiddenError) as error:
+            message = str(error).removeprefix(f"{error.field}: ")
+            return {
+                "error": {
+                    "field": error.field,
+                    "message": message,
+                    "is_forbidden": isinstance(error, ForbiddenError),
+                }
+            }
         finally:
             self.admit_waiting()
 
@@ -200,7 +228,9 @@ def preprocess_add_request(original: Function) -> Function:
 
 def _check_unopened(request: EngineCoreRequest) -> None:
     wire = wire_of(request.sampling_params)
-    asked = [name for name in sorted(core_part_names()) if name in wire] if wire else []
+    asked = [name for name in sorted(core_part_names()) if name in wire.get("parts", {})] if wire else []
+    if wire and "fan_out" in wire:
+        asked.append("a part of its samples")
     if asked:
         raise AssertionError(f"request {request.request_id}: {', '.join(asked)} is not open in this engine core")
 
@@ -218,6 +248,9 @@ def handle_client_request(original: Function) -> Function:
             return original(self, request_type, request)
         except RequestError as error:
             _answer(self, added, error)
+            return None
+        except OverloadedError as error:
+            send_away(self, added, str(error))
             return None
         finally:
             adapter.forget_refused(added.request_id)

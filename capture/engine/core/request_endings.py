@@ -136,7 +136,10 @@ def abort_requests(original: Function) -> Function:
 
     @wraps(original)
     def wrapped(self: EngineCore, request_ids: Sequence[str]) -> object:
-        ids, kept = split_marks(request_ids)
+        ids, kept, sent = split_marks(request_ids)
+        if sent and (adapter := engine_core.adapter_of(self)) is not None:
+            for key in sent:
+                adapter.shared_wires.forget(key)
         if kept or _ENDS in vars(self.scheduler):
             ends = _ends(self.scheduler)
             for req_id, said in kept.items():

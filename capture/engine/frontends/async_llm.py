@@ -9,13 +9,23 @@ from typing import Any
 
 from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, Function
 from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
+from headgate.capture.engine.contracts.wire_format import CAPTURE
+from headgate.capture.engine.core.fan_out import fan_out_async
 from headgate.capture.engine.frontends.metering import Meter, metered, open_meter
-from headgate.capture.engine.requests.call_context import Call, Slot, current_call
+from headgate.capture.engine.requests.call_context import Call, Slot, current_call, current_client, note_overload
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
-from headgate.capture.engine.requests.capture_request import CaptureRequest
-from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, reader_of
-from headgate.capture.engine.requests.wire import HeadgateRequest, attach, refuse_made, refuse_streamed_input
-from headgate.capture.engine.setup.client_errors import as_client_error, is_without_field
+from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, overload_of, reader_of
+from headgate.capture.engine.requests.sampling_params import (
+    CAPTURE_FIELDS,
+    CaptureRequest,
+    HeadgateRequest,
+    attach,
+    read_fields,
+    refuse_made,
+    refuse_streamed_input,
+)
+from headgate.capture.engine.requests.stray_fields import refuse_unknown_in
+from headgate.capture.engine.setup.client_errors import as_client_error, is_without_field, overloaded
 from headgate.capture.schema.errors import UnsupportedError
 
 
@@ -39,14 +49,16 @@ def generate(original: Function) -> Function:
         with as_client_error():
             if hasattr(prompt, "sampling_params"):
                 refuse_made(prompt, sampling_params)
+                refuse_unknown_in(prompt.sampling_params)
                 return original(self, prompt, sampling_params, request_id, *args, **kwargs)
-            reader = reader_of(self)
+            reader, call = reader_of(self), current_call()
+            if call is None:
+                _require_capture_role(sampling_params)
             headgate_request = reader.read_answered(sampling_params, request_id, is_offline=False)
             if headgate_request is None:
                 return original(self, prompt, sampling_params, request_id, *args, **kwargs)
             if isinstance(prompt, AsyncIterator) and not headgate_request.is_empty:
                 refuse_streamed_input(headgate_request)
-            call = current_call()
             headgate_request = _resolved(reader, headgate_request, prompt, sampling_params, call)
             meter = _meter(reader, headgate_request, prompt, sampling_params)
         outputs = original(self, prompt, attach(sampling_params, headgate_request), request_id, *args, **kwargs)
@@ -57,6 +69,28 @@ def generate(original: Function) -> Function:
         return outputs if meter is None else metered(outputs, meter)
 
     return wrapped
+
+
+def add_request(original: Function) -> Function:
+    """Wrap ``AsyncLLM.add_request``: what samples share is sent to each engine core once."""
+
+    @wraps(original)
+    async def wrapped(
+        self: AsyncLLM, request_id: str, prompt: object, params: SamplingParams, *args: object, **kwargs: object
+    ) -> object:
+        if getattr(params, "n", 1) == 1:  # pooling has none
+            return await original(self, request_id, prompt, params, *args, **kwargs)
+        async with fan_out_async(self.engine_core):
+            return await original(self, request_id, prompt, params, *args, **kwargs)
+
+    return wrapped
+
+
+def _require_capture_role(params: SamplingParams) -> None:
+    """Ask an HTTP client for the key to capture where no route that takes our fields has done so."""
+    client = current_client()
+    if client is not None and read_fields(params, CAPTURE_FIELDS):
+        client.require_role(CAPTURE)
 
 
 def _resolved(
@@ -90,6 +124,7 @@ async def _with_refusals(
         with as_client_error():
             await reader.confirm_async(headgate_request, client)
         async for output in outputs:
+            _check_overload(output)
             if is_refused(output):
                 with as_client_error():
                     await reader.explain_async(headgate_request, client)
@@ -101,6 +136,13 @@ async def _with_refusals(
         raise
     finally:
         await outputs.aclose()
+
+
+def _check_overload(output: RequestOutput) -> None:
+    """Raise the error that servers answer with 503 if the engine core sent the request away."""
+    if (cause := overload_of(output)) is not None:
+        note_overload(error := overloaded(cause))
+        raise error
 
 
 async def _with_results(

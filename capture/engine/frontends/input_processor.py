@@ -12,7 +12,7 @@ from headgate.capture.engine.frontends.startup import open_front_end, open_parts
 from headgate.capture.engine.requests.capture_frontend import FRONT_END
 from headgate.capture.engine.requests.chat_messages import LLMChat
 from headgate.capture.engine.requests.request_reader import REQUEST_READER, RequestReader
-from headgate.capture.engine.requests.wire import HeadgateRequest, attach, attached, fold, refuse_kind
+from headgate.capture.engine.requests.sampling_params import HeadgateRequest, attach, attached, fold, prompt_tokens
 from headgate.capture.engine.setup.client_errors import as_client_error
 
 _CHAT = "_headgate_chat"
@@ -67,8 +67,7 @@ def _fold(
     reader: RequestReader, request: NewRequest, headgate_request: HeadgateRequest, chat: LLMChat | None, request_id: str
 ) -> None:
     if headgate_request.capture is not None:
-        refuse_kind(request, headgate_request)
-        tokens = request.prompt_token_ids
+        tokens = prompt_tokens(request, headgate_request)
         find_message = None if chat is None else chat.find_message(tokens)
         assert reader.capture is not None  # noqa: S101  (it has read what is captured)
         reader.capture.expect(headgate_request.capture, request.sampling_params.n)

@@ -11,14 +11,15 @@ from typing import Any
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import LLMEngine, RequestOutput, SamplingParams
+from headgate.capture.engine.core.fan_out import fan_out
 from headgate.capture.engine.frontends import input_processor
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, attach_results, front_end_of
-from headgate.capture.engine.requests.capture_request import CaptureRequest
 from headgate.capture.engine.requests.chat_messages import LLMChat
-from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, reader_of
-from headgate.capture.engine.requests.wire import HeadgateRequest, attach, refuse_made
+from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, overload_of, reader_of
+from headgate.capture.engine.requests.sampling_params import CaptureRequest, HeadgateRequest, attach, refuse_made
+from headgate.capture.engine.requests.stray_fields import refuse_unknown_in
 from headgate.capture.engine.setup.client_errors import as_client_error
-from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.errors import OverloadedError, RequestError
 
 _PENDING_RESULTS = "_headgate_desk"
 
@@ -32,6 +33,7 @@ class _PendingResults:
         asks: Of running requests, by the caller's request id.
         finished: Outputs without their results, while `LLM` runs the engine; it collects them at the end.
         refused: What requests asked that the engine core did not take, while `LLM` runs the engine.
+        overload: Why the engine core sent a request away, while `LLM` runs the engine.
         is_run_by_llm: `LLM` runs the engine; otherwise the user calls `step`.
     """
 
@@ -39,6 +41,7 @@ class _PendingResults:
     asks: dict[str, HeadgateRequest] = field(default_factory=dict)
     finished: list[tuple[RequestOutput, CaptureRequest]] = field(default_factory=list)
     refused: list[HeadgateRequest] = field(default_factory=list)
+    overload: OverloadedError | None = None
     is_run_by_llm: bool = False
 
     @property
@@ -58,6 +61,7 @@ class _PendingResults:
         if is_refused(output):
             self.forget(headgate_request)
             if self.is_run_by_llm:
+                self.overload = overload_of(output) or self.overload
                 self.refused.append(headgate_request)
         elif headgate_request.capture is not None:
             self.finished.append((output, headgate_request.capture))
@@ -89,6 +93,7 @@ def add_request(original: Function) -> Function:
         with as_client_error():
             if hasattr(prompt, "sampling_params"):
                 refuse_made(prompt, params)
+                refuse_unknown_in(prompt.sampling_params)
                 return original(self, request_id, prompt, params, *args, **kwargs)
             reader = reader_of(self)
             headgate_request = reader.read_answered(params, request_id, is_offline=True)
@@ -99,7 +104,8 @@ def add_request(original: Function) -> Function:
         assert pending is not None  # noqa: S101  (a reader without parts reads nothing)
         before = _ids(self, request_id)
         try:
-            result = original(self, request_id, prompt, attach(params, headgate_request), *args, **kwargs)
+            with fan_out(self.engine_core, params.n):
+                result = original(self, request_id, prompt, attach(params, headgate_request), *args, **kwargs)
         except BaseException as error:
             pending.forget(headgate_request)
             # An engine core in this process refuses in the call, when the output processor already waits for it.
@@ -157,13 +163,16 @@ def run_engine(original: Function) -> Function:
         except BaseException:
             for _, ask in pending.finished:
                 pending.front.forget(ask)
-            pending.finished, pending.refused = [], []
+            pending.finished, pending.refused, pending.overload = [], [], None
             raise
         finally:
             pending.is_run_by_llm = False
         if pending.finished:
             _collect(engine, pending, pending.front.config.result_timeout_s)
         refused, pending.refused = pending.refused, []
+        overload, pending.overload = pending.overload, None
+        if overload is not None:
+            raise overload
         _explain(engine, pending, refused)
         return outputs
 

@@ -11,7 +11,7 @@ from headgate.capture.engine.access.usage import Charge
 from headgate.capture.engine.contracts.vllm_frontend import RequestOutput, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
-from headgate.capture.engine.requests.capture_request import CaptureRequest
+from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.errors import RequestError
 
 Outputs = AsyncGenerator[RequestOutput, None]
@@ -99,7 +99,7 @@ def metered(outputs: Outputs, meter: Meter) -> Outputs:
     """Settle the request when its outputs end, or when nobody will ever ask for them."""
     watched = _metered(outputs, meter)
     # Generators that never began do not end: another prompt of the same call may have been refused.
-    weakref.finalize(watched, meter.charge.settle, 0).atexit = False
+    weakref.finalize(watched, meter.charge.cancel).atexit = False
     return watched
 
 

@@ -11,13 +11,15 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from headgate.capture.engine.access.caller import Caller, current_caller, set_caller
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.requests.chat_messages import RenderedMessage, Tokens
 from headgate.capture.engine.requests.hidden_states import Form
-from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.consumer import Memo
+from headgate.capture.schema.errors import OverloadedError, RequestError
 from headgate.capture.schema.limits import CaptureUse
 from headgate.capture.schema.positions import Message, Span
 from headgate.capture.schema.results import CaptureResults
@@ -42,6 +44,7 @@ class Call:
         chat_messages: Messages of the chat that selectors of this call mean.
         slots: One for each prompt, in the order of the body; of /v1/responses, one for each turn with a tool.
         use: What its prompts so far could capture at most.
+        memo: What was parsed of its body.
         token: Random; begins the keys of its requests, so that consumers know which belong together.
         caller: The client, if it has shown a key.
     """
@@ -51,6 +54,7 @@ class Call:
     chat_messages: dict[Message, RenderedMessage] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
     use: CaptureUse = field(default_factory=CaptureUse)
+    memo: Memo = field(default_factory=Memo)
     token: str = field(default_factory=partial(secrets.token_hex, 8))
     caller: Caller | None = field(default_factory=current_caller)
 
@@ -80,6 +84,55 @@ def enter(call: Call) -> None:
     """Make `call` the one that this task handles."""
     _call.set(call)
     set_caller(call.caller)
+
+
+_overloads: contextvars.ContextVar[list[OverloadedError] | None] = contextvars.ContextVar(
+    "headgate_overloads", default=None
+)
+
+
+def watch_overloads() -> list[OverloadedError]:
+    """Begin a list for this HTTP call: `note_overload` fills it, from this task and those that it starts."""
+    found: list[OverloadedError] = []
+    _overloads.set(found)
+    return found
+
+
+def overloads() -> list[OverloadedError]:
+    """Return why requests of this HTTP call were sent away so far."""
+    return _overloads.get() or []
+
+
+def note_overload(error: OverloadedError) -> None:
+    """Note that a request was sent away, if it belongs to an HTTP call."""
+    if (found := _overloads.get()) is not None:
+        found.append(error)
+
+
+class Client(Protocol):
+    """Whoever sent an HTTP request to the server."""
+
+    def require_role(self, role: str) -> object:
+        """Raise an error 403 unless the request carries a key for what needs `role`; remember whose it is."""
+        ...
+
+
+_client: contextvars.ContextVar[Client | None] = contextvars.ContextVar("headgate_client", default=None)
+
+
+def current_client() -> Client | None:
+    """Return who sent the HTTP request being handled; None for requests that Python code makes."""
+    return _client.get()
+
+
+def serve_for(client: Client) -> contextvars.Token[Client | None]:
+    """Make `client` the one for whom this task works, until `leave`."""
+    return _client.set(client)
+
+
+def leave(token: contextvars.Token[Client | None]) -> None:
+    """Restore the state from before `serve_for`."""
+    _client.reset(token)
 
 
 @dataclass(frozen=True, slots=True)

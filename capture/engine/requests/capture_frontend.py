@@ -13,12 +13,12 @@ from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutpu
 from headgate.capture.engine.requests import hidden_states
 from headgate.capture.engine.requests.call_context import Call, current_call
 from headgate.capture.engine.requests.capture_request import (
-    CaptureRequest,
     CaptureRequestReader,
     FindMessage,
     resolve,
 )
 from headgate.capture.engine.requests.permissions import check_length, check_use
+from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, join_key
 from headgate.capture.schema.errors import UnsupportedError

@@ -1,54 +1,34 @@
-"""Capture requests: read, checked and resolved in the front end; `wire` says how they travel."""
+"""Capture requests: read, checked and resolved in the front end; `sampling_params` says how they travel."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import msgspec
 
 from headgate.capture.engine.contracts.vllm_frontend import SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import hidden_states
+from headgate.capture.engine.requests.call_context import current_call
 from headgate.capture.engine.requests.permissions import check_consumer, check_spec, with_tag
 from headgate.capture.engine.requests.sampling_params import (
     CAPTURE_FIELDS,
     CAPTURE_WAIT,
     RETURN_HIDDEN_STATES,
+    CaptureRequest,
     read_field,
     read_fields,
 )
 from headgate.capture.schema.config import HIDDEN_STATES, CaptureConsumersConfig
-from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, SpecContext
+from headgate.capture.schema.consumer import CaptureConsumer, Memo, ModelInfo, SpecContext
 from headgate.capture.schema.errors import ConsumerError, RequestError, shown
 from headgate.capture.schema.positions import Message, PositionSelector
 from headgate.capture.schema.spec import CaptureSpec
 
 FindMessage = Callable[[Message, str], PositionSelector]
 """Resolves a message selector of the request at hand; the text is the field, for errors."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CaptureRequest:
-    """The checked capture request of one engine request.
-
-    Attributes:
-        specs: By consumer instance.
-        wait: The client waits for results as long as it takes: ``capture_wait``, or a consumer that is awaited.
-        is_explicit: The client named a consumer itself; otherwise only global consumers look at the request.
-        named: Consumers that the client named: how much it may ask of these is limited.
-        key: Random; results for the request must carry it.
-        reply: Address of the result hub; None if nobody waits.
-    """
-
-    specs: Mapping[str, CaptureSpec]
-    wait: bool
-    is_explicit: bool
-    key: str
-    reply: str | None = None
-    named: frozenset[str] = frozenset()
 
 
 HOW_HIDDEN_STATES = (
@@ -147,11 +127,13 @@ class CaptureRequestReader:
         return spec
 
     def _context(self, instance: str, request_id: str) -> SpecContext:
+        call = current_call()
         return SpecContext(
             instance_name=instance,
             model=self._model,
             params=self._params[instance],
             client_request_id=request_id,
+            memo=Memo() if call is None else call.memo,
         )
 
     def _names(self) -> str:
@@ -206,20 +188,3 @@ def messages_of(ask: CaptureRequest) -> dict[Message, str]:
         for instance, spec in ask.specs.items()
         if isinstance(spec.positions, Message)
     }
-
-
-def to_wire(ask: CaptureRequest, num_samples: int, request_id: str) -> dict[str, Any]:
-    """Capture's keys of the wire dict, for an ask whose positions are resolved."""
-    return {
-        "id": request_id,
-        "n": num_samples,
-        "key": ask.key,
-        "reply": ask.reply,
-        "wait": ask.wait,
-        CAPTURE: {instance: spec.to_wire() for instance, spec in ask.specs.items()},
-    }
-
-
-def needs_prompt(ask: CaptureRequest, num_prompt: int) -> bool:
-    """Whether prompt rows other than the last are wanted, which a hit in the prefix cache would skip."""
-    return any(spec.positions.needs_prompt(num_prompt) for spec in ask.specs.values())

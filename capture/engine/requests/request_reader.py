@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from headgate.capture.engine.contracts.end_messages import OVERLOADED
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import (
@@ -21,10 +22,16 @@ from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.engine.core.frames import lift
 from headgate.capture.engine.requests.call_context import taken
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
-from headgate.capture.engine.requests.capture_request import CaptureRequest, refuse_unconfigured
-from headgate.capture.engine.requests.sampling_params import is_plain, read_fields
-from headgate.capture.engine.requests.wire import HeadgateRequest, refuse_forged
-from headgate.capture.schema.errors import RequestError
+from headgate.capture.engine.requests.capture_request import refuse_unconfigured
+from headgate.capture.engine.requests.sampling_params import (
+    CaptureRequest,
+    HeadgateRequest,
+    is_plain,
+    read_fields,
+    refuse_forged,
+)
+from headgate.capture.engine.requests.stray_fields import refuse_unknown_in
+from headgate.capture.schema.errors import OverloadedError, RequestError
 
 REQUEST_READER = "_headgate_reader"
 """Attribute of vLLM's `InputProcessor`: its `RequestReader`."""
@@ -125,23 +132,29 @@ class RequestReader:
         if self.capture is None:
             return self._without_capture(params)
         refuse_forged(params)
+        refuse_unknown_in(params)
         return self._with_parts(params, self.capture.capture_reader.read(params, request_id))
 
     def read_answered(self, params: SamplingParams, request_id: str, *, is_offline: bool) -> HeadgateRequest | None:
         """The same, with the address that results go to."""
         if self.capture is None:
-            return self._without_capture(params)
+            return self._without_capture(params, is_offline=is_offline)
         refuse_forged(params)
-        return self._with_parts(params, self.capture.read(params, request_id, is_offline=is_offline))
+        refuse_unknown_in(params)
+        ask = self.capture.read(params, request_id, is_offline=is_offline)
+        return self._with_parts(params, ask, is_offline=is_offline)
 
-    def _without_capture(self, params: SamplingParams) -> HeadgateRequest | None:
+    def _without_capture(self, params: SamplingParams, *, is_offline: bool = False) -> HeadgateRequest | None:
         if is_plain(params):
             return None
         refuse_forged(params)
+        refuse_unknown_in(params)
         refuse_unconfigured(params)
-        return self._with_parts(params, None)
+        return self._with_parts(params, None, is_offline=is_offline)
 
-    def _with_parts(self, params: SamplingParams, ask: CaptureRequest | None) -> HeadgateRequest | None:
+    def _with_parts(
+        self, params: SamplingParams, ask: CaptureRequest | None, *, is_offline: bool = False
+    ) -> HeadgateRequest | None:
         wanted = {}
         is_set = False
         for name, part in request_parts().items():
@@ -153,7 +166,9 @@ class RequestReader:
             found = before.wanted[name] if before.has(name, values) else self._read(name, part, values)
             if found is not None:
                 wanted[name] = found
-        return HeadgateRequest(capture=ask, parts=wanted) if ask is not None or is_set else None
+        if ask is None and not is_set:
+            return None
+        return HeadgateRequest(capture=ask, parts=wanted, is_offline=is_offline)
 
     def read_parts(self, values: Document) -> dict[str, PartRequest | None]:
         """Read the fields of each part that has any set; None for a part whose fields request nothing.
@@ -227,6 +242,15 @@ class RequestReader:
 def is_refused(output: RequestOutput) -> bool:
     """Whether a `RequestOutput` ended because the engine core could not take the request, for whatever reason."""
     return output.finished and any(completion.finish_reason == "error" for completion in output.outputs)
+
+
+def overload_of(output: RequestOutput) -> OverloadedError | None:
+    """Return why the engine core sent a request away unserved, for want of room; None if it did not."""
+    for completion in output.outputs:
+        reason = completion.stop_reason
+        if completion.finish_reason == "error" and isinstance(reason, str) and reason.startswith(OVERLOADED):
+            return OverloadedError(reason.removeprefix(OVERLOADED))
+    return None
 
 
 def reader_of(engine: Engine) -> RequestReader:

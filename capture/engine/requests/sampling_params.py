@@ -1,28 +1,42 @@
-"""``SamplingParams.capture`` and the other fields in which a request says what it wants of headgate.
+"""Everything of headgate's that travels in a `SamplingParams`: fields, then the checked request, then the wire form.
 
-vLLM keeps only declared fields of `SamplingParams` when it copies, pickles or sends one; a plain attribute is lost.
-The properties put in here store their value in ``extra_args``, which travels with it everywhere.
+vLLM keeps only declared fields of a `SamplingParams` when it copies, pickles or sends one, so all three lie in its
+``extra_args``, one after the other:
+
+1. The fields that a user sets, such as `capture`, each under its name; the properties put in here read and write them.
+2. The `HeadgateRequest` that they come to, under `REQUEST_KEY`, from the call that makes a request to where vLLM has
+   made it (`attach`, `attached`). The raw fields are taken out: vLLM copies the parameters, and lists of numbers are
+   slow to copy.
+3. The `RequestWire`, under `WIRE_KEY`, from there to the engine (`fold`).
+
+A request that arrives with either of those keys is refused, so clients set fields alone.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from types import ModuleType
-from typing import Any
+from typing import NoReturn
 
 from headgate.capture.engine.contracts.parts import request_parts
-from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.contracts.vllm_engine import Function
-from headgate.capture.engine.contracts.vllm_frontend import SamplingParams
+from headgate.capture.engine.contracts.vllm_frontend import NewRequest, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY
 from headgate.capture.engine.setup.versions import WORKS_WITH
+from headgate.capture.schema.batch import WIRE_VERSION, CaptureWire, RequestWire
 from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.spec import CaptureSpec
 
 CAPTURE_WAIT = "capture_wait"
 RETURN_HIDDEN_STATES = "return_hidden_states"
 CAPTURE_FIELDS = (CAPTURE, CAPTURE_WAIT, RETURN_HIDDEN_STATES)
+
+REQUEST_KEY = "headgate_request"
+"""Key of the `HeadgateRequest` in ``extra_args``."""
 
 
 @cache
@@ -47,39 +61,8 @@ def refuse_properties(module: ModuleType) -> None:
         setattr(module.SamplingParams, name, _refused(name, f"this vLLM is not supported; {WORKS_WITH}"))
 
 
-def read_field(params: SamplingParams, name: str) -> Any:
-    """The value of one of our fields, None if unset; also when it was set before the properties were there."""
-    return _read(vars(params), params.extra_args or {}, name)
-
-
-def _read(early: Document, extra: Document, name: str) -> Any:
-    value = early.get(name)
-    return none_if_default(name, value if value is not None else extra.get(name))
-
-
-def none_if_default(name: str, value: Any) -> Any:
-    """`value`, or None if it says nothing: some clients send every field that they know with its default."""
-    return None if name == RETURN_HIDDEN_STATES and value is False else value
-
-
-def read_fields(params: SamplingParams, names: Iterable[str]) -> dict[str, Any]:
-    """Those of our fields that are set, by name."""
-    if is_plain(params):
-        return {}  # most requests: they shall not pay for ours
-    early, extra, found = vars(params), params.extra_args or {}, {}
-    for name in names:
-        if (name in extra or name in early) and (value := _read(early, extra, name)) is not None:
-            found[name] = value
-    return found
-
-
-def is_plain(params: SamplingParams) -> bool:
-    """Whether a `SamplingParams` can hold nothing of ours: it has neither ``extra_args`` nor attributes of its own."""
-    return not params.extra_args and not vars(params)
-
-
 def _stored(name: str) -> property:
-    def read(self: SamplingParams) -> Any:
+    def read(self: SamplingParams) -> object:
         return read_field(self, name)
 
     def write(self: SamplingParams, value: object) -> None:
@@ -103,13 +86,216 @@ def _refused(name: str, why: str) -> property:
     return property(read, write)
 
 
+def read_field(params: SamplingParams, name: str) -> object:
+    """The value of one of our fields, None if unset; also when it was set before the properties were there."""
+    return _read(vars(params), params.extra_args or {}, name)
+
+
+def _read(early: Mapping[str, object], extra: Mapping[str, object], name: str) -> object:
+    value = early.get(name)
+    return none_if_default(name, value if value is not None else extra.get(name))
+
+
+def none_if_default(name: str, value: object) -> object:
+    """`value`, or None if it says nothing: some clients send every field that they know with its default."""
+    return None if name == RETURN_HIDDEN_STATES and value is False else value
+
+
+def read_fields(params: SamplingParams, names: Iterable[str]) -> dict[str, object]:
+    """Those of our fields that are set, by name."""
+    if is_plain(params):
+        return {}  # most requests: they shall not pay for ours
+    early, extra, found = vars(params), params.extra_args or {}, {}
+    for name in names:
+        if (name in extra or name in early) and (value := _read(early, extra, name)) is not None:
+            found[name] = value
+    return found
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether a `SamplingParams` can hold nothing of ours: it has neither ``extra_args`` nor attributes of its own."""
+    return not params.extra_args and not vars(params)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureRequest:
+    """The checked capture request of one engine request.
+
+    Attributes:
+        specs: By consumer instance.
+        wait: The client waits for results as long as it takes: ``capture_wait``, or a consumer that is awaited.
+        is_explicit: The client named a consumer itself; otherwise only global consumers look at the request.
+        named: Consumers that the client named: how much it may ask of these is limited.
+        key: Random; results for the request must carry it.
+        reply: Address of the result hub; None if nobody waits.
+    """
+
+    specs: Mapping[str, CaptureSpec]
+    wait: bool
+    is_explicit: bool
+    key: str
+    reply: str | None = None
+    named: frozenset[str] = frozenset()
+
+    def to_wire(self, num_samples: int, request_id: str) -> CaptureWire:
+        """Return the form on the wire; positions must be resolved."""
+        return {
+            "id": request_id,
+            "n": num_samples,
+            "key": self.key,
+            "reply": self.reply,
+            "wait": self.wait,
+            "specs": {instance: spec.to_wire() for instance, spec in self.specs.items()},
+        }
+
+    def needs_prompt(self, num_prompt: int) -> bool:
+        """Whether prompt rows other than the last are wanted, which a hit in the prefix cache would skip."""
+        return any(spec.positions.needs_prompt(num_prompt) for spec in self.specs.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadgateRequest:
+    """The checked headgate fields of one request. Immutable.
+
+    Attributes:
+        capture: Of capture; None if nothing.
+        parts: Of the other parts, by section. Both may be empty: then the request's fields came to nothing.
+        is_offline: An `LLM` makes it.
+    """
+
+    capture: CaptureRequest | None = None
+    parts: Mapping[str, PartRequest] = field(default_factory=dict)
+    is_offline: bool = False
+
+    def __deepcopy__(self, memo: object) -> HeadgateRequest:
+        """Itself: parameters are copied deeply on their way, payloads must not be."""
+        return self
+
+    @property
+    def field(self) -> str:
+        """A field that the request set, for errors that concern all of it."""
+        if self.capture is not None:
+            return f"{CAPTURE}.{next(iter(self.capture.specs))}"
+        return next((wanted.field for wanted in self.parts.values()), CAPTURE)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is asked."""
+        return self.capture is None and not self.parts
+
+
+def refuse_forged(params: SamplingParams) -> None:
+    """Refuse a request that brings along what headgate alone puts into ``extra_args``.
+
+    Raises:
+        RequestError: If it does.
+    """
+    for key in (WIRE_KEY, REQUEST_KEY):
+        if params.extra_args and key in params.extra_args:
+            raise RequestError(
+                f"extra_args.{key}", "this key is headgate's own; set 'capture' or 'steering_vectors' instead"
+            )
+
+
+def attach(params: SamplingParams, headgate_request: HeadgateRequest) -> SamplingParams:
+    """A copy of `params` that carries `headgate_request` in place of the raw fields; the caller's stays as it is."""
+    carrier = copy.copy(params)
+    carrier.extra_args = {**_others(params), REQUEST_KEY: headgate_request}
+    return carrier
+
+
+def attached(params: SamplingParams) -> HeadgateRequest | None:
+    """Return the request that `attach` put into `params`; None if there is none. No client can send such an object."""
+    carried = (params.extra_args or {}).get(REQUEST_KEY)
+    return carried if isinstance(carried, HeadgateRequest) else None
+
+
+def fold(request: NewRequest, headgate_request: HeadgateRequest, request_id: str) -> None:
+    """Write the `RequestWire` into an `EngineCoreRequest`, whose parameters are the front end's own copy.
+
+    Raises:
+        RequestError: If requests of this kind cannot be captured or steered.
+    """
+    params = request.sampling_params
+    params.extra_args = _others(params) or None
+    if headgate_request.is_empty:
+        return
+    num_prompt = len(prompt_tokens(request, headgate_request))
+    wire: RequestWire = {"v": WIRE_VERSION}
+    if (ask := headgate_request.capture) is not None:
+        wire["capture"] = ask.to_wire(params.n, request_id)
+        if ask.needs_prompt(num_prompt):
+            params.skip_reading_prefix_cache = True
+    if headgate_request.parts:
+        # Copies, since requests may share what is wanted, and the engine adds to its own.
+        wire["parts"] = {section: dict(wanted.wire) for section, wanted in headgate_request.parts.items()}
+    if headgate_request.is_offline:
+        wire["offline"] = True
+    params.extra_args = {**(params.extra_args or {}), WIRE_KEY: wire}
+
+
+def _others(params: SamplingParams) -> dict[str, object]:
+    ours = (WIRE_KEY, REQUEST_KEY, *all_fields())
+    return {key: value for key, value in (params.extra_args or {}).items() if key not in ours}
+
+
+def prompt_tokens(request: NewRequest, headgate_request: HeadgateRequest) -> Sequence[int]:
+    """Return the tokens of a request's prompt; kinds of requests whose rows cannot be told apart are refused.
+
+    Raises:
+        RequestError: Naming a field that was set.
+    """
+    if request.prompt_embeds is not None or request.prompt_token_ids is None:
+        raise RequestError(
+            headgate_request.field,
+            "a prompt given as embeddings cannot be captured or steered: its rows belong to no token; give its tokens",
+        )
+    if request.resumable:
+        refuse_streamed_input(headgate_request)
+    return request.prompt_token_ids
+
+
+def refuse_streamed_input(headgate_request: HeadgateRequest) -> NoReturn:
+    """Refuse a session whose input arrives in parts.
+
+    Raises:
+        RequestError: Always.
+    """
+    raise RequestError(
+        headgate_request.field,
+        "a session with streamed input cannot be captured or steered: its prompt is not known yet",
+    )
+
+
+def refuse_made(request: NewRequest, params: SamplingParams) -> None:
+    """Refuse an `EngineCoreRequest` that asks for something which was not folded into it: it would be ignored.
+
+    Args:
+        request: What the caller gave as the prompt.
+        params: The parameters beside it, which vLLM ignores in this case.
+
+    Raises:
+        RequestError: Naming the field.
+    """
+    made = request.sampling_params
+    given = [name for name in all_fields() for source in (made, params) if _is_set(source, name)]
+    if given and (_is_set(made, given[0]) or WIRE_KEY not in (made.extra_args or {})):
+        raise RequestError(
+            given[0], "an EngineCoreRequest is taken as it is; pass the prompt itself, with the sampling parameters"
+        )
+
+
+def _is_set(params: SamplingParams | None, name: str) -> bool:
+    return params is not None and (name in vars(params) or name in (params.extra_args or {}))
+
+
 def short_repr(original: Function) -> Function:
-    """Wrap ``SamplingParams.__repr__``: request logs and crash dumps must not print whole wire dicts, nor vectors."""
+    """Wrap ``SamplingParams.__repr__``: request logs and crash dumps must not print whole requests, nor vectors."""
 
     @wraps(original)
     def __repr__(self: SamplingParams) -> str:
         extra = self.extra_args or {}
-        elided = {name: _Elided(extra[name]) for name in (WIRE_KEY, *_long_fields()) if name in extra}
+        elided = {name: _Elided(extra[name]) for name in (WIRE_KEY, REQUEST_KEY, *_long_fields()) if name in extra}
         if not elided:
             return str(original(self))
         shown = copy.copy(self)
@@ -124,15 +310,10 @@ def _long_fields() -> Iterator[str]:
 
 
 class _Elided:
-    """Stands for a wire dict, or for the value of a field, where it is printed."""
+    """Stands for a value where it is printed: texts are printed, others are not."""
 
     def __init__(self, value: object) -> None:
         self._value = value
 
     def __repr__(self) -> str:
-        if isinstance(self._value, str):
-            return repr(self._value)
-        if not isinstance(self._value, Mapping):
-            return "<...>"
-        named = [f"{CAPTURE} for {', '.join(self._value[CAPTURE])}"] if CAPTURE in self._value else []
-        return f"<{'; '.join([*named, *(key for key in self._value if key in request_parts())]) or '...'}>"
+        return repr(self._value) if isinstance(self._value, str) else "<...>"

@@ -13,17 +13,25 @@ import asyncio
 import ipaddress
 import signal
 import threading
+from argparse import Namespace
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from headgate.capture.engine.access.access_key import AccessKey
 from headgate.capture.engine.access.caller import Caller, set_caller
-from headgate.capture.engine.access.key_ring import KeyRing
+from headgate.capture.engine.access.key_ring import KeyRing, variable_of
 from headgate.capture.engine.access.usage import Usage
+from headgate.capture.engine.setup.cli_flags import translate_flags
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.config import server_config
+from headgate.capture.schema.errors import ForbiddenError, shown
+
+if TYPE_CHECKING:
+    from starlette.datastructures import State
+    from starlette.requests import Request
 
 HEADER = "x-headgate-key"
 _ACCESS = "headgate_access"
@@ -40,19 +48,30 @@ class Access:
         ConfigError: If a file that the operator named is wrong.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Namespace) -> None:
+        translate_flags(args)  # of servers without an engine, which would not see that a file of keys was named
         config = server_config(getattr(args, "additional_config", None))
         usage = None if config.usage_file is None else Path(config.usage_file)
         is_counting = usage is not None or (getattr(args, "api_server_count", None) or 1) == 1
         keys = None if config.keys_file is None else Path(config.keys_file)
         self.is_local = is_local(args)
+        self._has_socket = bool(getattr(args, "uds", None))
         self.keys = KeyRing(keys, is_counting=is_counting)
         self.usage = Usage(usage)
 
     def find(self, role: str, headers: Mapping[str, str]) -> AccessKey | None:
-        """Find the key with which a request may do what needs `role`; see `KeyRing.find`."""
+        """Find the key with which a request may do what needs `role`; see `KeyRing.find`.
+
+        Without keys, requests that a web page of another site made are refused, too.
+
+        Raises:
+            ForbiddenError: If it may not.
+        """
         self.keys.refresh()
-        return self.keys.find(_given(headers), role, is_local=self.is_local)
+        key = self.keys.find(_given(headers), role, is_local=self.is_local)
+        if key is None and not self._has_socket:
+            _check_own(headers, role)
+        return key
 
     def read_again_on_hangup(self) -> None:
         """Read the file of keys again when this process gets SIGHUP; without a file, that ends it as before.
@@ -64,7 +83,7 @@ class Access:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, partial(self.keys.refresh, is_forced=True))
 
 
-def open_access(state: Any) -> Access:
+def open_access(state: State) -> Access:
     """The keys of an application, read on the first call with its ``state``; see `Access`."""
     found: Access | None = getattr(state, _ACCESS, None)
     if found is None:
@@ -73,7 +92,7 @@ def open_access(state: Any) -> Access:
     return found
 
 
-def require_role(role: str, request: Any) -> AccessKey | None:
+def require_role(role: str, request: Request) -> AccessKey | None:
     """Let a `starlette.requests.Request` to vLLM's server do what needs `role`, and remember whose it is.
 
     Returns:
@@ -89,15 +108,43 @@ def require_role(role: str, request: Any) -> AccessKey | None:
     return key
 
 
-def is_local(args: Any) -> bool:
+def is_local(args: Namespace) -> bool:
     """Whether a server that was started with these arguments listens on the loopback interface or a Unix socket."""
     if getattr(args, "uds", None):
         return True
-    host = getattr(args, "host", None) or ""
+    return _is_loopback((getattr(args, "host", None) or "").strip("[]"))
+
+
+def _check_own(headers: Mapping[str, str], role: str) -> None:
+    """Refuse what a browser on this machine was made to send by a page from elsewhere.
+
+    Browsers name the page's site as ``Origin``, and the name that they looked up as ``Host``: a site can let its own
+    name mean 127.0.0.1, and is then the same site to them.
+
+    Raises:
+        ForbiddenError: If one of them is not this machine.
+    """
+    for header, prefix in (("host", "//"), ("origin", "")):
+        value = headers.get(header)
+        if value is not None and not _is_loopback(_host_of(prefix + value)):
+            raise ForbiddenError(
+                f"this server has no key for this and lets in its own machine alone, but the header {header.title()} "
+                f"names {shown(value)}; the operator sets {variable_of(role)}"
+            )
+
+
+def _host_of(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import Receive, Scope, Send
 from headgate.capture.engine.server.access_keys import open_access
+from headgate.capture.engine.server.bodies.field_guard import install_guard
+from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
 from headgate.capture.engine.setup.client_errors import answer_refused, refused_error
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from starlette.datastructures import State
 
 ROUTES = ("/v1/steering", "/v1/capture")
 BINARY = ("application/msgpack", "application/x-msgpack")
@@ -41,12 +44,14 @@ class Explanation:
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Answer requests to what is not there with the reason."""
+        """Answer requests to what is not there with the reason; refuse our fields where they would be ignored."""
+        app.add_middleware(RetryAfterMiddleware)
+        install_guard(app)
         app.add_middleware(MissingRouteMiddleware)
         open_access(app.state)
         app.add_exception_handler(refused_error(), answer_refused)
 
-    async def init_state(self, engine_client: object, state: object, args: Namespace) -> None:
+    async def init_state(self, engine_client: object, state: State, args: Namespace) -> None:
         """The event loop runs."""
         open_access(state).read_again_on_hangup()
 

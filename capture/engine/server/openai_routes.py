@@ -26,11 +26,21 @@ from headgate.capture.engine.requests.sampling_params import (
     none_if_default,
     read_fields,
 )
+from headgate.capture.engine.requests.stray_fields import (
+    EXTRA_ARGS,
+    SAMPLING_PARAMS,
+    VLLM_XARGS,
+    refuse_ignored,
+    refuse_unknown,
+)
 from headgate.capture.engine.server.access_keys import require_role
 from headgate.capture.engine.server.answers import answer_choices, answer_response
+from headgate.capture.engine.server.retry_after import await_first_event
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import Message
+
+NO_BEAMS = "beam search cannot be captured or steered: its requests come and go with the beams"
 
 
 def to_sampling_params(original: Function) -> Function:
@@ -64,14 +74,26 @@ def _unknown_to_vllm(request: Any) -> Document:
 
 def _given(request: Any) -> dict[str, Any]:
     """Those of our fields that a body has."""
-    extra = _unknown_to_vllm(request)
-    if not extra:
+    extra, xargs = _unknown_to_vllm(request), getattr(request, VLLM_XARGS, None)
+    if not extra and not xargs:
         return {}  # most requests: they shall not pay for ours
+    with as_client_error():
+        refuse_unknown(extra)
+        nested = {name: extra.get(name) for name in (EXTRA_ARGS, SAMPLING_PARAMS)}
+        refuse_ignored(nested, "give it as a field of the body")
+        if xargs:
+            _refuse_in_xargs(request, xargs)
     given = {}
     for name in all_fields():
         if name in extra and none_if_default(name, extra[name]) is not None:
             given[name] = extra[name]
     return given
+
+
+def _refuse_in_xargs(request: Any, xargs: Document) -> None:
+    if getattr(request, "use_beam_search", False):
+        refuse_ignored({VLLM_XARGS: xargs}, NO_BEAMS)
+    refuse_unknown(xargs, f"{VLLM_XARGS}.")
 
 
 def _captures(given: Document) -> bool:
@@ -94,9 +116,9 @@ def create_completion(original: Function) -> Function:
         if given:
             await _check_early(given, self, request, *args, **kwargs)
         if not _captures(given):
-            return await original(self, request, *args, **kwargs)
+            return await _serve(original, given, self, request, *args, **kwargs)
         call = _begin_call(self, given)
-        return answer_choices(await original(self, request, *args, **kwargs), call)
+        return answer_choices(await _serve(original, given, self, request, *args, **kwargs), call)
 
     return wrapped
 
@@ -110,12 +132,20 @@ def create_chat_completion(original: Function) -> Function:
         if given:
             await _check_early(given, self, request, *args, **kwargs)
         if not _captures(given):
-            return await original(self, request, *args, **kwargs)
+            return await _serve(original, given, self, request, *args, **kwargs)
         call = _begin_call(self, given)
         call.chat_messages = await _find_chat_messages(self, request)
-        return answer_choices(await original(self, request, *args, **kwargs), call)
+        return answer_choices(await _serve(original, given, self, request, *args, **kwargs), call)
 
     return wrapped
+
+
+async def _serve(
+    original: Function, given: Document, serving: Any, request: Any, *args: object, **kwargs: object
+) -> Any:
+    """Call vLLM's handler. The stream of a request that may have to wait begins when it has not been sent away."""
+    answer = await original(serving, request, *args, **kwargs)
+    return await await_first_event(answer, serving) if given.keys() - CAPTURE_FIELDS else answer
 
 
 def create_responses(original: Function) -> Function:
@@ -173,40 +203,20 @@ def generate_response(original: Function) -> Function:
     return wrapped
 
 
-def create_messages(original: Function) -> Function:
-    """Wrap ``AnthropicServingMessages.create_messages``, whose request model drops what it does not know."""
+def create_from_audio(original: Function) -> Function:
+    """Wrap ``create_transcription`` and ``create_translation``, whose bodies are forms."""
 
     @wraps(original)
-    async def wrapped(self: Any, request: Any, raw_request: Any = None, *args: object, **kwargs: object) -> object:
-        body = {} if raw_request is None else await raw_request.json()
+    async def wrapped(self: Any, audio_data: bytes, request: Any, *args: object, **kwargs: object) -> object:
+        given = {VLLM_XARGS: getattr(request, VLLM_XARGS, None), **(request.model_extra or {})}
         try:
-            _refuse_any({**body, **taken().fields}, "/v1/messages does not take it; use /v1/chat/completions")
+            with as_client_error():
+                refuse_ignored(given, "audio routes do not take it; use /v1/completions or /v1/chat/completions")
         except RequestError as error:
             return self.create_error_response(error)  # vLLM 0.26 answers whatever is raised with status 500
-        return await original(self, request, raw_request, *args, **kwargs)
+        return await original(self, audio_data, request, *args, **kwargs)
 
     return wrapped
-
-
-def create_generative_scoring(original: Function) -> Function:
-    """Wrap ``ServingGenerativeScoring.create_generative_scoring``, which makes parameters of its own."""
-
-    @wraps(original)
-    async def wrapped(self: Any, request: Any, *args: object, **kwargs: object) -> object:
-        try:
-            _refuse_any(_unknown_to_vllm(request), "/generative_scoring does not take it; use /v1/completions")
-        except RequestError as error:
-            return self.create_error_response(error)
-        return await original(self, request, *args, **kwargs)
-
-    return wrapped
-
-
-def _refuse_any(given: Document, why: str) -> None:
-    for name in all_fields():
-        if given.get(name) is not None:
-            with as_client_error():
-                raise RequestError(name, why)
 
 
 def serve_tokens(original: Function) -> Function:
@@ -243,9 +253,7 @@ async def _check_early(
         require_role(CAPTURE, raw_request)
     with as_client_error():
         if getattr(request, "use_beam_search", False):
-            raise RequestError(
-                next(iter(given)), "beam search cannot be captured or steered: its requests come and go with the beams"
-            )
+            raise RequestError(next(iter(given)), NO_BEAMS)
         client = serving.engine_client
         await reader_of(client).confirm_names(given, client.engine_core)
 

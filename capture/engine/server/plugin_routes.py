@@ -14,15 +14,20 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
+from starlette.datastructures import State
 
-from headgate.capture.engine.access.access_key import role_of
+from headgate.capture.engine.access.access_key import ADMIN, role_of
+from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.parts import Part, collect
+from headgate.capture.engine.contracts.route_part import RouteClient
 from headgate.capture.engine.frontends.engine_handles import NotConfiguredError
 from headgate.capture.engine.server.access_keys import open_access, require_role
-from headgate.capture.engine.server.body_middleware import LONG, install_bodies
-from headgate.capture.engine.server.body_parsing import read_json
+from headgate.capture.engine.server.bodies.field_guard import install_guard
+from headgate.capture.engine.server.bodies.middleware import LONG, install_bodies
+from headgate.capture.engine.server.bodies.parsing import read_json
 from headgate.capture.engine.server.loop_threads import run_in_thread
 from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
+from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
 from headgate.capture.engine.setup.client_errors import answer_refused, as_client_error, refused_error
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import OUR_KEY
@@ -54,18 +59,20 @@ class Endpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add every part's routes, our counters to the page of metrics, and the reader of bodies."""
+        open_access(app.state)
         configuration = getattr(app.state.args, "additional_config", None)
         configured = (configuration or {}).get(OUR_KEY)
         routers = collect(self._routes, needed=configured if isinstance(configured, Mapping) else ())
         for router in routers.values():
             app.include_router(router)
         self._parts = tuple(routers)
+        app.add_middleware(RetryAfterMiddleware)
+        install_guard(app, self._parts)
         app.add_middleware(MetricsPage, counters=Counters(lambda: self._engine))
         install_bodies(app, server_config(configuration))
-        open_access(app.state)
         app.add_exception_handler(refused_error(), answer_refused)
 
-    async def init_state(self, engine_client: object, state: Any, args: Namespace) -> None:
+    async def init_state(self, engine_client: object, state: State, args: Namespace) -> None:
         """The engine is there; the keys are read."""
         self._engine = engine_client
         speak_through_vllm()
@@ -101,6 +108,19 @@ class PartServices:
     async def require_key(self, request: Request) -> None:
         """Raise an error 403 unless `request` carries one of the part's keys."""
         require_role(role_of(self._part), request)
+
+    async def require_admin(self, request: Request) -> None:
+        """Raise an error 403 unless `request` carries a key with the role ``admin``."""
+        require_role(ADMIN, request)
+
+    def client(self, request: Request) -> RouteClient:
+        """The client that `require_key` has let pass in this task."""
+        caller = current_caller()
+        address = None if request.client is None else request.client.host
+        if caller is None:
+            return RouteClient(None, address, False)
+        key = caller.key
+        return RouteClient(key.name, address, not key.is_of_environment and not key.has_role(ADMIN))
 
     async def read_object(self, request: Request) -> dict[str, Any]:
         """Read the body of `request`; see the function `read_object`."""

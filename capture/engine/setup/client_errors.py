@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from http import HTTPStatus
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from headgate.capture.schema.errors import ForbiddenError, QuotaError, RequestError
+from headgate.capture.schema.errors import ForbiddenError, OverloadedError, QuotaError, RequestError
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -43,6 +44,31 @@ def is_without_field(error: Exception) -> bool:
     from vllm.exceptions import VLLMValidationError
 
     return isinstance(error, VLLMValidationError) and error.parameter is None
+
+
+def overloaded(error: OverloadedError) -> OverloadedError:
+    """Return `error` as one that vLLM's servers answer with HTTP 503, in an answer or within a stream."""
+    made: OverloadedError = _server_error()(str(error))
+    return made
+
+
+@functools.cache
+def _server_error() -> Any:
+    """Make the class on first use; the base that it needs has moved, and newer releases have a closer one."""
+    from vllm import exceptions
+
+    base: Any = getattr(exceptions, "RetryableRequestError", None) or getattr(exceptions, "GenerationError", None)
+    if base is None:
+        base = import_module("vllm.entrypoints.openai.engine.protocol").GenerationError
+
+    class ServerOverloadedError(base, OverloadedError):  # type: ignore[misc]
+        """An `OverloadedError` for Python callers, a ``GenerationError`` for the server."""
+
+        def __init__(self, message: str) -> None:
+            super().__init__(message)
+            self.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+
+    return ServerOverloadedError
 
 
 @functools.cache

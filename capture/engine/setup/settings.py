@@ -101,6 +101,7 @@ def model_info(vllm_config: VllmConfig) -> ModelInfo:
         hidden_size=model.get_hidden_size(),
         dtype=str(model.dtype).removeprefix("torch."),
         sites=sites,
+        context_length=model.max_model_len,
     )
     object.__setattr__(vllm_config, _MODEL, info)
     return info

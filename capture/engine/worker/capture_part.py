@@ -11,6 +11,7 @@ import torch
 from headgate.capture.engine.compiler.inductor_heuristics import register_exclusion
 from headgate.capture.engine.compiler.unfused_copy import register_unfused_copy
 from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteRun, SiteValue, WorkerFacts
 from headgate.capture.engine.setup.versions import versions
 from headgate.capture.engine.worker import capture_ops, self_test
@@ -108,7 +109,7 @@ class CapturePart:
 
     @hookimpl
     def headgate_request_added(self, new: NewRequest) -> None:
-        if self._session is not None and new.wire is not None and new.wire.get("capture"):
+        if self._session is not None and new.wire is not None and CAPTURE in new.wire:
             self._session.request_added(new)
 
     @hookimpl

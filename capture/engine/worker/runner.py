@@ -6,6 +6,7 @@ V1 and the V2 runner differ in one thing only, where the layout of a step's batc
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from functools import wraps
@@ -16,18 +17,18 @@ import pluggy
 from torch import Tensor
 
 from headgate.capture.engine.contracts.end_messages import FINAL_ATTRIBUTE, Final
-from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import (
     Function,
     ModelRunner,
     ModelRunnerV1,
     NewRequestData,
+    RequestParams,
     SchedulerOutput,
     StepBatch,
 )
-from headgate.capture.engine.contracts.wire_format import wire_of
+from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
 from headgate.capture.engine.contracts.worker_hooks import direct_calls
-from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
+from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest, RequestWire
 from headgate.capture.schema.errors import UnsupportedError
 
 _V2_MODULES = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")
@@ -96,7 +97,7 @@ def layout_of(runner: Any) -> BatchLayout:
 class RunnerAdapter:
     """Calls the worker hooks for one model runner. Step thread only.
 
-    A request that carries no wire dict is a plain request: unless a part asks for those, it is never looked at again,
+    A request that carries no wire form is a plain request: unless a part asks for those, it is never looked at again,
     and steps without any capturing or steering request cost one comparison.
 
     Args:
@@ -214,14 +215,16 @@ class RunnerAdapter:
         for data in scheduler_output.scheduled_new_reqs:
             self._add(data, wire_of(data.sampling_params))
 
-    def _add(self, data: NewRequestData, wire: Document | None) -> None:
+    def _add(self, data: NewRequestData, wire: RequestWire | None) -> None:
         # A known id comes back after preemption (V2 runner): its state, and what it has captured, stay.
         if wire is not None and data.req_id not in self._live:
             if data.req_id in self._ended:
                 self._finish(data.req_id, None)
             self._live.add(data.req_id)
             self._request_added(_new_request(data, wire))
-        elif wire is None and self._follows_plain and data.req_id not in self._plain:
+        if wire is not None:
+            data.sampling_params = _without_content(data.sampling_params)
+        elif self._follows_plain and data.req_id not in self._plain:
             self._plain.add(data.req_id)
             self._hook.headgate_plain_request_added(req_id=data.req_id, num_prompt_tokens=_num_prompt_tokens(data))
 
@@ -230,7 +233,18 @@ class RunnerAdapter:
         self._request_finished(req_id, _final(noted))
 
 
-def _new_request(data: NewRequestData, wire: Document) -> NewRequest:
+def _without_content(params: RequestParams | None) -> RequestParams | None:
+    """Return a copy of parameters that still says whose they are, without vectors and the like.
+
+    The runner keeps them while the request lives, for each sample of a prompt; the parts have what they need.
+    """
+    kept = copy.copy(params)
+    if kept is not None:
+        kept.extra_args = {**(kept.extra_args or {}), WIRE_KEY: {"v": WIRE_VERSION}}
+    return kept
+
+
+def _new_request(data: NewRequestData, wire: RequestWire) -> NewRequest:
     if data.prompt_token_ids is None:
         raise UnsupportedError(
             f"request {data.req_id}: prompts given as embeddings cannot be captured; the front end refuses them"

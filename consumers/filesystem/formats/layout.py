@@ -46,7 +46,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
         dtype: ``bfloat16``, ``float16`` or ``float32``: of every row.
         versions: Of headgate, vllm and torch.
         sites: Names of the sites in this file, in the order of the forward pass.
-        selector: The position selector that the request asked for.
+        selector: The position selector that the request asked for; of a long list, how many and from where to where.
         num_rows: Rows per site.
         num_prompt_tokens: Length of the prompt; rows at positions below it are prefill.
         num_tokens: Prompt and output, the last one, which has no row, included.
@@ -113,7 +113,7 @@ def sidecar_of(
         dtype=model.dtype,
         versions=dict(context.versions),
         sites=[site.name for site in request.spec.sites],
-        selector=request.spec.positions.to_wire(),
+        selector=request.spec.positions.described(),
         num_rows=num_rows,
         num_prompt_tokens=final.num_prompt_tokens,
         num_tokens=len(final.token_ids),

@@ -34,7 +34,9 @@ class Core:
 def scheduled(*consumers: str | None, tokens: int = 0, requests: int = 0) -> Any:
     new = [
         SimpleNamespace(
-            sampling_params=SimpleNamespace(extra_args={"headgate": {"capture": {name: {}}}} if name else None)
+            sampling_params=SimpleNamespace(
+                extra_args={"headgate": {"capture": {"specs": {name: {}}}}} if name else None
+            )
         )
         for name in consumers
     ]

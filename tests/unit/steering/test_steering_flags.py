@@ -32,6 +32,8 @@ def test_flags_become_the_section(parser: argparse.ArgumentParser) -> None:
     assert section(parser, "--enable-steering") == {}
     assert section(parser, "--max-steering-slots", "100") == {"max_steering_slots": 100}
     assert section(parser, "--max-steering-configs", "4") == {"max_steering_configs": 4}
+    waits = section(parser, "--max-steering-waiting", "5", "--max-steering-wait-s", "2.5")
+    assert waits == {"max_waiting": 5, "max_wait_s": 2.5}
     assert section(parser, "--steering-sites", '{"post_mlp": [1]}') == {"sites": {"post_mlp": [1]}}
     named = section(parser, "--steering-modules", "a=/x/a.json", "b=b=c.gguf", "--steering-modules", "c=d.json")
     assert named == {"modules": {"a": "/x/a.json", "b": "b=c.gguf", "c": "d.json"}}
@@ -58,6 +60,8 @@ def test_flags_of_capture_and_steering_together(parser: argparse.ArgumentParser)
     [
         (["--max-steering-slots", "9", "--max-steering-configs", "9"], "give one of them"),
         (["--max-steering-configs", "0"], "must be at least 1"),
+        (["--max-steering-waiting", "-1"], "max_waiting must be at least 0"),
+        (["--max-steering-wait-s", "0"], "max_wait_s must be above 0"),
         (["--max-steering-slots", "1"], "max_steering_slots must be at least 2"),
         (["--steering-modules", "a=a.json", "a=b.json"], "'a' is given as a.json and as b.json"),
         (["--steering-sites", "{}"], "name at least one hook point"),

@@ -52,7 +52,7 @@ def test_a_position_that_was_never_computed_is_missing() -> None:
 
 
 def test_listed_positions_beyond_the_end_are_not_wanted() -> None:
-    audit = DeliveryAudit(info(num_prompt=2, positions=Indices((1, 50))))
+    audit = DeliveryAudit(info(num_prompt=2, positions=Indices.of((1, 50))))
 
     audit.deliver(positions(1), len(SITES))
 

@@ -6,15 +6,20 @@ import gc
 import weakref
 from types import SimpleNamespace
 from typing import cast
+from unittest import mock
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from headgate.capture.planning import request_plan
 from headgate.capture.planning.planner import StepPlanner
+from headgate.capture.planning.request_plan import WINDOW, PositionList, list_keys
 from headgate.capture.planning.step_plan import StepPlan
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.config import MAX_CONSUMERS
-from headgate.capture.schema.positions import MAX_POSITION, Indices, Named, PositionSelector, Span
+from headgate.capture.schema.positions import MAX_LISTED, MAX_POSITION, Indices, Named, PositionSelector, Span
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 from tests.strategies import SITES
@@ -82,7 +87,7 @@ def test_recomputation_after_a_preemption_is_dropped_up_to_the_first_new_positio
 
 def test_a_position_counts_as_taken_also_when_it_was_not_wanted_where_it_was_computed() -> None:
     planner = StepPlanner(SITES)
-    planner.add("a", 2, {0: spec(Indices((1, 5)))})
+    planner.add("a", 2, {0: spec(Indices.of((1, 5)))})
     for computed, scheduled in ((0, 2), (2, 1), (3, 1)):
         planner.plan(batch(a=(computed, scheduled)))
 
@@ -135,7 +140,7 @@ def test_uneven_lists_of_several_requests_do_not_mix() -> None:
     """They are searched in one go, up to the highest position there can be."""
     planner = StepPlanner(SITES)
     for req_id, positions in {"a": (0, 2, MAX_POSITION), "b": (1, 2, MAX_POSITION - 1), "c": (0, 1, 5)}.items():
-        planner.add(req_id, 3, {0: spec(Indices(positions)), 1: spec(Indices((*positions[:2], 40)))})
+        planner.add(req_id, 3, {0: spec(Indices.of(positions)), 1: spec(Indices.of((*positions[:2], 40)))})
 
     early = planned(planner, batch(a=(0, 3), b=(0, 3), c=(0, 3)))
     late = planned(planner, batch(a=(MAX_POSITION - 1, 2), b=(MAX_POSITION - 1, 2), c=(30, 11)))
@@ -143,6 +148,51 @@ def test_uneven_lists_of_several_requests_do_not_mix() -> None:
     assert positions_of(early) == {"a": [0, 2], "b": [1, 2], "c": [0, 1]}
     assert positions_of(late) == {"a": [MAX_POSITION], "b": [MAX_POSITION - 1], "c": [40]}
     assert [group.masks.tolist() for group in (*early.groups, *late.groups)] == [[3] * 6, [1, 1, 2]]
+
+
+@given(
+    values=st.sets(st.integers(0, 60), min_size=1).map(sorted),
+    steps=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), min_size=1, max_size=12),
+    window=st.integers(1, 8),
+)
+def test_a_list_is_searched_near_the_rows_of_a_step(
+    values: list[int], steps: list[tuple[int, int]], window: int
+) -> None:
+    with mock.patch.object(request_plan, "WINDOW", window):
+        listed, first = PositionList(3, np.array(values, dtype=np.int64)), 0
+        for gap, length in steps:
+            first += gap
+            last = first + length - 1
+            found = listed.keys_near(first, last) - list_keys(np.zeros(1, dtype=np.int64), 3)
+
+            assert {p for p in found.tolist() if first <= p <= last} == {p for p in values if first <= p <= last}
+            assert len(found) <= max(window, length)
+            first = last + 1
+
+
+def test_what_a_step_looks_at_does_not_grow_with_the_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[int] = []
+    near = PositionList.keys_near
+    monkeypatch.setattr(PositionList, "keys_near", lambda *args: (keys := near(*args), looked_at.append(len(keys)))[0])
+    planner = StepPlanner(SITES)
+    for req_id in "ab":
+        planner.add(req_id, 3, {0: spec(Indices.of([*range(0, 3 * MAX_LISTED, 3)[:-1], 2**20]))})
+
+    taken = [positions_of(planner.plan(batch(a=(0, 3), b=(0, 3))))]
+    taken += [positions_of(planner.plan(batch(a=(step, 1), b=(step, 1)))) for step in range(3, 600)]
+
+    assert [positions.get("b") for positions in taken if positions] == [[step] for step in range(0, 600, 3)]
+    assert max(looked_at) == WINDOW
+
+
+def test_lists_that_are_over_beside_others_that_go_on() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("a", 1, {0: spec(Indices.of((0, 2, 3))), 1: spec(ALL, SITES[:1])})
+
+    plans = [planned(planner, batch(a=(step, 1))) for step in range(6)]
+
+    wanted = [sorted({bit for group in plan.groups for bit in group.masks.tolist()}) for plan in plans]
+    assert wanted == [[1, 3], [2], [1, 3], [1, 3], [2], [2]]
 
 
 def test_removing_an_unknown_id_changes_nothing() -> None:
@@ -188,9 +238,9 @@ def test_requests_that_want_the_same_sites_share_one_group_in_batch_order() -> N
     selectors: dict[str, PositionSelector] = {
         "a": ALL,
         "b": Span(2, None, 3),
-        "c": Indices((0, 4, 5)),
+        "c": Indices.of((0, 4, 5)),
         "d": GENERATED,
-        "e": Indices((1, 3, 5)),
+        "e": Indices.of((1, 3, 5)),
     }
     for req_id, positions in selectors.items():
         planner.add(req_id, 4, {0: spec(positions)})
@@ -239,7 +289,7 @@ def unreadable(*req_ids: str) -> BatchView:
         pytest.param({}, (0, 3), id="no-spec"),
         pytest.param({0: spec(ALL, SITES[2:])}, (0, 3), id="no-site-of-this-worker"),
         pytest.param({0: spec(LAST_PROMPT, SITES[:1])}, (0, 3), id="last-prompt-is-over"),
-        pytest.param({0: spec(Indices((0, 2)), SITES[:1])}, (0, 3), id="list-is-over"),
+        pytest.param({0: spec(Indices.of((0, 2)), SITES[:1])}, (0, 3), id="list-is-over"),
         pytest.param({0: spec(Span(0, 3), SITES[:1]), 1: spec(Named("all_prompt"), SITES[:1])}, (1, 2), id="both-over"),
     ],
 )
@@ -282,7 +332,7 @@ def test_equal_site_sets_have_the_same_ids_object_from_step_to_step() -> None:
 
 def test_nothing_is_kept_of_requests_that_left() -> None:
     planner = StepPlanner(SITES)
-    planner.add("a", 2, {0: spec(Indices((0, 2, 7)), SITES[1:3])})
+    planner.add("a", 2, {0: spec(Indices.of((0, 2, 7)), SITES[1:3])})
     kept = weakref.ref(planned(planner, batch(a=(0, 1))).groups[0].site_ids)
 
     planner.remove("a")
@@ -299,4 +349,4 @@ def test_mistakes_of_ours_are_found_where_they_are_made() -> None:
     with pytest.raises(AssertionError, match="does not fit a mask"):
         planner.add("a", 3, {MAX_CONSUMERS: spec(ALL)})
     with pytest.raises(AssertionError, match="not resolved"):
-        planner.add("a", 3, {0: spec(Indices((-1,)))})
+        planner.add("a", 3, {0: spec(Indices.of((-1,)))})

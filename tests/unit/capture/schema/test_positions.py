@@ -11,8 +11,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from headgate.capture.schema import positions
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import (
+    MAX_LISTED,
     MAX_POSITION,
     NAMED,
     Indices,
@@ -23,6 +25,7 @@ from headgate.capture.schema.positions import (
     parse_positions,
     selector_from_wire,
 )
+from tests.fakes.unread import Unread
 from tests.strategies import selectors
 
 PROMPTS = st.integers(1, 24)
@@ -101,6 +104,44 @@ def test_what_is_no_selector_is_refused_with_its_field(raw: object, field: str, 
         parse_positions(raw, "positions")
 
 
+def test_a_list_that_is_too_long_is_refused_unread() -> None:
+    with pytest.raises(RequestError, match=rf"^positions: lists {MAX_LISTED + 1} positions, at most {MAX_LISTED} "):
+        parse_positions(Unread(MAX_LISTED + 1), "positions")
+
+
+@pytest.mark.parametrize("raw", [[3, 10, 11], [2**31], [3, 2**70], [np.int64(10)]], ids=str)
+def test_a_list_beyond_the_context_is_refused_with_the_first_entry_that_is(raw: list[int]) -> None:
+    index = len(raw) - 1 if raw[-1] != 11 else 1
+    with pytest.raises(RequestError, match=rf"^positions\[{index}\]: .*beyond "):
+        parse_positions(raw, "positions", context_length=10)
+
+    assert parse_positions([9, -5], "positions", context_length=10).resolve(5, "positions") == Indices.of([0, 9])
+
+
+def test_the_fields_of_a_list_are_named_for_an_error_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[str] = []
+    integer = positions._integer
+    monkeypatch.setattr(positions, "_integer", lambda value, field: (named.append(field), integer(value, field))[1])
+
+    parse_positions([*range(0, 1000, 3), -4], "positions")
+    assert named == []
+    with pytest.raises(RequestError):
+        parse_positions([*range(1000), "a"], "positions")
+    assert named == ["positions[1000]"]
+
+
+def test_a_long_list_travels_as_the_bytes_that_it_is() -> None:
+    selector = parse_positions([*range(0, MAX_LISTED - 1), 2**20], "positions").resolve(5, "positions")
+    assert isinstance(selector, Indices)
+    wire = selector.to_wire()
+
+    received = selector_from_wire(wire)
+
+    assert isinstance(received, Indices)
+    assert received.data is wire is selector.data
+    assert received.described() == {"num_listed": MAX_LISTED, "first": 0, "last": 2**20}
+
+
 @pytest.mark.parametrize("raw", [[-6], [0, -6], {"start": 3, "stop": -2}, {"stop": -5}, {"start": -1, "stop": 4}])
 def test_what_selects_nothing_of_this_prompt_is_refused(raw: object) -> None:
     with pytest.raises(RequestError, match=r"^capture\.x\.positions: "):
@@ -135,7 +176,7 @@ def test_the_wanted_positions_are_those_of_the_mask(selector: PositionSelector, 
 
 @given(values=st.sets(st.integers(0, 9), min_size=1).map(sorted))
 def test_a_list_is_a_range_where_it_is_evenly_spaced(values: list[int]) -> None:
-    wanted = Indices(tuple(values)).wanted(4)
+    wanted = Indices.of(values).wanted(4)
 
     distances = {after - before for before, after in pairwise(values)}
     assert isinstance(wanted, range) == (len(distances) <= 1)
@@ -169,9 +210,9 @@ def test_resolving_twice_changes_nothing(selector: PositionSelector, num_prompt:
 
 
 def test_one_mask_serves_rows_of_requests_with_different_prompts() -> None:
-    positions, num_prompt = np.array([2, 2, 3], dtype=np.int64), np.array([2, 3, 4], dtype=np.int64)
+    rows, num_prompt = np.array([2, 2, 3], dtype=np.int64), np.array([2, 3, 4], dtype=np.int64)
 
-    masks = {name: Named(name).mask(positions, num_prompt).tolist() for name in NAMED}
+    masks = {name: Named(name).mask(rows, num_prompt).tolist() for name in NAMED}
 
     assert masks == {
         "last_prompt": [False, True, True],

@@ -20,6 +20,7 @@ from headgate.capture.schema.sites import (
     site_map,
     sort_sites,
 )
+from tests.fakes.unread import Unread
 from tests.strategies import SITES, site_sets
 
 
@@ -112,6 +113,18 @@ def test_layers_can_be_written_in_every_documented_way(layers: object, expected:
 def test_what_chooses_no_layers_is_refused_with_its_field(layers: object, field: str, message: str) -> None:
     with pytest.raises(RequestError, match=rf"^{field}: .*{message}"):
         parse_layers(layers, 5, "hooks")
+
+
+@pytest.mark.parametrize("layers", [Unread(11), {"layers": Unread(11)}, {"ranges": Unread(11)}])
+def test_longer_lists_than_a_model_has_layers_are_refused_unread(layers: Any) -> None:
+    with pytest.raises(RequestError, match=r"^hooks.*: lists 11 entries, at most 10 can be"):
+        parse_layers(layers, 5, "hooks")
+
+
+def test_more_hook_points_than_there_are_are_refused_unread() -> None:
+    hooks = {f"hook-{index}": [0] for index in range(10_000)}
+    with pytest.raises(RequestError, match=r"^hooks: 10000 hook points; known: "):
+        parse_sites(hooks, 5, "hooks")
 
 
 def test_layers_given_as_an_array_are_refused_and_not_compared_elementwise() -> None:

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.schema.positions import Named
+from headgate.capture.schema.positions import Indices, Named
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import MAX_KNOWN, CaptureSpec, SpecReader
 from tests.strategies import resolved, specs
@@ -57,6 +57,18 @@ def test_a_reader_returns_what_was_sent_however_often_and_only_the_workers_own_s
 
         assert received.sites == tuple(site for site in spec.sites if site in own)
         assert (received.positions, received.options) == (spec.positions, spec.options)
+
+
+def test_a_reader_neither_copies_nor_keeps_a_long_list() -> None:
+    reader = SpecReader([FINAL_NORM_SITE])
+    wire = CaptureSpec(sites=(FINAL_NORM_SITE,), positions=Indices.of([*range(5000), 7000])).to_wire()
+
+    first, second = reader.read(wire), reader.read(wire)
+
+    assert isinstance(first.positions, Indices)
+    assert first.positions.data is wire["positions"]
+    assert first == second
+    assert first.sites is not second.sites
 
 
 def test_a_reader_does_not_keep_all_that_it_has_ever_read() -> None:

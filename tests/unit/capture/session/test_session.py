@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headgate.capture.schema.batch import NewRequest
+from headgate.capture.schema.batch import NewRequest, RequestWire
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.results import CaptureResult
 from tests.fakes.capture_world import Keeper, make_staging, want, world
@@ -157,28 +157,20 @@ def test_a_stand_in_hears_of_every_request_so_that_the_driver_can_count_stages()
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("version", "instance", "message"),
     [
-        (
-            {"capture": {"files": want().to_wire()}},
-            "names the consumer 'files', which this worker does not have; it has",
-        ),
-        ({"v": 2}, "expected wire version 1"),
+        (1, "files", "names the consumer 'files', which this worker does not have; it has"),
+        (2, "c0", "expected wire version 1"),
     ],
     ids=["consumer", "version"],
 )
 def test_a_request_that_the_front_end_should_not_have_let_through_is_a_loud_bug(
-    change: dict[str, Any], message: str
+    version: int, instance: str, message: str
 ) -> None:
-    wire = {
-        "v": 1,
-        "id": "a",
-        "n": 1,
-        "key": "k",
-        "reply": None,
-        "wait": False,
-        "capture": {"c0": want().to_wire()},
-        **change,
+    specs = {instance: want().to_wire()}
+    wire: RequestWire = {
+        "v": version,
+        "capture": {"id": "a", "n": 1, "key": "k", "reply": None, "wait": False, "specs": specs},
     }
 
     with world((Keeper(), {})) as it, pytest.raises(RuntimeError, match=message):

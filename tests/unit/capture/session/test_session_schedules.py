@@ -122,8 +122,9 @@ class Driven:
         assert self.session.close(TIMEOUT_S).is_clean
 
     def _announce(self, req_id: str, life: Life) -> None:
-        capture = {f"c{bit}": spec.to_wire() for bit, spec in life.specs.items()}
-        wire = {"v": 1, "id": req_id, "n": 1, "key": life.key, "reply": None, "wait": False, "capture": capture}
+        specs = {f"c{bit}": spec.to_wire() for bit, spec in life.specs.items()}
+        capture = {"id": req_id, "n": 1, "key": life.key, "reply": None, "wait": False, "specs": specs}
+        wire = {"v": 1, "capture": capture}
         prompt = np.arange(life.num_prompt, dtype=np.int64)
         self.session.request_added(NewRequest(req_id=req_id, prompt_token_ids=prompt, wire=wire))
 

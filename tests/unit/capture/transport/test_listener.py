@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.transport.channel import MAX_FAILURES, Inbox
@@ -152,11 +153,13 @@ def test_when_results_can_no_longer_come_requests_get_errors_and_nobody_waits(
 
     (merged,) = waited
     assert isinstance(merged, dict)
-    assert merged["files"] == ok("a")
+    assert merged["files"] == replace(ok("a"), key="files")
     assert merged["more"].status == "error"
     assert "headgate-results" in merged["more"].error
     assert "restart the server" in merged["more"].error
     hub.expect("k2", instances=["files"])
-    assert hub.wait("k2", TIMEOUT_S).merged["files"] == CaptureResult(status="error", error=hub.stats().problem)
+    assert hub.wait("k2", TIMEOUT_S).merged["files"] == CaptureResult(
+        status="error", error=hub.stats().problem, key="files"
+    )
     sender.close(TIMEOUT_S)
     assert hub.shutdown(TIMEOUT_S)

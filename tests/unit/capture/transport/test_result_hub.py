@@ -8,10 +8,12 @@ import stat
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.results import CaptureResult, CaptureResults
@@ -22,8 +24,13 @@ from headgate.capture.transport.result_sender import ZmqResultSender
 from tests.fakes.pipeline import TIMEOUT_S
 
 
-def ok(payload: object = None, **counts: int) -> CaptureResult:
+def ok(payload: object = None, **counts: Any) -> CaptureResult:
     return CaptureResult(status="ok", payload=payload, **counts)
+
+
+def keyed(results: dict[str, CaptureResult]) -> dict[str, CaptureResult]:
+    """Results as a request finds them: each has its consumer's name."""
+    return {name: replace(result, key=name) for name, result in results.items()}
 
 
 def answer(
@@ -70,11 +77,11 @@ def test_what_is_not_answered_in_time_is_pending_and_the_rest_is_there(hub: Resu
     results = hub.wait("k", 0.01)
 
     assert results.per_sample == [
-        {"files": CaptureResult(status="pending"), "probe": CaptureResult(status="pending")},
-        {"files": CaptureResult(status="pending"), "probe": ok("a")},
+        keyed({"files": CaptureResult(status="pending"), "probe": CaptureResult(status="pending")}),
+        keyed({"files": CaptureResult(status="pending"), "probe": ok("a")}),
     ]
-    assert results.merged["files"] == CaptureResult(status="pending", payload=[None, None])
-    assert results.merged["probe"] == CaptureResult(status="pending", payload=[None, "a"])
+    assert results.merged["files"] == CaptureResult(status="pending", payload=[None, None], key="files")
+    assert results.merged["probe"] == CaptureResult(status="pending", payload=[None, "a"], key="probe")
 
 
 def test_a_wait_ends_with_the_last_answer(hub: ResultHub) -> None:
@@ -87,7 +94,7 @@ def test_a_wait_ends_with_the_last_answer(hub: ResultHub) -> None:
     answer(hub, "k", ok("b"), instance="probe")
     waiting.join(TIMEOUT_S)
 
-    assert [result.merged for result in results] == [{"files": ok("a"), "probe": ok("b")}]
+    assert [result.merged for result in results] == [keyed({"files": ok("a"), "probe": ok("b")})]
 
 
 def test_stages_are_awaited_as_many_as_answer(hub: ResultHub) -> None:
@@ -100,7 +107,7 @@ def test_stages_are_awaited_as_many_as_answer(hub: ResultHub) -> None:
     assert hub.wait("k", 0).merged["files"].status == "pending"
     answer(hub, "k", ok("three"), stage=1, num_stages=3)
 
-    assert hub.wait("k", 0).merged == {"files": ok(["two", "three", "one"]), "probe": ok("only")}
+    assert hub.wait("k", 0).merged == keyed({"files": ok(["two", "three", "one"]), "probe": ok("only")})
 
 
 def test_a_consumer_that_answers_once_is_complete_with_any_stage(hub: ResultHub) -> None:
@@ -312,8 +319,8 @@ def test_a_hub_that_was_shut_down_stays_closed_and_nobody_waits_for_it(folder: P
 
     started = time.monotonic()
     hub.expect("late", instances=["files"])
-    assert hub.wait("late", TIMEOUT_S).merged == {"files": CaptureResult(status="pending")}
-    assert asyncio.run(hub.wait_async("k", TIMEOUT_S)).merged == {"files": CaptureResult(status="pending")}
+    assert hub.wait("late", TIMEOUT_S).merged == keyed({"files": CaptureResult(status="pending")})
+    assert asyncio.run(hub.wait_async("k", TIMEOUT_S)).merged == keyed({"files": CaptureResult(status="pending")})
     assert time.monotonic() - started < TIMEOUT_S
     with pytest.raises(UnsupportedError, match="was shut down"):
         print(hub.address)

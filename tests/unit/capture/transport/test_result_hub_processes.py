@@ -11,7 +11,7 @@ from pathlib import Path
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.transport.result_hub import ResultHub
 from headgate.capture.transport.result_sender import ZmqResultSender
-from tests.unit.capture.transport.test_result_hub import ok, send
+from tests.unit.capture.transport.test_result_hub import keyed, ok, send
 
 TIMEOUT_S = 120.0
 """A process may take long to start on a busy machine."""
@@ -40,9 +40,12 @@ def test_a_worker_process_answers(hub: ResultHub) -> None:
     first, second = hub.wait("k1", TIMEOUT_S), hub.wait("k2", TIMEOUT_S)
 
     assert printed == "0\n"
-    assert [sample["files"] for sample in first.per_sample] == [ok("aa", num_rows=3), ok("bb", num_rows=3)]
-    assert first.merged == {"files": ok(["aa", "bb"], num_rows=6)}
-    assert second.merged == {"files": ok("cc", num_rows=3)}
+    assert [sample["files"] for sample in first.per_sample] == [
+        ok("aa", num_rows=3, key="files"),
+        ok("bb", num_rows=3, key="files"),
+    ]
+    assert first.merged == keyed({"files": ok(["aa", "bb"], num_rows=6)})
+    assert second.merged == keyed({"files": ok("cc", num_rows=3)})
     assert hub.stats().results == 3
 
 
@@ -60,7 +63,7 @@ def test_a_killed_worker_leaves_its_requests_pending_and_the_hub_working(
     worker.send_signal(signal.SIGKILL)
     worker.communicate(timeout=TIMEOUT_S)
 
-    assert hub.wait("k2", 0).merged == {"files": CaptureResult(status="pending")}
+    assert hub.wait("k2", 0).merged == keyed({"files": CaptureResult(status="pending")})
     send(sender, hub, "k2", ok("from another"))
     assert hub.wait("k2", TIMEOUT_S).merged["files"].payload == "from another"
 

@@ -14,6 +14,7 @@ import pytest
 from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.schema.errors import EngineStateError, RequestError
 from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.config import SteeringConfig
 from headgate.steering.control.handle import AsyncSteering, Steering
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.vectors.phase_vectors import Steerable
@@ -39,7 +40,7 @@ class EngineCore:
             restart_running=lambda: None,
             fail=lambda reason: None,
         )
-        self.part = SteeringCore("bfloat16", capacity, services)
+        self.part = SteeringCore("bfloat16", capacity, services, SteeringConfig())
         self.before: Callable[[str], None] = lambda method: None
         self.refused: set[str] = set()
 

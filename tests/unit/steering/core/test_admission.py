@@ -235,10 +235,10 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     reservations.keep_module("module", one(b"m", 3), "module")
     reservations.set_global(one(b"g", 2), "global")
 
-    with pytest.raises(RequestError, match="steering_vectors: needs 6 vector slots, but only 5 of 10 can be free") as e:
-        reservations.offer("a", one(b"a", 6), "a", field="steering_vectors")
+    with pytest.raises(RequestError, match="steering: needs 6 vector slots, but only 5 of 10 can be free") as e:
+        reservations.offer("a", one(b"a", 6), "a")
 
-    assert e.value.field == "steering_vectors"
+    assert e.value.field == "steering"
     assert (reservations.num_waiting, reservations.num_reserved) == (0, 5)
     assert reservations.offer("a", one(b"a", 5), "a")
     assert reservations.offer("b", one(b"m", 3), "b")

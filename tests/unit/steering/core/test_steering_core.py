@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import pytest
 
 from headgate.capture.engine.contracts.core_part import CoreFacts
+from headgate.capture.engine.core.frames import frame_of
 from headgate.capture.schema.consumer import ModelInfo
-from headgate.capture.schema.errors import ConfigError, RequestError
+from headgate.capture.schema.errors import ConfigError, OverloadedError, RequestError
+from headgate.steering.config import SteeringConfig, parse_config
 from headgate.steering.core.steering_core import SteeringCore, open_core
 from headgate.steering.files.vector_files import VectorFile, save
 from headgate.steering.requests.wire import from_wire, to_wire
@@ -68,7 +72,7 @@ def workers() -> Workers:
 
 @pytest.fixture
 def core(workers: Workers) -> SteeringCore:
-    return SteeringCore("bfloat16", 8, workers)
+    return SteeringCore("bfloat16", 8, workers, SteeringConfig())
 
 
 def both(made: PhaseVectors) -> dict[str, Any]:
@@ -82,7 +86,7 @@ def tier(made: PhaseVectors) -> dict[str, Any]:
 def test_what_does_not_steer_is_left_alone(core: SteeringCore) -> None:
     assert core.accept("r", None) is None
     assert core.block_keys("r") is None
-    assert core.offer("r", priority=0, is_session=True)
+    assert core.offer("r", priority=0, is_session=True, is_offline=False)
     core.release("r")
 
 
@@ -110,7 +114,7 @@ def test_a_request_is_taken_once(core: SteeringCore) -> None:
 def test_contents_are_forgotten_when_their_last_user_is_gone(core: SteeringCore, workers: Workers) -> None:
     core.call("register", {"name": "calm", "spec": both(CONFIGS[0])})
     core.accept("r", NAMED)
-    core.offer("r", priority=0, is_session=False)
+    core.offer("r", priority=0, is_session=False, is_offline=False)
     core.call("register", {"name": "calm", "spec": both(CONFIGS[1])})
     assert workers.methods == ["keep_module", "keep_module"]
     core.release("r")
@@ -123,8 +127,8 @@ def test_contents_are_forgotten_when_their_last_user_is_gone(core: SteeringCore,
 def test_slots_wait_and_are_handed_on(core: SteeringCore) -> None:
     for name, made in (("a", vectors(dict.fromkeys(range(6), 5.0))), ("b", vectors({i: 9.0 + i for i in range(6)}))):
         core.accept(name, both(made))
-    assert core.offer("a", priority=0, is_session=False)
-    assert not core.offer("b", priority=0, is_session=False)
+    assert core.offer("a", priority=0, is_session=False, is_offline=False)
+    assert not core.offer("b", priority=0, is_session=False, is_offline=False)
     assert core.call("status", {})["waiting"] == 1
     assert core.admit() == []
     core.release("a")
@@ -139,7 +143,7 @@ def test_counts_are_those_of_the_status_without_its_lists(core: SteeringCore) ->
     core.call("set_global", {"tiers": {"decode": tier(vectors({0: 2.0, 1: 3.0}))}, "replace": True})
     for name, made in ((name, vectors({2: 5.0 + index})) for index, name in enumerate("abc")):
         core.accept(name, both(made))
-        core.offer(name, priority=0, is_session=False)
+        core.offer(name, priority=0, is_session=False, is_offline=False)
 
     counts, status = core.call("counts", {}), core.call("status", {})
 
@@ -158,11 +162,11 @@ def test_counts_are_those_of_the_status_without_its_lists(core: SteeringCore) ->
 
 def test_the_log_says_when_requests_wait(core: SteeringCore, caplog: pytest.LogCaptureFixture) -> None:
     core.accept("a", both(CONFIGS[3]))
-    core.offer("a", priority=0, is_session=False)
+    core.offer("a", priority=0, is_session=False, is_offline=False)
     with caplog.at_level(logging.WARNING, "headgate"):
         for i in range(3):
             core.accept(f"b{i}", both(CONFIGS[4]))
-            core.offer(f"b{i}", priority=0, is_session=False)
+            core.offer(f"b{i}", priority=0, is_session=False, is_offline=False)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "1 requests wait for vector slots; 6 of 8 are reserved" in record.message
@@ -232,11 +236,11 @@ def test_a_worker_that_fails(core: SteeringCore, workers: Workers, change: str) 
 def test_sessions_are_refused_when_anything_acts_on_them(core: SteeringCore) -> None:
     core.accept("s", both(CONFIGS[0]))
     with pytest.raises(RequestError, match="streaming-input sessions"):
-        core.offer("s", priority=0, is_session=True)
+        core.offer("s", priority=0, is_session=True, is_offline=False)
     core.release("s")
     core.call("set_global", {"tiers": {"decode": tier(CONFIGS[0])}, "replace": True})
     with pytest.raises(RequestError, match="streaming-input sessions"):
-        core.offer("t", priority=0, is_session=True)
+        core.offer("t", priority=0, is_session=True, is_offline=False)
 
 
 @pytest.mark.parametrize(
@@ -275,3 +279,97 @@ def test_a_module_that_cannot_be_loaded_keeps_the_engine_from_starting(
     save(path, VectorFile(vectors=CONFIGS[3]))
     with pytest.raises(ConfigError, match=r"modules\.calm"):
         open_core(FACTS, {"modules": {"calm": str(path)}, **settings}, workers)
+
+
+def test_requests_with_equal_vectors_hold_one_copy(core: SteeringCore) -> None:
+    def arrived() -> dict[str, Any]:
+        wire = both(CONFIGS[1])
+        return {**wire, "prefill": {**wire["prefill"], "payload": frame_of(bytes(wire["prefill"]["payload"]))}}
+
+    taken = [core.accept(f"r{i}", arrived()) for i in range(3)]
+
+    payloads = [wire["prefill"]["payload"] for wire in taken if wire is not None]
+    assert len({id(payload) for payload in payloads}) == 1
+    assert payloads[0].tobytes() == bytes(CONFIGS[1].payload)
+    last = weakref.ref(payloads[0])
+    del taken, payloads
+    gc.collect()
+    assert last() is None
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def waiting(workers: Workers, clock: Clock, num_waiting: int, *, is_offline: bool = False, **config: Any) -> Any:
+    """A core whose eight slots are taken, and others wait: ``w0``, ``w1`` and so on, a second apart."""
+    core = SteeringCore("bfloat16", 8, workers, parse_config(config), clock)
+    core.accept("runs", both(vectors({i: 50.0 + i for i in range(6)})))
+    assert core.offer("runs", priority=0, is_session=False, is_offline=is_offline)
+    for i in range(num_waiting):
+        core.accept(f"w{i}", both(vectors(dict.fromkeys(range(6), 1.0 + i))))
+        assert not core.offer(f"w{i}", priority=0, is_session=False, is_offline=is_offline)
+        clock.now += 1
+    return core
+
+
+def test_no_more_than_max_waiting_wait_and_the_next_is_sent_away(workers: Workers) -> None:
+    core = waiting(workers, Clock(), 2, max_waiting=2)
+    core.accept("late", both(vectors(dict.fromkeys(range(6), 9.0))))
+
+    with pytest.raises(OverloadedError, match=r"2 steered requests wait .*max_waiting.*6 of 8 slots are taken"):
+        core.offer("late", priority=0, is_session=False, is_offline=False)
+    core.release("late")
+
+    assert core.call("counts", {})["requests_waiting"] == 2
+    core.accept("fits", both(vectors({0: 1.0})))
+    core.release("runs")
+    assert core.admit() == ["w0"]
+
+
+def test_further_samples_wait_beside_the_first_whatever_the_limit_is(workers: Workers) -> None:
+    core = waiting(workers, Clock(), 1, max_waiting=1)
+    core.accept("w0 again", both(vectors(dict.fromkeys(range(6), 1.0))))
+
+    assert not core.offer("w0 again", priority=0, is_session=False, is_offline=False)
+
+    core.release("runs")
+    assert core.admit() == ["w0", "w0 again"]
+
+
+def test_who_has_waited_too_long_is_overdue_and_nobody_else(workers: Workers) -> None:
+    clock = Clock()
+    core = waiting(workers, clock, 4, max_wait_s=10)
+
+    clock.now = 1009.9
+    assert core.overdue() == {}
+    clock.now = 1011.0
+    assert list(core.overdue()) == ["w0", "w1"]
+    assert "no vector slots were free for 10 s (steering.max_wait_s); 6 of 8 are taken" in core.overdue()["w0"]
+
+    assert core.withdraw({"w0"}) == ["w0"]
+    assert list(core.overdue()) == ["w1"]
+    core.release("runs")
+    assert core.admit() == ["w1"]
+    clock.now += 100
+    assert list(core.overdue()) == ["w2", "w3"]
+
+
+@pytest.mark.parametrize(("is_offline", "num_overdue"), [(True, 0), (False, 1024)])
+def test_by_default_an_llm_waits_as_long_as_it_takes(workers: Workers, is_offline: bool, num_overdue: int) -> None:
+    clock = Clock()
+    core = waiting(workers, clock, 1024, is_offline=is_offline)
+    core.accept("one more", both(vectors(dict.fromkeys(range(6), -9.0))))
+
+    clock.now += 10_000
+    assert len(core.overdue()) == num_overdue
+    if is_offline:
+        assert not core.offer("one more", priority=0, is_session=False, is_offline=True)
+    else:
+        with pytest.raises(OverloadedError):
+            core.offer("one more", priority=0, is_session=False, is_offline=False)

@@ -59,7 +59,7 @@ class Worker:
         return found[0] if found else None
 
     def add(self, req_id: str, num_prompt: int, spec: SteeringSpec | None = None, **resolved) -> None:
-        wire = None if spec is None else {"v": 1, "steering": {**to_wire(spec), **resolved}}
+        wire = None if spec is None else {"v": 1, "parts": {"steering": {**to_wire(spec), **resolved}}}
         if wire is None:
             self.hook.headgate_plain_request_added(req_id=req_id, num_prompt_tokens=num_prompt)
         else:

@@ -19,7 +19,7 @@ def request(**wire: Any) -> SimpleNamespace:
 def test_a_request_that_captures_passes_and_reads_no_metadata_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading it takes 10 ms and more, on the thread that takes requests, beside the one that runs the steps."""
     take = engine_core.preprocess_add_request(lambda engine, request: request)
-    captures = request(capture={})
+    captures = request(v=1, capture={})
     take(SimpleNamespace(), captures)
     monkeypatch.setattr(parts, "entry_points", None)
 
@@ -30,4 +30,4 @@ def test_a_request_for_a_part_that_is_not_open_is_a_bug() -> None:
     take = engine_core.preprocess_add_request(lambda engine, request: request)
 
     with pytest.raises(AssertionError, match="steering is not open"):
-        take(SimpleNamespace(), request(steering={}))
+        take(SimpleNamespace(), request(v=1, parts={"steering": {}}))

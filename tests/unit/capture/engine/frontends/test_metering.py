@@ -114,7 +114,7 @@ def test_a_client_that_goes_away_is_charged_all_it_could_have_captured() -> None
     assert usage.used("alice") == (2 * MOST, 2, 0)
 
 
-def test_one_that_never_ran_is_charged_no_bytes() -> None:
+def test_one_that_never_ran_is_charged_nothing() -> None:
     usage = client(max_bytes_per_day=10 * MOST, max_concurrent_requests=1)
 
     async def refuse() -> None:
@@ -127,7 +127,7 @@ def test_one_that_never_ran_is_charged_no_bytes() -> None:
 
     asyncio.run(refuse())
 
-    assert usage.used("alice") == (0, 1, 0)
+    assert usage.used("alice") == (0, 0, 0)
 
 
 def test_only_what_clients_with_quotas_capture_is_counted() -> None:

@@ -15,7 +15,7 @@ import pytest
 from headgate.capture.engine.frontends.async_llm import check_health
 from headgate.capture.engine.requests.call_context import Call, enter
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, add_results, attach_results
-from headgate.capture.engine.requests.capture_request import CaptureRequest
+from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, Origin, SpecContext
 from headgate.capture.schema.errors import ConfigError, UnsupportedError
@@ -257,7 +257,7 @@ def test_a_closed_front_end_stays_closed_and_late_waits_are_pending(front_ends: 
     front.expect(late, 1)
     for each in (asked, late):
         results = front.wait(each, deadline=time.monotonic() + 20)
-        assert results.merged["rows"] == CaptureResult(status="pending")
+        assert results.merged["rows"] == CaptureResult(status="pending", key="rows")
     assert time.monotonic() - started < 20
     with pytest.raises(UnsupportedError, match="shut down"):
         ask(front, capture=ASKING)

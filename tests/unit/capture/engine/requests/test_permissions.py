@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,9 +13,9 @@ import pytest
 from headgate.capture.engine.access.access_key import AccessKey, KeyLimits, digest_of
 from headgate.capture.engine.access.caller import Caller, set_caller
 from headgate.capture.engine.access.usage import Usage
-from headgate.capture.engine.requests.call_context import Call, current_call, enter
+from headgate.capture.engine.requests.call_context import Call, enter
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
-from headgate.capture.engine.requests.capture_request import CaptureRequest
+from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext, parse_client_spec
 from headgate.capture.schema.errors import ForbiddenError, RequestError
@@ -176,8 +177,9 @@ def test_a_task_that_goes_on_with_a_call_goes_on_for_its_client() -> None:
     call = Call()
     set_caller(None)
 
-    enter(call)
-
-    assert current_call() is call
-    with pytest.raises(ForbiddenError, match="'alice'"):
+    def go_on() -> None:
+        enter(call)
         ask({"files": rows()}, has_key=False)
+
+    with pytest.raises(ForbiddenError, match="'alice'"):
+        contextvars.copy_context().run(go_on)

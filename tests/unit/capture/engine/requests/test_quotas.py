@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headgate.capture.engine.requests.call_context import Call
+from headgate.capture.engine.requests.call_context import Call, enter
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec, parse_config
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
@@ -85,6 +86,31 @@ def test_the_prompts_of_a_call_count_together() -> None:
     check({"rows": rows("all_prompt")}, call=Call(), max_request_rows=20)
 
 
+def test_the_lists_of_a_call_are_bounded_together() -> None:
+    call, listed = Call(), [-1, *range(0, 3000, 3)]
+    check({"rows": rows(listed)}, call=call, n=1000)
+    with pytest.raises(RequestError, match=r"capture\.rows\.positions: the call lists 2000000 positions"):
+        check({"rows": rows(listed)}, call=call, n=1000)
+
+
+def test_the_prompts_of_a_call_are_parsed_once() -> None:
+    front = FrontEnd(CaptureConsumersConfig(consumers=(CaptureConsumerSpec(name="rows"),)), MODEL, {"rows": Rows},
+                     num_stages=1, open_drivers=lambda hub: None)  # fmt: skip
+    params = SimpleNamespace(extra_args={"capture": {"rows": rows([0, 3, 4])}})
+
+    def read_twice() -> list[Any]:
+        enter(Call())
+        return [front.capture_reader.read(params, name) for name in "ab"]
+
+    first, second = contextvars.copy_context().run(read_twice)
+    (other, _) = contextvars.copy_context().run(read_twice)
+
+    assert first.specs["rows"].positions is second.specs["rows"].positions
+    assert first.specs["rows"].sites is second.specs["rows"].sites
+    assert other.specs == first.specs
+    assert other.specs["rows"].positions is not first.specs["rows"].positions
+
+
 def test_bytes_are_counted_over_sites_and_consumers() -> None:
     capture = {"rows": rows("all_prompt", 0, 1), "others": rows("last_prompt")}
     num_bytes = (10 * 2 + 1) * ROW_BYTES
@@ -105,7 +131,7 @@ def test_nothing_is_refused_while_the_length_is_not_known() -> None:
 
 @pytest.mark.parametrize(
     ("selector", "count"),
-    [(Span(2, None, 3), 4), (Span(0, 4), 4), (Span(20), 0), (Indices((1, 5, 6)), 3), (Indices((13, 14)), 1)],
+    [(Span(2, None, 3), 4), (Span(0, 4), 4), (Span(20), 0), (Indices.of((1, 5, 6)), 3), (Indices.of((13, 14)), 1)],
     ids=str,
 )
 def test_counts(selector: PositionSelector, count: int) -> None:

@@ -9,15 +9,24 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from headgate.capture.engine.contracts.request_part import PartRequest
+from headgate.capture.engine.contracts.wire_format import WIRE_KEY
 from headgate.capture.engine.requests.capture_request import (
-    CaptureRequest,
     CaptureRequestReader,
     messages_of,
     refuse_unconfigured,
     resolve,
 )
 from headgate.capture.engine.requests.request_reader import RequestReader
-from headgate.capture.engine.requests.wire import HeadgateRequest, attach, attached, fold
+from headgate.capture.engine.requests.sampling_params import (
+    REQUEST_KEY,
+    CaptureRequest,
+    HeadgateRequest,
+    attach,
+    attached,
+    fold,
+)
+from headgate.capture.schema.batch import RequestWire
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
 from headgate.capture.schema.errors import ConsumerError, RequestError
@@ -146,9 +155,10 @@ def test_a_consumer_that_fails_to_check_is_named() -> None:
         door(broken=Broken).read(params(capture={"broken": HOOKS}), "r")
 
 
-def test_a_wire_dict_brought_along_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"extra_args\.headgate"):
-        RequestReader().read(params(headgate={"v": 1, "reply": "ipc:///tmp/mine"}), "r")
+@pytest.mark.parametrize("key", [WIRE_KEY, REQUEST_KEY])
+def test_keys_of_headgates_own_are_refused(key: str) -> None:
+    with pytest.raises(RequestError, match=rf"extra_args\.{key}: this key is headgate's own"):
+        RequestReader().read(params(**{key: {"v": 1, "capture": {"reply": "ipc:///tmp/mine"}}}), "r")
 
 
 @pytest.mark.parametrize("field", ["capture", "capture_wait"])
@@ -163,7 +173,7 @@ def test_positions_are_resolved_and_stay_so() -> None:
 
     resolved = resolve(ask, 10, None)
 
-    assert resolved.specs["rows"].positions.to_wire() == [2, 9]
+    assert resolved.specs["rows"].positions.described() == [2, 9]
     assert resolve(resolved, 10, None) == resolved
 
 
@@ -189,24 +199,35 @@ def test_an_ask_travels_on_a_copy() -> None:
 
     for passed_on in (carrier, copy.copy(carrier), copy.deepcopy(carrier)):
         assert attached(passed_on) is asked
-        assert list(passed_on.extra_args) == ["other", "headgate"]
+        assert list(passed_on.extra_args) == ["other", REQUEST_KEY]
     assert attached(given) is None
     assert given.extra_args == before
 
 
-def test_a_fold_is_plain_and_replaces_the_fields() -> None:
-    made = request([5] * 10, params(capture={"rows": HOOKS}, capture_wait=True, other=1))
-    ask = resolve(read(made.sampling_params, door(rows=Rows)), 10, None)
+def test_a_fold_is_plain_and_replaces_request_and_fields() -> None:
+    given = params(capture={"rows": HOOKS}, capture_wait=True, other=1)
+    ask = resolve(read(given, door(rows=Rows)), 10, None)
+    asked = HeadgateRequest(capture=ask, parts={"steering": PartRequest(wire={"is_shared": True}, field="f", names={})})
+    made = request([5] * 10, cast("Params", attach(given, asked)))
 
-    fold(made, HeadgateRequest(capture=ask), "client-7")
+    fold(made, asked, "client-7")
 
     extra = cast("dict[str, Any]", made.sampling_params.extra_args)
-    assert list(extra) == ["other", "headgate"]
-    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(extra["headgate"]))
-    assert wire == extra["headgate"]
-    assert (wire["v"], wire["id"], wire["n"], wire["key"], wire["reply"]) == (1, "client-7", 1, ask.key, None)
-    assert wire["wait"] is True
-    assert CaptureSpec.from_wire(wire["capture"]["rows"]) == ask.specs["rows"]
+    assert list(extra) == ["other", WIRE_KEY]
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(extra[WIRE_KEY]), type=RequestWire)
+    assert wire == extra[WIRE_KEY]
+    specs = wire["capture"].pop("specs")
+    assert wire["capture"] == {"id": "client-7", "n": 1, "key": ask.key, "reply": None, "wait": True}
+    assert CaptureSpec.from_wire(specs["rows"]) == ask.specs["rows"]
+    assert wire["parts"] == {"steering": {"is_shared": True}}
+
+
+def test_a_request_that_comes_to_nothing_leaves_nothing_behind() -> None:
+    made = request([5], cast("Params", attach(params(capture_wait=True), HeadgateRequest())))
+
+    fold(made, HeadgateRequest(), "r")
+
+    assert made.sampling_params.extra_args is None
 
 
 @pytest.mark.parametrize(
@@ -225,7 +246,6 @@ def test_rows_of_the_prompt_must_be_computed(positions: Any, skips: bool) -> Non
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"sampling_params": None}, "pooling"),
         ({"prompt_embeds": [[0.5]], "prompt_token_ids": None}, "embeddings"),
         ({"resumable": True}, "streamed input"),
     ],
@@ -234,7 +254,7 @@ def test_kinds_of_requests_that_cannot_be_captured(fields: dict[str, Any], reaso
     ask = read(params(capture={"rows": HOOKS}), door(rows=Rows))
 
     with pytest.raises(RequestError, match=reason) as caught:
-        fold(request([5], **{"sampling_params": params(), **fields}), HeadgateRequest(capture=ask), "r")
+        fold(request([5], **fields), HeadgateRequest(capture=ask), "r")
 
     assert caught.value.field == "capture.rows"
 

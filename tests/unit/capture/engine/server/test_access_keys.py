@@ -70,6 +70,55 @@ def test_without_one_the_answer_is_403(monkeypatch: pytest.MonkeyPatch, headers:
 
 
 @pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"host": "localhost:8000"},
+        {"host": "127.0.0.1"},
+        {"host": "[::1]:8000", "origin": "http://[::1]:8000"},
+        {"host": "LOCALHOST", "origin": "http://localhost:3000"},
+    ],
+)
+def test_without_keys_the_own_machine_is_let_in(headers: dict[str, str]) -> None:
+    assert require_role("capture", request_of(headers)) is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "named"),
+    [
+        ({"host": "evil.example:8000"}, "Host"),  # a name that means 127.0.0.1 for a moment
+        ({"host": "localhost.evil.example"}, "Host"),
+        ({"host": "127.0.0.1.evil.example"}, "Host"),
+        ({"host": ""}, "Host"),
+        ({"host": "[::1"}, "Host"),
+        ({"host": "localhost@evil.example"}, "Host"),
+        ({"host": "localhost", "origin": "https://evil.example"}, "Origin"),
+        ({"host": "localhost", "origin": "null"}, "Origin"),
+        ({"origin": "http://localhost.evil.example"}, "Origin"),
+    ],
+)
+def test_without_keys_web_pages_of_other_sites_are_not(headers: dict[str, str], named: str) -> None:
+    from fastapi import HTTPException
+
+    with pytest.raises(HTTPException, match=rf"header {named} names .* the operator sets HEADGATE_STEERING_KEYS"):
+        require_role("steer", request_of(headers))
+
+
+def test_with_a_key_every_host_and_site_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADGATE_STEERING_KEYS", "k")
+    headers = {"host": "models.example", "origin": "https://lab.example", "x-headgate-key": "k"}
+
+    assert require_role("steer", request_of(headers)) is not None
+
+
+def test_a_unix_socket_is_out_of_reach_for_web_pages() -> None:
+    request = request_of({"host": "anything"})
+    request.app.state.args.uds = "/run/vllm.sock"
+
+    assert require_role("steer", request) is None
+
+
+@pytest.mark.parametrize(
     ("host", "uds", "expected"),
     [
         ("127.0.0.1", None, True),

@@ -22,7 +22,7 @@ class Unsummarised:
 
 
 def test_a_plain_result_keeps_its_fields() -> None:
-    result = CaptureResult(status="ok", payload={"paths": ["a", "b"]}, num_rows=3, num_bytes=6)
+    result = CaptureResult(status="ok", payload={"paths": ["a", "b"]}, num_rows=3, num_bytes=6, key="files")
 
     assert plain_result("files", result) == {
         "status": "ok",
@@ -31,6 +31,7 @@ def test_a_plain_result_keeps_its_fields() -> None:
         "num_rows": 3,
         "num_bytes": 6,
         "dropped_rows": 0,
+        "key": "files",
     }
 
 

@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
+from headgate.capture.engine.contracts.route_part import RouteClient
 from headgate.capture.engine.core.core_calls import AsyncCoreClient
 from headgate.capture.engine.server import plugin_routes
-from headgate.capture.engine.server.body_middleware import LONG, Bodies
+from headgate.capture.engine.server.bodies.middleware import LONG, Bodies
 from headgate.capture.engine.server.plugin_routes import read_object
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.config import SteeringConfig
 from headgate.steering.control import operations, routes
 from headgate.steering.control.handle import AsyncSteering
 from headgate.steering.core.steering_core import SteeringCore
@@ -51,7 +53,7 @@ class Client:
             restart_running=lambda: None,
             fail=lambda reason: None,
         )
-        self.part = SteeringCore("float32", 64, services)
+        self.part = SteeringCore("float32", 64, services, SteeringConfig())
 
     async def _call_utility_async(self, name: str, part: str, method: str, args: Any, *, engine: bytes) -> Any:
         return {"ok": self.part.call(method, args)}
@@ -67,6 +69,8 @@ def application(client: Client) -> Any:
         engine=lambda: None,
         handle=lambda: handle,
         require_key=allowed,
+        require_admin=allowed,
+        client=lambda request: RouteClient(None, None, False),
         read_object=read_object,
         client_errors=as_client_error,
     )
@@ -90,8 +94,9 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[threading.Thread]]
 
     for kind, (short, long) in plugin_routes._DECODERS.items():
         monkeypatch.setitem(plugin_routes._DECODERS, kind, (noting("short", short), noting("decode", long)))
-    for module in (routes, operations, request_fields):
-        monkeypatch.setattr(module, "read_tier", noting("read", module.read_tier))
+    for module, name in ((routes, "read_tier"), (routes, "read_update"), (operations, "read_update")):
+        monkeypatch.setattr(module, name, noting("read", getattr(request_fields, name)))
+    monkeypatch.setattr(request_fields, "read_tier", noting("read", request_fields.read_tier))
     for module in (operations, request_fields):
         monkeypatch.setattr(module, "sum_tiers", noting("add up", module.sum_tiers))
     monkeypatch.setattr(phase_vectors, "content_key", noting("hash", phase_vectors.content_key))

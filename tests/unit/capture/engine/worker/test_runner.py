@@ -131,6 +131,19 @@ def test_the_view_is_the_batch_as_the_runner_laid_it_out(runner, recorder):
     assert recorder.token_ids == "tokens on the device"
 
 
+def test_the_runner_keeps_nothing_of_what_a_request_brought(runner, recorder):
+    new = request("a", 5)
+    theirs = new.sampling_params
+
+    for _ in range(2):  # the second time as the V2 runner sees it after a preemption
+        new.sampling_params = theirs
+        runner.execute_model(step(["a"], [5], [0], new=[new]))
+
+        assert new.sampling_params.extra_args == {"headgate": {"v": 1}}
+    assert theirs.extra_args == {"headgate": {"capture": "asks"}}
+    assert [call[0] for call in recorder.calls].count("added") == 1
+
+
 def test_steps_without_our_requests_are_not_told(runner, recorder):
     runner.execute_model(step(["a"], [4], [0], new=[request("a", 4, wire=None)]))
     runner.execute_model(step(["a"], [1], [4], finished=["unknown"]))

@@ -17,7 +17,7 @@ import pytest
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.requests.call_context import NOTHING, taken
 from headgate.capture.engine.requests.request_reader import REQUEST_READER, OpenPart, RequestReader
-from headgate.capture.engine.server.body_middleware import LONG, Bodies
+from headgate.capture.engine.server.bodies.middleware import LONG, Bodies
 from headgate.capture.schema.config import ServerConfig, parse_server, server_config
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError

@@ -7,7 +7,6 @@ msgpack bodies of any length, the fields of parts are taken out and read here; t
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -15,10 +14,11 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from headgate.capture.engine.contracts.parts import request_parts
-from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
+from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, Receive, Scope, Send
 from headgate.capture.engine.requests.call_context import NOTHING, ExtractedFields, hold, release
 from headgate.capture.engine.requests.request_reader import reader_of
-from headgate.capture.engine.server.body_parsing import EXTRACT, FieldExtractor, extract_json
+from headgate.capture.engine.server.bodies.asgi import METHODS, path_of, refuse, replay, type_of
+from headgate.capture.engine.server.bodies.parsing import EXTRACT, FieldExtractor, extract_json
 from headgate.capture.engine.server.loop_threads import run_in_thread
 from headgate.capture.schema.config import ServerConfig
 from headgate.capture.schema.errors import RequestError
@@ -26,7 +26,6 @@ from headgate.capture.schema.errors import RequestError
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-_METHODS = ("POST", "PUT", "PATCH")
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 LONG = 32 << 10
 """JSON bodies of fewer bytes are left to the server: on its loop they take less time than a thread needs to start.
@@ -74,16 +73,16 @@ class Bodies:
         self._names = tuple(name for part in request_parts().values() for name in part.fields)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] not in _METHODS:
+        if scope["type"] != "http" or scope["method"] not in METHODS:
             await self._app(scope, receive, send)
             return
         given = scope["headers"]
         headers = dict(reversed(given))  # of two by one name the first counts, as for the server
-        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        extract = EXTRACT.get(kind.decode("latin-1")) if _path(scope) in ROUTES else None
+        kind = type_of(headers)
+        extract = EXTRACT.get(kind) if path_of(scope) in ROUTES else None
         declared = _declared(headers)
         is_short = declared is not None and declared < self._short and len(headers) == len(given)
-        if kind == b"multipart/form-data" or (is_short and extract in (None, extract_json)):
+        if kind == "multipart/form-data" or (is_short and extract in (None, extract_json)):
             await self._app(scope, receive, send)
             return
         try:
@@ -92,14 +91,14 @@ class Bodies:
             return  # nobody waits for an answer
         if chunks is None:
             message = f"the body has more than {self._max_bytes} bytes (the server's max_body_bytes)"
-            await _refuse(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, None)
+            await refuse(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
             return
         if extract is not None and (extract is not extract_json or sum(map(len, chunks)) >= LONG):
             await self._serve_extracted(extract, chunks, scope, receive, send)
             return
         is_huge = sum(map(len, chunks)) >= _HUGE
         body = await run_in_thread(partial(b"".join, chunks)) if is_huge else b"".join(chunks)
-        await self._app(scope, _replay(body, receive), send)
+        await self._app(scope, replay(body, receive), send)
 
     async def _serve_extracted(
         self, extract: FieldExtractor, chunks: list[bytes], scope: Scope, receive: Receive, send: Send
@@ -107,12 +106,12 @@ class Bodies:
         try:
             rest, taken = await run_in_thread(partial(self._extract, scope, extract, chunks))
         except RequestError as error:
-            await _refuse(send, HTTPStatus.BAD_REQUEST, str(error), error.field)
+            await refuse(send, HTTPStatus.BAD_REQUEST, str(error), error.field)
             return
         token = hold(taken)
         try:
             json_scope = {**scope, "headers": _json_headers(scope["headers"], len(rest))}
-            await self._app(json_scope, _replay(rest, receive), send)
+            await self._app(json_scope, replay(rest, receive), send)
         finally:
             release(token)
 
@@ -157,33 +156,6 @@ def _declared(headers: Mapping[bytes, bytes]) -> int | None:
     return int(length) if length.isdigit() else None
 
 
-def _path(scope: Scope) -> str:
-    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
-
-
 def _json_headers(headers: Any, length: int) -> list[tuple[bytes, bytes]]:
     others = [(key, value) for key, value in headers if key not in (b"content-type", b"content-length")]
     return [*others, (b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    is_sent = False
-
-    async def replay() -> AsgiMessage:
-        nonlocal is_sent
-        if is_sent:
-            return await receive()
-        is_sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay
-
-
-async def _refuse(send: Send, status: HTTPStatus, message: str, param: str | None) -> None:
-    """Answer as vLLM does."""
-    kind = "BadRequestError" if status is HTTPStatus.BAD_REQUEST else status.phrase
-    error = {"message": message, "type": kind, "param": param, "code": status.value}
-    body = json.dumps({"error": error}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status.value, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.engine.server.body_parsing import extract_json, extract_msgpack, read_json
+from headgate.capture.engine.server.bodies.parsing import extract_json, extract_msgpack, read_json
 from headgate.capture.schema.errors import RequestError
 
 NAMES = ("steering_vectors", "steering_name")

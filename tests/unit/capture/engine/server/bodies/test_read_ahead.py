@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http import flow_control
 
-from headgate.capture.engine.server.body_middleware import READ_AHEAD, read_ahead
+from headgate.capture.engine.server.bodies.middleware import READ_AHEAD, read_ahead
 
 TIMEOUT_S = 30
 SOCKET_BYTES = 1 << 16

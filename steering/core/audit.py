@@ -1,0 +1,166 @@
+"""Who changed what steers others, and when; and which client a named module belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypedDict
+
+import msgspec
+
+from headgate.capture.schema.errors import ConfigError, ForbiddenError
+
+logger = logging.getLogger("headgate")
+
+SIZE = 1000
+"""Changes that are remembered; a file keeps all."""
+BY = "by"
+"""Argument of a call in which its `Actor` travels."""
+_ACTIONS = {"set_global": "set", "clear_global": "clear", "register": "register", "unregister": "unregister"}
+"""Methods of an engine core that change what acts on others, as the audit calls them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Actor:
+    """The client that asks for a change.
+
+    Attributes:
+        key: Name of its key; None if it needed none, and for the operator's own process.
+        address: Of its connection; None if it has none.
+        is_bound: Whether it may only replace and remove modules that its own key registered.
+        is_undo: Whether the change takes back one that another engine core refused.
+        owner: Of an undone change: the key that the module belonged to before.
+    """
+
+    key: str | None = None
+    address: str | None = None
+    is_bound: bool = False
+    is_undo: bool = False
+    owner: str | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return plain values."""
+        return dataclasses.asdict(self)
+
+    def undo(self, owner: str | None) -> Actor:
+        """The same actor for the call that takes a change back."""
+        return dataclasses.replace(self, is_bound=False, is_undo=True, owner=owner)
+
+
+OPERATOR = Actor()
+"""Who calls in the process that owns the engine."""
+
+
+class AuditEntry(TypedDict):
+    """One change: what was done to which module or to the global vectors, by whose key, from where and when.
+
+    The hashes are those of the content that acts afterwards in each phase; of `unregister`, of the content removed.
+    """
+
+    time: str
+    engine: int
+    action: str
+    key: str | None
+    address: str | None
+    name: str | None
+    prefill: str | None
+    decode: str | None
+    version: int
+    is_undo: bool
+
+
+class Audit:
+    """The changes of one engine core. Engine thread only.
+
+    Args:
+        engine: Index of the engine core, for the lines of a file that several share.
+        path: File to which each change is added; None for none. Opened for each line, so that it can be rotated.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+    """
+
+    def __init__(self, engine: int = 0, path: Path | None = None) -> None:
+        self._engine = engine
+        self._path = path
+        self._entries: deque[AuditEntry] = deque(maxlen=SIZE)
+        self._owners: dict[str, str | None] = {}
+        if path is not None:
+            try:
+                _append(path, b"")
+            except OSError as error:
+                raise ConfigError(f"steering.audit_file {path}: {error.strerror or error}") from error
+
+    def check(self, method: str, name: str | None, by: Actor, *, is_registered: bool) -> None:
+        """Refuse a change of a module that belongs to another client.
+
+        Raises:
+            ForbiddenError: If it is so.
+        """
+        if method not in ("register", "unregister") or not by.is_bound or not is_registered:
+            return
+        if self.owner_of(name) != by.key:
+            raise ForbiddenError(
+                f"the module {name!r} was not registered with the key {by.key!r}: only the key that did, or one with "
+                "the role admin, may replace or remove it; use another name",
+                "name",
+            )
+
+    def owner_of(self, name: str | None) -> str | None:
+        """The key that registered a module; None if none did."""
+        return None if name is None else self._owners.get(name)
+
+    def note(self, method: str, name: str | None, by: Actor, answer: Mapping[str, Any]) -> None:
+        """Note a change that was made, if `method` is one.
+
+        Args:
+            method: Of the engine core.
+            name: Of the module.
+            by: The client.
+            answer: The method's.
+        """
+        if method not in _ACTIONS:
+            return
+        if method == "register" and name is not None:
+            self._owners[name] = by.owner if by.is_undo else by.key
+        elif method == "unregister" and name is not None:
+            self._owners.pop(name, None)
+        content = answer["global"] if name is None else answer
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        entry = AuditEntry(
+            time=now.replace("+00:00", "Z"),
+            engine=self._engine,
+            action=_ACTIONS[method],
+            key=by.key,
+            address=by.address,
+            name=name,
+            prefill=content["hash"]["prefill"],
+            decode=content["hash"]["decode"],
+            version=content["version"],
+            is_undo=by.is_undo,
+        )
+        self._entries.append(entry)
+        if self._path is not None:
+            try:
+                _append(self._path, msgspec.json.encode(entry) + b"\n")
+            except OSError:
+                logger.exception("steering: audit_file %s lacks %s", self._path, entry)
+
+    def entries(self) -> list[AuditEntry]:
+        """Return the last changes, the newest last."""
+        return list(self._entries)
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Add a line in one piece: other engine cores may write the same file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)

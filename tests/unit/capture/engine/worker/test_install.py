@@ -1,0 +1,53 @@
+"""When headgate allocates in a worker: vLLM's sleep mode frees whatever was allocated in its memory pools."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headgate.capture.engine.contracts.worker_hooks import SiteAction
+from headgate.capture.engine.model.forward_wrappers import attach
+from headgate.capture.engine.worker import install
+from headgate.capture.schema.sites import HookPoint
+
+
+def test_memory_is_allocated_after_the_pool_of_the_weights_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_pools: list[str] = []
+    seen: list[tuple[str, list[str]]] = []
+
+    class Worker:
+        vllm_config = SimpleNamespace(additional_config={"headgate": {"capture": {}}})
+
+        def load_model(self) -> None:
+            open_pools.append("weights")
+            seen.append(("loaded", list(open_pools)))
+            open_pools.pop()
+
+    class WorkerWrapperBase:
+        worker = Worker()
+
+    monkeypatch.setattr(install, "install", lambda worker: seen.append(("installed", list(open_pools))))
+    install.patch_worker(SimpleNamespace(WorkerWrapperBase=WorkerWrapperBase, WorkerBase=Worker))  # type: ignore[arg-type]
+    WorkerWrapperBase().load_model()  # type: ignore[attr-defined]
+
+    assert seen == [("loaded", ["weights"]), ("installed", [])]
+
+
+def test_vllm_opens_that_pool_within_the_workers_own_load_model() -> None:
+    gpu_worker: Any = pytest.importorskip("vllm.v1.worker.gpu_worker")
+
+    assert 'pool_context(tag="weights")' in inspect.getsource(gpu_worker.Worker.load_model)
+
+
+def test_what_a_site_needs_is_no_buffer_that_waking_up_or_new_weights_would_replace() -> None:
+    module, slots = nn.Linear(2, 2), torch.zeros(3)
+    before = {name for name, _ in (*module.named_buffers(), *module.named_parameters())}
+    attach(module, HookPoint.POST_MLP, [SiteAction(run=lambda *_: slots, tensors={"slots": slots}, order=0)])
+
+    assert module._headgate_slots_post_mlp is slots
+    assert {name for name, _ in (*module.named_buffers(), *module.named_parameters())} == before
