@@ -239,12 +239,18 @@ def _typed(value: str) -> Any:
         return {"True": True, "False": False, "None": None}.get(value, value)
 
 
+BUFFERED_BODIES = 8
+"""Bodies of the longest kind for which a server has room at a time, unless it is configured."""
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the HTTP server.
 
     Attributes:
-        max_body_bytes: Of one request; longer ones are answered with status 413. Uploads of files
-            (``multipart/form-data``) have vLLM's own limits.
+        max_body_bytes: Of one request; longer ones are answered with status 413. Uploads to audio routes have vLLM's
+            own limit, ``VLLM_MAX_AUDIO_CLIP_FILESIZE_MB``.
+        max_buffered_bytes: Of all requests that one API server receives and reads at a time; those beyond are answered
+            with status 503 and ``Retry-After``. If None, eight times `max_body_bytes`.
         keys_file: JSON file of the keys that clients have, with their roles and limits (`AccessKey`); read again when
             it changes. With it, whatever needs a role needs a key, also from the server's own machine.
         usage_file: SQLite file in which limits per day and of concurrency are counted, made if there is none; on a
@@ -252,6 +258,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     max_body_bytes: int = 128 * MIB
+    max_buffered_bytes: int | None = None
     keys_file: str | None = None
     usage_file: str | None = None
 
@@ -266,6 +273,11 @@ def parse_server(document: object) -> ServerConfig:
     if config.max_body_bytes < 1:
         raise ConfigError(
             f"additional_config['headgate']['server']: max_body_bytes must be at least 1, got {config.max_body_bytes}"
+        )
+    if config.max_buffered_bytes is not None and config.max_buffered_bytes < config.max_body_bytes:
+        raise ConfigError(
+            "additional_config['headgate']['server']: max_buffered_bytes must be at least max_body_bytes, "
+            f"{config.max_body_bytes}, got {config.max_buffered_bytes}"
         )
     return config
 

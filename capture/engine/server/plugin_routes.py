@@ -24,8 +24,9 @@ from headgate.capture.engine.frontends.engine_handles import NotConfiguredError
 from headgate.capture.engine.server.access_keys import open_access, require_role
 from headgate.capture.engine.server.bodies.field_guard import install_guard
 from headgate.capture.engine.server.bodies.middleware import LONG, install_bodies
+from headgate.capture.engine.server.bodies.msgpack_fields import read_msgpack
 from headgate.capture.engine.server.bodies.parsing import read_json
-from headgate.capture.engine.server.loop_threads import run_in_thread
+from headgate.capture.engine.server.loop_threads import in_turn, run_in_thread
 from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
 from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
 from headgate.capture.engine.setup.client_errors import answer_refused, as_client_error, refused_error
@@ -36,8 +37,8 @@ from headgate.capture.schema.errors import RequestError
 
 logger = logging.getLogger("headgate")
 
-_Decode = Callable[[bytes], Any]
-_MSGPACK = (msgspec.msgpack.decode, msgspec.msgpack.decode)
+_Decode = Callable[[bytes], object]
+_MSGPACK = (read_msgpack, read_msgpack)
 _DECODERS: dict[str, tuple[_Decode, _Decode]] = {
     "application/json": (msgspec.json.decode, read_json),
     "application/msgpack": _MSGPACK,
@@ -146,7 +147,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     body = await _body_of(request)
     try:
         short, long = _DECODERS[kind]
-        document = short(body) if len(body) < LONG else await run_in_thread(partial(long, body))
+        document = short(body) if len(body) < LONG else await run_in_thread(partial(in_turn, partial(long, body)))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError("body", f"is not {kind.rpartition('/')[2]}: {error}") from None
     if not isinstance(document, dict) or not all(isinstance(name, str) for name in document):

@@ -8,24 +8,35 @@ msgpack bodies of any length, the fields of parts are taken out and read here; t
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headgate.capture.engine.contracts.parts import request_parts
-from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, Receive, Scope, Send
+from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
 from headgate.capture.engine.requests.call_context import NOTHING, ExtractedFields, hold, release
 from headgate.capture.engine.requests.request_reader import reader_of
 from headgate.capture.engine.server.bodies.asgi import METHODS, path_of, refuse, replay, type_of
-from headgate.capture.engine.server.bodies.parsing import EXTRACT, FieldExtractor, extract_json
-from headgate.capture.engine.server.loop_threads import run_in_thread
-from headgate.capture.schema.config import ServerConfig
+from headgate.capture.engine.server.bodies.in_flight import ArrivingBody, BytesInFlight
+from headgate.capture.engine.server.bodies.msgpack_fields import extract_msgpack
+from headgate.capture.engine.server.bodies.parsing import Fields, extract_json
+from headgate.capture.engine.server.bodies.route_table import Kind, kind_of
+from headgate.capture.engine.server.loop_threads import in_turn, run_in_thread
+from headgate.capture.schema.config import BUFFERED_BODIES, ServerConfig
 from headgate.capture.schema.errors import RequestError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+FieldExtractor = Callable[[bytes, Collection[str]], tuple[bytes, Fields]]
+
+EXTRACT: Mapping[str, FieldExtractor] = {
+    "application/json": extract_json,
+    "application/msgpack": extract_msgpack,
+    "application/x-msgpack": extract_msgpack,
+}
+"""By content type."""
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 LONG = 32 << 10
 """JSON bodies of fewer bytes are left to the server: on its loop they take less time than a thread needs to start.
@@ -39,9 +50,21 @@ request take a turn of the event loop for each 256 KiB, and a busy loop's turns 
 _UVICORN, _LIMIT = "uvicorn.protocols.http.", "HIGH_WATER_LIMIT"
 
 
+_UPLOAD_FIELDS = 1 << 20
+"""Bytes of an upload beside its file."""
+_RETRY_AFTER_S = 1
+
+
 def install_bodies(app: FastAPI, config: ServerConfig) -> None:
     """Put the middleware into a `fastapi.FastAPI` application that is being made."""
-    app.add_middleware(Bodies, max_bytes=config.max_body_bytes)
+    from vllm import envs
+
+    app.add_middleware(
+        Bodies,
+        max_bytes=config.max_body_bytes,
+        max_upload=(envs.VLLM_MAX_AUDIO_CLIP_FILESIZE_MB << 20) + _UPLOAD_FIELDS,
+        in_flight=BytesInFlight(config.max_buffered_bytes or BUFFERED_BODIES * config.max_body_bytes),
+    )
     read_ahead(min(READ_AHEAD, config.max_body_bytes))
 
 
@@ -64,11 +87,15 @@ class Bodies:
     Args:
         app: What it wraps.
         max_bytes: Of one body.
+        max_upload: Bytes of a form of an audio route, which is read piece by piece and not kept.
+        in_flight: The budget of bytes for all bodies that are being received and read.
     """
 
-    def __init__(self, app: AsgiApp, max_bytes: int) -> None:
+    def __init__(self, app: AsgiApp, max_bytes: int, max_upload: int, in_flight: BytesInFlight) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._max_upload = max_upload
+        self._in_flight = in_flight
         self._short = min(LONG, max_bytes)
         self._names = tuple(name for part in request_parts().values() for name in part.fields)
 
@@ -76,76 +103,106 @@ class Bodies:
         if scope["type"] != "http" or scope["method"] not in METHODS:
             await self._app(scope, receive, send)
             return
-        given = scope["headers"]
+        given, path = scope["headers"], path_of(scope)
         headers = dict(reversed(given))  # of two by one name the first counts, as for the server
-        kind = type_of(headers)
-        extract = EXTRACT.get(kind) if path_of(scope) in ROUTES else None
         declared = _declared(headers)
+        if kind_of(path) is Kind.UPLOAD:
+            await self._serve_upload(declared or 0, scope, receive, send)
+            return
+        extract = EXTRACT.get(type_of(headers)) if path in ROUTES else None
         is_short = declared is not None and declared < self._short and len(headers) == len(given)
-        if kind == "multipart/form-data" or (is_short and extract in (None, extract_json)):
+        if is_short and extract in (None, extract_json):
             await self._app(scope, receive, send)
             return
+        arriving = ArrivingBody()
         try:
-            chunks = await self._read(declared or 0, receive)
-        except ConnectionResetError:
-            return  # nobody waits for an answer
-        if chunks is None:
-            message = f"the body has more than {self._max_bytes} bytes (the server's max_body_bytes)"
-            await refuse(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
-            return
-        if extract is not None and (extract is not extract_json or sum(map(len, chunks)) >= LONG):
-            await self._serve_extracted(extract, chunks, scope, receive, send)
-            return
-        is_huge = sum(map(len, chunks)) >= _HUGE
-        body = await run_in_thread(partial(b"".join, chunks)) if is_huge else b"".join(chunks)
-        await self._app(scope, replay(body, receive), send)
-
-    async def _serve_extracted(
-        self, extract: FieldExtractor, chunks: list[bytes], scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        try:
-            rest, taken = await run_in_thread(partial(self._extract, scope, extract, chunks))
+            if not await self._is_received(arriving, declared or 0, receive, send):
+                return
+            if extract is extract_json and arriving.size < LONG:
+                extract = None
+            found = await self._read(arriving.pieces, extract, scope)
         except RequestError as error:
             await refuse(send, HTTPStatus.BAD_REQUEST, str(error), error.field)
             return
-        token = hold(taken)
+        finally:
+            self._in_flight.release(arriving)
+        await self._serve(*found, scope if extract is None else _as_json(scope, len(found[0])), receive, send)
+
+    async def _serve(self, body: bytes, fields: ExtractedFields, scope: Scope, receive: Receive, send: Send) -> None:
+        token = hold(fields)
         try:
-            json_scope = {**scope, "headers": _json_headers(scope["headers"], len(rest))}
-            await self._app(json_scope, replay(rest, receive), send)
+            await self._app(scope, replay(body, receive), send)
         finally:
             release(token)
 
-    async def _read(self, declared: int, receive: Receive) -> list[bytes] | None:
-        """The body in pieces; None if it is too long. One a little too long is received, so that its sender listens.
+    async def _serve_upload(self, declared: int, scope: Scope, receive: Receive, send: Send) -> None:
+        message = f"the form has more than {self._max_upload} bytes (the server's VLLM_MAX_AUDIO_CLIP_FILESIZE_MB)"
+        if declared > self._max_upload:
+            await refuse(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+        else:
+            await self._app(scope, _limited(receive, self._max_upload, message), send)
 
-        Raises:
-            ConnectionResetError: If the client is gone.
-        """
-        if declared > 2 * self._max_bytes:
-            return None
-        chunks, size, is_more = [], 0, True
+    async def _is_received(self, body: ArrivingBody, declared: int, receive: Receive, send: Send) -> bool:
+        """Receive a body, or answer why not. One that is refused is received, too, so that its sender listens."""
+        size, is_more = declared if declared > 2 * self._max_bytes else 0, True
         while is_more and size <= 2 * self._max_bytes:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ConnectionResetError
-            chunk = message.get("body", b"")
-            size += len(chunk)
+                return False  # nobody waits for an answer
+            piece = message.get("body", b"")
+            size += len(piece)
             if size <= self._max_bytes:
-                chunks.append(chunk)
+                self._in_flight.add(body, piece)
             else:
-                chunks.clear()
+                self._in_flight.release(body)
+                body.pieces.clear()
             is_more = message.get("more_body", False)
-        return chunks if size <= self._max_bytes else None
+        self._in_flight.complete(body)
+        if size > self._max_bytes:
+            reason = f"the body has more than {self._max_bytes} bytes (the server's max_body_bytes)"
+            await refuse(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
+        elif body.is_refused:
+            reason = (
+                f"{self._in_flight.max_bytes} bytes of requests are on their way at this moment (the server's "
+                "max_buffered_bytes): send it again in a moment"
+            )
+            await refuse(send, HTTPStatus.SERVICE_UNAVAILABLE, reason, retry_after_s=_RETRY_AFTER_S)
+        return size <= self._max_bytes and not body.is_refused
 
-    def _extract(self, scope: Scope, extract: FieldExtractor, chunks: list[bytes]) -> tuple[bytes, ExtractedFields]:
-        body = b"".join(chunks)
-        chunks.clear()  # here, not on the event loop: giving this much memory back takes time
-        rest, fields = extract(body, self._names)
+    async def _read(
+        self, pieces: list[bytes], extract: FieldExtractor | None, scope: Scope
+    ) -> tuple[bytes, ExtractedFields]:
+        if extract is not None:
+            return await run_in_thread(partial(self._extract, scope, extract, pieces))
+        is_huge = sum(map(len, pieces)) >= _HUGE
+        return await run_in_thread(partial(b"".join, pieces)) if is_huge else b"".join(pieces), NOTHING
+
+    def _extract(self, scope: Scope, extract: FieldExtractor, pieces: list[bytes]) -> tuple[bytes, ExtractedFields]:
+        body = b"".join(pieces)
+        pieces.clear()  # here, not on the event loop: giving this much memory back takes time
+        rest, fields = in_turn(partial(extract, body, self._names))
         fields = {name: value for name, value in fields.items() if value is not None}
         if not fields:
             return rest, NOTHING
         reader = reader_of(scope["app"].state.engine_client)
         return rest, ExtractedFields(fields, reader.read_parts(fields))
+
+
+def _limited(receive: Receive, max_bytes: int, message: str) -> Receive:
+    """Receive no more than `max_bytes`; the server answers what is raised behind them."""
+    from starlette.exceptions import HTTPException
+
+    size = 0
+
+    async def limited() -> AsgiMessage:
+        nonlocal size
+        received = await receive()
+        size += len(received.get("body", b""))
+        if size > max_bytes:
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE.value, message)
+        return received
+
+    return limited
 
 
 def _declared(headers: Mapping[bytes, bytes]) -> int | None:
@@ -156,6 +213,7 @@ def _declared(headers: Mapping[bytes, bytes]) -> int | None:
     return int(length) if length.isdigit() else None
 
 
-def _json_headers(headers: Any, length: int) -> list[tuple[bytes, bytes]]:
-    others = [(key, value) for key, value in headers if key not in (b"content-type", b"content-length")]
-    return [*others, (b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
+def _as_json(scope: Scope, length: int) -> Scope:
+    others = [(key, value) for key, value in scope["headers"] if key not in (b"content-type", b"content-length")]
+    ours = [(b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
+    return {**scope, "headers": [*others, *ours]}

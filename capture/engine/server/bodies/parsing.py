@@ -1,30 +1,51 @@
-"""Takes the fields of parts (steering's vectors) out of long bodies, without making a Python object of each number.
+"""Takes the fields of parts (steering's vectors) out of long JSON bodies, without making an object of each number.
 
 Runs on threads beside the event loop, and pauses between lists: a thread that holds Python's lock holds up the loop
-just the same.
+just the same. So the work is bounded whatever a body holds: one with more in it than vectors need is left to the
+server, which reads it as it reads any other.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import NoReturn
 
 import msgspec
 import numpy as np
 
+from headgate.capture.engine.server.loop_threads import PAUSE_S
 from headgate.capture.schema.errors import RequestError
 
-Fields = dict[str, Any]
+Fields = dict[str, object]
 
-_LONG_LIST = re.compile(rb"\[[-+0-9eE., \t\r\n]{256,}\]")
+MAX_TEXT = 16 << 20
+"""Bytes of one string, at most: several times the vectors of all layers of the largest models."""
+_MAX_TOKENS = 8192
+"""Strings and lists of a body that are looked at: a few for each site, and a conversation's."""
+_MAX_SHORT = 256 << 10
+"""Bytes of a body that are neither long strings nor long lists."""
+_MAX_NUMBERS = 1 << 15
+"""Numbers of one list: more than any model is wide."""
+_LONG_LIST = re.compile(rb"\[[-+0-9eE., \t\r\n]{256,1048576}\]")
 _LONG_TEXT = 4096
+_MAX_BACKSLASHES = 64
+"""One behind the other, before a quote."""
+_WINDOW = 4 << 20
+"""Bytes that are searched without a pause."""
+_LONG_COPY = 1 << 20
+"""Bytes that are copied without one."""
 _MARK = re.compile(rb'"headgate-([0-9a-f]{32})-([0-9]+)"')
-_PAUSE_S = 20e-6
-"""Long enough for the event loop's thread to wake up."""
+_PAUSE_BYTES = 16 << 10
+"""Of lists, between two pauses: 0.2 ms of work."""
+_LONG_WORK = 64 << 10
+"""Bytes after which a pause is as much longer: by then, the loop's thread sleeps deeply, and misses short ones."""
+
+
+class _TooMuchError(Exception):
+    """There is more in a body than is looked at."""
 
 
 def extract_json(body: bytes, names: Collection[str]) -> tuple[bytes, Fields]:
@@ -33,13 +54,14 @@ def extract_json(body: bytes, names: Collection[str]) -> tuple[bytes, Fields]:
     Long lists and long strings are taken out first, so that what JSON is parsed of is short, and no number and no
     character of them is read twice.
 
-    A body that is not what it should be comes back whole, for the server to say so.
+    A body that is not what it should be, or holds too much beside its vectors, comes back whole: the server reads it,
+    or says what is wrong.
     """
-    short, lifted = _lift(body)
     try:
+        short, lifted = _lift(body)
         parts = msgspec.json.decode(short, type=dict[str, msgspec.Raw])
         fields = {name: _lower(msgspec.json.decode(parts.pop(name)), lifted) for name in names if name in parts}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, _TooMuchError):
         return body, {}
     if not fields:
         return body, {}
@@ -47,94 +69,148 @@ def extract_json(body: bytes, names: Collection[str]) -> tuple[bytes, Fields]:
     return lifted.restore(b"{%s}" % rest), fields
 
 
-def read_json(body: bytes) -> Any:
+def read_json(body: bytes) -> object:
     """A JSON value; long lists of numbers in it become float64 arrays.
 
     Raises:
+        RequestError: If it holds too much beside vectors.
         msgspec.DecodeError: Or what else ``msgspec.json.decode`` raises.
     """
-    short, lifted = _lift(body)
     try:
+        short, lifted = _lift(body)
         return _lower(msgspec.json.decode(short), lifted)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return msgspec.json.decode(body)  # says where it is wrong
+    except _TooMuchError:
+        limits = f"at most {_MAX_TOKENS} strings and lists, and {_MAX_SHORT} bytes that are neither long ones"
+        raise RequestError("body", f"holds too much beside vectors: {limits}, are read") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        _say_where(body, error)
 
 
-def extract_msgpack(body: bytes, names: Collection[str]) -> tuple[bytes, Fields]:
-    """The rest of a msgpack body as JSON, and the fields called `names`, whose vectors may be raw bytes.
-
-    Raises:
-        RequestError: If it is no msgpack object, or holds bytes anywhere else.
-    """
-    try:
-        parts = msgspec.msgpack.decode(body, type=dict[str, msgspec.Raw])
-        fields = {name: msgspec.msgpack.decode(parts.pop(name)) for name in names if name in parts}
-        rest = {name: msgspec.msgpack.decode(raw) for name, raw in parts.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
-        raise RequestError("body", f"is not a msgpack object: {error}") from None
-    for name, value in rest.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(name[:200], f"only JSON values can be given here: {error}") from None
-    return json.dumps(rest).encode(), fields
+def _say_where(body: bytes, error: Exception) -> NoReturn:
+    """Raise the error of the whole body, which says where it is wrong; that of a long one does not say."""
+    if len(body) <= _MAX_SHORT:
+        msgspec.json.decode(body)
+    if isinstance(error, msgspec.DecodeError):
+        raise msgspec.DecodeError(str(error).partition(" (byte")[0]) from None
+    raise error
 
 
 class _Lifted:
     """Values that were lifted out of a text, by the mark that stands for each: a string that no client can guess."""
 
     def __init__(self, body: bytes) -> None:
-        self._body = memoryview(body)
+        self._body = body
+        self._view = memoryview(body)
         self._token = secrets.token_hex(16).encode()
         self._prefix = f"headgate-{self._token.decode()}-"
         self._found: list[memoryview] = []
+        self._pieces: list[bytes] = []
+        self._end = self._num_short = self._num_unpaused = 0
 
-    def lift(self, start: int, end: int) -> bytes:
-        """The mark for a list or a string of the body."""
-        self._found.append(self._body[start:end])
-        return b'"%s%d"' % (self._prefix.encode(), len(self._found) - 1)
+    def lift(self, start: int, end: int) -> None:
+        """Put a mark in place of a list or a string of the body, behind those that were lifted before.
+
+        Raises:
+            _TooMuchError: If what lies between them is too long.
+        """
+        mark = b'"%s%d"' % (self._prefix.encode(), len(self._found))
+        self._pieces += [self._between(start), mark]
+        self._found.append(self._view[start:end])
+        self._end = end
+
+    def rest(self) -> bytes:
+        """The text with its marks.
+
+        Raises:
+            _TooMuchError: As `lift`.
+        """
+        return b"".join([*self._pieces, self._between(len(self._body))])
+
+    def _between(self, end: int) -> bytes:
+        self._num_short += end - self._end
+        if self._num_short > _MAX_SHORT:
+            raise _TooMuchError
+        return self._body[self._end : end]
 
     def restore(self, text: bytes) -> bytes:
         """The text with every value in its place again."""
-        return _MARK.sub(self._behind, text) if self._found else text
+        pieces, start = [], 0
+        for mark in _MARK.finditer(text):
+            if mark[1] == self._token:
+                pieces.append(text[start : mark.start()])
+                pieces += self._copies(self._found[int(mark[2])])
+                start = mark.end()
+        return b"".join([*pieces, text[start:]])
 
-    def _behind(self, mark: re.Match[bytes]) -> bytes:
-        return bytes(self._found[int(mark[2])]) if mark[1] == self._token else mark[0]
+    def _copies(self, found: memoryview) -> Iterator[bytes]:
+        for start in range(0, len(found), _LONG_COPY):
+            if start:
+                time.sleep(PAUSE_S)
+            yield bytes(found[start : start + _LONG_COPY])
 
-    def read(self, value: str) -> Any:
-        """The array or the string for a mark; other strings as they are."""
+    def read(self, value: str) -> object:
+        """The array or the string for a mark; other strings as they are.
+
+        Raises:
+            _TooMuchError: If a list is longer than any vector.
+        """
         if not value.startswith(self._prefix):
             return value
         found = self._found[int(value.removeprefix(self._prefix))]
         if found[0] == ord('"'):
             return str(found[1:-1], "utf-8")
+        if len(found) > 2 * _MAX_NUMBERS and bytes(found).count(b",") >= _MAX_NUMBERS:
+            raise _TooMuchError
         numbers = msgspec.json.decode(found, type=list[float])
         array = np.array(numbers, np.float64)
-        time.sleep(_PAUSE_S)
+        self.pause(len(found))
         return array
+
+    def pause(self, num_bytes: int) -> None:
+        """Let the event loop go on, if so many bytes more than at the last pause are enough for it."""
+        self._num_unpaused += num_bytes
+        if self._num_unpaused >= _PAUSE_BYTES:
+            is_long = self._num_unpaused >= _LONG_WORK
+            time.sleep(PAUSE_S * (2 * self._num_unpaused // _PAUSE_BYTES if is_long else 1))
+            self._num_unpaused = 0
 
 
 def _lift(body: bytes) -> tuple[bytes, _Lifted]:
-    """`body` with a mark in place of each long list of numbers outside of strings, and of each long plain string."""
-    lifted, pieces, start, position = _Lifted(body), [], 0, 0
-    quote, bracket = body.find(b'"'), body.find(b"[")
-    while quote >= 0 or bracket >= 0:
-        if quote >= 0 and not 0 <= bracket < quote:
-            position = _end_of_string(body, quote)
+    """`body` with a mark in place of each long list of numbers outside of strings, and of each long plain string.
+
+    Raises:
+        _TooMuchError: If there is more in it than is looked at.
+    """
+    lifted, position = _Lifted(body), 0
+    quote, bracket = _find(body, b'"', 0), _find(body, b"[", 0)
+    budget = iter(range(_MAX_TOKENS))
+    for _ in budget:
+        if quote == bracket:  # neither
+            return lifted.rest(), lifted
+        if quote < bracket:
+            position = _end_of_string(body, quote, budget)
             if _is_long_text(body, quote, position):
-                pieces += [body[start:quote], lifted.lift(quote, position)]
-                start = position
+                lifted.lift(quote, position)
         elif found := _LONG_LIST.match(body, bracket):
-            pieces += [body[start:bracket], lifted.lift(*found.span())]
-            start = position = found.end()
-            time.sleep(_PAUSE_S)
+            position = found.end()
+            lifted.lift(bracket, position)
+            lifted.pause(position - bracket)
         else:
             position = bracket + 1
-        if 0 <= quote < position:
-            quote = body.find(b'"', position)
-        if 0 <= bracket < position:
-            bracket = body.find(b"[", position)
-    return b"".join([*pieces, body[start:]]), lifted
+        if quote < position:
+            quote = _find(body, b'"', position)
+        if bracket < position:
+            bracket = _find(body, b"[", position)
+    raise _TooMuchError
+
+
+def _find(body: bytes, what: bytes, start: int) -> int:
+    """The place of a byte; the length of the body if it is not there."""
+    for window in range(start, len(body), _WINDOW):
+        if (found := body.find(what, window, window + _WINDOW)) >= 0:
+            return found
+        time.sleep(PAUSE_S)
+    return len(body)
 
 
 def _is_long_text(body: bytes, start: int, end: int) -> bool:
@@ -147,32 +223,38 @@ def _is_long_text(body: bytes, start: int, end: int) -> bool:
     )
 
 
-def _end_of_string(body: bytes, start: int) -> int:
-    """Behind the string that begins at `start`; the end of the body if it does not end."""
+def _end_of_string(body: bytes, start: int, budget: Iterator[int]) -> int:
+    """Behind the string that begins at `start`; the end of the body if it does not end.
+
+    Raises:
+        _TooMuchError: If it is too long, or `budget` has no turn left for a quote in it.
+    """
     position = start + 1
-    while (end := body.find(b'"', position)) >= 0:
-        before = end
-        while body[before - 1] == ord("\\"):
-            before -= 1
-        if (end - before) % 2 == 0:
+    for _ in budget:
+        end = body.find(b'"', position, start + MAX_TEXT)
+        if end < 0 and len(body) <= start + MAX_TEXT:
+            return len(body)
+        if end < 0:
+            break
+        if not _is_escaped(body, end):
             return end + 1
         position = end + 1
-    return len(body)
+    raise _TooMuchError
 
 
-def _lower(value: Any, lifted: _Lifted) -> Any:
+def _is_escaped(body: bytes, quote: int) -> bool:
+    if body[quote - 1] != ord("\\"):
+        return False
+    before = body[max(quote - _MAX_BACKSLASHES, 0) : quote]
+    count = len(before) - len(before.rstrip(b"\\"))
+    if count == _MAX_BACKSLASHES:
+        raise _TooMuchError
+    return count % 2 == 1
+
+
+def _lower(value: object, lifted: _Lifted) -> object:
     if isinstance(value, str):
         return lifted.read(value)
     if isinstance(value, Mapping):
         return {key: _lower(inner, lifted) for key, inner in value.items()}
     return [_lower(inner, lifted) for inner in value] if isinstance(value, list) else value
-
-
-FieldExtractor = Callable[[bytes, Collection[str]], tuple[bytes, Fields]]
-
-EXTRACT: Mapping[str, FieldExtractor] = {
-    "application/json": extract_json,
-    "application/msgpack": extract_msgpack,
-    "application/x-msgpack": extract_msgpack,
-}
-"""By content type."""

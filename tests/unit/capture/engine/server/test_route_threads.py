@@ -17,9 +17,10 @@ from fastapi import FastAPI
 from headgate.capture.engine.contracts.route_part import RouteClient
 from headgate.capture.engine.core.core_calls import AsyncCoreClient
 from headgate.capture.engine.server import plugin_routes
-from headgate.capture.engine.server.bodies.middleware import LONG, Bodies
+from headgate.capture.engine.server.bodies.middleware import LONG, install_bodies
 from headgate.capture.engine.server.plugin_routes import read_object
 from headgate.capture.engine.setup.client_errors import as_client_error
+from headgate.capture.schema.config import ServerConfig
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import SteeringConfig
 from headgate.steering.control import operations, routes
@@ -76,7 +77,7 @@ def application(client: Client) -> Any:
     )
     app = FastAPI()
     app.include_router(routes.open_routes(services))
-    app.add_middleware(Bodies, max_bytes=1 << 27)
+    install_bodies(app, ServerConfig())
     return app
 
 

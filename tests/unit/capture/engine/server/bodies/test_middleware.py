@@ -13,44 +13,27 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+from starlette.exceptions import HTTPException
 
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.requests.call_context import NOTHING, taken
 from headgate.capture.engine.requests.request_reader import REQUEST_READER, OpenPart, RequestReader
-from headgate.capture.engine.server.bodies.middleware import LONG, Bodies
+from headgate.capture.engine.server.bodies.middleware import LONG
 from headgate.capture.schema.config import ServerConfig, parse_server, server_config
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError
+from tests.fakes.body_site import MAX_BYTES, MAX_UPLOAD, Inner, bodies
 
 HIDDEN = 4096
 MODEL = ModelInfo(name="tiny", num_layers=4, hidden_size=HIDDEN, dtype="float32", sites=())
 VECTORS = np.linspace(-1, 1, 2 * HIDDEN, dtype=np.float32).reshape(2, HIDDEN)
 PACKED = {"dtype": "float32", "shape": [2, HIDDEN], "layer_indices": [1, 3]}
-MAX_BYTES = 1 << 20
 MSGPACK = {"Content-Type": "application/msgpack"}
 FORMS: dict[str, Any] = {
     "lists": {"1": VECTORS[0].tolist(), "3": VECTORS[1].tolist()},
     "base64": {**PACKED, "data": base64.b64encode(VECTORS.tobytes()).decode()},
     "binary": {**PACKED, "data": VECTORS.tobytes()},
 }
-
-
-class Inner:
-    """The application: notes what it was given."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body, is_more = b"", True
-        while is_more:
-            message = await receive()
-            body += message.get("body", b"")
-            is_more = message.get("more_body", False)
-        headers = {key.decode(): value.decode() for key, value in scope["headers"]}
-        self.calls.append(SimpleNamespace(body=body, headers=headers, taken=taken()))
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}"})
 
 
 class Site:
@@ -61,7 +44,7 @@ class Site:
         opened = {"steering": OpenPart("steering", part, part.open({}, MODEL))} if has_steering else {}
         engine = SimpleNamespace(input_processor=SimpleNamespace(**{REQUEST_READER: RequestReader(None, opened)}))
         self.inner = Inner()
-        middleware = Bodies(self.inner, max_bytes)
+        middleware = bodies(self.inner, max_bytes)
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             scope["app"] = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
@@ -177,7 +160,7 @@ def is_read_first(headers: list[tuple[bytes, bytes]]) -> bool:
         order.append("refused")
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
-    asyncio.run(Bodies(inner, MAX_BYTES)(scope, receive, send))
+    asyncio.run(bodies(inner)(scope, receive, send))
     return order[0] == "received"
 
 
@@ -277,24 +260,45 @@ def test_half_a_body_reaches_nobody() -> None:
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    asyncio.run(Bodies(inner, MAX_BYTES)(scope, receive, send))
+    asyncio.run(bodies(inner)(scope, receive, send))
 
     assert inner.calls == sent == []
 
 
-def test_uploads_of_files_have_limits_of_their_own() -> None:
+MULTIPART = {"Content-Type": "multipart/form-data; boundary=x"}
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/translations"])
+def test_uploads_to_audio_routes_have_a_limit_of_their_own(path: str) -> None:
     site = Site()
 
-    headers = {"Content-Type": "multipart/form-data; boundary=x"}
-    assert site.post("/v1/audio/transcriptions", b"x" * 2 * MAX_BYTES, **headers).status_code == 200
+    assert site.post(path, b"x" * MAX_UPLOAD, **MULTIPART).status_code == 200
+    assert len(site.call.body) == MAX_UPLOAD
+    assert site.post(path, b"x" * (MAX_UPLOAD + 1), **MULTIPART).status_code == 413
+    assert len(site.inner.calls) == 1
+    with pytest.raises(HTTPException) as caught:  # vLLM's server answers it
+        site.post(path, pieces(MAX_UPLOAD + 1), **MULTIPART)
+    assert (caught.value.status_code, len(site.inner.calls)) == (413, 1)
+
+
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["declared", "chunked"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/steering/set", "/tokenize", "/v1/of_a_later_vllm"])
+def test_a_form_is_as_limited_as_any_body_elsewhere(path: str, is_chunked: bool) -> None:
+    site, size = Site(), MAX_BYTES + 1
+
+    assert site.post(path, pieces(size) if is_chunked else b"x" * size, **MULTIPART).status_code == 413
+    assert site.inner.calls == []
 
 
 def test_the_section_is_read() -> None:
     assert server_config(None) == server_config({"headgate": {}}) == ServerConfig()
     assert server_config({"headgate": {"server": {"max_body_bytes": 5}}}).max_body_bytes == 5
+    assert parse_server({"max_body_bytes": 5, "max_buffered_bytes": 5}).max_buffered_bytes == 5
 
 
-@pytest.mark.parametrize("document", [{"max_body_bytes": 0}, {"max_body_bytes": "1"}, {"other": 1}, [1]], ids=repr)
+@pytest.mark.parametrize(
+    "document", [{"max_body_bytes": 0}, {"max_body_bytes": "1"}, {"max_buffered_bytes": 1}, {"other": 1}, [1]], ids=repr
+)
 def test_a_wrong_section_is_refused(document: Any) -> None:
     with pytest.raises(ConfigError, match=r"\['server'\]"):
         parse_server(document)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -11,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.engine.server.bodies.parsing import extract_json, extract_msgpack, read_json
+from headgate.capture.engine.server.bodies.msgpack_fields import MAX_REST, MAX_VALUES, extract_msgpack, read_msgpack
+from headgate.capture.engine.server.bodies.parsing import extract_json, read_json
 from headgate.capture.schema.errors import RequestError
 
 NAMES = ("steering_vectors", "steering_name")
@@ -203,3 +206,126 @@ def test_a_whole_document_is_what_a_plain_parser_reads(document: Any) -> None:
 def test_numbers_that_are_none_are_refused_as_a_plain_parser_does() -> None:
     with pytest.raises(msgspec.DecodeError, match="out of range"):
         read_json(b'{"a": [%s 1]}' % (b"1e999, " * 100))
+
+
+MANY = 1 << 20
+FIELD = b'"steering_vectors":{"post_mlp":{"3":'
+TOO_MUCH = {
+    "empty strings": b"[" + b'"",' * MANY + b'""]',
+    "empty lists": b"[" + b"[]," * MANY + b"[]]",
+    "quotes in a string": b'"' + b'\\"' * MANY + b'"',
+    "backslashes": b'"' + b"\\" * 2 * MANY + b'"',
+    "one list of a million numbers": b"[" + b"1," * MANY + b"1]",
+    "a list wider than any model": b"[" + b"1," * 40_000 + b"1]",
+    "short lists": b"[" + b"[1,2,3]," * 20_000 + b"[]]",
+    "spaces": b" " * 4 * MANY + b"1",
+    "half a list": b"[" + b"1," * 200_000 + b'""]',
+    "text that is longer than any vector": b'"' + b"x" * (17 << 20) + b'"',
+}
+
+
+@pytest.mark.parametrize("value", TOO_MUCH.values(), ids=TOO_MUCH.keys())
+def test_a_body_that_would_take_long_is_left_to_the_server(value: bytes) -> None:
+    """It takes as much time as a body of vectors does: the CPU time of this thread says so on busy machines, too."""
+    body = b"{%s%s}}}" % (FIELD, value)
+    began = time.thread_time()
+
+    rest, fields = extract_json(body, NAMES)
+
+    assert time.thread_time() - began < 0.1  # some took seconds
+    assert fields == {}
+    assert rest is body
+
+
+@pytest.mark.parametrize("value", TOO_MUCH.values(), ids=TOO_MUCH.keys())
+def test_such_a_document_of_our_own_routes_is_refused(value: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_json(b'{"name":"calm",%s%s}}}' % (FIELD, value))
+
+    assert caught.value.field == "body"
+
+
+def test_long_texts_elsewhere_come_back_in_their_places() -> None:
+    image = "data:image/png;base64," + "A" * (3 << 20)
+    check({"messages": [{"content": [image, "between", image]}], "steering_vectors": VECTORS, "model": "m"})
+
+
+FEW_BYTES = {
+    "empty arrays": b"\xdd" + (4 * MANY).to_bytes(4, "big") + b"\x90" * 4 * MANY,
+    "arrays within arrays": b"\x92\x90" * 50_000 + b"\xc0" * 50_001,
+    "an empty promise": b"\xdd\xff\xff\xff\xff",
+    "maps": b"\xdf\x00\x10\x00\x00" + b"\xa1a\xc0" * MANY,
+    "numbers": b"\xdc\xff\xff" + b"\xcb\x00\x00\x00\x00\x00\x00\x00\x00" * 0xFFFF,
+}
+
+
+@pytest.mark.parametrize("value", FEW_BYTES.values(), ids=FEW_BYTES.keys())
+@pytest.mark.parametrize("name", ["steering_vectors", "prompt"])
+def test_msgpack_of_many_values_makes_none_of_them(value: bytes, name: str) -> None:
+    body = b"\x81" + msgspec.msgpack.encode(name) + value
+    tracemalloc.start()
+    for read in (lambda: extract_msgpack(body, NAMES), lambda: read_msgpack(body)):
+        with pytest.raises(RequestError, match=f"more than {MAX_VALUES} values") as caught:
+            read()
+        assert caught.value.field == "body"
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert peak < 1 << 20  # empty arrays took 300 MiB
+
+
+VALUES: dict[str, Any] = {
+    "numbers": [0, 127, 128, -1, -32, -33, 255, 256, 65535, 65536, 2**32, 2**63, -(2**31), -(2**63), 1.5, None, True],
+    "texts": ["", "x" * 31, "x" * 32, "x" * 255, "x" * 256, "x" * 65535, "x" * 65536, "\u00e9"],
+    "lists": [[], [0] * 15, [0] * 16, [[[]]]],
+    "long lists": list(range(5000)),
+    "objects": {str(number): {} for number in range(20)},
+    "bytes": [b"", b"x" * 255, b"x" * 256, b"x" * 65535, b"x" * 65536],
+    "extensions": [msgspec.msgpack.Ext(1, b"x" * size) for size in (1, 2, 3, 4, 8, 16, 17, 255, 256, 65536)],
+}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
+def test_every_kind_of_value_is_counted_as_one(value: Any) -> None:
+    """What follows it is found: a value in front of it, and too many behind it."""
+    assert read_msgpack(msgspec.msgpack.encode([value, "end"])) == [value, "end"]
+    with pytest.raises(RequestError, match="more than"):
+        read_msgpack(msgspec.msgpack.encode([value, [0] * MAX_VALUES]))
+
+
+@given(st.binary(max_size=80))
+def test_junk_is_msgpack_or_refused(junk: bytes) -> None:
+    try:
+        expected = msgspec.msgpack.decode(junk)
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError):
+        with pytest.raises(RequestError):
+            read_msgpack(junk)
+    else:
+        assert repr(read_msgpack(junk)) == repr(expected)
+
+
+def test_a_long_prompt_is_sent_as_json() -> None:
+    with pytest.raises(RequestError, match="send JSON") as caught:
+        extract_msgpack(msgspec.msgpack.encode({"prompt": "x" * MAX_REST, "steering_name": "calm"}), NAMES)
+
+    assert caught.value.field == "body"
+    with pytest.raises(RequestError, match="at most"):
+        read_msgpack(msgspec.msgpack.encode({"data": b"x" * (17 << 20)}))
+
+
+@pytest.mark.parametrize("error", [TypeError("unhashable type: 'dict'"), UnicodeDecodeError("utf-8", b"", 0, 1, "x")])
+@pytest.mark.parametrize("read", [read_msgpack, lambda body: extract_msgpack(body, NAMES)], ids=["whole", "fields"])
+def test_whatever_a_decoder_raises_is_the_bodys_mistake(
+    monkeypatch: pytest.MonkeyPatch, read: Any, error: Exception
+) -> None:
+    """msgspec 0.18 raises a TypeError for a map as a key."""
+
+    def decode(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(msgspec.msgpack, "decode", decode)
+
+    with pytest.raises(RequestError) as caught:
+        read(b"\x81\x80\x01")
+
+    assert caught.value.field == "body"
