@@ -1,0 +1,47 @@
+"""Every model type that can be built tiny is captured and steered as Hugging Face computes it, or refused.
+
+``architectures_vllm_0.32.json`` holds the results of vLLM 0.32 on a CPU, seen and judged: a type that behaves otherwise
+shows up as a difference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.engine.architecture_runs import compare
+from tests.engine.architectures import table
+from tests.engine.hf_reference import own_process
+
+RESULTS = json.loads(Path(__file__).with_name("architectures_vllm_0.32.json").read_text())
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+
+
+@pytest.fixture(scope="module")
+def helpers() -> Iterator[ProcessPoolExecutor]:
+    with own_process() as executor:
+        yield executor
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("model_type", RESULTS)
+def test_a_type_is_as_it_was_judged(model_type: str, helpers: ProcessPoolExecutor, tmp_path: Path) -> None:
+    found = compare(model_type, helpers, tmp_path)
+
+    expected = RESULTS[model_type]
+    assert (found["result"], found.get("hooks")) == (expected["result"], expected.get("hooks")), found
+
+
+def test_nothing_that_was_served_is_wrong() -> None:
+    results = [found["result"] for found in RESULTS.values()]
+
+    assert set(results) <= {"equal", "as vLLM", "refused", "not built"}
+    assert results.count("equal") > 12
+
+
+def test_the_page_shows_the_results() -> None:
+    assert table(RESULTS) in PAGE.read_text()
