@@ -32,7 +32,7 @@ def write_weights(source: str, target: Path) -> None:
     try:
         transformers.AutoTokenizer.from_pretrained(source).save_pretrained(target)
     except (OSError, ValueError) as error:
-        print(f"no tokenizer of {source} was copied, start vLLM with --skip-tokenizer-init: {error}", file=sys.stderr)
+        sys.stderr.write(f"no tokenizer of {source} was copied, start vLLM with --skip-tokenizer-init: {error}\n")
 
 
 if __name__ == "__main__":

@@ -91,25 +91,13 @@ def run(
     flags = list(context.args)
     try:
         check_version(find_version() or "none")
-        sections, arguments = split_flags(flags)
-        if random_weights and any(flag.startswith("--load-format") for flag in flags):
-            raise UsageError("--random-weights writes files in the usual format: leave out --load-format")
+        sections, arguments = split_flags(flags, is_random=random_weights)
     except HeadgateError as error:
         raise _refused(error) from error
-    verdicts: list[Verdict] = []
     with _end_on_sigterm(), _folder(keep) as folder:
         served = str(folder / "random-weights") if random_weights else model
         session = Session(folder, ["--model", served, *arguments], sections, timeout, console)
-        try:
-            if random_weights:
-                write_random_weights(model, Path(served), timeout)
-            session.run_all(repeats)
-            verdicts += session.judge()
-        except UsageError as error:
-            raise _refused(error) from error
-        except EngineError as error:
-            typer.secho(str(error), err=True)
-            verdicts.append(Verdict("every engine starts and serves", Status.FAILED, str(error).partition("\n")[0]))
+        verdicts = session.verify(repeats, model if random_weights else None)
     costs = idle_costs(session.runs)
     bound = DEFAULT_BOUND if max_idle_cost is None else max_idle_cost
     verdicts += judge_costs(costs, bound=bound, is_limit=max_idle_cost is not None)
@@ -126,13 +114,16 @@ def _refused(error: Exception) -> typer.Exit:
     return typer.Exit(2)
 
 
-def split_flags(flags: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def split_flags(flags: Sequence[str], *, is_random: bool = False) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """The sections of ``additional_config["headgate"]`` that headgate's flags come to, and all other flags.
 
     Raises:
         ConfigError: If headgate's are wrong.
+        UsageError: If random weights (`is_random`) would be read in another format than they are written.
         SystemExit: With status 2, if they cannot be read.
     """
+    if is_random and any(flag.startswith("--load-format") for flag in flags):
+        raise UsageError("--random-weights writes files in the usual format: leave out --load-format")
     parser = argparse.ArgumentParser(prog="headgate verify", add_help=False, allow_abbrev=False)
     add_flags(parser)
     ours, others = parser.parse_known_args(flags)
@@ -167,6 +158,23 @@ class Session:
     runs: dict[str, list[Recording]] = field(default_factory=dict)
     _started: list[tuple[str, float]] = field(default_factory=list)
     _served: Path | None = None
+
+    def verify(self, repeats: int, random_of: str | None) -> list[Verdict]:
+        """Run every engine and judge; `random_of` is the model whose configuration gets random weights first.
+
+        Raises:
+            typer.Exit: If vLLM's parser does not take the arguments.
+        """
+        try:
+            if random_of is not None:
+                write_random_weights(random_of, Path(self.arguments[1]), self.timeout_s)
+            self.run_all(repeats)
+            return list(self.judge())
+        except UsageError as error:
+            raise _refused(error) from error
+        except EngineError as error:
+            typer.secho(str(error), err=True)
+            return [Verdict("every engine starts and serves", Status.FAILED, str(error).partition("\n")[0])]
 
     def run_all(self, repeats: int) -> None:
         """Start every engine in turn.
