@@ -23,7 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTEST = (sys.executable, "-m", "pytest", "--durations=15", "--timeout=600")
 LOGS = ROOT / ".pytest_cache" / "logs"
 NOTHING_COLLECTED = 5
-LONGEST = ("test_parity_families", "test_examples", "test_parity_smollm2", "test_fresh_processes", "test_neighbours")
+LONGEST = (
+    "test_chaos",
+    "test_parity_families",
+    "test_examples",
+    "test_parity_smollm2",
+    "test_fresh_processes",
+    "test_neighbours",
+)
 """Begun first, so that none of them is left for the end."""
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from headgate.capture.engine.core import block_keys, core_startup, engine_core, fan_out, frames, request_endings
-from headgate.capture.engine.frontends import async_llm, input_processor, llm, output_processor
+from headgate.capture.engine.frontends import async_llm, input_processor, llm, output_processor, startup
 from headgate.capture.engine.requests import sampling_params
 from headgate.capture.engine.server import missing_routes, openai_routes
 from headgate.capture.engine.setup import cli_flags, startup_checks
@@ -152,6 +152,20 @@ PATCHES = (
         wrap=async_llm.add_request,
         why="knows when the samples of a prompt begin and end to be sent",
         parameters=("self", "request_id", "prompt", "params"),
+    ),
+    Patch(
+        module="vllm.v1.engine.async_llm",
+        target="AsyncLLM.__init__",
+        wrap=startup.open_drivers_with_engine,
+        why="opens the consumers that live in this process, before there are requests and off the event loop",
+        parameters=("self", "vllm_config"),
+    ),
+    Patch(
+        module="vllm.v1.engine.llm_engine",
+        target="LLMEngine.__init__",
+        wrap=startup.open_drivers_with_engine,
+        why="the same",
+        parameters=("self", "vllm_config"),
     ),
     Patch(
         module="vllm.v1.engine.async_llm",

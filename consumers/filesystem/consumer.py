@@ -31,7 +31,7 @@ from headgate.consumers.filesystem.formats.request_layout import RequestLayout
 from headgate.consumers.filesystem.formats.shard_layout import ShardLayout
 from headgate.consumers.filesystem.params import FilesystemParams, parse_global, parse_params, parse_request
 from headgate.consumers.filesystem.storage.local_store import LocalStore
-from headgate.consumers.filesystem.storage.quota import TagQuota, bytes_below
+from headgate.consumers.filesystem.storage.quota import FILE_BYTES, DiskQuota
 from headgate.consumers.filesystem.storage.remote_store import RemoteStore
 from headgate.consumers.filesystem.writing.request_writer import Outcome, RequestWriter, RowGatherer, WriterThread
 from headgate.consumers.filesystem.writing.spool import Chunk
@@ -68,7 +68,8 @@ class FilesystemConsumer(StreamingConsumer):
         self._settings = parse_params(params)
         self._store = _open_store(self._settings)
         self._dtype = getattr(torch, context.model.dtype)
-        self._quota = TagQuota(self._settings.max_tag_bytes, self._bytes_of_tag)
+        self._quota = DiskQuota(self._settings.max_tag_bytes, self._settings.max_root_bytes, self._settings.local_root)
+        self._quota.open()
         self._gatherer = RowGatherer(min(self._settings.memory // 8, MAX_GATHERED_BYTES))
         self._outstanding: set[Outcome] = set()
         self._outstanding_lock = threading.Lock()  # guards _outstanding, which writer threads take from
@@ -104,7 +105,7 @@ class FilesystemConsumer(StreamingConsumer):
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
         for block in blocks:
-            data = self._bytes_of(block)
+            data = self._rows_of(block)
             self._gatherer.add(self._quota.within(block, data), data)
         if self._gatherer.is_full:
             self._hand_over(self._gatherer.pop_all())
@@ -112,17 +113,12 @@ class FilesystemConsumer(StreamingConsumer):
     def finish(self, finished: FinishedRequest) -> Any:
         if not finished.request.spec.sites:
             return None  # all of its sites belong to other pipeline stages
-        if not self._quota.confirm(finished.request.request_id):
-            self.abandon(finished.request)
-            raise ConsumerError(
-                f"tag {finished.request.spec.options['tag']!r} has no room for the rows of this request: max_tag_bytes "
-                f"is {self._settings.max_tag_bytes}; remove files under it, or use another tag"
-            )
+        ticket = self._book(finished.request)
         chunks = self._gatherer.pop(finished.request.request_id)
         outcome: Outcome = Future()
         with self._outstanding_lock:
             self._outstanding.add(outcome)
-        outcome.add_done_callback(self._no_longer_outstanding)
+        outcome.add_done_callback(partial(self._stored, ticket, _num_files(finished.request)))
         index = self._index(finished.request.request_id)
         self._threads[index].submit(
             partial(self._request_writers[index].finish, finished, chunks, outcome),
@@ -174,10 +170,20 @@ class FilesystemConsumer(StreamingConsumer):
     def _index(self, request_id: str) -> int:
         return zlib.crc32(request_id.encode("utf-8", "surrogatepass")) % len(self._threads)
 
-    def _bytes_of_tag(self, tag: str) -> int:
-        return bytes_below(self._settings.local_root / tag)
+    def _book(self, request: RequestInfo) -> int:
+        """Count the files that an ended request will have; return the ticket of `DiskQuota.store`.
 
-    def _bytes_of(self, block: RowBlock) -> npt.NDArray[np.uint8]:
+        Raises:
+            ConsumerError: If they, or the request's rows, do not fit.
+        """
+        self._quota.add(request.request_id, str(request.spec.options["tag"]), _num_files(request) * FILE_BYTES)
+        try:
+            return self._quota.store(request.request_id)
+        except ConsumerError:
+            self.abandon(request)
+            raise
+
+    def _rows_of(self, block: RowBlock) -> npt.NDArray[np.uint8]:
         """The rows of a block as uint8 ``[S, N, row_bytes]``."""
         import torch
 
@@ -187,9 +193,11 @@ class FilesystemConsumer(StreamingConsumer):
             raise ConsumerError(f"rows of {given}; the model has {self._dtype} and width {hidden_size}")
         return block.rows.contiguous().view(torch.uint8).numpy()
 
-    def _no_longer_outstanding(self, outcome: Outcome) -> None:
+    def _stored(self, ticket: int, num_files: int, outcome: Outcome) -> None:
         with self._outstanding_lock:
             self._outstanding.discard(outcome)
+        is_stored = outcome.exception() is None
+        self._quota.settle(ticket, outcome.result()["num_bytes"] + num_files * FILE_BYTES if is_stored else 0)
 
 
 def _open_store(settings: FilesystemParams) -> LocalStore | RemoteStore:
@@ -207,6 +215,12 @@ def _layouts(store: LocalStore | RemoteStore, settings: FilesystemParams) -> dic
         "raw": RawLayout(store, durable=settings.fsync),
         "shards": ShardLayout(store, shard_bytes=settings.shard_bytes),
     }
+
+
+def _num_files(request: RequestInfo) -> int:
+    """Files that a request has for itself, by its layout; those of shards are shared."""
+    files = {"request": 1, "raw": 2 * len(request.spec.sites), "shards": 0}
+    return files[request.spec.options["layout"]]
 
 
 def _give_up(outcome: Outcome, timeout_s: float) -> None:

@@ -42,8 +42,10 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             quarter of the memory if None. What moves is written twice.
         memory_bytes: The same for all requests together, with what is queued for the writer threads; a sixteenth of
             the machine's memory, within 1 and 8 GiB, if None.
-        max_tag_bytes: What may lie under one tag, files of earlier runs included; no limit if None. A request whose
-            rows do not fit any more ends with an error. Counted by each worker process on its own. Local roots only.
+        max_tag_bytes: What may lie under one tag, files of earlier runs included; no limit if None. A file counts 4 KiB
+            beside its bytes. A request whose rows or files do not fit any more ends with an error. Counted by each
+            worker process on its own. Local roots only.
+        max_root_bytes: The same for the whole root. What lies there is added up when the consumer is opened.
         hooks: ``{hook point: layers}`` to record of every request, whether it asks or not.
         positions: Which positions of those.
     """
@@ -59,6 +61,7 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     max_request_bytes: int | None = None
     memory_bytes: int | None = None
     max_tag_bytes: int | None = None
+    max_root_bytes: int | None = None
     hooks: dict[str, Any] | None = None
     positions: Any = "all"
 
@@ -100,12 +103,12 @@ def parse_params(params: Mapping[str, Any]) -> FilesystemParams:
             parse_hook(hook, f"hooks.{hook}")
     except (msgspec.ValidationError, RequestError) as error:
         raise ConfigError(f"filesystem: {error}") from error
-    for name in ("threads", "shard_bytes", "max_request_bytes", "memory_bytes", "max_tag_bytes"):
+    for name in ("threads", "shard_bytes", "max_request_bytes", "memory_bytes", "max_tag_bytes", "max_root_bytes"):
         value = getattr(parsed, name)
         if value is not None and value < 1:
             raise ConfigError(f"filesystem: {name} must be at least 1, got {value}")
-    if parsed.max_tag_bytes is not None and parsed.is_remote:
-        raise ConfigError(f"filesystem: max_tag_bytes needs a local root, {parsed.root} is none")
+        if value is not None and parsed.is_remote and name in ("max_tag_bytes", "max_root_bytes"):
+            raise ConfigError(f"filesystem: {name} needs a local root, {parsed.root} is none")
     if not parsed.root:
         raise ConfigError("filesystem: root must name a folder or an fsspec URL")
     if parsed.is_remote and parsed.layout == "shards":

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -114,7 +114,7 @@ def _refused(error: Exception) -> typer.Exit:
     return typer.Exit(2)
 
 
-def split_flags(flags: Sequence[str], *, is_random: bool = False) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def split_flags(flags: Sequence[str], *, is_random: bool = False) -> tuple[dict[str, dict[str, object]], list[str]]:
     """The sections of ``additional_config["headgate"]`` that headgate's flags come to, and all other flags.
 
     Raises:
@@ -152,7 +152,7 @@ class Session:
 
     folder: Path
     arguments: list[str]
-    sections: dict[str, dict[str, Any]]
+    sections: dict[str, dict[str, object]]
     timeout_s: float
     console: Console
     runs: dict[str, list[Recording]] = field(default_factory=dict)

@@ -43,6 +43,7 @@ from headgate.capture.monitoring.verify_checks import (
     Stage,
 )
 from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import site_map
 
 NUM_LOGPROBS = 5
@@ -69,7 +70,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     arguments: list[str]
-    sections: dict[str, dict[str, Any]]
+    sections: dict[str, dict[str, object]]
     out: str
     earlier: str | None = None
     is_timed: bool = False
@@ -172,7 +173,7 @@ class Engine:
             self._llm.llm_engine.engine_core.get_output()  # a step that async scheduling may still have under way
         raise AssertionError("the prefix cache could not be emptied: blocks are in use between two scenes")
 
-    def _params(self, request: Request) -> Any:
+    def _params(self, request: Request) -> object:
         from vllm import SamplingParams
 
         made = SamplingParams(
@@ -260,7 +261,7 @@ class Engine:
         return 1e3 * statistics.median(steps)
 
 
-def _compiler_text(workers: Sequence[Mapping[str, Any]]) -> str:
+def _compiler_text(workers: Sequence[Mapping[str, Mapping[str, int]]]) -> str:
     """Say for the report what the workers counted of inductor's kernels."""
     found = Counter[str]()
     for worker in workers:
@@ -314,7 +315,7 @@ def _answer(request: Request, output: Any) -> Answer:
     )
 
 
-def _rows(result: Any) -> Rows:
+def _rows(result: CaptureResult) -> Rows:
     captured = result.payload
     if captured is None:
         return Rows(status=result.status, error=result.error, dropped=result.dropped_rows)
@@ -330,7 +331,7 @@ def _rows(result: Any) -> Rows:
     )
 
 
-def _all_of(stage: Stage) -> dict[str, Any]:
+def _all_of(stage: Stage) -> dict[str, list[int] | str]:
     return {hook: layers or "all" for hook, layers in site_map(stage.sites).items()}
 
 
@@ -355,15 +356,14 @@ _replayed = 0
 
 def count_replays(worker: object) -> None:
     """Worker call: count from now on how often a CUDA graph is replayed."""
-    graphs: Any = torch.cuda.CUDAGraph
-    original = graphs.replay
+    original = torch.cuda.CUDAGraph.replay
 
-    def replay(graph: Any) -> Any:
+    def replay(graph: torch.cuda.CUDAGraph) -> None:
         global _replayed
         _replayed += 1
-        return original(graph)
+        original(graph)
 
-    graphs.replay = replay
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[assignment, method-assign]
 
 
 def num_replays(worker: object) -> int:

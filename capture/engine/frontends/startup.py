@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import partial
+from functools import partial, wraps
 
 from headgate.capture.engine.contracts.parts import request_parts
-from headgate.capture.engine.contracts.vllm_engine import VllmConfig
-from headgate.capture.engine.requests.capture_frontend import FrontEnd
+from headgate.capture.engine.contracts.vllm_engine import Function, VllmConfig
+from headgate.capture.engine.contracts.vllm_frontend import StartedEngine
+from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.engine.requests.request_reader import OpenPart
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import capture_config, model_info, section, sections
@@ -45,6 +46,27 @@ def open_front_end(vllm_config: VllmConfig) -> FrontEnd | None:
         num_stages=vllm_config.parallel_config.pipeline_parallel_size,
         open_drivers=partial(open_drivers, config=config, model=model, versions=versions()),
     )
+
+
+def open_drivers_with_engine(original: Function) -> Function:
+    """Wrap ``__init__`` of `AsyncLLM` and `LLMEngine`: open the consumers that are located here, or refuse to start.
+
+    A server does so before it has clients: opening a folder may take long, and the event loop would wait. No earlier,
+    since engine cores are forked in the course of it, and nothing should have threads and sockets then.
+    """
+
+    @wraps(original)
+    def __init__(self: StartedEngine, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)
+        front = front_end_of(self)
+        try:
+            if front is not None:
+                front.open()
+        except BaseException:
+            self.engine_core.shutdown()
+            raise
+
+    return __init__
 
 
 def open_parts(vllm_config: VllmConfig) -> dict[str, OpenPart]:

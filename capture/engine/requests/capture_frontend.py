@@ -37,8 +37,8 @@ FRONT_END = "_headgate_front_end"
 class FrontEnd:
     """One engine's front end, as far as capture is concerned.
 
-    Nothing is opened before the first request that captures: neither the hub's socket and thread nor the consumers
-    that are located here. Any thread; the waits are the caller's own.
+    The consumers that are located here, and with them the hub's socket and thread, are opened by `open`; where there
+    are none, the hub is by the first request that captures. Any thread; the waits are the caller's own.
 
     Args:
         config: The operator's configuration.
@@ -145,6 +145,16 @@ class FrontEnd:
                     self._drivers_here = self._open_drivers(hub)
                 self._hub = hub
             return self._hub
+
+    def open(self) -> None:
+        """Open the consumers that are located here, if there are any, before requests come.
+
+        Raises:
+            ConfigError: If one of them cannot be opened.
+            UnsupportedError: If the hub cannot listen.
+        """
+        if self._drivers:
+            _ = self.hub
 
     @property
     def problem(self) -> str | None:

@@ -5,7 +5,7 @@ Three layouts implement `Layout`: `request_layout`, `raw_layout` and `shard_layo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal, Protocol
@@ -199,10 +199,12 @@ class Stored:
     Attributes:
         payload: What its result says, as JSON values.
         pending_sync: What must be synced before the result may say it.
+        undo: See `Published.undo`.
     """
 
     payload: dict[str, Any]
     pending_sync: PendingSync
+    undo: Callable[[], None] | None = None
 
 
 class Layout(Protocol):

@@ -52,7 +52,8 @@ class RawLayout:
         # Sidecars last: where a folder cannot appear at once, a `.bin` without its `.json` is not there yet.
         files |= {f"{site_file(site)}{SIDECAR_SUFFIX}": _sidecar_file(finished, site) for site in sites}
         published = self._store.publish_folder(finished.target, files)
-        return Stored(payload_of("raw", finished, published, durable=self._durable), published.pending_sync)
+        payload = payload_of("raw", finished, published, durable=self._durable)
+        return Stored(payload, published.pending_sync, published.undo)
 
     def close(self) -> None:
         """Nothing stays open."""

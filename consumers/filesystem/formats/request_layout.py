@@ -51,7 +51,8 @@ class RequestLayout:
 
     def store(self, finished: Finished) -> Stored:
         published = self._store.publish_file(finished.target, SUFFIX, _buffers(finished))
-        return Stored(payload_of("request", finished, published, durable=self._durable), published.pending_sync)
+        payload = payload_of("request", finished, published, durable=self._durable)
+        return Stored(payload, published.pending_sync, published.undo)
 
     def close(self) -> None:
         """Nothing stays open."""

@@ -93,7 +93,9 @@ class LocalStore:
         with self._written(buffers) as (num_bytes, link), self.folders.open(*target.folder) as folder:
             name = self._place(target, suffix, lambda name: link(name, folder.number))
         placed = self.root.joinpath(*target.folder) / name
-        return Published((str(placed),), num_bytes, FolderSync(self, target.folder))
+        return Published(
+            (str(placed),), num_bytes, FolderSync(self, target.folder), partial(self._take_back, target, name)
+        )
 
     def publish_folder(self, target: Target, files: Mapping[str, Buffers]) -> Published:
         """Write ``{folder}/{stem}/`` with `files` in it; it appears with all of them. Raises as `publish_file` does."""
@@ -105,7 +107,17 @@ class LocalStore:
         finally:
             shutil.rmtree(temp, ignore_errors=True)
         paths = tuple(str(self.root.joinpath(*target.folder) / name / file) for file in files)
-        return Published(paths, num_bytes, FolderSync(self, target.folder))
+        return Published(paths, num_bytes, FolderSync(self, target.folder), partial(self._take_back, target, name))
+
+    def _take_back(self, target: Target, name: str) -> None:
+        """Remove a published file or folder: it vanishes at once, whole."""
+        temp = self._temp.new_path()
+        with self.folders.open(*target.folder, make=False) as folder:
+            os.rename(name, temp, src_dir_fd=folder.number)
+        if temp.is_dir():
+            shutil.rmtree(temp)
+        else:
+            temp.unlink()
 
     def write_folder(self, path: Path, files: Mapping[str, Buffers]) -> int:
         """Make a folder of `files` at `path`; return their bytes."""

@@ -6,7 +6,8 @@ What a remote root cannot promise:
   other's file. Give each process its own root or tag.
 * A folder of the raw layout appears file by file, the ``.json`` files last; the reader refuses one that is partial.
 * Nothing is fsynced: a file is as durable as the remote store makes it.
-* Files in the making are under ``.tmp`` in the root; those of killed processes stay until somebody removes them.
+* Files in the making are under ``.tmp`` in the root; those of killed processes stay until somebody removes them. Rows
+  of long requests wait in this machine's folder for temporary files, where the next start removes them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import itertools
 import logging
 import os
 import secrets
-import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ import fsspec
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.consumers.filesystem.storage.store import TEMP_FOLDER, Published, Target, numbered
+from headgate.consumers.filesystem.storage.temp_folder import TempFolder
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +52,15 @@ class RemoteStore:
         self._numbering = numbering
         self._token = f"{os.getpid()}.{secrets.token_hex(4)}"
         self._count = itertools.count()
-        self._local = Path(tempfile.mkdtemp(prefix="headgate-"))
+        self._local = _open_temp_folder()
 
     def temp_path(self) -> Path:
         """A path in this machine's temporary folder."""
-        return self._local / str(next(self._count))
+        return self._local.new_path()
 
     def close(self) -> None:
         """Remove local temporary files. May be called again."""
-        shutil.rmtree(self._local, ignore_errors=True)
+        self._local.close()
 
     def check_free(self, target: Target, suffix: str) -> None:
         """Raise `ConsumerError` if the name is taken and numbering is off."""
@@ -123,6 +125,26 @@ class RemoteStore:
                 self._files.rm(path, recursive=True)
         except OSError as error:
             logger.warning("cannot remove %s: %s", path, error)
+
+
+def _open_temp_folder() -> TempFolder:
+    """Open this process's folder for large requests, on this machine; those of killed processes are removed.
+
+    Raises:
+        ConfigError: If it cannot be made, or somebody else made a folder of its name.
+    """
+    folder = Path(tempfile.gettempdir()) / f"headgate-{os.geteuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise ConfigError(
+                f"filesystem: {folder} is not a folder of this user alone (mode 0700); remove it, or set TMPDIR to a "
+                "folder of your own"
+            )
+        return TempFolder(folder)
+    except OSError as error:
+        raise ConfigError(f"filesystem: no temporary files can be made in {folder}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,13 @@ Names come from a fixed alphabet without ``/``, so that no name can leave the ro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
-from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import Site
 
 TEMP_FOLDER = ".tmp"
@@ -41,18 +41,24 @@ def check_name(raw: object, field: str) -> str:
     """Return `raw` if it can be a file name as it is.
 
     The first character is a letter or a digit: hidden files, ``..`` and our own ``_shards`` and ``.tmp`` are out of
-    reach, and ``/`` and NUL are not in the alphabet at all.
+    reach, and ``/`` and NUL are not in the alphabet at all. Other characters are refused and never replaced: two names
+    would become one, or a client would look for its file in vain.
 
     Raises:
-        RequestError: Naming the field and the alphabet.
+        RequestError: Naming the field, the characters that are wrong, and the alphabet.
     """
-    if not isinstance(raw, str) or not _SAFE.fullmatch(raw):
+    if not isinstance(raw, str) or not raw:
+        raise RequestError(field, f"expected a text that can be a file name, got {shown(raw)}")
+    if len(raw) > MAX_NAME:
+        raise RequestError(field, f"at most {MAX_NAME} characters, got {len(raw)}: {shown(raw)}")
+    if not _SAFE.fullmatch(raw):
+        unsafe = sorted(set(_UNSAFE_CHARACTER.findall(raw)))
+        wrong = f"{', '.join(map(ascii, unsafe))} cannot be in it" if unsafe else f"{raw[0]!r} cannot be the first"
         raise RequestError(
             field,
-            f"expected letters, digits, '.', '_' and '-', the first one a letter or a digit, got {_shorten(raw)}",
+            f"{shown(raw)} cannot be a file name as it is: {wrong}. Names have the letters A to Z and a to z, digits, "
+            "'.', '_' and '-', and begin with a letter or a digit; no other name is put in place of this one",
         )
-    if len(raw) > MAX_NAME:
-        raise RequestError(field, f"at most {MAX_NAME} characters, got {len(raw)}: {_shorten(raw)}")
     return raw
 
 
@@ -93,11 +99,6 @@ def site_file(site: Site) -> str:
     return site.name.replace(".", "_")
 
 
-def _shorten(raw: object) -> str:
-    text = repr(raw)
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
 class PendingSync(Protocol):
     """A write shared by many requests that must be on the disk before their results say so.
 
@@ -121,11 +122,14 @@ class Published:
         paths: Where they are.
         num_bytes: What they take together.
         pending_sync: The sync that is still due before they survive a power cut.
+        undo: Takes the files back if that fails, so that the same name can be written again; None if `pending_sync`
+            does so itself. Raises `OSError` or `ConsumerError` if it cannot.
     """
 
     paths: tuple[str, ...]
     num_bytes: int
     pending_sync: PendingSync
+    undo: Callable[[], None] | None = None
 
 
 class Store(Protocol):

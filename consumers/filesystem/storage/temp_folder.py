@@ -12,8 +12,10 @@ import secrets
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 
 from headgate.capture.schema.errors import ConsumerError
@@ -23,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 _OWN = re.compile(r"(?P<host>.+)\.(?P<pid>\d+)\.[0-9a-f]{8}")
 _LOCK = "lock"
+LOCK_TIMEOUT_S = 10.0
+"""Patience with another process that starts in the same root."""
+LOCK_PAUSE_S = 0.02
+"""Between two attempts to lock."""
 _UNNAMED = os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_TMPFILE", os.O_CREAT | os.O_EXCL)  # the latter: always refused
 
 
@@ -43,7 +49,7 @@ class TempFolder:
 
     def __init__(self, root: Path) -> None:
         self._parent = root / TEMP_FOLDER
-        self._parent.mkdir(exist_ok=True)
+        _make_private(self._parent)
         self._host = slug(socket.gethostname())
         self._path = self._parent / f"{self._host}.{os.getpid()}.{secrets.token_hex(4)}"
         self._count = itertools.count()
@@ -96,9 +102,9 @@ class TempFolder:
     def _make(self) -> None:
         if self._lock_file is not None:
             os.close(self._lock_file)
-        self._path.mkdir()
+        self._path.mkdir(mode=0o700)
         self._lock_file = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        _lock(self._lock_file, wait=True)
+        _lock(self._lock_file)
 
     def _probe(self) -> bool:
         path = self.new_path()
@@ -118,9 +124,12 @@ class TempFolder:
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
         """Keep other processes from looking while folders are made but not yet locked."""
-        file = os.open(self._parent / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        path = self._parent / _LOCK
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            _lock(file, wait=True)
+            if os.fstat(file).st_uid == os.geteuid():
+                os.fchmod(file, 0o600)  # an earlier version made it for everybody to read, and so to lock
+            _wait_for_lock(file, path)
             yield
         finally:
             os.close(file)
@@ -143,21 +152,55 @@ def _is_abandoned(path: Path) -> bool:
         file = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return True  # its process was killed before it could lock
+    except PermissionError:
+        return False  # another user's
     try:
-        return _lock(file, wait=False)
+        return _lock(file) is _Lock.TAKEN
     finally:
         os.close(file)
 
 
-def _lock(file: int, *, wait: bool) -> bool:
-    """Lock an open file; False if somebody else holds it, or if the file system has no locks."""
+class _Lock(Enum):
+    TAKEN = 0
+    HELD_BY_ANOTHER = 1
+    UNSUPPORTED = 2
+
+
+def _lock(file: int) -> _Lock:
+    """Lock an open file, without waiting."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        return False
-    return True
+        if error.errno == errno.EWOULDBLOCK:
+            return _Lock.HELD_BY_ANOTHER
+        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            return _Lock.UNSUPPORTED
+        raise
+    return _Lock.TAKEN
+
+
+def _wait_for_lock(file: int, path: Path) -> None:
+    """Lock an open file, unless the file system has no locks.
+
+    Raises:
+        TimeoutError: If somebody else holds it for `LOCK_TIMEOUT_S`.
+    """
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while _lock(file) is _Lock.HELD_BY_ANOTHER:
+        if time.monotonic() >= deadline:
+            raise TimeoutError(
+                f"another process has held the lock {path} for {LOCK_TIMEOUT_S:g} s. It is held for moments only, "
+                f"while a process starts: `fuser -v {path}` tells who holds it. End that process, or use another root"
+            )
+        time.sleep(LOCK_PAUSE_S)
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder that only this user may enter; narrow an existing one, unless it is another user's."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if folder.stat().st_uid == os.geteuid():
+        folder.chmod(0o700)
 
 
 def _remove(path: Path) -> None:

@@ -294,7 +294,7 @@ class RequestWriter:
                 pending.sync()
             except Exception as error:  # noqa: BLE001  (whatever it is, it is these requests' outcome)
                 for stored, outcome in group:
-                    _complete(outcome, ConsumerError(f"cannot write {stored.payload['paths']}: {error}"))
+                    _complete(outcome, _not_synced(stored, error))
             else:
                 for stored, outcome in group:
                     _complete(outcome, stored.payload)
@@ -366,6 +366,19 @@ def _failure(request: RequestInfo, error: Exception) -> ConsumerError:
     failure = ConsumerError(f"cannot write the capture of request {request.client_request_id}: {error}")
     failure.__cause__ = error
     return failure
+
+
+def _not_synced(stored: Stored, error: Exception) -> ConsumerError:
+    """Take files back whose result is an error: a second attempt would find their names taken."""
+    paths = stored.payload["paths"]
+    try:
+        if stored.undo is not None:
+            stored.undo()
+    except (OSError, ConsumerError) as second:
+        return ConsumerError(
+            f"cannot write {paths}: {error}. They are there, but may not survive a power cut: {second}"
+        )
+    return ConsumerError(f"cannot write {paths}: {error}. Nothing of them is left; the request can be sent again")
 
 
 def _complete(outcome: Outcome, result: dict[str, Any] | ConsumerError) -> None:

@@ -131,6 +131,56 @@ def test_a_failed_fsync_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     check(tmp_path, before, after)
 
 
+def fail_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let fsync fail for a folder, as its disk would after its files were written."""
+    real = os.fsync
+
+    def fail(file: int) -> None:
+        if os.fstat(file).st_ino == folder.stat().st_ino:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fail)
+
+
+@pytest.mark.parametrize("layout", ["request", "raw"])
+def test_files_whose_folder_cannot_be_synced_are_taken_back_and_can_be_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    with capturing(tmp_path, layout=layout, threads=1) as files:
+        before, again = (files.request(client_id=name) for name in ("before", "again"))
+        files.feed.whole(before)
+        (tag,) = (path for path in tmp_path.iterdir() if path.name != ".tmp")
+        with monkeypatch.context() as patched:
+            fail_for(tag, patched)
+            with pytest.raises(ConsumerError, match=r"Input/output error.*Nothing of them is left"):
+                files.feed.whole(again)
+        check(tmp_path, before)
+        assert files.temporary() == []
+
+        files.feed.whole(again)
+
+    check(tmp_path, before, again)
+
+
+def test_files_that_cannot_be_taken_back_are_named_in_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with capturing(tmp_path, layout="request", threads=1) as files:
+        files.feed.whole(files.request(client_id="before"))
+        (tag,) = (path for path in tmp_path.iterdir() if path.name != ".tmp")
+        with monkeypatch.context() as patched:
+            fail_for(tag, patched)
+            patched.setattr(os, "rename", fail)
+            with pytest.raises(ConsumerError, match=r"left.*They are there, but .*Read-only file system"):
+                files.feed.whole(files.request(client_id="left"))
+
+        assert (tag / "left.safetensors").exists()
+
+
 @pytest.mark.parametrize("num_good", range(6), ids=["site-1", "site-2", "site-3", "positions", "tokens", "index"])
 def test_a_request_whose_shard_cannot_be_synced_is_not_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_good: int

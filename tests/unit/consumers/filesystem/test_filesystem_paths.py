@@ -48,6 +48,22 @@ def test_a_bad_name_is_refused_by_the_name_of_its_field(field: str, name: object
     assert caught.value.field == f"capture.files.{field}"
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("run/42: a", r"' ', '/', ':' cannot be in it"),
+        ("a\0\u00fc\ud800", r"'\\x00', '\\xfc', '\\ud800' cannot be in it"),
+        ("_shards", "'_' cannot be the first"),
+        ("..", "'.' cannot be the first"),
+    ],
+)
+def test_the_characters_that_are_wrong_are_named(name: str, wrong: str) -> None:
+    with pytest.raises(RequestError, match=rf"^tag: .* cannot be a file name as it is: {wrong}\. Names have") as caught:
+        check_name(name, "tag")
+
+    str(caught.value).encode()
+
+
 def test_only_the_tags_that_the_operator_allows_are_taken() -> None:
     context = spec_context({"root": "captures", "tag": "a", "tags": ["a", "b"]})
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from headgate.capture.engine.frontends.async_llm import check_health
+from headgate.capture.engine.frontends.startup import open_drivers_with_engine
 from headgate.capture.engine.requests.call_context import Call, enter
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, add_results, attach_results
 from headgate.capture.engine.requests.sampling_params import CaptureRequest
@@ -109,6 +110,34 @@ def test_keys_of_one_call_begin_alike(front_ends: FrontEnds) -> None:
     assert len({*first, *second}) == 4
     assert len({Origin(None, key).call for key in first}) == len({Origin(None, key).call for key in second}) == 1
     assert Origin(None, first[0]).call != Origin(None, second[0]).call
+
+
+def test_consumers_that_live_here_are_opened_before_requests_come(front_ends: FrontEnds) -> None:
+    here, elsewhere = front_ends(watching=WatchingHere), front_ends(watching=Watching)
+
+    here.open()
+    elsewhere.open()
+
+    assert front_ends.opened == [here.hub]
+    assert ask(here).reply == here.hub.address
+    assert front_ends.opened == [here.hub]
+
+
+def test_an_engine_whose_consumers_cannot_be_opened_does_not_start(front_ends: FrontEnds) -> None:
+    def fail(hub: ResultHub) -> None:
+        raise ConfigError("somebody holds the lock")
+
+    class Engine:
+        def __init__(self, vllm_config: object) -> None:
+            self.input_processor = SimpleNamespace(**{FRONT_END: front_ends(fail, rows=WatchingHere)})
+            self.engine_core = SimpleNamespace(shutdown=lambda: ended.append(self))
+
+    ended: list[object] = []
+    engine = Engine.__new__(Engine)
+    with pytest.raises(ConfigError, match="somebody holds the lock"):
+        open_drivers_with_engine(Engine.__init__)(engine, None)
+
+    assert ended == [engine]
 
 
 def test_consumers_elsewhere_are_not_opened_here(front_ends: FrontEnds) -> None:
