@@ -56,8 +56,8 @@ class Session(_Settings):
         url: The server's address, such as ``http://localhost:8000``; a ``/v1`` at the end is allowed.
         model: Name of the model to ask; the first that the server names if None.
         api_key: The server's ``--api-key``.
-        steering_key: One of its ``HEADGATE_STEERING_KEYS``, for changes of global vectors and modules.
-        capture_key: One of its ``HEADGATE_CAPTURE_KEYS``, for requests that capture.
+        steering_key: A key with the role ``steer``, for changes of global vectors and modules.
+        capture_key: A key with the role ``capture``, for requests that capture; may be the same.
         is_binary: Send vectors as raw bytes in msgpack bodies instead of base64 in JSON: less to send and to read.
             The server needs ``VLLM_PLUGINS=headgate``, which `headgate serve` sets.
         timeout_s: Seconds to wait for the server to send anything.

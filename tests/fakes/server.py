@@ -57,9 +57,11 @@ class Server:
 
 @contextmanager
 def serving(
-    command: Sequence[str], num_servers: int = 1, host: str = "127.0.0.1", **environment: str
+    command: Sequence[str], num_servers: int = 1, host: str = "127.0.0.1", log_lines: int = 400, **environment: str
 ) -> Iterator[Server]:
     """Run ``python command --port ...`` until the block ends, with `environment` beside this process's own.
+
+    Its last `log_lines` lines of output are kept.
 
     Raises:
         AssertionError: If it ends before it is ready; the message holds its output.
@@ -76,7 +78,7 @@ def serving(
         env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
     )
     assert process.stdout is not None
-    server = Server(f"http://127.0.0.1:{port}", process.pid)
+    server = Server(f"http://127.0.0.1:{port}", process.pid, deque(maxlen=log_lines))
     try:
         for line in process.stdout:
             server.log.append(line)

@@ -50,6 +50,13 @@ class Meter:
         """Charge what was captured; all that could be, if nobody saw the end."""
         self.charge.settle(self._captured() if self._has_ended else self.charge.num_bytes)
 
+    def fail(self) -> None:
+        """Charge what was captured before the request failed; nothing if it never ran."""
+        if self._num_tokens:
+            self.charge.settle(self._captured())
+        else:
+            self.charge.cancel()
+
     def _captured(self) -> int:
         counts = (max(count, 1) for count in self._num_tokens.values())
         uses = [self._front.use_of(self._ask, self._num_prompt, count, 1) for count in counts]
@@ -108,6 +115,9 @@ async def _metered(outputs: Outputs, meter: Meter) -> Outputs:
         async for output in outputs:
             meter.see(output)
             yield output
+    except Exception:
+        meter.fail()  # the engine's doing, and not the client's, who may have to come again
+        raise
     finally:
         meter.settle()
         await outputs.aclose()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from headgate.capture.cli import app
@@ -58,3 +61,31 @@ def test_help_does_not_wait_for_vllm() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
     assert "--enable-steering" in done.stdout, done.stderr
+
+
+def test_a_wrong_file_of_keys_ends_the_command_before_a_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text('{"keys": []}')
+    path.chmod(0o644)
+
+    with pytest.raises(typer.Exit) as raised:
+        serve._prepare_keys(str(path))
+
+    assert raised.value.exit_code == 1
+    assert f"chmod 600 {path}" in capsys.readouterr().err
+
+
+def test_the_signal_that_reads_keys_again_ends_no_process(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text('{"keys": []}')
+    path.chmod(0o600)
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        serve._prepare_keys(None)
+        assert signal.getsignal(signal.SIGHUP) == before
+        serve._prepare_keys(str(path))
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -109,9 +109,16 @@ def test_a_client_that_goes_away_is_charged_all_it_could_have_captured() -> None
 
     asyncio.run(run([output(1), output(2, finished=True)], open_request("CUMULATIVE"), stop_after=1))
     assert usage.used("alice") == (MOST, 1, 0)
-    with pytest.raises(RuntimeError, match="the engine is gone"):
-        asyncio.run(run([output(1)], open_request("CUMULATIVE"), error=RuntimeError("the engine is gone")))
-    assert usage.used("alice") == (2 * MOST, 2, 0)
+
+
+@pytest.mark.parametrize(("outputs", "num_bytes", "requests"), [([output(1)], NUM_PROMPT * ROW_BYTES, 1), ([], 0, 0)])
+def test_one_that_fails_is_charged_what_it_had_captured(outputs: list[Any], num_bytes: int, requests: int) -> None:
+    usage = client(max_bytes_per_day=10 * MOST)
+
+    with pytest.raises(RuntimeError, match="too many wait"):
+        asyncio.run(run(outputs, open_request("CUMULATIVE"), error=RuntimeError("too many wait")))
+
+    assert usage.used("alice") == (num_bytes, requests, 0)
 
 
 def test_one_that_never_ran_is_charged_nothing() -> None:
