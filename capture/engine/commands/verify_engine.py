@@ -224,6 +224,7 @@ class Engine:
             num_workers=len(self._llm.collective_rpc(num_replays)),
             versions=versions(),
             start_s=self._start_s,
+            load_format=str(self._config.load_config.load_format),
             compiler="" if self._job.kind == STOCK else _compiler_text(self._llm.collective_rpc("headgate_stats")),
         )
 
@@ -304,7 +305,7 @@ def _open(job: Job) -> Any:
 
 def _answer(request: Request, output: Any) -> Answer:
     (sample,) = output.outputs
-    results = getattr(output, "capture_results", None)
+    results = getattr(output, "capture_results", None)  # the stock engine runs without headgate
     return Answer(
         label=request.label,
         prompt=list(output.prompt_token_ids),

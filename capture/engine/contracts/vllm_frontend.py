@@ -96,6 +96,8 @@ class SyncClient(EngineClient, Protocol):
 
     def get_output(self) -> object: ...
 
+    def shutdown(self) -> object: ...
+
 
 class Engine(Protocol):
     """An `LLMEngine` or `AsyncLLM`."""

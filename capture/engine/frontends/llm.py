@@ -13,6 +13,7 @@ from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import LLM, LLMEngine, RequestOutput, SamplingParams
 from headgate.capture.engine.core.fan_out import fan_out
 from headgate.capture.engine.frontends import input_processor
+from headgate.capture.engine.frontends.last_words import shut_down_before_errors
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests.chat_messages import LLMChat, Tokens
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, overload_of, reader_of
@@ -84,6 +85,7 @@ def _pending_results(engine: LLMEngine) -> _PendingResults | None:
         setattr(engine, _PENDING_RESULTS, pending)
         if reader.capture is not None:
             setattr(engine.engine_core, FRONT_END, reader.capture)
+        shut_down_before_errors(engine.engine_core)
     return pending
 
 
