@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
@@ -35,10 +35,17 @@ LONGEST = (
 
 
 class Job(NamedTuple):
-    """One process of pytest."""
+    """One process of pytest, or of another program of this Python.
+
+    Attributes:
+        name: For people.
+        arguments: Of pytest; the whole command line behind Python, if it begins with a path to a program.
+        environment: Set there beside what is set here.
+    """
 
     name: str
     arguments: tuple[str, ...]
+    environment: Mapping[str, str] = {}
 
 
 def unit_jobs() -> list[Job]:
@@ -78,16 +85,19 @@ def engine_jobs() -> list[Job]:
 def run(job: Job) -> tuple[bool, str]:
     """Whether it passed, and what to show."""
     began, log = time.monotonic(), LOGS / f"{job.name.replace('/', '-').replace(' ', '-')}.log"
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # threads that wait for each other spin on shared cores
+    # Threads that wait for each other spin on shared cores.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **job.environment}
+    program = [sys.executable] if job.arguments[0].endswith(".py") else PYTEST
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [*PYTEST, *job.arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment
+            [*program, *job.arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment
         )
         _, status, used = os.wait4(process.pid, 0)  # tells what it used, its own children included
     process.returncode = os.waitstatus_to_exitcode(status)
     is_good = process.returncode in (0, NOTHING_COLLECTED)
     printed = log.read_text(errors="replace")
-    summary = next((line for line in reversed(printed.splitlines()) if line.startswith("=")), "no summary")
+    lines = printed.splitlines()
+    summary = next((line for line in reversed(lines) if line.startswith("=")), lines[-1] if lines else "no summary")
     times = f"{time.monotonic() - began:6.0f} s, {used.ru_utime + used.ru_stime:4.0f} of CPU"
     line = f"{times}  {job.name}: {summary.strip('= ')}"
     return is_good, line if is_good else f"{printed}\n{line} FAILED"
@@ -101,10 +111,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     engines = engine_jobs() if options.group in (None, "engine") else []
     units = {"quick": quick_jobs, "engine": list, "unit": unit_jobs}.get(options.group, unit_jobs)()
-    jobs = [*engines[:1], *units, *engines[1:]]
+    return run_all([*engines[:1], *units, *engines[1:]], options.jobs)
+
+
+def run_all(jobs: Sequence[Job], at_a_time: int) -> int:
+    """Run them in order, so many at a time; returns the exit status."""
     LOGS.mkdir(parents=True, exist_ok=True)
     failed = []
-    with ThreadPoolExecutor(options.jobs) as pool:
+    with ThreadPoolExecutor(at_a_time) as pool:
         runs = {pool.submit(run, job): job for job in jobs}
         for done in as_completed(runs):
             is_good, shown = done.result()

@@ -19,46 +19,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import setup_env
-from setup_env import ROOT, SetupError, say
+from setup_env import HERE, ROOT, SetupError, say
 
 DIST = ROOT / "dist"
 PACKAGES = ("capture", "steering", "consumers")
 
-PROGRAM = """
+PLACES = """
 import sys
-import numpy as np
 import headgate.capture, headgate.consumers, headgate.steering
-from headgate.consumers.reader import open_captures
-from headgate.steering import LLM, SamplingParams
-
-LAYER, SITE, HIDDEN = 12, "13.post_mlp", 576
-
-if __name__ == "__main__":
-    model, root, checkout = sys.argv[1:]
-    for package in (headgate.capture, headgate.consumers, headgate.steering):
-        assert package.__file__.startswith(sys.prefix), package.__file__
-    assert not [path for path in sys.path if path.startswith(checkout) and not path.startswith(sys.prefix)], sys.path
-    llm = LLM(
-        model, capture_consumers=[f"filesystem:root={root}"], capture_sites={"post_mlp": [LAYER, LAYER + 1]},
-        steering=True, max_model_len=256, block_size=32, dtype="float32", enforce_eager=True, seed=0,
-    )
-
-    def asked(name, **steering):
-        capture = {"filesystem": {"hooks": {"post_mlp": [LAYER + 1]}, "positions": "all", "request_id": name}}
-        return SamplingParams(max_tokens=4, temperature=0, capture=capture, capture_wait=True, **steering)
-
-    vector = np.full(HIDDEN, 2.0, np.float32)
-    wanted = [asked("plain"), asked("steered", steering_vectors={"post_mlp": {LAYER: vector}})]
-    outputs = llm.generate(["The capital of France is"] * 2, wanted)
-    assert [each.capture_results["filesystem"].status for each in outputs] == ["ok", "ok"], outputs
-    captures = open_captures(root)
-    plain, steered = captures["plain"].numpy(SITE), captures["steered"].numpy(SITE)
-    num_prompt = len(outputs[0].prompt_token_ids)
-    assert plain.shape == (num_prompt + len(outputs[0].outputs[0].token_ids) - 1, HIDDEN), plain.shape
-    assert np.isfinite(plain).all() and np.isfinite(steered).all()
-    moved = np.linalg.norm(steered[:num_prompt] - plain[:num_prompt], axis=1)
-    assert (moved > 1).all(), moved
-    print(f"captured {plain.shape[0]} rows of {SITE}; steered rows differ by {moved.min():.1f} to {moved.max():.1f}")
+for package in (headgate.capture, headgate.consumers, headgate.steering):
+    assert package.__file__.startswith(sys.prefix), package.__file__
+assert not [path for path in sys.path if path.startswith(sys.argv[1]) and not path.startswith(sys.prefix)], sys.path
+print("headgate is that of the wheel")
 """
 
 
@@ -121,8 +93,9 @@ def try_wheel(wheel: Path, venv: Path, folder: Path) -> None:
     model = subprocess.run(
         [sys.executable, ROOT / "examples" / "model.py"], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout.splitlines()[-1]
-    (folder / "use.py").write_text(PROGRAM)
-    use("a captured, steered request", [python, folder / "use.py", model, folder / "captures", ROOT], folder)
+    use("packages", [python, "-c", PLACES, ROOT], folder)
+    shutil.copy(HERE / "one_engine.py", folder)
+    use("a captured, steered request", [python, folder / "one_engine.py", model, folder / "captures"], folder)
 
 
 def use(name: str, command: Sequence[str | Path], folder: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import vllm
 
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.plugin import register
 from headgate.capture.engine.requests.sampling_params import all_fields
 from headgate.capture.engine.setup.cli_flags import Consumer, additional_config
@@ -25,7 +26,7 @@ def make_sampling_params() -> type:
     base = vllm.SamplingParams
 
     class Constructor(type(base)):  # type: ignore[misc]
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        def __call__(cls, *args: object, **kwargs: object) -> object:
             ours = {name: kwargs.pop(name) for name in all_fields() if name in kwargs}
             params = base(*args, **kwargs)
             for name, value in ours.items():
@@ -63,10 +64,10 @@ class LLM(vllm.LLM):  # type: ignore[misc]
 
     def __init__(
         self,
-        *args: Any,
+        *args: object,
         capture_consumers: Sequence[Consumer] = (),
-        capture_sites: Mapping[str, Any] | None = None,
-        steering: Any = None,
+        capture_sites: Document | None = None,
+        steering: object = None,
         **kwargs: Any,
     ) -> None:
         """Start an engine.

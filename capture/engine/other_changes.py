@@ -119,7 +119,7 @@ CHANGES = (
     Change("OutputProcessor._headgate_watched", "attribute", f"{_FRONT}.output_processor", "requests that capture"),
     Change("LLMEngine._headgate_desk", "attribute", f"{_FRONT}.llm", "results that wait for their request's output"),
     Change("{Client}._headgate_front_end", "attribute", f"{_FRONT}.llm", "closed with the engine core's client"),
-    Change("RequestOutput.capture_results", "attribute", _RESULTS, "results of a request's captures"),
+    Change("RequestOutput.capture_results", "attribute", _RESULTS, "results of its captures; the class has none"),
     Change("CompletionOutput.capture_results", "attribute", _RESULTS, "those of one of its samples"),
     Change("CompletionOutput.hidden_states", "attribute", _RESULTS, "the tensor that return_hidden_states asks for"),
     Change("{Response}.capture_results", "attribute", _ANSWERS, "the same in answers of the server"),

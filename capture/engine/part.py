@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headgate.capture.schema.config import parse_config
 from headgate.capture.schema.part_hooks import hookimpl
@@ -11,6 +10,7 @@ from headgate.capture.schema.part_hooks import hookimpl
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
+    from headgate.capture.engine.contracts.plain_values import Document
     from headgate.capture.engine.contracts.route_part import RouteServices
     from headgate.capture.engine.worker.capture_part import CapturePart
     from headgate.capture.monitoring.metrics import MetricsPart
@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 @hookimpl
-def headgate_worker(section: Mapping[str, Any]) -> CapturePart | None:
+def headgate_worker(section: Document) -> CapturePart | None:
     """Capture in one worker; None without consumers: nothing in the graph, nothing behind the step."""
     from headgate.capture.engine.worker.capture_part import CapturePart
 

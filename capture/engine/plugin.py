@@ -29,7 +29,7 @@ def _install() -> PatchSet:
     try:
         from headgate.capture.engine.frontends import engine_handles
         from headgate.capture.engine.patch_table import PATCHES
-        from headgate.capture.engine.requests import sampling_params
+        from headgate.capture.engine.requests import capture_frontend, sampling_params
     except Exception as error:
         logger.exception("headgate could not be installed; engines that are configured for it will not start")
         patches = PatchSet(_refusals(f"headgate is configured but could not be installed: {error!r}"))
@@ -44,6 +44,7 @@ def _install() -> PatchSet:
     patches = PatchSet(PATCHES)
     patches.install()
     patches.when_imported("vllm.sampling_params", sampling_params.add_properties)
+    patches.when_imported("vllm.outputs", capture_frontend.add_results)
     patches.when_imported("vllm.entrypoints.llm", engine_handles.add_handles)
     patches.when_imported("vllm.v1.engine.async_llm", engine_handles.add_async_handles)
     patches.when_imported("vllm.v1.worker.worker_base", _patch_worker)

@@ -95,6 +95,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         num_workers: Processes that compute.
         versions: Of headgate, vLLM and torch.
         start_s: Seconds until it was ready.
+        load_format: vLLM's ``load_format``; ``dummy`` if no weights were read.
         compiler: The switch for rewriting inductor's kernels, and the counts; empty without headgate.
     """
 
@@ -108,6 +109,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     num_workers: int = 1
     versions: dict[str, str] = {}
     start_s: float = 0.0
+    load_format: str = "auto"
     compiler: str = ""
 
 

@@ -146,7 +146,7 @@ def decode(frames: Sequence[zmq.Frame]) -> Message:
         raise MalformedMessage("no header")
     try:
         return cast(Message, _decoder.decode(frames[0].buffer))
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:  # TypeError: a map as a map's key
         raise MalformedMessage(f"header: {error}") from error
 
 

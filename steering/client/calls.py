@@ -104,7 +104,7 @@ def answer(call: Call[T], status: int, content: bytes) -> T:
         raise _error(status, content)
     try:
         return call.read(json.loads(content))
-    except (ValueError, KeyError, TypeError) as error:
+    except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
         raise ServerError(f"{call.path}: cannot read the answer: {error!r}", status=status, field=None) from error
 
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from headgate.capture.engine.contracts.request_part import EngineCores, FlagGroup, PartRequestReader
+from headgate.capture.engine.contracts.request_part import AsyncEngineCores, EngineCores, FlagGroup, PartRequestReader
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.steering.config import add_flags, parse_config, read_flags
 from headgate.steering.control.handle import AsyncSteering, Steering
@@ -32,7 +32,7 @@ class SteeringRequests:
         """Make ``LLM.steering``."""
         return Steering(cores, reader.steerable)  # type: ignore[attr-defined]
 
-    def async_handle(self, cores: EngineCores, reader: PartRequestReader) -> AsyncSteering:
+    def async_handle(self, cores: AsyncEngineCores, reader: PartRequestReader) -> AsyncSteering:
         """Make ``AsyncLLM.steering``."""
         return AsyncSteering(cores, reader.steerable)  # type: ignore[attr-defined]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from headgate.capture.engine.contracts.request_part import EngineCores
+from headgate.capture.engine.contracts.request_part import AsyncEngineCores, EngineCores
 from headgate.capture.schema.sites import site_map
 from headgate.steering.control import operations
 from headgate.steering.control.operations import ModuleStatus, SteeringStatus
@@ -14,17 +14,18 @@ from headgate.steering.requests.request_fields import MODULE_FIELDS
 from headgate.steering.vectors.phase_vectors import Steerable
 
 Path = str | os.PathLike[str]
+Cores = TypeVar("Cores", EngineCores, AsyncEngineCores)
 
 
-class _Described:
+class _Described(Generic[Cores]):
     """The facts that are known without asking the engine.
 
     Attributes:
         steerable: The model and the limits of requests.
     """
 
-    def __init__(self, cores: EngineCores, steerable: Steerable) -> None:
-        self._cores = cores
+    def __init__(self, cores: Cores, steerable: Steerable) -> None:
+        self._cores: Cores = cores
         self.steerable = steerable
 
     def layers(self) -> dict[str, list[int]]:
@@ -41,7 +42,7 @@ class _Described:
         return f"<steering of {len(about.sites)} sites of {about.hidden_size} values in {', '.join(self.layers())}>"
 
 
-class Steering(_Described):
+class Steering(_Described[EngineCores]):
     """Global vectors and named modules of an `LLM`; any thread that may use the `LLM`.
 
     Vectors are given in every form that a request's ``steering_vectors`` may have, and as `PhaseVectors`. Errors are
@@ -69,17 +70,17 @@ class Steering(_Described):
             RequestError: If they cannot be read, or there is no room for them.
         """
         document = dict(zip(MODULE_FIELDS, (vectors, prefill_vectors, decode_vectors), strict=True))
-        return self._cores.run(  # type: ignore[no-any-return]
+        return self._cores.run(
             operations.set_global(document, self.steerable, replace=replace, num_engines=self._cores.num_engines)
         )
 
     def clear(self) -> SteeringStatus:
         """Remove all global vectors."""
-        return self._cores.run(operations.clear_global(num_engines=self._cores.num_engines))  # type: ignore[no-any-return]
+        return self._cores.run(operations.clear_global(num_engines=self._cores.num_engines))
 
     def status(self) -> SteeringStatus:
         """Return global vectors, modules, and the vector slots in use."""
-        return self._cores.run(operations.status())  # type: ignore[no-any-return]
+        return self._cores.run(operations.status())
 
     def register(
         self,
@@ -111,9 +112,7 @@ class Steering(_Described):
             RequestError: If it cannot be read, or there is no room for it.
         """
         document = dict(zip(MODULE_FIELDS, (vectors, prefill_vectors, decode_vectors), strict=True))
-        return self._cores.run(  # type: ignore[no-any-return]
-            operations.register(name, document, path, self.steerable, self._cores.num_engines)
-        )
+        return self._cores.run(operations.register(name, document, path, self.steerable, self._cores.num_engines))
 
     def unregister(self, name: str) -> ModuleStatus:
         """Forget a module; requests that run already keep it.
@@ -121,18 +120,18 @@ class Steering(_Described):
         Raises:
             RequestError: If there is none of that name.
         """
-        return self._cores.run(operations.unregister(name, self._cores.num_engines))  # type: ignore[no-any-return]
+        return self._cores.run(operations.unregister(name, self._cores.num_engines))
 
     def modules(self) -> dict[str, ModuleStatus]:
         """Return the registered modules, by name."""
-        return self._cores.run(operations.modules())  # type: ignore[no-any-return]
+        return self._cores.run(operations.modules())
 
     def audit(self) -> list[AuditEntry]:
         """Return the last 1000 changes of global vectors and modules, the newest last."""
-        return self._cores.run(operations.audit())  # type: ignore[no-any-return]
+        return self._cores.run(operations.audit())
 
 
-class AsyncSteering(_Described):
+class AsyncSteering(_Described[AsyncEngineCores]):
     """Global vectors and named modules of an `AsyncLLM`, on its event loop: every call is awaited.
 
     Vectors and files are read on a thread beside the loop; changes take effect in the order of the calls. With data
@@ -150,19 +149,17 @@ class AsyncSteering(_Described):
     ) -> SteeringStatus:
         """See `Steering.set`."""
         document = dict(zip(MODULE_FIELDS, (vectors, prefill_vectors, decode_vectors), strict=True))
-        return await self._cores.run(  # type: ignore[no-any-return]
+        return await self._cores.run(
             operations.set_global(document, self.steerable, replace=replace, num_engines=self._cores.num_engines, by=by)
         )
 
     async def clear(self, *, by: Actor = OPERATOR) -> SteeringStatus:
         """See `Steering.clear`."""
-        return await self._cores.run(  # type: ignore[no-any-return]
-            operations.clear_global(num_engines=self._cores.num_engines, by=by)
-        )
+        return await self._cores.run(operations.clear_global(num_engines=self._cores.num_engines, by=by))
 
     async def status(self) -> SteeringStatus:
         """See `Steering.status`."""
-        return await self._cores.run(operations.status())  # type: ignore[no-any-return]
+        return await self._cores.run(operations.status())
 
     async def register(
         self,
@@ -176,18 +173,18 @@ class AsyncSteering(_Described):
     ) -> ModuleStatus:
         """See `Steering.register`."""
         document = dict(zip(MODULE_FIELDS, (vectors, prefill_vectors, decode_vectors), strict=True))
-        return await self._cores.run(  # type: ignore[no-any-return]
+        return await self._cores.run(
             operations.register(name, document, path, self.steerable, self._cores.num_engines, by)
         )
 
     async def unregister(self, name: str, *, by: Actor = OPERATOR) -> ModuleStatus:
         """See `Steering.unregister`."""
-        return await self._cores.run(operations.unregister(name, self._cores.num_engines, by))  # type: ignore[no-any-return]
+        return await self._cores.run(operations.unregister(name, self._cores.num_engines, by))
 
     async def modules(self) -> dict[str, ModuleStatus]:
         """See `Steering.modules`."""
-        return await self._cores.run(operations.modules())  # type: ignore[no-any-return]
+        return await self._cores.run(operations.modules())
 
     async def audit(self) -> list[AuditEntry]:
         """See `Steering.audit`."""
-        return await self._cores.run(operations.audit())  # type: ignore[no-any-return]
+        return await self._cores.run(operations.audit())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 
@@ -135,7 +135,7 @@ class SteeringRoutes:
         return Actor(key=client.key, address=client.address, is_bound=client.is_bound)
 
     def _handle(self) -> AsyncSteering:
-        return self._services.handle()  # type: ignore[no-any-return]
+        return cast("AsyncSteering", self._services.handle())
 
     async def _read(self, request: Request, known: Collection[str]) -> dict[str, Any]:
         document = await self._services.read_object(request)

@@ -89,7 +89,7 @@ class SteeringReader:
         limit = LIMIT[cast("StoredType", self.steerable.dtype)]
         largest = max(peak(spec.prefill), peak(spec.decode))
         for ref in spec.modules:
-            largest += abs(ref.scale) * known[ref.name]["peak"]
+            largest += abs(ref.scale) * cast("float", known[ref.name]["peak"])
             if not largest < limit:
                 raise RequestError(
                     fields[ref.name],

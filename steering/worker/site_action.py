@@ -220,7 +220,7 @@ def register_add_pooled() -> None:
             slot = slot_at([token])
             row = ops.indirect_indexing(slot, pool.get_size()[0], check=False, wrap_neg=False)
             is_steered = ops.ne(slot, ops.constant(ZERO_SLOT, slots.get_dtype()))
-            vector = ops.masked(is_steered, lambda: vector_at([row, column]), 0.0)
+            vector = ops.masked(is_steered, lambda: vector_at([row, column]), 0.0)  # type: ignore[arg-type]
             if scale != 1:
                 vector = ops.mul(vector, ops.constant(scale, torch.float32))
             return ops.add(value_at(index), vector)

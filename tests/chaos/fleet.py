@@ -77,6 +77,8 @@ class Fleet:
             "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
             "PYTHONDONTWRITEBYTECODE": "",
             "TMPDIR": str(self.temp),
+            # A connection that idles for longer is closed, perhaps while the client sends its next request through it.
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
             "VLLM_PLUGINS": "headgate",
             "VLLM_WORKER_MULTIPROC_METHOD": self._start_method,
         }

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from headgate.capture.engine.compiler import graph_code
+from headgate.capture.engine.compiler.graph_code import traced_modules
+from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerHooks
+from headgate.capture.engine.worker import capture_ops, install
+from headgate.capture.schema.part_hooks import checked_hooks
+from headgate.capture.schema.sites import HookPoint, Site
 
 SCRIPT = """
 import importlib, json, sys
@@ -65,3 +74,32 @@ def test_every_patch_says_why() -> None:
     assert len(set(names)) == len(names)
     assert all(patch.why for patch in PATCHES)
     assert [patch.target for patch in PATCHES if not patch.parameters] == ["enable_envs_cache"]
+
+
+def test_graphs_that_other_code_of_headgate_was_compiled_into_are_never_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM's caches of compiled graphs are keyed by a hash of the configuration: each module in a graph changes it."""
+    from vllm.config import VllmConfig
+
+    actions = {Site(0, HookPoint.POST_MLP): [SiteAction(run=capture_ops.capture_traced, tensors={}, order=0)]}
+    hooks = checked_hooks(WorkerHooks, {})
+    modules = traced_modules([capture_ops.capture_traced])
+    for name in modules:
+        shutil.copy(graph_code._path(name), tmp_path / name)
+    monkeypatch.setattr(graph_code, "_path", tmp_path.joinpath)
+
+    def key() -> str:
+        config = VllmConfig(additional_config={"headgate": {"capture": {"consumers": [{"name": "rows"}]}}})
+        install._key_graph(config, hooks, actions)
+        return str(config.compute_hash())
+
+    before = key()
+    assert key() == before
+    for name in modules:
+        source = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(source + "# of another version\n")
+        assert key() != before, name
+        (tmp_path / name).write_text(source)
+    assert "headgate.capture.engine.worker.capture_ops" in modules
+    assert key() == before

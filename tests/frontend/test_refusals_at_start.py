@@ -155,4 +155,5 @@ def test_an_engine_without_configuration_is_stock_and_refuses_capture(model_dir:
     stop(llm.llm_engine)
 
     assert front_end_of(llm.llm_engine) is None
+    assert output.capture_results == output.outputs[0].capture_results == {}
     assert len(output.outputs[0].token_ids) == 3

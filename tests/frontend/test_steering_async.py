@@ -89,7 +89,7 @@ def test_a_steered_request_is_served(engine: Engine) -> None:
     output = engine.finish("a", steering_vectors=ONE, n=2, temperature=1.0, output_kind=kind)
 
     assert [len(completion.token_ids) for completion in output.outputs] == [3, 3]
-    assert not hasattr(output, "capture_results")
+    assert output.capture_results == output.outputs[0].capture_results == {}
 
 
 def test_samples_bring_their_vectors_to_each_engine_core_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

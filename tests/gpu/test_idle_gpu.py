@@ -3,7 +3,7 @@
 Compiled reproducibly (`engine_runs.REPRODUCIBLE`); the engines of a model run at once, each in a process and with a
 compile cache of its own. Two stock engines show that the comparison means something. The model in the folder
 GPU_TEST_MODEL has vLLM's dummy weights; two more have the width of real ones, a few layers, and weights made by
-`weights`: with dummy ones, branches are too small for Llama's stream to show anything. Needs 70 GB of GPU memory.
+`random_weights`: with dummy ones, branches are too small for Llama's stream to show anything. Needs 70 GB of memory.
 
 Capture has its usual sites. Where it takes `post_attn`, too, Gemma's last bits differ: see docs/performance.md.
 """
@@ -20,6 +20,7 @@ import pytest
 from idle_runs import PARTS
 from side_by_side import run_side_by_side
 
+from headgate.capture.engine.commands.verify import RANDOM_WEIGHTS
 from tests.benchmarks.models import write_model
 
 HERE = Path(__file__).parent
@@ -47,7 +48,7 @@ def made(name: str, folder: Path) -> dict[str, str]:
     config = folder / "config" / "config.json"
     write_model(name, config.parent)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": NUM_LAYERS[name]}))
-    command = [sys.executable, str(HERE / "weights.py"), str(config.parent), str(folder / "model")]
+    command = [sys.executable, "-m", RANDOM_WEIGHTS, str(config.parent), str(folder / "model")]
     subprocess.run(command, check=True, timeout=TIMEOUT_S)
     engine = {"kv_cache_memory_bytes": 1 << 30, "max_model_len": 2048, "load_format": "auto"}
     return {"GPU_TEST_MODEL": str(folder / "model"), "GPU_TEST_ENGINE": json.dumps(engine)}

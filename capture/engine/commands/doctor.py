@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -109,7 +109,7 @@ def _hooks(parent: torch.nn.Module, layers: list[tuple[int, torch.nn.Module]]) -
 
 
 @contextmanager
-def _single_process(config: Any) -> Iterator[None]:
+def _single_process(config: object) -> Iterator[None]:
     """The process groups that vLLM's layers ask for when they are built, for this process alone."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import (

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -24,7 +24,14 @@ from rich.console import Console
 
 from headgate.capture.engine.commands.serve import LOADED_BY_DEFAULT, NAME
 from headgate.capture.engine.commands.verify_report import Report, is_passed, show, write_json
-from headgate.capture.engine.commands.verify_stock import Cost, idle_costs, judge_costs, judge_graphs, judge_stock
+from headgate.capture.engine.commands.verify_stock import (
+    Cost,
+    idle_costs,
+    judge_costs,
+    judge_graphs,
+    judge_stock,
+    judge_weights,
+)
 from headgate.capture.engine.contracts.parts import check_parts
 from headgate.capture.engine.setup.cli_flags import add_flags, translate_flags
 from headgate.capture.engine.setup.settings import OUR_KEY
@@ -42,6 +49,7 @@ from headgate.capture.monitoring.verify_checks import (
 from headgate.capture.schema.errors import HeadgateError
 
 ENGINE = "headgate.capture.engine.commands.verify_engine"
+RANDOM_WEIGHTS = "headgate.capture.engine.commands.random_weights"
 DEFAULT_BOUND = 2.0
 """Idle cost in percent that is worth a warning."""
 TAIL_LINES = 40
@@ -68,6 +76,9 @@ def run(
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings are failures.")] = False,
     keep: Annotated[Path | None, typer.Option(help="Folder to keep logs and recordings of the engines in.")] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Verify a text model of MODEL's configuration with random weights.")
+    ] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one engine may take in all.")] = 1800,
 ) -> None:
     """Verify headgate with MODEL on this machine: headgate verify MODEL --tensor-parallel-size 2 --max-model-len 4096
@@ -80,24 +91,18 @@ def run(
     flags = list(context.args)
     try:
         check_version(find_version() or "none")
-        sections, arguments = split_flags(flags)
+        sections, arguments = split_flags(flags, is_random=random_weights)
     except HeadgateError as error:
         raise _refused(error) from error
-    verdicts: list[Verdict] = []
     with _end_on_sigterm(), _folder(keep) as folder:
-        session = Session(folder, ["--model", model, *arguments], sections, timeout, console)
-        try:
-            session.run_all(repeats)
-            verdicts += session.judge()
-        except UsageError as error:
-            raise _refused(error) from error
-        except EngineError as error:
-            typer.secho(str(error), err=True)
-            verdicts.append(Verdict("every engine starts and serves", Status.FAILED, str(error).partition("\n")[0]))
+        served = str(folder / "random-weights") if random_weights else model
+        session = Session(folder, ["--model", served, *arguments], sections, timeout, console)
+        verdicts = session.verify(repeats, model if random_weights else None)
     costs = idle_costs(session.runs)
     bound = DEFAULT_BOUND if max_idle_cost is None else max_idle_cost
     verdicts += judge_costs(costs, bound=bound, is_limit=max_idle_cost is not None)
-    report = session.report(model, flags, verdicts, costs, is_good=is_passed(verdicts, strict=strict))
+    told = f"{model} (random weights)" if random_weights else model
+    report = session.report(told, flags, verdicts, costs, is_good=is_passed(verdicts, strict=strict))
     show(console, report)
     if json_path is not None:
         write_json(json_path, report)
@@ -109,13 +114,16 @@ def _refused(error: Exception) -> typer.Exit:
     return typer.Exit(2)
 
 
-def split_flags(flags: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def split_flags(flags: Sequence[str], *, is_random: bool = False) -> tuple[dict[str, dict[str, object]], list[str]]:
     """The sections of ``additional_config["headgate"]`` that headgate's flags come to, and all other flags.
 
     Raises:
         ConfigError: If headgate's are wrong.
+        UsageError: If random weights (`is_random`) would be read in another format than they are written.
         SystemExit: With status 2, if they cannot be read.
     """
+    if is_random and any(flag.startswith("--load-format") for flag in flags):
+        raise UsageError("--random-weights writes files in the usual format: leave out --load-format")
     parser = argparse.ArgumentParser(prog="headgate verify", add_help=False, allow_abbrev=False)
     add_flags(parser)
     ours, others = parser.parse_known_args(flags)
@@ -144,12 +152,29 @@ class Session:
 
     folder: Path
     arguments: list[str]
-    sections: dict[str, dict[str, Any]]
+    sections: dict[str, dict[str, object]]
     timeout_s: float
     console: Console
     runs: dict[str, list[Recording]] = field(default_factory=dict)
     _started: list[tuple[str, float]] = field(default_factory=list)
     _served: Path | None = None
+
+    def verify(self, repeats: int, random_of: str | None) -> list[Verdict]:
+        """Run every engine and judge; `random_of` is the model whose configuration gets random weights first.
+
+        Raises:
+            typer.Exit: If vLLM's parser does not take the arguments.
+        """
+        try:
+            if random_of is not None:
+                write_random_weights(random_of, Path(self.arguments[1]), self.timeout_s)
+            self.run_all(repeats)
+            return list(self.judge())
+        except UsageError as error:
+            raise _refused(error) from error
+        except EngineError as error:
+            typer.secho(str(error), err=True)
+            return [Verdict("every engine starts and serves", Status.FAILED, str(error).partition("\n")[0])]
 
     def run_all(self, repeats: int) -> None:
         """Start every engine in turn.
@@ -190,6 +215,7 @@ class Session:
 
     def judge(self) -> Iterator[Verdict]:
         """Every check but that of the idle cost."""
+        yield from judge_weights(self.runs)
         yield from judge_stock(self.runs)
         yield from judge_graphs(self.runs)
         for part in check_parts().values():
@@ -239,6 +265,21 @@ class Session:
             ending = f"took more than {self.timeout_s:g} s" if status is None else f"ended with status {status}"
             raise EngineError(f"the engine {name} {ending}. The end of its log:\n{tail}")
         return msgspec.msgpack.decode(out.read_bytes(), type=Recording)
+
+
+def write_random_weights(model: str, target: Path, timeout_s: float) -> None:
+    """Write a model like `model` with random weights, in a process of its own, so that its memory is free again.
+
+    Raises:
+        EngineError: If that fails.
+    """
+    command = [sys.executable, "-m", RANDOM_WEIGHTS, model, str(target)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        raise EngineError(f"random weights for {model}: writing them took more than {timeout_s:g} s") from None
+    if done.returncode:
+        raise EngineError(f"random weights for {model} could not be written:\n{done.stderr}")
 
 
 def environment(kind: str, base: Mapping[str, str]) -> dict[str, str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.monitoring.verify_checks import (
     EAGER,
     PLAIN,
@@ -27,7 +27,7 @@ from headgate.capture.monitoring.verify_checks import (
 )
 
 CAPTURED = "captured"
-SITES: dict[str, Any] = {"post_mlp": [0, 1, -1], "pre_attn": [1], "final_norm": "all"}
+SITES: Document = {"post_mlp": [0, 1, -1], "pre_attn": [1], "final_norm": "all"}
 """Captured unless the user says otherwise: few, and among them two between which steering shows."""
 CONSUMER = "memory"
 MAX_BYTES = 8 << 30
@@ -48,7 +48,7 @@ MOE_SHARE = 0.01
 class CaptureChecks:
     """Implements `headgate.capture.monitoring.verify_checks.CheckPart`."""
 
-    def section(self, given: Mapping[str, Any], *, counts: bool) -> dict[str, Any]:
+    def section(self, given: Document, *, counts: bool) -> dict[str, object]:
         """The user's section with the memory consumer alone: nothing is written, and no limit is in the way."""
         kept = {name: value for name, value in given.items() if not name.startswith("max_request_")}
         consumer = {"name": CONSUMER, "params": {"max_bytes": MAX_BYTES}}

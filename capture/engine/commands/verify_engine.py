@@ -43,6 +43,7 @@ from headgate.capture.monitoring.verify_checks import (
     Stage,
 )
 from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import site_map
 
 NUM_LOGPROBS = 5
@@ -69,7 +70,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     arguments: list[str]
-    sections: dict[str, dict[str, Any]]
+    sections: dict[str, dict[str, object]]
     out: str
     earlier: str | None = None
     is_timed: bool = False
@@ -172,7 +173,7 @@ class Engine:
             self._llm.llm_engine.engine_core.get_output()  # a step that async scheduling may still have under way
         raise AssertionError("the prefix cache could not be emptied: blocks are in use between two scenes")
 
-    def _params(self, request: Request) -> Any:
+    def _params(self, request: Request) -> object:
         from vllm import SamplingParams
 
         made = SamplingParams(
@@ -223,6 +224,7 @@ class Engine:
             num_workers=len(self._llm.collective_rpc(num_replays)),
             versions=versions(),
             start_s=self._start_s,
+            load_format=str(self._config.load_config.load_format),
             compiler="" if self._job.kind == STOCK else _compiler_text(self._llm.collective_rpc("headgate_stats")),
         )
 
@@ -259,7 +261,7 @@ class Engine:
         return 1e3 * statistics.median(steps)
 
 
-def _compiler_text(workers: Sequence[Mapping[str, Any]]) -> str:
+def _compiler_text(workers: Sequence[Mapping[str, Mapping[str, int]]]) -> str:
     """Say for the report what the workers counted of inductor's kernels."""
     found = Counter[str]()
     for worker in workers:
@@ -303,7 +305,7 @@ def _open(job: Job) -> Any:
 
 def _answer(request: Request, output: Any) -> Answer:
     (sample,) = output.outputs
-    results = getattr(output, "capture_results", None)
+    results = getattr(output, "capture_results", None)  # the stock engine runs without headgate
     return Answer(
         label=request.label,
         prompt=list(output.prompt_token_ids),
@@ -313,7 +315,7 @@ def _answer(request: Request, output: Any) -> Answer:
     )
 
 
-def _rows(result: Any) -> Rows:
+def _rows(result: CaptureResult) -> Rows:
     captured = result.payload
     if captured is None:
         return Rows(status=result.status, error=result.error, dropped=result.dropped_rows)
@@ -329,7 +331,7 @@ def _rows(result: Any) -> Rows:
     )
 
 
-def _all_of(stage: Stage) -> dict[str, Any]:
+def _all_of(stage: Stage) -> dict[str, list[int] | str]:
     return {hook: layers or "all" for hook, layers in site_map(stage.sites).items()}
 
 
@@ -354,15 +356,14 @@ _replayed = 0
 
 def count_replays(worker: object) -> None:
     """Worker call: count from now on how often a CUDA graph is replayed."""
-    graphs: Any = torch.cuda.CUDAGraph
-    original = graphs.replay
+    original = torch.cuda.CUDAGraph.replay
 
-    def replay(graph: Any) -> Any:
+    def replay(graph: torch.cuda.CUDAGraph) -> None:
         global _replayed
         _replayed += 1
-        return original(graph)
+        original(graph)
 
-    graphs.replay = replay
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[assignment, method-assign]
 
 
 def num_replays(worker: object) -> int:

@@ -54,6 +54,16 @@ def plain_requests(vocabulary: int, max_model_len: int) -> list[Request]:
     ]
 
 
+def judge_weights(runs: Runs) -> Iterator[Verdict]:
+    """Whether the model's weights let a wrong row be told from a right one."""
+    if any(recording.facts.load_format == "dummy" for recordings in runs.values() for recording in recordings):
+        yield Verdict(
+            "weights tell layers apart",
+            Status.WARNING,
+            "vLLM's dummy weights hardly move the stream, so little is compared: use --random-weights instead",
+        )
+
+
 def judge_stock(runs: Runs) -> Iterator[Verdict]:
     """Stock against itself, headgate with nothing to do against stock, and headgate after its work against before."""
     stock, served = runs[STOCK], runs[SERVED][0]

@@ -6,7 +6,7 @@ Inductor is torch's own and may change with every release: `Inductor` refuses on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,20 @@ import torch
 from headgate.capture.schema.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from torch._inductor.ir import Pointwise
     from torch._inductor.ir import TensorBox as TensorBox
+    from torch._inductor.ops_handler import OpsHandler
+    from torch._inductor.virtualized import _V as Virtualized
+    from torch._inductor.virtualized import OpsValue as OpsValue
 
 _PACKAGE = "torch._inductor"
 
 Lower = Callable[..., "TensorBox"]
 """A lowering: makes the result of an operator from its arguments."""
+Index = Sequence[object]
+"""Of an element, as symbols."""
+Compute = Callable[[Index], "OpsValue"]
+"""Makes the code for the element at an index."""
 
 LOWERING = {
     "lowering.register_lowering": "lowerings of headgate's custom operators",
@@ -60,30 +68,30 @@ class Inductor:
                 f"(without {_PACKAGE}.{missing[0]}); run with --enforce-eager"
             )
         self.register_lowering: Callable[..., Callable[[Lower], Lower]] = _find("lowering.register_lowering")
-        self.fallback_handler: Callable[..., Any] = _find("lowering.fallback_handler")
-        self.lowerings: dict[Any, Callable[..., Any]] = _find("lowering.lowerings")
-        self.V: Any = _find("virtualized.V")
-        self.ops: Any = _find("virtualized.ops")
-        self._pointwise: Any = _find("ir.Pointwise")
-        self._counter: Any = _find("ops_handler.OpCounterCSE")
+        self.fallback_handler: Callable[..., Lower] = _find("lowering.fallback_handler")
+        self.lowerings: dict[object, Lower] = _find("lowering.lowerings")
+        self.ops: OpsHandler[OpsValue] = _find("virtualized.ops")
+        self._virtual: Virtualized = _find("virtualized.V")
+        self._pointwise: type[Pointwise] = _find("ir.Pointwise")
+        self._counter: type = _find("ops_handler.OpCounterCSE")
 
     def computed_again(self, value: TensorBox) -> TensorBox:
         """Return the elements of `value`, computed once more where they are read."""
         return self._like(value, value.make_loader())
 
-    def counted_as(self, value: TensorBox, computed: Callable[[Any], Any]) -> TensorBox:
+    def counted_as(self, value: TensorBox, computed: Compute) -> TensorBox:
         """Return `computed` at each index of `value`, but let only the reads and operations of `value` be counted."""
         counted = value.make_loader()
 
-        def inner(index: Any) -> Any:
-            is_counting = isinstance(self.V.get_ops_handler(), self._counter)  # to decide on storage
+        def inner(index: Index) -> OpsValue:
+            is_counting = isinstance(self._virtual.get_ops_handler(), self._counter)  # to decide on storage
             return counted(index) if is_counting else computed(index)
 
         return self._like(value, inner)
 
-    def _like(self, value: TensorBox, inner: Callable[[Any], Any]) -> TensorBox:
+    def _like(self, value: TensorBox, inner: Compute) -> TensorBox:
         device, dtype, ranges = value.get_device(), value.get_dtype(), value.get_size()
-        return self._pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=ranges)  # type: ignore[no-any-return]
+        return self._pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=ranges)
 
 
 def missing_symbols(*, kernels: bool) -> list[str]:

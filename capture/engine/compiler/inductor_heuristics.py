@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ from headgate.capture.engine.compiler.inductor import Inductor
 from headgate.capture.engine.compiler.rewrites import REWRITES
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch._inductor.codegen.common import CSEProxy, CSEVariable
+    from torch._inductor.codegen.simd_kernel_features import MemoryEstimator
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.scheduler import SchedulerBuffer
+    from torch._inductor.virtualized import _V as Virtualized
+
     from headgate.capture.engine.compiler.inductor import TensorBox
 
 _NAMES = "headgate_excluded"
@@ -85,13 +93,13 @@ def install_exclusion(part: str) -> None:
     _keep_blocks(TritonKernel, config)
 
 
-def _exclude_loads(proxy_class: Any, virtual: Any) -> None:
+def _exclude_loads(proxy_class: type[CSEProxy], virtual: Virtualized) -> None:
     load = proxy_class.load
     if hasattr(load, _NAMES):
         return
 
     @wraps(load)
-    def load_excluded(proxy: Any, name: str, index: Any) -> Any:
+    def load_excluded(proxy: CSEProxy, name: str, index: object) -> CSEVariable:
         num_load = proxy.kernel.num_load
         value = load(proxy, name, index)
         if name in vars(virtual.graph).get(_NAMES, ()):
@@ -100,16 +108,16 @@ def _exclude_loads(proxy_class: Any, virtual: Any) -> None:
         return value
 
     setattr(load_excluded, _NAMES, True)
-    proxy_class.load = load_excluded
+    proxy_class.load = load_excluded  # type: ignore[method-assign, assignment]
 
 
-def _exclude_from_estimate(estimator_class: Any, virtual: Any) -> None:
+def _exclude_from_estimate(estimator_class: type[MemoryEstimator], virtual: Virtualized) -> None:
     finish = estimator_class.remove_kernel_local
     if hasattr(finish, _NAMES):
         return
 
     @wraps(finish)
-    def finish_without(estimator: Any) -> None:
+    def finish_without(estimator: MemoryEstimator) -> None:
         if names := vars(virtual.graph).get(_NAMES):
             for name in names | _writing(names, estimator.store_buffer_names, virtual.graph.scheduler.name_to_buf):
                 for estimate in (estimator.persistent, estimator.outside_loop, *estimator.loops):
@@ -118,22 +126,22 @@ def _exclude_from_estimate(estimator_class: Any, virtual: Any) -> None:
         finish(estimator)
 
     setattr(finish_without, _NAMES, True)
-    estimator_class.remove_kernel_local = finish_without
+    estimator_class.remove_kernel_local = finish_without  # type: ignore[method-assign, assignment]
 
 
-def _writing(names: set[str], written: Iterable[str], buffers: Mapping[str, Any]) -> set[str]:
+def _writing(names: set[str], written: Iterable[str], buffers: Mapping[str, SchedulerBuffer]) -> set[str]:
     """Return those of the `written` buffers of a kernel by which it writes to `names`."""
     return {name for name in written if name in buffers and not names.isdisjoint(buffers[name].get_mutations())}
 
 
-def _keep_blocks(kernel_class: Any, config: Any) -> None:
+def _keep_blocks(kernel_class: type[TritonKernel], config: ModuleType) -> None:
     """Keep stock's blocks for kernels that read excluded buffers, and rewrite their loads where that is switched on."""
     generate = kernel_class.codegen_kernel
     if hasattr(generate, _NAMES):
         return
 
     @wraps(generate)
-    def generate_as_chosen(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate_as_chosen(kernel: TritonKernel, *args: object, **kwargs: object) -> str:
         names = vars(kernel).get(_NAMES)
         if names is None:
             return generate(kernel, *args, **kwargs)
@@ -145,4 +153,4 @@ def _keep_blocks(kernel_class: Any, config: Any) -> None:
         return REWRITES.apply(source, tables, is_looped=is_looped, understands_ptx=not torch.version.hip)
 
     setattr(generate_as_chosen, _NAMES, True)
-    kernel_class.codegen_kernel = generate_as_chosen
+    kernel_class.codegen_kernel = generate_as_chosen  # type: ignore[method-assign, assignment]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypedDict
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.consumer import ModelInfo
@@ -47,7 +47,7 @@ class BlockKeys(Protocol):
 class CoreServices(Protocol):
     """Services of an engine core to its part. Engine thread only."""
 
-    def call_workers(self, method: str, args: Document) -> list[Any]:
+    def call_workers(self, method: str, args: Document) -> list[object]:
         """Call ``headgate_call(part, method, args)`` in every worker, after the steps that were launched.
 
         Args:
@@ -83,6 +83,32 @@ class CoreServices(Protocol):
     def fail(self, reason: str) -> None:
         """Let the engine end instead of taking another step: its workers no longer agree with the part."""
         ...
+
+
+class CoreRefusal(TypedDict):
+    """A `RequestError` or `ForbiddenError` of a part, written down.
+
+    Attributes:
+        field: Of the request or call; a `ForbiddenError` may have none.
+        message: Without the field.
+        is_forbidden: Which of both it is.
+    """
+
+    field: str | None
+    message: str
+    is_forbidden: bool
+
+
+class CoreAnswer(TypedDict, total=False):
+    """An engine core's answer to a call of a part's method: one of both.
+
+    Attributes:
+        ok: What the method returned: plain values and bytes.
+        error: Its refusal.
+    """
+
+    ok: object
+    error: CoreRefusal
 
 
 class CorePart(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-Document = Mapping[str, Any]
+Document = Mapping[str, object]
 """None, numbers, texts, bytes, and lists and dicts of these, by name. Whoever reads one checks it."""

@@ -96,7 +96,7 @@ Operation = Generator[CoreCall, Sequence[Any], Result]
 
 
 class EngineCores(Protocol):
-    """The engine cores behind one `LLM` or `AsyncLLM`.
+    """The engine cores behind one `LLM`.
 
     Attributes:
         num_engines: Data-parallel engine cores that this front end talks to.
@@ -105,13 +105,24 @@ class EngineCores(Protocol):
     @property
     def num_engines(self) -> int: ...
 
-    def run(self, operation: Operation[Result]) -> Any:
-        """Carry the operation out and return its result; for `AsyncLLM`, an awaitable of it.
+    def run(self, operation: Operation[Result]) -> Result:
+        """Carry the operation out and return its result.
 
         Raises:
             RequestError: As the engine cores refused it; then none of them has done it.
             EngineStateError: If only some could do it, and it could not be taken back.
         """
+        ...
+
+
+class AsyncEngineCores(Protocol):
+    """The engine cores behind one `AsyncLLM`; see `EngineCores`."""
+
+    @property
+    def num_engines(self) -> int: ...
+
+    async def run(self, operation: Operation[Result]) -> Result:
+        """See `EngineCores.run`."""
         ...
 
 
@@ -154,7 +165,7 @@ class RequestPart(Protocol):
         """Make what ``LLM`` has under the part's name; `reader` is what `open` made for that engine."""
         ...
 
-    def async_handle(self, cores: EngineCores, reader: PartRequestReader) -> object:
+    def async_handle(self, cores: AsyncEngineCores, reader: PartRequestReader) -> object:
         """Make what ``AsyncLLM`` has under the part's name; `reader` is what `open` made for that engine."""
         ...
 
@@ -170,7 +181,7 @@ class RequestPart(Protocol):
         """Add the part's flags to an argument group of vLLM's command line."""
         ...
 
-    def read_flags(self, args: Namespace, section: Document | None) -> dict[str, Any] | None:
+    def read_flags(self, args: Namespace, section: Document | None) -> dict[str, object] | None:
         """Take the values of the flags out of `args` and make a section of them; None if no flag was given.
 
         Args:

@@ -10,10 +10,12 @@ as ``param``.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from fastapi import Request
+
+    from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM
 
 
 class RouteClient(NamedTuple):
@@ -33,11 +35,11 @@ class RouteClient(NamedTuple):
 class RouteServices(Protocol):
     """Services of the server to one part's routes. Event loop only."""
 
-    def engine(self) -> Any:
+    def engine(self) -> AsyncLLM | None:
         """Return the server's `AsyncLLM`; None before it is there."""
         ...
 
-    def handle(self) -> Any:
+    def handle(self) -> object:
         """Return the attribute of ``AsyncLLM`` under the part's name.
 
         Raises:
@@ -65,7 +67,7 @@ class RouteServices(Protocol):
         """Return the client behind a request that `require_key` has let pass."""
         ...
 
-    async def read_object(self, request: Request) -> dict[str, Any]:
+    async def read_object(self, request: Request) -> dict[str, object]:
         """Read the body of a request as an object: JSON, or msgpack with raw bytes.
 
         Raises:

@@ -50,6 +50,7 @@ class ParallelConfig(Protocol):
     prefill_context_parallel_size: int
     pipeline_parallel_size: int
     use_sequence_parallel_moe: bool
+    _api_process_rank: int
     use_ray: bool
     distributed_executor_backend: object
     nnodes: int
@@ -144,7 +145,7 @@ class Scheduler(Protocol):
 class Executor(Protocol):
     """``vllm.v1.executor.Executor``: the workers of an engine core."""
 
-    def collective_rpc(self, method: str, *, args: tuple[object, ...] = ...) -> Iterable[Any]: ...
+    def collective_rpc(self, method: str, *, args: tuple[object, ...] = ...) -> Iterable[object]: ...
 
 
 class EngineCore(Protocol):
@@ -155,7 +156,7 @@ class EngineCore(Protocol):
     model_executor: Executor
     batch_queue: object | None
     async_scheduling: bool
-    request_block_hasher: Callable[[Any], list[object]] | None
+    request_block_hasher: Callable[[Request], list[object]] | None
     step_fn: Function
     headgate_call: Function
 
@@ -256,7 +257,7 @@ class EngineClient(Protocol):
     One whose engine core is in this process has it as ``engine_core``.
     """
 
-    def call_utility(self, method: str, *args: object) -> Any: ...
+    def call_utility(self, method: str, *args: object) -> object: ...
 
 
 class ClientResources(Protocol):
@@ -271,6 +272,6 @@ class AsyncEngineClient(Protocol):
     core_engines: Sequence[object]
     resources: ClientResources
 
-    async def _call_utility_async(self, method: str, *args: object, engine: object) -> Any: ...
+    async def _call_utility_async(self, method: str, *args: object, engine: object) -> object: ...
 
     async def _abort_requests(self, request_ids: Sequence[str], engine: object) -> None: ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
-from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient
+from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient, VllmConfig
 
 Scope = MutableMapping[str, Any]
 """The scope of an ASGI call."""
@@ -59,17 +59,44 @@ class RequestOutput(Protocol):
     capture_results: object
 
 
+class Detokenizer(Protocol):
+    """``vllm.v1.engine.detokenizer.IncrementalDetokenizer``."""
+
+    def num_output_tokens(self) -> int: ...
+
+
+class RequestState(Protocol):
+    """``vllm.v1.engine.output_processor.RequestState``."""
+
+    prompt_len: int
+    detokenizer: Detokenizer
+
+
+class EngineCoreOutput(Protocol):
+    """``vllm.v1.engine.EngineCoreOutput``."""
+
+    request_id: str
+
+
+class ProcessedOutputs(Protocol):
+    """``vllm.v1.engine.output_processor.OutputProcessorOutput``."""
+
+    reqs_to_abort: list[str]
+
+
 class OutputProcessor(Protocol):
     """``vllm.v1.engine.output_processor.OutputProcessor``."""
 
     external_req_ids: dict[str, list[str]]
-    request_states: dict[str, Any]
+    request_states: dict[str, RequestState]
 
 
 class SyncClient(EngineClient, Protocol):
     """``vllm.v1.engine.core_client.EngineCoreClient``, as an `LLMEngine` steps it."""
 
     def get_output(self) -> object: ...
+
+    def shutdown(self) -> object: ...
 
 
 class Engine(Protocol):
@@ -102,6 +129,7 @@ class LLMEngine(Engine, Protocol):
 class AsyncLLM(Engine, Protocol):
     """``vllm.v1.engine.async_llm.AsyncLLM``."""
 
+    vllm_config: VllmConfig
     engine_core: AsyncEngineClient
     dead_error: Exception
 

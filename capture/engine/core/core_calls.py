@@ -1,8 +1,7 @@
 """Calls from a front end into its engine cores: ``EngineCore.headgate_call(part, method, args)``.
 
-It answers ``{"ok": plain}``, or ``{"error": {"field", "message"}}`` for a `RequestError`. Only plain values and bytes
-cross, long ones as `core.frames.Frame`. With data parallelism every engine core has a state of its
-own, so each of them gets every call.
+It answers with a `CoreAnswer`. Only plain values and bytes cross, long ones as `core.frames.Frame`. With data
+parallelism every engine core has a state of its own, so each of them gets every call.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Generic
+from typing import Generic, cast
 
+from headgate.capture.engine.contracts.core_part import CoreAnswer
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import CoreCall, Operation, Result
 from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient
@@ -37,7 +37,7 @@ class CoreClient:
         self._client = client
         self._part = part
 
-    def call(self, method: str, args: Document) -> list[Any]:
+    def call(self, method: str, args: Document) -> list[object]:
         """Call the engine core; return its answer as a list of one.
 
         Raises:
@@ -58,7 +58,7 @@ class CoreClient:
 
 
 class AsyncCoreClient:
-    """The engine cores behind an `AsyncLLM`; see `EngineCores`. Event loop only.
+    """The engine cores behind an `AsyncLLM`; see `AsyncEngineCores`. Event loop only.
 
     Args:
         client: The `AsyncLLM`'s.
@@ -76,7 +76,7 @@ class AsyncCoreClient:
     def num_engines(self) -> int:
         return len(self._client.core_engines)
 
-    async def call(self, method: str, args: Document, undo: tuple[str, Document] | None = None) -> list[Any]:
+    async def call(self, method: str, args: Document, undo: tuple[str, Document] | None = None) -> list[object]:
         """Call every engine core; return their answers.
 
         Raises:
@@ -104,7 +104,7 @@ class AsyncCoreClient:
                 step = _advance(operation, await self.call(step.method, step.args, step.undo))
             return step.result
 
-    async def _ask(self, engine: object, method: str, args: Document) -> Any:
+    async def _ask(self, engine: object, method: str, args: Document) -> object:
         return _read(await self._client._call_utility_async(METHOD, self._part, method, lift(args), engine=engine))
 
     async def _take_back(self, engines: Sequence[object], method: str, undo: tuple[str, Document]) -> None:
@@ -122,7 +122,7 @@ class _Done(Generic[Result]):
     result: Result
 
 
-def _advance(operation: Operation[Result], answers: Sequence[Any] | None) -> CoreCall | _Done[Result]:
+def _advance(operation: Operation[Result], answers: Sequence[object] | None) -> CoreCall | _Done[Result]:
     """Advance the operation to its next call, or to its end: `StopIteration` cannot leave a thread."""
     try:
         return next(operation) if answers is None else operation.send(answers)
@@ -130,12 +130,14 @@ def _advance(operation: Operation[Result], answers: Sequence[Any] | None) -> Cor
         return _Done(stop.value)
 
 
-def _read(answer: Document) -> Any:
-    if (error := answer.get("error")) is not None:
-        if error.get("is_forbidden"):
-            raise ForbiddenError(error["message"], error["field"])
-        raise request_error(error["field"], error["message"])
-    return answer["ok"]
+def _read(answer: object) -> object:
+    read = cast("CoreAnswer", answer)
+    if (error := read.get("error")) is not None:
+        field = error["field"]
+        if field is None or error["is_forbidden"]:
+            raise ForbiddenError(error["message"], field)
+        raise request_error(field, error["message"])
+    return read["ok"]
 
 
 def request_error(field: str, message: str) -> RequestError:

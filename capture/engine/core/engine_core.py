@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable
 from functools import wraps
-from typing import Any
 
-from headgate.capture.engine.contracts.core_part import CoreFacts, CorePart
+from headgate.capture.engine.contracts.core_part import CoreAnswer, CoreFacts, CorePart
 from headgate.capture.engine.contracts.parts import Part, core_part_names
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import (
@@ -153,11 +152,11 @@ class EngineCoreAdapter:
         if req_id not in self._scheduler.requests and req_id not in self._waiting:
             self._part.release(req_id)
 
-    def call(self, part: str, method: str, args: Document) -> Document:
+    def call(self, part: str, method: str, args: Document) -> CoreAnswer:
         """Serve ``EngineCore.headgate_call``: the front end calls a method of `part`. Between two steps.
 
         Returns:
-            ``{"ok": what it returned}``, or ``{"error": {"field", "message", "is_forbidden"}}`` if it was refused.
+            What it returned, or its refusal.
         """
         try:
             self._check_part(part)
@@ -178,7 +177,7 @@ class EngineCoreAdapter:
         if part != self._name:
             raise RequestError("part", f"no part {part!r} is open in this engine; open: {self._name}")
 
-    def call_workers(self, method: str, args: Document) -> list[Any]:
+    def call_workers(self, method: str, args: Document) -> list[object]:
         """Implement `CoreServices`."""
         answers = self._core.model_executor.collective_rpc("headgate_call", args=(self._name, method, args))
         return list(answers)

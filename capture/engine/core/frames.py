@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import wraps
 from pickle import PickleBuffer
-from typing import Any, Protocol, SupportsIndex
+from typing import Protocol, SupportsIndex
 
 import msgspec
 import numpy as np
 
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import Function
 
 LONG = 64 << 10
@@ -28,7 +29,7 @@ class _Coder(Protocol):
     aux_buffers: list[memoryview]
 
 
-class Frame(np.ndarray[Any, np.dtype[np.uint8]]):
+class Frame(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """Bytes, ``[n]`` of uint8, that travel in a frame of their own; and that came in one. Read-only."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
@@ -43,11 +44,15 @@ def frame_of(data: bytes | bytearray | memoryview) -> Frame:
     return view
 
 
-def lift(value: Any) -> Any:
+def lift(document: Document) -> dict[str, object]:
     """Copy nested dicts; long bytes become frames."""
+    return {name: _lift(value) for name, value in document.items()}
+
+
+def _lift(value: object) -> object:
     if isinstance(value, bytes):
         return frame_of(value) if len(value) >= LONG else value
-    return {key: lift(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
+    return lift(value) if isinstance(value, Mapping) else value
 
 
 def enc_hook(original: Function) -> Function:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import replace
 from functools import wraps
-from typing import Any
 
 from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, Function
 from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
@@ -20,6 +19,7 @@ from headgate.capture.engine.requests.sampling_params import (
     CaptureRequest,
     HeadgateRequest,
     attach,
+    is_made,
     read_fields,
     refuse_made,
     refuse_streamed_input,
@@ -40,14 +40,14 @@ def generate(original: Function) -> Function:
     @wraps(original)
     def wrapped(
         self: AsyncLLM,
-        prompt: Any,
+        prompt: object,
         sampling_params: SamplingParams,
         request_id: str,
         *args: object,
         **kwargs: object,
     ) -> object:
         with as_client_error():
-            if hasattr(prompt, "sampling_params"):
+            if is_made(prompt):
                 refuse_made(prompt, sampling_params)
                 refuse_unknown_in(prompt.sampling_params)
                 return original(self, prompt, sampling_params, request_id, *args, **kwargs)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.request_part import RequestPart
+from headgate.capture.engine.contracts.vllm_frontend import LLM, AsyncLLM
 from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.engine.requests.request_reader import OpenPart, RequestReader, reader_of
 from headgate.capture.schema.errors import ConfigError
@@ -39,8 +40,8 @@ def _doc(name: str) -> str:
     return f"headgate: {name} of this engine, if it is configured."
 
 
-def _sync_getter(name: str, part: RequestPart) -> Any:
-    def read(self: Any) -> object:
+def _sync_getter(name: str, part: RequestPart) -> Callable[[LLM], object]:
+    def read(self: LLM) -> object:
         engine = self.llm_engine
         opened = _opened(reader_of(engine), name, part)
         return part.handle(CoreClient(engine.engine_core, name), opened.reader)
@@ -48,8 +49,8 @@ def _sync_getter(name: str, part: RequestPart) -> Any:
     return read
 
 
-def _async_getter(name: str, part: RequestPart) -> Any:
-    def read(self: Any) -> object:
+def _async_getter(name: str, part: RequestPart) -> Callable[[AsyncLLM], object]:
+    def read(self: AsyncLLM) -> object:
         opened = _opened(reader_of(self), name, part)
         return part.async_handle(AsyncCoreClient(self.engine_core, name, opened.call_lock), opened.reader)
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import cast
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import Function
-from headgate.capture.engine.contracts.vllm_frontend import LLMEngine, RequestOutput, SamplingParams
+from headgate.capture.engine.contracts.vllm_frontend import LLM, LLMEngine, RequestOutput, SamplingParams
 from headgate.capture.engine.core.fan_out import fan_out
 from headgate.capture.engine.frontends import input_processor
+from headgate.capture.engine.frontends.last_words import shut_down_before_errors
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, attach_results, front_end_of
-from headgate.capture.engine.requests.chat_messages import LLMChat
+from headgate.capture.engine.requests.chat_messages import LLMChat, Tokens
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, overload_of, reader_of
-from headgate.capture.engine.requests.sampling_params import CaptureRequest, HeadgateRequest, attach, refuse_made
+from headgate.capture.engine.requests.sampling_params import (
+    CaptureRequest,
+    HeadgateRequest,
+    attach,
+    is_made,
+    refuse_made,
+)
 from headgate.capture.engine.requests.stray_fields import refuse_unknown_in
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.errors import OverloadedError, RequestError
@@ -78,6 +85,7 @@ def _pending_results(engine: LLMEngine) -> _PendingResults | None:
         setattr(engine, _PENDING_RESULTS, pending)
         if reader.capture is not None:
             setattr(engine.engine_core, FRONT_END, reader.capture)
+        shut_down_before_errors(engine.engine_core)
     return pending
 
 
@@ -86,12 +94,12 @@ def add_request(original: Function) -> Function:
 
     @wraps(original)
     def wrapped(
-        self: Any, request_id: str, prompt: Any, params: SamplingParams, *args: object, **kwargs: object
+        self: LLMEngine, request_id: str, prompt: object, params: SamplingParams, *args: object, **kwargs: object
     ) -> object:
         if not hasattr(params, "extra_args"):  # pooling
             return original(self, request_id, prompt, params, *args, **kwargs)
         with as_client_error():
-            if hasattr(prompt, "sampling_params"):
+            if is_made(prompt):
                 refuse_made(prompt, params)
                 refuse_unknown_in(prompt.sampling_params)
                 return original(self, request_id, prompt, params, *args, **kwargs)
@@ -125,11 +133,11 @@ def _ids(engine: LLMEngine, request_id: str) -> list[str]:
     return list(engine.output_processor.external_req_ids.get(request_id, ()))
 
 
-def step(original: Function) -> Function:
+def step(original: Callable[[LLMEngine], Sequence[RequestOutput]]) -> Function:
     """Wrap ``LLMEngine.step``: results for users who run the engine themselves."""
 
     @wraps(original)
-    def wrapped(self: Any) -> object:
+    def wrapped(self: LLMEngine) -> Sequence[RequestOutput]:
         outputs = original(self)
         pending = _pending_results(self)
         if pending is None or not pending.asks:
@@ -152,7 +160,7 @@ def run_engine(original: Function) -> Function:
     """
 
     @wraps(original)
-    def wrapped(self: Any, *args: object, **kwargs: object) -> object:
+    def wrapped(self: LLM, *args: object, **kwargs: object) -> object:
         engine = self.llm_engine
         pending = _pending_results(engine)
         if pending is None:
@@ -208,7 +216,7 @@ def abort_request(original: Function) -> Function:
     """Wrap ``LLMEngine.abort_request``: an aborted request has no output that could carry results."""
 
     @wraps(original)
-    def wrapped(self: Any, *args: object, **kwargs: object) -> object:
+    def wrapped(self: LLMEngine, *args: object, **kwargs: object) -> object:
         result = original(self, *args, **kwargs)
         if (pending := _pending_results(self)) is not None:
             running = self.output_processor.external_req_ids
@@ -223,7 +231,7 @@ def shutdown(original: Function) -> Function:
     """Wrap ``shutdown`` of an `LLMEngine`'s client: the front end closes with the engine core, and after it."""
 
     @wraps(original)
-    def wrapped(self: Any, *args: object, **kwargs: object) -> object:
+    def wrapped(self: object, *args: object, **kwargs: object) -> object:
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -234,23 +242,23 @@ def shutdown(original: Function) -> Function:
     return wrapped
 
 
-def keep_chat(original: Function) -> Function:
+def keep_chat(original: Callable[..., Mapping[str, object]]) -> Function:
     """Wrap ``LLM._preprocess_chat_one``: remember the conversation behind a prompt, for message selectors."""
 
     @wraps(original)
-    def wrapped(self: Any, conversation: Sequence[Document], **kwargs: Any) -> object:
+    def wrapped(self: LLM, conversation: Sequence[Document], **kwargs: object) -> Mapping[str, object]:
         prompt = original(self, conversation, **kwargs)
         if front_end_of(self.llm_engine) is not None:
 
-            def render(chat: Sequence[Document]) -> Any:
+            def render(chat: Sequence[Document]) -> Tokens:
                 closed = {"add_generation_prompt": False, "continue_final_message": False}
-                return original(self, list(chat), **{**kwargs, **closed})["prompt_token_ids"]
+                return cast("Tokens", original(self, list(chat), **{**kwargs, **closed})["prompt_token_ids"])
 
             chat = LLMChat(
                 prompt,
                 conversation,
                 render,
-                is_continued=kwargs.get("continue_final_message", False),
+                is_continued=bool(kwargs.get("continue_final_message")),
                 bos=getattr(self.get_tokenizer(), "bos_token_id", None),
             )
             input_processor.keep_chat(self.llm_engine.input_processor, chat)

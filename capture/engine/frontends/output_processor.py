@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
 
 from headgate.capture.engine.contracts.end_messages import KeptTokens, mark_kept
-from headgate.capture.engine.contracts.vllm_engine import Function
-from headgate.capture.engine.contracts.vllm_frontend import OutputProcessor
+from headgate.capture.engine.contracts.vllm_engine import EngineCoreRequest, Function
+from headgate.capture.engine.contracts.vllm_frontend import (
+    EngineCoreOutput,
+    OutputProcessor,
+    ProcessedOutputs,
+    RequestState,
+)
 from headgate.capture.engine.contracts.wire_format import is_captured
 
 _WATCHED = "_headgate_watched"
@@ -19,10 +24,10 @@ def add_request(original: Function) -> Function:
     """Wrap ``OutputProcessor.add_request``: remember requests that capture."""
 
     @wraps(original)
-    def wrapped(self: OutputProcessor, request: Any, *args: object, **kwargs: object) -> object:
+    def wrapped(self: OutputProcessor, request: EngineCoreRequest, *args: object, **kwargs: object) -> object:
         result = original(self, request, *args, **kwargs)
         params = request.sampling_params
-        if is_captured(params):
+        if params is not None and is_captured(params):
             state = self.request_states[request.request_id]
             vars(self).setdefault(_WATCHED, {})[request.request_id] = (state, bool(params.stop))
         return result
@@ -30,11 +35,13 @@ def add_request(original: Function) -> Function:
     return wrapped
 
 
-def process_outputs(original: Function) -> Function:
+def process_outputs(original: Callable[..., ProcessedOutputs]) -> Function:
     """Wrap ``OutputProcessor.process_outputs``: say what was kept of requests whose stop string was looked for."""
 
     @wraps(original)
-    def wrapped(self: OutputProcessor, engine_core_outputs: Any, *args: object, **kwargs: object) -> object:
+    def wrapped(
+        self: OutputProcessor, engine_core_outputs: Sequence[EngineCoreOutput], *args: object, **kwargs: object
+    ) -> ProcessedOutputs:
         processed = original(self, engine_core_outputs, *args, **kwargs)
         if watched := vars(self).get(_WATCHED):
             for output in engine_core_outputs:
@@ -48,11 +55,11 @@ def process_outputs(original: Function) -> Function:
     return wrapped
 
 
-def abort_requests(original: Function) -> Function:
+def abort_requests(original: Callable[..., list[str]]) -> Function:
     """Wrap ``OutputProcessor.abort_requests``: say what was kept of the requests that the engine is to abort."""
 
     @wraps(original)
-    def wrapped(self: OutputProcessor, *args: object, **kwargs: object) -> object:
+    def wrapped(self: OutputProcessor, *args: object, **kwargs: object) -> list[str]:
         to_abort = original(self, *args, **kwargs)
         watched = vars(self).get(_WATCHED, {})
         ended = [req_id for req_id in to_abort if req_id in watched]
@@ -61,5 +68,5 @@ def abort_requests(original: Function) -> Function:
     return wrapped
 
 
-def _kept(state: Any, status: str) -> KeptTokens:
+def _kept(state: RequestState, status: str) -> KeptTokens:
     return KeptTokens(state.prompt_len + state.detokenizer.num_output_tokens(), status)

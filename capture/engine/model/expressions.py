@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -30,7 +29,7 @@ class Scope:
     """
 
     names: dict[str, Cell]
-    globals: Mapping[str, Any]
+    globals: Mapping[str, object]
 
     def value_of(self, name: str) -> Value:
         """Return the value of a local name, a global one or a builtin."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,7 +25,14 @@ from headgate.capture.schema.sites import HookPoint, Site
 Run = Callable[[nn.Module, str, SiteValue], Tensor]
 PREFIX = "Headgate"
 Runs = Mapping[HookPoint, tuple[Run, ...]]
-ForwardFactory = Callable[[type[nn.Module]], Callable[..., Any]]
+Forward = Callable[..., object]
+ForwardFactory = Callable[[type[nn.Module]], Forward]
+Args = tuple[Tensor, ...]
+Kwargs = dict[str, Tensor]
+"""Arguments of a forward: those that are no tensors are handed on and not looked at."""
+Output = Tensor | tuple[Tensor, ...]
+Enter = Callable[[nn.Module, Args, Kwargs], tuple[Args, Kwargs]]
+Leave = Callable[[nn.Module, Output], Output]
 
 
 def attach(module: nn.Module, hook: HookPoint, actions: Sequence[SiteAction]) -> tuple[Run, ...]:
@@ -63,16 +69,16 @@ def swap_class(module: nn.Module, factory: ForwardFactory) -> None:
     module.__class__ = _subclass(base, factory(base))
 
 
-def _subclass(base: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+def _subclass(base: type[nn.Module], forward: Forward) -> type[nn.Module]:
     name = base.__name__ if base.__name__.startswith(PREFIX) else f"{PREFIX}{base.__name__}"
     return type(name, (base,), {"forward": forward, "__module__": __name__})
 
 
-def _as_method(own: Callable[..., Any]) -> Callable[..., Any]:
+def _as_method(own: Forward) -> Forward:
     if isinstance(own, MethodType):
         return own.__func__
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         return own(*args, **kwargs)
 
     return forward
@@ -102,8 +108,8 @@ def layer_forward(
     enter = _enter(layout, chained(pre), params) if pre else None
     leave = _leave_pair(runs, repays) if layout.style == "pair" else _leave_single(runs, repays)
 
-    def factory(base: type[nn.Module]) -> Callable[..., Any]:
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def factory(base: type[nn.Module]) -> Forward:
+        def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Output:
             if enter is not None:
                 args, kwargs = enter(self, args, kwargs)
             return leave(self, base.forward(self, *args, **kwargs))
@@ -113,14 +119,14 @@ def layer_forward(
     return factory
 
 
-def _enter(layout: LayerLayout, run: Run, params: Sequence[str]) -> Callable[..., tuple[Any, Any]]:
+def _enter(layout: LayerLayout, run: Run, params: Sequence[str]) -> Enter:
     """The input of a layer. The first layer of a pair gets the stream alone, without a residual."""
-    hook, hidden_name, residual_name = HookPoint.PRE_ATTN.value, layout.hidden, layout.residual
+    hook, hidden_name, residual_name = HookPoint.PRE_ATTN.value, layout.hidden, layout.residual or ""
     hidden_at, residual_at = (params.index(name) if name else -1 for name in (hidden_name, residual_name))
 
-    def enter(self: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def enter(self: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         hidden, residual = args[hidden_at] if hidden_at < len(args) else kwargs[hidden_name], None
-        if residual_name is not None:
+        if residual_name:
             residual = args[residual_at] if residual_at < len(args) else kwargs.get(residual_name)
         at, name = (hidden_at, hidden_name) if residual is None else (residual_at, residual_name)
         carry = run(self, hook, SiteValue(hidden, residual, hidden if residual is None else residual))
@@ -131,12 +137,12 @@ def _enter(layout: LayerLayout, run: Run, params: Sequence[str]) -> Callable[...
     return enter
 
 
-def _leave_pair(runs: Runs, repays: tuple[Run, ...]) -> Callable[[nn.Module, Any], Any]:
+def _leave_pair(runs: Runs, repays: tuple[Run, ...]) -> Leave:
     """The exit of a layer that hands on ``(hidden, residual)``."""
     out_runs, post_runs = runs.get(HookPoint.MLP_OUT), runs.get(HookPoint.POST_MLP)
     repay, out_run, post = (chained(found) if found else None for found in (repays, out_runs, post_runs))
 
-    def leave(self: nn.Module, out: Any) -> Any:
+    def leave(self: nn.Module, out: Output) -> Output:
         hidden, residual = out
         if repay is not None:
             residual = repay(self, HookPoint.POST_ATTN.value, SiteValue(residual, None, residual))
@@ -149,11 +155,11 @@ def _leave_pair(runs: Runs, repays: tuple[Run, ...]) -> Callable[[nn.Module, Any
     return leave
 
 
-def _leave_single(runs: Runs, repays: tuple[Run, ...]) -> Callable[[nn.Module, Any], Any]:
+def _leave_single(runs: Runs, repays: tuple[Run, ...]) -> Leave:
     """The exit of a layer that hands on the stream, alone or first of a tuple."""
     repay, post = (chained(found) if found else None for found in (repays, runs.get(HookPoint.POST_MLP)))
 
-    def leave(self: nn.Module, out: Any) -> Any:
+    def leave(self: nn.Module, out: Output) -> Output:
         stream = out[0] if isinstance(out, tuple) else out
         if repay is not None:
             stream = repay(self, HookPoint.POST_ATTN.value, SiteValue(stream, None, stream))
@@ -186,14 +192,16 @@ class Place:
 
 def module_forward(taken: Sequence[tuple[HookPoint, Place, tuple[Run, ...]]]) -> ForwardFactory:
     """Forward of a submodule with hook points at its arguments and at its result, in the order given."""
-    at_entry = tuple(_at_entry(*entry) for entry in taken if entry[1].value is not None)
+    at_entry = tuple(
+        _at_entry(hook, place, place.value, runs) for hook, place, runs in taken if place.value is not None
+    )
     at_exit = tuple(_at_exit(*entry) for entry in taken if entry[1].value is None)
 
-    def factory(base: type[nn.Module]) -> Callable[..., Any]:
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def factory(base: type[nn.Module]) -> Forward:
+        def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Output:
             for enter in at_entry:
                 args, kwargs = enter(self, args, kwargs)
-            out = base.forward(self, *args, **kwargs)
+            out: Output = base.forward(self, *args, **kwargs)
             for leave in at_exit:
                 out = leave(self, out)
             return out
@@ -203,11 +211,11 @@ def module_forward(taken: Sequence[tuple[HookPoint, Place, tuple[Run, ...]]]) ->
     return factory
 
 
-def _at_entry(hook: HookPoint, place: Place, runs: tuple[Run, ...]) -> Callable[..., tuple[Any, Any]]:
-    run, name, value_at, addend_at = chained(runs), hook.value, place.value, place.addend
-    carry_at = place.value if place.carry is None else place.carry
+def _at_entry(hook: HookPoint, place: Place, value_at: Key, runs: tuple[Run, ...]) -> Enter:
+    run, name, addend_at = chained(runs), hook.value, place.addend
+    carry_at = value_at if place.carry is None else place.carry
 
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def enter(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         value = args[value_at] if isinstance(value_at, int) else kwargs[value_at]
         addend = None
         if addend_at is not None:
@@ -221,10 +229,10 @@ def _at_entry(hook: HookPoint, place: Place, runs: tuple[Run, ...]) -> Callable[
     return enter
 
 
-def _at_exit(hook: HookPoint, place: Place, runs: tuple[Run, ...]) -> Callable[[nn.Module, Any], Any]:
+def _at_exit(hook: HookPoint, place: Place, runs: tuple[Run, ...]) -> Leave:
     run, name, scale, at = chained(runs), hook.value, place.scale, place.result
 
-    def leave(module: nn.Module, out: Any) -> Any:
+    def leave(module: nn.Module, out: Output) -> Output:
         if not isinstance(out, tuple) and at:
             raise UnsupportedError(f"{type(module).__name__} of {place.module} returned no result {at} for {name}")
         result = out[at] if isinstance(out, tuple) else out

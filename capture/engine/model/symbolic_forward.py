@@ -15,7 +15,6 @@ import textwrap
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -48,7 +47,7 @@ class Path:
     result: Value
 
 
-def parse_function(function: Callable[..., Any]) -> ast.FunctionDef:
+def parse_function(function: Callable[..., object]) -> ast.FunctionDef:
     """Return the syntax tree of a function.
 
     Raises:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType, ModuleType
 
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
 from headgate.capture.engine.requests import hidden_states
@@ -22,7 +23,7 @@ from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, join_key
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.limits import CaptureLimits, CaptureUse, use_of
-from headgate.capture.schema.results import CaptureResults
+from headgate.capture.schema.results import CaptureResult, CaptureResults
 from headgate.capture.transport.driver_host import DriverHost, DriverStats
 from headgate.capture.transport.messages import DTYPES
 from headgate.capture.transport.result_hub import HubStats, ResultHub
@@ -215,6 +216,18 @@ class FrontEnd:
                 "capture: consumers in this process did not close within %.0f s (capture.close_timeout_s)",
                 self.config.close_timeout_s,
             )
+
+
+NO_RESULTS: Mapping[str, CaptureResult] = MappingProxyType({})
+"""Results of an output whose request captured nothing."""
+
+
+def add_results(module: ModuleType) -> None:
+    """Give every output of ``vllm.outputs`` results, empty until `attach_results` puts some on it."""
+    for kind in (module.RequestOutput, module.CompletionOutput):
+        if getattr(kind, "capture_results", NO_RESULTS) is not NO_RESULTS:
+            raise TypeError(f"vLLM's {kind.__name__} has an attribute 'capture_results' of its own")
+        kind.capture_results = NO_RESULTS
 
 
 def attach_results(output: RequestOutput, results: CaptureResults, states: str | None = None) -> None:

@@ -11,15 +11,14 @@ message that comes first, templates put nothing but the token that begins every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import Message, Span
 
-Chat = Sequence[Mapping[str, Any]]
+Chat = Sequence[Document]
 Tokens = Sequence[int]
 Rendering = Generator[Chat, Tokens | None, "RenderedMessage"]
 """Yields conversations to render without a generation prompt; is sent their tokens, or None where that failed."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 from headgate.capture.engine.contracts.end_messages import OVERLOADED
 from headgate.capture.engine.contracts.parts import request_parts
@@ -101,9 +101,10 @@ class OpenPart:
             self.part.check_method, {"spec": dict(wanted.wire), "field": wanted.field}
         )
 
-    def _take(self, answers: list[Any]) -> None:
+    def _take(self, answers: Sequence[object]) -> None:
         """Names that every engine core knows."""
-        first, *others = [{entry["name"]: entry for entry in answer} for answer in answers]
+        described = cast("Sequence[Sequence[Document]]", answers)
+        first, *others = [{str(entry["name"]): entry for entry in answer} for answer in described]
         self.known = {name: entry for name, entry in first.items() if all(name in other for other in others)}
 
 

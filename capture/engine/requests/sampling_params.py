@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from types import ModuleType
-from typing import NoReturn
+from typing import NoReturn, TypeGuard
 
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.request_part import PartRequest
@@ -265,6 +265,11 @@ def refuse_streamed_input(headgate_request: HeadgateRequest) -> NoReturn:
         headgate_request.field,
         "a session with streamed input cannot be captured or steered: its prompt is not known yet",
     )
+
+
+def is_made(prompt: object) -> TypeGuard[NewRequest]:
+    """Whether a prompt is an `EngineCoreRequest`, which vLLM takes as it is."""
+    return hasattr(prompt, "sampling_params")
 
 
 def refuse_made(request: NewRequest, params: SamplingParams) -> None:

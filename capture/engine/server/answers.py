@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from typing import Protocol
 
 import msgspec
 
@@ -22,9 +22,15 @@ RESULTS = "capture_results"
 _LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
 
 
-def answer_choices(answer: Any, call: Call) -> Any:
+class ResponseEvent(Protocol):
+    """An event of a stream of /v1/responses, one of `_LAST_EVENTS`."""
+
+    response: object
+
+
+def answer_choices(answer: object, call: Call) -> object:
     """Complete an answer of /v1/completions or /v1/chat/completions; errors stay as they are."""
-    if hasattr(answer, "__aiter__"):
+    if isinstance(answer, AsyncGenerator):
         return _stream_chunks(answer, call)
     if not hasattr(answer, "choices"):
         return answer
@@ -37,23 +43,25 @@ def answer_choices(answer: Any, call: Call) -> Any:
     return answer
 
 
-def answer_response(answer: Any, call: Call) -> Any:
+def answer_response(answer: object, call: Call) -> object:
     """Complete an answer of /v1/responses; errors stay as they are."""
-    if hasattr(answer, "__aiter__"):
+    if isinstance(answer, AsyncGenerator):
         return _stream_events(answer, call)
     if hasattr(answer, "output"):
         _complete_response(answer, call)
     return answer
 
 
-def _complete_response(response: Any, call: Call) -> None:
+def _complete_response(response: object, call: Call) -> None:
     if (results := plain_results(call)) is not None:
         setattr(response, RESULTS, results)
     if states := states_of(call):
         setattr(response, ATTRIBUTE, states[-1][1])
 
 
-async def _stream_events(events: AsyncGenerator[Any, None], call: Call) -> AsyncGenerator[Any, None]:
+async def _stream_events(
+    events: AsyncGenerator[ResponseEvent, None], call: Call
+) -> AsyncGenerator[ResponseEvent, None]:
     enter(call)  # the engine is called from here, in a task of its own
     try:
         async for event in events:
@@ -65,7 +73,7 @@ async def _stream_events(events: AsyncGenerator[Any, None], call: Call) -> Async
 
 
 async def _stream_chunks(chunks: AsyncGenerator[str, None], call: Call) -> AsyncGenerator[str, None]:
-    first: dict[str, Any] | None = None
+    first: Document | None = None
     try:
         async for chunk in chunks:
             if first is None and chunk.startswith("data: {"):
@@ -77,17 +85,17 @@ async def _stream_chunks(chunks: AsyncGenerator[str, None], call: Call) -> Async
         await chunks.aclose()
 
 
-def _last_chunk(first: Document, call: Call) -> dict[str, Any] | None:
+def _last_chunk(first: Document, call: Call) -> Document | None:
     results, states = plain_results(call), states_of(call)
     if results is None and not states:
         return None
-    empty: dict[str, Any] = {"delta": {}} if str(first.get("object")).startswith("chat") else {"text": ""}
+    empty: dict[str, object] = {"delta": {}} if str(first.get("object")).startswith("chat") else {"text": ""}
     choices = [{"index": index, **empty, "finish_reason": None, ATTRIBUTE: state} for index, state in states]
     chunk = {**{name: first.get(name) for name in ("id", "object", "created", "model")}, "choices": choices}
     return chunk if results is None else {**chunk, RESULTS: results}
 
 
-def states_of(call: Call) -> list[tuple[int, Any]]:
+def states_of(call: Call) -> list[tuple[int, object]]:
     """The hidden states that were asked for, each with the index of its choice; None for one that is missing."""
     if call.form is None:
         return []
@@ -95,7 +103,7 @@ def states_of(call: Call) -> list[tuple[int, Any]]:
     return [(index, plain_state(sample.get(call.states or ""), call.form)) for index, sample in enumerate(samples)]
 
 
-def plain_results(call: Call) -> Any:
+def plain_results(call: Call) -> object:
     """JSON: ``{instance: result}`` for a call with one prompt, a list of those for one with several."""
     found = [None if slot.results is None else _plain(slot.results.merged, call) for slot in call.slots]
     if not any(found):
@@ -103,7 +111,7 @@ def plain_results(call: Call) -> Any:
     return found[0] if len(found) == 1 else found
 
 
-def _plain(results: Mapping[str, CaptureResult], call: Call) -> dict[str, Any]:
+def _plain(results: Mapping[str, CaptureResult], call: Call) -> dict[str, object]:
     """Without hidden states, which have a place of their own, unless something is to be said about them."""
     return {
         instance: plain_result(instance, msgspec.structs.replace(result, payload=None))
@@ -114,7 +122,7 @@ def _plain(results: Mapping[str, CaptureResult], call: Call) -> dict[str, Any]:
     }
 
 
-def plain_result(instance: str, result: CaptureResult) -> dict[str, Any]:
+def plain_result(instance: str, result: CaptureResult) -> dict[str, object]:
     """A result as JSON values. A payload that is none becomes an error text, and never an error of the answer."""
     try:
         payload = result.payload.summary() if isinstance(result.payload, SupportsSummary) else result.payload

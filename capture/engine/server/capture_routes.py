@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Depends, HTTPException
 
 from headgate.capture.engine.access.caller import current_caller
@@ -66,9 +64,10 @@ def open_routes(services: RouteServices) -> APIRouter:
             404: {"description": "The server was started without capture."},
         },
     )
-    async def consumers() -> dict[str, Any]:
+    async def consumers() -> dict[str, object]:
         """The consumers that the operator configured; their parameters, which may hold secrets, are not told."""
-        front = front_end_of(services.engine())
+        engine = services.engine()
+        front = None if engine is None else front_end_of(engine)
         if front is None:
             raise HTTPException(
                 404, "this server was started without capture. Start it with --capture-consumers, such as filesystem"
@@ -78,7 +77,7 @@ def open_routes(services: RouteServices) -> APIRouter:
     return router
 
 
-def described(front: FrontEnd) -> dict[str, Any]:
+def described(front: FrontEnd) -> dict[str, object]:
     """The answer of ``GET /v1/capture/consumers``: what the client's key allows, if it has shown one."""
     caller = current_caller()
     sites = [site for site in front.model.sites if caller is None or caller.key.allows_site(site)]

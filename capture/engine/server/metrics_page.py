@@ -12,23 +12,26 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
+from headgate.capture.engine.contracts.core_part import CoreAnswer
 from headgate.capture.engine.contracts.parts import metrics_parts
-from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
+from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient
+from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, AsyncLLM, Receive, Scope, Send
 from headgate.capture.engine.core.core_calls import METHOD
 from headgate.capture.engine.requests.capture_frontend import front_end_of
 from headgate.capture.engine.server.capture_metrics import front_end_families
 from headgate.capture.engine.setup.settings import sections
 from headgate.capture.monitoring.metrics import EngineStats, Family, MetricsPart, Sample
 
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
 logger = logging.getLogger("headgate")
 
 PAGE = "/metrics"
 FRESH_S = 1.0
 PATIENCE_S = 2.0
-
-App = Callable[[Scope, Any, Any], Any]
 
 
 class Counters:
@@ -38,7 +41,7 @@ class Counters:
         engine: The `AsyncLLM`, or None while it is not there.
     """
 
-    def __init__(self, engine: Callable[[], Any]) -> None:
+    def __init__(self, engine: Callable[[], AsyncLLM | None]) -> None:
         self._engine = engine
         self._families: tuple[Family, ...] = ()
         self._fetched_at: float | None = None
@@ -59,7 +62,7 @@ class Counters:
             return here
         return *self._families, *here, _age(time.monotonic() - self._fetched_at)
 
-    async def _fetch(self, engine: Any) -> None:
+    async def _fetch(self, engine: AsyncLLM) -> None:
         try:
             fetched_at = time.monotonic()
             found = await _fetch_parts(engine, metrics_parts())
@@ -76,7 +79,7 @@ class Counters:
             self._fetching = None
 
 
-def _of_this_process(engine: Any) -> tuple[Family, ...]:
+def _of_this_process(engine: AsyncLLM) -> tuple[Family, ...]:
     """Make the families of the front end in this process, which needs no fetching."""
     front = front_end_of(engine)
     if front is None:
@@ -84,7 +87,7 @@ def _of_this_process(engine: Any) -> tuple[Family, ...]:
     return tuple(front_end_families(front, max(engine.vllm_config.parallel_config._api_process_rank, 0)))
 
 
-async def _fetch_parts(engine: Any, parts: Mapping[str, MetricsPart]) -> dict[str, list[EngineStats]]:
+async def _fetch_parts(engine: AsyncLLM, parts: Mapping[str, MetricsPart]) -> dict[str, list[EngineStats]]:
     """Of every part that is configured, what each engine core and its workers say."""
     configured = {name: part for name, part in parts.items() if name in sections(engine.vllm_config)}
     client = engine.engine_core
@@ -93,12 +96,18 @@ async def _fetch_parts(engine: Any, parts: Mapping[str, MetricsPart]) -> dict[st
     return {name: [answer[name] for answer in answers] for name in configured}
 
 
-async def _fetch_core(client: Any, core: Any, parts: Mapping[str, MetricsPart]) -> dict[str, EngineStats]:
+async def _fetch_core(
+    client: AsyncEngineClient, core: object, parts: Mapping[str, MetricsPart]
+) -> dict[str, EngineStats]:
     stats = client._call_utility_async("collective_rpc", "headgate_stats", None, (), None, engine=core)
     methods = {name: part.core_method for name, part in parts.items() if part.core_method is not None}
     calls = [client._call_utility_async(METHOD, name, method, {}, engine=core) for name, method in methods.items()]
-    workers, *answers = await asyncio.gather(stats, *calls)
-    told = {name: answer["ok"] for name, answer in zip(methods, answers, strict=True)}
+    found, *answers = await asyncio.gather(stats, *calls)
+    workers = cast("Sequence[Mapping[str, Mapping[str, object] | None]]", found)
+    told = {
+        name: cast("Mapping[str, object]", cast("CoreAnswer", answer)["ok"])
+        for name, answer in zip(methods, answers, strict=True)
+    }
     return {name: EngineStats(workers=[worker.get(name) for worker in workers], core=told.get(name)) for name in parts}
 
 
@@ -171,7 +180,7 @@ def render(families: Sequence[Family]) -> bytes:
     from prometheus_client.registry import Collector, CollectorRegistry
 
     class Ours(Collector):
-        def collect(self) -> Iterator[Any]:
+        def collect(self) -> Iterator[Metric]:
             return map(_metric, families)
 
     registry = CollectorRegistry(auto_describe=False)
@@ -179,7 +188,7 @@ def render(families: Sequence[Family]) -> bytes:
     return bytes(generate_latest(registry))
 
 
-def _metric(family: Family) -> Any:
+def _metric(family: Family) -> Metric:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     if family.kind == "histogram":

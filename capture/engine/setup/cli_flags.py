@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import cast
 
 import msgspec
 
@@ -37,8 +37,8 @@ def additional_config(
     consumers: Sequence[Consumer] = (),
     sites: Document | None = None,
     base: Document | None = None,
-    **settings: Any,
-) -> dict[str, Any]:
+    **settings: object,
+) -> dict[str, object]:
     """Make ``additional_config`` for `EngineArgs`, `AsyncEngineArgs` or vLLM's `LLM`, with the parts configured.
 
     Args:
@@ -53,33 +53,41 @@ def additional_config(
         ConfigError: If anything is wrong.
     """
     merged = dict(base or {})
-    ours = dict(merged.get(OUR_KEY) or {})
+    ours = _object(merged.get(OUR_KEY), f"additional_config[{OUR_KEY!r}]")
     parts = {name: settings.pop(name) for name in request_parts() if name in settings}
     for name, wanted in parts.items():
         if wanted is not None and wanted is not False:
             ours[name] = _section(name, ours.get(name), wanted)
     if not (consumers or settings or "capture" in ours) and sites is None and parts:
         return {**merged, OUR_KEY: ours} if ours else merged
-    capture = {**(ours.get("capture") or {}), **settings}
+    capture = {**_object(ours.get("capture"), "capture"), **settings}
     if consumers:
-        capture["consumers"] = [*capture.get("consumers", ()), *(_plain_consumer(consumer) for consumer in consumers)]
+        known = cast("Sequence[object]", capture.get("consumers", ()))
+        capture["consumers"] = [*known, *(_plain_consumer(consumer) for consumer in consumers)]
     if sites is not None:
         capture["sites"] = dict(sites)
     parse_config(capture)
     return {**merged, OUR_KEY: {**ours, "capture": capture}}
 
 
-def _section(name: str, base: Document | None, wanted: object) -> dict[str, Any]:
+def _object(value: object, where: str) -> dict[str, object]:
+    """A copy of an object of settings; empty if it is None."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: expected an object, got {value!r}")
+    return dict(value or {})
+
+
+def _section(name: str, base: object, wanted: object) -> dict[str, object]:
     if isinstance(wanted, msgspec.Struct):
         wanted = msgspec.to_builtins(wanted)
     if wanted is not True and not isinstance(wanted, Mapping):
         raise ConfigError(f"{name}: expected True or an object of settings, got {wanted!r}")
-    document = {**(base or {}), **({} if wanted is True else wanted)}
+    document = {**_object(base, name), **({} if wanted is True else wanted)}
     request_parts()[name].check_section(document)
     return document
 
 
-def _plain_consumer(consumer: Consumer) -> dict[str, Any]:
+def _plain_consumer(consumer: Consumer) -> dict[str, object]:
     if isinstance(consumer, str):
         consumer = parse_shorthand(consumer)
     if isinstance(consumer, CaptureConsumerSpec):
@@ -208,7 +216,7 @@ def _shorthand(text: str) -> str:
     return text
 
 
-def json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, object]:
     """Parse the value of a flag that takes a JSON object.
 
     Raises:

@@ -48,12 +48,11 @@ def is_without_field(error: Exception) -> bool:
 
 def overloaded(error: OverloadedError) -> OverloadedError:
     """Return `error` as one that vLLM's servers answer with HTTP 503, in an answer or within a stream."""
-    made: OverloadedError = _server_error()(str(error))
-    return made
+    return _server_error()(str(error))
 
 
 @functools.cache
-def _server_error() -> Any:
+def _server_error() -> Callable[[str], OverloadedError]:
     """Make the class on first use; the base that it needs has moved, and newer releases have a closer one."""
     from vllm import exceptions
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
 
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.setup.versions import WORKS_WITH
@@ -269,7 +268,7 @@ class _NotifyingLoader(importlib.abc.Loader):
             module.__spec__.loader = self._loader
         self._hook._imported(module)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)
 
 

@@ -34,7 +34,7 @@ _MODEL = "_headgate_model"
 _CAPTURE = "_headgate_capture"
 
 
-def sections(vllm_config: VllmConfig) -> Document:
+def sections(vllm_config: VllmConfig) -> Mapping[str, Document]:
     """Return all sections that the operator configured, by name; empty when there are none.
 
     Raises:
@@ -63,7 +63,7 @@ def compiler_config(vllm_config: VllmConfig) -> CompilerConfig:
 
 def section(vllm_config: VllmConfig, name: str) -> Document:
     """Return one section; `sections` says whether it is there."""
-    return sections(vllm_config)[name]  # type: ignore[no-any-return]
+    return sections(vllm_config)[name]
 
 
 def capture_config(vllm_config: VllmConfig) -> CaptureConsumersConfig | None:

@@ -10,9 +10,10 @@ import copy
 import inspect
 from collections.abc import Sequence
 from functools import wraps
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import numpy as np
+import numpy.typing as npt
 import pluggy
 from torch import Tensor
 
@@ -40,11 +41,11 @@ class BatchLayout(Protocol):
     method: str
     """Name of the runner's method that lays out a step's inputs."""
 
-    def view(self, args: Sequence[Any], result: Any) -> BatchView:
+    def view(self, args: Sequence[object], result: object) -> BatchView:
         """Read the layout after the method returned `result` for the arguments `args`."""
         ...
 
-    def token_ids(self, result: Any) -> Tensor:
+    def token_ids(self, result: object) -> Tensor:
         """Read the token of each batch row, as the forward will read them: int32 on the device."""
         ...
 
@@ -57,13 +58,13 @@ class V1Layout:
     def __init__(self, runner: ModelRunnerV1) -> None:
         self._runner = runner
 
-    def view(self, args: Sequence[Any], result: object) -> BatchView:
-        batch = self._runner.input_batch
+    def view(self, args: Sequence[object], result: object) -> BatchView:
+        batch, num_scheduled = self._runner.input_batch, cast("npt.NDArray[np.int32]", args[1])
         num_reqs = batch.num_reqs
         return BatchView(
             req_ids=tuple(batch.req_ids[:num_reqs]),
             starts=self._runner.query_start_loc.np[:num_reqs].astype(np.int64),
-            num_scheduled=np.asarray(args[1][:num_reqs], dtype=np.int64),
+            num_scheduled=np.asarray(num_scheduled[:num_reqs], dtype=np.int64),
             num_computed=batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64),
         )
 
@@ -76,22 +77,24 @@ class V2Layout:
 
     method = "prepare_inputs"
 
-    def view(self, args: Sequence[object], result: StepBatch) -> BatchView:
-        num_reqs = result.num_reqs
+    def view(self, args: Sequence[object], result: object) -> BatchView:
+        batch = cast("StepBatch", result)
+        num_reqs = batch.num_reqs
         return BatchView(
-            req_ids=tuple(result.req_ids[:num_reqs]),
-            starts=np.asarray(result.query_start_loc_np[:num_reqs], dtype=np.int64),
-            num_scheduled=np.asarray(result.num_scheduled_tokens[:num_reqs], dtype=np.int64),
-            num_computed=np.asarray(result.num_computed_tokens_np[:num_reqs], dtype=np.int64),
+            req_ids=tuple(batch.req_ids[:num_reqs]),
+            starts=np.asarray(batch.query_start_loc_np[:num_reqs], dtype=np.int64),
+            num_scheduled=np.asarray(batch.num_scheduled_tokens[:num_reqs], dtype=np.int64),
+            num_computed=np.asarray(batch.num_computed_tokens_np[:num_reqs], dtype=np.int64),
         )
 
-    def token_ids(self, result: StepBatch) -> Tensor:
-        return result.input_ids
+    def token_ids(self, result: object) -> Tensor:
+        return cast("StepBatch", result).input_ids
 
 
-def layout_of(runner: Any) -> BatchLayout:
+def layout_of(runner: ModelRunner) -> BatchLayout:
     """Choose the layout reader for `runner`'s generation."""
-    return V2Layout() if type(runner).__module__.startswith(_V2_MODULES) else V1Layout(runner)
+    is_v2 = type(runner).__module__.startswith(_V2_MODULES)
+    return V2Layout() if is_v2 else V1Layout(cast("ModelRunnerV1", runner))
 
 
 class RunnerAdapter:

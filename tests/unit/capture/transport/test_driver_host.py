@@ -37,7 +37,7 @@ def test_a_batched_consumer_gets_whole_requests_and_answers_with_live_objects(
         answer = result(hub, "whole", "request-1")
         assert result(hub, "whole", "request-2").payload is whole(host).captured[0]
         assert answer == CaptureResult(
-            status="ok", payload=whole(host).captured[1], num_rows=4, num_bytes=4 * 3 * ROW_BYTES
+            status="ok", payload=whole(host).captured[1], num_rows=4, num_bytes=4 * 3 * ROW_BYTES, key="whole"
         )
         assert_rows(whole(host).captured[0], 2, [0, 1, 2, 3])
         assert_rows(whole(host).captured[1], 1, [0, 1, 2, 3])
@@ -138,7 +138,7 @@ def test_a_slow_consumer_holds_up_its_worker_and_loses_nothing(folder: Path) -> 
 
         assert num_written < num_steps / 2
         assert result(hub, "flow") == CaptureResult(
-            status="ok", num_rows=num_steps, num_bytes=num_steps * 3 * ROW_BYTES
+            status="ok", num_rows=num_steps, num_bytes=num_steps * 3 * ROW_BYTES, key="flow"
         )
     assert sender.close(TIMEOUT_S) == 0
 

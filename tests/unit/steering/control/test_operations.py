@@ -48,11 +48,12 @@ class EngineCore:
         assert part == "steering"
         self.before(method)
         if method in self.refused:
-            return {"error": {"field": "module", "message": "no room"}}
+            return {"error": {"field": "module", "message": "no room", "is_forbidden": False}}
         try:
             return {"ok": self.part.call(method, args)}
         except RequestError as error:
-            return {"error": {"field": error.field, "message": str(error).removeprefix(f"{error.field}: ")}}
+            message = str(error).removeprefix(f"{error.field}: ")
+            return {"error": {"field": error.field, "message": message, "is_forbidden": False}}
 
 
 class Client:

@@ -34,6 +34,7 @@ class Engines:
         self.jobs: list[Job] = []
         self.caches: list[str | None] = []
         self.graph_mode = "FULL"
+        self.load_format = "auto"
         self.wrong = Wrong()
         self.step_ms: dict[str, float] = {STOCK: 2.0, IDLE: 2.01}
         self.ends: dict[str, tuple[int | None, str]] = {}
@@ -50,7 +51,7 @@ class Engines:
         earlier = msgspec.msgpack.decode(Path(job["earlier"]).read_bytes(), type=Recording) if job["earlier"] else None
         recording = ToyEngine(kind, self.wrong if kind == SERVED else Wrong(), earlier).record()
         step_ms = {1: [self.step_ms[kind]] * 3} if job["is_timed"] else {}
-        facts = msgspec.structs.replace(recording.facts, graph_mode=self.graph_mode)
+        facts = msgspec.structs.replace(recording.facts, graph_mode=self.graph_mode, load_format=self.load_format)
         recording = msgspec.structs.replace(recording, step_ms=step_ms, facts=facts)
         Path(job["out"]).write_bytes(msgspec.msgpack.encode(recording))
         return 0
@@ -324,3 +325,42 @@ def test_a_command_that_is_terminated_ends_its_engine(tmp_path: Path) -> None:
 
     assert process.wait(60) == 128 + signal.SIGTERM
     assert any(not is_running(worker) or pause.wait(0.05) for _ in range(200))
+
+
+def test_dummy_weights_are_worth_a_warning_that_says_what_to_do(invoke: Invoke, engines: Engines) -> None:
+    engines.load_format = "dummy"
+
+    lenient = invoke("my/model", "--repeats", "0", "--load-format", "dummy")
+    strict = invoke("my/model", "--repeats", "0", "--load-format", "dummy", "--strict")
+
+    assert (lenient.exit_code, strict.exit_code) == (0, 1)
+    assert "weights tell layers apart" in lenient.stdout
+    assert "--random-weights" in lenient.stdout
+
+
+def test_random_weights_are_served_instead_of_the_models(
+    invoke: Invoke, engines: Engines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written: list[tuple[str, Path]] = []
+    monkeypatch.setattr(command, "write_random_weights", lambda model, target, _: written.append((model, target)))
+
+    result = invoke("my/model", "--random-weights", "--repeats", "0", "--keep", str(tmp_path))
+
+    assert result.exit_code == 0, result.output
+    assert written == [("my/model", tmp_path / "random-weights")]
+    assert {job["arguments"][1] for job in engines.jobs} == {str(tmp_path / "random-weights")}
+    assert "my/model (random weights)" in result.stdout
+
+
+def test_random_weights_that_cannot_be_written_fail_the_verification(invoke: Invoke, tmp_path: Path) -> None:
+    result = invoke(str(tmp_path / "nothing"), "--random-weights")
+
+    assert result.exit_code == 1
+    assert "could not be written" in result.output
+
+
+def test_random_weights_and_a_load_format_are_refused(invoke: Invoke) -> None:
+    result = invoke("my/model", "--random-weights", "--load-format=dummy")
+
+    assert result.exit_code == 2
+    assert "leave out --load-format" in result.output

@@ -105,5 +105,5 @@ def test_news_that_come_twice_or_of_unknown_requests_are_ignored() -> None:
 def test_marks_travel_among_ids(ids: list[str], kept: dict[str, KeptTokens]) -> None:
     entries = [*ids, *(mark_kept(req_id, said) for req_id, said in kept.items())]
 
-    assert split_marks(entries) == (ids, kept)
-    assert split_marks(entries[::-1]) == (ids[::-1], kept)
+    assert split_marks(entries) == (ids, kept, [])
+    assert split_marks(entries[::-1]) == (ids[::-1], kept, [])

@@ -7,7 +7,7 @@ import contextvars
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import pytest
 from headgate.capture.engine.frontends.async_llm import check_health
 from headgate.capture.engine.frontends.startup import open_drivers_with_engine
 from headgate.capture.engine.requests.call_context import Call, enter
-from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, attach_results
+from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, add_results, attach_results
 from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, Origin, SpecContext
@@ -318,3 +318,25 @@ def test_health_tells_when_results_can_no_longer_come(front_ends: FrontEnds) -> 
     with pytest.raises(RuntimeError, match="dead") as raised:
         asyncio.run(check_health(stock)(engine))
     assert "the thread ended; restart the server" in str(raised.value.__cause__)
+
+
+def test_an_output_that_captured_nothing_has_empty_results() -> None:
+    module = ModuleType("outputs")
+    module.RequestOutput, module.CompletionOutput = type("RequestOutput", (), {}), type("CompletionOutput", (), {})
+
+    add_results(module)
+    add_results(module)
+
+    for kind in (module.RequestOutput, module.CompletionOutput):
+        assert kind().capture_results == {}
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            kind().capture_results["rows"] = 1
+
+
+def test_a_vllm_whose_outputs_have_results_of_their_own_is_not_touched() -> None:
+    module = ModuleType("outputs")
+    module.RequestOutput = type("RequestOutput", (), {"capture_results": None})
+    module.CompletionOutput = type("CompletionOutput", (), {})
+
+    with pytest.raises(TypeError, match="vLLM's RequestOutput has an attribute 'capture_results' of its own"):
+        add_results(module)
