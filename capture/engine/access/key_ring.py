@@ -145,11 +145,11 @@ class KeyRing:
     def _why(self, role: str, known: Collection[AccessKey]) -> str:
         if (expired := next((key for key in known if key.is_expired()), None)) is not None:
             return f"the key {expired.name!r} has expired"
+        if self._path is None:
+            return f"this needs one of the keys in the server's {variable_of(role)}, as X-Headgate-Key: KEY"
         if known:
             key = next(iter(known))
             return f"this needs a key with the role {role!r}; {key.name!r} has {', '.join(key.roles)}"
-        if self._path is None:
-            return f"this needs one of the keys in the server's {variable_of(role)}, as X-Headgate-Key: KEY"
         return (
             f"this needs a key with the role {role!r}, as X-Headgate-Key: KEY; the operator makes one with "
             f"`headgate keys add`, or sets {variable_of(role)}"
