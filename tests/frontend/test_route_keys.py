@@ -97,7 +97,7 @@ def check_steering_keys(server: Server) -> None:
         for key in ({}, {"X-Headgate-Key": "capture-key"}, {"X-Headgate-Key": "the-api-key"}):
             status, text = ask(server, path, body, **key)
             assert (status, msgspec.json.decode(text)["error"]["code"]) == (403, 403)
-            assert "HEADGATE_STEERING_KEYS" in text
+            assert "role 'steer'" in text
     for key in ("old-steering-key", "steering-key"):
         assert ask(server, SET, {"vectors": ONE}, **{"X-Headgate-Key": key})[0] == 200
     assert ask(server, "/v1/steering/clear", {}, **{"X-Headgate-Key": "steering-key"})[0] == 200
@@ -126,7 +126,7 @@ def check_capture_keys(server: Server) -> None:
     for path, body in bodies.items():
         status, text = ask(server, path, body, **{"X-Headgate-Key": "steering-key"})
         assert status == 403, f"{path}: {text}"
-        assert "HEADGATE_CAPTURE_KEYS" in text
+        assert "role 'capture'" in text
         status, text = ask(server, path, body, **{"X-Headgate-Key": "capture-key"})
         assert status == 200, f"{path}: {text}"
     plain = {"model": "tiny", "prompt": "Hi", "max_tokens": 1}
