@@ -28,6 +28,16 @@ def shown(value: object) -> str:
     return reprlib.repr(value)
 
 
+def _named(field: str) -> str:
+    """A field's path as an answer can carry it: not longer than `MAX_FIELD`."""
+    return _encodable(field if len(field) <= MAX_FIELD else f"{field[:MAX_FIELD]}...")
+
+
+def _encodable(text: str) -> str:
+    r"""`text` with halves of surrogate pairs, which JSON can bring and UTF-8 cannot hold, as ``\udXXX``."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
 class HeadgateError(Exception):
     """Base of all errors of this package."""
 
@@ -45,9 +55,8 @@ class RequestError(HeadgateError, ValueError):
     """
 
     def __init__(self, field: str, message: str) -> None:
-        field = field if len(field) <= MAX_FIELD else f"{field[:MAX_FIELD]}..."
-        super().__init__(f"{field}: {message}")
-        self.field = field
+        self.field = _named(field)
+        super().__init__(f"{self.field}: {_encodable(message)}")
 
 
 class ForbiddenError(HeadgateError, PermissionError):
@@ -58,9 +67,9 @@ class ForbiddenError(HeadgateError, PermissionError):
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:
-        field = field if field is None or len(field) <= MAX_FIELD else f"{field[:MAX_FIELD]}..."
-        super().__init__(message if field is None else f"{field}: {message}")
-        self.field = field
+        self.field = None if field is None else _named(field)
+        text = _encodable(message)
+        super().__init__(text if self.field is None else f"{self.field}: {text}")
 
 
 class QuotaError(ForbiddenError):

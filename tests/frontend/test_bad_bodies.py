@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 from headgate.steering.client import Client
 from tests.fakes.bad_bodies import CAPTURES, HOOKS, ROUTES, STEERS, VECTOR
+from tests.fakes.random_fields import fields_of_requests
 from tests.fakes.server import Server, known_flags, serving
 
 pytestmark = pytest.mark.engine
@@ -110,6 +114,24 @@ def test_beam_search_drops_no_field_in_silence(server: Server, path: str) -> Non
     assert_refused(server.post(path, **{"model": "tiny", **SERVED[path], **beams}), "vllm_xargs.steering_name")
 
 
+HALVES: dict[str, tuple[Any, str]] = {
+    "a consumer": ({"capture": {"\ud800": HOOKS}}, "capture.\\ud800"),
+    "a hook point": ({"steering_vectors": {"\udfff": {"3": VECTOR}}}, "steering_vectors.\\udfff"),
+    "a stray field": ({"steering_\ud800": 1}, "steering_\\ud800"),
+    "a name": ({"steering_name": "\ud800"}, "steering_name"),
+    "a key of a spec": ({"capture": {"rows": {**HOOKS, "\ud800": 1}}}, "capture.rows.\\ud800"),
+}
+
+
+@pytest.mark.parametrize(("fields", "field"), HALVES.values(), ids=HALVES.keys())
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_a_name_that_is_no_text_is_named(server: Server, path: str, fields: Any, field: str) -> None:
+    content = json.dumps({"model": "tiny", **SERVED[path], **fields})
+    headers = {"Content-Type": "application/json"}
+
+    assert_refused(httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60), field)
+
+
 def test_batches_of_chats_are_steered_and_not_captured(server: Server) -> None:
     def send(**fields: Any) -> httpx.Response:
         body = SERVED["/v1/chat/completions/batch"]
@@ -188,6 +210,23 @@ def test_nothing_can_be_brought_along_where_only_we_write(server: Server, name: 
 
     assert response.status_code == 400
     assert response.json()["error"]["param"] in (f"vllm_xargs.{name}", f"extra_args.{name}", name)
+
+
+@pytest.mark.parametrize("num_examples", [60, pytest.param(300, marks=pytest.mark.extended)])
+def test_any_value_of_a_field_is_served_or_refused_by_name(server: Server, num_examples: int) -> None:
+    statuses = Counter[int]()
+
+    @settings(max_examples=num_examples, suppress_health_check=list(HealthCheck))
+    @given(fields=fields_of_requests)
+    def is_served_or_refused(fields: dict[str, Any]) -> None:
+        response = send(server, "/v1/completions", **{"max_tokens": 1, **fields})
+        statuses[response.status_code] += 1
+        assert response.status_code in (200, 400), response.text
+        if response.status_code == 400:
+            assert response.json()["error"]["param"].partition(".")[0] in fields
+
+    is_served_or_refused()
+    assert statuses[400] > num_examples // 3, statuses
 
 
 def test_the_server_goes_on(server: Server) -> None:

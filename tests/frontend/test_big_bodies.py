@@ -1,4 +1,4 @@
-"""Long and binary bodies, and limits, on the real server."""
+"""Long and binary bodies, limits, and the key to capture, on the real server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.fakes.server import Server, serving
+from tests.fakes.server import Server, known_flags, serving
 from tests.fakes.steering_forms import HIDDEN, LAYERS
 from tests.frontend.test_http import CHAT, FLAGS, MODULE
 
@@ -39,7 +39,10 @@ def server(model_dir: Path) -> Iterator[Server]:
         *("--max-steering-configs", "4", "--steering-sites", '{"post_mlp": "all", "pre_attn": "all"}'),
         *("--additional-config", json.dumps(SETTINGS)),
     ]
-    with serving([*MODULE, str(model_dir), *FLAGS, *flags], VLLM_PLUGINS="headgate,fake_worker") as running:
+    command = [*MODULE, str(model_dir), *FLAGS, *flags, *known_flags("--enable-scale-out")]
+    with serving(
+        command, VLLM_PLUGINS="headgate,fake_worker", HEADGATE_CAPTURE_KEYS="other-key,capture-key"
+    ) as running:
         yield running
 
 
@@ -57,7 +60,8 @@ def post(server: Server, path: str, form: str, **fields: Any) -> httpx.Response:
     body = {"model": "tiny", "capture": ROWS, "capture_wait": True, **BODIES[path], **fields}
     content = msgspec.msgpack.encode(body) if form == "binary" else json.dumps(body).encode()
     kind = "application/msgpack" if form == "binary" else "application/json"
-    return httpx.post(f"{server.url}{path}", content=content, headers={"Content-Type": kind}, timeout=60)
+    headers = {"Content-Type": kind, "X-Headgate-Key": "capture-key"}
+    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
 
 
 def steered(response: httpx.Response) -> str:
@@ -154,3 +158,38 @@ def test_internal_fields_cannot_be_forged(server: Server, path: str, fields: dic
 
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "extra_args.headgate"
+
+
+CAPTURING: dict[str, dict[str, Any]] = {
+    **{path: {**body, "capture": ROWS} for path, body in BODIES.items()},
+    "/invocations": {**BODIES["/v1/completions"], "capture": ROWS},
+    "/inference/v1/generate": {
+        "token_ids": [5, 6],
+        "sampling_params": {"max_tokens": 1, "extra_args": {"capture": ROWS}},
+    },
+}
+
+
+@pytest.mark.parametrize("key", ["", "a-key", "other-key", "capture-key"])
+@pytest.mark.parametrize("path", CAPTURING)
+def test_capturing_needs_a_key(server: Server, path: str, key: str) -> None:
+    body = {"model": "tiny", **CAPTURING[path]}
+    for headers in ({"X-Headgate-Key": key}, {"Authorization": f"Bearer {key}"}):
+        response = httpx.post(f"{server.url}{path}", json=body, headers=headers if key else {}, timeout=60)
+
+        is_known = key in ("other-key", "capture-key")
+        assert response.status_code == (200 if is_known else 403), response.text
+        if not is_known:
+            assert "HEADGATE_CAPTURE_KEYS" in response.text
+        assert "capture-key" not in response.text
+
+
+def test_the_consumers_are_shown_with_a_key(server: Server) -> None:
+    url = f"{server.url}/v1/capture/consumers"
+
+    assert httpx.get(url, timeout=60).status_code == 403
+    assert httpx.get(url, headers={"X-Headgate-Key": "capture-key"}, timeout=60).status_code == 200
+
+
+def test_what_asks_for_nothing_needs_no_key(server: Server) -> None:
+    assert server.post("/v1/completions", model="tiny", **BODIES["/v1/completions"]).status_code == 200

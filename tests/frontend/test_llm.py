@@ -220,12 +220,13 @@ def test_a_bad_spec_is_a_value_error_that_names_its_field(llm: Any, capture: Any
     assert caught.value.parameter == field
 
 
-def test_the_wire_dict_cannot_be_forged(llm: Any) -> None:
+@pytest.mark.parametrize("key", ["headgate", "headgate_request"])
+def test_what_headgate_keeps_in_extra_args_cannot_be_forged(llm: Any, key: str) -> None:
     from vllm import SamplingParams
 
-    forged = {"headgate": {"v": 1, "reply": "ipc:///tmp/mine", "capture": {}}}
+    forged = {key: {"v": 1, "capture": {"reply": "ipc:///tmp/mine"}}}
 
-    with pytest.raises(ValueError, match=r"extra_args\.headgate"):
+    with pytest.raises(ValueError, match=rf"extra_args\.{key}:"):
         llm.generate({"prompt_token_ids": [1]}, SamplingParams(extra_args=forged), use_tqdm=False)
 
 
