@@ -1,10 +1,10 @@
 """Requests of every kind are captured and steered rightly, or refused by name: with a LoRA adapter, under a grammar,
-given as embeddings. One engine that does all of it; Hugging Face says what is right.
+given as embeddings, and after the engine slept. One engine that does all of it; Hugging Face says what is right.
 """
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +59,7 @@ def llm(folders: Folders) -> Iterator[Any]:
         max_lora_rank=8,
         max_loras=2,  # vLLM's CPU kernels take the last adapter for a request without one: that place stays empty
         enable_prompt_embeds=True,
+        structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
         in_process=True,
         additional_config={"headgate": {"capture": capture, "steering": {}}},
     )
@@ -149,9 +150,14 @@ def test_adapters_beside_plain_requests_captured_and_steered(
     assert relative_error(ours, base.run(PROMPT, [5]).rows[Site(0, HookPoint.POST_MLP)]) > 0.1
 
 
-def test_grammars_hold_while_requests_are_captured_and_steered(llm: Any, base: Any) -> None:
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}, "b": {"type": "boolean"}}, "required": ["n", "b"]}
+
+
+@pytest.mark.parametrize("grammar", ["json", "regex"])
+def test_grammars_hold_while_requests_are_captured_and_steered(llm: Any, base: Any, grammar: str) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
+    wanted = {"json": SCHEMA, "regex": "[ab]{3}-[0-9]{4}"}
     params = [
         sampling(
             tiers,
@@ -159,7 +165,7 @@ def test_grammars_hold_while_requests_are_captured_and_steered(llm: Any, base: A
             max_tokens=80,
             ignore_eos=False,
             detokenize=True,
-            structured_outputs=StructuredOutputsParams(regex="[ab]{3}-[0-9]{4}"),
+            structured_outputs=StructuredOutputsParams(**{grammar: wanted[grammar]}),
         )
         for tiers in (PLAIN, ONE, OTHER)
     ]
@@ -167,7 +173,11 @@ def test_grammars_hold_while_requests_are_captured_and_steered(llm: Any, base: A
     outputs = llm.generate([{"prompt_token_ids": PROMPT} for _ in params], params, use_tqdm=False)
 
     for output, tiers in zip(outputs, (PLAIN, ONE, OTHER), strict=True):
-        assert re.fullmatch("[ab]{3}-[0-9]{4}", output.outputs[0].text)
+        text = output.outputs[0].text
+        if grammar == "json":
+            assert set(json.loads(text)) == {"n", "b"}
+        else:
+            assert len(text) == 8, text
         check_rows(output, tiers, base)
 
 
@@ -200,3 +210,22 @@ def test_a_prompt_of_embeddings_shares_no_blocks_and_runs_under_global_vectors(l
         check_logprobs(output, base.run(PROMPT, tokens, tiers.steering()))
     check(by_tokens, OTHER, base)
     assert [output.num_cached_tokens for output in (*steered, by_tokens)] == [0, CACHED, 0]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_after_sleep_rows_and_vectors_are_right(llm: Any, base: Any, level: int) -> None:
+    """vLLM frees nothing on a CPU, but pauses, drops its cache and wakes as on a GPU."""
+    llm.steering.register("mood", **document(OTHER))
+    named = sampling()
+    named.steering_name = "mood"
+
+    llm.sleep(level)
+    llm.wake_up()
+    params = [sampling(ONE, captures=True), sampling(captures=True), named]
+    outputs = llm.generate([{"prompt_token_ids": PROMPT}] * len(params), params, use_tqdm=False)
+    llm.steering.unregister("mood")
+
+    for output, tiers in zip(outputs, (ONE, PLAIN, OTHER), strict=True):
+        check(output, tiers, base)
+    (slots,) = llm.steering.status().slots
+    assert (slots.reserved, slots.waiting) == (0, 0)
