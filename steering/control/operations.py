@@ -17,8 +17,7 @@ from headgate.capture.schema.errors import EngineStateError, RequestError
 from headgate.steering.core.audit import BY, OPERATOR, Actor, AuditEntry
 from headgate.steering.files.vector_files import load
 from headgate.steering.requests.request_fields import MODULE_FIELDS, read_module, read_update, sum_tiers
-from headgate.steering.requests.wire import TIERS, to_wire
-from headgate.steering.vectors.phase_vectors import Steerable, SteeringSpec, check_name
+from headgate.steering.vectors.phase_vectors import TIERS, Steerable, SteeringSpec, check_name, to_wire
 
 _ATTEMPTS = 3
 

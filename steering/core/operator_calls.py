@@ -11,8 +11,15 @@ from headgate.capture.schema.sites import Site
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import BY, OPERATOR, Actor, Audit
 from headgate.steering.core.state import GlobalTiers, Module, SteeringState, demand_of
-from headgate.steering.requests.wire import TIERS, SteeringWire, from_wire, to_wire
-from headgate.steering.vectors.phase_vectors import PhaseVectors, SteeringSpec, check_name
+from headgate.steering.vectors.phase_vectors import (
+    TIERS,
+    PhaseVectors,
+    SteeringSpec,
+    SteeringWire,
+    check_name,
+    from_wire,
+    to_wire,
+)
 
 _PROBE = "headgate-probe"
 """Stands for the id of a request that is not there."""

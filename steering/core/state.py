@@ -15,9 +15,8 @@ from typing import NamedTuple
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.core.admission import Demand, Load
-from headgate.steering.requests.wire import TIERS
 from headgate.steering.vectors.dtypes import StoredType
-from headgate.steering.vectors.phase_vectors import PhaseVectors, SteeringSpec, weighted_sum
+from headgate.steering.vectors.phase_vectors import TIERS, PhaseVectors, SteeringSpec, weighted_sum
 from headgate.steering.vectors.sums import LIMIT, merge_over, peak, sum_key, without
 
 Parts = tuple[tuple[bytes, float], ...]

@@ -22,9 +22,8 @@ from headgate.steering.core.audit import Audit
 from headgate.steering.core.operator_calls import OperatorCalls
 from headgate.steering.core.state import Resolved, SteeringState
 from headgate.steering.files.vector_files import VectorFileError, load
-from headgate.steering.requests.wire import from_wire
 from headgate.steering.vectors.dtypes import StoredType
-from headgate.steering.vectors.phase_vectors import Steerable
+from headgate.steering.vectors.phase_vectors import Steerable, from_wire
 
 logger = logging.getLogger("headgate")
 

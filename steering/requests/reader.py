@@ -24,9 +24,8 @@ from headgate.steering.requests.request_fields import (
     read_modules,
     read_steering,
 )
-from headgate.steering.requests.wire import to_wire
 from headgate.steering.vectors.dtypes import StoredType
-from headgate.steering.vectors.phase_vectors import ModuleRef, Steerable, SteeringSpec
+from headgate.steering.vectors.phase_vectors import ModuleRef, Steerable, SteeringSpec, to_wire
 from headgate.steering.vectors.sums import LIMIT, peak
 
 Result = TypeVar("Result")

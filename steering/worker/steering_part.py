@@ -15,8 +15,7 @@ from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.sites import Site, parse_sites
 from headgate.steering.config import SteeringConfig
-from headgate.steering.requests.wire import from_wire
-from headgate.steering.vectors.phase_vectors import PhaseVectors
+from headgate.steering.vectors.phase_vectors import PhaseVectors, from_wire
 from headgate.steering.vectors.sums import Vectors, sum_of
 from headgate.steering.worker import site_action
 from headgate.steering.worker.device_tables import DeviceTables

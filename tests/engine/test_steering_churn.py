@@ -107,6 +107,7 @@ def random_jobs(seed: int) -> list[Job]:
                 abort_after=rng.randrange(1, 10) if rng.random() < 0.12 else None,
             )
         )
+    jobs[60].n, jobs[60].tiers, jobs[60].abort_after = 8, configs[0], None
     for index in (50, 150, 250):
         jobs[index].tiers, jobs[index].module, jobs[index].fleeting = TOO_MUCH, ("calm", 1.0), None
     return jobs
@@ -138,14 +139,12 @@ class Churn:
     Attributes:
         jobs: With their answers.
         statuses: One from the end of each job.
-        samples: Answers of one request with eight samples, and of eight requests with the same seeds.
         last: When all were done.
         stats: Of the worker, then.
     """
 
     jobs: list[Job]
     statuses: list[Any] = field(default_factory=list)
-    samples: tuple[list[Any], list[Any]] = ([], [])
     last: Any = None
     stats: dict[str, Any] = field(default_factory=dict)
 
@@ -256,7 +255,6 @@ async def run_all(folder: Path, jobs: list[Job]) -> Churn:
     try:
         churn, gates = Churn(jobs), Gates(asyncio.Semaphore(IN_FLIGHT), asyncio.Semaphore(MAX_FLEETING))
         await asyncio.gather(*(run_job(engine, job, gates, churn.statuses) for job in jobs))
-        churn.samples = await samples_of(engine, 8, 0), [(await samples_of(engine, 1, seed))[0] for seed in range(8)]
         churn.last = await engine.steering.status()
         await follow(engine, (last := plain_job()), sampling(last, ""), "")  # the worker hears of the end of the others
         churn.jobs.append(last)
@@ -264,25 +262,6 @@ async def run_all(folder: Path, jobs: list[Job]) -> Churn:
     finally:
         engine.shutdown()
     return churn
-
-
-EIGHT = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.0, "detokenize": False, "logprobs": NUM_LOGPROBS}
-
-
-async def samples_of(engine: Any, n: int, seed: int) -> list[Any]:
-    """The samples of a request; vLLM counts their seeds up."""
-    (output,) = [found async for found in steered(engine, f"{n}-{seed}", n=n, seed=seed)]
-    return list(output.outputs)
-
-
-def steered(engine: Any, request_id: str, **settings: Any) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    params = SamplingParams(**EIGHT, **settings, output_kind=RequestOutputKind.FINAL_ONLY)
-    for name, value in Tiers(base=vectors(STREAM[:2], 950), decode=vectors(STREAM[2:3], 951)).fields().items():
-        setattr(params, name, value)
-    return engine.generate({"prompt_token_ids": list(range(20, 60))}, params, request_id)
 
 
 def plain_job() -> Job:
@@ -331,17 +310,6 @@ def test_every_answer_and_row_equals_the_solo_run(churn, reference):
             num_steered += not job.is_plain
 
     assert num_steered > 150
-
-
-def test_eight_samples_with_vectors_are_eight_requests_with_them(churn):
-    samples, requests = churn.samples
-
-    assert [list(one.token_ids) for one in samples] == [list(one.token_ids) for one in requests]
-    for one, other in zip(samples, requests, strict=True):
-        got, wanted = logprobs_of(one.logprobs), logprobs_of(other.logprobs)
-        given = ~(got.isnan() | wanted.isnan())
-        assert relative_error(got[given], wanted[given]) <= MAX_ERROR
-    assert len({tuple(one.token_ids) for one in samples}) > 1
 
 
 def steering_of(job: Job) -> Steering:

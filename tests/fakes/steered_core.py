@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.requests.wire import to_wire
-from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, SteeringSpec
+from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, SteeringSpec, to_wire
 from tests.frontend.conftest import ENGINE
 
 WORKER = "tests.fakes.steering_worker.SteeringWorker"

@@ -14,7 +14,7 @@ import pytest
 
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.requests.request_fields import read_steering
-from headgate.steering.requests.wire import to_wire
+from headgate.steering.vectors.phase_vectors import to_wire
 from tests.fakes.steering_forms import BAD, GOOD, HIDDEN, LAYERS, ROW, listed
 from tests.frontend.conftest import ENGINE, capture_settings, stop
 

@@ -18,8 +18,7 @@ from headgate.capture.schema.errors import ConfigError, OverloadedError, Request
 from headgate.steering.config import SteeringConfig, parse_config
 from headgate.steering.core.steering_core import SteeringCore, open_core
 from headgate.steering.files.vector_files import VectorFile, save
-from headgate.steering.requests.wire import from_wire, to_wire
-from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, SteeringSpec
+from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, SteeringSpec, from_wire, to_wire
 from tests.fakes.steering_tables import CONFIGS, HIDDEN, vectors
 
 FACTS = CoreFacts(model=ModelInfo(name="m", num_layers=2, hidden_size=HIDDEN, dtype="bfloat16", sites=()))
@@ -308,7 +307,7 @@ class Clock:
 
 def waiting(workers: Workers, clock: Clock, num_waiting: int, *, is_offline: bool = False, **config: Any) -> Any:
     """A core whose eight slots are taken, and others wait: ``w0``, ``w1`` and so on, a second apart."""
-    core = SteeringCore("bfloat16", 8, workers, parse_config(config), clock)
+    core = SteeringCore("bfloat16", 8, workers, parse_config(config), clock=clock)
     core.accept("runs", both(vectors({i: 50.0 + i for i in range(6)})))
     assert core.offer("runs", priority=0, is_session=False, is_offline=is_offline)
     for i in range(num_waiting):

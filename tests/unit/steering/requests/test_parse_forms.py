@@ -22,8 +22,7 @@ from headgate.steering.requests.request_fields import (
     read_tier,
     read_update,
 )
-from headgate.steering.requests.wire import from_wire, to_wire
-from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, SteeringSpec
+from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, SteeringSpec, from_wire, to_wire
 from tests.fakes.vector_forms import ALL_SITES, HIDDEN, Rows, bits_of, exact_rows, forms, model, nested
 
 SITE = Site(1, HookPoint.POST_MLP)
@@ -232,7 +231,7 @@ def test_the_caller_may_change_its_array_afterwards() -> None:
 
 
 def test_reading_needs_no_torch() -> None:
-    modules = ("config", "requests.request_fields", "requests.wire", "files.vector_files", "vectors.directions")
+    modules = ("config", "requests.request_fields", "vectors.phase_vectors", "files.vector_files", "vectors.directions")
     program = "".join(f"import headgate.steering.{name}\n" for name in modules)
     program += "import sys; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
 

@@ -14,8 +14,7 @@ from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import SelfTestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import parse_config
-from headgate.steering.requests.wire import to_wire
-from headgate.steering.vectors.phase_vectors import PhaseVectors, SteeringSpec, weighted_sum
+from headgate.steering.vectors.phase_vectors import PhaseVectors, SteeringSpec, to_wire, weighted_sum
 from headgate.steering.worker import site_action
 from headgate.steering.worker.device_tables import DeviceTables
 from headgate.steering.worker.self_test import check_steering
