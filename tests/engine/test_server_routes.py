@@ -124,7 +124,8 @@ def test_who_waits_too_long_or_comes_when_too_many_wait_is_a_503(server: Server)
         "POST", f"{server.url}/v1/completions", json={**body, "steering_vectors": many(0)}, timeout=60
     )
     with taking as running, ThreadPoolExecutor(4) as pool:
-        next(running.iter_lines())
+        events = running.iter_lines()  # held: the connection is closed when it goes
+        next(events)
         answers = list(pool.map(send, range(1, 5)))
         same = complete(server, steering_vectors=many(0), max_tokens=2)
         plain = complete(server, max_tokens=2)
