@@ -23,6 +23,7 @@ import torch
 from lora_fp8_runs import STRENGTH, is_plain, is_steered, vectors
 from side_by_side import run_modes
 
+from headgate.capture.engine.commands.verify import RANDOM_WEIGHTS
 from headgate.capture.schema.sites import HookPoint, Site
 from tests.benchmarks.models import write_model
 from tests.engine.hf_reference import Reference, Steering, own_process, reference_rows, row_cosines
@@ -68,7 +69,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     config, model = folder / "config" / "config.json", folder / "model"
     write_model("llama3-8b", config.parent)
     config.write_text(json.dumps(json.loads(config.read_text()) | SIZES))
-    command = [sys.executable, str(HERE / "weights.py"), str(config.parent), str(model)]
+    command = [sys.executable, "-m", RANDOM_WEIGHTS, str(config.parent), str(model)]
     subprocess.run(command, check=True, timeout=TIMEOUT_S)
     adapter = write_adapter(model, folder / "adapter")
     usual = {"GPU_TEST_MODEL": str(model)}

@@ -2,7 +2,7 @@
 
 One process per engine. What two GPUs generated is the prompt of a run on one, so that both compute the same positions
 from the same tokens; all rows of it are compared. See `steering_runs`. Needs two GPUs, 10 GB of disk, and a folder with
-a model's configuration and tokenizer, GPU_TEST_MODEL; weights are made (`weights`).
+a model's configuration and tokenizer, GPU_TEST_MODEL; weights are made (`random_weights`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import pytest
 import torch
 from steering_runs import SEEN, base, is_steered
 
-RUNS, WEIGHTS = (Path(__file__).with_name(name) for name in ("steering_runs.py", "weights.py"))
+from headgate.capture.engine.commands.verify import RANDOM_WEIGHTS
+
+RUNS = Path(__file__).with_name("steering_runs.py")
 MIN_COSINE = 0.999
 TIMEOUT_S = 280
 KINDS = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
@@ -66,7 +68,7 @@ class Run:
 def run_all(folder: Path) -> dict[str, dict[str, Any]]:
     """What two GPUs saw in each kind, and one GPU with the tokens of each; the two of a pair run at once."""
     model = folder / "model"
-    subprocess.run([sys.executable, str(WEIGHTS), base.MODEL, str(model)], check=True, timeout=TIMEOUT_S)
+    subprocess.run([sys.executable, "-m", RANDOM_WEIGHTS, base.MODEL, str(model)], check=True, timeout=TIMEOUT_S)
     both = {kind: Run(kind, folder, engine) for kind, engine in KINDS.items()}
     seen = {kind: run.result() for kind, run in both.items()}
     one = {
