@@ -29,7 +29,9 @@ PROMPTS = [
     [9],
 ]
 NUM_OUTPUT = 6
-MIN_COSINE = 0.999
+MIN_COSINE = 0.998
+"""Of bf16 rows. Gemma 2's lie at 0.999, and their last bits depend on how prompts fell into batches; rows of other
+tokens are nowhere near."""
 ENGINE = {
     "skip_tokenizer_init": True,
     "max_model_len": 128,
