@@ -76,7 +76,7 @@ def sampling(**kwargs: Any) -> Any:
 async def last_of(outputs: Any) -> Any:
     last = None
     async for output in outputs:
-        assert not hasattr(last, "capture_results")
+        assert last is None or not last.capture_results
         last = output
     return last
 
@@ -214,5 +214,5 @@ def test_the_engine_runs_ahead_of_a_stop_string(engine: Engine) -> None:
 def test_a_request_without_capture_is_left_alone(engine: Engine) -> None:
     output = engine.run(last_of(generate(engine, "l", capture=None, capture_wait=None)))
 
-    assert not hasattr(output, "capture_results")
+    assert not output.capture_results
     assert engine.hub.stats().waiting == 0

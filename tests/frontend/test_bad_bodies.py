@@ -117,7 +117,7 @@ def test_beam_search_drops_no_field_in_silence(server: Server, path: str) -> Non
 HALVES: dict[str, tuple[Any, str]] = {
     "a consumer": ({"capture": {"\ud800": HOOKS}}, "capture.\\ud800"),
     "a hook point": ({"steering_vectors": {"\udfff": {"3": VECTOR}}}, "steering_vectors.\\udfff"),
-    "a stray field": ({"steering_\ud800": 1}, "steering_\\ud800"),
+    "a stray field": ({"steering_\ud800": 1}, "body"),  # vLLM's own model of a body refuses such a name
     "a name": ({"steering_name": "\ud800"}, "steering_name"),
     "a key of a spec": ({"capture": {"rows": {**HOOKS, "\ud800": 1}}}, "capture.rows.\\ud800"),
 }
