@@ -271,6 +271,7 @@ def test_the_description_has_every_route_with_examples(server: Server) -> None:
     assert {(path, method) for path, found in ours.items() for method in found} == {
         ("/v1/steering", "get"),
         ("/v1/steering/layers", "get"),
+        ("/v1/steering/audit", "get"),
         ("/v1/steering/modules", "get"),
         ("/v1/steering/set", "post"),
         ("/v1/steering/clear", "post"),
