@@ -80,7 +80,7 @@ def test_a_steering_request_brings_its_wire_and_nothing_else(llm: Any) -> None:
     note = note_of(llm, steering_vectors=ONE, decode_steering_vectors={"pre_attn": {0: -2 * ROW}})
 
     expected = wire_of(llm, steering_vectors=ONE, decode_steering_vectors={"pre_attn": {0: -2 * ROW}})
-    assert note["wire"] == {"v": 1, "parts": {"steering": expected}}
+    assert note["wire"] == {"v": 1, "parts": {"steering": expected}, "offline": True}
     assert note["extra"] == ["headgate"]
     assert not note["skips_cache"]
 
