@@ -1,34 +1,34 @@
-"""Serves one tiny model of `architectures` after another and compares what is captured and steered with Hugging Face.
-
-``python -m tests.engine.architecture_runs RESULTS.json TYPE ...`` adds one entry for each type to RESULTS.json.
-"""
+"""Serves a tiny model of `architectures` and compares what is captured and steered with Hugging Face."""
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
+import contextlib
+import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
-from tests.engine.architectures import HIDDEN, LAYERS, VOCABULARY, make_model
+from headgate.capture.schema.sites import HookPoint, Site
+from tests.conftest import ENVIRONMENT, start_llm, stop_llm
+from tests.engine.architecture_reference import AS_VLLM, STEERED_LAYER, Reference, Rows, reference, vector
+from tests.engine.architectures import HUGGING_FACE, LAYERS, VOCABULARY, make_model
 from tests.engine.hf_reference import own_process, relative_error
 
 PROMPTS = [[1, *((7 * i) % (VOCABULARY - 5) + 5 for i in range(40))], [1, *(range(30, 49))]]
-STEERED_LAYER = 1
 NUM_OUTPUT = 4
 MAX_ERROR = 1e-4
-INNER = [hook for hook in HookPoint if hook is not HookPoint.FINAL_NORM]
+MAX_ROUNDING = MAX_ERROR / 10
+INNER: list[HookPoint] = [hook for hook in HookPoint if hook is not HookPoint.FINAL_NORM]
 BOUNDARIES = [HookPoint.PRE_ATTN, HookPoint.POST_MLP]
-ENGINE = {
+ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "skip_tokenizer_init": True,
     "max_model_len": 128,
@@ -36,62 +36,10 @@ ENGINE = {
     "max_num_seqs": 4,
     "max_logprobs": -1,
     "enable_prefix_caching": False,
+    "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
     "in_process": True,
 }
-Rows = dict[Site, Tensor]
-
-
-def vector() -> Tensor:
-    """What the second of two runs adds to the stream after layer `STEERED_LAYER`."""
-    return torch.randn(HIDDEN, generator=torch.Generator().manual_seed(3))
-
-
-def reference(
-    folder: str, tokens: Sequence[Sequence[int]], *, is_steered: bool, final: Tensor | None = None
-) -> list[tuple[Rows, Tensor]]:
-    """Hugging Face's streams around each layer and the LM head's input, by forward hooks, and the logits.
-
-    With `final`, the LM head gets these rows instead of its own.
-    """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    rows: Rows = {}
-    for index, layer in enumerate(_layers(model)):
-        _tap(layer, index, rows, vector() if is_steered and index == STEERED_LAYER else None)
-
-    def enter_head(_: nn.Module, args: tuple[Any, ...]) -> Any:
-        rows[FINAL_NORM_SITE] = args[0].reshape(-1, args[0].shape[-1]).clone()
-        return None if final is None else (final.view_as(args[0]), *args[1:])
-
-    model.get_output_embeddings().register_forward_pre_hook(enter_head)
-    found = []
-    for ids in tokens:
-        with torch.no_grad():
-            logits = model(torch.tensor([list(ids)]), use_cache=False).logits[0]
-        found.append((dict(rows), logits))
-    return found
-
-
-def _layers(model: nn.Module) -> nn.ModuleList:
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == LAYERS]
-    return lists[0]
-
-
-def _tap(layer: nn.Module, index: int, rows: Rows, added: Tensor | None) -> None:
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        value = args[0] if args else kwargs["hidden_states"]
-        rows[Site(index, HookPoint.PRE_ATTN)] = value.reshape(-1, value.shape[-1]).clone()
-
-    def leave(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        value = output[0] if isinstance(output, tuple) else output
-        rows[Site(index, HookPoint.POST_MLP)] = value.reshape(-1, value.shape[-1]).clone()
-        if added is None:
-            return None
-        return (value + added, *output[1:]) if isinstance(output, tuple) else value + added
-
-    layer.register_forward_pre_hook(enter, with_kwargs=True)
-    layer.register_forward_hook(leave)
+"""vLLM's rotary kernel for CPUs is left out: of queries with three dimensions it rotates some values wrongly."""
 
 
 def compare(model_type: str, helpers: ProcessPoolExecutor, cache: Path) -> dict[str, Any]:
@@ -101,7 +49,7 @@ def compare(model_type: str, helpers: ProcessPoolExecutor, cache: Path) -> dict[
         helpers.submit(make_model, model_type, folder).result()
         helpers.submit(reference, str(folder), PROMPTS, is_steered=False).result()
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises
-        return {"result": "not built", "note": f"Hugging Face: {_line(error)}"}
+        return {"result": "not built", "note": f"{HUGGING_FACE}{_line(error)}"}
     try:
         llm, hooks = _start(folder)
     except Exception as error:  # noqa: BLE001
@@ -116,8 +64,6 @@ def compare(model_type: str, helpers: ProcessPoolExecutor, cache: Path) -> dict[
         traceback.print_exc()
         return {"result": "WRONG", "hooks": _said(hooks), "note": _line(error)}
     finally:
-        from tests.conftest import stop_llm
-
         stop_llm(llm)
 
 
@@ -125,11 +71,9 @@ def _start(folder: Path) -> tuple[Any, list[HookPoint]]:
     """Start with as many hook points as the model has."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    from tests.conftest import start_llm
-
     hooks = list(INNER)
     while True:
-        capture = {"consumers": [{"name": "memory"}], "sites": {hook.value: "all" for hook in hooks}}
+        capture: dict[str, Any] = {"consumers": [{"name": "memory"}], "sites": {hook.value: "all" for hook in hooks}}
         capture["sites"]["final_norm"] = "all"
         steering = {"sites": {"post_mlp": "all"}}
         try:
@@ -142,36 +86,91 @@ def _start(folder: Path) -> tuple[Any, list[HookPoint]]:
             missing = [hook for hook in hooks if refused and f"has no hook point {hook}" in str(refused)]
             if not missing or missing[0] in BOUNDARIES:
                 raise
-            fewer = [hook for hook in hooks if hook not in missing]
-            hooks = fewer if len(hooks) == len(INNER) else list(BOUNDARIES)
+            hooks = [hook for hook in hooks if hook not in missing]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What was found for one prompt.
+
+    Attributes:
+        error: Largest error of a site, relative to the site's largest value.
+        site: That site, and whether the run was steered.
+        is_vllms: Whether vLLM's own logprobs differ from Hugging Face's and are what the captured rows give; only
+            looked at beyond `MAX_ERROR`.
+        note: What is known of the difference.
+    """
+
+    error: float
+    site: str
+    is_vllms: bool = False
+    note: str = ""
 
 
 def _compare(llm: Any, hooks: list[HookPoint], folder: str, helpers: ProcessPoolExecutor) -> dict[str, Any]:
     """Compare two runs, of which the second is steered; the largest error decides."""
-    worst: tuple[float, str, Any] = (-1.0, "", None)
-    for is_steered in (False, True):
-        outputs = _generate(llm, hooks, is_steered=is_steered)
-        tokens = [[*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]] for output in outputs]
-        expected = helpers.submit(reference, folder, tokens, is_steered=is_steered).result()
-        for output, ids, (rows, logits) in zip(outputs, tokens, expected, strict=True):
-            captured = _captured(output)
-            _check_sums(captured, hooks)
-            for site in rows:
-                error = relative_error(captured[site], rows[site])
-                if error > worst[0]:
-                    worst = error, f"{'steered, ' * is_steered}{site.name}", (output, ids, is_steered, logits)
-    found: dict[str, Any] = {"error": float(f"{worst[0]:.1e}")}
-    if worst[0] <= MAX_ERROR:
+
+    def ask(*args: Any, **settings: Any) -> list[Reference]:
+        return helpers.submit(reference, folder, *args, **settings).result()
+
+    compared = [each for is_steered in (False, True) for each in _compare_run(llm, hooks, ask, is_steered=is_steered)]
+    worst = max(compared, key=lambda each: each.error)
+    found = {"error": float(f"{worst.error:.1e}")}
+    differing = [each for each in compared if each.error > MAX_ERROR]
+    if not differing:
         return {"result": "equal", **found}
-    output, ids, is_steered, logits = worst[2]
-    own, final = _logprobs(output), _captured(output)[FINAL_NORM_SITE]
-    is_vllms = relative_error(own, logits.log_softmax(-1)[-len(own) :]) > MAX_ERROR / 10
-    remade = helpers.submit(reference, folder, [ids], is_steered=is_steered, final=final).result()[0][1]
-    is_own = relative_error(own, remade.log_softmax(-1)[-len(own) :]) <= MAX_ERROR / 10
-    if is_vllms and is_own:
-        note = "vLLM's own logprobs differ from Hugging Face's; the captured final norm gives vLLM's"
-        return {"result": "as vLLM", **found, "note": note}
-    return {"result": "WRONG", **found, "note": f"{worst[1]}; vLLM differs: {is_vllms}, rows are vLLM's: {is_own}"}
+    wrong = [each for each in differing if not each.is_vllms]
+    if wrong:
+        return {"result": "WRONG", **found, "note": f"{wrong[0].site}: {wrong[0].note}"}
+    return {"result": "as vLLM", **found, "note": AS_VLLM[Path(folder).name][0]}
+
+
+def _compare_run(
+    llm: Any, hooks: list[HookPoint], ask: Callable[..., list[Reference]], *, is_steered: bool
+) -> list[Comparison]:
+    outputs = _generate(llm, hooks, is_steered=is_steered)
+    tokens = [[*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]] for output in outputs]
+    captured = [_captured(output) for output in outputs]
+    compared = []
+    for rows, own in zip(captured, ask(tokens, is_steered=is_steered), strict=True):
+        _check_sums(rows, hooks, is_steered=is_steered)
+        error, site = max((relative_error(rows[site], own.rows[site]), site.name) for site in own.rows)
+        compared.append(Comparison(error=error, site=f"{'steered, ' * is_steered}{site}"))
+        if error <= MAX_ERROR:
+            _check_inner(rows, hooks, own)
+    if max(each.error for each in compared) <= MAX_ERROR:
+        return compared
+    forced = ask(tokens, is_steered=is_steered, forced=captured)
+    as_vllm = ask(tokens, is_steered=is_steered, is_as_vllm=True)
+    judged = map(_judge, compared, outputs, captured, ask(tokens, is_steered=is_steered), forced, as_vllm)
+    return list(judged)
+
+
+def _judge(
+    compared: Comparison, output: Any, rows: Rows, expected: Reference, forced: Reference, as_vllm: Reference
+) -> Comparison:
+    """Whether a difference is vLLM's, and in which of the parts of Hugging Face's model, given the captured rows."""
+    own = _logprobs(output)
+    error, left = (relative_error(own, each.logits.log_softmax(-1)[-len(own) :]) for each in (expected, forced))
+    errors = {site.name: relative_error(rows[site], value) for site, value in forced.rows.items()}
+    parts = [name for name, error in errors.items() if error > MAX_ROUNDING]
+    remaining = max(relative_error(rows[site], value) for site, value in as_vllm.rows.items())
+    note = f"vLLM's logprobs differ by {error:.0e}, those of the captured final norm from vLLM's by {left:.0e}; parts "
+    note += f"that differ alone: {', '.join(parts) or 'none'}; remaining where Hugging Face is as vLLM: {remaining:.0e}"
+    is_vllms = error > MAX_ROUNDING and left <= MAX_ROUNDING and remaining <= MAX_ERROR
+    return replace(compared, is_vllms=is_vllms, note=note)
+
+
+def _check_inner(rows: Rows, hooks: list[HookPoint], expected: Reference) -> None:
+    """The MLP's input is that of a module of Hugging Face's layer; of parallel branches, so is attention's output."""
+    places = [(HookPoint.MLP_IN, expected.mlp_inputs)]
+    if HookPoint.POST_ATTN not in hooks:
+        places.append((HookPoint.ATTN_OUT, expected.attn_outputs))
+    for hook, theirs in places:
+        for site in (Site(index, hook) for index in range(LAYERS) if hook in hooks):
+            candidates = [each for each in theirs.get(site.layer, []) if each.shape == rows[site].shape]
+            error = min((relative_error(rows[site], each) for each in candidates), default=1.0)
+            assert error <= MAX_ERROR, f"{site.name} is of no module of Hugging Face's: {error} from the nearest"
 
 
 def _generate(llm: Any, hooks: list[HookPoint], *, is_steered: bool) -> list[Any]:
@@ -192,15 +191,22 @@ def _captured(output: Any) -> Rows:
     return {site: result.payload[site] for site in result.payload.sites}
 
 
-def _check_sums(rows: Rows, hooks: list[HookPoint]) -> None:
-    """The stream is the sum of its branches, wherever they are captured."""
-    parts = [HookPoint.ATTN_OUT, HookPoint.MLP_OUT, *BOUNDARIES]
+def _check_sums(rows: Rows, hooks: list[HookPoint], *, is_steered: bool) -> None:
+    """The stream is the sum of its branches, wherever they are captured, and a layer gets what the one before left."""
     for index in range(LAYERS):
-        if all(hook in hooks for hook in parts):
-            row = {hook: rows[Site(index, hook)] for hook in parts}
-            total = row[HookPoint.PRE_ATTN] + row[HookPoint.ATTN_OUT] + row[HookPoint.MLP_OUT]
-            error = relative_error(total, row[HookPoint.POST_MLP])
-            assert error <= MAX_ERROR, f"layer {index}: stream and branches differ from the stream after it by {error}"
+        row = {hook: rows[Site(index, hook)] for hook in hooks}
+        sums = [([HookPoint.PRE_ATTN, HookPoint.ATTN_OUT], HookPoint.POST_ATTN)]
+        sums += [([HookPoint.POST_ATTN, HookPoint.MLP_OUT], HookPoint.POST_MLP)]
+        sums += [([HookPoint.PRE_ATTN, HookPoint.ATTN_OUT, HookPoint.MLP_OUT], HookPoint.POST_MLP)]
+        for parts, whole in sums:
+            if {*parts, whole} <= set(hooks):
+                error = relative_error(torch.stack([row[part] for part in parts]).sum(0), row[whole])
+                assert error <= MAX_ERROR, f"layer {index}: {whole} differs from {' + '.join(parts)} by {error}"
+        if index + 1 < LAYERS:
+            left = row[HookPoint.POST_MLP]
+            left = left + vector() if is_steered and index == STEERED_LAYER else left
+            error = relative_error(rows[Site(index + 1, HookPoint.PRE_ATTN)], left)
+            assert error <= MAX_ROUNDING, f"layer {index + 1} gets another stream than layer {index} left, by {error}"
 
 
 def _logprobs(output: Any) -> Tensor:
@@ -214,7 +220,7 @@ def _served(llm: Any) -> str:
 
 def _said(hooks: Sequence[HookPoint]) -> str:
     missing = [hook.value for hook in INNER if hook not in hooks]
-    return "pre_attn, post_mlp" if len(missing) > 1 else f"all but {missing[0]}" if missing else "all"
+    return f"all but {', '.join(missing)}" if missing else "all"
 
 
 def _cause(error: BaseException | None, kind: type[Exception]) -> BaseException | None:
@@ -224,26 +230,27 @@ def _cause(error: BaseException | None, kind: type[Exception]) -> BaseException 
 
 
 def _line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200].replace("|", "/")
+    lines = str(error).strip().splitlines() or [traceback.extract_tb(error.__traceback__)[-1].line or ""]
+    return f"{type(error).__name__}: {lines[0]}"[:200].replace("|", "/")
 
 
-def main(path: Path, names: Sequence[str]) -> None:
-    """Try `names` and note each result at once."""
-    import tests.conftest  # noqa: F401
+def _save_time() -> None:
+    """Leave out what each engine of a process does anew."""
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
 
-    with tempfile.TemporaryDirectory() as cache, own_process() as helpers:
-        for name in names:
-            found = compare(name, helpers, Path(cache))
-            results = json.loads(path.read_text()) if path.exists() else {}
-            path.write_text(json.dumps(results | {name: found}, indent=1, sort_keys=True))
-            print(name, found, flush=True)
+    registry._run_in_subprocess = lambda read: read()  # vLLM reads a class in a new process that imports all: 10 s
+    current_platform.register_triton_kernel_overrides()  # fails the second time if some modules were imported since
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+    torch.set_num_threads(1)  # tiny tensors: more threads wait for each other
 
 
-if __name__ == "__main__":
-    import os
-
-    from tests.conftest import ENVIRONMENT
-
+def serve(pipe: Connection) -> None:
+    """Answer each ``(type, folder for models)`` from `pipe` with its entry, until nobody listens."""
+    os.setpgid(0, 0)
     os.environ.update(ENVIRONMENT)
-    main(Path(sys.argv[1]), sys.argv[2:])
+    _save_time()
+    with own_process() as helpers, contextlib.suppress(EOFError):
+        while True:
+            model_type, cache = pipe.recv()
+            pipe.send(compare(model_type, helpers, Path(cache)))

@@ -1,18 +1,25 @@
 """Tiny random models of every type that vLLM serves and Hugging Face defines, each compared with Hugging Face's own.
 
-``python -m tests.engine.architectures RESULTS.json [TYPE ...]`` adds what is missing in RESULTS.json, one type after
-another, in a process that is replaced when a type kills it. ``architectures_vllm_0.32.json`` holds what was found and
-judged, and `test_architectures` compares with it; ``python -m tests.engine.architectures --table RESULTS.json`` prints
-the table of docs/reference/models.md.
+``python -m tests.engine.architectures RESULTS.json [TYPE ...]`` adds what is missing in RESULTS.json.
+``architectures_vllm_0.32.json`` holds what was found and judged, and `test_architectures` compares with it;
+``python -m tests.engine.architectures --table RESULTS.json`` prints the
+sentence and the table of docs/reference/models.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import subprocess
+import os
+import signal
 import sys
+from collections import Counter
 from collections.abc import Mapping
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 LAYERS, HIDDEN, VOCABULARY = 3, 64, 512
@@ -51,18 +58,21 @@ MLA = {
 """The one size that vLLM's multi-head latent attention has on CPUs."""
 
 TYPES: Mapping[str, Mapping[str, Any]] = {
-    "afmoe": {"num_dense_layers": 1, "score_func": "sigmoid"},
+    "afmoe": {"num_dense_layers": 1, "score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "apertus": {},
     "arcee": {},
     "axk1": MLA,
     "bloom": {},
     "cohere": {},
-    "cohere2": {"sliding_window": 64},
-    "cohere2_moe": {"sliding_window": 64},
+    "cohere2": {},
+    "cohere2_moe": {},
     "cwm": {},
-    "dbrx": {},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 10_000.0},
+        "ffn_config": {"hidden_size": HIDDEN, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "deepseek_v2": {**MLA, "topk_method": "greedy"},
-    "deepseek_v3": MLA,
+    "deepseek_v3": {**MLA, "scoring_func": "sigmoid"},
     "deepseek_v32": MLA,
     "deepseek_v4": {},
     "doge": {},
@@ -77,12 +87,23 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     "gemma": {},
     "gemma2": {},
     "gemma3_text": {},
-    "gemma3n_text": {},
-    "gemma4_text": {},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "laurel_rank": 16,
+    },
+    "gemma4_text": {
+        "num_experts": None,
+        "moe_intermediate_size": None,
+        "global_head_dim": 64,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
     "glm": {},
     "glm4": {},
-    "glm4_moe": {},
-    "glm4_moe_lite": MLA,
+    "glm4_moe": {"head_dim": 32},
+    "glm4_moe_lite": {**MLA, "first_k_dense_replace": 1, "scoring_func": "sigmoid"},
     "glm_moe_dsa": MLA,
     "gpt2": {},
     "gpt_bigcode": {},
@@ -98,31 +119,52 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     "hrm_text": {},
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {},
-    "hy_v3": {},
+    "hy_v3": {"first_k_dense_replace": 1},
     "hy_v4": {},
     "hyperclovax": {},
     "inkling_text": {},
     "jais2": {},
-    "jamba": {},
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "kimi_linear": {},
     "laguna": {},
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_dim": HIDDEN,
+        "conv_dim": HIDDEN,
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": 3,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "llama": {},
-    "llama4_text": {},
-    "longcat_flash": MLA,
+    "llama4_text": {"num_experts_per_tok": 1, "intermediate_size_mlp": 128},
+    "longcat_flash": {
+        **MLA,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+        "expert_ffn_hidden_size": 64,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
     "mamba": {},
-    "mamba2": {},
+    "mamba2": {"num_heads": 4, "state_size": 16, "n_groups": 1, "chunk_size": 16},
     "mellum": {},
     "mimo_v2_flash": {},
     "minicpm3": MLA,
-    "minimax_m2": {},
+    "minimax_m2": {"use_routing_bias": True, "rotary_dim": 16, "scoring_func": "sigmoid"},
     "ministral3": {},
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None},
     "nanbeige": {},
     "nemotron": {},
-    "nemotron_h": {},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 1,
+        "ssm_state_size": 16,
+        "chunk_size": 16,
+        "moe_shared_expert_intermediate_size": 64,
+    },
     "olmo": {},
     "olmo2": {},
     "olmo3": {},
@@ -144,11 +186,23 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     "stablelm": {},
     "starcoder2": {"sliding_window": None},
     "vaultgemma": {},
-    "zamba2": {},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba"],
+        "n_mamba_heads": 4,
+        "mamba_d_state": 16,
+        "chunk_size": 16,
+        "adapter_rank": 8,
+        "num_key_value_heads": 2,
+        "attention_head_dim": 64,
+    },
 }
 """Model type -> what its configuration needs beside `SIZES`."""
 
+HUGGING_FACE = "Hugging Face: "
+"""Begins the note of a type whose model Hugging Face's own code does not make."""
+
 LIMIT_S = 240
+"""Seconds for one type, the start of its process included."""
 
 
 def make_model(model_type: str, folder: Path) -> None:
@@ -180,24 +234,84 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
+def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many types have which result, in a sentence."""
+    counts = Counter(found["result"] for found in results.values())
+    return (
+        f"Of {len(results)} types, {counts['equal']} are equal, {counts['as vLLM']} differ as vLLM itself does, "
+        f"{counts['refused']} are refused, and {counts['not built']} could not be built at this size."
+    )
+
+
+class Trials:
+    """Tries types in a process of its own, replaced when a type kills it or may have left something behind in it.
+
+    A context manager; its process, and what that started, ends with it.
+    """
+
+    def __init__(self) -> None:
+        self._cache = TemporaryDirectory()
+        self._child: tuple[BaseProcess, Connection] | None = None
+
+    def __enter__(self) -> Trials:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        self._cache.cleanup()
+
+    def try_type(self, model_type: str) -> dict[str, Any]:
+        """Return the entry of one type for the results."""
+        self._child = self._child or self._start()
+        process, pipe = self._child
+        pipe.send((model_type, self._cache.name))
+        try:
+            found: dict[str, Any] = pipe.recv() if pipe.poll(LIMIT_S) else {"note": f"not ready after {LIMIT_S} s"}
+        except (EOFError, ConnectionError):
+            process.join()
+            found = {"note": f"the process ended with status {process.exitcode}"}
+        found.setdefault("result", "not built")
+        is_whole = found["result"] in ("equal", "as vLLM") or found["note"].startswith(HUGGING_FACE)
+        if not is_whole or "BrokenProcessPool" in found.get("note", ""):
+            self._stop()  # an engine that did not start may have left modules half imported
+        return found
+
+    def _start(self) -> tuple[BaseProcess, Connection]:
+        from tests.engine.architecture_runs import serve
+
+        context = get_context("spawn")
+        pipe, end = context.Pipe()
+        process = context.Process(target=serve, args=(end,))
+        process.start()
+        end.close()
+        return process, pipe
+
+    def _stop(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        process, pipe = child
+        pipe.close()
+        process.kill()
+        process.join()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)  # its helper: `serve` opens a group of its own
+
+
 def main(arguments: list[str]) -> None:
     """Try what RESULTS.json lacks, or print its table."""
     if arguments[0] == "--table":
-        print(table(json.loads(Path(arguments[1]).read_text())))
+        results = json.loads(Path(arguments[1]).read_text())
+        print(summary(results), table(results), sep="\n\n")
         return
     path, names = Path(arguments[0]), arguments[1:] or list(TYPES)
-    while True:
-        results = json.loads(path.read_text()) if path.exists() else {}
-        missing = [name for name in names if name not in results]
-        if not missing:
-            return
-        command = [sys.executable, "-m", "tests.engine.architecture_runs", str(path), *missing]
-        status = subprocess.run(command, check=False, timeout=LIMIT_S * len(missing)).returncode
-        results = json.loads(path.read_text()) if path.exists() else {}
-        left = [name for name in names if name not in results]
-        if left and status:
-            results[left[0]] = {"result": "not built", "note": f"the process ended with status {status}"}
-            path.write_text(json.dumps(results, indent=1, sort_keys=True))
+    with Trials() as trials:
+        for name in names:
+            results = json.loads(path.read_text()) if path.exists() else {}
+            if name not in results:
+                found = trials.try_type(name)
+                path.write_text(json.dumps(results | {name: found}, indent=1, sort_keys=True) + "\n")
+                print(name, found, flush=True)
 
 
 if __name__ == "__main__":
