@@ -48,6 +48,10 @@ class References:
             tokens.append(known[position])
         return tokens
 
+    def forget(self) -> None:
+        """Forget what was found: sampled tokens hardly come again, and their rows would fill the memory."""
+        self._found.clear()
+
 
 class Judge:
     """Collects whatever is wrong, as texts.
@@ -61,6 +65,10 @@ class Judge:
         self._references, self._stock = references, stock
         self.wrongs: list[str] = []
         self.num_rows = 0
+
+    def forget(self) -> None:
+        """Forget the references of a server that has ended."""
+        self._references.forget()
 
     def wrong(self, text: str, about: Outcome | None = None) -> None:
         """Note something."""

@@ -27,6 +27,7 @@ from tests.chaos.checks import Judge, References
 from tests.chaos.clients import Crowd, Outcome
 from tests.chaos.excuses import Faults, Span, unexcused
 from tests.chaos.fleet import END_S, Fleet
+from tests.chaos.memory import Memory
 from tests.chaos.model import chaos_model
 from tests.chaos.workload import CALM, ROUGH, Mix, Workload
 from tests.conftest import ENVIRONMENT
@@ -36,6 +37,11 @@ DAY_S = 86400.0
 STOP_S = 3.0
 """Seconds that an API server is stopped (SIGSTOP)."""
 LEFT_OVER = ("headgate", "vectors-")
+FAULTS = ("rough", "disk", "clock", "pause")
+LONG_S, LONG_LIFE = 1200.0, 40
+"""Faults of one server of a run that takes `LONG_S` or more, so that what grows slowly is seen."""
+LOOK_EVERY = 4
+"""After so many faults, everything comes to rest, and nothing may be held."""
 
 
 class Chaos:
@@ -63,7 +69,7 @@ class Chaos:
         self._faults = Faults()
         self._began = time.monotonic()
         self.timeline: list[str] = []
-        self.num_requests = 0
+        self.num_requests = self.num_preempted = 0
 
     def say(self, text: str) -> None:
         """Note what happens."""
@@ -96,7 +102,11 @@ class Chaos:
     async def _load(self, faults: list[str], end: str, slots: float) -> None:
         await self._crowd(CALM, self._served)
         before = self._idle(slots, None)
-        for fault in faults:
+        memory = Memory()
+        for index, fault in enumerate(faults):
+            if index and index % LOOK_EVERY == 0:
+                self._idle(slots, before)
+                memory.look(len(self._outcomes), self.fleet.processes())
             self.say(fault)
             mix = ROUGH if fault == "rough" else CALM
             await self._crowd(mix, getattr(self, f"_{fault}"))
@@ -104,6 +114,13 @@ class Chaos:
             self.say("calm again")
             await self._crowd(CALM, self._served)
             self._idle(slots, before)
+            memory.look(len(self._outcomes), self.fleet.processes())
+        for text in memory.growth():
+            self.judge.wrong(text)
+        self.say(f"memory {memory}")
+        preempted = self.fleet.num_preempted()
+        self.num_preempted += preempted
+        self.say(f"preempted {preempted} times")
         if end != "stop":
             await self._crowd(ROUGH, partial(self._kill, end))
 
@@ -168,7 +185,7 @@ class Chaos:
                 self.judge.wrong(f"an idle server still has {held or more}")
                 break
             time.sleep(0.2)
-        memory = {process.name: round(process.rss_mib) for process in self.fleet.processes()}
+        memory = [f"{process.name} {process.rss_mib:.0f}" for process in self.fleet.processes()]
         self.say(f"idle: {holdings.total()} threads and files, MiB: {memory}")
         return holdings
 
@@ -190,6 +207,7 @@ class Chaos:
             result["status"] for outcome in self._outcomes for result in (outcome.results or {}).values()
         )
         self.say(f"compared: {dict(ends)}, {dict(statuses)}, files {count}, {self.judge.num_rows} rows in all")
+        self.judge.forget()
         for root in self.fleet.files.values():
             for path in root.iterdir():
                 if not path.name.startswith("."):
@@ -228,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
             chaos.fleet.stop()
     for wrong in chaos.judge.wrongs[:50]:
         print(f"WRONG {wrong}")
-    done = f"{chaos.num_requests} requests, {chaos.judge.num_rows} rows"
+    done = f"{chaos.num_requests} requests, {chaos.judge.num_rows} rows, {chaos.num_preempted} preemptions"
     print(f"{done}, {len(chaos.judge.wrongs)} wrong; seed {options.seed}")
     if not options.keep:
         shutil.rmtree(folder)
@@ -239,13 +257,17 @@ def run(chaos: Chaos, seed: int, seconds: float) -> None:
     """Servers one after the other until the time is over; the last one is stopped as its operator does."""
     rng, until = random.Random(seed + 2), time.monotonic() + seconds
     chaos.prepare()
-    chaos.live(["rough", "disk", "clock", "pause"], rng.choice(["engine", "worker"]))
+    chaos.live(list(FAULTS), rng.choice(["engine", "worker"]))
     chaos.live([], "api")
+    if seconds >= LONG_S:
+        chaos.live([rng.choice(FAULTS) for _ in range(LONG_LIFE)], "stop")
     while time.monotonic() < until:
-        faults = [rng.choice(["rough", "disk", "clock", "pause"]) for _ in range(rng.randint(2, 8))]
+        faults = [rng.choice(FAULTS) for _ in range(rng.randint(2, 8))]
         chaos.live(faults, rng.choice(["engine", "worker", "api", "stop"]))
     chaos.live(["rough"], "stop")
     chaos.left_over()
+    if not chaos.num_preempted:
+        chaos.judge.wrong("no request was preempted")
 
 
 if __name__ == "__main__":
