@@ -23,6 +23,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from tests.chaos.checks import Judge, References
 from tests.chaos.clients import Crowd, Outcome
 from tests.chaos.excuses import Faults, Span, unexcused
@@ -193,7 +195,7 @@ class Chaos:
         """Compare everything that this server did."""
         for text, outcome in unexcused(self._outcomes, self._faults):
             self.judge.wrong(text, outcome)
-        for outcome in self._outcomes:
+        for outcome in sorted(self._outcomes, key=lambda one: -one.shot.max_tokens):  # the long ones tell of the short
             self.judge.tokens(outcome)
             if outcome.end == "answered" and outcome.status == 200 and not outcome.error:
                 self.judge.results(outcome)
@@ -235,6 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="folder for everything that is written")
     options = parser.parse_args(arguments)
     os.environ.update(ENVIRONMENT)
+    torch.set_num_threads(1)  # threads that wait for each other spin, while servers need the cores
     folder = options.keep or Path(tempfile.mkdtemp(prefix="chaos-run-"))
     chaos = Chaos(folder, options.seed, options.size, options.start)
     chaos.say(f"seed {options.seed}")
