@@ -49,13 +49,13 @@ class ErrorAnswers(Protocol):
 
 
 class Renderer(Protocol):
-    """What makes a prompt of a body."""
+    """Makes the prompt of a body."""
 
     tokenizer: object
 
 
 class Handler(ErrorAnswers, Protocol):
-    """``OpenAIServingCompletion`` and its like: what answers one route's requests."""
+    """``OpenAIServingCompletion`` and its like: answers the requests of one route."""
 
     engine_client: AsyncLLM
 
