@@ -24,18 +24,19 @@ ROOT = Path(__file__).resolve().parents[2]
 ROLES = {"engine": "VLLM::EngineCor", "worker": "VLLM::Worker", "api": "VLLM::APIServer"}
 """What Linux calls the processes, in 15 letters."""
 NUM_API_SERVERS = 2
-NUM_BLOCKS = 40
+NUM_BLOCKS = 24
 """KV blocks of the server, each of 32 tokens: too few for its 48 sequences, so that vLLM preempts some."""
 END_S = 60.0
 """Whatever ends, or becomes idle, does so in this time on a busy machine."""
 
 
 class Process(NamedTuple):
-    """One process of a server: its number, Linux' name for it, and its resident memory in MiB."""
+    """One process of a server: its number, Linux' name for it, its resident memory and the processor time it took."""
 
     pid: int
     name: str
     rss_mib: float
+    cpu_s: float
 
 
 class Fleet:
@@ -214,6 +215,7 @@ def _session(leader: int) -> Iterator[Process]:
             name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
             fields = rest.split()
             if fields[0] != "Z" and int(fields[3]) == leader:
-                yield Process(int(folder.name), name, int(fields[21]) * page)
+                cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                yield Process(int(folder.name), name, int(fields[21]) * page, cpu_s)
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended meanwhile

@@ -74,8 +74,10 @@ class Chaos:
         self.num_requests = self.num_preempted = 0
 
     def say(self, text: str) -> None:
-        """Note what happens."""
-        self.timeline.append(f"{time.monotonic() - self._began:7.1f} s  {text}")
+        """Note what happens, and the processor time that this process and the server took so far."""
+        cpu_s = time.process_time(), sum(process.cpu_s for process in self.fleet.processes())
+        times = f"{time.monotonic() - self._began:7.1f} s, {cpu_s[0]:4.0f} + {cpu_s[1]:4.0f} of CPU"
+        self.timeline.append(f"{times}  {text}")
         print(self.timeline[-1], flush=True)
 
     def prepare(self) -> None:
@@ -208,7 +210,8 @@ class Chaos:
         statuses = Counter(
             result["status"] for outcome in self._outcomes for result in (outcome.results or {}).values()
         )
-        self.say(f"compared: {dict(ends)}, {dict(statuses)}, files {count}, {self.judge.num_rows} rows in all")
+        rows = f"{self.judge.num_rows} rows in all, {len(self.judge.wrongs)} wrong"
+        self.say(f"compared: {dict(ends)}, {dict(statuses)}, files {count}, {rows}")
         self.judge.forget()
         for root in self.fleet.files.values():
             for path in root.iterdir():
