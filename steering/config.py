@@ -17,7 +17,9 @@ from typing import Any
 
 import msgspec
 
-from headgate.capture.engine.setup.cli_flags import json_object
+from headgate.capture.engine.contracts.request_part import FlagGroup
+from headgate.capture.engine.setup.cli_flags import add_repeatable_flag, json_object
+from headgate.capture.engine.setup.server_args import take_flag
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import Site, parse_sites
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
@@ -176,7 +178,7 @@ _WAITS = {"max_steering_waiting": "max_waiting", "max_steering_wait_s": "max_wai
 _FLAGS = ("enable_steering", *_SIZES, *_WAITS, "steering_modules", "steering_sites", "steering_audit")
 
 
-def add_flags(group: Any) -> None:
+def add_flags(group: FlagGroup) -> None:
     """Add the flags to a group of an `argparse.ArgumentParser`."""
     group.add_argument(
         "--enable-steering",
@@ -188,16 +190,14 @@ def add_flags(group: Any) -> None:
     _add_named_flags(group)
 
 
-def _add_named_flags(group: Any) -> None:
+def _add_named_flags(group: FlagGroup) -> None:
     """Add the flags that name files and sites."""
-    group.add_argument(
+    add_repeatable_flag(
+        group,
         "--steering-modules",
         type=_named_path,
-        nargs="+",
-        action="extend",
-        default=None,
         metavar="NAME=PATH",
-        help="Named modules to load at start, from .safetensors, .json or .gguf files. May be repeated.",
+        help="Named modules to load at start, from .safetensors, .json or .gguf files.",
     )
     group.add_argument(
         "--steering-audit",
@@ -216,7 +216,7 @@ def _add_named_flags(group: Any) -> None:
     )
 
 
-def _add_limits(group: Any) -> None:
+def _add_limits(group: FlagGroup) -> None:
     group.add_argument(
         "--max-steering-slots",
         type=int,
@@ -255,11 +255,9 @@ def read_flags(args: argparse.Namespace, section: Mapping[str, Any] | None) -> d
     Raises:
         ConfigError: If two of them contradict each other.
     """
-    given = {name: value for name in _FLAGS if (value := getattr(args, name, None)) is not None}
+    given = {name: value for name in _FLAGS if (value := take_flag(args, name)) is not None}
     if not given:
         return None
-    for name in given:
-        setattr(args, name, None)
     document = dict(section or {})
     if "max_steering_slots" in given and "max_steering_configs" in given:
         raise ConfigError("--max-steering-configs is another way to set --max-steering-slots; give one of them")

@@ -30,12 +30,15 @@ class References:
         self._found: dict[tuple[Any, ...], Reference] = {}
 
     def of(self, shot: Shot, tokens: Sequence[int]) -> Reference:
-        """Rows and logits of a request that generated `tokens`."""
-        key = (shot.prompt.index, shot.steering, *tokens)
-        if key not in self._found:
+        """Rows and logits of a request that generated `tokens`: a part of those of a longer one, if that is known."""
+        about, length = (shot.prompt.index, shot.steering), len(shot.prompt.tokens) + len(tokens) - 1
+        if (*about, *tokens[:-1]) not in self._found:
             steering = STEERING[shot.steering].steering() if shot.steering else None
-            self._found[key] = self._model.run(shot.prompt.tokens, tokens, steering)
-        return self._found[key]
+            found = self._model.run(shot.prompt.tokens, tokens, steering)
+            for num_known in range(len(tokens)):
+                self._found[(*about, *tokens[:num_known])] = found
+        found = self._found[(*about, *tokens[:-1])]
+        return Reference({site: rows[:length] for site, rows in found.rows.items()}, found.logits[:length])
 
     def greedy(self, shot: Shot, known: Mapping[int, int]) -> list[int]:
         """The tokens of a request that nobody saw: those of its rows, by position, and else the most likely ones."""
@@ -47,6 +50,10 @@ class References:
                 known = {**known, position: int(self.of(shot, [*tokens, 0]).next_tokens[-1])}
             tokens.append(known[position])
         return tokens
+
+    def forget(self) -> None:
+        """Forget what was found: sampled tokens hardly come again, and their rows would fill the memory."""
+        self._found.clear()
 
 
 class Judge:
@@ -61,6 +68,10 @@ class Judge:
         self._references, self._stock = references, stock
         self.wrongs: list[str] = []
         self.num_rows = 0
+
+    def forget(self) -> None:
+        """Forget the references of a server that has ended."""
+        self._references.forget()
 
     def wrong(self, text: str, about: Outcome | None = None) -> None:
         """Note something."""

@@ -24,16 +24,19 @@ ROOT = Path(__file__).resolve().parents[2]
 ROLES = {"engine": "VLLM::EngineCor", "worker": "VLLM::Worker", "api": "VLLM::APIServer"}
 """What Linux calls the processes, in 15 letters."""
 NUM_API_SERVERS = 2
+NUM_BLOCKS = 24
+"""KV blocks of the server, each of 32 tokens: too few for its 48 sequences, so that vLLM preempts some."""
 END_S = 60.0
 """Whatever ends, or becomes idle, does so in this time on a busy machine."""
 
 
 class Process(NamedTuple):
-    """One process of a server: its number, Linux' name for it, and its resident memory in MiB."""
+    """One process of a server: its number, Linux' name for it, its resident memory and the processor time it took."""
 
     pid: int
     name: str
     rss_mib: float
+    cpu_s: float
 
 
 class Fleet:
@@ -97,6 +100,7 @@ class Fleet:
             *("-c", "from headgate.capture.cli import main; main()", "serve", str(self._model)),
             *("--served-model-name", MODEL_NAME, "--dtype", "float32", "--enforce-eager", "--block-size", "32"),
             *("--max-num-seqs", "48", "--max-num-batched-tokens", "256", "--api-server-count", str(NUM_API_SERVERS)),
+            *("--num-gpu-blocks-override", str(NUM_BLOCKS)),
             *("--enable-steering", "--max-steering-slots", "96", "--capture-sites", json.dumps(sites)),
             *("--steering-sites", json.dumps({hook.value: "all" for hook in STEERED_SITES})),
             "--capture-consumers",
@@ -147,19 +151,28 @@ class Fleet:
     def idle_state(self) -> dict[str, float]:
         """What a server without requests has always as much of: queued rows, reserved slots and so on."""
         assert self.server is not None
-        state: defaultdict[str, float] = defaultdict(float)
-        with httpx.Client(base_url=self.server.url, timeout=30, trust_env=False) as client:
-            steering = client.get("/v1/steering").json()
-            for line in client.get("/metrics").text.splitlines():
-                name, _, value = line.rpartition(" ")
-                family = name.partition("{")[0]
-                if family in _NONE_WHEN_IDLE:
-                    state[family] += float(value)
+        metrics = self._metrics()
+        state = defaultdict(float, {family: metrics[family] for family in _NONE_WHEN_IDLE if family in metrics})
+        steering = httpx.get(f"{self.server.url}/v1/steering", timeout=30, trust_env=False).json()
         assert set(steering["modules"]) == {module_name(key) for key in STEERING}
         for slots in steering["slots"]:
             state["waiting"] += slots["waiting"]
             state["reserved"] += slots["reserved"]
         return dict(state)
+
+    def num_preempted(self) -> int:
+        """Requests that lost their KV blocks to others so far, as often as they did."""
+        return int(self._metrics()["vllm:num_preemptions_total"])
+
+    def _metrics(self) -> dict[str, float]:
+        """Metrics by family, the sums over their labels."""
+        assert self.server is not None
+        found: defaultdict[str, float] = defaultdict(float)
+        for line in httpx.get(f"{self.server.url}/metrics", timeout=30, trust_env=False).text.splitlines():
+            name, _, value = line.rpartition(" ")
+            if not line.startswith("#"):
+                found[name.partition("{")[0]] += float(value)
+        return found
 
 
 _POOLS = ("ThreadPoolExec", "asyncio_", "AnyIO worker", "headgate-beside")
@@ -202,6 +215,7 @@ def _session(leader: int) -> Iterator[Process]:
             name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
             fields = rest.split()
             if fields[0] != "Z" and int(fields[3]) == leader:
-                yield Process(int(folder.name), name, int(fields[21]) * page)
+                cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                yield Process(int(folder.name), name, int(fields[21]) * page, cpu_s)
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended meanwhile

@@ -23,10 +23,13 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from tests.chaos.checks import Judge, References
 from tests.chaos.clients import Crowd, Outcome
 from tests.chaos.excuses import Faults, Span, unexcused
 from tests.chaos.fleet import END_S, Fleet
+from tests.chaos.memory import Memory
 from tests.chaos.model import chaos_model
 from tests.chaos.workload import CALM, ROUGH, Mix, Workload
 from tests.conftest import ENVIRONMENT
@@ -36,6 +39,11 @@ DAY_S = 86400.0
 STOP_S = 3.0
 """Seconds that an API server is stopped (SIGSTOP)."""
 LEFT_OVER = ("headgate", "vectors-")
+FAULTS = ("rough", "disk", "clock", "pause")
+LONG_S, LONG_LIFE = 1200.0, 40
+"""Faults of one server of a run that takes `LONG_S` or more, so that what grows slowly is seen."""
+LOOK_EVERY = 4
+"""After so many faults, everything comes to rest, and nothing may be held."""
 
 
 class Chaos:
@@ -63,11 +71,13 @@ class Chaos:
         self._faults = Faults()
         self._began = time.monotonic()
         self.timeline: list[str] = []
-        self.num_requests = 0
+        self.num_requests = self.num_preempted = 0
 
     def say(self, text: str) -> None:
-        """Note what happens."""
-        self.timeline.append(f"{time.monotonic() - self._began:7.1f} s  {text}")
+        """Note what happens, and the processor time that this process and the server took so far."""
+        cpu_s = time.process_time(), sum(process.cpu_s for process in self.fleet.processes())
+        times = f"{time.monotonic() - self._began:7.1f} s, {cpu_s[0]:4.0f} + {cpu_s[1]:4.0f} of CPU"
+        self.timeline.append(f"{times}  {text}")
         print(self.timeline[-1], flush=True)
 
     def prepare(self) -> None:
@@ -96,7 +106,11 @@ class Chaos:
     async def _load(self, faults: list[str], end: str, slots: float) -> None:
         await self._crowd(CALM, self._served)
         before = self._idle(slots, None)
-        for fault in faults:
+        memory = Memory()
+        for index, fault in enumerate(faults):
+            if index and index % LOOK_EVERY == 0:
+                self._idle(slots, before)
+                memory.look(len(self._outcomes), self.fleet.processes())
             self.say(fault)
             mix = ROUGH if fault == "rough" else CALM
             await self._crowd(mix, getattr(self, f"_{fault}"))
@@ -104,6 +118,13 @@ class Chaos:
             self.say("calm again")
             await self._crowd(CALM, self._served)
             self._idle(slots, before)
+            memory.look(len(self._outcomes), self.fleet.processes())
+        for text in memory.growth():
+            self.judge.wrong(text)
+        self.say(f"memory {memory}")
+        preempted = self.fleet.num_preempted()
+        self.num_preempted += preempted
+        self.say(f"preempted {preempted} times")
         if end != "stop":
             await self._crowd(ROUGH, partial(self._kill, end))
 
@@ -168,7 +189,7 @@ class Chaos:
                 self.judge.wrong(f"an idle server still has {held or more}")
                 break
             time.sleep(0.2)
-        memory = {process.name: round(process.rss_mib) for process in self.fleet.processes()}
+        memory = [f"{process.name} {process.rss_mib:.0f}" for process in self.fleet.processes()]
         self.say(f"idle: {holdings.total()} threads and files, MiB: {memory}")
         return holdings
 
@@ -176,7 +197,7 @@ class Chaos:
         """Compare everything that this server did."""
         for text, outcome in unexcused(self._outcomes, self._faults):
             self.judge.wrong(text, outcome)
-        for outcome in self._outcomes:
+        for outcome in sorted(self._outcomes, key=lambda one: -one.shot.max_tokens):  # the long ones tell of the short
             self.judge.tokens(outcome)
             if outcome.end == "answered" and outcome.status == 200 and not outcome.error:
                 self.judge.results(outcome)
@@ -189,7 +210,9 @@ class Chaos:
         statuses = Counter(
             result["status"] for outcome in self._outcomes for result in (outcome.results or {}).values()
         )
-        self.say(f"compared: {dict(ends)}, {dict(statuses)}, files {count}, {self.judge.num_rows} rows in all")
+        rows = f"{self.judge.num_rows} rows in all, {len(self.judge.wrongs)} wrong"
+        self.say(f"compared: {dict(ends)}, {dict(statuses)}, files {count}, {rows}")
+        self.judge.forget()
         for root in self.fleet.files.values():
             for path in root.iterdir():
                 if not path.name.startswith("."):
@@ -217,6 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="folder for everything that is written")
     options = parser.parse_args(arguments)
     os.environ.update(ENVIRONMENT)
+    torch.set_num_threads(1)  # threads that wait for each other spin, while servers need the cores
     folder = options.keep or Path(tempfile.mkdtemp(prefix="chaos-run-"))
     chaos = Chaos(folder, options.seed, options.size, options.start)
     chaos.say(f"seed {options.seed}")
@@ -228,7 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
             chaos.fleet.stop()
     for wrong in chaos.judge.wrongs[:50]:
         print(f"WRONG {wrong}")
-    done = f"{chaos.num_requests} requests, {chaos.judge.num_rows} rows"
+    done = f"{chaos.num_requests} requests, {chaos.judge.num_rows} rows, {chaos.num_preempted} preemptions"
     print(f"{done}, {len(chaos.judge.wrongs)} wrong; seed {options.seed}")
     if not options.keep:
         shutil.rmtree(folder)
@@ -239,13 +263,17 @@ def run(chaos: Chaos, seed: int, seconds: float) -> None:
     """Servers one after the other until the time is over; the last one is stopped as its operator does."""
     rng, until = random.Random(seed + 2), time.monotonic() + seconds
     chaos.prepare()
-    chaos.live(["rough", "disk", "clock", "pause"], rng.choice(["engine", "worker"]))
+    chaos.live(list(FAULTS), rng.choice(["engine", "worker"]))
     chaos.live([], "api")
+    if seconds >= LONG_S:
+        chaos.live([rng.choice(FAULTS) for _ in range(LONG_LIFE)], "stop")
     while time.monotonic() < until:
-        faults = [rng.choice(["rough", "disk", "clock", "pause"]) for _ in range(rng.randint(2, 8))]
+        faults = [rng.choice(FAULTS) for _ in range(rng.randint(2, 8))]
         chaos.live(faults, rng.choice(["engine", "worker", "api", "stop"]))
     chaos.live(["rough"], "stop")
     chaos.left_over()
+    if not chaos.num_preempted:
+        chaos.judge.wrong("no request was preempted")
 
 
 if __name__ == "__main__":

@@ -266,11 +266,18 @@ class ClientResources(Protocol):
     engine_dead: bool
 
 
-class AsyncEngineClient(Protocol):
+class SendingClient(Protocol):
+    """``vllm.v1.engine.core_client.MPClient``; a client of an engine core in this process has neither."""
+
+    resources: ClientResources
+
+    def _send_input(self, request_type: RequestType, request: object, *engine: object) -> Any: ...
+
+
+class AsyncEngineClient(SendingClient, Protocol):
     """``vllm.v1.engine.core_client.DPLBAsyncMPClient``, behind an `AsyncLLM`."""
 
     core_engines: Sequence[object]
-    resources: ClientResources
 
     async def _call_utility_async(self, method: str, *args: object, engine: object) -> object: ...
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
-from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient, VllmConfig
+from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient, SendingClient, VllmConfig
 
 Scope = MutableMapping[str, Any]
 """The scope of an ASGI call."""
@@ -21,11 +21,19 @@ Send = Callable[[AsgiMessage], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
+class OutputKind(Protocol):
+    """``vllm.sampling_params.RequestOutputKind``: CUMULATIVE, DELTA (new tokens alone) or FINAL_ONLY."""
+
+    @property
+    def name(self) -> str: ...
+
+
 class SamplingParams(Protocol):
     """``vllm.SamplingParams`` as a user or an HTTP route makes it."""
 
     n: int
     max_tokens: int | None
+    output_kind: OutputKind
     extra_args: dict[str, object] | None
     skip_reading_prefix_cache: bool | None
 
@@ -91,7 +99,7 @@ class OutputProcessor(Protocol):
     request_states: dict[str, RequestState]
 
 
-class SyncClient(EngineClient, Protocol):
+class SyncClient(SendingClient, EngineClient, Protocol):
     """``vllm.v1.engine.core_client.EngineCoreClient``, as an `LLMEngine` steps it."""
 
     def get_output(self) -> object: ...

@@ -17,7 +17,7 @@ from functools import wraps
 from typing import Any
 
 from headgate.capture.engine.contracts.end_messages import mark_sent
-from headgate.capture.engine.contracts.vllm_engine import EngineCoreRequest, Function, RequestType
+from headgate.capture.engine.contracts.vllm_engine import EngineCoreRequest, Function, RequestType, SendingClient
 from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
 from headgate.capture.schema.batch import WIRE_VERSION, RequestWire
 from headgate.capture.schema.errors import RequestError
@@ -68,7 +68,7 @@ def send_input(original: Function) -> Function:
 
 
 @contextmanager
-def fan_out(client: Any, num_samples: int) -> Iterator[None]:
+def fan_out(client: SendingClient, num_samples: int) -> Iterator[None]:
     """Send what `num_samples` samples share once, until the block ends.
 
     Args:
@@ -79,30 +79,38 @@ def fan_out(client: Any, num_samples: int) -> Iterator[None]:
         yield
         return
     samples = FanOut()
-    token = _fan_out.set(samples)
     try:
-        yield
+        with _sharing(samples):
+            yield
     finally:
-        _fan_out.reset(token)
         for release in _releases(client, samples):
             release()
 
 
 @asynccontextmanager
-async def fan_out_async(client: Any) -> AsyncIterator[None]:
+async def fan_out_async(client: SendingClient) -> AsyncIterator[None]:
     """The same for the client of an `AsyncLLM`."""
     samples = FanOut()
-    token = _fan_out.set(samples)
     try:
-        yield
+        with _sharing(samples):
+            yield
     finally:
-        _fan_out.reset(token)
         for release in _releases(client, samples):
             sent: Awaitable[object] = release()
             await sent
 
 
-def _releases(client: Any, samples: FanOut) -> Iterator[Function]:
+@contextmanager
+def _sharing(samples: FanOut) -> Iterator[None]:
+    """Requests that are sent within are `samples`."""
+    token = _fan_out.set(samples)
+    try:
+        yield
+    finally:
+        _fan_out.reset(token)
+
+
+def _releases(client: SendingClient, samples: FanOut) -> Iterator[Function]:
     """Yield what tells each engine core that all samples are sent; nothing if the engine is dead."""
     if not samples.engines or client.resources.engine_dead:
         return

@@ -86,8 +86,7 @@ def open_meter(front: FrontEnd, ask: CaptureRequest, num_prompt: int | None, par
     charge = caller.usage.charge(caller.key, sum(use.num_bytes.values()), field)
     if charge is None:
         return None
-    is_delta = getattr(getattr(params, "output_kind", None), "name", "") == "DELTA"
-    return Meter(charge, front, ask, num_prompt, is_delta=is_delta)
+    return Meter(charge, front, ask, num_prompt, is_delta=params.output_kind.name == "DELTA")
 
 
 def check_quota(front: FrontEnd, ask: CaptureRequest, num_prompt: int, params: SamplingParams) -> None:

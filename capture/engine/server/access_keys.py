@@ -26,6 +26,7 @@ from headgate.capture.engine.access.key_ring import KeyRing, variable_of
 from headgate.capture.engine.access.usage import Usage
 from headgate.capture.engine.setup.cli_flags import translate_flags
 from headgate.capture.engine.setup.client_errors import as_client_error
+from headgate.capture.engine.setup.server_args import ServerArgs, read_server_args
 from headgate.capture.schema.config import server_config
 from headgate.capture.schema.errors import ForbiddenError, shown
 
@@ -50,12 +51,13 @@ class Access:
 
     def __init__(self, args: Namespace) -> None:
         translate_flags(args)  # of servers without an engine, which would not see that a file of keys was named
-        config = server_config(getattr(args, "additional_config", None))
+        server = read_server_args(args)
+        config = server_config(server.additional_config)
         usage = None if config.usage_file is None else Path(config.usage_file)
-        is_counting = usage is not None or (getattr(args, "api_server_count", None) or 1) == 1
+        is_counting = usage is not None or server.num_api_servers == 1
         keys = None if config.keys_file is None else Path(config.keys_file)
-        self.is_local = is_local(args)
-        self._has_socket = bool(getattr(args, "uds", None))
+        self.is_local = is_local(server)
+        self._has_socket = server.uds is not None
         self.keys = KeyRing(keys, is_counting=is_counting)
         self.usage = Usage(usage)
 
@@ -108,11 +110,9 @@ def require_role(role: str, request: Request) -> AccessKey | None:
     return key
 
 
-def is_local(args: Namespace) -> bool:
-    """Whether a server that was started with these arguments listens on the loopback interface or a Unix socket."""
-    if getattr(args, "uds", None):
-        return True
-    return _is_loopback((getattr(args, "host", None) or "").strip("[]"))
+def is_local(server: ServerArgs) -> bool:
+    """Whether a server listens on the loopback interface or a Unix socket."""
+    return server.uds is not None or _is_loopback(server.host)
 
 
 def _check_own(headers: Mapping[str, str], role: str) -> None:

@@ -5,12 +5,23 @@ vLLM's request models keep unknown fields of a body.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import Function
+from headgate.capture.engine.contracts.vllm_frontend import SamplingParams
+from headgate.capture.engine.contracts.vllm_server import (
+    Body,
+    ChatBody,
+    ChatHandler,
+    ErrorAnswers,
+    Handler,
+    ResponsesBody,
+    ResponsesHandler,
+    TokensBody,
+)
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.frontends.metering import check_quota
 from headgate.capture.engine.requests.call_context import Call, current_call, enter, taken
@@ -40,6 +51,9 @@ from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import Message
 
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
 NO_BEAMS = "beam search cannot be captured or steered: its requests come and go with the beams"
 
 
@@ -50,11 +64,11 @@ def to_sampling_params(original: Function) -> Function:
     """
 
     @wraps(original)
-    def wrapped(self: Any, *args: object, **kwargs: object) -> Any:
+    def wrapped(self: Body, *args: object, **kwargs: object) -> SamplingParams:
         given = _given(self)
         if given and current_call() is None:
             _refuse_capture(given)
-        params = original(self, *args, **kwargs)
+        params: SamplingParams = original(self, *args, **kwargs)
         for name in read_fields(params, CAPTURE_FIELDS):
             # Its answer would have no place for results, and nobody has asked for a key.
             with as_client_error():
@@ -66,13 +80,13 @@ def to_sampling_params(original: Function) -> Function:
     return wrapped
 
 
-def _unknown_to_vllm(request: Any) -> Document:
+def _unknown_to_vllm(request: Body) -> Document:
     """Fields of a body that vLLM's model of it does not have, and those that were taken out before."""
     extra, before = request.model_extra or {}, taken().fields
     return {**extra, **before} if before else extra
 
 
-def _given(request: Any) -> dict[str, Any]:
+def _given(request: Body) -> dict[str, object]:
     """Those of our fields that a body has."""
     extra, xargs = _unknown_to_vllm(request), getattr(request, VLLM_XARGS, None)
     if not extra and not xargs:
@@ -90,7 +104,7 @@ def _given(request: Any) -> dict[str, Any]:
     return given
 
 
-def _refuse_in_xargs(request: Any, xargs: Document) -> None:
+def _refuse_in_xargs(request: Body, xargs: Document) -> None:
     if getattr(request, "use_beam_search", False):
         refuse_ignored({VLLM_XARGS: xargs}, NO_BEAMS)
     refuse_unknown(xargs, f"{VLLM_XARGS}.")
@@ -111,14 +125,16 @@ def create_completion(original: Function) -> Function:
     """Wrap ``OpenAIServingCompletion.create_completion``."""
 
     @wraps(original)
-    async def wrapped(self: Any, request: Any, *args: object, **kwargs: object) -> object:
+    async def wrapped(
+        self: Handler, request: Body, raw_request: Request | None = None, *args: object, **kwargs: object
+    ) -> object:
         given = _given(request)
         if given:
-            await _check_early(given, self, request, *args, **kwargs)
+            await _check_early(given, self, request, raw_request)
         if not _captures(given):
-            return await _serve(original, given, self, request, *args, **kwargs)
+            return await _serve(original, given, self, request, raw_request, *args, **kwargs)
         call = _begin_call(self, given)
-        return answer_choices(await _serve(original, given, self, request, *args, **kwargs), call)
+        return answer_choices(await _serve(original, given, self, request, raw_request, *args, **kwargs), call)
 
     return wrapped
 
@@ -127,25 +143,27 @@ def create_chat_completion(original: Function) -> Function:
     """Wrap ``OpenAIServingChat.create_chat_completion``."""
 
     @wraps(original)
-    async def wrapped(self: Any, request: Any, *args: object, **kwargs: object) -> object:
+    async def wrapped(
+        self: ChatHandler, request: ChatBody, raw_request: Request | None = None, *args: object, **kwargs: object
+    ) -> object:
         given = _given(request)
         if given:
-            await _check_early(given, self, request, *args, **kwargs)
+            await _check_early(given, self, request, raw_request)
         if not _captures(given):
-            return await _serve(original, given, self, request, *args, **kwargs)
+            return await _serve(original, given, self, request, raw_request, *args, **kwargs)
         call = _begin_call(self, given)
         call.chat_messages = await _find_chat_messages(self, request)
-        return answer_choices(await _serve(original, given, self, request, *args, **kwargs), call)
+        return answer_choices(await _serve(original, given, self, request, raw_request, *args, **kwargs), call)
 
     return wrapped
 
 
 async def _serve(
-    original: Function, given: Document, serving: Any, request: Any, *args: object, **kwargs: object
-) -> Any:
+    original: Function, given: Document, handler: Handler, request: Body, *args: object, **kwargs: object
+) -> object:
     """Call vLLM's handler. The stream of a request that may have to wait begins when it has not been sent away."""
-    answer = await original(serving, request, *args, **kwargs)
-    return await await_first_event(answer, serving) if given.keys() - CAPTURE_FIELDS else answer
+    answer: object = await original(handler, request, *args, **kwargs)
+    return await await_first_event(answer, handler) if given.keys() - CAPTURE_FIELDS else answer
 
 
 def create_responses(original: Function) -> Function:
@@ -155,11 +173,17 @@ def create_responses(original: Function) -> Function:
     """
 
     @wraps(original)
-    async def wrapped(self: Any, request: Any, *args: object, **kwargs: object) -> object:
+    async def wrapped(
+        self: ResponsesHandler,
+        request: ResponsesBody,
+        raw_request: Request | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         given = _given(request)
         if not given:
-            return await original(self, request, *args, **kwargs)
-        await _check_early(given, self, request, *args, **kwargs)
+            return await original(self, request, raw_request, *args, **kwargs)
+        await _check_early(given, self, request, raw_request)
         call = _begin_call(self, given)
         with as_client_error():
             if _captures(given) and request.background:
@@ -168,7 +192,7 @@ def create_responses(original: Function) -> Function:
             headgate_request = reader_of(self.engine_client).read(params, request.request_id)
             if headgate_request is not None:
                 await reader_of(self.engine_client).confirm_async(headgate_request, self.engine_client.engine_core)
-        answer = await original(self, request, *args, **kwargs)
+        answer = await original(self, request, raw_request, *args, **kwargs)
         return answer_response(answer, call) if _captures(given) else answer
 
     return wrapped
@@ -183,8 +207,13 @@ def generate_response(original: Function) -> Function:
 
     @wraps(original)
     def wrapped(
-        self: Any, request_id: str, engine_input: Any, sampling_params: Any, *args: object, **kwargs: object
-    ) -> AsyncGenerator[Any, None]:
+        self: Handler,
+        request_id: str,
+        engine_input: Mapping[str, Sequence[int]],
+        sampling_params: SamplingParams,
+        *args: object,
+        **kwargs: object,
+    ) -> AsyncGenerator[object, None]:
         with as_client_error():
             reader = reader_of(self.engine_client)
             headgate_request = None if current_call() is None else reader.read(sampling_params, request_id)
@@ -207,7 +236,7 @@ def create_from_audio(original: Function) -> Function:
     """Wrap ``create_transcription`` and ``create_translation``, whose bodies are forms."""
 
     @wraps(original)
-    async def wrapped(self: Any, audio_data: bytes, request: Any, *args: object, **kwargs: object) -> object:
+    async def wrapped(self: ErrorAnswers, audio_data: bytes, request: Body, *args: object, **kwargs: object) -> object:
         given = {VLLM_XARGS: getattr(request, VLLM_XARGS, None), **(request.model_extra or {})}
         try:
             with as_client_error():
@@ -223,7 +252,9 @@ def serve_tokens(original: Function) -> Function:
     """Wrap ``ServingTokens.serve_tokens``, whose clients write `SamplingParams` themselves."""
 
     @wraps(original)
-    async def wrapped(self: Any, request: Any, raw_request: Any = None, *args: object, **kwargs: object) -> object:
+    async def wrapped(
+        self: Handler, request: TokensBody, raw_request: Request | None = None, *args: object, **kwargs: object
+    ) -> object:
         if raw_request is not None and read_fields(request.sampling_params, CAPTURE_FIELDS):
             require_role(CAPTURE, raw_request)
         return await original(self, request, raw_request, *args, **kwargs)
@@ -231,19 +262,17 @@ def serve_tokens(original: Function) -> Function:
     return wrapped
 
 
-def _begin_call(serving: Any, given: Document) -> Call:
+def _begin_call(handler: Handler, given: Document) -> Call:
     """Handle a call in this task, whose answer will have a place for what is captured."""
     with as_client_error():
         form = read_form(given.get(RETURN_HIDDEN_STATES))
-    front = front_end_of(serving.engine_client)
+    front = front_end_of(handler.engine_client)
     call = Call(form=form, states=None if front is None else front.capture_reader.hidden_states)
     enter(call)
     return call
 
 
-async def _check_early(
-    given: Document, serving: Any, request: Any, raw_request: Any = None, *args: object, **kwargs: object
-) -> None:
+async def _check_early(given: Document, handler: Handler, request: Body, raw_request: Request | None) -> None:
     """Check what cannot be checked in the call of the engine, of a request that gives fields of ours.
 
     That is the key of an HTTP client who captures (batches of the operator's own have no client), beam search, which
@@ -254,13 +283,13 @@ async def _check_early(
     with as_client_error():
         if getattr(request, "use_beam_search", False):
             raise RequestError(next(iter(given)), NO_BEAMS)
-        client = serving.engine_client
+        client = handler.engine_client
         await reader_of(client).confirm_names(given, client.engine_core)
 
 
-async def _find_chat_messages(serving: Any, request: Any) -> dict[Message, RenderedMessage]:
+async def _find_chat_messages(handler: ChatHandler, request: ChatBody) -> dict[Message, RenderedMessage]:
     """Render the beginnings of the chat that message selectors need, as the chat itself will be rendered."""
-    front = front_end_of(serving.engine_client)
+    front = front_end_of(handler.engine_client)
     if front is None:
         return {}
     with as_client_error():
@@ -268,34 +297,34 @@ async def _find_chat_messages(serving: Any, request: Any) -> dict[Message, Rende
         if ask is None:
             return {}
         return {
-            selector: await _locate(serving, request, selector, where) for selector, where in messages_of(ask).items()
+            selector: await _locate(handler, request, selector, where) for selector, where in messages_of(ask).items()
         }
 
 
-async def _locate(serving: Any, request: Any, selector: Message, where: str) -> RenderedMessage:
-    chat: Sequence[Any] = request.messages
+async def _locate(handler: ChatHandler, request: ChatBody, selector: Message, where: str) -> RenderedMessage:
+    chat = request.messages
     rendering = locate(
         chat,
         pick(selector, chat, where),
         is_continued=request.continue_final_message,
-        bos=getattr(serving.renderer.tokenizer, "bos_token_id", None),
+        bos=getattr(handler.renderer.tokenizer, "bos_token_id", None),
         field=where,
     )
     try:
         part = next(rendering)
         while True:
-            part = rendering.send(await _try_render(serving, request, part))
+            part = rendering.send(await _try_render(handler, request, part))
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]
 
 
-async def _try_render(serving: Any, request: Any, chat: Chat) -> Tokens | None:
+async def _try_render(handler: ChatHandler, request: ChatBody, chat: Chat) -> Tokens | None:
     part = request.model_copy(
         update={"messages": list(chat), "add_generation_prompt": False, "continue_final_message": False}
     )
     try:
-        rendered = await serving.render_chat_request(part)
+        rendered = await handler.render_chat_request(part)
         _, (prompt,) = rendered
-        return prompt["prompt_token_ids"]  # type: ignore[no-any-return]
+        return prompt["prompt_token_ids"]
     except Exception:  # noqa: BLE001  (templates raise whatever they like to refuse a conversation)
         return None

@@ -31,6 +31,7 @@ from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
 from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
 from headgate.capture.engine.setup.client_errors import answer_refused, as_client_error, refused_error
 from headgate.capture.engine.setup.logs import speak_through_vllm
+from headgate.capture.engine.setup.server_args import read_server_args
 from headgate.capture.engine.setup.settings import OUR_KEY
 from headgate.capture.schema.config import server_config
 from headgate.capture.schema.errors import RequestError
@@ -61,8 +62,8 @@ class Endpoints:
     def attach_router(self, app: FastAPI) -> None:
         """Add every part's routes, our counters to the page of metrics, and the reader of bodies."""
         open_access(app.state)
-        configuration = getattr(app.state.args, "additional_config", None)
-        configured = (configuration or {}).get(OUR_KEY)
+        configuration = read_server_args(app.state.args).additional_config
+        configured = configuration.get(OUR_KEY)
         routers = collect(self._routes, needed=configured if isinstance(configured, Mapping) else ())
         for router in routers.values():
             app.include_router(router)

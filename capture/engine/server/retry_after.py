@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from http import HTTPStatus
-from typing import Any
 
 from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
+from headgate.capture.engine.contracts.vllm_server import ErrorAnswers
 from headgate.capture.engine.requests.call_context import overloads, watch_overloads
 
 RETRY_AFTER_S = 5
@@ -34,14 +34,14 @@ class RetryAfterMiddleware:
         await self._app(scope, receive, send_on)
 
 
-async def await_first_event(answer: Any, serving: Any) -> Any:
+async def await_first_event(answer: object, handler: ErrorAnswers) -> object:
     """Return a stream once its first event is there, or the error answer if the request was sent away before.
 
     The status of a stream is sent before its first event is asked for, so it would be 200 in any case.
 
     Args:
         answer: Of vLLM's handler; what is no stream is returned as it is.
-        serving: vLLM's object that makes error answers.
+        handler: Makes the error answer.
     """
     if not isinstance(answer, AsyncGenerator):
         return answer
@@ -51,7 +51,7 @@ async def await_first_event(answer: Any, serving: Any) -> Any:
         return answer
     if sent_away := overloads():
         await answer.aclose()
-        return serving.create_error_response(sent_away[0])
+        return handler.create_error_response(sent_away[0])
     return _rejoined(first, answer)
 
 

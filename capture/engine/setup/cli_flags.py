@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import cast
 
@@ -19,6 +19,7 @@ from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import FlagGroup
 from headgate.capture.engine.contracts.vllm_engine import Function
+from headgate.capture.engine.setup.server_args import read_server_args, take_flag
 from headgate.capture.engine.setup.settings import OUR_KEY, SERVER
 from headgate.capture.schema.config import (
     HIDDEN_STATES,
@@ -30,6 +31,8 @@ from headgate.capture.schema.config import (
 from headgate.capture.schema.errors import ConfigError
 
 Consumer = str | Document | CaptureConsumerSpec
+
+_OURS = f"additional_config[{OUR_KEY!r}]"
 
 
 def additional_config(
@@ -53,7 +56,7 @@ def additional_config(
         ConfigError: If anything is wrong.
     """
     merged = dict(base or {})
-    ours = _object(merged.get(OUR_KEY), f"additional_config[{OUR_KEY!r}]")
+    ours = _object(merged.get(OUR_KEY), _OURS)
     parts = {name: settings.pop(name) for name in request_parts() if name in settings}
     for name, wanted in parts.items():
         if wanted is not None and wanted is not False:
@@ -112,14 +115,12 @@ def add_cli_args(original: Function) -> Function:
 
 def add_flags(group: FlagGroup) -> None:
     """Add capture's flags, and those of every other part, to a group of an `argparse.ArgumentParser`."""
-    group.add_argument(
+    add_repeatable_flag(
+        group,
         "--capture-consumers",
         type=_shorthand,
-        nargs="+",
-        action="extend",
-        default=None,
         metavar="NAME:key=val,...",
-        help="Consumers of captured activations, such as filesystem:root=/data/run1. May be repeated.",
+        help="Consumers of captured activations, such as filesystem:root=/data/run1.",
     )
     group.add_argument(
         "--capture-sites",
@@ -141,6 +142,13 @@ def add_flags(group: FlagGroup) -> None:
         part.add_flags(group)
 
 
+def add_repeatable_flag(group: FlagGroup, name: str, *, type: Callable[[str], object], metavar: str, help: str) -> None:
+    """Add a flag that takes one or several values and may be repeated; what is parsed is one list, or None."""
+    group.add_argument(
+        name, type=type, nargs="+", action="extend", default=None, metavar=metavar, help=f"{help} May be repeated."
+    )
+
+
 def from_cli_args(original: Function) -> Function:
     """Wrap ``EngineArgs.from_cli_args``."""
 
@@ -158,19 +166,17 @@ def translate_flags(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: If the result is wrong.
     """
-    base = getattr(args, "additional_config", None)
-    sections = (base or {}).get(OUR_KEY) or {}
-    given = {name: part.read_flags(args, sections.get(name)) for name, part in request_parts().items()}
+    sections = _object(read_server_args(args).additional_config.get(OUR_KEY), _OURS)
+    given = {name: part.read_flags(args, _object(sections.get(name), name)) for name, part in request_parts().items()}
     parts = {name: document for name, document in given.items() if document is not None}
-    consumers, sites = getattr(args, "capture_consumers", None), getattr(args, "capture_sites", None)
-    if getattr(args, _STATES, None):
-        consumers = [*(consumers or ()), *_missing_states(consumers or (), sections.get("capture") or {})]
+    consumers, sites = take_flag(args, "capture_consumers"), take_flag(args, "capture_sites")
+    if take_flag(args, _STATES):
+        consumers = [*(consumers or ()), *_missing_states(consumers or (), _object(sections.get("capture"), "capture"))]
     _move_server_flags(args)
-    base = getattr(args, "additional_config", None)
     if consumers is None and sites is None and not parts:
         return
+    base = read_server_args(args).additional_config
     args.additional_config = additional_config(consumers=consumers or (), sites=sites, base=base, **parts)
-    args.capture_consumers = args.capture_sites = args.enable_return_hidden_states = None
 
 
 _SERVER_FLAGS = {
@@ -187,14 +193,12 @@ def _move_server_flags(args: argparse.Namespace) -> None:
     """Move the flags of the HTTP server into its section."""
     given: dict[str, str] = {}
     for flag, (setting, _) in _SERVER_FLAGS.items():
-        name = flag.removeprefix("--").replace("-", "_")
-        if (value := getattr(args, name, None)) is not None:
+        if (value := take_flag(args, flag.removeprefix("--").replace("-", "_"))) is not None:
             given[setting] = value
-            setattr(args, name, None)
     if given:
-        base = args.additional_config or {}
-        ours = base.get(OUR_KEY) or {}
-        server = {**(ours.get(SERVER) or {}), **given}
+        base = read_server_args(args).additional_config
+        ours = _object(base.get(OUR_KEY), _OURS)
+        server = {**_object(ours.get(SERVER), SERVER), **given}
         parse_server(server)
         args.additional_config = {**base, OUR_KEY: {**ours, SERVER: server}}
 

@@ -11,6 +11,7 @@ import pytest
 from headgate.capture.engine.access.caller import current_caller, set_caller
 from headgate.capture.engine.server import openai_routes
 from headgate.capture.engine.server.access_keys import is_local, require_role
+from headgate.capture.engine.setup.server_args import read_server_args
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +137,7 @@ def test_a_unix_socket_is_out_of_reach_for_web_pages() -> None:
     ],
 )
 def test_where_a_server_listens(host: str | None, uds: str | None, expected: bool) -> None:
-    assert is_local(Namespace(host=host, uds=uds)) is expected
+    assert is_local(read_server_args(Namespace(host=host, uds=uds))) is expected
 
 
 @pytest.mark.parametrize(
