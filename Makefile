@@ -16,7 +16,7 @@ MATRIX_TESTS := $(sort $(wildcard tests/frontend/test_*.py))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick docs dist test-unit test-engine test-extended test-matrix test-lowest fuzz chaos gpu-test lint format types lock clean
+.PHONY: help setup demo test quick docs dist test-unit test-engine test-extended test-matrix test-lowest test-producers fuzz chaos gpu-test lint format types lock clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -70,6 +70,9 @@ dist: setup ## Build wheel and sdist, install the wheel in a fresh environment, 
 
 test-lowest: setup ## Some of the tests and one engine with the oldest dependencies that pyproject.toml allows
 	@$(BIN)/python .ci/test_lowest.py
+
+test-producers: setup ## The readers of SAE files against sae-lens and other producers, in an environment of their own
+	@$(BIN)/python .ci/test_producers.py
 
 gpu-test: ## The tests that need a CUDA GPU, in the Python that holds your vLLM: make gpu-test GPU_PYTHON=python3
 	@$(or $(GPU_PYTHON),python3) -m pytest --durations=10 -m gpu tests

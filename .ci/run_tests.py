@@ -2,15 +2,17 @@
 
 ``quick`` runs the tests of pure modules: folders of ``tests/unit`` that need no vLLM, without what takes long.
 
-Each file that starts engines gets a process of its own: an engine leaves patched classes, process groups and sockets
-behind in the process that it ran in, and the fakes of tests/frontend stand in for vLLM's worker there. What a process
-printed is shown when it fails; otherwise its last line, and the whole is kept in .pytest_cache/logs.
+Each file that starts engines gets a process of its own, or shares one with a few that are known to get on (`TOGETHER`):
+an engine leaves patched classes, process groups and sockets behind in the process that it ran in, and the fakes of
+tests/frontend stand in for vLLM's worker there. What a process printed is shown when it fails; otherwise its last line,
+and the whole is kept in .pytest_cache/logs.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
@@ -33,6 +35,22 @@ LONGEST = (
 )
 """Begun first, so that none of them is left for the end."""
 
+TOGETHER = {
+    "tests/frontend: applications": ("test_app", "test_access", "test_random_bodies", "test_route_table"),
+    "tests/frontend: engine cores": ("test_steering_core", "test_steering_admission", "test_steering_process"),
+    "tests/frontend: LLM": ("test_llm", "test_steering_llm", "test_refusals_at_start"),
+    "tests/frontend: AsyncLLM": ("test_async_llm", "test_steering_async"),
+    "tests/engine: tiny models": (
+        "test_neighbours",
+        "test_steering_cache",
+        "test_steering_churn",
+        "test_attribution",
+        "test_new_weights",
+    ),
+    "tests/engine: SmolLM2": ("test_frontend", "test_hidden_states", "test_parity_smollm2"),
+}
+"""Files of one folder that share a process: importing vLLM takes each process 13 s of a core."""
+
 
 class Job(NamedTuple):
     """One process of pytest, or of another program of this Python.
@@ -49,11 +67,20 @@ class Job(NamedTuple):
 
 
 def unit_jobs() -> list[Job]:
-    """The tests that start no engine, in two parts of about one length."""
+    """The tests that start no engine, in two parts of about one length, and those of kernels.
+
+    Kernels are read by Triton's interpreter if its switch is set before the first of them is imported.
+    """
     marker = ("-m", "not engine and not gpu and not extended")
-    rest = [str(path) for path in sorted((ROOT / "tests").iterdir()) if path.name not in ("unit", "__pycache__")]
+    rest = [
+        str(path) for path in sorted((ROOT / "tests").iterdir()) if path.name not in ("unit", "kernels", "__pycache__")
+    ]
     rest = [path for path in rest if Path(path).is_dir() or Path(path).name.startswith("test_")]
-    return [Job("unit", (*marker, "tests/unit")), Job("the rest without engines", (*marker, *rest))]
+    return [
+        Job("unit", (*marker, "tests/unit")),
+        Job("the rest without engines", (*marker, *rest)),
+        Job("kernels", (*marker, "tests/kernels"), {"TRITON_INTERPRET": "1"}),
+    ]
 
 
 def quick_jobs() -> list[Job]:
@@ -70,21 +97,23 @@ def quick_jobs() -> list[Job]:
 
 
 def engine_jobs() -> list[Job]:
-    """A job for each file that may hold tests with engines."""
+    """A job for each file that may hold tests with engines, or for those that share a process."""
     files = [
         *ROOT.glob("tests/engine/test_*.py"),
         *ROOT.glob("tests/frontend/test_*.py"),
         ROOT / "tests/test_examples.py",
     ]
-    ordered = sorted(files, key=lambda path: (LONGEST.index(path.stem) if path.stem in LONGEST else 99, str(path)))
-    return [
-        Job(str(path.relative_to(ROOT)), ("-m", "engine and not gpu and not extended", str(path))) for path in ordered
-    ]
+    name_of = {(name.partition(":")[0], stem): name for name, stems in TOGETHER.items() for stem in stems}
+    jobs: dict[str, list[str]] = {}
+    for path in sorted(files, key=lambda path: (LONGEST.index(path.stem) if path.stem in LONGEST else 99, str(path))):
+        file = str(path.relative_to(ROOT))
+        jobs.setdefault(name_of.get((str(path.parent.relative_to(ROOT)), path.stem), file), []).append(file)
+    return [Job(name, ("-m", "engine and not gpu and not extended", *paths)) for name, paths in jobs.items()]
 
 
 def run(job: Job) -> tuple[bool, str]:
     """Whether it passed, and what to show."""
-    began, log = time.monotonic(), LOGS / f"{job.name.replace('/', '-').replace(' ', '-')}.log"
+    began, log = time.monotonic(), LOGS / f"{re.sub('[/: ]+', '-', job.name)}.log"
     # Threads that wait for each other spin on shared cores.
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **job.environment}
     program = [sys.executable] if job.arguments[0].endswith(".py") else PYTEST

@@ -1,4 +1,4 @@
-"""The consumer that keeps rows in RAM, for notebooks and tests."""
+"""The consumer that keeps rows in RAM: for notebooks and tests, and for later requests that patch with them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.schema.config import GIB
@@ -23,90 +21,44 @@ from headgate.capture.schema.consumer import (
     RequestInfo,
     RowBlock,
     RowSpan,
+    SpecContext,
     StreamingConsumer,
+    parse_client_spec,
 )
-from headgate.capture.schema.errors import ConfigError, ConsumerError
-from headgate.capture.schema.sites import Site
+from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError, shown
+from headgate.capture.schema.results import MAX_KEPT_NAME
+from headgate.capture.schema.spec import CaptureSpec
+from headgate.consumers.captured_rows import CapturedRows
+from headgate.consumers.kept_rows import KeepLimits, KeptName, KeptRequests
+
+KEEP = "keep"
+"""Option of a request's spec: the name under which its rows are kept."""
+
+_NAME, _OWNER = "name", "owner"
 
 
 class MemoryParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the memory consumer.
 
     Attributes:
-        max_bytes: RAM that rows may take: those of running requests and those of results that are still in use.
+        max_bytes: RAM that rows may take: those of running requests, those of results that are still in use, and
+            those that are kept.
+        keep_bytes: Bytes of the rows that requests have kept.
+        keep_key_bytes: The same of one client's key; all clients without a key count as one.
+        keep_s: Seconds after which kept rows are given up.
     """
 
     max_bytes: int = 4 * GIB
-
-
-class CapturedRows:
-    """The payload of the memory consumer: one request's rows.
-
-    ``rows["12.post_mlp"]`` is a tensor ``[num_rows, hidden]`` in the model's dtype; aliases and `Site` work too.
-
-    Attributes:
-        request_id: The id of the request in its API.
-        sample_index: Which of its ``n`` samples.
-        sites: In the order of the forward pass.
-        rows: The tensors by site.
-        positions: int64 ``[num_rows]``, ascending.
-        token_ids: int64 ``[num_rows]``: the token whose forward gave the row.
-        is_prefill: bool ``[num_rows]``: True where that token was part of the prompt.
-        num_prompt_tokens: Length of the prompt.
-        status: How the request ended: ``stop``, ``length``, ``abort`` ...
-        dropped_rows: Rows that overload kept from it.
-    """
-
-    def __init__(self, captured: CapturedRequest) -> None:
-        self.request_id = captured.request.client_request_id
-        self.sample_index = captured.request.sample_index
-        self.sites = captured.sites
-        self.rows = captured.rows
-        self.positions = captured.positions
-        self.token_ids = captured.token_ids
-        self.is_prefill = captured.is_prefill
-        self.num_prompt_tokens = captured.final.num_prompt_tokens
-        self.status = captured.final.status
-        self.dropped_rows = captured.dropped_rows
-
-    def __repr__(self) -> str:
-        return f"<CapturedRows of {self.request_id}: {len(self)} rows of {', '.join(s.name for s in self.sites)}>"
-
-    def __len__(self) -> int:
-        """Rows per site."""
-        return len(self.positions)
-
-    def __getitem__(self, site: Site | str) -> Tensor:
-        """``[num_rows, hidden]`` of one site.
-
-        Raises:
-            KeyError: If it was not captured; the message lists those that were.
-        """
-        try:
-            return self.rows[site if isinstance(site, Site) else Site.parse(site)]
-        except (KeyError, ValueError):
-            raise KeyError(f"{site}: not captured; there are {', '.join(s.name for s in self.sites)}") from None
-
-    def numpy(self, site: Site | str) -> npt.NDArray[Any]:
-        """The same as numpy; bfloat16 becomes float32, which holds it exactly."""
-        rows = self[site]
-        array: npt.NDArray[Any] = (rows.float() if rows.dtype is torch.bfloat16 else rows).numpy()
-        return array
-
-    def summary(self) -> dict[str, Any]:
-        """The payload in JSON values: everything but the rows."""
-        return {
-            "num_rows": len(self),
-            "shapes": {site.name: list(self.rows[site].shape) for site in self.sites},
-            "num_prefill_rows": int(self.is_prefill.sum()),
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "status": self.status,
-            "dropped_rows": self.dropped_rows,
-        }
+    keep_bytes: int = GIB
+    keep_key_bytes: int = GIB // 4
+    keep_s: float = 3600.0
 
 
 class MemoryConsumer(StreamingConsumer):
     """Keeps the rows of every request in RAM; the payload is a `CapturedRows`, which over HTTP is its summary.
+
+    With ``"keep": NAME`` in its spec, a request leaves its rows for later ones of the same client, which patch with
+    them (`headgate.capture.schema.results.RowKeeper`); it then waits for its result.
 
     `MemoryParams` lists the parameters. A request that would pass `max_bytes` ends with an error and gives its memory
     back at once; the memory of a payload comes free when nobody holds it any more.
@@ -116,7 +68,10 @@ class MemoryConsumer(StreamingConsumer):
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         super().__init__(params, context)
-        self._max_bytes = _parse(params).max_bytes
+        parsed = _parse(params)
+        self._max_bytes = parsed.max_bytes
+        limits = KeepLimits(max_bytes=parsed.keep_bytes, max_key_bytes=parsed.keep_key_bytes, max_age_s=parsed.keep_s)
+        self._kept = KeptRequests(limits)
         self._used = _Usage()
         self._taken: dict[str, int] = {}  # bytes of each running request
         self._too_large: set[str] = set()
@@ -125,6 +80,33 @@ class MemoryConsumer(StreamingConsumer):
     @classmethod
     def check_params(cls, params: Mapping[str, Any]) -> None:
         _parse(params)
+
+    @classmethod
+    def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
+        spec = parse_client_spec(raw, context, options=(KEEP,))
+        name = spec.options.get(KEEP)
+        if name is None:
+            return replace(spec, options={})
+        field = f"{context.field}.{KEEP}"
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_KEPT_NAME or not name.isprintable():
+            raise RequestError(
+                field, f"expected a name of 1 to {MAX_KEPT_NAME} printable characters, got {shown(name)}"
+            )
+        if context.num_front_ends > 1:
+            raise RequestError(
+                field,
+                f"this server has {context.num_front_ends} API processes, and later requests may come to another than "
+                "the one that keeps the rows; start it with --api-server-count 1",
+            )
+        return replace(spec, options={_NAME: name, _OWNER: context.owner})
+
+    @classmethod
+    def awaits(cls, spec: CaptureSpec) -> bool:
+        return _NAME in spec.options
+
+    def find_kept(self, owner: str | None, name: str, sample_index: int, field: str) -> CapturedRows:
+        """See `headgate.capture.schema.results.RowKeeper`."""
+        return self._kept.find(KeptName(owner, name), sample_index, field)
 
     def begin(self, request: RequestInfo) -> None:
         self._taken[request.request_id] = 0
@@ -151,6 +133,10 @@ class MemoryConsumer(StreamingConsumer):
             self._used.add(-num_bytes)
             raise
         weakref.finalize(payload, self._used.add, -num_bytes)
+        options = request.spec.options
+        if (name := options.get(_NAME)) is not None:
+            call = request.client_request_id if request.origin is None else request.origin.call
+            self._kept.keep(KeptName(options[_OWNER], name), payload, call=call, num_bytes=num_bytes)
         return payload
 
     def abandon(self, request: RequestInfo) -> None:
@@ -159,6 +145,7 @@ class MemoryConsumer(StreamingConsumer):
 
     def close(self, timeout_s: float) -> None:
         self._taken.clear()
+        self._kept.clear()
         self._rows.close(timeout_s)
 
     def _reserve(self, span: RowSpan, block: RowBlock) -> bool:
@@ -186,7 +173,7 @@ class _Wrap(BatchedConsumer):
     """Receives whole requests from the assembler and wraps them."""
 
     def on_capture(self, captured: CapturedRequest) -> CapturedRows:
-        return CapturedRows(captured)
+        return CapturedRows(captured, kept_as=captured.request.spec.options.get(_NAME))
 
 
 class _Usage:
@@ -206,6 +193,7 @@ def _parse(params: Mapping[str, Any]) -> MemoryParams:
         parsed = msgspec.convert(dict(params), MemoryParams)
     except msgspec.ValidationError as error:
         raise ConfigError(f"memory: {error}") from error
-    if parsed.max_bytes < 1:
-        raise ConfigError(f"memory: max_bytes must be at least 1, got {parsed.max_bytes}")
+    for name in ("max_bytes", "keep_bytes", "keep_key_bytes", "keep_s"):
+        if not getattr(parsed, name) > 0:
+            raise ConfigError(f"memory: {name} must be above 0, got {getattr(parsed, name)}")
     return parsed

@@ -1,14 +1,28 @@
 """How the consumers join headgate: entry point ``consumers`` of the group ``headgate.parts``.
 
-Consumers themselves are entry points of the group ``vllm.capture_consumers``; this brings their command alone.
+Consumers themselves are entry points of the group ``vllm.capture_consumers``; this brings their command alone, and
+opens the folders that `filesystem` writes for commands of other parts.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from headgate.capture.schema.part_hooks import hookimpl
+
+if TYPE_CHECKING:
+    from headgate.consumers.reader import CaptureFolder
 
 
 @hookimpl
 def headgate_commands() -> dict[str, str]:
     """``headgate dump``."""
     return {"dump": "headgate.consumers.dump:app"}
+
+
+@hookimpl
+def headgate_captures(root: str) -> CaptureFolder:
+    """Requests in a root of ``filesystem``."""
+    from headgate.consumers.reader import open_captures
+
+    return open_captures(root)

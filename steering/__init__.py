@@ -10,6 +10,9 @@
 The folders, in the order in which they import each other:
 
 * ``vectors/``: element types, the canonical form of vectors (`PhaseVectors`), sums, directions from captured rows.
+* ``programs/``: operations at a site beyond addition: their methods, and the entries that they are lowered to;
+  `headgate.steering.ops` makes them by name.
+* ``features/``: SAEs and transcoders as files, and the command ``headgate sae``.
 * ``requests/``: a request's fields in every form, read into a spec and its wire form.
 * ``files/``: vectors on disk (safetensors, JSON, GGUF).
 * ``core/``: in the engine core: global vectors, named modules, slots for requests, keys of KV blocks.
@@ -35,11 +38,13 @@ if TYPE_CHECKING:
     from headgate.capture import LLM, SamplingParams, additional_config
     from headgate.capture.schema.errors import ConfigError, RequestError
     from headgate.capture.schema.sites import HookPoint, Site
+    from headgate.steering import ops
     from headgate.steering.config import SteeringConfig
     from headgate.steering.control.handle import AsyncSteering, Steering
     from headgate.steering.files.vector_files import VectorFile, VectorFileError, load, save
+    from headgate.steering.programs.spec import ModuleRef
     from headgate.steering.vectors.directions import captured_rows, contrast, mean_difference, pca
-    from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, weighted_sum
+    from headgate.steering.vectors.phase_vectors import PhaseVectors, weighted_sum
 
 __all__ = [
     "LLM",
@@ -60,6 +65,7 @@ __all__ = [
     "contrast",
     "load",
     "mean_difference",
+    "ops",
     "pca",
     "save",
     "weighted_sum",
@@ -73,12 +79,15 @@ _WHERE = {
     "headgate.steering.vectors.directions": ("captured_rows", "contrast", "mean_difference", "pca"),
     "headgate.steering.files.vector_files": ("VectorFile", "VectorFileError", "load", "save"),
     "headgate.steering.control.handle": ("AsyncSteering", "Steering"),
-    "headgate.steering.vectors.phase_vectors": ("ModuleRef", "PhaseVectors", "weighted_sum"),
+    "headgate.steering.programs.spec": ("ModuleRef",),
+    "headgate.steering.vectors.phase_vectors": ("PhaseVectors", "weighted_sum"),
 }
 _LATE = {name: module for module, names in _WHERE.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return import_module("headgate.steering.ops")
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_LATE[name]), name)

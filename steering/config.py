@@ -3,25 +3,25 @@
 The operator's document is ``additional_config={"headgate": {"steering": {...}}}`` (or vLLM's
 ``--additional-config``); its keys are the fields below, and unknown keys are refused.
 
-`add_flags` and `read_flags` are steering's flags on vLLM's command line, which make the same section.
+`headgate.steering.flags` are the flags on vLLM's command line that make the same section.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
-from headgate.capture.engine.contracts.request_part import FlagGroup
-from headgate.capture.engine.setup.cli_flags import add_repeatable_flag, json_object
-from headgate.capture.engine.setup.server_args import take_flag
 from headgate.capture.schema.errors import ConfigError, RequestError
-from headgate.capture.schema.sites import Site, parse_sites
+from headgate.capture.schema.sites import HookPoint, Site, parse_sites, sort_sites
+from headgate.steering.features.importing import open_coder
+from headgate.steering.features.sparse_coder import SparseCoder
+from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
 
 
@@ -30,6 +30,10 @@ def _stream_sites() -> dict[str, Any]:
 
 
 DEFAULT_SLOTS = 8192
+DEFAULT_OPS = 8
+MAX_OPS = 256
+DEFAULT_FEATURES = 64
+MAX_FEATURES = 1024
 MAX_WAITING = 1024
 MAX_WAIT_S = 120.0
 
@@ -67,6 +71,26 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             `LLM` as long as it takes.
         sites: ``{hook point: layers}`` that can be steered; requests choose any subset. Changes the compiled graph.
             A site costs 8 bytes of device memory for each batch row.
+        op_sites: ``{hook point: layers}`` where operations can act; none if empty. They can be steered with vectors,
+            too. Each adds a kernel to every forward, some 2 us of it while nobody uses it, and takes device memory for
+            the programs of running requests: ``(2 * max_num_seqs + 3) * (4 * max_ops_per_site + 1) * 48`` bytes. In
+            models that carry the stream alone (GPT-2, OPT, Phi, ...) a ``post_attn`` op site takes
+            ``max_num_batched_tokens * hidden_size * 4`` bytes beside, once for all layers.
+        max_ops_per_site: Operations of one request that may act at one site in one phase, its modules' included, and
+            as many global ones.
+        saes: ``{name: "PATH" or "PATH@SITE"}`` of SAEs and transcoders whose features requests may change. Each of
+            their sites is an op site by that. Where there are SAEs, or may be, each op site takes
+            ``(2 * max_num_seqs + 3) * max_sae_features * 48`` bytes of device memory more. Where there are transcoders,
+            or may be, ``max_num_batched_tokens * max_sae_features * 4`` bytes come to that, once.
+        sae_encode: Names of SAEs of `saes` that requests may let reconstruct rows, at most one for each site. Each has
+            its weights on the device of every worker that owns the site: ``2 * num_features * hidden_size`` elements,
+            bfloat16 for a model in bfloat16 and else float32, and 16 bytes for each feature beside. On a GPU each adds
+            four kernels to every forward, three more for every 256 batch rows beyond the first, which end at once while
+            nobody uses them; and working memory for the activations of 256 rows: 1024 bytes for each feature.
+        sae_root: Folder whose SAEs may be registered at run time, over HTTP; none may if None.
+        max_sae_features: Features of one request that may be changed at one site in one phase, its modules' included.
+            Each takes two slots; one that is only added to takes one. A transcoder's feature counts at every site that
+            it reads or writes, and takes a slot for each; of those that are read, so many may be changed in all.
         modules: ``{name: path}`` of named modules to load at start (``.safetensors``, ``.json``, ``.gguf``). Each
             vector of a module takes a slot for as long as it is registered.
         audit_file: File to which each change of global vectors and modules is added as a line of JSON, by every engine
@@ -81,6 +105,12 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_waiting: int | None = None
     max_wait_s: float | None = None
     sites: dict[str, Any] = msgspec.field(default_factory=_stream_sites)
+    op_sites: dict[str, Any] = msgspec.field(default_factory=dict)
+    max_ops_per_site: int = DEFAULT_OPS
+    saes: dict[str, str] = msgspec.field(default_factory=dict)
+    sae_encode: list[str] = msgspec.field(default_factory=list)
+    sae_root: str | None = None
+    max_sae_features: int = DEFAULT_FEATURES
     modules: dict[str, str] = msgspec.field(default_factory=dict)
     audit_file: str | None = None
     self_test: bool = True
@@ -90,9 +120,10 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Resolve the configured sites and limits for a model.
 
         Raises:
-            ConfigError: If the model has no such sites.
+            ConfigError: If the model has no such sites, or an SAE cannot be encoded in full.
         """
         sites = self._sites(num_layers)
+        self.encoded_saes(hidden_size)
         limit = self.max_vectors_per_request or 2 * len(sites)
         return Steerable(
             num_layers=num_layers,
@@ -100,7 +131,67 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             dtype=dtype,
             sites=sites,
             max_vectors=min(limit, self.num_slots(num_layers) - 1),
+            op_sites=self._op_sites(num_layers),
+            max_ops_per_site=self.max_ops_per_site,
+            max_sae_features=self.num_features,
+            max_changes=self.num_changes,
         )
+
+    @property
+    def num_features(self) -> int:
+        """Features of a request at one site; 0 if there can be no SAE."""
+        return self.max_sae_features if self.saes or self.sae_root is not None else 0
+
+    @property
+    def num_changes(self) -> int:
+        """Features of a request that may be read at one site and written at others; 0 if there can be no transcoder.
+
+        Raises:
+            ConfigError: If the files of an SAE cannot be read.
+        """
+        return self.num_features if self.sae_root is not None or self.transcoders() else 0
+
+    def transcoders(self) -> dict[str, tuple[Site, ...]]:
+        """Return the sites of each configured SAE that writes elsewhere than it reads, the one that it reads first.
+
+        Raises:
+            ConfigError: As `num_changes`.
+        """
+        sites = {name: self._sae_sites(name) for name in self.saes}
+        return {name: found for name, found in sites.items() if len(found) > 1}
+
+    @property
+    def max_entries(self) -> int:
+        """Entries of a program at one site.
+
+        Two for each operation, of a request's and of the global ones, one for its vectors, and one for each feature;
+        one for a reconstruction if there can be one.
+        """
+        return 4 * self.max_ops_per_site + 1 + self.num_features + bool(self.sae_encode)
+
+    def encoded_saes(self, hidden_size: int) -> dict[Site, SparseCoder]:
+        """Open the SAEs of `sae_encode`, by site.
+
+        Raises:
+            ConfigError: If one cannot reconstruct rows of `hidden_size` values exactly, or two act at one site.
+        """
+        found: dict[Site, SparseCoder] = {}
+        for name in self.sae_encode:
+            where = f"{WHERE}.sae_encode (--sae-encode): SAE {name!r}"
+            path, site = SaeSource.parse(self.saes[name])
+            try:
+                coder = open_coder(path, name=name, site=site)
+                site = sae_site(coder)
+            except (FeatureFileError, OSError) as error:
+                raise ConfigError(f"{where}: {error}") from error
+            if (why := _why_not_encoded(coder, hidden_size)) is not None:
+                raise ConfigError(f"{where} {why}")
+            if site in found:
+                raise ConfigError(
+                    f"{where} acts at {site.name}, and so does {found[site].name!r}; one SAE can be encoded at a site"
+                )
+            found[site] = coder
+        return found
 
     def num_slots(self, num_layers: int) -> int:
         """Return the slots of the vector pool for a model, slot 0 included.
@@ -121,13 +212,89 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
     def _sites(self, num_layers: int) -> tuple[Site, ...]:
+        """Return all sites that can be steered, those of operations included, in the order of the forward pass."""
+        return sort_sites({*self._parsed("sites", num_layers), *self._op_sites(num_layers)})
+
+    def _op_sites(self, num_layers: int) -> tuple[Site, ...]:
+        declared = self._parsed("op_sites", num_layers) if self.op_sites else ()
+        of_saes = {site: name for name in self.saes for site in self._sae_sites(name)}
+        for site, name in of_saes.items():
+            if site.hook is not HookPoint.FINAL_NORM and site.layer >= num_layers:
+                raise ConfigError(f"{WHERE}.saes.{name} (--saes): {site.name}: the model has {num_layers} layers")
+        return sort_sites({*declared, *of_saes})
+
+    def _sae_sites(self, name: str) -> tuple[Site, ...]:
         try:
-            return parse_sites(self.sites, num_layers, "sites")
+            return _sites_of(self.saes[name])
+        except (FeatureFileError, OSError) as error:
+            raise ConfigError(f"{WHERE}.saes.{name} (--saes): {error}") from error
+
+    def _parsed(self, name: str, num_layers: int) -> tuple[Site, ...]:
+        try:
+            return parse_sites(getattr(self, name), num_layers, name)
         except RequestError as error:
-            raise ConfigError(f"{_WHERE}.{error}") from error
+            raise ConfigError(f"{WHERE}.{error}") from error
 
 
-_WHERE = "additional_config['headgate']['steering']"
+class SaeSource(NamedTuple):
+    """An SAE as the configuration names it: a file or folder, and its site unless the files tell."""
+
+    path: Path
+    site: Site | None
+
+    @classmethod
+    def parse(cls, text: str) -> SaeSource:
+        """Read ``PATH`` or ``PATH@SITE``."""
+        path, separator, name = text.rpartition("@")
+        try:
+            return cls(Path(path), Site.parse(name)) if separator else cls(Path(text), None)
+        except ValueError:  # an @ of the path's own
+            return cls(Path(text), None)
+
+
+@lru_cache(maxsize=1024)
+def _sites_of(source: str) -> tuple[Site, ...]:
+    path, site = SaeSource.parse(source)
+    coder = open_coder(path, site=site)
+    return (sae_site(coder), *coder.write_sites) if coder.is_transcoder else (sae_site(coder),)
+
+
+def _why_not_encoded(coder: SparseCoder, hidden_size: int) -> str | None:
+    """Say why an SAE cannot reconstruct a model's rows exactly; None if it can."""
+    if coder.is_transcoder or coder.weights.source.skip is not None:
+        return "is a transcoder, which reconstructs the rows of another site; SAEs can be encoded"
+    if coder.kind.selects:
+        return (
+            f"is of the kind {coder.kind.value}: it selects among all features of a row, which is not computed, and a "
+            "threshold in its place would be inexact; relu, jumprelu and gated SAEs can be encoded"
+        )
+    if coder.width != hidden_size:
+        return f"has the width {coder.width}; rows of the model have {hidden_size} values"
+    return None
+
+
+def sae_site(coder: SparseCoder) -> Site:
+    """Return where an SAE reads and writes, or a transcoder reads.
+
+    Raises:
+        FeatureFileError: If nobody said so.
+    """
+    if coder.read_site is None:
+        raise FeatureFileError(f"{coder.path}: has no site; name it, such as --saes NAME=PATH@12.post_mlp")
+    return coder.read_site
+
+
+def cross_stages(sites: Sequence[Site]) -> str:
+    """Return why a transcoder whose sites lie on several pipeline stages is refused; `sites` as of `transcoders`."""
+    return (
+        f"a transcoder that reads at {sites[0].name} and writes at {', '.join(site.name for site in sites[1:])} cannot "
+        "be used here: these sites are on different stages of the pipeline, and what a feature changes does not travel "
+        "from one to the next"
+    )
+
+
+WHERE = "additional_config['headgate']['steering']"
+"""Path of the configuration, for errors."""
 
 
 def parse_config(document: Mapping[str, Any] | None) -> SteeringConfig:
@@ -137,11 +304,11 @@ def parse_config(document: Mapping[str, Any] | None) -> SteeringConfig:
         ConfigError: On an unknown key, a wrong type or a value out of range.
     """
     if document is not None and not isinstance(document, Mapping):
-        raise ConfigError(f"{_WHERE}: expected an object, got {document!r}")
+        raise ConfigError(f"{WHERE}: expected an object, got {document!r}")
     try:
         config = msgspec.convert(document or {}, SteeringConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{_WHERE}: {error}") from error
+        raise ConfigError(f"{WHERE}: {error}") from error
     _check(config)
     return config
 
@@ -149,140 +316,40 @@ def parse_config(document: Mapping[str, Any] | None) -> SteeringConfig:
 def _check(config: SteeringConfig) -> None:
     slots, limit = config.max_steering_slots, config.max_vectors_per_request
     if config.max_steering_configs is not None and config.max_steering_configs < 1:
-        raise ConfigError(f"{_WHERE}: max_steering_configs must be at least 1, got {config.max_steering_configs}")
+        raise ConfigError(f"{WHERE}: max_steering_configs must be at least 1, got {config.max_steering_configs}")
     if config.max_steering_configs is not None and slots != DEFAULT_SLOTS:
-        raise ConfigError(f"{_WHERE}: max_steering_configs is another way to set max_steering_slots; give one of them")
+        raise ConfigError(f"{WHERE}: max_steering_configs is another way to set max_steering_slots; give one of them")
     if slots < 2:
-        raise ConfigError(f"{_WHERE}: max_steering_slots must be at least 2 (slot 0 is the zero vector), got {slots}")
+        raise ConfigError(f"{WHERE}: max_steering_slots must be at least 2 (slot 0 is the zero vector), got {slots}")
     if limit is not None and not 0 < limit < slots:
         raise ConfigError(
-            f"{_WHERE}: max_vectors_per_request must be from 1 to max_steering_slots - 1 = {slots - 1}, got {limit}"
+            f"{WHERE}: max_vectors_per_request must be from 1 to max_steering_slots - 1 = {slots - 1}, got {limit}"
         )
+    if not 0 < config.max_ops_per_site <= MAX_OPS:
+        raise ConfigError(f"{WHERE}: max_ops_per_site must be from 1 to {MAX_OPS}, got {config.max_ops_per_site}")
     if config.max_waiting is not None and config.max_waiting < 0:
-        raise ConfigError(f"{_WHERE}: max_waiting must be at least 0, got {config.max_waiting}")
+        raise ConfigError(f"{WHERE}: max_waiting must be at least 0, got {config.max_waiting}")
     if config.max_wait_s is not None and not config.max_wait_s > 0:
-        raise ConfigError(f"{_WHERE}: max_wait_s must be above 0, got {config.max_wait_s}")
+        raise ConfigError(f"{WHERE}: max_wait_s must be above 0, got {config.max_wait_s}")
     if not config.sites:
-        raise ConfigError(f"{_WHERE}: sites: name at least one hook point, such as {{'post_mlp': 'all'}}")
-    for name, path in config.modules.items():
-        try:
-            check_name(name, "modules")
-        except RequestError as error:
-            raise ConfigError(f"{_WHERE}.{error}") from error
-        if not path:
-            raise ConfigError(f"{_WHERE}.modules.{name}: the path is empty")
+        raise ConfigError(f"{WHERE}: sites: name at least one hook point, such as {{'post_mlp': 'all'}}")
+    _check_saes(config)
+    for section, paths in (("modules", config.modules), ("saes", config.saes)):
+        for name, path in paths.items():
+            try:
+                check_name(name, section, "an SAE" if section == "saes" else "a module")
+            except RequestError as error:
+                raise ConfigError(f"{WHERE}.{error}") from error
+            if not path:
+                raise ConfigError(f"{WHERE}.{section}.{name}: the path is empty")
 
 
-_SIZES = ("max_steering_slots", "max_steering_configs")
-_WAITS = {"max_steering_waiting": "max_waiting", "max_steering_wait_s": "max_wait_s"}
-_FLAGS = ("enable_steering", *_SIZES, *_WAITS, "steering_modules", "steering_sites", "steering_audit")
-
-
-def add_flags(group: FlagGroup) -> None:
-    """Add the flags to a group of an `argparse.ArgumentParser`."""
-    group.add_argument(
-        "--enable-steering",
-        action="store_true",
-        default=None,
-        help="Let requests add vectors to the residual stream. Any other flag of steering turns it on as well.",
-    )
-    _add_limits(group)
-    _add_named_flags(group)
-
-
-def _add_named_flags(group: FlagGroup) -> None:
-    """Add the flags that name files and sites."""
-    add_repeatable_flag(
-        group,
-        "--steering-modules",
-        type=_named_path,
-        metavar="NAME=PATH",
-        help="Named modules to load at start, from .safetensors, .json or .gguf files.",
-    )
-    group.add_argument(
-        "--steering-audit",
-        type=os.path.abspath,
-        default=None,
-        metavar="FILE",
-        help="File to which each change of global vectors and modules is added, as a line of JSON.",
-    )
-    group.add_argument(
-        "--steering-sites",
-        type=json_object,
-        default=None,
-        metavar="JSON",
-        help='What can be steered, as {hook point: layers}; {"pre_attn": "all", "post_attn": "all", '
-        '"post_mlp": "all"} if not given.',
-    )
-
-
-def _add_limits(group: FlagGroup) -> None:
-    group.add_argument(
-        "--max-steering-slots",
-        type=int,
-        default=None,
-        metavar="N",
-        help="Vectors on the device at a time, for all requests, modules and global vectors together (default 8192). "
-        "Requests whose vectors find no slot wait.",
-    )
-    group.add_argument(
-        "--max-steering-configs",
-        type=int,
-        default=None,
-        metavar="N",
-        help="In place of --max-steering-slots: slots for N distinct configurations of vectors at all sites in both "
-        "phases, and for global vectors beside them. More fit if they steer fewer sites.",
-    )
-    group.add_argument(
-        "--max-steering-waiting",
-        type=int,
-        default=None,
-        metavar="N",
-        help="Requests that may wait for slots at a time (default 1024); further ones are answered with HTTP 503.",
-    )
-    group.add_argument(
-        "--max-steering-wait-s",
-        type=float,
-        default=None,
-        metavar="SECONDS",
-        help="Time that a request may wait for slots (default 120); then it is answered with HTTP 503.",
-    )
-
-
-def read_flags(args: argparse.Namespace, section: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Move the flags from `args` into a copy of `section`; None if none was given.
-
-    Raises:
-        ConfigError: If two of them contradict each other.
-    """
-    given = {name: value for name in _FLAGS if (value := take_flag(args, name)) is not None}
-    if not given:
-        return None
-    document = dict(section or {})
-    if "max_steering_slots" in given and "max_steering_configs" in given:
-        raise ConfigError("--max-steering-configs is another way to set --max-steering-slots; give one of them")
-    document.update({name: given[name] for name in _SIZES if name in given})
-    document.update({name: given[flag] for flag, name in _WAITS.items() if flag in given})
-    if "steering_modules" in given:
-        document["modules"] = _merged(document.get("modules") or {}, given["steering_modules"])
-    if "steering_audit" in given:
-        document["audit_file"] = given["steering_audit"]
-    if "steering_sites" in given:
-        document["sites"] = given["steering_sites"]
-    return document
-
-
-def _named_path(text: str) -> tuple[str, str]:
-    name, separator, path = text.partition("=")
-    if not (name and separator and path):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
-    return name, path
-
-
-def _merged(modules: Mapping[str, str], named: list[tuple[str, str]]) -> dict[str, str]:
-    merged = dict(modules)
-    for name, path in named:
-        if merged.get(name, path) != path:
-            raise ConfigError(f"--steering-modules: {name!r} is given as {merged[name]} and as {path}")
-        merged[name] = path
-    return merged
+def _check_saes(config: SteeringConfig) -> None:
+    if not 0 < config.max_sae_features <= MAX_FEATURES:
+        raise ConfigError(f"{WHERE}: max_sae_features must be from 1 to {MAX_FEATURES}, got {config.max_sae_features}")
+    for name in config.sae_encode:
+        if name not in config.saes:
+            known = ", ".join(sorted(config.saes)) or "none"
+            raise ConfigError(f"{WHERE}.sae_encode (--sae-encode): {name!r} is not among the SAEs of --saes: {known}")
+        if config.sae_encode.count(name) > 1:
+            raise ConfigError(f"{WHERE}.sae_encode (--sae-encode): {name!r} is named twice")

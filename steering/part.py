@@ -46,10 +46,13 @@ def headgate_requests() -> RequestPart:
 
 @hookimpl
 def headgate_routes(services: RouteServices) -> APIRouter:
-    """Return the routes ``/v1/steering/...``."""
+    """Return the routes ``/v1/steering/...`` and ``/v1/patch_sweep``."""
     from headgate.steering.control.routes import open_routes
+    from headgate.steering.control.sweep_routes import open_sweep_route
 
-    return open_routes(services)
+    router = open_routes(services)
+    router.routes.extend(open_sweep_route(services).routes)
+    return router
 
 
 @hookimpl
@@ -58,6 +61,12 @@ def headgate_metrics() -> MetricsPart:
     from headgate.steering.control.metrics import SteeringMetrics
 
     return SteeringMetrics()
+
+
+@hookimpl
+def headgate_commands() -> dict[str, str]:
+    """``headgate sae``."""
+    return {"sae": "headgate.steering.features.commands:app"}
 
 
 @hookimpl

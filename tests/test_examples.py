@@ -18,8 +18,10 @@ from types import ModuleType
 import pytest
 
 from examples import model
+from headgate.capture.schema.sites import Site
 from headgate.consumers.reader import open_captures
 from headgate.steering import load
+from tests.fakes.saes import TinySae
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -49,7 +51,7 @@ def test_the_demo_captures_what_hugging_face_computes(model_dir: Path, tmp_path:
     )
     found = {capture.name: capture for capture in captures if capture.tag in ("default", "probe")}
     assert sorted(found) == ["branches", "capital", "every-fourth", "probe-fire", "probe-japan", "sea", "user-turn"]
-    assert len(found["capital"].sites) == 6 * 30 + 1
+    assert len(found["capital"].sites) == 8 * 30 + 1
     assert found["every-fourth"].positions.tolist() == list(range(0, found["every-fourth"].positions[-1] + 1, 4))
 
 
@@ -74,6 +76,20 @@ def test_the_loop_in_one_script_moves_the_answer_along_the_vector(model_dir: Pat
     assert along == sorted(along)
     assert load(tmp_path / "joy.safetensors").vectors is not None
     assert len((ROOT / "examples/steer.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.engine
+def test_one_feature_of_an_sae_is_held_at_several_values(model_dir: Path, tmp_path: Path) -> None:
+    sae = TinySae(architecture="jumprelu", width=576).save(tmp_path / "sae", Site.parse("12.post_mlp"))
+
+    printed = run_example("examples/sae_feature.py", str(model_dir), str(sae), "3", "0", "4000")
+
+    lines = printed.splitlines()
+    about = lines.index("12 features at 12.post_mlp, jumprelu: exact")
+    plain, off, held = (line for line in lines[about + 1 :] if "  '" in line or '  "' in line)
+    assert [line.split()[0] for line in (plain, off, held)] == ["as", "0", "4000"]
+    assert plain.split("  ")[-1] != held.split("  ")[-1]
+    assert len((ROOT / "examples/sae_feature.py").read_text().splitlines()) < 60
 
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL), ids=lambda text: text[:30])

@@ -44,7 +44,18 @@ LAYERS = {
         *(["patch_table", "other_changes"], ["plugin"], ["api", "commands"], ["part"]),
     ),
     "headgate.steering": (
-        *(["vectors", "kernels"], ["config"], ["requests"], ["files"], ["core", "worker"], ["control"], ["client"]),
+        *(
+            ["ops"],
+            ["vectors", "features"],
+            ["programs"],
+            ["kernels"],
+            ["config"],
+            ["flags", "requests"],
+            ["files"],
+            ["core", "worker"],
+            ["control"],
+            ["client"],
+        ),
         *(["verify"], ["part"]),
     ),
     "headgate.consumers.filesystem": (["storage"], ["formats"], ["params", "writing"], ["consumer"]),
@@ -58,13 +69,16 @@ LARGE_CLASSES = {
 }
 """Classes that may have more methods, with the reason."""
 
-HOST_PACKAGES = {"torch", "triton", "vllm", "transformers", "fastapi", "starlette", "uvicorn", "prometheus_client"}
-"""Packages that come with the user's own vLLM."""
+HOST_PACKAGES = {
+    *("torch", "triton", "vllm", "transformers", "fastapi", "starlette", "uvicorn", "prometheus_client"),
+    "typing_extensions",
+}
+"""Packages that come with the user's own vLLM; the last is for type checkers alone."""
 
 EXTRAS = {"gguf", "httpx", "matplotlib", "pytest"}
 """Packages of the optional dependencies, imported inside the function or the module that needs them."""
 
-IMPORT_NAMES = {"pyzmq": "zmq"}
+IMPORT_NAMES = {"pyyaml": "yaml", "pyzmq": "zmq"}
 """Distributions whose packages have other names."""
 
 

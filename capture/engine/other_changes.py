@@ -30,7 +30,6 @@ class Change(NamedTuple):
 _WORKER = "vllm.v1.worker.worker_base"
 _INSTALL = "headgate.capture.engine.worker.install"
 _INDUCTOR = "headgate.capture.engine.compiler.inductor_heuristics"
-_SETTINGS = "headgate.capture.engine.setup.settings"
 _FORWARD = "headgate.capture.engine.model.forward_wrappers"
 _CORE = "headgate.capture.engine.core"
 _FRONT = "headgate.capture.engine.frontends"
@@ -104,7 +103,6 @@ CHANGES = (
         *("registration", "headgate.capture.engine.compiler", "lowerings of headgate's own custom operators"),
     ),
     Change("torch.ops.headgate", "registration", "headgate.capture.engine.compiler", "headgate's custom operators"),
-    Change("VllmConfig._headgate_{section}", "attribute", _SETTINGS, "the configuration, read once"),
     Change("{Worker}.headgate_worker", "attribute", _INSTALL, "the parts at work in a worker"),
     Change("{layer or norm}._headgate_{tensor}", "attribute", _FORWARD, "static tensors of the actions of a site"),
     Change("EngineCore._headgate_core", "attribute", f"{_CORE}.core_startup", "the part in an engine core"),

@@ -6,7 +6,15 @@
 from __future__ import annotations
 
 from headgate.capture.engine.core import block_keys, core_startup, engine_core, fan_out, frames, request_endings
-from headgate.capture.engine.frontends import async_llm, input_processor, llm, output_processor, startup
+from headgate.capture.engine.frontends import (
+    async_llm,
+    closing_time,
+    input_processor,
+    llm,
+    output_processor,
+    startup,
+    unsent_renderings,
+)
 from headgate.capture.engine.requests import sampling_params
 from headgate.capture.engine.server import missing_routes, openai_routes
 from headgate.capture.engine.setup import cli_flags, startup_checks
@@ -19,7 +27,6 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _SERIAL = "vllm.v1.serial_utils"
 _CHAT = "vllm.entrypoints.openai.chat_completion"
 _COMPLETION = "vllm.entrypoints.openai.completion"
-_AUDIO = "vllm.entrypoints.speech_to_text"
 _CORE = "vllm.v1.engine.core"
 _EXTRA_KEYS = ("request", "start_token_idx", "end_token_idx", "start_mm_idx")
 
@@ -223,6 +230,16 @@ PATCHES = (
         why="remembers the conversation behind a prompt, for selectors of one message",
         parameters=("self", "conversation"),
     ),
+    *(
+        Patch(
+            module="vllm.renderers.base",
+            target=f"BaseRenderer.{method}",
+            wrap=unsent_renderings.render_chat,
+            why="beginnings of a chat that selectors look at do not count as sending their images to the engine core",
+            parameters=("self", "conversations", "chat_params", "tok_params", "prompt_extras", "skip_mm_cache"),
+        )
+        for method in ("render_chat", "render_chat_async")
+    ),
     Patch(
         module=_OUTPUT,
         target="OutputProcessor.add_request",
@@ -245,18 +262,28 @@ PATCHES = (
         parameters=("self", "request_ids"),
     ),
     Patch(
-        module=_CLIENT,
-        target="InprocClient.shutdown",
-        wrap=llm.shutdown,
-        why="closes the result hub and the consumers that live in this process",
-        parameters=("self",),
+        module="vllm.v1.engine.utils",
+        target="CoreEngineProcManager.__init__",
+        wrap=closing_time.open_manager,
+        why="engine cores wait for workers as long as their consumers may take to close",
+        parameters=("self", "local_engine_count", "start_index", "local_start_index", "vllm_config"),
     ),
     Patch(
-        module=_CLIENT,
-        target="MPClient.shutdown",
-        wrap=llm.shutdown,
-        why="the same for an engine core in a process of its own",
-        parameters=("self",),
+        module="vllm.v1.engine.utils",
+        target="shutdown",
+        wrap=closing_time.shutdown,
+        why="engine cores are killed no earlier than that",
+        parameters=("procs", "timeout"),
+    ),
+    *(
+        Patch(
+            module=_CLIENT,
+            target=f"{client}.shutdown",
+            wrap=llm.shutdown,
+            why="closes the result hub and the consumers that live in this process",
+            parameters=("self",),
+        )
+        for client in ("InprocClient", "MPClient")
     ),
     Patch(
         module=_CLIENT,
@@ -300,19 +327,15 @@ PATCHES = (
         why="an idle engine takes one more step while a note is still to be sent",
         parameters=("self",),
     ),
-    Patch(
-        module=f"{_COMPLETION}.protocol",
-        target="CompletionRequest.to_sampling_params",
-        wrap=openai_routes.to_sampling_params,
-        why="takes our fields from the body of /v1/completions",
-        parameters=("self", "max_tokens", "default_sampling_params"),
-    ),
-    Patch(
-        module=f"{_CHAT}.protocol",
-        target="ChatCompletionRequest.to_sampling_params",
-        wrap=openai_routes.to_sampling_params,
-        why="takes our fields from the body of /v1/chat/completions",
-        parameters=("self", "max_tokens", "default_sampling_params"),
+    *(
+        Patch(
+            module=f"{module}.protocol",
+            target=f"{request}.to_sampling_params",
+            wrap=openai_routes.to_sampling_params,
+            why="takes our fields from the body of the request",
+            parameters=("self", "max_tokens", "default_sampling_params"),
+        )
+        for module, request in ((_COMPLETION, "CompletionRequest"), (_CHAT, "ChatCompletionRequest"))
     ),
     Patch(
         module="vllm.entrypoints.openai.responses.protocol",
@@ -335,19 +358,15 @@ PATCHES = (
         why="checks there what is to be captured of the prompt, for the same reason",
         parameters=("self", "request_id", "engine_input", "sampling_params"),
     ),
-    Patch(
-        module=f"{_AUDIO}.transcription.serving",
-        target="OpenAIServingTranscription.create_transcription",
-        wrap=openai_routes.create_from_audio,
-        why="refuses our fields in the form of /v1/audio/transcriptions, where they would be ignored",
-        parameters=("self", "audio_data", "request"),
-    ),
-    Patch(
-        module=f"{_AUDIO}.translation.serving",
-        target="OpenAIServingTranslation.create_translation",
-        wrap=openai_routes.create_from_audio,
-        why="the same for /v1/audio/translations",
-        parameters=("self", "audio_data", "request"),
+    *(
+        Patch(
+            module=f"vllm.entrypoints.speech_to_text.{task}.serving",
+            target=f"OpenAIServing{task.title()}.create_{task}",
+            wrap=openai_routes.create_from_audio,
+            why=f"refuses our fields in the form of /v1/audio/{task}s, where they would be ignored",
+            parameters=("self", "audio_data", "request"),
+        )
+        for task in ("transcription", "translation")
     ),
     Patch(
         module="vllm.entrypoints.scale_out.token_in_token_out.serving",

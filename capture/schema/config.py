@@ -86,7 +86,8 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             rows may wait for longer and other requests capture, too. Requests with ``capture_wait`` wait up to
             `result_timeout_s`.
         result_timeout_s: Upper limit of that wait, and of `LLM`'s.
-        close_timeout_s: Seconds that shutting down may take to deliver what is still queued.
+        close_timeout_s: Seconds that shutting down may take to deliver what is still queued. vLLM ends its processes
+            5 seconds later, or after ``VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS``, if the environment sets it.
         max_request_rows: Positions that one HTTP request may capture for one consumer, all its prompts and samples
             together; of `LLM`, one prompt. No limit if None. A request that could capture more, if it generated all
             that its ``max_tokens`` allows, is refused.

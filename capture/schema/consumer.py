@@ -17,10 +17,10 @@ on meanwhile. `CaptureConsumer.close` completes every future that was handed out
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +30,10 @@ from headgate.capture.schema.config import Location
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.positions import MAX_POSITION, parse_positions
 from headgate.capture.schema.sites import HOOK_NAMES, Site, parse_hook, parse_sites
-from headgate.capture.schema.spec import CaptureSpec
+from headgate.capture.schema.spec import CaptureSpec, Memo
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_Parsed = TypeVar("_Parsed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,20 +203,6 @@ class CapturedRequest:
         return self.positions < self.final.num_prompt_tokens
 
 
-class Memo:
-    """Parsed parts of one call's document, by the identity of what was parsed: its prompts all ask for the same."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, int], tuple[object, object]] = {}
-
-    def parsed(self, raw: object, field: str, parse: Callable[[object, str], _Parsed]) -> _Parsed:
-        """``parse(raw, field)``, called once for each `raw` and `field`. What raises is not kept."""
-        key = field, id(raw)
-        if key not in self._known:
-            self._known[key] = raw, parse(raw, field)  # with `raw`, whose identity must stay taken
-        return cast("_Parsed", self._known[key][1])
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpecContext:
     """The context in which `CaptureConsumer.validate_client_spec` checks a request.
@@ -230,6 +214,8 @@ class SpecContext:
         client_request_id: The request's id.
         field: Path of the spec in the client's document, for errors: ``capture.<instance>``.
         memo: What was parsed for the same call before.
+        owner: Name of the key that the client has shown; None without keys, and where no client is.
+        num_front_ends: API processes of the server: each has its own consumers of the location ``driver``.
     """
 
     instance_name: str
@@ -237,6 +223,8 @@ class SpecContext:
     params: Mapping[str, Any]
     client_request_id: str
     memo: Memo = field(default_factory=Memo, repr=False, compare=False)
+    owner: str | None = None
+    num_front_ends: int = 1
 
     @property
     def field(self) -> str:
@@ -292,6 +280,11 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
             RequestError: Naming the field; the client gets HTTP 400.
         """
         return parse_client_spec(raw, context, options=())
+
+    @classmethod
+    def awaits(cls, spec: CaptureSpec) -> bool:
+        """Whether a request with this spec waits for its result unless it says otherwise: `is_awaited` by default."""
+        return cls.is_awaited
 
     @classmethod
     def global_capture_spec(cls, context: SpecContext) -> CaptureSpec | None:

@@ -6,7 +6,6 @@ of a client's key, may be checked beside it with the same `CaptureUse`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -36,10 +35,18 @@ class CaptureUse:
 
     def __add__(self, other: CaptureUse) -> CaptureUse:
         return CaptureUse(
-            num_rows=Counter(self.num_rows) + Counter(other.num_rows),
-            num_bytes=Counter(self.num_bytes) + Counter(other.num_bytes),
-            num_listed=Counter(self.num_listed) + Counter(other.num_listed),
+            num_rows=_sum(self.num_rows, other.num_rows),
+            num_bytes=_sum(self.num_bytes, other.num_bytes),
+            num_listed=_sum(self.num_listed, other.num_listed),
         )
+
+
+def _sum(counts: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
+    # No `Counter`: it takes 4 µs to add two of one entry, for each prompt of a call, on the event loop.
+    total = dict(counts)
+    for instance, count in others.items():
+        total[instance] = total.get(instance, 0) + count
+    return total
 
 
 def use_of(

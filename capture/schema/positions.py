@@ -180,6 +180,8 @@ class Span:
     step: int = 1
 
     def resolve(self, num_prompt: int, field: str) -> Span:
+        if self.start >= 0 and (self.stop is None or self.stop > self.start):
+            return self
         start = self.start if self.start >= 0 else max(self.start + num_prompt, 0)
         stop = self.stop
         if stop is not None and stop < 0:

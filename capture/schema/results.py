@@ -1,15 +1,24 @@
-"""The result of a capture, as a request is told of it.
+"""The result of a capture, as a request is told of it, and rows that are kept for later requests.
 
 How the answers of several pipeline stages become one result, and those of several samples the request's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
+
+from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.sites import Site
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_KEPT_NAME = 256
+"""Characters of the name under which rows are kept, at most."""
 
 Status = Literal["ok", "partial_error", "error", "pending"]
 
@@ -44,6 +53,66 @@ class SupportsSummary(Protocol):
 
     def summary(self) -> dict[str, Any]:
         """JSON values that describe the payload; never its rows."""
+        ...
+
+
+_PLAIN = frozenset((dict, list, str, int, float, bool, type(None)))
+
+
+def plain_payload(payload: Any) -> Any:
+    """Return a payload's summary if it is a live object that has one; else the payload itself."""
+    # Asking the protocol takes 6 µs, for each prompt of a call, on the event loop.
+    is_live = type(payload) not in _PLAIN and isinstance(payload, SupportsSummary)
+    return payload.summary() if is_live else payload
+
+
+class KeptRequest(Protocol):
+    """The rows that one finished request left for later ones.
+
+    Attributes:
+        prompt_token_ids: int64 ``[num_prompt_tokens]``.
+    """
+
+    @property
+    def prompt_token_ids(self) -> Int64Array: ...
+
+    def row(self, site: Site, position: int, field: str) -> Tensor:
+        """Return one row, ``[hidden]`` in the model's dtype, on the CPU; shared, so read-only.
+
+        Args:
+            site: Where it was captured.
+            position: Absolute; a negative one counts from the end of the prompt.
+            field: Path in the client's document of the object that asks, for errors.
+
+        Raises:
+            RequestError: Naming `site` or `position` below `field`, if the row was not captured.
+        """
+        ...
+
+
+FindKept = Callable[[str, int, str], KeptRequest]
+"""Finds the rows that the client at hand has kept: by name, sample and the path of the object that asks for them.
+
+Raises a `RequestError` that names ``request`` or ``sample`` below that path, if there are none.
+"""
+
+
+@runtime_checkable
+class RowKeeper(Protocol):
+    """A consumer of the location ``driver`` that keeps rows of finished requests for later ones."""
+
+    def find_kept(self, owner: str | None, name: str, sample_index: int, field: str) -> KeptRequest:
+        """Return what a request of `owner` has kept under `name`; see `FindKept`. Any thread.
+
+        Args:
+            owner: Name of the client's key; None for clients without one. Others' rows are as good as not there.
+            name: As the request that was captured gave it.
+            sample_index: Which of its ``n`` samples.
+            field: Path in the client's document of the object that asks, for errors.
+
+        Raises:
+            RequestError: Naming ``request`` or ``sample`` below `field`.
+        """
         ...
 
 

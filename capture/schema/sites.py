@@ -24,6 +24,10 @@ class HookPoint(str, Enum):
     """Stream after the attention branch was added, before the MLP's norm."""
     POST_MLP = "post_mlp"
     """Stream leaving the layer: HF ``hidden_states[L + 1]`` (HF norms the last one)."""
+    ATTN_IN = "attn_in"
+    """Input of attention: after its input norm; the stream itself where there is none."""
+    HOOK_Z = "hook_z"
+    """Input of attention's output projection: the heads' results, one behind the other."""
     ATTN_OUT = "attn_out"
     """Attention branch as it is added to the stream: after any post-norm and multiplier."""
     MLP_IN = "mlp_in"
@@ -32,6 +36,9 @@ class HookPoint(str, Enum):
     """MLP branch as it is added to the stream: after any post-norm and multiplier."""
     FINAL_NORM = "final_norm"
     """Output of the model's last norm, before the LM head: HF ``hidden_states[-1]``."""
+
+    __hash__ = str.__hash__
+    """That of `Enum` is no other than a name's, but computed in Python: sites are looked up often."""
 
     def __str__(self) -> str:
         return self.value
@@ -140,6 +147,8 @@ _FLOW = {
     for order, hook in enumerate(
         (
             HookPoint.PRE_ATTN,
+            HookPoint.ATTN_IN,
+            HookPoint.HOOK_Z,
             HookPoint.ATTN_OUT,
             HookPoint.POST_ATTN,
             HookPoint.MLP_IN,

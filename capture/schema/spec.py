@@ -1,16 +1,18 @@
-"""The sites and positions that one request captures for one consumer, and their form on the wire."""
+"""The sites and positions that one request captures for one consumer, and their form on the wire; what was parsed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from headgate.capture.schema.batch import SpecWire
 from headgate.capture.schema.positions import PositionSelector, selector_from_wire
 from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
+
+_Parsed = TypeVar("_Parsed")
 
 MAX_KNOWN, MAX_KNOWN_BYTES = 256, 4096
 
@@ -75,3 +77,17 @@ class SpecReader:
                     self._known.clear()
                 self._known[key] = known
         return CaptureSpec(sites=known.sites, positions=known.positions, options=wire["options"])
+
+
+class Memo:
+    """Parsed parts of one call's document, by the identity of what was parsed: its prompts all ask for the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], tuple[object, object]] = {}
+
+    def parsed(self, raw: object, field: str, parse: Callable[[object, str], _Parsed]) -> _Parsed:
+        """``parse(raw, field)``, called once for each `raw` and `field`. What raises is not kept."""
+        key = field, id(raw)
+        if key not in self._known:
+            self._known[key] = raw, parse(raw, field)  # with `raw`, whose identity must stay taken
+        return cast("_Parsed", self._known[key][1])

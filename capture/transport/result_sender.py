@@ -22,7 +22,7 @@ from headgate.capture.delivery.consumer_thread import DEFERRED, Deferred
 from headgate.capture.schema.config import MIB, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RequestInfo, RowBlock, StreamingConsumer
 from headgate.capture.schema.errors import ConsumerError
-from headgate.capture.schema.results import CaptureResult, SupportsSummary
+from headgate.capture.schema.results import CaptureResult, plain_payload
 from headgate.capture.transport.channel import Channel
 from headgate.capture.transport.messages import (
     AbandonMessage,
@@ -197,8 +197,8 @@ class ZmqResultSender:
 def _encode_result(message: ResultMessage) -> list[bytes | memoryview]:
     try:
         payload = message.result.payload
-        if isinstance(payload, SupportsSummary):
-            plain = msgspec.structs.replace(message.result, payload=payload.summary())
+        if (sent := plain_payload(payload)) is not payload:
+            plain = msgspec.structs.replace(message.result, payload=sent)
             message = msgspec.structs.replace(message, result=plain)
         return encode(message)
     except Exception as error:  # noqa: BLE001  (payload and summary are the consumer's; any failure is its own)

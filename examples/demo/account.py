@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 EXPLAINED = {
     "pre_attn": "stream into the layer",
+    "attn_in": "normed input of attention",
+    "hook_z": "what its heads give",
     "attn_out": "what attention adds to it",
     "post_attn": "stream between attention and MLP",
     "mlp_in": "normed input of the MLP",

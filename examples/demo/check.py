@@ -88,6 +88,8 @@ def recorded(model: Any) -> Iterator[dict[str, Tensor]]:
     for index, layer in enumerate(model.layers):
         handles += [
             layer.register_forward_pre_hook(keep_input(rows, f"{index}.pre_attn"), with_kwargs=True),
+            layer.self_attn.register_forward_pre_hook(keep_input(rows, f"{index}.attn_in"), with_kwargs=True),
+            layer.self_attn.o_proj.register_forward_pre_hook(keep_input(rows, f"{index}.hook_z"), with_kwargs=True),
             layer.self_attn.register_forward_hook(keep_output(rows, f"{index}.attn_out")),
             layer.post_attention_layernorm.register_forward_pre_hook(
                 keep_input(rows, f"{index}.post_attn"), with_kwargs=True

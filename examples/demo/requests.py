@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 
 LAYERS_SHOWN = [5, 15, 25]
 EVERY_HOOK = {
-    **dict.fromkeys(("pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_mlp"), "all"),
+    **dict.fromkeys(("pre_attn", "attn_in", "hook_z", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_mlp"), "all"),
     "final_norm": "all",
 }
 """In the order of the forward pass."""

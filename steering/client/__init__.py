@@ -23,20 +23,24 @@ from headgate.steering.client.answers import Answer, Capturable, Choice, Consume
 from headgate.steering.client.calls import packed_fields
 from headgate.steering.client.http import AsyncClient, Client
 from headgate.steering.client.rows import inline_rows
-from headgate.steering.control.operations import ModuleStatus, SteeringStatus
+from headgate.steering.client.sweep import Cell, PatchSweep
+from headgate.steering.control.operations import ModuleStatus, SaeStatus, SteeringStatus
 
 __all__ = [
     "Answer",
     "AsyncClient",
     "Capturable",
     "CaptureResult",
+    "Cell",
     "Choice",
     "Client",
     "Consumer",
     "GlobalUpdate",
     "Layers",
     "ModuleStatus",
+    "PatchSweep",
     "RequestError",
+    "SaeStatus",
     "ServerError",
     "SteeringStatus",
     "extra_body",
@@ -48,8 +52,8 @@ def extra_body(**fields: Any) -> dict[str, Any]:
     """Return the fields of a request for another client's JSON body, with vectors packed as base64.
 
     Args:
-        fields: ``steering_vectors``, ``prefill_steering_vectors``, ``decode_steering_vectors`` as arrays, tensors or
-            `PhaseVectors`, and any others, which stay as they are.
+        fields: ``steering_vectors`` and its like as arrays, tensors or `PhaseVectors`, ``steering_ops`` and its like
+            with arrays or tensors, and any others, which stay as they are.
 
     Raises:
         RequestError: If vectors cannot be read.

@@ -138,10 +138,12 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         hook_points: Layers of each; the final norm has none.
+        op_hook_points: Those of them where operations can act.
         num_layers: Decoder layers of the model.
         hidden_size: Values of a vector.
         dtype: Element type of the model, to which sums of vectors are rounded.
         max_vectors_per_request: One for each site and phase, counted once if both phases are alike.
+        max_ops_per_site: Operations of one request at one site in one phase.
     """
 
     hook_points: dict[str, list[int]]
@@ -149,6 +151,8 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     dtype: str
     max_vectors_per_request: int
+    op_hook_points: dict[str, list[int]] = {}
+    max_ops_per_site: int = 0
 
 
 class Consumer(msgspec.Struct, frozen=True, kw_only=True):

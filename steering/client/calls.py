@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -22,10 +22,21 @@ from headgate.steering.client.answers import (
     read_answer,
     read_status,
 )
-from headgate.steering.client.packing import pack
-from headgate.steering.control.operations import ModuleStatus, SteeringStatus
+from headgate.steering.client.packing import pack, pack_arrays
+from headgate.steering.control.operations import ModuleStatus, SaeStatus, SteeringStatus
 from headgate.steering.files.vector_files import load
-from headgate.steering.requests.request_fields import BASE, DECODE, MODULE_FIELDS, PREFILL
+from headgate.steering.requests.op_fields import REQUEST_FIELDS, has_sources
+from headgate.steering.requests.request_fields import (
+    BASE,
+    DECODE,
+    DOCUMENT_FIELDS,
+    MODULE_DOCUMENT_FIELDS,
+    MODULE_FIELDS,
+    PREFILL,
+    ModuleDocument,
+    SteeringDocument,
+    document_of,
+)
 
 T = TypeVar("T")
 
@@ -33,6 +44,7 @@ KEY_HEADER = "X-Headgate-Key"
 MSGPACK = "application/msgpack"
 
 _VECTORS = (BASE, PREFILL, DECODE, *MODULE_FIELDS)
+_OPERATIONS = (*REQUEST_FIELDS.all, *DOCUMENT_FIELDS[len(MODULE_FIELDS) :])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +121,17 @@ def answer(call: Call[T], status: int, content: bytes) -> T:
 
 
 def event(line: str) -> Answer | None:
-    """Return the chunk in one line of a stream; None for lines between chunks, and for the end.
+    """Return the chunk in one line of a stream of answers; None for lines between chunks, and for the end.
+
+    Raises:
+        ServerError: If it is an error.
+    """
+    document = event_document(line)
+    return None if document is None else read_answer(document)
+
+
+def event_document(line: str) -> dict[str, Any] | None:
+    """Return the document in one line of a stream; None for lines between documents, and for the end.
 
     Raises:
         ServerError: If it is an error.
@@ -121,7 +143,7 @@ def event(line: str) -> Answer | None:
     document = json.loads(text)
     if "error" in document:
         raise _told(document["error"], None)
-    return read_answer(document)
+    return document  # type: ignore[no-any-return]
 
 
 def _error(status: int, content: bytes) -> ServerError:
@@ -141,7 +163,7 @@ def _told(error: Any, status: int | None) -> ServerError:
 
 
 def packed_fields(fields: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """Return the fields of a body, with every field of vectors packed; fields that are None are left out.
+    """Return the fields of a body, with vectors packed wherever they are; fields that are None are left out.
 
     Raises:
         RequestError: If vectors cannot be read.
@@ -150,6 +172,9 @@ def packed_fields(fields: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]
     for name in _VECTORS:
         if name in given:
             given[name] = pack(given[name], name, as_text=as_text)
+    for name in _OPERATIONS:
+        if name in given:
+            given[name] = pack_arrays(given[name], name, as_text=as_text)
     return given
 
 
@@ -158,7 +183,8 @@ def generation(access: Access, path: str, model: str, fields: Mapping[str, Any],
     body = {"model": model, **packed_fields(fields, as_text=not access.is_binary)}
     if stream:
         body["stream"] = True
-    return Call(path=path, body=body, read=read_answer, key=access.capture_key if "capture" in body else None)
+    is_keyed = "capture" in body or has_sources(body)  # rows of earlier requests are the client's own
+    return Call(path=path, body=body, read=read_answer, key=access.capture_key if is_keyed else None)
 
 
 def completion(access: Access, model: str, prompt: Any, fields: Mapping[str, Any], *, stream: bool) -> Call[Answer]:
@@ -170,6 +196,12 @@ def chat(access: Access, model: str, messages: Any, fields: Mapping[str, Any], *
     """Return the call for the next message of a conversation; a text is the user's first."""
     told = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     return generation(access, "/v1/chat/completions", model, {"messages": told, **fields}, stream=stream)
+
+
+def patch_sweep(access: Access, model: str, fields: Mapping[str, Any]) -> Call[None]:
+    """Return the call of a sweep, whose answer is a stream."""
+    body = {"model": model, **{name: value for name, value in fields.items() if value is not None}}
+    return Call(path="/v1/patch_sweep", body=body, read=_nothing, key=access.capture_key)
 
 
 class Generation(Protocol):
@@ -187,9 +219,9 @@ def models() -> Call[str]:
     return Call(path="/v1/models", body=None, read=lambda document: str(document["data"][0]["id"]))
 
 
-def set_global(access: Access, tiers: tuple[Any, Any, Any], *, replace: bool) -> Call[GlobalUpdate]:
-    """Return the call that sets global vectors."""
-    body = {**_tiers(access, tiers), "replace": replace}
+def set_global(access: Access, vectors: Any, others: SteeringDocument, *, replace: bool) -> Call[GlobalUpdate]:
+    """Return the call that sets global vectors and operations."""
+    body = {**_document(access, vectors, others), "replace": replace}
     return Call(path="/v1/steering/set", body=body, read=_reader(GlobalUpdate), key=access.steering_key)
 
 
@@ -199,19 +231,20 @@ def clear_global(access: Access) -> Call[None]:
 
 
 def register(
-    access: Access, name: str, tiers: tuple[Any, Any, Any], path: str | os.PathLike[str] | None
+    access: Access, name: str, vectors: Any, others: ModuleDocument, path: str | os.PathLike[str] | None
 ) -> Call[ModuleStatus]:
-    """Return the call that registers a module, from vectors or from a file on this machine.
+    """Return the call that registers a module, from a document or from a file on this machine.
 
     Raises:
         ValueError: If both are given.
     """
     if path is not None:
-        if any(tier is not None for tier in tiers):
-            raise ValueError("register takes vectors or a path, not both")
+        if any(value is not None for value in (vectors, *others.values())):
+            raise ValueError("register takes vectors and operations or a path, not both")
         file = load(path)
-        tiers = (file.vectors, file.prefill_vectors, file.decode_vectors)
-    body = {"name": name, **_tiers(access, tiers)}
+        vectors = file.vectors
+        others = {"prefill_vectors": file.prefill_vectors, "decode_vectors": file.decode_vectors}
+    body = {"name": name, **_document(access, vectors, others, MODULE_DOCUMENT_FIELDS)}
     read = _reader(ModuleStatus)
     return Call(path="/v1/steering/modules/register", body=body, read=read, key=access.steering_key)
 
@@ -219,6 +252,18 @@ def register(
 def unregister(access: Access, name: str) -> Call[None]:
     """Return the call that forgets a module."""
     return Call(path="/v1/steering/modules/unregister", body={"name": name}, read=_nothing, key=access.steering_key)
+
+
+def register_sae(access: Access, name: str, path: str, site: str | None) -> Call[SaeStatus]:
+    """Return the call that registers an SAE of the server's folder."""
+    body = {"name": name, "path": path, **({} if site is None else {"site": site})}
+    return Call(path="/v1/steering/saes/register", body=body, read=_reader(SaeStatus), key=access.steering_key)
+
+
+def saes() -> Call[list[SaeStatus]]:
+    """Return the call for the SAEs whose features can be changed."""
+    read = _reader(list[SaeStatus])
+    return Call(path="/v1/steering/saes", body=None, read=lambda document: read(document["saes"]))
 
 
 def modules() -> Call[list[str]]:
@@ -242,8 +287,10 @@ def consumers(access: Access) -> Call[Capturable]:
     return Call(path="/v1/capture/consumers", body=None, read=_reader(Capturable), key=access.capture_key)
 
 
-def _tiers(access: Access, tiers: tuple[Any, Any, Any]) -> dict[str, Any]:
-    return packed_fields(dict(zip(MODULE_FIELDS, tiers, strict=True)), as_text=not access.is_binary)
+def _document(
+    access: Access, vectors: Any, others: SteeringDocument, known: Sequence[str] = DOCUMENT_FIELDS
+) -> dict[str, Any]:
+    return packed_fields(document_of(vectors, others, known), as_text=not access.is_binary)
 
 
 def _reader(kind: type[T]) -> Callable[[Any], T]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncGenerator, Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import headgate.steering.client.calls as calls
 from headgate.steering.client.answers import Answer, Capturable, GlobalUpdate, Layers
 from headgate.steering.client.session import AsyncSession, Session
-from headgate.steering.control.operations import ModuleStatus, SteeringStatus
+from headgate.steering.client.sweep import PatchSweep, SweepOptions, check_kept, collect, plan_sweep
+from headgate.steering.control.operations import ModuleStatus, SaeStatus, SteeringStatus
+from headgate.steering.requests.request_fields import ModuleDocument, SteeringDocument
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of typing from Python 3.11 on
 
 Path = str | os.PathLike[str]
 
@@ -33,8 +38,8 @@ class Client(Session):
 
         Args:
             prompt: As /v1/completions has it: a text, a list of texts, token ids, ...
-            fields: Everything else of the body: ``max_tokens``, ``capture``, ``steering_vectors``, ``steering_name``,
-                ... Vectors may be arrays, tensors or `PhaseVectors`.
+            fields: Everything else of the body: ``max_tokens``, ``capture``, ``steering_vectors``, ``steering_ops``,
+                ``steering_name``, ... Vectors may be arrays, tensors or `PhaseVectors`.
         """
         return self._send(calls.completion(self._access, self.model(), prompt, fields, stream=False))
 
@@ -55,19 +60,16 @@ class Client(Session):
         """Return the next message chunk by chunk, as `stream_completion`."""
         return self._stream(calls.chat, messages, fields)
 
-    def set(
-        self, vectors: Any = None, *, prefill_vectors: Any = None, decode_vectors: Any = None, replace: bool = False
-    ) -> GlobalUpdate:
-        """Add vectors to every request from the next step on, those that run included.
+    def set(self, vectors: Any = None, *, replace: bool = False, **others: Unpack[SteeringDocument]) -> GlobalUpdate:
+        """Steer every request with vectors and operations from the next step on, those that run included.
 
         Args:
             vectors: For prompt and generated positions.
-            prefill_vectors: For prompt positions in addition.
-            decode_vectors: For generated positions in addition.
-            replace: Remove everything else. Otherwise vectors replace those at the same site of the same tier.
+            replace: Remove everything else. Otherwise vectors replace those at the same site of the same tier, and
+                operations all of the same tier.
+            others: Vectors of other phases, and operations: the keys of `SteeringDocument`.
         """
-        tiers = (vectors, prefill_vectors, decode_vectors)
-        return self._send(calls.set_global(self._access, tiers, replace=replace))
+        return self._send(calls.set_global(self._access, vectors, others, replace=replace))
 
     def clear(self) -> None:
         """Remove all global vectors."""
@@ -78,24 +80,37 @@ class Client(Session):
         name: str,
         vectors: Any = None,
         *,
-        prefill_vectors: Any = None,
-        decode_vectors: Any = None,
         path: Path | None = None,
+        **others: Unpack[ModuleDocument],
     ) -> ModuleStatus:
-        """Name vectors, so that requests need only say the name; an earlier module of the name is replaced.
+        """Name vectors and operations, so that requests need only say the name; an earlier module is replaced.
 
         Args:
             name: 1 to 256 printable characters.
             vectors: For prompt and generated positions.
-            prefill_vectors: For prompt positions in addition.
-            decode_vectors: For generated positions in addition.
             path: A ``.safetensors``, ``.json`` or ``.gguf`` file of vectors on this machine, in place of vectors.
+            others: Vectors of other phases, operations, edits of features and reconstructions: the keys of
+                `ModuleDocument`.
         """
-        return self._send(calls.register(self._access, name, (vectors, prefill_vectors, decode_vectors), path))
+        return self._send(calls.register(self._access, name, vectors, others, path))
 
     def unregister(self, name: str) -> None:
         """Forget a module; requests that run already keep it."""
         self._send(calls.unregister(self._access, name))
+
+    def register_sae(self, name: str, path: str, site: str | None = None) -> SaeStatus:
+        """Register an SAE, so that ``steering_features`` can name it; an earlier one of the name is replaced.
+
+        Args:
+            name: 1 to 256 printable characters.
+            path: On the server, below its ``--sae-root``.
+            site: Where it acts, such as ``"17.post_mlp"``; None if its files tell.
+        """
+        return self._send(calls.register_sae(self._access, name, path, site))
+
+    def saes(self) -> list[SaeStatus]:
+        """Return the SAEs whose features requests can change."""
+        return self._send(calls.saes())
 
     def modules(self) -> list[str]:
         """Return the names of the registered modules."""
@@ -112,6 +127,22 @@ class Client(Session):
     def consumers(self) -> Capturable:
         """Return the sites that can be captured, and the consumers."""
         return self._send(calls.consumers(self._access))
+
+    def patch_sweep(self, clean: Any, corrupt: Any, answer: Any, **options: Unpack[SweepOptions]) -> PatchSweep:
+        """Find the sites and positions where a clean prompt's rows change a corrupted prompt's answer.
+
+        The clean prompt is run once and its rows are kept; then each of them is put into the corrupted prompt, one at a
+        time. The server needs the consumer `memory`, and sites that can be captured and are declared for operations.
+
+        Args:
+            clean: The prompt whose answer is `answer`: a text, or tokens.
+            corrupt: The prompt that is patched; best one of as many tokens.
+            answer: The token whose logprob counts: a text, such as ``" Paris"``, or an id.
+            options: What is swept and measured: the keys of `SweepOptions`.
+        """
+        plan = plan_sweep(corrupt, answer, **options)
+        check_kept(self.complete(clean, **plan.fields), plan.consumer)
+        return collect(self._events(calls.patch_sweep(self._access, self.model(), plan.body)))
 
 
 class AsyncClient(AsyncSession):
@@ -137,11 +168,10 @@ class AsyncClient(AsyncSession):
         return self._stream(calls.chat, messages, fields)
 
     async def set(
-        self, vectors: Any = None, *, prefill_vectors: Any = None, decode_vectors: Any = None, replace: bool = False
+        self, vectors: Any = None, *, replace: bool = False, **others: Unpack[SteeringDocument]
     ) -> GlobalUpdate:
         """See `Client.set`."""
-        tiers = (vectors, prefill_vectors, decode_vectors)
-        return await self._send(calls.set_global(self._access, tiers, replace=replace))
+        return await self._send(calls.set_global(self._access, vectors, others, replace=replace))
 
     async def clear(self) -> None:
         """See `Client.clear`."""
@@ -152,16 +182,23 @@ class AsyncClient(AsyncSession):
         name: str,
         vectors: Any = None,
         *,
-        prefill_vectors: Any = None,
-        decode_vectors: Any = None,
         path: Path | None = None,
+        **others: Unpack[ModuleDocument],
     ) -> ModuleStatus:
         """See `Client.register`."""
-        return await self._send(calls.register(self._access, name, (vectors, prefill_vectors, decode_vectors), path))
+        return await self._send(calls.register(self._access, name, vectors, others, path))
 
     async def unregister(self, name: str) -> None:
         """See `Client.unregister`."""
         await self._send(calls.unregister(self._access, name))
+
+    async def register_sae(self, name: str, path: str, site: str | None = None) -> SaeStatus:
+        """See `Client.register_sae`."""
+        return await self._send(calls.register_sae(self._access, name, path, site))
+
+    async def saes(self) -> list[SaeStatus]:
+        """See `Client.saes`."""
+        return await self._send(calls.saes())
 
     async def modules(self) -> list[str]:
         """See `Client.modules`."""
@@ -178,3 +215,9 @@ class AsyncClient(AsyncSession):
     async def consumers(self) -> Capturable:
         """See `Client.consumers`."""
         return await self._send(calls.consumers(self._access))
+
+    async def patch_sweep(self, clean: Any, corrupt: Any, answer: Any, **options: Unpack[SweepOptions]) -> PatchSweep:
+        """See `Client.patch_sweep`."""
+        plan = plan_sweep(corrupt, answer, **options)
+        check_kept(await self.complete(clean, **plan.fields), plan.consumer)
+        return collect(await self._events(calls.patch_sweep(self._access, await self.model(), plan.body)))

@@ -19,6 +19,9 @@ from headgate.steering.vectors.phase_vectors import PhaseVectors
 
 Packed = dict[str, Any]
 
+LISTS = ("mask", "positions", "layers")
+"""Keys of operations whose numbers are no vector."""
+
 
 def pack(vectors: Any, field: str, *, as_text: bool) -> Packed:
     """Pack one tier of vectors, by hook point.
@@ -37,6 +40,39 @@ def pack(vectors: Any, field: str, *, as_text: bool) -> Packed:
     if not isinstance(vectors, Mapping):
         raise RequestError(field, f"expected PhaseVectors or an object of hook point to vectors, got {shown(vectors)}")
     return {name: _pack_hook(given, name, f"{field}.{name}", as_text) for name, given in vectors.items()}
+
+
+def pack_arrays(value: Any, where: str, *, as_text: bool, key: str = "") -> Any:
+    """Return a field of operations with its arrays and tensors packed, and all else as it is.
+
+    Args:
+        value: Operations, or clamps by hook point and layer, with vectors in any form.
+        where: Its name, for errors.
+        as_text: The bytes become base64, for a JSON body.
+        key: Of the value in the mapping around it; arrays of `LISTS` become lists.
+
+    Raises:
+        RequestError: If an array is no vector; the message names it.
+    """
+    if isinstance(value, Mapping):
+        return {
+            name: pack_arrays(inner, f"{where}.{name}", as_text=as_text, key=str(name)) for name, inner in value.items()
+        }
+    if isinstance(value, bytes | bytearray):
+        return _travelling(value, as_text)
+    if isinstance(value, list | tuple):
+        is_row = bool(value) and isinstance(value[0], int | float)
+        return (
+            value
+            if is_row
+            else [pack_arrays(inner, f"{where}[{at}]", as_text=as_text, key=key) for at, inner in enumerate(value)]
+        )
+    if not hasattr(value, "tolist"):
+        return value
+    if key in LISTS or not getattr(value, "ndim", 0):
+        return value.tolist()
+    row, dtype = read_vector(value, _width(value, where), where)
+    return {"dtype": dtype, "shape": [len(row)], "data": _travelling(row.tobytes(), as_text)}
 
 
 def _pack_hook(given: Any, name: Any, where: str, as_text: bool) -> Packed:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Generator
 from typing import Any, TypeVar
 
 from headgate.steering.client.answers import Answer
-from headgate.steering.client.calls import Access, Call, Generation, answer, event, models, request
+from headgate.steering.client.calls import Access, Call, Generation, answer, event, event_document, models, request
 
 try:
     import httpx
@@ -96,6 +96,14 @@ class Session(_Settings):
                 if (chunk := event(line)) is not None:
                     yield chunk
 
+    def _events(self, call: Call[None]) -> Generator[dict[str, Any], None, None]:
+        with self._http.stream(**request(self._access, call)) as response:
+            if not response.is_success:
+                answer(call, response.status_code, response.read())
+            for line in response.iter_lines():
+                if (document := event_document(line)) is not None:
+                    yield document
+
 
 class AsyncSession(_Settings):
     """A session of a program on an event loop; for the arguments see `Session`."""
@@ -131,3 +139,10 @@ class AsyncSession(_Settings):
             async for line in response.aiter_lines():
                 if (chunk := event(line)) is not None:
                     yield chunk
+
+    async def _events(self, call: Call[None]) -> list[dict[str, Any]]:
+        async with self._http.stream(**request(self._access, call)) as response:
+            if not response.is_success:
+                answer(call, response.status_code, await response.aread())
+            found = [event_document(line) async for line in response.aiter_lines()]
+        return [document for document in found if document is not None]

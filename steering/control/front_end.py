@@ -8,8 +8,9 @@ from typing import Any
 
 from headgate.capture.engine.contracts.request_part import AsyncEngineCores, EngineCores, FlagGroup, PartRequestReader
 from headgate.capture.schema.consumer import ModelInfo
-from headgate.steering.config import add_flags, parse_config, read_flags
+from headgate.steering.config import parse_config
 from headgate.steering.control.handle import AsyncSteering, Steering
+from headgate.steering.flags import add_flags, read_flags
 from headgate.steering.requests.reader import FIELD_DOCS, SteeringReader, open_reader
 
 
@@ -34,7 +35,7 @@ class SteeringRequests:
 
     def async_handle(self, cores: AsyncEngineCores, reader: PartRequestReader) -> AsyncSteering:
         """Make ``AsyncLLM.steering``."""
-        return AsyncSteering(cores, reader.steerable)  # type: ignore[attr-defined]
+        return AsyncSteering(cores, reader.steerable, reader.sae_root)  # type: ignore[attr-defined]
 
     def check_section(self, section: Mapping[str, Any]) -> None:
         """Check a ``steering`` section; raises `ConfigError` if it is wrong."""

@@ -1,17 +1,25 @@
-"""``llm.steering`` and ``async_llm.steering``: global vectors, named modules, and what can be steered."""
+"""``llm.steering`` and ``async_llm.steering``: what acts on everybody, named modules, and what can be steered."""
 
 from __future__ import annotations
 
 import os
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from headgate.capture.engine.contracts.request_part import AsyncEngineCores, EngineCores
 from headgate.capture.schema.sites import site_map
 from headgate.steering.control import operations
-from headgate.steering.control.operations import ModuleStatus, SteeringStatus
+from headgate.steering.control.operations import ModuleStatus, SaeStatus, SteeringStatus
 from headgate.steering.core.audit import OPERATOR, Actor, AuditEntry
-from headgate.steering.requests.request_fields import MODULE_FIELDS
+from headgate.steering.requests.request_fields import (
+    DOCUMENT_FIELDS,
+    ModuleDocument,
+    SteeringDocument,
+    document_of,
+)
 from headgate.steering.vectors.phase_vectors import Steerable
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of typing from Python 3.11 on
 
 Path = str | os.PathLike[str]
 Cores = TypeVar("Cores", EngineCores, AsyncEngineCores)
@@ -22,11 +30,13 @@ class _Described(Generic[Cores]):
 
     Attributes:
         steerable: The model and the limits of requests.
+        sae_root: Folder whose SAEs clients of a server may register; None if none.
     """
 
-    def __init__(self, cores: Cores, steerable: Steerable) -> None:
+    def __init__(self, cores: Cores, steerable: Steerable, sae_root: str | None = None) -> None:
         self._cores: Cores = cores
         self.steerable = steerable
+        self.sae_root = sae_root
 
     def layers(self) -> dict[str, list[int]]:
         """Return the sites that can be steered: ``{hook point: layers}``; the final norm has no layers.
@@ -36,6 +46,10 @@ class _Described(Generic[Cores]):
             llm.steering.layers()  # {"pre_attn": [0, 1, ...], "post_attn": [...], "post_mlp": [...]}
         """
         return site_map(self.steerable.sites)
+
+    def op_layers(self) -> dict[str, list[int]]:
+        """Return those of `layers` where operations can act: the operator's ``--steering-op-sites``."""
+        return site_map(self.steerable.op_sites)
 
     def __repr__(self) -> str:
         about = self.steerable
@@ -49,27 +63,25 @@ class Steering(_Described[EngineCores]):
     `RequestError`, which are `ValueError`, and name the argument as their `field`; then nothing has changed.
     """
 
-    def set(
-        self, vectors: Any = None, *, prefill_vectors: Any = None, decode_vectors: Any = None, replace: bool = False
-    ) -> SteeringStatus:
-        """Add vectors to every request from the next step on, those that run included.
+    def set(self, vectors: Any = None, *, replace: bool = False, **others: Unpack[SteeringDocument]) -> SteeringStatus:
+        """Steer every request with vectors and operations from the next step on, those that run included.
 
         ::
 
             llm.steering.set({"post_mlp": {12: direction}})
             llm.steering.set(decode_vectors={"post_mlp": {12: {"vector": direction, "scale": -2.0}}})
+            llm.steering.set(ops=[ops.ablate(direction, "12.post_mlp")])
 
         Args:
-            vectors: Acts at prompt and generated positions.
-            prefill_vectors: Acts at prompt positions in addition.
-            decode_vectors: Acts at generated positions in addition.
+            vectors: Act at prompt and generated positions.
             replace: Remove everything else. Otherwise vectors replace those at the same site of the same tier, and
-                zeros take them back.
+                zeros take them back; operations replace all of the same tier, and an empty list takes them back.
+            others: Vectors of other phases, and operations: the keys of `SteeringDocument`.
 
         Raises:
             RequestError: If they cannot be read, or there is no room for them.
         """
-        document = dict(zip(MODULE_FIELDS, (vectors, prefill_vectors, decode_vectors), strict=True))
+        document = document_of(vectors, others, DOCUMENT_FIELDS)
         return self._cores.run(
             operations.set_global(document, self.steerable, replace=replace, num_engines=self._cores.num_engines)
         )
@@ -87,11 +99,10 @@ class Steering(_Described[EngineCores]):
         name: str,
         vectors: Any = None,
         *,
-        prefill_vectors: Any = None,
-        decode_vectors: Any = None,
         path: Path | None = None,
+        **others: Unpack[ModuleDocument],
     ) -> ModuleStatus:
-        """Name vectors, so that requests need only say the name; an earlier module of the name is replaced.
+        """Name vectors and operations, so that requests need only say the name; an earlier module is replaced.
 
         Requests that run already keep the content that the name had when they were made.
 
@@ -99,19 +110,20 @@ class Steering(_Described[EngineCores]):
 
             llm.steering.register("calm", {"post_mlp": {12: direction}})
             llm.steering.register("calm", path="calm.safetensors")
+            llm.steering.register("ablate refusal", ops=[ops.ablate(direction, "12.post_mlp")])
             llm.generate(prompt, SamplingParams(steering_module_ref=("calm", 1.5)))
 
         Args:
             name: 1 to 256 printable characters.
-            vectors: Acts at prompt and generated positions.
-            prefill_vectors: Acts at prompt positions in addition.
-            decode_vectors: Acts at generated positions in addition.
+            vectors: Act at prompt and generated positions.
             path: A ``.safetensors``, ``.json`` or ``.gguf`` file in place of vectors; see `headgate.steering.load`.
+            others: Vectors of other phases, operations, edits of features and reconstructions: the keys of
+                `ModuleDocument`.
 
         Raises:
             RequestError: If it cannot be read, or there is no room for it.
         """
-        document = dict(zip(MODULE_FIELDS, (vectors, prefill_vectors, decode_vectors), strict=True))
+        document = document_of(vectors, others)
         return self._cores.run(operations.register(name, document, path, self.steerable, self._cores.num_engines))
 
     def unregister(self, name: str) -> ModuleStatus:
@@ -125,6 +137,29 @@ class Steering(_Described[EngineCores]):
     def modules(self) -> dict[str, ModuleStatus]:
         """Return the registered modules, by name."""
         return self._cores.run(operations.modules())
+
+    def register_sae(self, name: str, path: Path, site: Any = None) -> SaeStatus:
+        """Register an SAE, so that requests can change its features; an earlier one of the name is replaced.
+
+        ::
+
+            llm.steering.register_sae("gs2-17", "gemma-scope-2-4b-it/resid_post/layer_17_width_16k_l0_medium")
+            llm.generate(prompt, SamplingParams(steering_features=[{"sae": "gs2-17", "feature": 3124, "set": 38.5}]))
+
+        Args:
+            name: 1 to 256 printable characters.
+            path: A file of ``headgate sae import``, or an SAE as it was downloaded.
+            site: Where it acts, such as ``"17.post_mlp"``; None if the files tell. Operations must be declared there.
+
+        Raises:
+            RequestError: If it cannot be read, or does not fit the model.
+        """
+        operation = operations.register_sae(name, path, site, self.steerable, self._cores.num_engines)
+        return self._cores.run(operation)
+
+    def saes(self) -> dict[str, SaeStatus]:
+        """Return the SAEs whose features requests can change, by name."""
+        return self._cores.run(operations.saes())
 
     def audit(self) -> list[AuditEntry]:
         """Return the last 1000 changes of global vectors and modules, the newest last."""
@@ -142,13 +177,12 @@ class AsyncSteering(_Described[AsyncEngineCores]):
         self,
         vectors: Any = None,
         *,
-        prefill_vectors: Any = None,
-        decode_vectors: Any = None,
         replace: bool = False,
         by: Actor = OPERATOR,
+        **others: Unpack[SteeringDocument],
     ) -> SteeringStatus:
         """See `Steering.set`."""
-        document = dict(zip(MODULE_FIELDS, (vectors, prefill_vectors, decode_vectors), strict=True))
+        document = document_of(vectors, others, DOCUMENT_FIELDS)
         return await self._cores.run(
             operations.set_global(document, self.steerable, replace=replace, num_engines=self._cores.num_engines, by=by)
         )
@@ -166,13 +200,12 @@ class AsyncSteering(_Described[AsyncEngineCores]):
         name: str,
         vectors: Any = None,
         *,
-        prefill_vectors: Any = None,
-        decode_vectors: Any = None,
         path: Path | None = None,
         by: Actor = OPERATOR,
+        **others: Unpack[ModuleDocument],
     ) -> ModuleStatus:
         """See `Steering.register`."""
-        document = dict(zip(MODULE_FIELDS, (vectors, prefill_vectors, decode_vectors), strict=True))
+        document = document_of(vectors, others)
         return await self._cores.run(
             operations.register(name, document, path, self.steerable, self._cores.num_engines, by)
         )
@@ -184,6 +217,15 @@ class AsyncSteering(_Described[AsyncEngineCores]):
     async def modules(self) -> dict[str, ModuleStatus]:
         """See `Steering.modules`."""
         return await self._cores.run(operations.modules())
+
+    async def register_sae(self, name: str, path: Path, site: Any = None, *, by: Actor = OPERATOR) -> SaeStatus:
+        """See `Steering.register_sae`."""
+        operation = operations.register_sae(name, path, site, self.steerable, self._cores.num_engines, by)
+        return await self._cores.run(operation)
+
+    async def saes(self) -> dict[str, SaeStatus]:
+        """See `Steering.saes`."""
+        return await self._cores.run(operations.saes())
 
     async def audit(self) -> list[AuditEntry]:
         """See `Steering.audit`."""

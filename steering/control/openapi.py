@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from headgate.steering.programs.operations import Method
+from headgate.steering.requests.feature_fields import EDIT_KEYS
+from headgate.steering.requests.op_documents import METHOD_ALIASES
+
 Schema = dict[str, Any]
 
 
-def _object(properties: Schema, *, required: tuple[str, ...] = (), is_open: bool = False) -> Schema:
+def object_of(properties: Schema, *, required: tuple[str, ...] = (), is_open: bool = False) -> Schema:
+    """Return the schema of an object."""
     schema: Schema = {"type": "object", "properties": properties, "additionalProperties": is_open}
     return {**schema, "required": list(required)} if required else schema
 
@@ -16,25 +21,28 @@ def _map(values: Schema) -> Schema:
     return {"type": "object", "additionalProperties": values}
 
 
-def _list(items: Schema) -> Schema:
+def list_of(items: Schema) -> Schema:
+    """Return the schema of an array."""
     return {"type": "array", "items": items}
 
 
-_TEXT: Schema = {"type": "string"}
-_COUNT: Schema = {"type": "integer", "minimum": 0}
+METHODS = [*(method.value for method in Method), *METHOD_ALIASES]
+
+TEXT: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
 _INDEX: Schema = {"type": "integer"}
-_ROW: Schema = {**_list({"type": "number"}), "description": "As many numbers as the model's hidden size."}
+_ROW: Schema = {**list_of({"type": "number"}), "description": "As many numbers as the model's hidden size."}
 
 _VECTOR: Schema = {
-    "anyOf": [_ROW, _object({"vector": _ROW, "scale": {"type": "number", "default": 1.0}}, required=("vector",))]
+    "anyOf": [_ROW, object_of({"vector": _ROW, "scale": {"type": "number", "default": 1.0}}, required=("vector",))]
 }
-_PACKED: Schema = _object(
+_PACKED: Schema = object_of(
     {
         "dtype": {"type": "string", "enum": ["float32", "float16", "bfloat16", "float64"]},
-        "shape": {**_list(_COUNT), "description": "[number of layers, hidden size]"},
-        "layer_indices": _list(_INDEX),
-        "data": {**_TEXT, "description": "The rows, little-endian: base64 in JSON, raw bytes in msgpack."},
-        "scales": {**_list({"type": "number"}), "description": "One for each layer; 1.0 if absent."},
+        "shape": {**list_of(COUNT), "description": "[number of layers, hidden size]"},
+        "layer_indices": list_of(_INDEX),
+        "data": {**TEXT, "description": "The rows, little-endian: base64 in JSON, raw bytes in msgpack."},
+        "scales": {**list_of({"type": "number"}), "description": "One for each layer; 1.0 if absent."},
     },
     required=("dtype", "shape", "layer_indices", "data"),
 )
@@ -55,17 +63,99 @@ def _tiers(prefill: str, decode: str) -> Schema:
     }
 
 
-_TIERS = _tiers("Added to them at positions of the prompt", "Added to them at generated positions")
-_STATUS_OK: Schema = {"type": "string", "enum": ["ok"]}
-_CONTENT = _object({"hash": {"type": ["string", "null"]}, "sites": _list(_TEXT)}, required=("hash", "sites"))
-_PHASES: Schema = {"prefill": _CONTENT, "decode": _CONTENT, "version": _COUNT}
-_MODULE = _object({"name": _TEXT, **_PHASES}, required=("name", *_PHASES))
-_ERROR = _object(
+_AT: Schema = {
+    "anyOf": [TEXT, object_of({"hook": TEXT, "layers": {}}, required=("hook",))],
+    "description": 'A site, such as "12.post_mlp", or a hook point with layers as captures select them.',
+}
+_OP_VECTOR: Schema = {
+    "anyOf": [
+        _ROW,
+        {**TEXT, "description": "Name of a module, whose vector at the site it is."},
+        object_of({"module": TEXT, "site": TEXT}, required=("module",)),
+        object_of({"dtype": TEXT, "shape": list_of(COUNT), "data": TEXT}, required=("dtype", "shape", "data")),
+    ]
+}
+_NUMBER: Schema = {"type": "number"}
+_OPERATION: Schema = object_of(
     {
-        "error": _object(
+        "at": _AT,
+        "method": {"type": "string", "enum": METHODS},
+        **dict.fromkeys(("vector", "target", "reference", "mean"), _OP_VECTOR),
+        "plane": {**list_of(_OP_VECTOR), "minItems": 2, "maxItems": 2},
+        **dict.fromkeys(("scale", "strength", "min", "max", "value", "alpha", "max_ratio", "degrees"), _NUMBER),
+        "mask": list_of(_INDEX),
+        "positions": {"description": "Rows it acts on, as captures select positions; all of the phase if absent."},
+        **{key: {"type": "boolean", "default": False} for key in ("only_if_positive", "preserve_norm")},
+    },
+    required=("at", "method"),
+)
+_OPERATIONS: Schema = {"anyOf": [list_of(_OPERATION), {"type": "null"}]}
+_CLAMPS: Schema = {
+    "anyOf": [{"type": "object"}, {"type": "null"}],
+    "description": '{hook: {layer: [{"vector", "min", "max", "strength"} or {"vector", "value", "strength"}]}}, or '
+    "packed with `bounds` and `strengths`.",
+}
+
+
+_EDITS: Schema = {
+    "anyOf": [
+        list_of(
+            object_of(
+                {
+                    "sae": {**TEXT, "description": "Name of an SAE of the server."},
+                    "feature": COUNT,
+                    **{key: {"type": "number"} for key in EDIT_KEYS},
+                    "unit": {"type": "string", "enum": ["raw", "max_act"], "default": "raw"},
+                    "only_if_active": {"type": "boolean", "default": False},
+                },
+                required=("sae", "feature"),
+            )
+        ),
+        {"type": "null"},
+    ],
+    "description": f"Exactly one of {', '.join(EDIT_KEYS)} each; act behind all operations, at once.",
+}
+
+
+_RECONSTRUCTIONS: Schema = {
+    "anyOf": [list_of(TEXT), {"type": "null"}],
+    "description": "Names of SAEs of the server's --sae-encode: the row becomes what they decode of it, with the "
+    "edits of their features; the reconstruction's error is dropped.",
+}
+
+
+def _document_tiers(schemas: Schema) -> Schema:
+    """Fields of operations or features: base, prefill, decode."""
+    about = {
+        "": "Act at prompt and generated positions",
+        "prefill_": "Act at positions of the prompt, behind them",
+        "decode_": "Act at generated positions, behind them",
+    }
+    return {
+        f"{phase}{name}": {**schema, "title": title}
+        for name, schema in schemas.items()
+        for phase, title in about.items()
+    }
+
+
+_TIERS = {
+    **_tiers("Added to them at positions of the prompt", "Added to them at generated positions"),
+    **_document_tiers({"ops": _OPERATIONS, "clamps": _CLAMPS}),
+}
+_MODULE_TIERS = {**_TIERS, **_document_tiers({"features": _EDITS, "sae_reconstruction": _RECONSTRUCTIONS})}
+STATUS_OK: Schema = {"type": "string", "enum": ["ok"]}
+_CONTENT = object_of(
+    {"hash": {"type": ["string", "null"]}, "sites": list_of(TEXT), "op_sites": list_of(TEXT)},
+    required=("hash", "sites", "op_sites"),
+)
+_PHASES: Schema = {"prefill": _CONTENT, "decode": _CONTENT, "version": COUNT}
+_MODULE = object_of({"name": TEXT, **_PHASES}, required=("name", *_PHASES))
+_ERROR = object_of(
+    {
+        "error": object_of(
             {
-                "message": _TEXT,
-                "type": _TEXT,
+                "message": TEXT,
+                "type": TEXT,
                 "param": {"type": ["string", "null"], "description": "The field that is wrong."},
                 "code": _INDEX,
             },
@@ -84,7 +174,8 @@ _REASONS = {
 }
 
 
-def _answer(schema: Schema, example: Any, *refused: int) -> dict[int | str, dict[str, Any]]:
+def answers_of(schema: Schema, example: Any, *refused: int) -> dict[int | str, dict[str, Any]]:
+    """Return the answers of a route: the good one with an example, and those that refuse, by status."""
     answers: dict[int | str, dict[str, Any]] = {
         200: {"description": "Done.", "content": {"application/json": {"schema": schema, "example": example}}}
     }
@@ -93,14 +184,15 @@ def _answer(schema: Schema, example: Any, *refused: int) -> dict[int | str, dict
     return answers
 
 
-def _body(schema: Schema, examples: dict[str, Any]) -> dict[str, Any]:
+def body_of(schema: Schema, examples: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of a route, with examples."""
     named = {name: {"value": value} for name, value in examples.items()}
     content = {kind: {"schema": schema} for kind in ("application/json", "application/msgpack")}
     content["application/json"]["examples"] = named
     return {"requestBody": {"required": True, "content": content}}
 
 
-_HASH = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+HASH = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 _PACKED_EXAMPLE = {
     "post_mlp": {
         "dtype": "float32",
@@ -116,20 +208,20 @@ _SET_EXAMPLE = {
     "replace": False,
 }
 _PHASES_EXAMPLE = {
-    "prefill": {"hash": _HASH, "sites": ["15.pre_attn", "15.post_mlp"]},
-    "decode": {"hash": _HASH[::-1], "sites": ["15.post_mlp"]},
+    "prefill": {"hash": HASH, "sites": ["15.pre_attn", "15.post_mlp"], "op_sites": []},
+    "decode": {"hash": HASH[::-1], "sites": ["15.post_mlp"], "op_sites": ["15.post_mlp"]},
     "version": 1,
 }
 
 SET: dict[str, Any] = {
     "summary": "Set global steering vectors",
-    "openapi_extra": _body(
-        _object({**_TIERS, "replace": {"type": ["boolean", "null"], "default": False}}),
+    "openapi_extra": body_of(
+        object_of({**_TIERS, "replace": {"type": ["boolean", "null"], "default": False}}),
         {"lists": _SET_EXAMPLE, "packed": {"vectors": _PACKED_EXAMPLE, "replace": True}},
     ),
-    "responses": _answer(
-        _object(
-            {"status": _STATUS_OK, "hook_points": _list(_TEXT), "layers_updated": _list(_INDEX)},
+    "responses": answers_of(
+        object_of(
+            {"status": STATUS_OK, "hook_points": list_of(TEXT), "layers_updated": list_of(_INDEX)},
             required=("status", "hook_points", "layers_updated"),
         ),
         {"status": "ok", "hook_points": ["post_mlp", "pre_attn", "post_attn"], "layers_updated": [14, 20]},
@@ -138,12 +230,12 @@ SET: dict[str, Any] = {
 }
 CLEAR: dict[str, Any] = {
     "summary": "Take all global steering vectors away",
-    "responses": _answer(_object({"status": _STATUS_OK}, required=("status",)), {"status": "ok"}, 400, 403, 404),
+    "responses": answers_of(object_of({"status": STATUS_OK}, required=("status",)), {"status": "ok"}, 400, 403, 404),
 }
 REGISTER: dict[str, Any] = {
     "summary": "Register a named steering module",
-    "openapi_extra": _body(
-        _object({"name": {**_TEXT, "minLength": 1, "maxLength": 256}, **_TIERS}, required=("name",)),
+    "openapi_extra": body_of(
+        object_of({"name": {**TEXT, "minLength": 1, "maxLength": 256}, **_MODULE_TIERS}, required=("name",)),
         {
             "creativity": {
                 "name": "creativity",
@@ -153,9 +245,9 @@ REGISTER: dict[str, Any] = {
             }
         },
     ),
-    "responses": _answer(
-        _object(
-            {"status": _STATUS_OK, "name": _TEXT, **_PHASES, "modules": _list(_TEXT)},
+    "responses": answers_of(
+        object_of(
+            {"status": STATUS_OK, "name": TEXT, **_PHASES, "modules": list_of(TEXT)},
             required=("status", "name", *_PHASES, "modules"),
         ),
         {"status": "ok", "name": "creativity", **_PHASES_EXAMPLE, "modules": ["creativity", "safety"]},
@@ -164,26 +256,26 @@ REGISTER: dict[str, Any] = {
 }
 UNREGISTER: dict[str, Any] = {
     "summary": "Forget a named steering module",
-    "openapi_extra": _body(
-        _object({"name": {**_TEXT, "minLength": 1, "maxLength": 256}}, required=("name",)),
+    "openapi_extra": body_of(
+        object_of({"name": {**TEXT, "minLength": 1, "maxLength": 256}}, required=("name",)),
         {"creativity": {"name": "creativity"}},
     ),
-    "responses": _answer(
-        _object({"status": _STATUS_OK, "name": _TEXT}, required=("status", "name")),
+    "responses": answers_of(
+        object_of({"status": STATUS_OK, "name": TEXT}, required=("status", "name")),
         {"status": "ok", "name": "creativity"},
         *(400, 403, 404, 415),
     ),
 }
 STATUS: dict[str, Any] = {
     "summary": "Global steering vectors, named modules, and vector slots",
-    "responses": _answer(
-        _object(
+    "responses": answers_of(
+        object_of(
             {
-                "global": _object({"tiers": _map(_list(_TEXT)), **_PHASES}, required=("tiers", *_PHASES)),
+                "global": object_of({"tiers": _map(list_of(TEXT)), **_PHASES}, required=("tiers", *_PHASES)),
                 "modules": _map(_MODULE),
-                "slots": _list(
-                    _object(
-                        {"capacity": _COUNT, "reserved": _COUNT, "waiting": _COUNT},
+                "slots": list_of(
+                    object_of(
+                        {"capacity": COUNT, "reserved": COUNT, "waiting": COUNT},
                         required=("capacity", "reserved", "waiting"),
                     )
                 ),
@@ -202,16 +294,21 @@ STATUS: dict[str, Any] = {
 }
 LAYERS: dict[str, Any] = {
     "summary": "What can be steered",
-    "responses": _answer(
-        _object(
+    "responses": answers_of(
+        object_of(
             {
-                "hook_points": _map(_list(_INDEX)),
-                "num_layers": _COUNT,
-                "hidden_size": _COUNT,
-                "dtype": _TEXT,
-                "max_vectors_per_request": _COUNT,
+                "hook_points": _map(list_of(_INDEX)),
+                "num_layers": COUNT,
+                "hidden_size": COUNT,
+                "dtype": TEXT,
+                "max_vectors_per_request": COUNT,
+                "op_hook_points": _map(list_of(_INDEX)),
+                "max_ops_per_site": COUNT,
             },
-            required=("hook_points", "num_layers", "hidden_size", "dtype", "max_vectors_per_request"),
+            required=(
+                *("hook_points", "op_hook_points", "num_layers", "hidden_size", "dtype"),
+                *("max_vectors_per_request", "max_ops_per_site"),
+            ),
         ),
         {
             "hook_points": {"pre_attn": [0, 1, 2], "post_attn": [0, 1, 2], "post_mlp": [0, 1, 2]},
@@ -219,37 +316,42 @@ LAYERS: dict[str, Any] = {
             "hidden_size": 2560,
             "dtype": "bfloat16",
             "max_vectors_per_request": 18,
+            "op_hook_points": {"post_mlp": [1]},
+            "max_ops_per_site": 8,
         },
         404,
     ),
 }
 MODULES: dict[str, Any] = {
     "summary": "Names of the registered steering modules",
-    "responses": _answer(
-        _object({"modules": _list(_TEXT), "count": _COUNT}, required=("modules", "count")),
+    "responses": answers_of(
+        object_of({"modules": list_of(TEXT), "count": COUNT}, required=("modules", "count")),
         {"modules": ["creativity", "safety", "formality"], "count": 3},
         404,
     ),
 }
-_ENTRY = _object(
+_ENTRY = object_of(
     {
-        "time": {**_TEXT, "format": "date-time"},
-        "engine": _COUNT,
-        "action": {"type": "string", "enum": ["set", "clear", "register", "unregister"]},
+        "time": {**TEXT, "format": "date-time"},
+        "engine": COUNT,
+        "action": {
+            "type": "string",
+            "enum": ["set", "clear", "register", "unregister", "register_sae", "unregister_sae"],
+        },
         "key": {"type": ["string", "null"], "description": "Name of the client's key; null if it needed none."},
         "address": {"type": ["string", "null"]},
-        "name": {"type": ["string", "null"], "description": "The module; null for global vectors."},
+        "name": {"type": ["string", "null"], "description": "The module or SAE; null for global vectors."},
         "prefill": {"type": ["string", "null"], "description": "Content hash of what acts afterwards."},
         "decode": {"type": ["string", "null"]},
-        "version": _COUNT,
+        "version": COUNT,
         "is_undo": {"type": "boolean", "description": "Whether it takes back what another engine core refused."},
     },
     required=("time", "engine", "action", "key", "address", "name", "prefill", "decode", "version", "is_undo"),
 )
 AUDIT: dict[str, Any] = {
     "summary": "Who changed global vectors and named modules",
-    "responses": _answer(
-        _object({"entries": _list(_ENTRY), "size": _COUNT}, required=("entries", "size")),
+    "responses": answers_of(
+        object_of({"entries": list_of(_ENTRY), "size": COUNT}, required=("entries", "size")),
         {
             "entries": [
                 {
@@ -259,8 +361,8 @@ AUDIT: dict[str, Any] = {
                     "key": "alice",
                     "address": "10.0.0.3",
                     "name": "creativity",
-                    "prefill": _HASH,
-                    "decode": _HASH[::-1],
+                    "prefill": HASH,
+                    "decode": HASH[::-1],
                     "version": 1,
                     "is_undo": False,
                 }

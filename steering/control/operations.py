@@ -7,32 +7,47 @@ the same at the same time.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from headgate.capture.engine.contracts.request_part import CoreCall, Operation, Result
 from headgate.capture.schema.errors import EngineStateError, RequestError
 from headgate.steering.core.audit import BY, OPERATOR, Actor, AuditEntry
+from headgate.steering.core.sae_calls import NO_SAES
+from headgate.steering.core.saes import open_sae
+from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import load
-from headgate.steering.requests.request_fields import MODULE_FIELDS, read_module, read_update, sum_tiers
-from headgate.steering.vectors.phase_vectors import TIERS, Steerable, SteeringSpec, check_name, to_wire
+from headgate.steering.programs.spec import SteeringSpec, to_wire
+from headgate.steering.requests.op_documents import read_site
+from headgate.steering.requests.request_fields import (
+    MODULE_FIELDS,
+    read_global_ops,
+    read_module,
+    read_update,
+    sum_tiers,
+)
+from headgate.steering.vectors.phase_vectors import TIERS, Steerable, check_name
 
 _ATTEMPTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseContent:
-    """The vectors that act in one phase.
+    """The vectors and operations that act in one phase.
 
     Attributes:
-        hash: Hexadecimal; equal if and only if the vectors are. None if nothing acts.
-        sites: Such as ``"12.post_mlp"``, in the order of the forward pass.
+        hash: Hexadecimal; equal if and only if they are. None if nothing acts.
+        sites: Sites of vectors, such as ``"12.post_mlp"``, in the order of the forward pass.
+        op_sites: Sites of operations.
     """
 
     hash: str | None
     sites: tuple[str, ...]
+    op_sites: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,20 +116,73 @@ class SteeringStatus:
     is_consistent: bool
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaeStatus:
+    """An SAE whose features requests can change.
+
+    Attributes:
+        name: Its name in requests.
+        site: Where it reads.
+        write_sites: Where it writes: an SAE where it reads, a transcoder elsewhere.
+        width: Values of a row.
+        num_features: Its features are 0 to ``num_features - 1``.
+        activation: ``relu``, ``jumprelu``, ``gated``, ``topk`` or ``groupmax``.
+        k: Of the last two.
+        norm: Of rows, before they are encoded.
+        decision: How one feature's activation is found: ``exact``; by a ``threshold`` in place of the selection among
+            all features, an approximation; or ``none``: then features can only be added to.
+        has_max_act: Whether the unit ``max_act`` can be used.
+        is_encoded: Whether ``sae_reconstruction`` can name it: the operator's ``--sae-encode``.
+        format: Of its files.
+        model: That it was trained on, if its files tell.
+        source: Path of its files.
+        sha256: Hex, of the files that it was published as.
+    """
+
+    name: str
+    site: str
+    write_sites: tuple[str, ...]
+    width: int
+    num_features: int
+    activation: str
+    k: int | None
+    norm: str
+    decision: str
+    has_max_act: bool
+    is_encoded: bool
+    format: str
+    model: str | None
+    source: str
+    sha256: str
+
+    @classmethod
+    def from_plain(cls, described: Mapping[str, Any]) -> SaeStatus:
+        """Make it from an engine core's description, which may say more."""
+        values = {field.name: described[field.name] for field in fields(cls)}
+        return cls(**{**values, "write_sites": tuple(described["write_sites"])})
+
+
 def set_global(
     document: Mapping[str, Any], steerable: Steerable, *, replace: bool, num_engines: int, by: Actor = OPERATOR
 ) -> Operation[SteeringStatus]:
-    """Set global vectors: a document with the keys `MODULE_FIELDS`. Zeros take a site back."""
+    """Set global vectors and operations: a document with the keys `DOCUMENT_FIELDS`.
+
+    Zeros take the vector of a site back, an empty list the operations of a tier.
+    """
     updates = [read_update(document.get(field), steerable, field) for field in MODULE_FIELDS]
-    if not any(updates) and not replace:
-        raise RequestError(MODULE_FIELDS[0], "there is no vector to set; clear() takes all away")
+    ops = read_global_ops(document, steerable)
+    if not any(updates) and not ops and not replace:
+        raise RequestError(MODULE_FIELDS[0], "there is no vector or operation to set; clear() takes all away")
     tiers = [update and update.vectors for update in updates]
     sum_tiers(tiers, steerable, MODULE_FIELDS)
-    wire = {name: tier and to_wire(SteeringSpec(prefill=tier)) for name, tier in zip(TIERS, tiers, strict=True)}
+    wire = {
+        name: to_wire(dataclasses.replace(ops.get(name, SteeringSpec()), prefill=tier))
+        for name, tier in zip(TIERS, tiers, strict=True)
+    }
     cleared = {
         name: [site.name for site in update.cleared] for name, update in zip(TIERS, updates, strict=True) if update
     }
-    order = ("set_global", {"tiers": wire, "replace": replace, "cleared": cleared})
+    order = ("set_global", {"tiers": wire, "replace": replace, "cleared": cleared, "ops": list(ops)})
     return (yield from _change_global(order, num_engines, by))
 
 
@@ -142,7 +210,7 @@ def register(
     num_engines: int,
     by: Actor = OPERATOR,
 ) -> Operation[ModuleStatus]:
-    """Register a module from a document with the keys `MODULE_FIELDS`, or from a file."""
+    """Register a module from a document with the keys `MODULE_DOCUMENT_FIELDS`, or from a file."""
     check_name(name, "name")
     wire = to_wire(_read(document, path, steerable))
 
@@ -174,6 +242,46 @@ def _restoring(name: str, by: Actor) -> Operation[tuple[str, Mapping[str, Any]]]
 def _by(by: Actor, **args: Any) -> Mapping[str, Any]:
     """Arguments of a change, with who asks for it; the operator's own process need not say so."""
     return args if by == OPERATOR else {**args, BY: by.to_wire()}
+
+
+def register_sae(
+    name: str,
+    path: str | os.PathLike[str],
+    site: object,
+    steerable: Steerable,
+    num_engines: int,
+    by: Actor = OPERATOR,
+) -> Operation[SaeStatus]:
+    """Register the SAE at a path; an earlier one of the name is replaced. Its files' checksum is computed here."""
+    check_name(name, "name", "an SAE")
+    if not steerable.max_sae_features:
+        raise RequestError("name", NO_SAES)
+    found = Path(path).absolute()
+    where = None if site is None else read_site(site, "site")
+    try:
+        sae = open_sae(name, found, where, steerable)
+    except (OSError, FeatureFileError) as error:
+        raise RequestError("path", str(error)) from error
+    args = {"name": name, "path": str(found), "site": None if where is None else where.name, "sha256": sae.sha256}
+
+    def attempt() -> Operation[SaeStatus]:
+        undo: tuple[str, Mapping[str, Any]] = ("unregister_sae", _by(by.undo(None), name=name))
+        if num_engines > 1:
+            (first, *_) = yield CoreCall(method="saes", args={})
+            earlier = next((one for one in first if one["name"] == name), None)
+            if earlier is not None:
+                again = {key: earlier[key] for key in ("name", "site", "sha256")}
+                undo = "register_sae", _by(by.undo(None), path=earlier["source"], **again)
+        answers = yield CoreCall(method="register_sae", args=_by(by, **args), undo=undo)
+        return SaeStatus.from_plain(answers[0])
+
+    return (yield from _agreed(attempt, num_engines))
+
+
+def saes() -> Operation[dict[str, SaeStatus]]:
+    """Ask for the SAEs whose features can be changed, by name."""
+    answers: Sequence[Sequence[Mapping[str, Any]]] = yield CoreCall(method="saes", args={})
+    return {sae["name"]: SaeStatus.from_plain(sae) for sae in answers[0]}
 
 
 def modules() -> Operation[dict[str, ModuleStatus]]:
@@ -234,7 +342,7 @@ def _status(answers: Sequence[Mapping[str, Any]]) -> SteeringStatus:
 
 
 def _identity(answer: Mapping[str, Any]) -> tuple[Any, ...]:
-    return answer["global"]["hash"], {module["name"]: module["hash"] for module in answer["modules"]}
+    return answer["global"]["hash"], {module["name"]: module["hash"] for module in answer["modules"]}, answer["saes"]
 
 
 def _by_name(described: Sequence[Mapping[str, Any]]) -> dict[str, ModuleStatus]:
@@ -251,4 +359,5 @@ def _module(described: Mapping[str, Any]) -> ModuleStatus:
 
 
 def _content(described: Mapping[str, Any], phase: str) -> PhaseContent:
-    return PhaseContent(hash=described["hash"][phase], sites=tuple(described["sites"][phase]))
+    op_sites = described.get("op_sites", {}).get(phase, ())
+    return PhaseContent(hash=described["hash"][phase], sites=tuple(described["sites"][phase]), op_sites=tuple(op_sites))

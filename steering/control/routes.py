@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 
 from headgate.capture.engine.contracts.route_part import RouteServices
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.capture.schema.sites import HookPoint, parse_hook
-from headgate.steering.control import openapi
+from headgate.capture.schema.sites import HookPoint, Site, parse_hook
+from headgate.steering.control import openapi, openapi_saes
 from headgate.steering.control.handle import AsyncSteering
 from headgate.steering.control.operations import SteeringStatus
 from headgate.steering.core.audit import SIZE, Actor
-from headgate.steering.requests.request_fields import MODULE_FIELDS, TierUpdate, read_tier, read_update
+from headgate.steering.requests.request_fields import (
+    DOCUMENT_FIELDS,
+    MODULE_DOCUMENT_FIELDS,
+    MODULE_FIELDS,
+    ModuleDocument,
+    SteeringDocument,
+    TierUpdate,
+    read_global_ops,
+    read_tier,
+    read_update,
+)
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, check_name
 
 Tiers = dict[str, PhaseVectors | None]
@@ -42,11 +53,20 @@ def open_routes(services: RouteServices) -> APIRouter:
         ("", routes.status, openapi.STATUS),
         ("/layers", routes.layers, openapi.LAYERS),
         ("/modules", routes.modules, openapi.MODULES),
+        ("/saes", routes.saes, openapi_saes.SAES),
     ):
         router.add_api_route(path, read, methods=["GET"], response_model=None, **about)
     admin = [Depends(services.require_admin)]
     router.add_api_route(
         "/audit", routes.audit, methods=["GET"], dependencies=admin, response_model=None, **openapi.AUDIT
+    )
+    router.add_api_route(
+        "/saes/register",
+        routes.register_sae,
+        methods=["POST"],
+        dependencies=admin,
+        response_model=None,
+        **openapi_saes.REGISTER_SAE,
     )
     return router
 
@@ -58,20 +78,26 @@ class SteeringRoutes:
         self._services = services
 
     async def set(self, request: Request) -> dict[str, Any]:
-        """Add global vectors, or replace all of them; requests that run are steered by them from the next step on.
+        """Set global vectors and operations; requests that run are steered by them from the next step on.
 
-        Vectors replace those at the same site of the same tier, and zeros take them back. With `replace` everything
-        else is removed.
+        Vectors replace those at the same site of the same tier, and zeros take them back; operations replace all of
+        the same tier, and an empty list takes them back. With `replace` everything else is removed.
         """
         handle = self._handle()
         with self._services.client_errors():
-            document = await self._read(request, (*MODULE_FIELDS, "replace"))
+            document = await self._read(request, (*DOCUMENT_FIELDS, "replace"))
             replace = document.get("replace") or False
             if not isinstance(replace, bool):
                 raise RequestError("replace", f"expected true or false, got {shown(replace)}")
             updates = await asyncio.to_thread(read_updates, document, handle.steerable)
-            await handle.set(**updates, replace=replace, by=self._actor(request))
-        return {"status": "ok", "hook_points": hook_points(document), "layers_updated": layers_of(updates.values())}
+            specs = await asyncio.to_thread(read_global_ops, document, handle.steerable)
+            await handle.set(**updates, **operations_in(document), replace=replace, by=self._actor(request))
+        op_sites = [site for spec in specs.values() for site in spec.op_sites]
+        return {
+            "status": "ok",
+            "hook_points": list(dict.fromkeys([*hook_points(document), *(site.hook.value for site in op_sites)])),
+            "layers_updated": layers_of(updates.values(), op_sites),
+        }
 
     async def clear(self, request: Request) -> dict[str, Any]:
         """Remove all global vectors; named modules stay."""
@@ -79,17 +105,20 @@ class SteeringRoutes:
         return {"status": "ok"}
 
     async def register(self, request: Request) -> dict[str, Any]:
-        """Name vectors, for `steering_name` and `steering_module_ref` of requests; an earlier module is replaced.
+        """Name vectors and operations, for `steering_name` and `steering_module_ref` of requests.
+
+        An earlier module of the name is replaced.
 
         Requests that run already keep the content that the name had when they were made.
         """
         handle = self._handle()
         with self._services.client_errors():
-            document = await self._read(request, ("name", *MODULE_FIELDS))
+            document = await self._read(request, ("name", *MODULE_DOCUMENT_FIELDS))
             tiers = await asyncio.to_thread(read_tiers, document, handle.steerable)
-            vectors, prefill, decode = tiers.values()
+            others = {**tiers, **operations_in(document, MODULE_DOCUMENT_FIELDS)}
+            vectors = others.pop("vectors")
             module = await handle.register(
-                _name(document), vectors, prefill_vectors=prefill, decode_vectors=decode, by=self._actor(request)
+                _name(document), vectors, **cast("ModuleDocument", others), by=self._actor(request)
             )
             names = list(await handle.modules())
         return {"status": "ok", **dataclasses.asdict(module), "modules": names}
@@ -115,16 +144,35 @@ class SteeringRoutes:
         about = handle.steerable
         return {
             "hook_points": handle.layers(),
+            "op_hook_points": handle.op_layers(),
             "num_layers": about.num_layers,
             "hidden_size": about.hidden_size,
             "dtype": about.dtype,
             "max_vectors_per_request": about.max_vectors,
+            "max_ops_per_site": about.max_ops_per_site,
         }
 
     async def modules(self) -> dict[str, Any]:
         """Return the names of the registered modules."""
         names = list(await self._handle().modules())
         return {"modules": names, "count": len(names)}
+
+    async def saes(self) -> dict[str, Any]:
+        """Return the SAEs whose features requests can change."""
+        found = await self._handle().saes()
+        return {"saes": [dataclasses.asdict(sae) for sae in found.values()], "count": len(found)}
+
+    async def register_sae(self, request: Request) -> dict[str, Any]:
+        """Register an SAE of the folder `--sae-root`, for `steering_features`; an earlier one of the name is replaced.
+
+        Its files are read where they are: replace them by renaming others, never write into them.
+        """
+        handle = self._handle()
+        with self._services.client_errors():
+            document = await self._read(request, ("name", "path", "site"))
+            path = within_root(document.get("path"), handle.sae_root)
+            sae = await handle.register_sae(_name(document), path, document.get("site"), by=self._actor(request))
+        return {"status": "ok", **dataclasses.asdict(sae)}
 
     async def audit(self) -> dict[str, Any]:
         """Return the last changes of global vectors and modules, the newest last."""
@@ -145,6 +193,27 @@ class SteeringRoutes:
         return document
 
 
+def within_root(path: object, root: str | None) -> str:
+    """Return the real path of an SAE that a client names.
+
+    Args:
+        path: Absolute, or relative to `root`.
+        root: The folder that may be read; None if there is none.
+
+    Raises:
+        RequestError: If the path leaves the folder, links followed.
+    """
+    if root is None:
+        raise RequestError("path", "this server registers no SAEs at run time; the operator starts it with --sae-root")
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise RequestError("path", f"expected the path of an SAE below --sae-root, got {shown(path)}")
+    top = os.path.realpath(root)
+    found = os.path.realpath(os.path.join(top, path))
+    if os.path.commonpath([top, found]) != top:
+        raise RequestError("path", "lies outside of the server's --sae-root")
+    return found
+
+
 def read_tiers(document: Mapping[str, Any], steerable: Steerable) -> Tiers:
     """Read the vectors in a body, by field; long lists take a while.
 
@@ -163,15 +232,20 @@ def read_updates(document: Mapping[str, Any], steerable: Steerable) -> dict[str,
     return {field: read_update(document.get(field), steerable, field) for field in MODULE_FIELDS}
 
 
+def operations_in(document: Mapping[str, Any], known: Sequence[str] = DOCUMENT_FIELDS) -> SteeringDocument:
+    """Return the fields of a body beside its vectors; they are read beside the event loop, where they are lowered."""
+    return cast("SteeringDocument", {name: document.get(name) for name in known[len(MODULE_FIELDS) :]})
+
+
 def hook_points(document: Mapping[str, Any]) -> list[str]:
-    """Return the hook points in a body that was read, by their own names, in the order of the body."""
+    """Return the hook points of the vectors in a body that was read, by their own names, in the order of the body."""
     given = (hook for field in MODULE_FIELDS for hook in document.get(field) or ())
     return list(dict.fromkeys(parse_hook(hook, MODULE_FIELDS[0]).value for hook in given))
 
 
-def layers_of(updates: Iterable[TierUpdate | None]) -> list[int]:
-    """Return the layers whose vectors were set or taken back; the final norm has none."""
-    sites = {site for update in updates if update is not None for site in update.sites}
+def layers_of(updates: Iterable[TierUpdate | None], op_sites: Iterable[Site] = ()) -> list[int]:
+    """Return the layers whose vectors or operations were set, or vectors taken back; the final norm has none."""
+    sites = {*op_sites, *(site for update in updates if update is not None for site in update.sites)}
     return sorted({site.layer for site in sites if site.hook is not HookPoint.FINAL_NORM})
 
 

@@ -22,7 +22,10 @@ SIZE = 1000
 """Changes that are remembered; a file keeps all."""
 BY = "by"
 """Argument of a call in which its `Actor` travels."""
-_ACTIONS = {"set_global": "set", "clear_global": "clear", "register": "register", "unregister": "unregister"}
+_ACTIONS = {
+    **{"set_global": "set", "clear_global": "clear", "register": "register", "unregister": "unregister"},
+    **{"register_sae": "register_sae", "unregister_sae": "unregister_sae"},
+}
 """Methods of an engine core that change what acts on others, as the audit calls them."""
 
 

@@ -10,19 +10,18 @@ from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import BY, OPERATOR, Actor, Audit
-from headgate.steering.core.state import GlobalTiers, Module, SteeringState, demand_of
-from headgate.steering.vectors.phase_vectors import (
-    TIERS,
-    PhaseVectors,
-    SteeringSpec,
-    SteeringWire,
-    check_name,
-    from_wire,
-    to_wire,
-)
+from headgate.steering.core.content import demand_of
+from headgate.steering.core.modules import Module
+from headgate.steering.core.sae_calls import SaeCalls
+from headgate.steering.core.state import GlobalTiers, SteeringState
+from headgate.steering.programs.spec import SteeringSpec, SteeringWire, from_wire, to_wire
+from headgate.steering.vectors.phase_vectors import TIERS, Steerable, check_name
 
 _PROBE = "headgate-probe"
 """Stands for the id of a request that is not there."""
+
+_ANY_LENGTH = 1 << 30
+"""Length of a prompt in which every position exists; the real one is looked at when the request comes."""
 
 SiteNames = Sequence[str]
 
@@ -43,10 +42,16 @@ class OperatorCalls:
         reservations: Of the slots.
         services: Calls the workers and restarts requests.
         audit: Notes the changes.
+        steerable: The model, for SAEs that are registered; None if none can be.
     """
 
     def __init__(
-        self, state: SteeringState, reservations: Reservations[str], services: CoreServices, audit: Audit
+        self,
+        state: SteeringState,
+        reservations: Reservations[str],
+        services: CoreServices,
+        audit: Audit,
+        steerable: Steerable | None = None,
     ) -> None:
         self._audit = audit
         self._state = state
@@ -66,6 +71,7 @@ class OperatorCalls:
             "export_module": self._export_module,
             "audit": audit.entries,
             "owner": audit.owner_of,
+            **SaeCalls(state.saes, steerable, services, lambda: state.version).methods,
         }
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any:
@@ -131,28 +137,36 @@ class OperatorCalls:
             raise
 
     def _set_global(
-        self, tiers: Mapping[str, Any], replace: bool, cleared: Mapping[str, SiteNames] = _NONE
+        self,
+        tiers: Mapping[str, Any],
+        replace: bool,
+        cleared: Mapping[str, SiteNames] = _NONE,
+        ops: Sequence[str] = TIERS,
     ) -> dict[str, Any]:
-        """Set `tiers`, each ``to_wire(SteeringSpec(prefill=...))`` or None; `replace`: in place of all there are.
+        """Set `tiers`, as `GlobalTiers.spec_of` and `to_wire` make them, or None; `replace`: in place of all there are.
 
-        Sites in `cleared`, names by tier, are taken back.
+        Vectors at sites in `cleared`, names by tier, are taken back; the operations of the tiers in `ops` are replaced.
 
         Everybody's KV is computed anew, also for a decode-only change: a block must not mix old and new vectors.
         """
-        given = {name: None if tiers.get(name) is None else from_wire(tiers[name]).prefill for name in TIERS}
+        specs = {name: from_wire(tiers.get(name) or {}) for name in TIERS}
+        given = GlobalTiers(
+            **{name: spec.prefill for name, spec in specs.items()},
+            programs={name: self._state.lowered(specs[name]) for name in ops},
+        )
         sites = {tier: frozenset(map(Site.parse, names)) for tier, names in cleared.items()}
-        changed = self._state.tiers.updated(GlobalTiers(**given), sites, replace=replace)
+        changed = self._state.tiers.updated(given, sites, replace=replace)
         before, after = self._state.shared, self._state.global_phases(changed)
-        is_same = _content_keys(before) == _content_keys(after)
+        is_same = demand_of(before) == demand_of(after)
         if not is_same:
             self._services.check_restart("global")
-            self._reservations.set_global(demand_of(after.prefill, after.decode), "global")
+            self._reservations.set_global(demand_of(after), "global")
             try:
                 self._tell_workers(
                     ("set_global", {"spec": to_wire(after)}), undo=("set_global", {"spec": to_wire(before)})
                 )
             except BaseException:
-                self._reservations.set_global(demand_of(before.prefill, before.decode), "global")
+                self._reservations.set_global(demand_of(before), "global")
                 raise
         self._state.set_global(changed)
         if not is_same:
@@ -174,7 +188,7 @@ class OperatorCalls:
 
     def _check(self, spec: Mapping[str, Any], field: str) -> dict[str, Any]:
         """Refuse, for `field`, a ``to_wire(spec)`` that a request would be refused for now."""
-        resolved = self._state.resolve(_PROBE, from_wire(spec), field)
+        resolved = self._state.resolve(_PROBE, from_wire(spec), _ANY_LENGTH, field)
         self._state.release(_PROBE)
         self._reservations.check(resolved.demand, field)
         return {}
@@ -184,24 +198,25 @@ class OperatorCalls:
         return [module.described() for module in self._state.modules()]
 
     def _names(self) -> list[dict[str, Any]]:
-        """Return the names alone, for front ends, each with the largest magnitude of its values as ``peak``."""
-        return [{"name": module.name, "peak": module.peak} for module in self._state.modules()]
+        """Return the names of modules, each with its largest magnitude as ``peak``, and the SAEs, for front ends."""
+        modules = [{"name": module.name, "peak": module.peak} for module in self._state.modules()]
+        return [*modules, *self._state.saes.names()]
 
     def _export_global(self) -> dict[str, Any]:
         """Return the tiers as ``set_global`` takes them, to set them again."""
-        tiers = {name: getattr(self._state.tiers, name) for name in TIERS}
-        return {name: None if tier is None else to_wire(SteeringSpec(prefill=tier)) for name, tier in tiers.items()}
+        specs = {name: self._state.tiers.spec_of(name) for name in TIERS}
+        return {name: None if spec is None else to_wire(spec) for name, spec in specs.items()}
 
     def _export_module(self, name: str) -> SteeringWire:
         """Return a module's spec as ``register`` takes it, to register it again."""
-        module = self._state.module(name)
-        return to_wire(SteeringSpec(prefill=module.prefill, decode=module.decode))
+        return to_wire(self._state.module(name).spec)
 
     def _status(self) -> dict[str, Any]:
         """Return global vectors, modules, slots, and the numbers of requests that have slots and that wait for them."""
         return {
             "global": self._state.global_status(),
             "modules": self._modules(),
+            "saes": {sae.name: sae.sha256 for sae in self._state.saes.all()},
             "slots": {"capacity": self._reservations.capacity, "reserved": self._reservations.num_reserved},
             "configs": self._reservations.num_configs,
             "running": self._reservations.num_admitted,
@@ -223,13 +238,4 @@ class OperatorCalls:
 
 
 def _keep(module: Module) -> _WorkerCall:
-    spec = SteeringSpec(prefill=module.prefill, decode=module.decode)
-    return "keep_module", {"name": module.name, "spec": to_wire(spec)}
-
-
-def _content_keys(spec: SteeringSpec) -> tuple[bytes | None, bytes | None]:
-    return _content_key(spec.prefill), _content_key(spec.decode)
-
-
-def _content_key(vectors: PhaseVectors | None) -> bytes | None:
-    return None if vectors is None else vectors.key
+    return "keep_module", {"name": module.name, "spec": to_wire(module.spec)}

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -16,14 +17,19 @@ import numpy as np
 from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
 from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.schema.errors import ConfigError, RequestError
-from headgate.steering.config import SteeringConfig, parse_config
+from headgate.steering.config import SaeSource, SteeringConfig, parse_config
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import Audit
+from headgate.steering.core.content import Limits
 from headgate.steering.core.operator_calls import OperatorCalls
-from headgate.steering.core.state import Resolved, SteeringState
+from headgate.steering.core.resolved import Resolved
+from headgate.steering.core.saes import open_sae, warn_of_other_model
+from headgate.steering.core.state import SteeringState
+from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import VectorFileError, load
+from headgate.steering.programs.spec import PROGRAM_KEYS, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.dtypes import StoredType
-from headgate.steering.vectors.phase_vectors import Steerable, from_wire
+from headgate.steering.vectors.phase_vectors import Steerable
 
 logger = logging.getLogger("headgate")
 
@@ -41,6 +47,7 @@ class SteeringCore:
         config: The operator's: the limits of requests that wait.
         audit: Notes changes of what steers others; one of its own if None.
         clock: Seconds, never going back.
+        steerable: The model, for SAEs that are registered; None if none can be.
     """
 
     def __init__(
@@ -51,10 +58,11 @@ class SteeringCore:
         config: SteeringConfig,
         audit: Audit | None = None,
         clock: Callable[[], float] = time.monotonic,
+        steerable: Steerable | None = None,
     ) -> None:
-        self._state = SteeringState(dtype)
+        self._state = SteeringState(dtype, Limits(2 * config.max_ops_per_site, config.num_features))
         self._reservations: Reservations[str] = Reservations(capacity)
-        self._operator = OperatorCalls(self._state, self._reservations, services, audit or Audit())
+        self._operator = OperatorCalls(self._state, self._reservations, services, audit or Audit(), steerable)
         self._resolved: dict[str, Resolved] = {}
         """Of requests that steer, from `accept` until `release`."""
         self._limits = config.wait_limits(is_offline=False)
@@ -66,19 +74,25 @@ class SteeringCore:
         """Inline vectors of live requests, by content key. Input thread only."""
         self._log = SparseLog("steering")
 
-    def accept(self, req_id: str, wire: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    def accept(self, req_id: str, wire: Mapping[str, Any] | None, num_prompt: int) -> dict[str, Any] | None:
         """Resolve a request's modules to content; returns its `SteeringWire` with the content keys and scales."""
         if wire is None:
             return None
         if req_id in self._resolved:
             raise AssertionError(f"request {req_id!r} was taken already")
-        resolved = self._state.resolve(req_id, from_wire(wire))
+        spec = from_wire(wire)
+        resolved = self._state.resolve(req_id, spec, num_prompt)
         self._resolved[req_id] = resolved
         taken = {name: self._shared(value) if name in ("prefill", "decode") else value for name, value in wire.items()}
-        parts = {"prefill_parts": resolved.prefill_parts, "decode_parts": resolved.decode_parts}
-        for name, found in parts.items():
+        names = ("prefill_parts", "decode_parts", "prefill_programs", "decode_programs")
+        for name, found in zip(names, resolved.parts, strict=True):
             if found:
                 taken[name] = [list(part) for part in found]
+        if spec.is_to_lower:
+            for name in PROGRAM_KEYS:
+                taken.pop(name, None)
+            prefill, decode = resolved.own
+            taken.update(to_wire(SteeringSpec(prefill_program=prefill, decode_program=decode)))
         return taken
 
     def _shared(self, vectors: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -178,6 +192,22 @@ class SteeringCore:
         except (OSError, VectorFileError, RequestError) as error:
             raise ConfigError(f"additional_config['headgate']['steering'].modules.{name}: {path}: {error}") from error
 
+    def load_sae(
+        self, name: str, source: SaeSource, steerable: Steerable, model: str, *, is_encoded: bool = False
+    ) -> None:
+        """Register an SAE of the configuration; `is_encoded`: workers have its weights.
+
+        Raises:
+            ConfigError: If it cannot be read, or does not fit the model.
+        """
+        try:
+            sae = open_sae(name, source.path, source.site, steerable)
+        except (OSError, FeatureFileError) as error:
+            raise ConfigError(f"additional_config['headgate']['steering'].saes.{name} (--saes): {error}") from error
+        warn_of_other_model(sae, model)
+        self._state.saes.put(replace(sae, is_encoded=is_encoded))
+        logger.info("steering: SAE %s, %d features at %s", name, sae.coder.num_features, sae.site.name)
+
     def room(self) -> str:
         """Return a line on the slots for the log."""
         names = ", ".join(module.name for module in self._state.modules()) or "none"
@@ -192,7 +222,10 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     steerable = config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)
     audit = Audit(facts.engine, None if config.audit_file is None else Path(config.audit_file))
     capacity = config.num_slots(model.num_layers) - 1
-    core = SteeringCore(cast("StoredType", model.dtype), capacity, services, config, audit)
+    core = SteeringCore(cast("StoredType", model.dtype), capacity, services, config, audit, steerable=steerable)
+    for name, source in config.saes.items():
+        is_encoded = name in config.sae_encode
+        core.load_sae(name, SaeSource.parse(source), steerable, model.name, is_encoded=is_encoded)
     for name, path in config.modules.items():
         core.load(name, path, steerable)
     logger.info("steering: %s", core.room())

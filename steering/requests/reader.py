@@ -14,7 +14,13 @@ import numpy as np
 from headgate.capture.engine.contracts.request_part import Known, PartRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.results import FindKept
 from headgate.steering.config import parse_config
+from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, sae_key
+from headgate.steering.programs.spec import ModuleRef, SteeringSpec, to_wire
+from headgate.steering.requests.content_cache import ContentCache, ContentKey, content_of
+from headgate.steering.requests.feature_fields import REQUEST_FEATURES, PhaseFeatures
+from headgate.steering.requests.op_fields import REQUEST_FIELDS, has_sources
 from headgate.steering.requests.request_fields import (
     BASE,
     DECODE,
@@ -25,7 +31,7 @@ from headgate.steering.requests.request_fields import (
     read_steering,
 )
 from headgate.steering.vectors.dtypes import StoredType
-from headgate.steering.vectors.phase_vectors import ModuleRef, Steerable, SteeringSpec, to_wire
+from headgate.steering.vectors.phase_vectors import Steerable
 from headgate.steering.vectors.sums import LIMIT, peak
 
 Result = TypeVar("Result")
@@ -37,37 +43,76 @@ FIELD_DOCS = {
     DECODE: "Vectors to add at generated positions in addition.",
     NAME: "Registered modules to add, by name: a text, or a list of texts.",
     MODULE_REF: "Registered modules to add, scaled: (name, scale), or a list of these.",
+    REQUEST_FIELDS.ops[0]: "Operations at prompt and generated positions: [{at, method, vector, ...}].",
+    REQUEST_FIELDS.ops[1]: "Operations at prompt positions in addition.",
+    REQUEST_FIELDS.ops[2]: "Operations at generated positions in addition.",
+    REQUEST_FIELDS.clamps[0]: "Clamps of projections at all positions: {hook: {layer: [{vector, min, max}]}}.",
+    REQUEST_FIELDS.clamps[1]: "Clamps at prompt positions in addition.",
+    REQUEST_FIELDS.clamps[2]: "Clamps at generated positions in addition.",
+    REQUEST_FEATURES.features[0]: "Features of SAEs at all positions: [{sae, feature, set}], or add, scale, min, max.",
+    REQUEST_FEATURES.features[1]: "Features of SAEs at prompt positions in addition.",
+    REQUEST_FEATURES.features[2]: "Features of SAEs at generated positions in addition.",
+    REQUEST_FEATURES.reconstructions[0]: "SAEs whose reconstruction takes the place of the row: [name].",
+    REQUEST_FEATURES.reconstructions[1]: "SAEs that reconstruct rows at prompt positions in addition.",
+    REQUEST_FEATURES.reconstructions[2]: "SAEs that reconstruct rows at generated positions in addition.",
+    "sae_clamp_specs": "Features of SAEs in the form [{module_name, clamps, phase}].",
+    "sae_full_reconstruction_specs": "SAEs that reconstruct rows, in the form [{module_name, clamps, phase}].",
 }
+
+_VECTORS = (BASE, PREFILL, DECODE)
+_WITH_ROWS = (*_VECTORS, *REQUEST_FIELDS.all)
+"""Fields whose values may be long."""
 
 
 class SteeringReader:
-    """Implements `headgate.capture.engine.contracts.request_part.PartRequestReader`.
+    """Implements `PartRequestReader` and `SourceReader` of `headgate.capture.engine.contracts.request_part`.
 
     Args:
         steerable: The model and its limits.
+        sae_root: Folder whose SAEs clients may register; None if none.
     """
 
-    def __init__(self, steerable: Steerable) -> None:
+    def __init__(self, steerable: Steerable, sae_root: str | None = None) -> None:
         self.steerable = steerable
+        self.sae_root = sae_root
         self._cache: IdentityCache[PartRequest | None] = IdentityCache()
+        self._operations: ContentCache[PartRequest] = ContentCache()
 
     def read(self, values: Mapping[str, Any]) -> PartRequest | None:
-        """Read the fields; vectors that are the same objects with the same content are read once."""
-        if not any(field in values for field in (BASE, PREFILL, DECODE)):
+        """Read the fields; the same objects with the same content are read once, and so are equal operations."""
+        if not any(field in values for field in _WITH_ROWS):
             return self._read(values)
+        # Vectors are read about as fast as they are hashed; operations are not.
+        key = None if any(field in values for field in _VECTORS) else content_of(values)
+        if key is not None:
+            return self._read_operations(key, values)
         if (found := self._cache.find(values)) is not None:
             return found.result
         wanted = self._read(values)
         self._cache.keep(values, wanted)
         return wanted
 
-    def _read(self, values: Mapping[str, Any]) -> PartRequest | None:
-        spec = read_steering(values, self.steerable)
+    def _read_operations(self, key: ContentKey, values: Mapping[str, Any]) -> PartRequest | None:
+        found = self._operations.find(key)
+        if found is None and (found := self._read(values)) is not None:
+            self._operations.keep(key, found)
+        return found
+
+    def has_sources(self, values: Mapping[str, Any]) -> bool:
+        """Whether operations name rows of earlier requests."""
+        return has_sources(values)
+
+    def read_with(self, values: Mapping[str, Any], find: FindKept) -> PartRequest | None:
+        """Read the fields with rows of earlier requests, which may be others each time."""
+        return self._read(values, find)
+
+    def _read(self, values: Mapping[str, Any], find: FindKept | None = None) -> PartRequest | None:
+        spec, ops = read_steering(values, self.steerable, find)
         if spec is None:
             return None
-        return PartRequest(
-            wire=to_wire(spec), field=next(iter(values)), names=_names(values, spec.modules), content=spec
-        )
+        features = PhaseFeatures(spec.prefill_features, spec.decode_features)
+        names = {**features.names, **({} if ops is None else ops.modules), **_names(values, spec.modules)}
+        return PartRequest(wire=to_wire(spec), field=next(iter(values)), names=names, content=spec)
 
     def names(self, values: Mapping[str, Any]) -> dict[str, str]:
         """Return the modules that are named, each with the field that names it."""
@@ -76,13 +121,26 @@ class SteeringReader:
         return _names(values, read_modules(values.get(NAME), values.get(MODULE_REF)))
 
     def check(self, wanted: PartRequest, known: Known) -> None:
-        """Check that the modules exist, and that the sums with them stay within the model's dtype."""
+        """Check that modules and SAEs exist, features too, and that sums with modules stay within the model's dtype."""
         for name, field in wanted.names.items():
             if name not in known:
-                registered = ", ".join(sorted(known)) or "none"
-                raise RequestError(field, f"unknown steering module {name!r}; registered: {registered}")
+                raise _unknown(name, field, known)
         if isinstance(wanted.content, SteeringSpec):
             self._check_sum(wanted.content, wanted.names, known)
+            self.check_features(wanted.content, known)
+
+    def check_features(self, spec: SteeringSpec, known: Known) -> None:
+        """Check the features of a spec whose SAEs exist.
+
+        Raises:
+            RequestError: Naming the field, if an SAE has no such feature, or cannot do what is asked.
+        """
+
+        def facts_of(edit: FeatureEdit) -> SaeFacts:
+            return SaeFacts.from_plain(known[sae_key(edit.sae)])
+
+        for edits in (spec.prefill_features, spec.decode_features):
+            check_edits(edits, facts_of, self.steerable.max_sae_features)
 
     def _check_sum(self, spec: SteeringSpec, fields: Mapping[str, str], known: Known) -> None:
         limit = LIMIT[cast("StoredType", self.steerable.dtype)]
@@ -97,6 +155,16 @@ class SteeringReader:
                 )
 
 
+def _unknown(name: str, field: str, known: Known) -> RequestError:
+    """Make the error about a name that is not registered."""
+    _, _, sae = name.partition("\n")
+    is_sae = sae_key(sae) == name
+    others = sorted(other for other in known if (sae_key(other.partition("\n")[2]) == other) == is_sae)
+    names = ", ".join(other.partition("\n")[2] if is_sae else other for other in others) or "none"
+    what = f"unknown SAE {sae!r}" if is_sae else f"unknown steering module {name!r}"
+    return RequestError(field, f"{what}; registered: {names}")
+
+
 def _names(values: Mapping[str, Any], refs: Sequence[ModuleRef]) -> dict[str, str]:
     num_plain = len(read_modules(values.get(NAME), None)) if values.get(MODULE_REF) is not None else len(refs)
     return {ref.name: NAME if index < num_plain else MODULE_REF for index, ref in enumerate(refs)}
@@ -109,9 +177,8 @@ def open_reader(section: Mapping[str, Any], model: ModelInfo) -> SteeringReader:
         ConfigError: If the section is wrong.
     """
     config = parse_config(section)
-    return SteeringReader(
-        config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)
-    )
+    steerable = config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)
+    return SteeringReader(steerable, config.sae_root)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,64 +13,164 @@ of others (`read_update`), zeros take a site back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
 from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.results import FindKept
 from headgate.capture.schema.sites import Site, parse_hook
+from headgate.steering.programs.program import Program
+from headgate.steering.programs.spec import ModuleRef, SteeringSpec
+from headgate.steering.requests.feature_fields import MODULE_FEATURES, REQUEST_FEATURES, read_features
+from headgate.steering.requests.op_fields import MODULE_FIELDS as MODULE_OPS
+from headgate.steering.requests.op_fields import REQUEST_FIELDS, PhaseOps, read_ops
 from headgate.steering.requests.vector_forms import Entry, check_scale, entries
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType, peaks, widen
-from headgate.steering.vectors.phase_vectors import (
-    MAX_NAME,
-    ModuleRef,
-    PhaseVectors,
-    Steerable,
-    SteeringSpec,
-    check_name,
-    weighted_sum,
-)
+from headgate.steering.vectors.phase_vectors import MAX_NAME, TIERS, PhaseVectors, Steerable, check_name, weighted_sum
 
 BASE, PREFILL, DECODE = "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"
 NAME, MODULE_REF = "steering_name", "steering_module_ref"
 
-FIELDS = (BASE, PREFILL, DECODE, NAME, MODULE_REF)
+FIELDS = (BASE, PREFILL, DECODE, NAME, MODULE_REF, *REQUEST_FIELDS.all, *REQUEST_FEATURES.all)
 """The steering fields of a request."""
 
 MODULE_FIELDS = ("vectors", "prefill_vectors", "decode_vectors")
 """The tiers of a module's document or of the global one, in the order of `FIELDS`."""
 
+
+class SteeringDocument(TypedDict, total=False):
+    """The content of a module, or of the global state, beside its ``vectors``. Absent and None are alike.
+
+    Attributes:
+        prefill_vectors: Act at prompt positions in addition.
+        decode_vectors: Act at generated positions in addition.
+        ops: Operations at prompt and generated positions.
+        prefill_ops: Operations at prompt positions, behind `ops`.
+        decode_ops: Operations at generated positions, behind `ops`.
+        clamps: As ``steering_clamps`` of a request, behind the operations.
+        prefill_clamps: The same at prompt positions.
+        decode_clamps: The same at generated positions.
+    """
+
+    prefill_vectors: Any
+    decode_vectors: Any
+    ops: Any
+    prefill_ops: Any
+    decode_ops: Any
+    clamps: Any
+    prefill_clamps: Any
+    decode_clamps: Any
+
+
+class ModuleDocument(SteeringDocument, total=False):
+    """The content of a module, beside its ``vectors``.
+
+    Attributes:
+        features: Edits of features of SAEs at prompt and generated positions, behind all operations.
+        prefill_features: The same at prompt positions.
+        decode_features: The same at generated positions.
+        sae_reconstruction: Names of SAEs: rows become their reconstructions, with the edits of their features.
+        prefill_sae_reconstruction: The same at prompt positions.
+        decode_sae_reconstruction: The same at generated positions.
+    """
+
+    features: Any
+    prefill_features: Any
+    decode_features: Any
+    sae_reconstruction: Any
+    prefill_sae_reconstruction: Any
+    decode_sae_reconstruction: Any
+
+
+DOCUMENT_FIELDS = (*MODULE_FIELDS, *MODULE_OPS.all)
+"""All keys of a document of the global state."""
+
+MODULE_DOCUMENT_FIELDS = (*DOCUMENT_FIELDS, *MODULE_FEATURES.all)
+"""All keys of a module's document."""
+
+
+def document_of(
+    vectors: Any, others: SteeringDocument, known: Sequence[str] = MODULE_DOCUMENT_FIELDS
+) -> dict[str, Any]:
+    """Return the whole document of the arguments of a call.
+
+    Raises:
+        TypeError: If one of them is not among `known`.
+    """
+    for name in others:
+        if name not in known[1:]:
+            raise TypeError(f"unexpected argument {name!r}; expected vectors, {', '.join(known[1:])}")
+    return {"vectors": vectors, **others}
+
+
 MAX_MODULES = 64
 """Modules that one request may name, at most."""
 
 
-def read_steering(fields: Mapping[str, Any], steerable: Steerable) -> SteeringSpec | None:
+def read_steering(
+    fields: Mapping[str, Any], steerable: Steerable, find: FindKept | None = None
+) -> tuple[SteeringSpec | None, PhaseOps | None]:
     """Read the steering of a request; None if it asks for nothing, or for nothing but zeros.
 
     Args:
         fields: The request's values by the names in `FIELDS`; absent and None are alike.
         steerable: The model and its limits.
+        find: Finds rows that earlier requests have kept.
+
+    Returns:
+        The spec, and its operations, which tell the modules that they name.
 
     Raises:
         RequestError: Naming the field that is wrong.
     """
     modules = read_modules(fields.get(NAME), fields.get(MODULE_REF))
     tiers = [read_tier(fields.get(field), steerable, field) for field in FIELDS[:3]]
-    spec = sum_tiers(tiers, steerable, FIELDS[:3], modules)
-    return spec if spec.modules or spec.prefill or spec.decode else None
+    ops = read_ops(fields, steerable, steerable.op_sites, steerable.max_ops_per_site, find=find)
+    features = read_features(fields, steerable)
+    spec = replace(
+        with_ops(sum_tiers(tiers, steerable, FIELDS[:3], modules), ops),
+        prefill_features=features.prefill,
+        decode_features=features.decode,
+    )
+    return (None if spec.is_empty else spec), ops
+
+
+def with_ops(spec: SteeringSpec, ops: PhaseOps | None) -> SteeringSpec:
+    """Return `spec` with operations."""
+    if ops is None:
+        return spec
+    programs = [lowered if isinstance(lowered, Program) else None for lowered in (ops.prefill, ops.decode)]
+    named = [lowered if isinstance(lowered, tuple) else () for lowered in (ops.prefill, ops.decode)]
+    return replace(
+        spec,
+        prefill_program=programs[0],
+        decode_program=programs[1],
+        prefill_ops=named[0],
+        decode_ops=named[1],
+    )
 
 
 def read_module(document: Mapping[str, Any], steerable: Steerable) -> SteeringSpec:
-    """Read the content of a named module: a document with the keys `MODULE_FIELDS`.
+    """Read the content of a named module: a document with the keys `MODULE_DOCUMENT_FIELDS`.
 
     Raises:
         RequestError: Naming the field that is wrong; also if there is nothing but zeros in it.
     """
     tiers = [read_tier(document.get(field), steerable, field) for field in MODULE_FIELDS]
-    spec = sum_tiers(tiers, steerable, MODULE_FIELDS)
-    if spec.prefill is None and spec.decode is None:
-        raise RequestError(MODULE_FIELDS[0], "there is no vector other than zero in the module")
+    ops = read_ops(document, steerable, steerable.op_sites, steerable.max_ops_per_site, MODULE_OPS)
+    features = read_features(document, steerable, MODULE_FEATURES)
+    spec = replace(
+        with_ops(sum_tiers(tiers, steerable, MODULE_FIELDS), ops),
+        prefill_features=features.prefill,
+        decode_features=features.decode,
+    )
+    if spec.is_empty:
+        raise RequestError(
+            MODULE_FIELDS[0], "there is no vector other than zero in the module, no operation and no feature"
+        )
     return spec
 
 
@@ -91,6 +191,24 @@ def read_tier(value: object, steerable: Steerable, field: str) -> PhaseVectors |
                 entry.where, "is zero in float32, so it would add nothing; leave it out, or say so with the scale 0"
             )
     return vectors
+
+
+def read_global_ops(document: Mapping[str, Any], steerable: Steerable) -> dict[str, SteeringSpec]:
+    """Read the operations of a global document, by tier; tiers that it does not mention are absent.
+
+    A tier whose lists are empty has none from here on.
+
+    Raises:
+        RequestError: Naming the field that is wrong.
+    """
+    found = {}
+    for tier, names in zip(TIERS, MODULE_OPS.by_tier, strict=True):
+        given = {name: document[name] for name in names if document.get(name) is not None}
+        acting = {name: value for name, value in given.items() if value not in ([], (), {})}
+        ops = read_ops(acting, steerable, steerable.op_sites, steerable.max_ops_per_site, MODULE_OPS)
+        if given:
+            found[tier] = with_ops(SteeringSpec(), ops)
+    return found
 
 
 class TierUpdate(NamedTuple):

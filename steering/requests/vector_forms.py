@@ -17,7 +17,7 @@ import pybase64
 
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site, parse_layers, site_map
-from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType
+from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, widen
 from headgate.steering.vectors.phase_vectors import Steerable
 
 
@@ -47,6 +47,7 @@ PACKED_TYPES["float64"] = np.dtype("<f8")
 
 _STORED: dict[str, StoredType] = {"<f4": "float32", "<f2": "float16"}
 _PACKED_KEYS = {"dtype", "shape", "layer_indices", "data", "scales"}
+_SINGLE_KEYS = {"dtype", "shape", "data"}
 _MAX_SCALE = float(np.finfo(np.float32).max)
 _INTEGER = re.compile(r"-?[0-9]{1,9}")
 _FORMS = (
@@ -144,6 +145,51 @@ def read_vector(value: object, hidden: int, where: str) -> tuple[Rows, StoredTyp
     raise RequestError(where, f"expected a list of {hidden} numbers, an array or a tensor, got {shown(value)}")
 
 
+def read_single(value: object, hidden: int, where: str) -> Float32Rows:
+    """Read one vector: as `read_vector`, or packed as ``{"dtype", "shape": [hidden], "data"}``.
+
+    Returns:
+        float32 ``[hidden]``, contiguous and finite; exactly the values that were given in a stored type.
+
+    Raises:
+        RequestError: If it is something else, or has a value that is not finite in float32.
+    """
+    if isinstance(value, Mapping):
+        row, dtype = _packed_single(value, hidden, where)
+    else:
+        row, dtype = read_vector(value, hidden, where)
+    wide = widen(row, dtype)
+    if not np.isfinite(wide).all():
+        wrong = int(np.flatnonzero(~np.isfinite(wide))[0])
+        raise RequestError(where, f"value {wrong} is not finite in float32: {wide[wrong]}")
+    return wide
+
+
+def _packed_single(value: Mapping[Any, Any], hidden: int, where: str) -> tuple[Rows, StoredType]:
+    if set(value) != _SINGLE_KEYS:
+        raise RequestError(where, f"expected a vector, packed with the keys {sorted(_SINGLE_KEYS)}; got {shown(value)}")
+    dtype = packed_type(value["dtype"], f"{where}.dtype")
+    shape = list(_listing(value["shape"], f"{where}.shape"))
+    if shape != [hidden]:
+        raise RequestError(f"{where}.shape", f"expected {[hidden]}, the hidden size; got {shown(shape)}")
+    return packed_rows(value["data"], dtype, 1, hidden, f"{where}.data")[0], _stored_type(dtype)
+
+
+def packed_type(dtype: object, where: str) -> str:
+    """Return the element type of packed data.
+
+    Raises:
+        RequestError: If there is no such type.
+    """
+    if not isinstance(dtype, str) or dtype not in PACKED_TYPES:
+        raise RequestError(where, f"expected one of {', '.join(PACKED_TYPES)}; got {shown(dtype)}")
+    return dtype
+
+
+def _stored_type(dtype: str) -> StoredType:
+    return "float32" if dtype == "float64" else dtype  # type: ignore[return-value]
+
+
 def _array(array: np.ndarray[Any, Any], hidden: int, where: str) -> tuple[Rows, StoredType]:
     if array.shape != (hidden,):
         got = array.size if array.ndim == 1 else f"the shape {list(array.shape)}"
@@ -208,9 +254,7 @@ def _packed(value: Mapping[Any, Any], hook: HookPoint, steerable: Steerable, whe
     if missing or unknown:
         wrong = f"lacks {sorted(missing)}" if missing else f"has the unknown keys {shown(sorted(map(str, unknown)))}"
         raise RequestError(where, f"the packed form {wrong}; its keys are {sorted(_PACKED_KEYS)}, 'scales' optional")
-    dtype = value["dtype"]
-    if not isinstance(dtype, str) or dtype not in PACKED_TYPES:
-        raise RequestError(f"{where}.dtype", f"expected one of {', '.join(PACKED_TYPES)}; got {shown(dtype)}")
+    dtype = packed_type(value["dtype"], f"{where}.dtype")
     layers = _listing(value["layer_indices"], f"{where}.layer_indices")
     if not 0 < len(layers) <= steerable.num_layers:
         raise RequestError(f"{where}.layer_indices", f"expected 1 to {steerable.num_layers} layers, got {len(layers)}")
@@ -221,8 +265,8 @@ def _packed(value: Mapping[Any, Any], hook: HookPoint, steerable: Steerable, whe
             f"{where}.shape", f"expected {expected}, one row of the hidden size for each layer; got {shown(shape)}"
         )
     scales = _scales(value.get("scales"), len(layers), f"{where}.scales")
-    rows = _data(value["data"], PACKED_TYPES[dtype], len(layers), steerable.hidden_size, f"{where}.data")
-    stored: StoredType = "float32" if dtype == "float64" else dtype  # type: ignore[assignment]
+    rows = packed_rows(value["data"], dtype, len(layers), steerable.hidden_size, f"{where}.data")
+    stored = _stored_type(dtype)
     for key, row, scale in zip(layers, rows, scales, strict=True):
         layer = _layer(key, hook, steerable, f"{where}.layer_indices")
         inner = f"{where}.{key}"
@@ -247,9 +291,15 @@ def _scales(value: object, count: int, where: str) -> Sequence[float]:
     return [check_scale(scale, f"{where}[{index}]") for index, scale in enumerate(scales)]
 
 
-def _data(data: object, dtype: np.dtype[Any], count: int, hidden: int, where: str) -> Rows:
-    size = count * hidden * dtype.itemsize
-    expected = f"expected {size} bytes ({count} x {hidden} of {dtype.itemsize})"
+def packed_rows(data: object, dtype: str, count: int, hidden: int, where: str) -> Rows:
+    """Return packed data as ``[count, hidden]`` rows; float64 is rounded to float32.
+
+    Raises:
+        RequestError: If it is neither base64 nor bytes of that size.
+    """
+    element = PACKED_TYPES[dtype]
+    size = count * hidden * element.itemsize
+    expected = f"expected {size} bytes ({count} x {hidden} of {element.itemsize})"
     if isinstance(data, str):
         if len(data) != (size + 2) // 3 * 4:
             raise RequestError(
@@ -264,5 +314,5 @@ def _data(data: object, dtype: np.dtype[Any], count: int, hidden: int, where: st
     given = memoryview(data).nbytes
     if given != size:
         raise RequestError(where, f"{expected}; got {given}")
-    rows = np.frombuffer(data, dtype).reshape(count, hidden)
-    return _rounded(rows) if dtype.itemsize == 8 else rows
+    rows = np.frombuffer(data, element).reshape(count, hidden)
+    return _rounded(rows) if element.itemsize == 8 else rows

@@ -1,13 +1,9 @@
-"""Steering vectors in their canonical form (`PhaseVectors`), the spec of one request, and its wire form.
+"""Steering vectors in their canonical form (`PhaseVectors`), and the sites and limits of the served model.
 
 A set of vectors has one canonical form: its rows in the order of the forward pass, without rows of zeros, in the
 first of bfloat16, float16 and float32 that holds every value exactly. So equal vectors have equal bytes and equal
 content keys, whether they came as lists, arrays, tensors or packed bytes, and no value is ever rounded on the way. The
 worker rounds once, to the model's dtype, after the last sum.
-
-A spec travels from the front end to the engine as a `SteeringWire`: plain values, the rows as raw bytes. It is
-the section of a request in its `RequestWire`, and the ``spec`` of calls that register a module or set global vectors.
-An absent key stands for nothing. The front end made and checked it: a malformed one is a bug, not bad input.
 """
 
 from __future__ import annotations
@@ -16,8 +12,7 @@ import base64
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +35,11 @@ class Steerable:
         sites: In the order of the forward pass.
         max_vectors: Vectors that one request may take: one for each site and phase, counted once if both phases
             are alike.
+        op_sites: Those of `sites` where operations act, in the order of the forward pass.
+        max_ops_per_site: Operations of one request at one site and in one phase.
+        max_sae_features: Features of SAEs that one request may change at one site in one phase; 0 if there are no SAEs.
+        max_changes: Features that one request may read at one site and write at others, in one phase; 0 if there can be
+            no transcoders.
     """
 
     num_layers: int
@@ -47,6 +47,10 @@ class Steerable:
     dtype: str
     sites: tuple[Site, ...]
     max_vectors: int
+    op_sites: tuple[Site, ...] = ()
+    max_ops_per_site: int = 0
+    max_sae_features: int = 0
+    max_changes: int = 0
     ranks: Mapping[HookPoint, Sequence[int]] = field(init=False, repr=False, compare=False)
     """Per hook point, each layer's index into `sites`; -1 where it cannot be steered."""
 
@@ -233,139 +237,12 @@ MAX_NAME = 256
 """Characters of a module's name, at most."""
 
 
-def check_name(name: object, field: str) -> str:
-    """Return `name` if it can be a module's.
+def check_name(name: object, field: str, of: str = "a module") -> str:
+    """Return `name` if it can be that of a module, or of what else is registered.
 
     Raises:
         RequestError: Unless it is a printable text of 1 to 256 characters.
     """
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
-        raise RequestError(
-            field, f"expected a module's name (printable, 1 to {MAX_NAME} characters), got {shown(name)}"
-        )
+        raise RequestError(field, f"expected {of}'s name (printable, 1 to {MAX_NAME} characters), got {shown(name)}")
     return name
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleRef:
-    """A named module and the scale to apply it with. Scale 0 adds nothing, but the name must exist all the same."""
-
-    name: str
-    scale: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SteeringSpec:
-    """The vectors that one request, or one named module, steers with.
-
-    Attributes:
-        prefill: At positions of the prompt: base plus prefill tier.
-        decode: At generated positions: base plus decode tier. The same object as `prefill` if they are equal.
-        modules: Named modules that are added in both phases.
-    """
-
-    prefill: PhaseVectors | None = None
-    decode: PhaseVectors | None = None
-    modules: tuple[ModuleRef, ...] = ()
-
-    @property
-    def num_vectors(self) -> int:
-        """Number of inline vectors, without those of the modules; phases that are alike count once."""
-        prefill = len(self.prefill.sites) if self.prefill else 0
-        if self.decode is None or (self.prefill and self.decode.key == self.prefill.key):
-            return prefill
-        return prefill + len(self.decode.sites)
-
-
-class VectorsWire(TypedDict):
-    """`PhaseVectors` as plain values.
-
-    Attributes:
-        key: The content key.
-        sites: ``{hook: [layers]}``.
-        hidden_size: Values of a row.
-        dtype: Element type of the payload.
-        payload: The rows, one after the other, little-endian.
-        peak: The largest magnitude of any value.
-    """
-
-    key: bytes
-    sites: dict[str, list[int]]
-    hidden_size: int
-    dtype: StoredType
-    payload: bytes
-    peak: float
-
-
-class SteeringWire(TypedDict, total=False):
-    """A `SteeringSpec` as plain values.
-
-    Attributes:
-        prefill: The inline vectors of the prefill phase.
-        decode: The inline vectors of the decode phase, unless they are the prefill vectors.
-        is_shared: True if the decode vectors are the prefill vectors, which travel once.
-        modules: ``[name, scale]`` of each named module.
-        prefill_parts: ``[content key, scale]`` of each module's prefill vectors: written by the engine core, which
-            resolves names, for its workers.
-        decode_parts: The same for the decode phase.
-    """
-
-    prefill: VectorsWire
-    decode: VectorsWire
-    is_shared: bool
-    modules: list[list[Any]]
-    prefill_parts: list[list[Any]]
-    decode_parts: list[list[Any]]
-
-
-def to_wire(spec: SteeringSpec) -> SteeringWire:
-    """Return the wire form of `spec`; payloads are not copied."""
-    wire: SteeringWire = {}
-    if spec.modules:
-        wire["modules"] = [[ref.name, ref.scale] for ref in spec.modules]
-    if spec.prefill is not None:
-        wire["prefill"] = _vectors_wire(spec.prefill)
-    if spec.prefill is not None and spec.decode is not None and spec.prefill.key == spec.decode.key:
-        wire["is_shared"] = True
-    elif spec.decode is not None:
-        wire["decode"] = _vectors_wire(spec.decode)
-    return wire
-
-
-def from_wire(wire: Mapping[str, Any]) -> SteeringSpec:
-    """Return the spec that `to_wire` wrote; its rows are views of the received bytes."""
-    prefill = _vectors(wire.get("prefill"))
-    decode = prefill if wire.get("is_shared") else _vectors(wire.get("decode"))
-    modules = tuple(ModuleRef(name, scale) for name, scale in wire.get("modules", ()))
-    return SteeringSpec(prefill=prefill, decode=decode, modules=modules)
-
-
-def _vectors_wire(vectors: PhaseVectors) -> VectorsWire:
-    return {
-        "key": vectors.key,
-        "sites": site_map(vectors.sites),
-        "hidden_size": vectors.hidden_size,
-        "dtype": vectors.dtype,
-        "payload": vectors.payload,
-        "peak": vectors.peak,
-    }
-
-
-def _vectors(wire: VectorsWire | None) -> PhaseVectors | None:
-    if wire is None:
-        return None
-    sites = _sites(tuple([(hook, tuple(layers)) for hook, layers in wire["sites"].items()]))
-    return PhaseVectors(
-        sites=sites,
-        hidden_size=wire["hidden_size"],
-        dtype=wire["dtype"],
-        payload=wire["payload"],
-        key=wire["key"],
-        peak=wire["peak"],
-    )
-
-
-@lru_cache(maxsize=256)
-def _sites(by_hook: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[Site, ...]:
-    """Return sites in order; cached, since most requests of a load steer the same ones."""
-    return sort_sites(Site(layer, HookPoint(hook)) for hook, layers in by_hook for layer in (layers or (-1,)))

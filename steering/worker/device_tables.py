@@ -1,47 +1,59 @@
 """The steering tables in the memory of the forward pass, and the copies into them.
 
-Shapes: S sites of this worker, P slots of the pool, R rows of the map, T batch rows, D hidden size.
+Shapes: S sites of this worker, O of them op sites, P slots of the pool, R rows of the map, T batch rows, D hidden size,
+E entries of a program at a site, K changes of a batch row.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.capture.schema.config import MIB
-from headgate.steering.worker.row_table import StepRows, TableWrites
-from headgate.steering.worker.vector_pool import SlotWrites
+from headgate.steering.programs.codes import CODE, CODE_MASK, NUM_CODES, NUM_PARAMS, Code
+from headgate.steering.worker.placed_programs import ProgramWrites
+from headgate.steering.worker.reconstruction import EncodedSae
+from headgate.steering.worker.row_table import TableWrites
+from headgate.steering.worker.step_rows import StepRows
 
 UPLOAD_BYTES = 4 * MIB
 NUM_UPLOADS = 4
 """Copies that may be under way before the step thread waits for the oldest."""
 
+_NO_TOKENS: Int32Array = np.empty(0, np.int32)
+_NO_SAES: Mapping[int, EncodedSae] = {}
+
 
 class Upload(Protocol):
     """A way to bring arrays to the device. Step thread only."""
 
-    def send(self, array: npt.NDArray[Any]) -> Tensor:
-        """Return `array` on the device, in its own dtype; valid until the next call that sends as much."""
+    def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Tensor]:
+        """Return `arrays` on the device, each in its own dtype and shape; no larger than the limit together."""
         ...
 
 
 class HostUpload:
-    """The way for a forward pass on the CPU, whose memory already holds the array."""
+    """The way for a forward pass on the CPU, whose memory already holds the arrays."""
 
-    def send(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.array(array))
+    def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Tensor]:
+        return [torch.from_numpy(np.array(array)) for array in arrays]
 
 
 class CudaUpload:
     """The way for a forward pass on a GPU: through pinned memory, on the compute stream, without waiting for the GPU.
 
+    Arrays that are sent together travel in one copy: a copy costs the host some 15 us whatever its size.
+
     Args:
         device: The GPU.
-        num_bytes: Upper limit of one array.
+        num_bytes: Upper limit of what is sent together.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
@@ -50,14 +62,155 @@ class CudaUpload:
         self._events = [torch.cuda.Event() for _ in range(NUM_UPLOADS)]  # type: ignore[no-untyped-call]
         self._next = 0
 
-    def send(self, array: npt.NDArray[Any]) -> Tensor:
+    def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Tensor]:
         at, self._next = self._next, (self._next + 1) % NUM_UPLOADS
         self._events[at].synchronize()  # returns at once unless the GPU is as many copies behind
-        pinned = self._pinned[at][: array.nbytes]
-        pinned.numpy()[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        sent = pinned.to(self._device, non_blocking=True)
+        pinned = self._pinned[at]
+        size = pack(arrays, pinned.numpy())
+        sent = pinned[:size].to(self._device, non_blocking=True)
         self._events[at].record()
-        return sent.view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
+        return unpack(sent, arrays)
+
+
+def packed_size(arrays: Iterable[npt.NDArray[Any]]) -> int:
+    """Return the bytes that `pack` takes."""
+    return sum(_padded(array.nbytes) for array in arrays)
+
+
+def pack(arrays: Iterable[npt.NDArray[Any]], buffer: npt.NDArray[np.uint8]) -> int:
+    """Copy arrays one behind the other into a buffer, aligned; return the bytes that they take.
+
+    Raises:
+        AssertionError: If they do not fit.
+    """
+    start = 0
+    for array in arrays:
+        end = start + array.nbytes
+        if end > len(buffer):
+            raise AssertionError(f"arrays of more than {end} bytes for a buffer of {len(buffer)}")
+        buffer[start:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        start += _padded(array.nbytes)
+    return start
+
+
+def unpack(sent: Tensor, arrays: Iterable[npt.NDArray[Any]]) -> list[Tensor]:
+    """Return views of packed bytes, uint8 ``[n]``, in the dtypes and shapes of the arrays that `pack` was given."""
+    found, start = [], 0
+    for array in arrays:
+        one = sent[start : start + array.nbytes].view(_TORCH_TYPES[array.dtype])
+        found.append(one.view(array.shape))
+        start += _padded(array.nbytes)
+    return found
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+_ALIGNMENT = 16
+_TORCH_TYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "uint16", "float16", "float32")}
+
+
+class _Write(NamedTuple):
+    """A change of the tables: what is done with arrays once they are on the device."""
+
+    apply: Callable[..., object]
+    arrays: tuple[npt.NDArray[Any], ...]
+
+
+class ProgramTables:
+    """The programs in the memory of the forward pass. Step thread only.
+
+    Args:
+        counts: `counts`, for which the owner of the memory cares.
+        active: Likewise.
+        max_entries: E.
+        num_changes: K.
+
+    Attributes:
+        counts: int32 ``[O, R]``: entries of each table row at each op site.
+        codes: int32 ``[O, R, E, NUM_CODES]``.
+        params: float32 ``[O, R, E, NUM_PARAMS]``.
+        active: int32 ``[O, T]``: entries of each batch row at each op site, resolved once a step.
+        groups: int64 ``[T]``: position groups of each batch row whose program has some.
+        changes: float32 ``[T, K]``: of features that are read at one site and written at later ones; the forward writes
+            each before it reads it. Empty if there can be no such feature.
+    """
+
+    def __init__(self, counts: Tensor, active: Tensor, max_entries: int, num_changes: int = 0) -> None:
+        device = counts.device
+        self.counts = counts
+        self.codes = torch.zeros(*counts.shape, max_entries, NUM_CODES, dtype=torch.int32, device=device)
+        self.params = torch.zeros(*counts.shape, max_entries, NUM_PARAMS, device=device)
+        self.active = active
+        self.groups = torch.zeros(active.shape[1], dtype=torch.int64, device=device)
+        self.changes = torch.zeros(active.shape[1], num_changes, device=device)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory, without `counts` and `active`."""
+        return sum(table.nbytes for table in (self.codes, self.params, self.groups, self.changes))
+
+    def writes(self, changed: ProgramWrites) -> list[_Write]:
+        """Return the writes of changed rows' entries, each of a size that can be sent."""
+        chunks = (slice(start, start + _ENTRIES) for start in range(0, len(changed.places), _ENTRIES))
+        entries = changed.places, changed.codes, changed.params
+        return [_Write(self._write, tuple(array[chunk] for array in entries)) for chunk in chunks]
+
+    def write_groups(self, groups: Int64Array) -> _Write:
+        """Return the write of the position groups of a step's batch rows."""
+        return _Write(self.groups[: len(groups)].copy_, (groups,))
+
+    def _write(self, places: Tensor, codes: Tensor, params: Tensor) -> None:
+        self.codes.view(-1, NUM_CODES).index_copy_(0, places, codes)
+        self.params.view(-1, NUM_PARAMS).index_copy_(0, places, params)
+
+
+_ENTRIES = UPLOAD_BYTES // (8 + 4 * NUM_CODES + 4 * NUM_PARAMS + 3 * _ALIGNMENT)
+"""Entries that are sent together, at most."""
+
+
+class ReconstructedRows:
+    """The rows of each step that encoded SAEs reconstruct. Step thread only.
+
+    Args:
+        saes: By the index of the op site.
+        num_rows: R.
+        max_entries: E.
+    """
+
+    def __init__(self, saes: Mapping[int, EncodedSae], num_rows: int, max_entries: int) -> None:
+        self._saes = saes
+        self._num_rows = num_rows
+        self._max_entries = max_entries
+        self._marks = {index: np.zeros(num_rows, np.bool_) for index in saes}
+        """Which table rows have an entry `Code.RECONSTRUCT`, at each of the sites."""
+        self._has_any = False
+        self._listed = dict.fromkeys(saes, 0)
+
+    def note(self, rows: Int64Array, changed: ProgramWrites) -> None:
+        """Note the programs of `rows`, int64 ``[K]``, which changed."""
+        if not self._saes:
+            return
+        places = changed.places[changed.codes[:, CODE] & CODE_MASK == Code.RECONSTRUCT] // self._max_entries
+        sites, marked = np.divmod(places, self._num_rows)
+        for index, marks in self._marks.items():
+            marks[rows] = False
+            marks[marked[sites == index]] = True
+        self._has_any = any(marks.any() for marks in self._marks.values())
+
+    def writes(self, rows: Int32Array) -> list[_Write]:
+        """Return the writes of the lists of a step whose batch rows have the table rows `rows`, int32 ``[n]``."""
+        made = []
+        for index, listed in self._listed.items():
+            tokens = np.flatnonzero(self._marks[index][rows]).astype(np.int32) if self._has_any else _NO_TOKENS
+            if len(tokens) or listed:
+                sae, count = self._saes[index], np.array([len(tokens)], np.int32)
+                made.append(_Write(sae.num_tokens.copy_, (count,)))
+                if len(tokens):
+                    made.append(_Write(sae.tokens[: len(tokens)].copy_, (tokens,)))
+                self._listed[index] = len(tokens)
+        return made
 
 
 class DeviceTables:
@@ -71,10 +224,17 @@ class DeviceTables:
         hidden_size: D.
         dtype: The model's.
         device: Where the forward runs.
+        num_op_sites: O.
+        max_entries: E.
+        num_changes: K.
+        saes: Encoded SAEs, by the index of the op site.
 
     Attributes:
         pool: ``[P, D]``: the vectors; slot 0 stays zero.
         slots: int32 ``[S, T]``: slot of each batch row at each site, resolved once a step.
+        rows: int32 ``[T]``: table row of each batch row.
+        programs: The programs; None without op sites.
+        saes: As given.
     """
 
     def __init__(
@@ -87,46 +247,97 @@ class DeviceTables:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_op_sites: int = 0,
+        max_entries: int = 0,
+        num_changes: int = 0,
+        saes: Mapping[int, EncodedSae] = _NO_SAES,
     ) -> None:
         self.pool = torch.zeros(num_slots, hidden_size, dtype=dtype, device=device)
-        self.slots = torch.zeros(num_sites, max_tokens, dtype=torch.int32, device=device)
-        self._map = torch.zeros(num_sites, num_rows, dtype=torch.int32, device=device)
-        self._rows = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        # Programs' counts lie behind the slots, in both tables, so that one launch resolves both.
+        self._resolved = torch.zeros(num_sites + num_op_sites, max_tokens, dtype=torch.int32, device=device)
+        self._map = torch.zeros(num_sites + num_op_sites, num_rows, dtype=torch.int32, device=device)
+        self.slots = self._resolved[:num_sites]
+        self.rows = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._extent = 0
         row_bytes = hidden_size * dtype.itemsize
-        largest = max(UPLOAD_BYTES, row_bytes, 4 * max_tokens, 8 * num_rows, 4 * num_sites * num_rows)
-        self._upload: Upload = CudaUpload(device, largest) if device.type == "cuda" else HostUpload()
-        self._vectors_at_once = largest // row_bytes
+        columns = (8 + self._map.element_size() * len(self._map)) * num_rows
+        self._limit = max(UPLOAD_BYTES, row_bytes + 8, 8 * max_tokens, columns) + 4 * _ALIGNMENT
+        self._upload: Upload = CudaUpload(device, self._limit) if device.type == "cuda" else HostUpload()
+        self._vectors_at_once = max(UPLOAD_BYTES // (row_bytes + 8), 1)
+        self.programs: ProgramTables | None = None
+        if num_op_sites:
+            counts, active = self._map[num_sites:], self._resolved[num_sites:]
+            self.programs = ProgramTables(counts, active, max_entries, num_changes)
+        self.saes = saes
+        self._reconstructed = ReconstructedRows(saes, num_rows, max_entries)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory that all tables take."""
-        return sum(tensor.nbytes for tensor in (self.pool, self.slots, self._map, self._rows))
+        own = sum(tensor.nbytes for tensor in (self.pool, self._resolved, self._map, self.rows))
+        own += sum(sae.device_bytes for sae in self.saes.values())
+        return own if self.programs is None else own + self.programs.device_bytes
 
     def update(self, writes: TableWrites | None, step: StepRows) -> None:
         """Bring pool and map up to date and resolve the slots of a step, before its forward.
 
         Unchanged tables are left alone: while a batch decodes, this costs two comparisons.
         """
-        count = step.num_changed
+        count, is_stale = step.num_changed, writes is not None and len(writes.rows) > 0
+        if not count and writes is None and step.groups is None:
+            return
+        made: list[_Write] = []
         if count:
             self._extent = count
-            self._rows[:count].copy_(self._upload.send(step.rows[:count]))
+            made.append(_Write(self.rows[:count].copy_, (step.rows[:count],)))
         if writes is not None:
-            if writes.slots is not None:
-                self._write_slots(writes.slots)
-            if len(writes.rows):
-                self._write_columns(writes)
-                count = self._extent
-        if count:
-            self.slots[:, :count] = self._map.index_select(1, self._rows[:count])
+            made += self._table_writes(writes)
+        if step.groups is not None and self.programs is not None:
+            made.append(self.programs.write_groups(step.groups))
+        if count or is_stale:
+            made += self._reconstructed.writes(step.rows[: self._extent])
+        self._apply(made)
+        if count or is_stale:
+            extent = self._extent
+            self._resolved[:, :extent] = self._map.index_select(1, self.rows[:extent])
 
-    def _write_columns(self, writes: TableWrites) -> None:
-        rows = self._upload.send(writes.rows)
-        self._map.index_copy_(1, rows, self._upload.send(writes.columns))
+    def _table_writes(self, writes: TableWrites) -> list[_Write]:
+        made = []
+        if (changed := writes.slots) is not None:
+            for start in range(0, len(changed.slots), self._vectors_at_once):
+                chunk = slice(start, start + self._vectors_at_once)
+                made.append(_Write(self._write_vectors, (changed.slots[chunk], changed.vectors[chunk])))
+        if len(writes.rows):
+            columns = writes.columns
+            if self.programs is not None and writes.programs is not None:
+                columns = np.concatenate((columns, writes.programs.counts))
+                made += self.programs.writes(writes.programs)
+                self._reconstructed.note(writes.rows, writes.programs)
+            made.append(_Write(self._write_columns, (writes.rows, columns)))
+        return made
 
-    def _write_slots(self, writes: SlotWrites) -> None:
-        for start in range(0, len(writes.slots), self._vectors_at_once):
-            chunk = slice(start, start + self._vectors_at_once)
-            vectors = self._upload.send(writes.vectors[chunk])
-            self.pool.index_copy_(0, self._upload.send(writes.slots[chunk]), vectors.view(self.pool.dtype))
+    def _apply(self, writes: Iterable[_Write]) -> None:
+        """Send and make `writes`, as many at a time as can be sent together: mostly that is all of them."""
+        waiting: list[_Write] = []
+        size = 0
+        for write in writes:
+            more = packed_size(write.arrays)
+            if size + more > self._limit:
+                self._send(waiting)
+                waiting, size = [], 0
+            waiting.append(write)
+            size += more
+        self._send(waiting)
+
+    def _send(self, writes: Sequence[_Write]) -> None:
+        if not writes:
+            return
+        sent = iter(self._upload.send([array for write in writes for array in write.arrays]))
+        for apply, arrays in writes:
+            apply(*islice(sent, len(arrays)))
+
+    def _write_vectors(self, slots: Tensor, vectors: Tensor) -> None:
+        self.pool.index_copy_(0, slots, vectors.view(self.pool.dtype))
+
+    def _write_columns(self, rows: Tensor, columns: Tensor) -> None:
+        self._map.index_copy_(1, rows, columns)

@@ -9,15 +9,18 @@ Letters in shape comments: B requests of the step, T batch rows, S sites of this
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
 
-from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
+from headgate.capture.schema.batch import Int32Array, Int64Array
+from headgate.capture.schema.positions import PositionSelector
 from headgate.capture.schema.sites import Site
+from headgate.steering.programs.spec import Steered
 from headgate.steering.vectors.sums import Vectors
+from headgate.steering.worker.placed_programs import ProgramTable, ProgramWrites
 from headgate.steering.worker.vector_pool import (
     NO_SUMS,
     UNSTEERED_ROW,
@@ -32,7 +35,16 @@ from headgate.steering.worker.vector_pool import (
 RESERVED_ROWS = 3
 """Rows beside two for each running request: `UNSTEERED_ROW`, and one for each global phase."""
 
+MAX_UNUSED = 1024
+"""Sums of requests that have ended, at least, which stay in the pool while their slots are not needed: clients come
+back with the same."""
+
 _NO_ROWS: Int64Array = np.empty(0, dtype=np.int64)
+
+PhaseGroups = tuple[tuple[PositionSelector, ...], tuple[PositionSelector, ...]]
+"""Resolved selectors of the position groups of a request's programs, in the prefill and in the decode phase."""
+
+_NO_GROUPS: PhaseGroups = ((), ())
 
 
 def rows_needed(max_num_seqs: int) -> int:
@@ -47,10 +59,12 @@ class BatchRows:
     Attributes:
         num_prompt: int64 ``[B]``: positions below it are prefill.
         rows: int32 ``[B, 2]``: of the prefill and of the decode phase.
+        groups: The selectors of position groups of each request that has some, by its place in the batch.
     """
 
     num_prompt: Int64Array
     rows: Int32Array
+    groups: Mapping[int, PhaseGroups]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,11 +75,13 @@ class TableWrites:
         slots: Vectors to write to the pool; None if it has them all.
         rows: int64 ``[K]``, ascending: the columns of the map that changed.
         columns: int32 ``[S, K]``: their slots.
+        programs: Their programs; None where the worker has no op sites.
     """
 
     slots: SlotWrites | None
     rows: Int64Array
     columns: Int32Array
+    programs: ProgramWrites | None = None
 
 
 class RowMap:
@@ -74,13 +90,17 @@ class RowMap:
     Args:
         num_sites: S.
         num_rows: Width of the map; see `rows_needed`.
+        op_sites: Index of each site where programs act.
+        max_entries: Entries of a row's program at one site, at most.
 
     Attributes:
         slots: int32 ``[S, num_rows]``: slot of each row at each site, as the device has it after the writes.
     """
 
-    def __init__(self, num_sites: int, num_rows: int) -> None:
+    def __init__(self, num_sites: int, num_rows: int, op_sites: Sequence[int] = (), max_entries: int = 0) -> None:
         self.slots: Int32Array = np.zeros((num_sites, num_rows), dtype=np.int32)
+        self._op_sites = list(op_sites)
+        self._programs = ProgramTable(len(op_sites), num_rows, max_entries)
         self._bound: dict[int, PooledSum] = {}
         self._free = list(range(1, num_rows))
         self._dirty: set[int] = set()
@@ -98,6 +118,7 @@ class RowMap:
                 found.row = heappop(self._free)
                 self._bound[found.row] = found
                 self.slots[:, found.row] = found.column
+                self._programs.bind(found.row, found.programs, found.column[self._op_sites])
                 self._dirty.add(found.row)
 
     def unbind(self, bound: PooledSum) -> None:
@@ -114,6 +135,10 @@ class RowMap:
             return _NO_ROWS
         changed, self._dirty = np.array(sorted(self._dirty), dtype=np.int64), set()
         return changed
+
+    def program_writes(self, rows: Int64Array) -> ProgramWrites | None:
+        """Return the programs of changed rows; None where there are no op sites."""
+        return self._programs.writes(rows.tolist()) if self._op_sites else None
 
     def checksum(self, start: int) -> int:
         """Return the state as a number that is the same in every process; see `SlotPool.checksum`."""
@@ -135,6 +160,7 @@ class _Holder:
 
     num_prompt: int
     sums: SumPair
+    groups: PhaseGroups = _NO_GROUPS
 
     @property
     def own(self) -> Phases:
@@ -157,18 +183,28 @@ class RowTable:
         sites: The sites that this worker owns, in order.
         num_rows: Width of the map; see `rows_needed`.
         pool: Used by this table alone.
+        op_sites: Those of `sites` where programs act, in order.
+        max_entries: Entries of a request's program at one site, at most, with the global one's and its vectors.
 
     Attributes:
         map: int32 ``[S, num_rows]``: slot of each row at each site, as the device has it after the writes.
         version: Changes whenever a batch's rows may have changed.
     """
 
-    def __init__(self, *, sites: Sequence[Site], num_rows: int, pool: SlotPool) -> None:
-        self._rows = RowMap(len(sites), num_rows)
+    def __init__(
+        self,
+        *,
+        sites: Sequence[Site],
+        num_rows: int,
+        pool: SlotPool,
+        op_sites: Sequence[Site] = (),
+        max_entries: int = 0,
+    ) -> None:
+        self._rows = RowMap(len(sites), num_rows, [sites.index(site) for site in op_sites], max_entries)
         self.map = self._rows.slots
         self.version = 0
         self._pool = pool
-        self._sums = PooledSums(sites, pool, num_rows, self._rows.unbind)
+        self._sums = PooledSums(sites, pool, max(num_rows, MAX_UNUSED), self._rows.unbind, op_sites)
         self._requests: dict[str, _Holder] = {}
         self._modules: dict[str, _Holder] = {}
         self._new_modules: dict[str, Phases] = {}
@@ -195,7 +231,8 @@ class RowTable:
         if req_id in self._requests:
             self.remove(req_id)
         self.apply_changes()
-        request = _Holder(num_prompt, self._sums.acquire((prefill, decode)))
+        groups = (_groups_of(prefill, num_prompt), _groups_of(decode, num_prompt))
+        request = _Holder(num_prompt, self._sums.acquire((prefill, decode)), groups)
         self._requests[req_id] = request
         self._num_steered += request.sums != NO_SUMS
         self.version += 1
@@ -265,7 +302,8 @@ class RowTable:
         self._rows.bind(needed)
         flat = [UNSTEERED_ROW if found is None else found.row for request in requests for found in request.sums]
         num_prompt = np.array([request.num_prompt for request in requests], dtype=np.int64)
-        return BatchRows(num_prompt, np.array(flat, dtype=np.int32).reshape(-1, 2))
+        groups = {at: request.groups for at, request in enumerate(requests) if request.groups != _NO_GROUPS}
+        return BatchRows(num_prompt, np.array(flat, dtype=np.int32).reshape(-1, 2), groups)
 
     def take_writes(self) -> TableWrites | None:
         """Return the changes that the device lacks, which count as written from here on; None if it lacks none.
@@ -275,7 +313,7 @@ class RowTable:
         slots, rows = self._pool.take_writes(), self._rows.take_changed()
         if slots is None and not len(rows):
             return None
-        return TableWrites(slots, rows, self.map[:, rows])
+        return TableWrites(slots, rows, self.map[:, rows], self._rows.program_writes(rows))
 
     def checksum(self) -> int:
         """Return the state as a number, equal on tensor-parallel ranks. For debugging; see `SlotPool.checksum`."""
@@ -297,88 +335,8 @@ class RowTable:
         self._num_steered = self._sums.has_global + sum(one.sums != NO_SUMS for one in self._requests.values())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepRows:
-    """The table rows of one step.
-
-    Attributes:
-        rows: int32 ``[max_tokens]``, read-only: table row of each batch row, `UNSTEERED_ROW` for padding. Valid until
-            the next step is resolved.
-        num_changed: The device copy of the step before is right from this index on; 0: it is right altogether.
-        is_steered: Whether any row is steered.
-    """
-
-    rows: Int32Array
-    num_changed: int
-    is_steered: bool
-
-
-class RowResolver:
-    """The table row of each batch row, step by step, in order. One thread: the step thread.
-
-    The phase follows from the absolute position: below the length of the prompt it is prefill, also where a preempted
-    request computes it again. While nobody is steered a step costs two comparisons; while the batch stays as it is,
-    nothing is looked up.
-
-    Args:
-        table: Where the rows of requests are bound.
-        max_tokens: Upper limit of batch rows in one forward, padding included.
-    """
-
-    def __init__(self, table: RowTable, max_tokens: int) -> None:
-        self._table = table
-        self._rows: Int32Array = np.zeros(max_tokens, dtype=np.int32)
-        self._shown = self._rows.view()
-        self._shown.flags.writeable = False
-        self._extent = 0
-        self._idle_step = StepRows(self._shown, 0, False)
-        self._batch: tuple[tuple[str, ...], int, BatchRows | None] = ((), -1, None)
-
-    def resolve(self, view: BatchView | None) -> StepRows:
-        """Return the rows of the next step; None stands for dummy and idle steps."""
-        batch = None if view is None or self._table.is_idle else self._rows_of(view.req_ids)
-        if view is None or batch is None:
-            return self._clear_step()
-        rows = _lay_out(view, _spread(view, batch))
-        size, extent = len(rows), self._extent
-        if size == extent and np.array_equal(rows, self._rows[:size]):
-            return StepRows(self._shown, 0, True)
-        self._rows[:size] = rows
-        self._rows[size:extent] = UNSTEERED_ROW
-        self._extent = size
-        return StepRows(self._shown, max(size, extent), True)
-
-    def _clear_step(self) -> StepRows:
-        extent, self._extent = self._extent, 0
-        if not extent:
-            return self._idle_step
-        self._rows[:extent] = UNSTEERED_ROW
-        return StepRows(self._shown, extent, False)
-
-    def _rows_of(self, req_ids: tuple[str, ...]) -> BatchRows | None:
-        """Return a batch's rows; the last answer is kept, since decode steps repeat the batch of the step before."""
-        known, version, rows = self._batch
-        if version != self._table.version or known != req_ids:
-            rows = self._table.batch(req_ids)
-            self._batch = (req_ids, self._table.version, rows)
-        return rows
-
-
-def _spread(view: BatchView, batch: BatchRows) -> Int32Array:
-    """Return the table row of every scheduled token, one request after the other: a run of prefill, a run of decode."""
-    num_scheduled = view.num_scheduled
-    counts = np.empty((len(num_scheduled), 2), dtype=np.int64)
-    num_prefill = np.minimum(np.maximum(batch.num_prompt - view.num_computed, 0), num_scheduled, out=counts[:, 0])
-    np.subtract(num_scheduled, num_prefill, out=counts[:, 1])
-    return np.repeat(batch.rows.ravel(), counts.ravel())
-
-
-def _lay_out(view: BatchView, rows: Int32Array) -> Int32Array:
-    """Move the rows to where the runner put their tokens; mostly that is one request after the other already."""
-    before = np.cumsum(view.num_scheduled) - view.num_scheduled
-    if np.array_equal(view.starts, before):
-        return rows
-    index = np.arange(len(rows)) + np.repeat(view.starts - before, view.num_scheduled)
-    laid_out = np.zeros(int(index.max()) + 1 if len(index) else 0, dtype=np.int32)
-    laid_out[index] = rows
-    return laid_out
+def _groups_of(acting: Vectors | None, num_prompt: int) -> tuple[PositionSelector, ...]:
+    """Return the selectors of a phase's position groups, resolved; the engine core saw that they resolve."""
+    if not isinstance(acting, Steered):
+        return ()
+    return tuple(group.resolve(num_prompt, "positions") for group in acting.program.groups)

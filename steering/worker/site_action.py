@@ -105,10 +105,13 @@ class Addition(NamedTuple):
     run: Run
     before_attention: Run | None = None
     unfused: Run | None = None
+    run_and_keep: Run | None = None
+    reapply: Run | None = None
 
     def counted(self) -> Addition:
-        """Return the same ways, each with its runs counted."""
-        return Addition(counted(self.run), *(each and counted(each) for each in self[1:]))
+        """Return the same ways, each with its runs counted; what is reapplied ran before."""
+        ways = Addition(counted(self.run), *(each and counted(each) for each in self[1:]))
+        return ways._replace(reapply=self.reapply)
 
 
 def addition(facts: WorkerFacts) -> Addition:

@@ -1,4 +1,6 @@
-"""The pool of steering vectors that all requests share: its slots, and the effective vectors in them. Numpy only.
+"""The pool of steering vectors that all requests share: its slots, and what is in them. Numpy only.
+
+A slot holds the effective vector of a site, or a row that a program reads or writes.
 
 Allocation depends on the calls alone, so every rank that is told the same uses the same slots.
 """
@@ -7,14 +9,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.capture.schema.sites import Site
+from headgate.steering.programs.program import Program
+from headgate.steering.programs.spec import Steered
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType
 from headgate.steering.vectors.sums import Vectors, effective, is_zero
+from headgate.steering.worker.placed_programs import PlacedProgram, place
 
 ZERO_SLOT = 0
 """Holds the zero vector for ever."""
@@ -34,6 +39,10 @@ class SlotWrites:
 
     slots: Int64Array
     vectors: Rows
+
+
+_WINDOW = 512
+"""Slots among which free ones are looked for first: most of a pool is free, or nothing is."""
 
 
 class SlotPool:
@@ -60,6 +69,8 @@ class SlotPool:
         """Acquired slots and their vectors, by the first slot of each call of `acquire`."""
         self._unwritten: dict[int, SlotWrites] = {}
         self._num_used = 0
+        self._start = 0
+        """All slots below it are in use."""
 
     @property
     def capacity(self) -> int:
@@ -89,13 +100,14 @@ class SlotPool:
                 f"vectors: {vectors.dtype} {vectors.shape}, expected {self._storage} (n, {self._hidden_size})"
             )
         kept = np.flatnonzero(np.logical_not(is_zero(vectors)))
-        free = np.flatnonzero(self._is_free)[: len(kept)]
+        free = self._lowest_free(len(kept))
         if len(free) < len(kept):
             raise AssertionError(
                 f"{len(kept)} new vectors do not fit the pool: {self.num_used} of {self.capacity} slots are in use"
             )
         if len(kept):
             self._is_free[free] = False
+            self._start = int(free[-1]) + 1
             self._num_used += len(free)
             held = SlotWrites(free, vectors if len(kept) == len(vectors) else vectors[kept])
             self._held[int(free[0])] = self._unwritten[int(free[0])] = held
@@ -119,7 +131,16 @@ class SlotPool:
         del self._held[first]
         self._unwritten.pop(first, None)
         self._is_free[held.slots] = True
+        self._start = min(self._start, first)
         self._num_used -= len(held.slots)
+
+    def _lowest_free(self, count: int) -> Int64Array:
+        """Return the lowest free slots, int64: `count` of them, or all if there are fewer."""
+        for size in (_WINDOW, len(self._is_free)):
+            free = np.flatnonzero(self._is_free[self._start : self._start + size])[:count]
+            if len(free) == count:
+                break
+        return free + self._start
 
     def take_writes(self) -> SlotWrites | None:
         """Return the vectors that the device lacks, which count as written from here on; None if it lacks none."""
@@ -141,6 +162,8 @@ class SlotPool:
         return total
 
 
+_NO_IDS: Int64Array = np.empty(0, dtype=np.int64)
+
 SumKey = tuple[bytes, bytes]
 """Content keys of the global vectors and of a request's own in one phase; empty where there are none."""
 
@@ -150,16 +173,22 @@ Phases = tuple[Vectors | None, Vectors | None]
 """Vectors of the prefill and of the decode phase; None where nothing acts."""
 
 
+def _no_slots() -> Int32Array:
+    return np.empty(0, dtype=np.int32)
+
+
 @dataclass(slots=True, eq=False)
 class PooledSum:
-    """Effective vectors of one phase that are in the pool.
+    """Effective vectors and programs of one phase, with their rows in the pool.
 
     Attributes:
         key: Of the global vectors and the request's own.
-        own: The request's vectors, kept to compute the sum anew under other global vectors.
+        own: The request's own, kept to compute the sum anew under other global vectors.
         column: Slot at each site, int32 ``[num_sites]``.
         slots: The slots of `column` that this sum acquired; where only global vectors act, the slot is that of the
             global phase.
+        programs: The global program and the request's own, as far as there are any.
+        program_slots: The slots that the request's own program acquired.
         users: Requests, modules and the global phases that use it.
         row: The table row that stands for it; `UNSTEERED_ROW` while none does.
     """
@@ -168,6 +197,8 @@ class PooledSum:
     own: Vectors | None
     column: Int32Array
     slots: Int32Array
+    programs: tuple[PlacedProgram, ...] = ()
+    program_slots: Int32Array = field(default_factory=_no_slots)
     users: int = 0
     row: int = UNSTEERED_ROW
 
@@ -188,12 +219,19 @@ class PooledSums:
         pool: Used by these sums alone.
         max_unused: Upper limit of sums without users that stay.
         dropped: Called with each sum that leaves the pool.
+        op_sites: Those of `sites` where programs act, in order.
     """
 
     def __init__(
-        self, sites: Sequence[Site], pool: SlotPool, max_unused: int, dropped: Callable[[PooledSum], None]
+        self,
+        sites: Sequence[Site],
+        pool: SlotPool,
+        max_unused: int,
+        dropped: Callable[[PooledSum], None],
+        op_sites: Sequence[Site] = (),
     ) -> None:
         self._site_ids = {site: index for index, site in enumerate(sites)}
+        self._op_sites = {site: index for index, site in enumerate(op_sites)}
         self._pool = pool
         self._max_unused = max_unused
         self._dropped = dropped
@@ -211,7 +249,8 @@ class PooledSums:
     @property
     def num_live_slots(self) -> int:
         """Slots of sums that have users; the pool may hold more."""
-        columns = [found.column for found in self._sums.values() if found.users]
+        live = [found for found in self._sums.values() if found.users]
+        columns = [slots for found in live for slots in (found.column, found.program_slots)]
         return len(set(np.concatenate(columns).tolist()) - {ZERO_SLOT}) if columns else 0
 
     def acquire(self, own: Phases) -> SumPair:
@@ -252,16 +291,33 @@ class PooledSums:
 
     def _compute(self, key: SumKey, phase: int, own: Vectors | None) -> PooledSum:
         global_sum = None if own is None else self._global_sums[phase]
+        shared = self._global[phase]
+        new = own if own is not None else shared
+        if new is None:
+            raise AssertionError("a sum of nothing")
         column = np.zeros(len(self._site_ids), dtype=np.int32) if global_sum is None else global_sum.column.copy()
-        acting = [vectors for vectors in (self._global[phase], own) if vectors is not None]
         site_ids = self._site_ids
         if own is not None:  # elsewhere the slots of the global phase serve
             site_ids = {site: site_ids[site] for site in own.sites if site in site_ids}
-        ids, stored = effective(acting, site_ids, self._pool.dtype)
-        while self._unused and not self._pool.fits(len(ids)):
+        acting = [part for part in (shared, own) if part is not None and part.sites]
+        ids, stored = effective(acting, site_ids, self._pool.dtype) if site_ids and acting else (_NO_IDS, None)
+        program = new.program if isinstance(new, Steered) else None
+        self._make_room(len(ids) + (0 if program is None else program.num_rows))
+        slots = _no_slots() if stored is None else self._pool.acquire(stored)
+        column[ids] = slots
+        made = PooledSum(key, own, column, slots, () if global_sum is None else global_sum.programs)
+        if program is not None:
+            self._add_program(made, program)
+        return made
+
+    def _add_program(self, made: PooledSum, program: Program) -> None:
+        made.program_slots = self._pool.acquire(program.rows)
+        made.programs = (*made.programs, place(program, made.program_slots, self._op_sites))
+
+    def _make_room(self, count: int) -> None:
+        """Drop sums without users until `count` vectors fit, or none is left."""
+        while self._unused and not self._pool.fits(count):
             self._drop_oldest()
-        column[ids] = slots = self._pool.acquire(stored)
-        return PooledSum(key, own, column, slots)
 
     def _cache_unused(self, unused: PooledSum) -> None:
         self._unused[unused.key] = None
@@ -272,5 +328,6 @@ class PooledSums:
         key = next(iter(self._unused))
         del self._unused[key]
         oldest = self._sums.pop(key)
-        self._pool.release(oldest.slots)
+        for slots in (oldest.slots, oldest.program_slots):
+            self._pool.release(slots)
         self._dropped(oldest)

@@ -1,6 +1,6 @@
 """Event-loop time of one steered HTTP request, from its body to the bytes for the engine core: no engine runs.
 
-    chrt -r 10 .venv/bin/python -m tests.benchmarks.bench_bodies [asyncio]
+    chrt -r 10 .venv/bin/python -m tests.benchmarks.bench_bodies [asyncio] [--burst 64]
 
 The application is FastAPI with vLLM's own request model: stock, with headgate's fields of JSON bodies alone, and with
 the middleware that ``VLLM_PLUGINS`` brings. It runs on uvloop, as vLLM's server does; with ``asyncio``, on Python's own
@@ -13,6 +13,9 @@ on the loop had to wait, and has rounds of its own, since what measures it takes
 The machine's own speed changes by a factor of two within minutes. So servers take turns, request by request, in several
 sittings with new processes; a row shows the lowest, the middle and the highest of the sittings' medians, and by how
 much a request took longer than the stock server's ``plain`` one of the same round (``above``, likewise).
+
+With ``--burst``, so many clients ask at once instead, each with the operations of `operations.operations`: shown is
+when the middle and the last of them are on their way to the engine core. ``again`` are the same bytes a second time.
 
 Rows that steer nothing say what vLLM itself takes: ``plain`` is a short body, ``as long`` one of the length of
 ``base64`` in a field that vLLM does not know.
@@ -27,7 +30,7 @@ import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -37,14 +40,18 @@ import msgspec
 import numpy as np
 
 from headgate.capture.schema.consumer import ModelInfo
+from tests.benchmarks.models import ModelSize
+from tests.benchmarks.operations import op_sites, operations
 
 LAYERS, HIDDEN, HOOKS = 34, 2560, ("pre_attn", "post_attn", "post_mlp")
 SITTINGS = 5
 WARM_UPS = 4
 REPEATS = 40
 NUM_BODIES = 8
+BURSTS = 4
 PIECE = 1 << 16
 MODEL = ModelInfo(name="tiny", num_layers=LAYERS, hidden_size=HIDDEN, dtype="bfloat16", sites=())
+SIZE = ModelSize(LAYERS, HIDDEN, 262208)
 STOCK, FIELDS, PLUGIN = "stock", "fields", "plugin"
 
 Make = Callable[[int], tuple[bytes, str]]
@@ -147,9 +154,11 @@ def handlers(engine: Any) -> tuple[Any, Any, Any]:
     async def generate(engine: Any, prompt: Any, sampling_params: Any, request_id: str) -> Any:
         request = engine.process(engine.input_processor, request_id, prompt, sampling_params)
         size = sum(len(buffer) for buffer in encoder.encode(request))
-        yield SimpleNamespace(finished=True, outputs=[SimpleNamespace(finish_reason="stop")], size=size)
+        yield SimpleNamespace(
+            finished=True, outputs=[SimpleNamespace(finish_reason="stop", stop_reason=None)], size=size
+        )
 
-    async def create_completion(serving: Any, request: Any) -> dict[str, int]:
+    async def create_completion(serving: Any, request: Any, *_: object) -> dict[str, int]:
         params = request.to_sampling_params(16, {})
         outputs = serving.engine_client.generate(serving.engine_client, {"prompt_token_ids": [1, 2, 3]}, params, "r")
         async for output in outputs:
@@ -168,7 +177,7 @@ def patched(engine: Any) -> tuple[Any, Any, Any]:
     from headgate.capture.engine.server import openai_routes
 
     part = request_parts()["steering"]
-    opened = OpenPart("steering", part, part.open({}, MODEL))
+    opened = OpenPart("steering", part, part.open({"op_sites": op_sites(SIZE)}, MODEL))
     opened.known = {"calm": {"name": "calm", "peak": 1.0}}
     vars(engine.input_processor).update({REQUEST_READER: RequestReader(None, {"steering": opened}), FRONT_END: None})
     process_inputs, generate, create_completion = handlers(engine)
@@ -263,6 +272,39 @@ def serve(server: str, loop: str, link: Connection) -> None:
         asyncio.run(take_turns())
 
 
+async def burst(app: Any, bodies: Sequence[bytes]) -> tuple[float, float]:
+    """The ms after which the middle and the last of `bodies`, sent at once, have been served."""
+    began = time.perf_counter()
+
+    async def served(body: bytes) -> float:
+        await Client(body, "application/json").ask(app)
+        return (time.perf_counter() - began) * 1e3
+
+    took = await asyncio.gather(*(served(body) for body in bodies))
+    return statistics.median(took), max(took)
+
+
+def show_bursts(count: int) -> None:
+    """Bursts of requests without steering, with sets that are new, and with the same again."""
+    import uvloop
+
+    app = application(PLUGIN)
+    plain = [as_json()[0]] * count
+    sets = [
+        as_json(steering_ops=operations(number, SIZE, 4, as_text=True))[0] for number in range((BURSTS + 1) * count)
+    ]
+    bursts = [sets[start : start + count] for start in range(0, len(sets), count)]
+
+    async def show() -> None:
+        await burst(app, bursts[0])  # warms up
+        for name, several in (("plain", [plain] * BURSTS), ("new", bursts[1:]), ("again", bursts[1:])):
+            found = [await burst(app, bodies) for bodies in several]
+            middle, last = (spread(column) for column in zip(*found, strict=True))
+            print(f"{name:8} {len(several[0][0]) / 1e3:7.1f} kB   middle {middle} ms   last {last} ms", flush=True)
+
+    uvloop.run(show())
+
+
 def sit(loop: str) -> dict[tuple[str, str], Row]:
     """One sitting, by body and server."""
     context = multiprocessing.get_context("spawn")
@@ -308,7 +350,12 @@ def spread(values: Iterable[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench_bodies")
     parser.add_argument("loop", nargs="?", default="uvloop", choices=("uvloop", "asyncio"))
-    loop = parser.parse_args().loop
+    parser.add_argument("--burst", type=int, default=0, help="so many requests at once")
+    arguments = parser.parse_args()
+    if arguments.burst:
+        show_bursts(arguments.burst)
+        return
+    loop = arguments.loop
     print(f"{LAYERS} layers x {len(HOOKS)} hooks x {HIDDEN}; {loop}; ms; medians of {SITTINGS} sittings")
     columns = ("quiet", "loop", "above", "stall", "total")
     print(f"{'body':8} {'server':>8} {'MB':>6}" + "".join(f"{column:>20}" for column in columns), flush=True)

@@ -1,6 +1,7 @@
 """What a forward costs the GPU alone: ``python -m tests.benchmarks.bench_kernels MODEL OUT``.
 
-One engine in one process for each of stock, steering, capture and both, all idle. The profiler adds up the kernels of
+One engine in one process for each of stock, steering, capture and both, all idle; ``--variants stock ops`` shows idle
+op sites. The profiler adds up the kernels of
 decode steps with 1, 16 and 64 requests, replayed from CUDA graphs, and of prompts of 4 x 1024 tokens. Kernel time does
 not depend on the host, so it shows tenths of a per cent where clocks around a step show the host's noise. The engines
 take turns once all are up, round by round; a figure is the median of its rounds.
@@ -23,10 +24,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.models import size_of
+from tests.benchmarks.operations import op_sites
 from tests.benchmarks.servers import FEATURES
 from tests.benchmarks.turns import Served, open_llm, start, stop
 
 VARIANTS = ("stock", "steering", "capture", "both")
+ALL_VARIANTS = (*VARIANTS, "ops")
 BATCHES = (1, 16, 64)
 STEPS = 40
 PROMPTS = 6
@@ -48,7 +52,7 @@ class Profiled(Served):
             os.environ["VLLM_PLUGINS"] = "none"
         ours: dict[str, Any] = {}
         if "steering" in FEATURES[variant]:
-            ours["steering"] = {}
+            ours["steering"] = {"op_sites": op_sites(size_of(model))} if "ops" in FEATURES[variant] else {}
         if "capture" in FEATURES[variant]:
             ours["capture"] = {"consumers": [{"name": "memory"}]}
         self.llm = open_llm(model, **({"additional_config": {"headgate": ours}} if ours else {}))
@@ -112,7 +116,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench_kernels", description=__doc__)
     parser.add_argument("model", help="model folder; see tests.benchmarks.models")
     parser.add_argument("out", type=Path, help="folder for the document and the logs")
-    parser.add_argument("--variants", nargs="*", default=VARIANTS, choices=VARIANTS, metavar="variant")
+    parser.add_argument("--variants", nargs="*", default=VARIANTS, choices=ALL_VARIANTS, metavar="variant")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     return parser.parse_args(arguments)
 

@@ -7,9 +7,11 @@ come in another order; with up to 8, and if the memory moved says so, a block as
 Blocks that are "scaled" become shorter if the kernel needs many registers; "late" are reads of one value a row behind
 the first pass over it, "fetched" weights that are asked for in front of it. The counts of `stock` and `traced` for
 Gemma are those found on an H200 (torch 2.11). `ahead` is what headgate does there: `pooled`, and the vector of the mid
-stream where the kernel before attention stores the stream; `both` is that, and the capture of ``post_mlp``.
+stream where the kernel before attention stores the stream; `both` is that, and the capture of ``post_mlp``. `ops_mid`
+and `ops_end` have an op site at the mid stream, and at the layer's end; `across` has both, for features that are read
+at the first and written at the second.
 
-Ways to add: see `headgate.steering.worker.site_action`.
+Ways to add: see `headgate.steering.worker.site_action` and `program_action`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,13 @@ from torch import Tensor
 
 from headgate.capture.engine.compiler.inductor_heuristics import excluded, register_exclusion
 from headgate.capture.engine.compiler.rewrites import REWRITES
+from headgate.steering.worker.program_action import (
+    add_selected,
+    add_selected_unfused,
+    register_add_selected,
+    register_program_deltas,
+)
+from headgate.steering.worker.program_ops import program_deltas, program_deltas_and_changes
 from headgate.steering.worker.site_action import (
     add_excluded,
     add_pooled,
@@ -46,8 +55,13 @@ WAYS: dict[str, Add] = {
     "pooled": lambda carry, pool, slots: add_pooled(carry, pool, slots, 1.0),
     "ahead": lambda carry, pool, slots: add_pooled(carry, pool, slots, 1.0),
     "both": lambda carry, pool, slots: add_pooled(carry, pool, slots, 1.0),
+    "ops_mid": lambda carry, pool, slots: carry,
+    "ops_end": lambda carry, pool, slots: carry,
+    "across": lambda carry, pool, slots: carry,
     "gathered": lambda carry, pool, slots: add_excluded(carry, gather_rows(pool, slots)),
 }
+
+REGISTERED = (register_add_excluded, register_add_pooled, register_program_deltas, register_add_selected)
 
 
 class Driver:
@@ -98,12 +112,36 @@ def plain_norm(x: Tensor, stream: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
 
 
 class Tables(NamedTuple):
-    """What headgate reads and writes."""
+    """The tensors that headgate reads and writes: of vectors, of captured rows, and of operations."""
 
     pool: Tensor
     slots: Tensor
     ring: Tensor
     places: Tensor
+    rows: Tensor
+    active: Tensor
+    codes: Tensor
+    params: Tensor
+    changes: Tensor
+
+
+def tables_of(hidden: int) -> Tables:
+    """Tables with nothing in them."""
+    pool, ring = torch.zeros(NUM_SLOTS, hidden, dtype=torch.bfloat16), torch.zeros(8192, hidden, dtype=torch.bfloat16)
+    slots, places, active = (torch.zeros(8192, dtype=torch.int32) for _ in range(3))
+    rows, codes = torch.zeros(8192, 8, dtype=torch.int32), torch.zeros(NUM_SLOTS, 4, dtype=torch.int32)
+    params, changes = torch.zeros(NUM_SLOTS, 4), torch.zeros(8192, 64)
+    return Tables(pool, slots, ring, places, rows, active, codes, params, changes)
+
+
+def operated(add: Callable[..., Tensor], value: Tensor, stream: Tensor, tables: Tables, way: str) -> Tensor:
+    """The stream behind an op site, whose value is the sum of both."""
+    programs = (tables.pool, tables.rows, tables.active, tables.codes, tables.params, None)
+    if way == "across":
+        deltas = program_deltas_and_changes(value, stream, *programs, tables.changes)
+    else:
+        deltas = program_deltas(value, stream, *programs)
+    return add(stream, deltas, tables.active, tables.pool, tables.slots, 1.0)
 
 
 def layer(family: str, way: str) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -118,11 +156,16 @@ def layer(family: str, way: str) -> Callable[..., tuple[Tensor, Tensor]]:
     def forward(x: Tensor, stream: Tensor, weights: Tensor, up: Tensor, down: Tensor, tables: Tables) -> Any:
         add_norm = added_norm if is_gemma else plain_norm
         pool, used = tables.pool, tables.slots[: x.shape[0]]
-        x, stream = add_norm(branch_norm(x, weights[0]), at_mid(stream, pool, used), weights[1])
+        x = branch_norm(x, weights[0])
+        if way in ("ops_mid", "across"):
+            stream = operated(add_selected_unfused, x, stream, tables, way)
+        x, stream = add_norm(x, at_mid(stream, pool, used), weights[1])
         x = branch_norm(torch.nn.functional.gelu(x @ up, approximate="tanh") @ down, weights[2])
         if way == "both":
             places = excluded(tables.places, tables.ring)
             tables.ring.index_put_((places[: x.shape[0]],), (x.float() + stream.float()).to(x.dtype))
+        if way in ("ops_end", "across"):
+            stream = operated(add_selected, x, stream, tables, way)
         x, stream = add_norm(x, add(stream, pool, used), weights[3])
         return x @ up, at_end(stream, pool, used)
 
@@ -149,10 +192,8 @@ def generated(family: str, way: str) -> list[str]:
     for tensor in (x, stream):
         torch._dynamo.mark_dynamic(tensor, 0, min=2, max=4096)
     weights = [torch.randn(*shape, **made) for shape in ((4, hidden), (hidden, WIDE), (WIDE, hidden))]
-    pool, ring = torch.zeros(NUM_SLOTS, hidden, **made), torch.zeros(8192, hidden, **made)
-    slots, places = torch.zeros(8192, dtype=torch.int32), torch.zeros(8192, dtype=torch.int32)
     with torch.no_grad():
-        torch.compile(layer(family, way))(x, stream, *weights, Tables(pool, slots, ring, places))
+        torch.compile(layer(family, way))(x, stream, *weights, tables_of(hidden))
     return codes
 
 
@@ -183,7 +224,7 @@ def main() -> None:
     REWRITES.is_on = not options.no_rewrites
     if unknown := [name for name in options.ways if name not in WAYS]:
         parser.error(f"no way {unknown[0]!r}; known: {', '.join(WAYS)}")
-    for register in (register_add_excluded, register_add_pooled, register_exclusion):
+    for register in (*REGISTERED, register_exclusion):
         register()
     for family in HIDDEN:
         for name in options.ways or WAYS:

@@ -65,6 +65,7 @@ ROOM = ("--kv-gib", "3", "--engine", '{{"max_num_batched_tokens": 4096}}')
 MAIN_MODES = ("stock", "installed", "both idle", "16 msgpack", "1 layer", "all layers")
 PARTS_MODES = ("stock", "installed", "both idle", "1 layer forgotten", "1 layer cut", "1 layer", "1 layer far")
 STEPS_MODES = ("stock", "both idle", "1 layer forgotten", "1 layer", "1 layer far", "16 msgpack")
+OPS_MODES = ("stock", "ops idle", "4 ops")
 INLINE_MODES = ("stock", "both idle", "16 configs", "16 msgpack", "256 configs", "256 msgpack")
 
 
@@ -180,6 +181,10 @@ def steps_of(call: str, model: str) -> list[Step]:
             http("http-parts", ["short"], LIMIT_S, "--servers", "stock", "installed", "both", "--modes", *PARTS_MODES),
         ],
         "steps": [steps(LIMIT_S)],
+        "ops": [
+            kernels("--variants", "stock", "ops"),
+            http("ops", ["decode"], LIMIT_S, "--servers", "stock", "ops", "--modes", *OPS_MODES),
+        ],
         "http-main": [DISK, http("http-main", ["chat", "decode"], LIMIT_S, *three)],
         "suite": [DISK, suite(model, LIMIT_S, *engines, *own)],
         "tiny": [
@@ -292,7 +297,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "call",
         help="check, race, idle, soak, lora-fp8, verify, memory, kernels, http, http-main, http-parts, http-inline, "
-        "http-decode, suite, parallel, parallel-cost, or tiny: a trial",
+        "ops, http-decode, suite, parallel, parallel-cost, or tiny: a trial",
     )
     parser.add_argument("model", nargs="?", default="gemma3-4b", help=f"of {', '.join(MODELS)} (default: gemma3-4b)")
     parser.add_argument("--out", type=Path, required=True, help="folder for what is kept")

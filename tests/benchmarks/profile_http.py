@@ -20,7 +20,6 @@ from pathlib import Path
 import psutil
 
 from tests.benchmarks.load import Load
-from tests.benchmarks.machine import slots_for
 from tests.benchmarks.models import size_of
 from tests.benchmarks.servers import FEATURES, Server, await_ready, start, stop
 from tests.benchmarks.suite_http import SERVED_NAME, Run, open_modules, other_consumers, shared_flags
@@ -127,7 +126,7 @@ def main() -> int:
     size, others = size_of(options.model), other_consumers(options.modes)
     with Load(4) as load:
         started = [
-            start(name, shared_flags(options), options.out, options.files, slots_for(size, 64), others)
+            start(name, shared_flags(options), options.out, options.files, size, 64, others)
             for name in names
             if name is not None
         ]

@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 import psutil
 
 from tests.benchmarks import step_clocks
-from tests.benchmarks.machine import Cpus, keep_on
+from tests.benchmarks.machine import Cpus, keep_on, slots_for
+from tests.benchmarks.models import ModelSize
+from tests.benchmarks.operations import op_sites
 
 READY = "Application startup complete"
 FEATURES: Mapping[str, frozenset[str]] = {
@@ -30,8 +32,10 @@ FEATURES: Mapping[str, frozenset[str]] = {
     "steering": frozenset({"steering"}),
     "capture": frozenset({"capture"}),
     "both": frozenset({"steering", "capture"}),
+    "ops": frozenset({"steering", "ops"}),
 }
-"""What each server is configured for. ``stock`` loads no plugin at all, ``installed`` loads headgate unconfigured."""
+"""What each server is configured for. ``stock`` loads no plugin at all, ``installed`` loads headgate unconfigured, and
+``ops`` has `operations.op_sites`."""
 
 SINKS = {"forget": "tests.benchmarks.sinks:ForgettingConsumer", "cut": "tests.benchmarks.sinks:CuttingConsumer"}
 """Consumers that do a part of what ``filesystem`` does."""
@@ -240,7 +244,7 @@ def environment(name: str, folder: Path, others: Sequence[str]) -> dict[str, str
 
 
 def start(
-    name: str, command: Sequence[str], folder: Path, files: Path, slots: int, others: Sequence[str] = ()
+    name: str, command: Sequence[str], folder: Path, files: Path, size: ModelSize, most: int, others: Sequence[str] = ()
 ) -> Server:
     """Start a server; it is not awaited.
 
@@ -249,7 +253,8 @@ def start(
         command: Flags of ``vllm serve`` that all servers share, the model's among them.
         folder: For its log and its compile cache.
         files: Folder for a folder of its captures.
-        slots: Vectors that it may steer with at a time, where it is configured for steering.
+        size: Of the model.
+        most: Requests at a time, which it can steer each in another way, where it is configured for steering.
         others: Of `OTHERS`, for a server that captures to have them, too.
     """
     with socket.socket() as probe:
@@ -259,7 +264,9 @@ def start(
     own_files.mkdir(parents=True)
     flags = ["--host", "127.0.0.1", "--port", str(port), "--shutdown-timeout", "10"]
     if "steering" in FEATURES[name]:
-        flags += ["--enable-steering", "--max-steering-slots", str(slots)]
+        flags += ["--enable-steering", "--max-steering-slots", str(slots_for(size, most))]
+    if "ops" in FEATURES[name]:
+        flags += ["--steering-op-sites", json.dumps(op_sites(size))]
     if "capture" in FEATURES[name]:
         flags += ["--capture-consumers", f"filesystem:root={own_files}"]
         flags += [f"{OTHERS[other]}root={own_files / other}" for other in others]

@@ -30,6 +30,7 @@ from tests.benchmarks.chart import draw
 from tests.benchmarks.figures import Round, summary, tables
 from tests.benchmarks.machine import hardware, slots_for, versions
 from tests.benchmarks.models import size_of
+from tests.benchmarks.operations import op_sites, operations
 from tests.benchmarks.servers import FEATURES, gpu_mib_of, start_facts
 from tests.benchmarks.turns import (
     BATCHES,
@@ -74,6 +75,8 @@ class Configured(Served):
         ours: dict[str, Any] = {}
         if "steering" in has:
             ours["steering"] = {"max_steering_slots": slots_for(self._size, NUM_RUNNING)}
+        if "ops" in has:
+            ours["steering"]["op_sites"] = op_sites(self._size)
         if "capture" in has:
             consumers = [{"name": "filesystem", "params": {"root": str(self._root)}}]
             ours["capture"] = {"consumers": consumers, "result_timeout_s": TIMEOUT_S}
@@ -91,7 +94,9 @@ class Configured(Served):
         made, asked = super().params(mode, tokens), MODES[mode]
         for name, value in asked.fields(self._size, f"job{self._job}").items():
             setattr(made, name, value)
-        if asked.configs:
+        if asked.ops:
+            made.steering_ops = operations(self._num_made % asked.configs, self._size, asked.ops)
+        elif asked.configs:
             made.steering_vectors = packed(self._num_made % asked.configs, self._size)
         self._num_made += 1
         return made

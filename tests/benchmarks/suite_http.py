@@ -29,7 +29,7 @@ from typing import Any
 from tests.benchmarks.chart import draw
 from tests.benchmarks.figures import Answer, Round, summarize, summary, tables
 from tests.benchmarks.load import Load
-from tests.benchmarks.machine import hardware, parted_cpus, slots_for, stolen_s, versions
+from tests.benchmarks.machine import hardware, parted_cpus, stolen_s, versions
 from tests.benchmarks.models import ModelSize, size_of
 from tests.benchmarks.servers import CLOCKED, FEATURES, OTHERS, Cpu, Server, await_ready, gpu_mib_of, start, stop
 from tests.benchmarks.workload import (
@@ -306,9 +306,9 @@ def serve(options: argparse.Namespace, load: Load) -> int:
     names = [name for name in options.servers if name in needed]
     flags = shared_flags(options)
     most = max(SHAPES[name].in_flight for name in options.shapes)
-    slots = slots_for(size_of(options.model), most)
+    size = size_of(options.model)
     others = other_consumers(options.modes)
-    started = [start(name, flags, options.out, options.files, slots, others) for name in names]
+    started = [start(name, flags, options.out, options.files, size, most, others) for name in names]
     ready: list[Server] = []
     try:
         ready = await_ready(started, options.start_timeout)
@@ -316,7 +316,7 @@ def serve(options: argparse.Namespace, load: Load) -> int:
             print("stock did not start: nothing to compare with", flush=True)
             return 1
         options.modes = runnable(options.modes, [server.name for server in ready])
-        run = Run(options, size_of(options.model), {server.name: server for server in ready}, load)
+        run = Run(options, size, {server.name: server for server in ready}, load)
         for server in ready:
             memory = gpu_mib_of([server.process.pid])
             run.facts[server.name] = server.facts | ({} if memory is None else {"gpu_mib": memory})

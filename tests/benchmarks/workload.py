@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from tests.benchmarks.models import ModelSize
+from tests.benchmarks.operations import encoded_operations
 
 HOOKS = ("pre_attn", "post_attn", "post_mlp")
 STRENGTH = 0.02
@@ -66,9 +67,10 @@ class Mode:
     """How requests use a server.
 
     Attributes:
-        needs: What the server must be configured for: "steering", "capture", both or nothing.
+        needs: What the server must be configured for: "steering", "capture", "ops", some of them or nothing.
         on: Name of the server, if it has to be a certain one.
-        configs: Distinct sets of vectors that requests bring, in turns; 0: none.
+        configs: Distinct sets of vectors, or of operations, that requests bring, in turns; 0: none.
+        ops: Operations of each set, at every op site; 0: sets are of vectors.
         form: How they are sent.
         is_named: Every request names the registered module instead.
         layers: Layers whose ``post_mlp`` every request captures; None: it captures nothing.
@@ -80,6 +82,7 @@ class Mode:
     needs: frozenset[str] = frozenset()
     on: str = ""
     configs: int = 0
+    ops: int = 0
     form: Form = "packed"
     is_named: bool = False
     layers: Layers | None = None
@@ -95,12 +98,12 @@ class Mode:
     @property
     def is_for_engines(self) -> bool:
         """Whether it says something of an engine without a server: forms of bodies do not."""
-        return self.form == "packed" and self.is_usual
+        return self.form == "packed" and self.consumer == "filesystem"
 
     @property
     def is_usual(self) -> bool:
-        """Whether it is something that most users do, not a part of it or another way."""
-        return self.consumer == "filesystem"
+        """Whether it is something that most users do, not a part of it or another way, and needs no server for it."""
+        return self.consumer == "filesystem" and "ops" not in self.needs
 
     def fields(self, size: ModelSize, tag: str) -> dict[str, Any]:
         """The fields of a request beside the usual ones, its files under `tag`; vectors are left to `Asked.body`."""
@@ -120,7 +123,7 @@ def chosen(layers: Layers, num_layers: int) -> Any:
     return sorted({num_layers * part // 8 for part in (1, 3, 5, 7)})
 
 
-_STEERING, _CAPTURE = frozenset({"steering"}), frozenset({"capture"})
+_STEERING, _CAPTURE, _OPS = frozenset({"steering"}), frozenset({"capture"}), frozenset({"steering", "ops"})
 MODES: Mapping[str, Mode] = {
     "stock": Mode(on="stock"),
     "installed": Mode(on="installed"),
@@ -135,6 +138,8 @@ MODES: Mapping[str, Mode] = {
     "256 configs": Mode(_STEERING, configs=256),
     "16 msgpack": Mode(_STEERING, configs=16, form="msgpack"),
     "256 msgpack": Mode(_STEERING, configs=256, form="msgpack"),
+    "ops idle": Mode(_OPS),
+    "4 ops": Mode(_OPS, configs=256, ops=4),
     "capture idle": Mode(_CAPTURE),
     "last_prompt": Mode(_CAPTURE, layers="one", positions="last_prompt"),
     "1 layer": Mode(_CAPTURE, layers="one"),
@@ -228,7 +233,10 @@ class Asked:
         }
         if self.mode.configs:
             config = (self.seed * self.shape.requests + index) % self.mode.configs
-            made["steering_vectors"] = encoded(config, self.size, self.mode.form)
+            if self.mode.ops:
+                made["steering_ops"] = encoded_operations(config, self.size, self.mode.ops)
+            else:
+                made["steering_vectors"] = encoded(config, self.size, self.mode.form)
         if self.mode.configs and self.mode.form == "msgpack":
             return MSGPACK, msgspec.msgpack.encode(made)
         return JSON, msgspec.json.encode(made)

@@ -17,6 +17,7 @@ from headgate.capture.schema.consumer import (
     FinishedRequest,
     RequestInfo,
     RowBlock,
+    RowSpan,
     SpecContext,
     StreamingConsumer,
     parse_client_spec,
@@ -24,6 +25,7 @@ from headgate.capture.schema.consumer import (
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
+from tests.chaos.notes import noted
 
 MAX_STALL_S = 2.0
 HANG_S = 3.5
@@ -79,12 +81,16 @@ class Moody(BatchedConsumer):
         return check_spec(raw, context)
 
     def on_capture(self, captured: CapturedRequest) -> Any:
-        act(captured.request)
+        with noted(self.context.instance_name):
+            act(captured.request)
         return plain(captured.positions, captured.rows, self.context.model.hidden_size)
 
 
 class Trickle(StreamingConsumer):
-    """The same, by and by; it fails while rows are written, and so for every request of that call."""
+    """The same, by and by; it fails while rows are written, and so for every request of that call.
+
+    A call hangs once for each of its spans whose request says so.
+    """
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         super().__init__(params, context)
@@ -98,14 +104,18 @@ class Trickle(StreamingConsumer):
         self._open[request.request_id] = {site: [] for site in request.spec.sites}
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
-        for block in blocks:
-            for span in block.spans:
-                act(span.request)
-                parts = self._open[span.request.request_id]
-                for index, site in enumerate(block.sites):
-                    if site in parts:
-                        rows = block.rows[index, span.start : span.stop].clone()
-                        parts[site].append((block.positions[span.start : span.stop].copy(), rows))
+        with noted(self.context.instance_name):
+            for block in blocks:
+                for span in block.spans:
+                    act(span.request)
+                    self._take(block, span)
+
+    def _take(self, block: RowBlock, span: RowSpan) -> None:
+        parts = self._open[span.request.request_id]
+        for index, site in enumerate(block.sites):
+            if site in parts:
+                rows = block.rows[index, span.start : span.stop].clone()
+                parts[site].append((block.positions[span.start : span.stop].copy(), rows))
 
     def finish(self, finished: FinishedRequest) -> Any:
         parts = self._open.pop(finished.request.request_id)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos.clients import Outcome
-from tests.chaos.consumers import BROKEN, HANG_S, MAX_STALL_S
+from tests.chaos.consumers import BROKEN, MAX_STALL_S
+from tests.chaos.notes import Call
 from tests.chaos.workload import MAKE_FILES
 
 FULL = "No space left on device"
 HUNG = ("hung", "longer than", "held up")
-GRACE_S = 2.0
-"""Work of a consumer that a fault has met may go on for so long after it."""
+SLACK_S = 0.5
+"""A busy machine takes up to so long between the time that headgate takes of a call and the one that the call notes."""
 
 
 @dataclass
@@ -42,9 +44,19 @@ class Faults:
     full: list[Span] = field(default_factory=list)
 
 
-def unexcused(outcomes: Sequence[Outcome], faults: Faults) -> list[tuple[str, Outcome]]:
-    """Failures that nothing explains."""
-    hangs, raises = _moods(outcomes, "hang"), _moods(outcomes, "raise")
+Spans = defaultdict[str, list[Span]]
+"""By consumer."""
+
+
+def unexcused(outcomes: Sequence[Outcome], faults: Faults, calls: Sequence[Call]) -> list[tuple[str, Outcome]]:
+    """Failures that nothing explains.
+
+    Args:
+        outcomes: What came of each request.
+        faults: What happened to the server.
+        calls: What its consumers did.
+    """
+    hangs, raises = _hangs(calls), _raises(calls)
     found = []
     for outcome in outcomes:
         text = _failed_request(outcome, faults)
@@ -71,14 +83,21 @@ def _failed_request(outcome: Outcome, faults: Faults) -> str:
     return ""
 
 
-def _moods(outcomes: Iterable[Outcome], mood: str) -> dict[str, list[Span]]:
-    """When each consumer was told to fail so."""
-    found: dict[str, list[Span]] = {}
-    for outcome in outcomes:
-        for name, one in outcome.shot.moods.items():
-            if one == mood:
-                late = HANG_S + MAX_STALL_S if mood == "hang" else 0
-                found.setdefault(name, []).append(Span(outcome.began, outcome.ended + GRACE_S + late))
+def _hangs(calls: Sequence[Call]) -> Spans:
+    """When headgate may have known that a consumer was hung: a call's time without its first `MAX_STALL_S`."""
+    found = Spans(list)
+    for call in calls:
+        if call.ended - call.began >= MAX_STALL_S - SLACK_S:
+            found[call.instance].append(Span(call.began + MAX_STALL_S - SLACK_S, call.ended + SLACK_S))
+    return found
+
+
+def _raises(calls: Sequence[Call]) -> Spans:
+    """When a consumer raised."""
+    found = Spans(list)
+    for call in calls:
+        if call.has_raised:
+            found[call.instance].append(Span(call.ended, call.ended))
     return found
 
 
@@ -87,8 +106,8 @@ def _is_excused(
     name: str,
     result: Any,
     faults: Faults,
-    hangs: dict[str, list[Span]],
-    raises: dict[str, list[Span]],
+    hangs: Spans,
+    raises: Spans,
 ) -> bool:
     text = str(result["error"])
     if result["status"] == "pending":
@@ -101,7 +120,7 @@ def _is_excused(
         return True
     if BROKEN in text:
         mine = outcome.shot.moods.get(name) == "raise"
-        return mine or (name == "trickle" and any(span.meets(outcome) for span in raises.get(name, ())))
+        return mine or (name == "trickle" and any(span.meets(outcome) for span in raises[name]))
     if any(word in text for word in HUNG):
-        return any(span.meets(outcome) for span in hangs.get(name, ()))
+        return any(span.meets(outcome) for span in hangs[name])
     return False

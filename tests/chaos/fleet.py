@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from tests.chaos import consumers
+from headgate.capture.transport.listener import PREFIX
+from tests.chaos import consumers, notes
 from tests.chaos.workload import MODEL_NAME, STEERED_SITES, STEERING, module_body, module_name
 from tests.fakes.server import Server, serving
 
@@ -46,6 +47,7 @@ class Fleet:
         server: The one that runs, or None.
         files: Roots of the consumers that write files, by their names.
         temp: Where the server's temporary files go.
+        notes: Where its consumers note what they do.
     """
 
     def __init__(self, folder: Path, model: Path, start_method: str) -> None:
@@ -53,6 +55,8 @@ class Fleet:
         self.files = {"filesystem": folder / "files", "far": folder / "far"}
         # The names of sockets may have 107 characters, which the folder of a test may fill alone.
         self.temp = Path(tempfile.mkdtemp(prefix="chaos-"))
+        self.notes = folder / "notes"
+        self.notes.mkdir(parents=True)
         self._folder, self._model, self._start_method = folder, model, start_method
         self._control = folder / "control.json"
         self._stack = ExitStack()
@@ -72,10 +76,16 @@ class Fleet:
         draft.rename(self._control)
 
     def start(self) -> Server:
-        """Start the server and register the modules."""
+        """Start the server and register the modules.
+
+        What killed processes left in the folder for temporary files counts as old, so that the new server sweeps it.
+        """
+        for folder in self.temp.glob(f"{PREFIX}*"):
+            os.utime(folder, (0, 0))
         path = [str(ROOT / "tests" / "chaos"), str(self._folder / "site"), str(ROOT)]
         environment = {
             "CHAOS_CONTROL": str(self._control),
+            notes.FOLDER: str(self.notes),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
             "PYTHONDONTWRITEBYTECODE": "",

@@ -27,10 +27,12 @@ import torch
 
 from tests.chaos.checks import Judge, References
 from tests.chaos.clients import Crowd, Outcome
+from tests.chaos.consumers import MAX_STALL_S
 from tests.chaos.excuses import Faults, Span, unexcused
 from tests.chaos.fleet import END_S, Fleet
 from tests.chaos.memory import Memory
 from tests.chaos.model import chaos_model
+from tests.chaos.notes import take_notes
 from tests.chaos.workload import CALM, ROUGH, Mix, Workload
 from tests.conftest import ENVIRONMENT
 
@@ -195,7 +197,8 @@ class Chaos:
 
     def _verify(self) -> None:
         """Compare everything that this server did."""
-        for text, outcome in unexcused(self._outcomes, self._faults):
+        calls = take_notes(self.fleet.notes)
+        for text, outcome in unexcused(self._outcomes, self._faults, calls):
             self.judge.wrong(text, outcome)
         for outcome in sorted(self._outcomes, key=lambda one: -one.shot.max_tokens):  # the long ones tell of the short
             self.judge.tokens(outcome)
@@ -211,7 +214,8 @@ class Chaos:
             result["status"] for outcome in self._outcomes for result in (outcome.results or {}).values()
         )
         rows = f"{self.judge.num_rows} rows in all, {len(self.judge.wrongs)} wrong"
-        self.say(f"compared: {dict(ends)}, {dict(statuses)}, files {count}, {rows}")
+        hung = [f"{one.instance} {one.ended - one.began:.1f}" for one in calls if one.ended - one.began > MAX_STALL_S]
+        self.say(f"compared: {dict(ends)}, {dict(statuses)}, files {count}, seconds that calls hung {hung}, {rows}")
         self.judge.forget()
         for root in self.fleet.files.values():
             for path in root.iterdir():

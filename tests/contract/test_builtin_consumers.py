@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load
 
 from headgate.capture.schema.consumer import CapturedRequest
+from headgate.consumers.captured_rows import CapturedRows
 from headgate.consumers.filesystem import FilesystemConsumer
 from headgate.consumers.inline import InlineConsumer
 from headgate.consumers.logging import LoggingConsumer
-from headgate.consumers.memory import CapturedRows, MemoryConsumer
+from headgate.consumers.memory import MemoryConsumer
 from headgate.consumers.reader import open_captures
 from headgate.consumers.testing import ConsumerContract
 

@@ -25,11 +25,11 @@ def _gelu_without_tanh(model: Any) -> None:
         layer.mlp.gelu_impl = nn.GELU()
 
 
-def _rounded_xielu(model: Any) -> None:
+def _bfloat16_xielu(model: Any) -> None:
     for layer in cast("Iterable[Any]", _layers(model)):
         activation = layer.mlp.act_fn
         for value in (activation.alpha_p, activation.alpha_n, activation.beta, activation.eps):
-            value.data = value.data.bfloat16().float()
+            value.data = value.data.bfloat16()
 
 
 def _longer_window(model: Any) -> None:
@@ -42,7 +42,7 @@ def _no_dynamic_mask(model: Any) -> None:
 
 
 AS_VLLM: Mapping[str, tuple[str, Callable[[nn.Module], None]]] = {
-    "apertus": ("vLLM rounds the parameters of the activation function (xIELU) to bfloat16", _rounded_xielu),
+    "apertus": ("vLLM holds the parameters of the activation function (xIELU) in bfloat16", _bfloat16_xielu),
     "bloom": ("vLLM computes GELU exactly, Hugging Face with tanh", _gelu_without_tanh),
     **dict.fromkeys(("cohere2", "cohere2_moe"), ("vLLM's sliding window is one token longer", _longer_window)),
     "doge": ("vLLM leaves the dynamic mask of the attention out", _no_dynamic_mask),

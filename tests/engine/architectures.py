@@ -2,8 +2,8 @@
 
 ``python -m tests.engine.architectures RESULTS.json [TYPE ...]`` adds what is missing in RESULTS.json.
 ``architectures_vllm_0.32.json`` holds what was found and judged, and `test_architectures` compares with it;
-``python -m tests.engine.architectures --table RESULTS.json`` prints the
-sentence and the table of docs/reference/models.md.
+``python -m tests.engine.architectures --table RESULTS.json`` prints the sentences and the table of
+docs/reference/models.md.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     "hrm_text": {},
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {},
-    "hy_v3": {"first_k_dense_replace": 1},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64},
     "hy_v4": {},
     "hyperclovax": {},
     "inkling_text": {},
@@ -141,6 +141,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
         **MLA,
         "moe_topk": 2,
         "zero_expert_num": 2,
+        "zero_expert_type": "identity",
         "expert_ffn_hidden_size": 64,
         "mla_scale_q_lora": True,
         "mla_scale_kv_lora": True,
@@ -148,7 +149,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     "mamba": {},
     "mamba2": {"num_heads": 4, "state_size": 16, "n_groups": 1, "chunk_size": 16},
     "mellum": {},
-    "mimo_v2_flash": {},
+    "mimo_v2_flash": {"hybrid_layer_pattern": [0, 1, 0]},
     "minicpm3": MLA,
     "minimax_m2": {"use_routing_bias": True, "rotary_dim": 16, "scoring_func": "sigmoid"},
     "ministral3": {},
@@ -243,6 +244,28 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
+def coverage(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """How much of what the installed vLLM lists was tried, in a sentence."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    found: dict[str, set[str]] = {}
+    for name, classes in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        for model in (classes,) if isinstance(classes, str) else classes:
+            found.setdefault(model, set()).add(results.get(name, {}).get("result", ""))
+    order = ("equal", "as vLLM", "refused", "not built", "not tried")
+    best = [
+        next((each for each in order if each in found.get(model, ())), order[-1]) for model in _TEXT_GENERATION_MODELS
+    ]
+    counts = Counter(best)
+    return (
+        f"vLLM lists {len(best)} architectures that generate text. Of these, {counts['equal']} are equal, "
+        f"{counts['as vLLM']} as vLLM, {counts['refused']} refused, {counts['not built']} not built, and "
+        f"{counts['not tried']} not in the table: Hugging Face's library has no model of theirs to compare with, or "
+        "(`nemotron_h`) it is not explained yet why vLLM's own logprobs differ from Hugging Face's."
+    )
+
+
 class Trials:
     """Tries types in a process of its own, replaced when a type kills it or may have left something behind in it.
 
@@ -302,7 +325,7 @@ def main(arguments: list[str]) -> None:
     """Try what RESULTS.json lacks, or print its table."""
     if arguments[0] == "--table":
         results = json.loads(Path(arguments[1]).read_text())
-        print(summary(results), table(results), sep="\n\n")
+        print(summary(results), coverage(results), table(results), sep="\n\n")
         return
     path, names = Path(arguments[0]), arguments[1:] or list(TYPES)
     with Trials() as trials:

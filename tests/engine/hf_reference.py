@@ -16,10 +16,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
+from tests.engine.tiny_models import has_vision
+from tests.fakes.programs import apply
 
 IDENTITY_TOLERANCE = 1e-5
 """Of the checks within the reference, relative to the largest value: two fp32 sums in another order."""
@@ -32,6 +35,9 @@ class Anatomy:
     Attributes:
         layers: The decoder layers.
         final_norm: The last norm.
+        attn: Module whose input is attention's input.
+        out_proj: Module whose input is what the heads give; None where that is not as wide as the stream, or vLLM
+            replaces the forward of Hugging Face's attention.
         attn_out: Module whose output is the attention branch.
         mlp_in: Module whose input is the MLP's input.
         mlp_out: Module whose output is the MLP branch.
@@ -41,44 +47,73 @@ class Anatomy:
 
     layers: str = "model.layers"
     final_norm: str = "model.norm"
+    attn: str = "self_attn"
+    out_proj: str | None = "self_attn.o_proj"
     attn_out: str = "self_attn"
     mlp_in: str = "mlp"
     mlp_out: str = "mlp"
     mid: str | None = "post_attention_layernorm"
     multiplier: str | None = None
 
+    @property
+    def missing(self) -> set[HookPoint]:
+        """Hook points that the family lacks."""
+        places = {HookPoint.POST_ATTN: self.mid, HookPoint.HOOK_Z: self.out_proj}
+        return {hook for hook, place in places.items() if place is None}
+
 
 PRE_NORM = Anatomy()
+WIDE_HEADS = Anatomy(out_proj=None)
 SANDWICH = Anatomy(
-    attn_out="post_attention_layernorm", mlp_out="post_feedforward_layernorm", mid="pre_feedforward_layernorm"
+    out_proj=None,
+    attn_out="post_attention_layernorm",
+    mlp_out="post_feedforward_layernorm",
+    mid="pre_feedforward_layernorm",
 )
-NEOX = Anatomy(layers="gpt_neox.layers", final_norm="gpt_neox.final_layer_norm", attn_out="attention")
+NEOX = Anatomy(
+    layers="gpt_neox.layers",
+    final_norm="gpt_neox.final_layer_norm",
+    attn="attention",
+    out_proj="attention.dense",
+    attn_out="attention",
+)
 
 ANATOMIES: Mapping[str, Anatomy] = {
     "llama": PRE_NORM,
     "mistral": PRE_NORM,
     "qwen2": PRE_NORM,
-    "qwen3": PRE_NORM,
-    "gemma": PRE_NORM,
-    "mixtral": PRE_NORM,
-    "mixtral_all": PRE_NORM,
-    "qwen3_moe": PRE_NORM,
-    "qwen3_moe_all": PRE_NORM,
+    "qwen3": WIDE_HEADS,
+    "gemma": WIDE_HEADS,
+    "mixtral": WIDE_HEADS,
+    "mixtral_all": WIDE_HEADS,
+    "qwen3_moe": WIDE_HEADS,
+    "qwen3_moe_all": WIDE_HEADS,
     "gemma2": SANDWICH,
     "gemma3": SANDWICH,
     "granite": Anatomy(multiplier="residual_multiplier"),
-    "olmo2": Anatomy(attn_out="post_attention_layernorm", mlp_out="post_feedforward_layernorm", mid="mlp"),
+    "olmo2": Anatomy(
+        out_proj=None, attn_out="post_attention_layernorm", mlp_out="post_feedforward_layernorm", mid="mlp"
+    ),
     "gpt_neox": replace(NEOX, mid=None),
     "gpt_neox_sequential": NEOX,
-    "phi": Anatomy(final_norm="model.final_layernorm", mid=None),
+    "phi": Anatomy(final_norm="model.final_layernorm", out_proj=None, mid=None),
     "opt": Anatomy(
         layers="model.decoder.layers",
         final_norm="model.decoder.final_layer_norm",
+        out_proj="self_attn.out_proj",
         mlp_in="fc1",
         mlp_out="fc2",
         mid="final_layer_norm",
     ),
-    "gpt2": Anatomy(layers="transformer.h", final_norm="transformer.ln_f", attn_out="attn", mid="ln_2"),
+    "idefics3": Anatomy(layers="model.text_model.layers", final_norm="model.text_model.norm"),
+    "gpt2": Anatomy(
+        layers="transformer.h",
+        final_norm="transformer.ln_f",
+        attn="attn",
+        out_proj="attn.c_proj",
+        attn_out="attn",
+        mid="ln_2",
+    ),
 }
 
 
@@ -87,16 +122,20 @@ class Steering:
     """Vectors to add, ``[hidden]`` per site, to the value of their hook point.
 
     A vector at ``pre_attn``, ``post_attn`` and ``post_mlp`` is added to the stream, one at ``attn_out`` and ``mlp_out``
-    to the branch that is added to the stream, one at ``mlp_in`` to what the MLP alone reads, and one at ``final_norm``
-    to what the LM head reads.
+    to the branch that is added to the stream, one at ``attn_in``, ``hook_z`` and ``mlp_in`` to what attention, its
+    output projection or the MLP alone reads, and one at ``final_norm`` to what the LM head reads.
 
     Attributes:
         prefill: At the positions of the prompt.
         decode: At the positions after it.
+        operations: In their order, each at a site and for ``"prefill"``, ``"decode"`` or ``"both"``: a document as
+            `tests.fakes.programs.apply` takes it, with ``positions`` if it acts on some alone. Replacements act on the
+            pristine row, others behind the vectors.
     """
 
     prefill: Mapping[Site, Tensor] = field(default_factory=dict)
     decode: Mapping[Site, Tensor] = field(default_factory=dict)
+    operations: Sequence[tuple[str, Site, Mapping[str, Any]]] = ()
 
     def by_position(self, num_prompt: int, num_tokens: int, dtype: torch.dtype) -> dict[Site, Tensor]:
         """``[num_tokens, hidden]`` per site, rounded to `dtype`: zeros where nothing is added."""
@@ -130,29 +169,43 @@ class HFReference:
     """Hugging Face's model of a folder, with hooks at every hook point its family has."""
 
     def __init__(self, folder: Path, family: str, dtype: torch.dtype = torch.float32) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
         self.anatomy = ANATOMIES[family]
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+        auto = AutoModelForImageTextToText if has_vision(AutoConfig.from_pretrained(folder)) else AutoModelForCausalLM
+        self.model = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
         self.num_layers = len(self.model.get_submodule(self.anatomy.layers))
 
     @property
     def hooks(self) -> frozenset[HookPoint]:
         """Hook points that this family has."""
-        return frozenset(HookPoint) - ({HookPoint.POST_ATTN} if self.anatomy.mid is None else set())
+        return frozenset(HookPoint) - self.anatomy.missing
 
     @torch.no_grad()
-    def run(self, prompt: Sequence[int], output: Sequence[int], steering: Steering | None = None) -> Reference:
+    def run(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        steering: Steering | None = None,
+        images: Mapping[str, Tensor] | None = None,
+    ) -> Reference:
         """Rows and logits of ``prompt + output[:-1]``: the last sampled token is never forwarded.
+
+        Args:
+            prompt: Tokens, placeholders of images among them.
+            output: Generated tokens.
+            steering: What is added.
+            images: Further arguments of the model, with the pixels of the images in the prompt.
 
         Raises:
             AssertionError: If the rows contradict each other or ``output_hidden_states``.
         """
         token_ids = torch.tensor([[*prompt, *output[:-1]]])
         steering = steering or Steering()
-        taps = _Taps(steering.by_position(len(prompt), token_ids.shape[1], self.model.dtype))
+        vectors = steering.by_position(len(prompt), token_ids.shape[1], self.model.dtype)
+        taps = _Taps(vectors, steering.operations, len(prompt))
         with self._hooked(taps):
-            result = self.model(token_ids, output_hidden_states=True, use_cache=False)
+            result = self.model(token_ids, output_hidden_states=True, use_cache=False, **(images or {}))
         assert set(taps.vectors) <= set(taps.rows), f"no such sites: {set(taps.vectors) - set(taps.rows)}"
         self._check(taps)
         if not taps.vectors:
@@ -172,7 +225,14 @@ class HFReference:
                     taps.at_input(stack, mid, Site(index, HookPoint.POST_ATTN), is_stream=True)
                 for hook, path in ((HookPoint.ATTN_OUT, anatomy.attn_out), (HookPoint.MLP_OUT, anatomy.mlp_out)):
                     taps.at_output(stack, layer.get_submodule(path), Site(index, hook), scale)
-                taps.at_input(stack, layer.get_submodule(anatomy.mlp_in), Site(index, HookPoint.MLP_IN))
+                read = {
+                    HookPoint.ATTN_IN: anatomy.attn,
+                    HookPoint.HOOK_Z: anatomy.out_proj,
+                    HookPoint.MLP_IN: anatomy.mlp_in,
+                }
+                for hook, module in read.items():
+                    if module is not None:
+                        taps.at_input(stack, layer.get_submodule(module), Site(index, hook))
             taps.at_output(stack, self.model.get_submodule(anatomy.final_norm), FINAL_NORM_SITE)
             yield
 
@@ -203,12 +263,21 @@ class _Taps:
 
     Attributes:
         rows: ``[num_tokens, hidden]`` per site, before the addition.
-        vectors: What is added, of the same shape.
+        vectors: What is added, of the same shape; at sites with operations, from when their rows are known.
     """
 
-    def __init__(self, vectors: Mapping[Site, Tensor]) -> None:
-        self.vectors = vectors
+    def __init__(
+        self,
+        vectors: Mapping[Site, Tensor],
+        operations: Sequence[tuple[str, Site, Mapping[str, Any]]],
+        num_prompt: int,
+    ) -> None:
+        self.vectors = dict(vectors)
         self.rows: dict[Site, Tensor] = {}
+        self._operations = operations
+        self._num_prompt = num_prompt
+        self._written: dict[Site, Tensor] = {}
+        """By how much transcoders that have read their rows move those of later sites."""
 
     def steered(self, site: Site) -> Tensor:
         """A site's row after the addition."""
@@ -246,6 +315,43 @@ class _Taps:
     def _take(self, site: Site, value: Tensor) -> None:
         assert site not in self.rows, f"{site.name} was computed twice in one pass"
         self.rows[site] = value.detach().reshape(-1, value.shape[-1]).clone()
+        here = [(phase, document) for phase, at, document in self._operations if at == site]
+        acting = [(phase, document) for phase, document in here if document["method"] != "transcoder"]
+        if acting:
+            self.vectors[site] = self._moved(self.rows[site], acting, self.vectors.get(site))
+        for phase, document in here:
+            if document["method"] == "transcoder":
+                self._transcode(self.steered(site), phase, document)
+        if site in self._written:
+            self.vectors[site] = self._written[site] + self.vectors.get(site, torch.zeros_like(self.rows[site]))
+
+    def _transcode(self, rows: Tensor, phase: str, document: Mapping[str, Any]) -> None:
+        """Note what changed activations of a transcoder, on rows that it reads, write at its later sites."""
+        in_prompt = np.arange(len(rows)) < self._num_prompt
+        acts = {"prefill": in_prompt, "decode": ~in_prompt, "both": np.ones_like(in_prompt)}[phase]
+        for site, moved in document["coder"].written(rows.double().numpy(), document["edits"]).items():
+            written = torch.from_numpy(moved * acts[:, None]).to(rows.dtype)
+            self._written[site] = self._written[site] + written if site in self._written else written
+
+    def _moved(self, rows: Tensor, acting: Sequence[tuple[str, Mapping[str, Any]]], vectors: Tensor | None) -> Tensor:
+        """By how much operations and vectors move each row."""
+        moved = rows.double().numpy().copy()
+        acting = sorted(acting, key=lambda one: (one[1]["method"] != "replace", one[1]["method"] == "features"))
+        num_replacements = sum(document["method"] == "replace" for _, document in acting)
+        for position, row in enumerate(moved):
+            phase = "prefill" if position < self._num_prompt else "decode"
+            edits = np.zeros_like(row)  # features act at once, on the row as the operations left it
+            for index, (when, document) in enumerate([*acting, ("both", {})]):
+                if index == num_replacements and vectors is not None:
+                    row = row + vectors[position].double().numpy()
+                if document and when in (phase, "both") and position in document.get("positions", (position,)):
+                    after = apply(document, row)
+                    if document["method"] == "features":
+                        edits += after - row
+                    else:
+                        row = after
+            moved[position] = row + edits
+        return torch.from_numpy(moved - rows.double().numpy()).to(rows.dtype)
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from tests.engine.hf_reference import ANATOMIES, Reference, Steering, relative_error
 from tests.engine.tiny_models import HIDDEN, LAYERS, VOCABULARY
+from tests.fakes.saes import KINDS, NORMS, TinySae
+from tests.fakes.transcoders import TinyTranscoder
 
 MAX_ERROR = 1e-4
 Vectors = Mapping[Site, Tensor]
@@ -71,9 +75,9 @@ class Tiers:
         )
 
 
-def document(tiers: Tiers) -> dict[str, Any]:
-    """`tiers` as a module, or the global vectors, are written: ``vectors``, ``prefill_vectors``, ``decode_vectors``."""
-    return {name.replace("steering_vectors", "vectors"): value for name, value in tiers.fields().items()}
+def document(steers: Tiers | Case) -> dict[str, Any]:
+    """`steers` as a module, or what acts on all, is written: ``vectors``, ``prefill_vectors``, ``decode_ops``, ..."""
+    return {name.replace("steering_", ""): value for name, value in steers.fields().items()}
 
 
 def added(parts: Iterable[tuple[Vectors, float]]) -> dict[Site, Tensor]:
@@ -95,25 +99,238 @@ def _nested(values: Mapping[Site, Any]) -> dict[str, Any]:
     return hooks
 
 
+Acting = tuple[str, Site, Mapping[str, Any]]
+"""An operation: its phase (``prefill``, ``decode`` or ``both``), its site, and its document with arrays.
+
+The method ``features`` stands for edits of features: its document has an SAE's ``name``, the ``sae`` and ``edits``. The
+method ``transcoder`` stands for those of a transcoder, at the site that it reads: ``name``, ``coder`` and ``edits``.
+The method ``features`` stands for edits of features: its document has an SAE's ``name``, the ``sae`` and ``edits``, and
+``reconstructs`` if the SAE's error is dropped.
+"""
+
+OP_LAYER = 1
+"""The layer with op sites; in the others, vectors are added without them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """A request by name.
 
     Attributes:
         name: For failures.
-        tiers: What it steers with; nothing: a neighbour.
+        tiers: What it adds; nothing: a neighbour.
         scores_prompt: Whether it asks for the logprobs of its prompt too.
+        operations: What it does beyond.
     """
 
     name: str
     tiers: Tiers = field(default_factory=Tiers)
     scores_prompt: bool = False
+    operations: tuple[Acting, ...] = ()
+
+    def fields(self) -> dict[str, Any]:
+        """The request's fields."""
+        found = self.tiers.fields()
+        for phase, site, document in self.operations:
+            prefix = "" if phase == "both" else f"{phase}_"
+            if document["method"] in ("features", "transcoder"):
+                edits = [{"sae": document["name"], **edit} for edit in document["edits"]]
+                if edits:
+                    found.setdefault(f"{prefix}steering_features", []).extend(edits)
+                if document["reconstructs"]:
+                    found.setdefault(f"{prefix}sae_reconstruction", []).append(document["name"])
+                continue
+            plain = {key: _plain(value) for key, value in document.items()}
+            found.setdefault(f"{prefix}steering_ops", []).append({"at": site.name, **plain})
+        return found
+
+    def steering(self) -> Steering:
+        """What Hugging Face is told."""
+        return replace(self.tiers.steering(), operations=self.operations)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def op_cases_of(family: str) -> list[Case]:
+    """A request for each hook point, whose operations are in turn of every method; some with vectors beside them."""
+    cases, methods = [], _methods()
+    for at, hook in enumerate(hooks_of(family)):
+        (site,) = sites_of(hook, layers=[OP_LAYER])
+        documents = [next(methods) for _ in range(3)]
+        phases = ("both", "decode", "both") if at % 2 else ("both", "prefill", "both")
+        tiers = Tiers(base=vectors([site], 70 + at, 0.5)) if at % 3 == 0 else Tiers()
+        operations = tuple((phase, site, document) for phase, document in zip(phases, documents, strict=True))
+        # base operations act before those of a phase
+        ordered = sorted(operations, key=lambda one: one[0] != "both")
+        cases.append(Case(f"operations at {hook.value}", tiers, operations=tuple(ordered)))
+    return cases
+
+
+class PlacedSae(NamedTuple):
+    """An SAE that engines of these tests serve.
+
+    Attributes:
+        name: Its name in requests.
+        site: Where it acts.
+        sae: Its weights.
+    """
+
+    name: str
+    site: Site
+    sae: TinySae
+
+    def features(self, phase: str, *edits: dict[str, Any], reconstructs: bool = False) -> Acting:
+        """Edits of its features, for `Case.operations`; `reconstructs`: and its reconstruction."""
+        document = {"name": self.name, "sae": self.sae, "edits": edits, "reconstructs": reconstructs}
+        return phase, self.site, {"method": "features", **document}
+
+
+class PlacedTranscoder(NamedTuple):
+    """A transcoder that engines of these tests serve.
+
+    Attributes:
+        name: Its name in requests.
+        coder: Its weights and sites.
+    """
+
+    name: str
+    coder: TinyTranscoder
+
+    def features(self, phase: str, *edits: dict[str, Any]) -> Acting:
+        """Edits of its features, for `Case.operations`."""
+        return (
+            phase,
+            self.coder.read_site,
+            {"method": "transcoder", **self._asdict(), "edits": edits, "reconstructs": False},
+        )
+
+
+def saes_of(family: str) -> list[PlacedSae]:
+    """An SAE of each kind whose features are exact and of each norm, at the hook points in turn."""
+    pairs = enumerate((kind, norm) for kind in KINDS if kind != "topk" for norm in NORMS)
+    hooks = hooks_of(family)
+    return [
+        PlacedSae(
+            f"{kind} {norm}",
+            sites_of(hooks[at % len(hooks)], layers=[OP_LAYER])[0],
+            TinySae(architecture=kind, norm=norm, subtracts_bias=bool(at % 2), width=HIDDEN, seed=at),
+        )
+        for at, (kind, norm) in pairs
+    ]
+
+
+TRANSCODERS = [
+    PlacedTranscoder("relu transcoder", TinyTranscoder(layer=OP_LAYER, width=HIDDEN)),
+    PlacedTranscoder("jumprelu transcoder", TinyTranscoder(layer=OP_LAYER, has_threshold=True, width=HIDDEN)),
+    PlacedTranscoder("relu of all layers", TinyTranscoder(layer=0, num_layers=LAYERS, width=HIDDEN)),
+    PlacedTranscoder(
+        "jumprelu of all layers", TinyTranscoder(layer=0, num_layers=LAYERS, has_threshold=True, width=HIDDEN)
+    ),
+    PlacedTranscoder("later layers", TinyTranscoder(layer=1, num_layers=LAYERS - 1, width=HIDDEN)),
+]
+"""Transcoders, most of them cross-layer, of every family: all have the MLP's input and output."""
+
+
+def saved_saes(saes: Iterable[PlacedSae | PlacedTranscoder], folder: Path) -> dict[str, str]:
+    """Write SAEs and transcoders, and return the setting ``saes`` of an engine that serves them."""
+    return {
+        placed.name: str(placed.coder.save(folder / placed.name))
+        if isinstance(placed, PlacedTranscoder)
+        else f"{placed.sae.save(folder / placed.name)}@{placed.site.name}"
+        for placed in saes
+    }
+
+
+def transcoder_cases() -> list[Case]:
+    """Requests that change features of each of `TRANSCODERS`, one of them behind others' work at the same sites."""
+    edits = [{"feature": 0, "set": 2.0}, {"feature": 1, "add": -0.5}, {"feature": 2, "scale": 3.0}]
+    more = [{"feature": 3, "min": 0.7, "only_if_active": True}, {"feature": 4, "max": 0.1}, {"feature": 5, "set": 4.0}]
+    cases = []
+    for at, placed in enumerate(TRANSCODERS):
+        phases = ("both", ("prefill", "decode")[at % 2])
+        operations = placed.features(phases[0], *edits), placed.features(phases[1], *more)
+        cases.append(Case(f"features of {placed.name}", operations=operations))
+    within, _, across, other, later = TRANSCODERS
+    methods = _methods()
+    behind = [("both", placed.coder.read_site, next(methods)) for placed in (within, across)]
+    behind += [
+        ("both", within.coder.write_sites[0], next(methods)),
+        ("both", across.coder.write_sites[-1], next(methods)),
+    ]
+    features = [placed.features("both", *edits, *more) for placed in (within, across, later)]
+    sites = [within.coder.read_site, *across.coder.write_sites]
+    everything = Case(
+        "transcoders behind others", Tiers(base=vectors(sites, 120, 0.5)), operations=(*behind, *features)
+    )
+    return [*cases, everything, Case("decode of all layers", operations=(other.features("decode", *edits),))]
+
+
+def encoded_of(family: str) -> list[PlacedSae]:
+    """Those of `saes_of` that engines encode in full: one at each hook point."""
+    return list({placed.site: placed for placed in reversed(saes_of(family))}.values())[::-1]
+
+
+def feature_cases_of(family: str) -> list[Case]:
+    """Requests that change features of each SAE, some behind operations and vectors."""
+    cases, methods = [], _methods()
+    for at, placed in enumerate(saes_of(family)):
+        edits = [{"feature": 0, "set": 2.0}, {"feature": 1, "add": -0.5}, {"feature": 2, "scale": 3.0}]
+        more = [{"feature": 3, "min": 0.7, "only_if_active": True}, {"feature": 4, "max": 0.1}]
+        phases = ("both", ("prefill", "decode")[at % 2])
+        operations = [placed.features(phases[0], *edits), placed.features(phases[1], *more)]
+        if at % 3 == 0:
+            operations.insert(0, ("both", placed.site, next(methods)))
+        tiers = Tiers(base=vectors([placed.site], 90 + at, 0.5)) if at % 4 == 0 else Tiers()
+        cases.append(Case(f"features of {placed.name}", tiers, operations=tuple(operations)))
+    return cases
+
+
+def reconstruction_cases_of(family: str) -> list[Case]:
+    """Requests whose rows each SAE reconstructs, in turn with and without edits, behind operations and vectors."""
+    cases, methods = [], _methods()
+    for at, placed in enumerate(encoded_of(family)):
+        edits = [{"feature": 0, "set": 2.0}, {"feature": 1, "scale": 3.0, "only_if_active": True}] if at % 2 else []
+        phases = ("both", "prefill", "decode")
+        operations = [placed.features(phases[at % 3], *edits, reconstructs=True)]
+        if at % 3 != 1:
+            operations.insert(0, ("both", placed.site, next(methods)))
+            operations.append(placed.features("both", {"feature": 5, "add": 0.4}))
+        tiers = Tiers(base=vectors([placed.site], 110 + at, 0.5)) if at % 4 == 0 else Tiers()
+        cases.append(
+            Case(f"reconstruction by {placed.name} at {placed.site.name}", tiers, operations=tuple(operations))
+        )
+    every = tuple(placed.features("both", reconstructs=True) for placed in encoded_of(family)[:3])
+    return [*cases, Case("reconstruction by three", operations=every)]
+
+
+def _methods(hidden: int = HIDDEN) -> Iterator[dict[str, Any]]:
+    """One document of each method after the other, for ever, with other vectors each time."""
+    random = np.random.default_rng(17)
+
+    def vector() -> Any:
+        return random.standard_normal(hidden).astype(np.float32)
+
+    while True:
+        yield {"method": "ablate", "vector": vector(), "scale": 1.0}
+        yield {"method": "clamp", "vector": vector(), "min": -0.1, "max": 0.2, "strength": 0.8}
+        yield {"method": "replace", "vector": vector(), "alpha": 0.5, "positions": [3, 4, 21]}
+        yield {"method": "rotate", "plane": [vector(), vector()], "degrees": 60.0, "only_if_positive": True}
+        yield {"method": "orthogonal", "vector": vector(), "scale": 1.7}
+        yield {"method": "set", "vector": vector(), "value": 0.7, "strength": 1.0, "preserve_norm": True}
+        yield {"method": "swap", "vector": vector(), "target": vector()}
+        yield {"method": "affine", "vector": vector(), "reference": vector(), "alpha": 0.3}
+        yield {"method": "mean_ablate", "vector": vector(), "mean": vector()}
+        yield {"method": "norm_scaled_add", "vector": vector(), "scale": 0.4, "max_ratio": 0.25}
+        yield {"method": "additive", "vector": vector(), "scale": 0.5, "preserve_norm": True}
 
 
 def hooks_of(family: str) -> list[HookPoint]:
     """Hook points of a family of tiny models, in the order of their names."""
-    missing = {HookPoint.POST_ATTN} if ANATOMIES[family].mid is None else set()
-    return sorted(set(HookPoint) - missing)
+    return sorted(set(HookPoint) - ANATOMIES[family].missing)
 
 
 def cases_of(family: str) -> list[Case]:
@@ -143,6 +360,10 @@ def cases_of(family: str) -> list[Case]:
         Case("negative", replace(usual, scale=-1.0)),
         Case("scale 0", replace(usual, scale=0.0)),
         Case("large", replace(usual, scale=300.0)),
+        *op_cases_of(family),
+        *feature_cases_of(family),
+        *transcoder_cases(),
+        *reconstruction_cases_of(family),
         Case("last neighbour"),
     ]
 

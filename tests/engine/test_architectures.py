@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.architectures import Trials, summary, table
+from tests.engine.architectures import Trials, coverage, summary, table
 
 RESULTS = json.loads(Path(__file__).with_name("architectures_vllm_0.32.json").read_text())
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
@@ -45,3 +45,7 @@ def test_the_page_shows_the_results() -> None:
 
     assert table(RESULTS) in page
     assert summary(RESULTS) in page
+
+
+def test_the_page_says_how_much_of_vllm_was_tried() -> None:
+    assert coverage(RESULTS) in PAGE.read_text().replace("\n", " ")

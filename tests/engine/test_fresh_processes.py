@@ -19,8 +19,7 @@ from tests.engine.steering_cases import Tiers, sites_of, vectors
 from tests.engine.tiny_models import LAYERS, tiny_model
 
 ROOT = Path(__file__).parents[2]
-HOOKS = ("pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_mlp")
-SITES: dict[str, Any] = {**dict.fromkeys(HOOKS, "all"), "final_norm": "all"}
+SITES: dict[str, Any] = dict.fromkeys((hook.value for hook in HookPoint), "all")
 PROMPTS = [[1, *((7 * i + 3) % 500 + 5 for i in range(20))], [1, *((11 * i + 3) % 500 + 5 for i in range(45))], [9]]
 EVERYWHERE = sites_of(*HookPoint)
 STEERED = [

@@ -17,12 +17,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import start_llm, stop_llm
 from tests.engine.tiny_models import tiny_model
+from tests.fakes.transcoders import TinyTranscoder
 
 NUM_LAYERS = 2
 NUM_PROMPTS = 8
 NUM_TOKENS = 200
-SITES = {"pre_attn": "all", "post_attn": "all", "post_mlp": "all"}
+SITES = {"pre_attn": "all", "attn_in": "all", "hook_z": "all", "post_attn": "all", "post_mlp": "all"}
 STEERING = {"steering": {"sites": SITES}}
+OPERATIONS = {"steering": {"sites": SITES, "op_sites": SITES}}
 BOTH = {"capture": {"consumers": [{"name": "memory"}], "sites": SITES}, **STEERING}
 """Where capture takes the mid stream, steering adds to it there; else ahead of attention."""
 
@@ -85,10 +87,12 @@ def check(
 
 
 def test_smollm2_compiled_in_bf16_answers_as_stock_does_bit_for_bit(smollm2, tmp_path, monkeypatch):
-    check(smollm2, 49152, [BOTH, STEERING], tmp_path, monkeypatch)
+    transcoder = TinyTranscoder(layer=0, num_layers=NUM_LAYERS, width=576).save(tmp_path / "transcoder")
+    across = {"steering": {"sites": SITES, "op_sites": SITES, "saes": {"across": str(transcoder)}}}
+    check(smollm2, 49152, [BOTH, STEERING, OPERATIONS, across], tmp_path, monkeypatch)
 
 
 @pytest.mark.extended
 def test_gpt2_compiled_in_bf16_answers_as_stock_does_bit_for_bit(tmp_path, monkeypatch):
     """One stream instead of a branch and a residual, and norms of two reductions each."""
-    check(tiny_model("gpt2"), 512, [BOTH], tmp_path, monkeypatch)
+    check(tiny_model("gpt2"), 512, [BOTH, OPERATIONS], tmp_path, monkeypatch)

@@ -14,8 +14,18 @@ import torch
 from headgate.capture.schema.sites import HookPoint, Site
 from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import HFReference, relative_error
-from tests.engine.steering_cases import Tiers, sites_of, vectors
-from tests.engine.tiny_models import tiny_model
+from tests.engine.steering_cases import (
+    TRANSCODERS,
+    Acting,
+    Case,
+    PlacedSae,
+    Tiers,
+    saved_saes,
+    sites_of,
+    vectors,
+)
+from tests.engine.tiny_models import HIDDEN, tiny_model
+from tests.fakes.saes import TinySae
 
 BLOCK = 32
 PROMPT = [3 + (7 * i) % 500 for i in range(3 * BLOCK + 5)]
@@ -32,17 +42,32 @@ ENGINE: dict[str, Any] = {
     "in_process": True,
 }
 SITES = {"post_mlp": "all", "mlp_in": "all"}
-HEADGATE = {"headgate": {"capture": {"consumers": [{"name": "memory"}], "sites": SITES}, "steering": {"sites": SITES}}}
+STEERED = {"sites": SITES, "op_sites": SITES}
+HEADGATE = {"headgate": {"capture": {"consumers": [{"name": "memory"}], "sites": SITES}, "steering": STEERED}}
 PLACES = sites_of(HookPoint.POST_MLP, HookPoint.MLP_IN)
-STEERING = {
+FIRST, *_ = vectors([SITE], 5).values()
+ABLATED: Acting = ("both", SITE, {"method": "ablate", "vector": FIRST.numpy(), "scale": 1.0})
+ROTATED: Acting = ("decode", SITE, {"method": "rotate", "plane": [FIRST.numpy(), FIRST.numpy()[::-1]], "degrees": 90.0})
+SAE = PlacedSae("sae", SITE, TinySae(architecture="jumprelu", norm="layer_norm", width=HIDDEN))
+WITHIN, *_, ACROSS, _ = TRANSCODERS
+STEERING: dict[str, Tiers | Case] = {
     "both phases": Tiers(base=vectors(PLACES, 1)),
     "prefill": Tiers(prefill=vectors(PLACES, 2)),
     "decode": Tiers(decode=vectors(PLACES, 3)),
     "large": Tiers(base=vectors(PLACES, 4, 1e4)),
+    "operation": Case("operation", operations=(ABLATED,)),
+    "operations and vectors": Case("both", Tiers(decode=vectors(PLACES, 6)), operations=(ROTATED,)),
+    "features": Case("features", operations=(SAE.features("both", {"feature": 1, "set": 9.0}),)),
+    "transcoder": Case("transcoder", operations=(WITHIN.features("both", {"feature": 1, "set": 9.0}),)),
+    "cross-layer": Case("cross-layer", operations=(ACROSS.features("both", {"feature": 1, "set": 9.0}),)),
+    "reconstruction": Case("reconstruction", operations=(SAE.features("prefill", reconstructs=True),)),
+    "reconstruction and features": Case(
+        "decode", operations=(SAE.features("decode", {"feature": 1, "set": 9.0}, reconstructs=True),)
+    ),
 }
 
 
-def sampling(capture: Any = None, tiers: Tiers | None = None, **settings: Any) -> Any:
+def sampling(capture: Any = None, tiers: Tiers | Case | None = None, **settings: Any) -> Any:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=8, **settings)
@@ -79,8 +104,11 @@ def stock() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def llm(stock: Any) -> Any:
-    llm = start_llm(**{**ENGINE, "model": tiny_model("llama"), "additional_config": HEADGATE})
+def llm(stock: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    saes = saved_saes([SAE, WITHIN, ACROSS], tmp_path_factory.mktemp("saes"))
+    steering = {**STEERED, "saes": saes, "sae_encode": ["sae"]}
+    config = {"headgate": {**HEADGATE["headgate"], "steering": steering}}
+    llm = start_llm(**{**ENGINE, "model": tiny_model("llama"), "additional_config": config})
     yield llm
     stop_llm(llm)
 
@@ -122,7 +150,7 @@ def test_neighbours_of_a_steered_request_get_stock_tokens_and_logprobs_bit_for_b
 
 
 def test_a_request_that_was_steered_leaves_nothing_to_the_next(stock, llm):
-    generate(llm, OTHERS, [sampling(tiers=tiers) for tiers in STEERING.values()])
+    generate(llm, [OTHERS[0]] * len(STEERING), [sampling(tiers=tiers) for tiers in STEERING.values()])
     llm.reset_prefix_cache()
 
     assert plain_run(llm) == stock
@@ -131,10 +159,12 @@ def test_a_request_that_was_steered_leaves_nothing_to_the_next(stock, llm):
 def test_neighbours_keep_their_hits_while_others_are_steered(llm):
     generate(llm, [PROMPT], sampling())
 
-    *steered, plain = generate(llm, [PROMPT] * 5, [*(sampling(tiers=tiers) for tiers in STEERING.values()), sampling()])
+    params = [*(sampling(tiers=tiers) for tiers in STEERING.values()), sampling()]
+
+    *steered, plain = generate(llm, [PROMPT] * len(params), params)
 
     assert plain.num_cached_tokens == CACHED
-    assert [output.num_cached_tokens for output in steered] == [0, 0, CACHED, 0]
+    assert [output.num_cached_tokens for output in steered] == [0, 0, CACHED, 0, 0, CACHED, 0, 0, 0, 0, CACHED]
 
 
 @pytest.mark.parametrize("positions", ["all", "all_prompt", [0], {"start": -5}])

@@ -11,24 +11,46 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.reader import open_captures
 from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import HFReference, Steering, relative_error
-from tests.engine.steering_cases import Tiers, added, check_logprobs, document, sites_of, vectors
+from tests.engine.steering_cases import (
+    OP_LAYER,
+    TRANSCODERS,
+    Case,
+    Tiers,
+    added,
+    check_logprobs,
+    document,
+    op_cases_of,
+    saved_saes,
+    sites_of,
+    vectors,
+)
 from tests.engine.tiny_models import tiny_model
 
-HOOKS = ("pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_mlp")
+HOOKS = ("pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_mlp")
 SITES: dict[str, Any] = {**dict.fromkeys(HOOKS, "all"), "final_norm": "all"}
+OP_SITES: dict[str, Any] = {
+    **{hook: [OP_LAYER] for hook in HOOKS},
+    "mlp_in": "all",
+    "mlp_out": "all",
+    "final_norm": "all",
+}
+PHASES = ("both", "prefill", "decode")
 PROMPTS = [[3 + (7 * i) % 500 for i in range(40)], [9], [3 + (11 * i) % 500 for i in range(17)]]
 NUM_OUTPUT = 5
-EVERYWHERE, STREAM = sites_of(*HookPoint), sites_of(HookPoint.PRE_ATTN, HookPoint.POST_MLP)
+EVERYWHERE = sites_of(*(hook for hook in HookPoint if hook is not HookPoint.HOOK_Z))  # ranks share its values
+STREAM = sites_of(HookPoint.PRE_ATTN, HookPoint.POST_MLP)
 STEERING = [
     Tiers(base=vectors(EVERYWHERE, 1, 0.5)),
     Tiers(),
     Tiers(prefill=vectors(STREAM, 2), decode=vectors(EVERYWHERE, 3, 0.5)),
     Tiers(decode=vectors(STREAM, 4)),
 ]
+WITHIN, *_, ACROSS, _ = TRANSCODERS
 MODULE, GLOBAL = vectors(STREAM, 5), vectors(STREAM, 6)
 
 
@@ -50,6 +72,8 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module", params=["tensor", "pipeline"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    transcoders = [WITHIN] if request.param == "pipeline" else [WITHIN, ACROSS]
+    saes = saved_saes(transcoders, tmp_path_factory.mktemp("saes"))
     root, far_root = tmp_path_factory.mktemp(request.param), tmp_path_factory.mktemp(f"{request.param}-far")
     consumers = [
         {"name": "memory"},
@@ -69,7 +93,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             additional_config={
                 "headgate": {
                     "capture": {"consumers": consumers, "sites": SITES},
-                    "steering": {"sites": SITES, "max_steering_slots": 256},
+                    "steering": {"sites": SITES, "op_sites": OP_SITES, "max_steering_slots": 256, "saes": saes},
                 }
             },
             **{f"{request.param}_parallel_size": 2},
@@ -83,7 +107,7 @@ def reference() -> HFReference:
     return HFReference(tiny_model("llama"), "llama")
 
 
-def sampling(tiers: Tiers | None = None, **fields: Any) -> Any:
+def sampling(tiers: Tiers | Case | None = None, **fields: Any) -> Any:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=NUM_OUTPUT, logprobs=-1)
@@ -111,7 +135,7 @@ def test_rows_of_two_ranks_equal_the_solo_run(served, reference):
         for root in (served.root, served.far_root)
     )
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        expected = reference.run(prompt, list(output.outputs[0].token_ids)).rows
+        expected = whole(reference.run(prompt, list(output.outputs[0].token_ids)).rows)
         assert_all_rows(output, expected, num_rows=len(prompt) + NUM_OUTPUT - 1)
         assert output.capture_results["filesystem"].status == "ok"
         capture = captures[output.request_id]
@@ -130,6 +154,40 @@ def test_requests_steered_by_two_ranks_equal_the_solo_run(served, reference):
     for (_, tiers), output in zip(requests, outputs, strict=True):
         assert_steered(output, tiers.steering(), reference)
     assert_ranks_agree(served)
+
+
+def test_operations_on_two_ranks_equal_the_solo_run(served, reference):
+    cases = [case for case in op_cases_of("llama") if case.operations[0][1] in EVERYWHERE]
+    cases.append(Case("neighbour"))
+
+    outputs = generate(served.llm, [PROMPTS[0]] * len(cases), [sampling(case) for case in cases])
+
+    for case, output in zip(cases, outputs, strict=True):
+        assert_steered(output, case.steering(), reference)
+    assert_ranks_agree(served)
+
+
+def test_features_of_transcoders_on_two_ranks_equal_the_solo_run(served, reference):
+    edits = [{"feature": 0, "set": 5.0}, {"feature": 1, "scale": -2.0}, {"feature": 2, "max": 0.1}]
+    coders = [WITHIN] if served.num_stages > 1 else [WITHIN, ACROSS]
+    cases = [Case(coder.name, operations=(coder.features(phase, *edits),)) for coder in coders for phase in PHASES]
+    cases.append(Case("neighbour"))
+
+    outputs = generate(served.llm, [PROMPTS[0]] * len(cases), [sampling(case) for case in cases])
+
+    for case, output in zip(cases, outputs, strict=True):
+        assert_steered(output, case.steering(), reference)
+    assert_ranks_agree(served)
+
+
+def test_a_transcoder_across_stages_is_refused_by_every_core(served, tmp_path):
+    if served.num_stages == 1:
+        pytest.skip("one stage")
+    path = ACROSS.coder.save(tmp_path / "across")
+
+    with pytest.raises(RequestError, match=r"path: .*reads at 0.mlp_in and writes at .* different stages of the pipe"):
+        served.llm.steering.register_sae("across", path)
+    assert set(served.llm.steering.saes()) == {WITHIN.name}
 
 
 def test_modules_and_global_vectors_are_on_both_ranks(served, reference):
@@ -161,8 +219,13 @@ def assert_ranks_agree(served: Served) -> list[int]:
 def assert_steered(output: Any, steering: Steering, reference: HFReference) -> None:
     prompt, tokens = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
     expected = reference.run(prompt, tokens, steering)
-    assert_all_rows(output, expected.rows, num_rows=len(prompt) + NUM_OUTPUT - 1)
+    assert_all_rows(output, whole(expected.rows), num_rows=len(prompt) + NUM_OUTPUT - 1)
     check_logprobs(output, expected)
+
+
+def whole(rows: dict[Site, torch.Tensor]) -> dict[Site, torch.Tensor]:
+    """Rows that each rank has whole: those of all sites but `hook_z`."""
+    return {site: found for site, found in rows.items() if site in EVERYWHERE}
 
 
 def assert_all_rows(output: Any, expected: dict[Site, torch.Tensor], num_rows: int) -> None:

@@ -15,11 +15,14 @@ from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import HFReference, Steering, relative_error
 from tests.engine.steering_cases import (
     MAX_ERROR,
+    TRANSCODERS,
+    Case,
     Tiers,
     added,
     check_logprobs,
     document,
     logprobs_of,
+    saved_saes,
     sites_of,
     vectors,
 )
@@ -39,9 +42,33 @@ PREFILL = Tiers(prefill=ONE)
 DECODE = Tiers(decode=ONE)
 BOTH = Tiers(prefill=ONE, decode=OTHER)
 
+(OP_SITE,) = sites_of(HookPoint.POST_MLP, layers=[1])
+AXIS, AWAY = ONE[OP_SITE].numpy(), OTHER[OP_SITE].numpy()
+ABLATION = ("both", OP_SITE, {"method": "ablate", "vector": AXIS, "scale": 1.0})
+ABLATED = Case("ablated", operations=(ABLATION,))
+ABLATED_LESS = Case("ablated less", operations=(("both", OP_SITE, {**ABLATION[2], "scale": 0.5}),))
+ABLATED_BY_PHASE = Case("by phase", operations=(("prefill", *ABLATION[1:]), ("decode", *ABLATION[1:])))
+ANSWER_ABLATED = Case("answer ablated", operations=(("decode", *ABLATION[1:]),))
+WITHIN, *_, ACROSS, _ = TRANSCODERS
+EDITS = ({"feature": 1, "set": 6.0}, {"feature": 2, "scale": -2.0, "only_if_active": True})
+TRANSCODED = Case("transcoded", operations=(ACROSS.features("both", *EDITS),))
+TRANSCODED_LESS = Case("transcoded less", operations=(ACROSS.features("both", EDITS[0]),))
+ANSWER_TRANSCODED = Case("answer transcoded", operations=(WITHIN.features("decode", *EDITS),))
+PATCHED = Case(
+    "patched",
+    Tiers(decode=OTHER),
+    operations=(
+        ("both", OP_SITE, {"method": "replace", "vector": AWAY, "alpha": 0.5, "positions": [2, 40, 70, 99, 103, 120]}),
+        ABLATION,
+    ),
+)
+
+Steers = Tiers | Case
+
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[Any]:
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    saes = saved_saes([WITHIN, ACROSS], tmp_path_factory.mktemp("saes"))
     llm = start_llm(
         model=tiny_model("llama"),
         dtype="float32",
@@ -52,7 +79,7 @@ def llm() -> Iterator[Any]:
         num_gpu_blocks_override=20,
         enable_prefix_caching=True,
         in_process=True,
-        additional_config={"headgate": {"steering": {}}},
+        additional_config={"headgate": {"steering": {"op_sites": {"post_mlp": "all"}, "saes": saes}}},
     )
     yield llm
     stop_llm(llm)
@@ -68,7 +95,7 @@ def empty_cache(llm: Any) -> None:
     llm.reset_prefix_cache()
 
 
-def sampling(tiers: Tiers = PLAIN, max_tokens: int = 6, **fields: Any) -> Any:
+def sampling(tiers: Steers = PLAIN, max_tokens: int = 6, **fields: Any) -> Any:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=max_tokens, logprobs=-1)
@@ -77,13 +104,13 @@ def sampling(tiers: Tiers = PLAIN, max_tokens: int = 6, **fields: Any) -> Any:
     return params
 
 
-def ask(llm: Any, tiers: Tiers = PLAIN, prompt: list[int] = PROMPT, **settings: Any) -> Any:
+def ask(llm: Any, tiers: Steers = PLAIN, prompt: list[int] = PROMPT, **settings: Any) -> Any:
     (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling(tiers, **settings), use_tqdm=False)
     return output
 
 
-def check(output: Any, steering: Tiers | Steering, reference: HFReference) -> None:
-    steering = steering.steering() if isinstance(steering, Tiers) else steering
+def check(output: Any, steering: Steers | Steering, reference: HFReference) -> None:
+    steering = steering if isinstance(steering, Steering) else steering.steering()
     tokens = list(output.outputs[0].token_ids)
     check_logprobs(output, reference.run(list(output.prompt_token_ids), tokens, steering))
 
@@ -103,6 +130,14 @@ def check(output: Any, steering: Tiers | Steering, reference: HFReference) -> No
         (BASE, PREFILL, CACHED),
         (BASE, Tiers(prefill=ONE, decode=ONE), CACHED),
         (PLAIN, Tiers(base=ONE, scale=0.0), CACHED),
+        (ABLATED, PLAIN, 0),
+        (PLAIN, ANSWER_ABLATED, CACHED),
+        (ABLATED, ABLATED_LESS, 0),
+        (ABLATED, ABLATED_BY_PHASE, CACHED),
+        (PATCHED, ABLATED, 0),
+        (TRANSCODED, PLAIN, 0),
+        (TRANSCODED, TRANSCODED_LESS, 0),
+        (PLAIN, ANSWER_TRANSCODED, CACHED),
     ],
     ids=[
         "steered, plain",
@@ -117,6 +152,14 @@ def check(output: Any, steering: Tiers | Steering, reference: HFReference) -> No
         "base, prefill",
         "base, the same by phase",
         "plain, scale 0",
+        "ablated, plain",
+        "plain, answer ablated",
+        "ablated, ablated less",
+        "ablated, the same by phase",
+        "patched and ablated, ablated",
+        "transcoded, plain",
+        "transcoded, transcoded less",
+        "plain, answer transcoded",
     ],
 )
 def test_a_prompt_is_shared_by_those_who_steer_it_alike(llm, reference, first, second, num_shared):
@@ -140,6 +183,11 @@ def test_a_prompt_is_shared_by_those_who_steer_it_alike(llm, reference, first, s
         (PLAIN, DECODE, CACHED + 2 * BLOCK),
         (PLAIN, BASE, 0),
         (BOTH, BASE, CACHED),
+        (ABLATED, ABLATED, CACHED + 2 * BLOCK),
+        (ANSWER_ABLATED, PLAIN, CACHED),
+        (PATCHED, PATCHED, 0),
+        (TRANSCODED, TRANSCODED, CACHED + 2 * BLOCK),
+        (ANSWER_TRANSCODED, PLAIN, CACHED),
     ],
     ids=[
         "alike",
@@ -152,6 +200,11 @@ def test_a_prompt_is_shared_by_those_who_steer_it_alike(llm, reference, first, s
         "plain, decode",
         "plain, steered",
         "other decode, both",
+        "ablated alike",
+        "answer ablated, plain",
+        "positions in prompts of other lengths",
+        "transcoded alike",
+        "answer transcoded, plain",
     ],
 )
 def test_an_answer_is_the_prompt_of_the_next_turn_for_those_who_steer_alike(llm, reference, before, after, num_shared):
@@ -168,7 +221,7 @@ def test_an_answer_is_the_prompt_of_the_next_turn_for_those_who_steer_alike(llm,
 
 def test_preempted_answers_go_on_as_they_began(llm, reference, monkeypatch):
     preempted = count_preemptions(llm, monkeypatch)
-    tiers = [BASE, DECODE, PLAIN, BOTH, PREFILL, OTHER_BASE, DECODE]
+    tiers = [BASE, PATCHED, PLAIN, BOTH, ABLATED, TRANSCODED, OTHER_BASE, ANSWER_TRANSCODED]
     prompts = [[3 + (k * i + k) % 500 for i in range(20 + 3 * k)] for k in range(1, 1 + len(tiers))]
     params = [sampling(each, max_tokens=100) for each in tiers]
 
@@ -208,6 +261,35 @@ def test_a_name_means_its_content(llm, reference, module):
 
     assert [output.num_cached_tokens for output in outputs] == [0, CACHED, 0, 0]
     for output, steering in zip(outputs, (BASE, BASE, PLAIN, Tiers(base=ONE, scale=0.5)), strict=True):
+        check(output, steering, reference)
+
+
+def test_a_module_has_operations_too(llm, reference):
+    llm.steering.register("ablated", **document(ABLATED))
+    try:
+        outputs = [ask(llm, steering_name="ablated"), ask(llm, ABLATED), ask(llm, steering_module_ref=("ablated", 0.5))]
+    finally:
+        llm.steering.unregister("ablated")
+
+    assert [output.num_cached_tokens for output in outputs] == [0, CACHED, 0]
+    for output, steering in zip(outputs, (ABLATED, ABLATED, ABLATED_LESS), strict=True):
+        check(output, steering, reference)
+
+
+def test_a_module_has_features_of_transcoders_beside_those_of_a_request(llm, reference):
+    llm.steering.register("transcoded", **document(TRANSCODED))
+    try:
+        outputs = [
+            ask(llm, ANSWER_TRANSCODED, steering_name="transcoded"),
+            ask(llm, TRANSCODED),
+            ask(llm, steering_name="transcoded"),
+        ]
+    finally:
+        llm.steering.unregister("transcoded")
+
+    both = Case("both", operations=(*TRANSCODED.operations, *ANSWER_TRANSCODED.operations))
+    assert [output.num_cached_tokens for output in outputs] == [0, CACHED, CACHED]
+    for output, steering in zip(outputs, (both, TRANSCODED, TRANSCODED), strict=True):
         check(output, steering, reference)
 
 
@@ -257,6 +339,24 @@ def test_global_vectors_come_and_go_between_requests(llm, reference, no_global, 
         check(during[at], steering, reference)
         check(during[at + 1], with_own, reference)
     assert [output.num_cached_tokens for output in during[2:]] == [CACHED, CACHED]
+
+
+def test_global_operations_act_before_those_of_requests_until_they_are_taken_back(llm, reference, no_global):
+    own = ("both", OP_SITE, {"method": "clamp", "vector": AWAY, "max": -0.5, "strength": 1.0})
+    clamped = Case("clamped", BASE, operations=(own,))
+    before = ask(llm, clamped)
+
+    llm.steering.set(**document(ABLATED))
+    during = [ask(llm), ask(llm, clamped), ask(llm)]
+    llm.steering.set(ops=[])
+    after = [ask(llm), ask(llm, clamped)]
+
+    check(before, clamped, reference)
+    for output, case in zip(during, (ABLATED, Case("both", BASE, operations=(ABLATION, own)), ABLATED), strict=True):
+        check(output, case, reference)
+    for output, steers in zip(after, (PLAIN, clamped), strict=True):
+        check(output, steers, reference)
+    assert during[2].num_cached_tokens == CACHED
 
 
 @pytest.mark.parametrize("tier", ["base", "prefill", "decode"])

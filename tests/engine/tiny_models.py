@@ -25,6 +25,8 @@ VOCABULARY = 512
 HIDDEN = 64
 LAYERS = 3
 MAX_LENGTH = 256
+IMAGE_TOKEN, TILE, PATCH, SCALE = 3, 32, 4, 2
+"""Of the vision model: its placeholder; pixels of a tile's side and of a patch's; patches of a placeholder's side."""
 
 _COMMON = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA = {
@@ -73,6 +75,24 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {**_NEOX, "use_parallel_residual": True}),
     "gpt_neox_sequential": ("GPTNeoXConfig", {**_NEOX, "use_parallel_residual": False}),
     "phi": ("PhiConfig", _NEOX),
+    "idefics3": (
+        "Idefics3Config",
+        {
+            "text_config": {**_LLAMA, "model_type": "llama"},
+            "vision_config": {
+                "hidden_size": HIDDEN,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": TILE,
+                "patch_size": PATCH,
+                "initializer_range": 0.1,
+            },
+            "scale_factor": SCALE,
+            "image_token_id": IMAGE_TOKEN,
+            "pad_token_id": 0,
+        },
+    ),
     "opt": (
         "OPTConfig",
         {
@@ -137,12 +157,18 @@ def _make(name: str, settings: Mapping[str, Any], folder: Path) -> None:
     config = getattr(transformers, name)(**settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        auto = transformers.AutoModelForImageTextToText if has_vision(config) else transformers.AutoModelForCausalLM
+        model = auto.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:  # norms and biases: initialised to ones and zeros
                     parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
+
+
+def has_vision(config: object) -> bool:
+    """Whether a Hugging Face configuration is one of a model that takes images."""
+    return hasattr(config, "vision_config")
 
 
 if __name__ == "__main__":

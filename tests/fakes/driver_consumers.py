@@ -175,3 +175,8 @@ def assert_rows(captured: CapturedRequest, number: int, positions: list[int]) ->
     assert captured.positions.tolist() == positions
     for index, site in enumerate(SITES):
         assert torch.equal(captured.rows[site], row_values(number, np.array(positions, dtype=np.int64), index))
+
+
+def no_drivers(_hub: ResultHub) -> DriverHost:
+    """For a front end whose consumers are all located in the workers."""
+    raise AssertionError("no consumer is located here")

@@ -19,7 +19,8 @@ from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.engine.setup.settings import model_info, section
 from headgate.capture.schema.batch import NewRequest
 from headgate.steering.config import parse_config
-from headgate.steering.vectors.phase_vectors import PhaseVectors, from_wire
+from headgate.steering.programs.spec import from_wire
+from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import sum_of
 from headgate.steering.worker.steering_part import SteeringPart
 from tests.fakes.worker import FakeWorker
@@ -51,6 +52,7 @@ class SteeringWorker(FakeWorker):
         )
         self._part.headgate_allocate(facts)
         self._contents: dict[bytes, PhaseVectors] = {}
+        self._programs: set[bytes] = set()
         self._modules: dict[str, Phases] = {}
         self._shared: Phases = (None, None)
         self._own: dict[str, Phases] = {}
@@ -76,17 +78,21 @@ class SteeringWorker(FakeWorker):
             else:
                 self._modules[args["name"]] = keys
                 self._contents.update({found.key: found for found in (spec.prefill, spec.decode) if found})
+                self._programs |= {program.key for _, program in spec.phases if program}
         elif method == "release_module":
             del self._modules[args["name"]]
         elif method == "forget":
             for key in args["keys"]:
-                del self._contents[key]
+                if key in self._programs:
+                    self._programs.remove(key)
+                else:
+                    del self._contents[key]
         return self._part.headgate_call(part, method, args)
 
     def leftovers(self) -> dict[str, Any]:
         """Return the state that is held for requests and modules."""
         stats = self._part.headgate_stats()["steering"]
-        return {"requests": sorted(self._own), "contents": sorted(self._contents), **stats}
+        return {"requests": sorted(self._own), "contents": sorted([*self._contents, *self._programs]), **stats}
 
     def _follow_ends(self, scheduler_output: Any) -> None:
         for req_id in sorted(scheduler_output.finished_req_ids):

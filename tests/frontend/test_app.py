@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from argparse import Namespace
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +47,7 @@ class Services:
         if method == self.failing:
             self.failing = ""
             raise RequestError("vectors", "this engine core has no room")
-        return [None]
+        return [True if method == "is_in_one_stage" else None]
 
     def check_restart(self, field: str) -> None:
         pass
@@ -91,7 +92,7 @@ class Engine:
         opened = {} if section is None else {"steering": OpenPart("steering", part, part.open(section, MODEL))}
         self.input_processor = SimpleNamespace(**{REQUEST_READER: RequestReader(None, opened)})
         ours = {} if section is None else {"headgate": {"steering": section}}
-        self.vllm_config = SimpleNamespace(additional_config=ours)
+        self.vllm_config = Namespace(additional_config=ours)
 
 
 engine_handles.add_async_handles(SimpleNamespace(AsyncLLM=Engine))  # type: ignore[arg-type]
@@ -136,6 +137,7 @@ def starter(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
         is_steering: bool = True,
         plugins: str | None = "headgate",
         audit_file: str | None = None,
+        section: dict[str, Any] | None = None,
         **environment: str,
     ) -> Server:
         for name, value in {**environment, **({"VLLM_PLUGINS": plugins} if plugins else {})}.items():
@@ -147,7 +149,7 @@ def starter(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
 
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--host", "127.0.0.1", *flags])
         app = build_app(args, ("generate",))
-        engine = Engine({"audit_file": audit_file} if is_steering else None)
+        engine = Engine({"audit_file": audit_file, **(section or {})} if is_steering else None)
         for found in app.state.endpoint_plugins:
             asyncio.run(found.init_state(engine, app.state, args))
         return Server(app, engine)

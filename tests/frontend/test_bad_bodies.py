@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,11 +91,11 @@ SERVED: dict[str, dict[str, Any]] = {
     "/v1/completions/render": {"prompt": "Hi", "max_tokens": 2},
 }
 STRAY: dict[str, tuple[dict[str, Any], str]] = {
-    "clamps": ({"steering_clamps": [{"feature": 1, "value": 2.0}]}, "steering_clamps"),
+    "clamps": ({"steering_of_tomorrow": [{"feature": 1, "value": 2.0}]}, "steering_of_tomorrow"),
     "steering": ({"steering": {"layer": 3}}, "steering"),
-    "features": ({"sae_clamp_specs": [1]}, "sae_clamp_specs"),
+    "features": ({"sae_of_tomorrow": [1]}, "sae_of_tomorrow"),
     "a misspelt field": ({"capture_waits": True}, "capture_waits"),
-    "in xargs": ({"vllm_xargs": {"steering_clamps": "x"}}, "vllm_xargs.steering_clamps"),
+    "in xargs": ({"vllm_xargs": {"steering_of_tomorrow": "x"}}, "vllm_xargs.steering_of_tomorrow"),
     "in parameters": ({"sampling_params": {"steering_name": "calm"}}, "sampling_params.steering_name"),
     "in extra arguments": ({"extra_args": {"steering_name": "calm"}}, "extra_args.steering_name"),
     "in both": ({"sampling_params": {"extra_args": {"capture": {}}}}, "sampling_params.extra_args.capture"),
@@ -169,7 +170,7 @@ def test_a_rendered_request_is_steered_where_its_tokens_go(server: Server) -> No
 PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
     "beside them": ({"steering_name": "calm", "sampling_params": {}}, "steering_name"),
     "among them": ({"sampling_params": {"steering_name": "calm"}}, "sampling_params.steering_name"),
-    "unknown": ({"sampling_params": {"extra_args": {"sae_clamp_specs": [1]}}}, "extra_args.sae_clamp_specs"),
+    "unknown": ({"sampling_params": {"extra_args": {"sae_of_tomorrow": [1]}}}, "extra_args.sae_of_tomorrow"),
     "wrong": ({"sampling_params": {"extra_args": {"steering_name": 7}}}, "steering_name"),
 }
 
@@ -231,7 +232,7 @@ def test_any_value_of_a_field_is_served_or_refused_by_name(server: Server, num_e
         statuses[response.status_code] += 1
         assert response.status_code in (200, 400), response.text
         if response.status_code == 400:
-            assert response.json()["error"]["param"].partition(".")[0] in fields
+            assert re.split(r"[.\[]", response.json()["error"]["param"])[0] in fields
 
     is_served_or_refused()
     assert statuses[400] > num_examples // 3, statuses

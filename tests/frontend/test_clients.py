@@ -18,6 +18,7 @@ from headgate.steering.client import AsyncClient, Client, ServerError
 from tests.fakes.server import Server, serving
 from tests.fakes.steering_forms import HIDDEN, LAYERS
 from tests.frontend.test_bad_bodies import COMMAND, FLAGS
+from tests.fuzz.hostile import GENERATING
 
 pytestmark = pytest.mark.engine
 
@@ -53,6 +54,20 @@ def test_modules_are_registered_used_and_forgotten(client: Client) -> None:
     with pytest.raises(ServerError, match="unknown steering module") as caught:
         client.complete("Hi", steering_name="array")
     assert (caught.value.status, caught.value.field) == (400, "steering_name")
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_a_stream_with_a_name_that_is_gone_is_a_400(server: Server, path: str) -> None:
+    """The front end still knows the name; the engine core says no when the stream has begun."""
+    with Client(server.url) as client:
+        client.register("brief", {"post_mlp": {3: vectors(1)["post_mlp"][3]}})
+        assert server.post(path, **GENERATING[path], steering_name="brief").status_code == 200
+        client.unregister("brief")
+
+    answers = [server.post(path, **GENERATING[path], steering_name="brief", stream=True) for _ in range(2)]
+
+    assert [answer.status_code for answer in answers] == [400, 400]
+    assert [answer.json()["error"]["param"] for answer in answers] == ["steering_name"] * 2
 
 
 def test_global_vectors_are_set_and_cleared(client: Client) -> None:

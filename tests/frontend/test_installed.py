@@ -91,7 +91,7 @@ def test_graphs_that_other_code_of_headgate_was_compiled_into_are_never_loaded(
 
     def key() -> str:
         config = VllmConfig(additional_config={"headgate": {"capture": {"consumers": [{"name": "rows"}]}}})
-        install._key_graph(config, hooks, actions)
+        install._key_graph([config], hooks, actions)
         return str(config.compute_hash())
 
     before = key()

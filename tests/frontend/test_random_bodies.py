@@ -66,5 +66,7 @@ def test_every_route_is_described(description: Any) -> None:
         "GET /v1/steering/audit",
         "GET /v1/steering/layers",
         "GET /v1/steering/modules",
+        "GET /v1/steering/saes",
+        "POST /v1/steering/saes/register",
         "GET /v1/capture/consumers",
     }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 
 def config(additional: Any) -> Any:
-    return SimpleNamespace(additional_config=additional)
+    return Namespace(additional_config=additional)
 
 
 @pytest.fixture

@@ -36,11 +36,12 @@ SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"
 DECORATORS = ("post", "put", "patch", "websocket", "api_route", "add_api_route", "add_route", "add_api_websocket_route")
 FIELDS = {
     "steering_name": "calm",
-    "steering_clamps": [{"feature": 1}],
+    "steering_of_tomorrow": [{"feature": 1}],
     "sae_clamp_specs": [1],
     "capture": {"rows": {}},
     "return_hidden_states": "last",
 }
+OURS = ("/v1/steering/", "/v1/capture/", "/v1/patch_sweep")
 WITHOUT_OUR_FIELDS = (Kind.REFUSED, Kind.PARAMETERS)
 
 
@@ -80,7 +81,7 @@ def test_every_route_of_the_application_is_in_the_table(full: Server) -> None:
         for route in full.app.routes
         if {"POST", "PUT", "PATCH"} & set(getattr(route, "methods", None) or ()) or "WebSocket" in type(route).__name__
     }
-    ours = {path for path in found if path.startswith(("/v1/steering/", "/v1/capture/"))}
+    ours = {path for path in found if path.startswith(OURS)}
 
     assert {"/v1/completions", "/v1/realtime", "/inference/v1/generate", "/v1/audio/transcriptions"} <= found
     assert found - ours - ROUTES.keys() == set()

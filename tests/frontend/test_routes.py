@@ -153,6 +153,8 @@ def test_layers_say_what_can_be_steered(server: Server) -> None:
         "hidden_size": HIDDEN,
         "dtype": "bfloat16",
         "max_vectors_per_request": 149,
+        "op_hook_points": {},
+        "max_ops_per_site": 8,
     }
 
 
@@ -277,6 +279,8 @@ def test_the_description_has_every_route_with_examples(server: Server) -> None:
         ("/v1/steering/clear", "post"),
         ("/v1/steering/modules/register", "post"),
         ("/v1/steering/modules/unregister", "post"),
+        ("/v1/steering/saes", "get"),
+        ("/v1/steering/saes/register", "post"),
         ("/v1/capture/consumers", "get"),
     }
     for found in ours.values():

@@ -12,8 +12,9 @@ import pytest
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.files.vector_files import save
 from headgate.steering.vectors.phase_vectors import PhaseVectors
+from tests.fakes.saes import TinySae
 from tests.fakes.server import Server, serving
-from tests.fakes.steering_forms import BAD, GOOD, ROW, listed
+from tests.fakes.steering_forms import BAD, GOOD, HIDDEN, ROW, listed
 
 pytestmark = pytest.mark.engine
 
@@ -33,7 +34,10 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     vectors = PhaseVectors.from_rows({Site(3, HookPoint.POST_MLP): ROW})
     assert vectors is not None
     save(path, vectors)
-    with serving([*MODULE, str(model_dir), *FLAGS, "--steering-modules", f"calm={path}"]) as running:
+    sae = TinySae(architecture="jumprelu", width=HIDDEN).save(path.parent / "sae")
+    saes = ["--saes", f"tiny={sae}@3.post_mlp", f"mapped={sae}@3.post_mlp", "--sae-encode", "tiny"]
+    named = ["--steering-modules", f"calm={path}", *saes]
+    with serving([*MODULE, str(model_dir), *FLAGS, *named]) as running:
         yield running
 
 
@@ -74,6 +78,60 @@ def test_bad_input_is_a_400_that_names_its_field(
     error = response.json()["error"]
     assert error["param"] == field
     assert error["message"].startswith(f"{field}: ")
+
+
+EDIT = {"sae": "tiny", "feature": 3, "set": 2.5}
+CLAMP = {"feature_idx": 1, "kind": "absolute", "value": 2}
+GOOD_FEATURES: list[dict[str, Any]] = [
+    {"steering_features": [EDIT, {"sae": "tiny", "feature": 4, "nudge": -1, "only_if_active": True}]},
+    {"prefill_steering_features": [EDIT], "decode_steering_features": [{**EDIT, "set": 1}]},
+    {
+        "sae_clamp_specs": [
+            {
+                "module_name": "tiny",
+                "clamps": {"post_block": {"3": [{"feature_idx": 1, "kind": "absolute", "value": 2}]}},
+            }
+        ]
+    },
+    {"sae_reconstruction": ["tiny"]},
+    {"prefill_sae_reconstruction": ["tiny"], "steering_features": [EDIT, {**EDIT, "sae": "mapped", "feature": 5}]},
+    {"sae_full_reconstruction_specs": [{"module_name": "tiny", "clamps": {"post_mlp": {"3": [CLAMP]}}}]},
+]
+BAD_FEATURES: list[tuple[dict[str, Any], str]] = [
+    ({"steering_features": [{**EDIT, "sae": "none"}]}, "steering_features[0].sae"),
+    ({"steering_features": [{**EDIT, "feature": 12}]}, "steering_features[0].feature"),
+    ({"decode_steering_features": [{**EDIT, "max": 1}]}, "decode_steering_features[0].max"),
+    ({"steering_features": [EDIT, EDIT]}, "steering_features[1].feature"),
+    ({"steering_features": [{**EDIT, "unit": "max_act"}]}, "steering_features[0].unit"),
+    ({"steering_features": [{"sae": "tiny", "feature": i, "set": 1} for i in range(65)]}, "steering_features"),
+    ({"sae_reconstruction": "tiny"}, "sae_reconstruction"),
+    ({"decode_sae_reconstruction": ["none"]}, "decode_sae_reconstruction[0]"),
+    ({"sae_reconstruction": ["mapped"]}, "sae_reconstruction[0]"),
+    ({"sae_reconstruction": ["tiny", "tiny"]}, "sae_reconstruction"),
+    ({"sae_reconstruction": ["tiny"], "decode_sae_reconstruction": ["tiny"]}, "decode_sae_reconstruction[0]"),
+    ({"prefill_sae_features": [EDIT]}, "prefill_sae_features"),
+]
+
+
+@STREAM
+@ROUTES
+def test_requests_that_change_features_are_served(server: Server, send: Any, stream: bool) -> None:
+    for fields in GOOD_FEATURES:
+        response = send(server, stream=stream, **fields)
+        assert response.status_code == 200, response.text
+        assert "error" not in response.text.replace('"error":null', "")
+
+
+@STREAM
+@ROUTES
+@pytest.mark.parametrize(("fields", "field"), BAD_FEATURES)
+def test_bad_features_are_a_400_that_names_the_field(
+    server: Server, send: Any, fields: Any, field: str, stream: bool
+) -> None:
+    response = send(server, stream=stream, **fields)
+
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == field
 
 
 @pytest.mark.parametrize("send", [complete, chat], ids=["completion", "chat"])

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from headgate.capture.schema.errors import RequestError
+from headgate.steering.programs.spec import from_wire, to_wire
 from headgate.steering.requests.request_fields import read_steering
-from headgate.steering.vectors.phase_vectors import to_wire
+from tests.fakes.saes import TinySae
 from tests.fakes.steering_forms import BAD, GOOD, HIDDEN, LAYERS, ROW, listed
 from tests.frontend.conftest import ENGINE, capture_settings, stop
 
@@ -22,15 +23,19 @@ pytestmark = pytest.mark.engine
 
 WORKER = "tests.fakes.noting_worker.NotingWorker"
 ONE = {"post_mlp": {3: ROW}}
+SAE = TinySae(architecture="gated", width=HIDDEN)
+EDIT = {"sae": "tiny", "feature": 3, "set": 2.5}
 
 
 @pytest.fixture(scope="module", params=["1", "0"], ids=["core-in-its-own-process", "core-in-this-process"])
-def llm(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Any]:
+def llm(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = request.param
     from headgate.steering import LLM
 
     settings = {**ENGINE, "worker_cls": WORKER, "additional_config": capture_settings()}
-    llm = LLM(str(model_dir), steering={"max_steering_slots": 150}, **settings)
+    sae = SAE.save(tmp_path_factory.mktemp("saes") / "sae")
+    saes = {"saes": {"tiny": f"{sae}@3.post_mlp"}, "sae_encode": ["tiny"]}
+    llm = LLM(str(model_dir), steering={"max_steering_slots": 150, **saes}, **settings)
     yield llm
     stop(llm.llm_engine)
 
@@ -71,7 +76,7 @@ def note_of(llm: Any, **fields: Any) -> dict[str, Any]:
 
 def wire_of(llm: Any, **fields: Any) -> Any:
     """What the front end makes of fields."""
-    spec = read_steering(fields, llm.steering.steerable)
+    spec, _ = read_steering(fields, llm.steering.steerable)
     assert spec is not None
     return to_wire(spec)
 
@@ -125,15 +130,8 @@ def test_the_fields_survive(llm: Any, pass_on: Any) -> None:
     from headgate.steering import SamplingParams
 
     llm.steering.register("calm", ONE)
-    params = pass_on(
-        SamplingParams(
-            steering_vectors=ONE,
-            prefill_steering_vectors=ONE,
-            decode_steering_vectors=ONE,
-            steering_name=["calm"],
-            max_tokens=2,
-        )
-    )
+    tiers = {"steering_vectors": ONE, "prefill_steering_vectors": ONE, "decode_steering_vectors": ONE}
+    params = pass_on(SamplingParams(**tiers, steering_name=["calm"], max_tokens=2))
     params.steering_module_ref, params.steering_name = ("calm", 2.0), None
     llm.collective_rpc("take_notes")
     llm.generate({"prompt_token_ids": [1, 2]}, params, use_tqdm=False)
@@ -319,9 +317,11 @@ def test_modules_from_files(llm: Any, tmp_path: Path) -> None:
     from headgate.steering import load, save
 
     vectors = llm.steering.register("calm", ONE)
+    spec, _ = read_steering({"steering_vectors": ONE}, llm.steering.steerable)
+    assert spec is not None
     for suffix in (".safetensors", ".json"):
         path = tmp_path / f"calm{suffix}"
-        save(path, read_steering({"steering_vectors": ONE}, llm.steering.steerable).prefill)  # type: ignore[union-attr,arg-type]
+        save(path, spec.prefill)  # type: ignore[arg-type]
         assert load(path).vectors is not None
         assert llm.steering.register("calm", path=path).prefill == vectors.prefill
 
@@ -359,3 +359,40 @@ def test_wrong_names_and_globals_name_the_argument(llm: Any) -> None:
 def test_what_can_be_steered(llm: Any) -> None:
     assert llm.steering.layers() == {hook: list(range(LAYERS)) for hook in ("pre_attn", "post_attn", "post_mlp")}
     assert (llm.steering.steerable.hidden_size, llm.steering.steerable.max_vectors) == (HIDDEN, 149)
+
+
+def test_features_of_saes_and_reconstructions_reach_the_worker_as_a_program(llm: Any) -> None:
+    decode = {"decode_steering_features": [{**EDIT, "feature": 4}], "decode_sae_reconstruction": ["tiny"]}
+    note = note_of(llm, steering_features=[EDIT], **decode)
+
+    spec = from_wire(note["wire"]["parts"]["steering"])
+    assert not spec.is_to_lower
+    assert spec.prefill_program is not None
+    assert spec.decode_program is not None
+    assert [len(spec.prefill_program.codes), len(spec.decode_program.codes)] == [1, 3]
+    assert [program.reconstructs for _, program in spec.phases if program] == [False, True]
+
+
+@pytest.mark.parametrize(("key", "value", "field"), [("sae", "none", ".sae"), ("feature", 12, ".feature")])
+def test_bad_features_name_their_field(llm: Any, key: str, value: Any, field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        run(llm, steering_features=[{**EDIT, key: value}])
+    assert caught.value.field == f"steering_features[0]{field}"
+
+
+def test_an_sae_is_registered_offline_and_a_module_may_change_its_features(llm: Any, tmp_path: Path) -> None:
+    path = TinySae(architecture="standard", width=HIDDEN, seed=1).save(tmp_path / "other")
+
+    sae = llm.steering.register_sae("other", path, "3.post_mlp")
+    llm.steering.register("m", features=[{**EDIT, "sae": "other"}])
+    run(llm, steering_name="m", steering_features=[{**EDIT, "feature": 5}])
+
+    assert (sae.site, sae.activation, len(sae.sha256)) == ("3.post_mlp", "relu", 64)
+    assert llm.steering.saes() == {"other": sae, "tiny": llm.steering.saes()["tiny"]}
+    with pytest.raises(RequestError, match=r"path: .*no such file"):
+        llm.steering.register_sae("other", tmp_path / "none", "3.post_mlp")
+    with pytest.raises(RequestError, match=r"sae_reconstruction\[0\]: .*--sae-encode"):
+        run(llm, sae_reconstruction=["other"])
+    with pytest.raises(TypeError, match="features"):
+        llm.steering.set(features=[EDIT])
+    assert "register_sae" in [entry["action"] for entry in llm.steering.audit()]

@@ -12,12 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+BRANCHES = ("attn_in", "attn_out", "mlp_in", "mlp_out")
 PARTS: dict[str, dict[str, Any]] = {
     "stock": {},
     "stock-again": {},
     "capture": {"capture": {"consumers": [{"name": "memory"}]}},
     "steering": {"steering": {}},
     "both": {"capture": {"consumers": [{"name": "memory"}]}, "steering": {}},
+    "ops": {"steering": {"op_sites": {"pre_attn": [1, 2], "post_attn": [1, 2], "post_mlp": [0, 1]}}},
+    "ops-branches": {"steering": {"op_sites": {hook: [1, 2] for hook in BRANCHES}}},
 }
 LENGTHS = (1, 2, 3, 700, 1500)
 NUM_REQUESTS = 40

@@ -25,6 +25,8 @@ MAX_TOKENS = 16
 SITES: dict[str, Any] = {"pre_attn": "all", "post_mlp": "all", "final_norm": "all"}
 STRENGTH = 0.5
 ADDED = "post_mlp"
+OP_LAYER = 1
+"""Every second request that steers adds its vector to this layer by an operation, which must give the same."""
 
 
 def is_plain(index: int) -> bool:
@@ -58,7 +60,11 @@ def params(index: int, max_tokens: int, *, is_stock: bool) -> Any:
     if not is_stock and not is_plain(index):
         made.capture = {"memory": {"hooks": SITES, "positions": "all"}}
     if not is_stock and is_steered(index):
-        made.steering_vectors = {ADDED: dict(enumerate(vectors(index, NUM_LAYERS, HIDDEN)))}
+        added = dict(enumerate(vectors(index, NUM_LAYERS, HIDDEN)))
+        if index % 2:
+            at = f"{OP_LAYER}.{ADDED}"
+            made.steering_ops = [{"at": at, "method": "additive", "vector": added.pop(OP_LAYER)}]
+        made.steering_vectors = {ADDED: added}
     return made
 
 
@@ -103,7 +109,11 @@ def main() -> None:
     from engine_runs import headgate, open_engine
 
     started, config = time.perf_counter(), headgate(SITES)
-    config["headgate"]["steering"] = {"sites": {ADDED: "all"}, "fire_counter": True}
+    config["headgate"]["steering"] = {
+        "sites": {ADDED: "all"},
+        "op_sites": {ADDED: [OP_LAYER]},
+        "fire_counter": True,
+    }
     llm = open_engine(mode, config)
     start_s = time.perf_counter() - started
     result: dict[str, Any] = {"start_s": start_s, "requests": serve(llm, is_stock=mode == "stock")}

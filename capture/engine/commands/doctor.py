@@ -17,7 +17,7 @@ from rich.table import Table
 
 from headgate.capture.engine.compiler.inductor import KERNELS, LOWERING, missing_symbols
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
-from headgate.capture.engine.model.layer_layout import analyse_layer
+from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
 from headgate.capture.engine.setup.versions import check_version, versions
 from headgate.capture.engine.worker.install import submodule_places
 from headgate.capture.schema.config import MIB
@@ -35,7 +35,7 @@ class HookReport(NamedTuple):
 
 
 class ModelReport(NamedTuple):
-    """The sites of a model and their memory, found without loading its weights."""
+    """The sites of a model and their memory, found without loading its weights; why there is no `hook_z`, if so."""
 
     architecture: str
     num_layers: int
@@ -43,6 +43,7 @@ class ModelReport(NamedTuple):
     dtype: torch.dtype
     max_tokens: int
     hooks: tuple[HookReport, ...]
+    no_hook_z: str = ""
 
     def site_mib(self) -> float:
         """Device memory that one capture site costs, in MiB."""
@@ -82,20 +83,21 @@ def examine(model: str) -> ModelReport:
     with _single_process(config), torch.device("meta"):
         built = initialize_model(config)
     parent, _, layers = find_decoder_stack(built)
+    analysed = [(layer, analyse_layer(type(layer), layer)) for _, layer in layers]
     return ModelReport(
         architecture=type(built).__name__,
         num_layers=len(layers),
         hidden_size=config.model_config.get_hidden_size(),
         dtype=config.model_config.dtype,
         max_tokens=config.scheduler_config.max_num_batched_tokens,
-        hooks=tuple(_hooks(parent, layers)),
+        hooks=tuple(_hooks(parent, analysed)),
+        no_hook_z=next((layout.no_hook_z for _, layout in analysed if layout.no_hook_z), ""),
     )
 
 
-def _hooks(parent: torch.nn.Module, layers: list[tuple[int, torch.nn.Module]]) -> Iterator[HookReport]:
+def _hooks(parent: torch.nn.Module, analysed: list[tuple[torch.nn.Module, LayerLayout]]) -> Iterator[HookReport]:
     found: dict[HookPoint, list[str]] = {}
-    for _, layer in layers:
-        layout = analyse_layer(type(layer), layer)
+    for layer, layout in analysed:
         places = submodule_places(layout, layer)
         for hook in layout.hooks:
             at = f".{places[hook].module}" if hook in places else ""
@@ -178,3 +180,5 @@ def _print_model(console: Console, report: ModelReport) -> None:
     for hook, module, num_sites in report.hooks:
         table.add_row(hook.value, module, str(num_sites), f"{num_sites * report.site_mib():.1f} MiB")
     console.print(table)
+    if report.no_hook_z:
+        console.print(f"no hook_z: {report.no_hook_z}")

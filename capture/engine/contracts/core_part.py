@@ -114,12 +114,13 @@ class CoreAnswer(TypedDict, total=False):
 class CorePart(Protocol):
     """A part in one engine core. On the engine thread unless said otherwise."""
 
-    def accept(self, req_id: str, wire: Document | None) -> Document | None:
+    def accept(self, req_id: str, wire: Document | None, num_prompt: int) -> Document | None:
         """Take a request in. Input thread; `forget` or `release` follow exactly if this returns.
 
         Args:
             req_id: Of the engine. A further chunk of a streaming-input session has the id of its session.
             wire: The part's section of the `RequestWire`; None if the front end wrote none.
+            num_prompt: Tokens of the prompt.
 
         Returns:
             The section that the workers get in place of `wire`.

@@ -21,7 +21,7 @@ are asked (request fields, routes, metrics, checks, commands), one that fails is
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, TypeVar
@@ -33,6 +33,7 @@ from headgate.capture.schema.part_hooks import checked_hooks, hookspec
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
+    from headgate.capture.engine.contracts.captures import StoredRequest
     from headgate.capture.engine.contracts.core_part import CoreFacts, CorePart, CoreServices
     from headgate.capture.engine.contracts.request_part import RequestPart
     from headgate.capture.engine.contracts.route_part import RouteServices
@@ -88,6 +89,14 @@ class PartSpecs:
         """
 
     @hookspec(firstresult=True)
+    def headgate_captures(self, root: str) -> Iterable[StoredRequest] | None:
+        """Open a root of captured rows for commands of other parts; None if it is none of this part's.
+
+        Raises:
+            CaptureFileError: If there is no such folder.
+        """
+
+    @hookspec(firstresult=True)
     def headgate_checks(self) -> CheckPart | None:
         """Make the part's share of ``headgate verify``."""
 
@@ -139,6 +148,11 @@ class Part:
     def commands(self) -> Mapping[str, str]:
         """Call ``headgate_commands``."""
         return self._hook.headgate_commands() or {}
+
+    def captures(self, root: str) -> Iterable[StoredRequest] | None:
+        """Call ``headgate_captures``."""
+        found: Iterable[StoredRequest] | None = self._hook.headgate_captures(root=root)
+        return found
 
     def checks(self) -> CheckPart | None:
         """Call ``headgate_checks``."""
@@ -234,3 +248,17 @@ def core_part_names() -> frozenset[str]:
     Read once for a process: it takes 10 ms and more, and requests arrive on a busy thread.
     """
     return frozenset(collect(lambda part: part.implements("headgate_core") or None))
+
+
+def stored_requests(root: str) -> Iterable[StoredRequest]:
+    """Open a folder of captured rows by the first part that can.
+
+    Raises:
+        ConfigError: If no installed part opens it.
+        CaptureFileError: If there is no such folder, or, while it is iterated, if a file of it is damaged.
+    """
+    for name in part_names():
+        found = load_part(name).captures(root)
+        if found is not None:
+            return found
+    raise ConfigError(f"{root}: no installed part opens folders of captured rows")

@@ -12,10 +12,11 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.results import FindKept
 
 
 class FlagGroup(Protocol):
@@ -71,6 +72,23 @@ class PartRequestReader(Protocol):
 
         Raises:
             RequestError: Naming the field, if a name is unknown or cannot be used together with the rest.
+        """
+        ...
+
+
+@runtime_checkable
+class SourceReader(Protocol):
+    """A `PartRequestReader` whose fields may name rows that earlier requests have kept."""
+
+    def has_sources(self, values: Document) -> bool:
+        """Whether fields that a request set name kept rows, as far as one can see without reading them."""
+        ...
+
+    def read_with(self, values: Document, find: FindKept) -> PartRequest | None:
+        """Do as `PartRequestReader.read`, with the rows that `find` returns. In the context of the client's call.
+
+        Raises:
+            RequestError: Naming the field that is wrong.
         """
         ...
 

@@ -9,8 +9,12 @@ as ``param``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.schema.results import KeptRequest
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -30,6 +34,25 @@ class RouteClient(NamedTuple):
     key: str | None
     address: str | None
     is_bound: bool
+
+
+class Vocabulary(Protocol):
+    """The tokens of the model.
+
+    Attributes:
+        size: Number of tokens.
+    """
+
+    @property
+    def size(self) -> int: ...
+
+    def encode(self, text: str, *, is_prompt: bool) -> Sequence[int]:
+        """Return the tokens of a text; of a prompt, with the special tokens that begin one."""
+        ...
+
+    def shown(self, token: int) -> str:
+        """Return the text of a token, for people."""
+        ...
 
 
 class RouteServices(Protocol):
@@ -73,6 +96,39 @@ class RouteServices(Protocol):
         Raises:
             RequestError: If it cannot be decoded, or is no object.
             fastapi.HTTPException: With status 415, if it is of neither type.
+        """
+        ...
+
+    def find_kept(self, name: str, sample_index: int, field: str) -> KeptRequest:
+        """Find the rows that the client at hand has kept; see `headgate.capture.schema.results.FindKept`.
+
+        Raises:
+            RequestError: Naming ``request`` or ``sample`` below `field`.
+            fastapi.HTTPException: With status 403, if the client may not capture.
+        """
+        ...
+
+    async def vocabulary(self) -> Vocabulary:
+        """Return the tokens of the model that is served.
+
+        Raises:
+            RequestError: If the server has no tokenizer.
+        """
+        ...
+
+    async def score(self, prompt: Sequence[int], token_ids: Sequence[int], fields: Document) -> Sequence[float]:
+        """Generate one token after `prompt` and return the logprobs that some tokens had there.
+
+        The request is admitted and refused as any other. Cancelling the call ends it.
+
+        Args:
+            prompt: Tokens.
+            token_ids: Tokens to score.
+            fields: Of parts, as a request has them.
+
+        Raises:
+            RequestError: As a request with these fields; also if this server cannot score chosen tokens.
+            OverloadedError: If too many others want the same.
         """
         ...
 

@@ -50,6 +50,7 @@ class ParallelConfig(Protocol):
     prefill_context_parallel_size: int
     pipeline_parallel_size: int
     use_sequence_parallel_moe: bool
+    _api_process_count: int
     _api_process_rank: int
     use_ray: bool
     distributed_executor_backend: object
@@ -103,7 +104,10 @@ class EngineCoreRequest(Protocol):
 
     request_id: str
     client_index: int
+    prompt_token_ids: Sequence[int] | None
+    prompt_embeds: Tensor | None
     sampling_params: RequestParams | None
+    mm_features: list[object] | None
 
 
 class Request(Protocol):
@@ -148,6 +152,12 @@ class Executor(Protocol):
     def collective_rpc(self, method: str, *, args: tuple[object, ...] = ...) -> Iterable[object]: ...
 
 
+class ReceiverCache(Protocol):
+    """``vllm.multimodal.cache.BaseMultiModalReceiverCache``: images and the like that front ends sent."""
+
+    def get_and_update_features(self, mm_features: list[object]) -> object: ...
+
+
 class EngineCore(Protocol):
     """``vllm.v1.engine.core.EngineCore``, with the method that front ends call by name."""
 
@@ -155,6 +165,7 @@ class EngineCore(Protocol):
     scheduler: Scheduler
     model_executor: Executor
     batch_queue: object | None
+    mm_receiver_cache: ReceiverCache | None
     async_scheduling: bool
     request_block_hasher: Callable[[Request], list[object]] | None
     step_fn: Function

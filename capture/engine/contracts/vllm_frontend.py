@@ -38,6 +38,14 @@ class SamplingParams(Protocol):
     skip_reading_prefix_cache: bool | None
 
 
+class Feature(Protocol):
+    """``vllm.multimodal.inputs.MultiModalFeatureSpec``: an image, a sound or a video in a prompt."""
+
+    data: object | None
+    identifier: str
+    mm_hash: str | None
+
+
 class NewRequest(Protocol):
     """``vllm.v1.engine.EngineCoreRequest``, as an input processor makes it; not for pooling."""
 
@@ -45,6 +53,7 @@ class NewRequest(Protocol):
     sampling_params: SamplingParams
     prompt_token_ids: Sequence[int] | None
     prompt_embeds: object | None
+    mm_features: Sequence[Feature] | None
     resumable: bool
 
 

@@ -39,6 +39,7 @@ class WorkerFacts:
         tp_rank: The stream is replicated over tensor-parallel ranks; rank 0 captures.
         pp_rank: Pipeline stage.
         pp_size: Number of stages.
+        reapplies_mid: Whether layers carry the stream alone, so that `SiteAction.reapply_to_residual` is called.
     """
 
     model: ModelInfo
@@ -51,6 +52,7 @@ class WorkerFacts:
     tp_rank: int = 0
     pp_rank: int = 0
     pp_size: int = 1
+    reapplies_mid: bool = False
 
     @property
     def is_last_stage(self) -> bool:
@@ -95,19 +97,23 @@ class SiteAction:
         reapply_to_residual: In layers that carry the stream alone, the mid norm reads a value that the stream does not
             pass through again. There `reapply_to_residual` does to the stream, where the layer hands it on, what `run`
             did to that value. None if `run` changes nothing.
+        run_and_keep: Taken in place of `run` in those layers: it keeps what `reapply_to_residual` needs. None if that
+            needs nothing.
         before_attention: Does to the residual of a layer that carries a pair what `run` does at the mid norm, where the
             layer's first norm hands that residual on: before attention, which does not read it. Taken if every action
             at the site has it, since none sees the value there; compiled, it spares the mid norm's kernel another
             read. The site of its :class:`SiteValue` has no branch in it. None if `run` must see the value.
-        unfused: `run` by code that the compiler does not fuse with the mid norm, taken where `before_attention` could
-            not be: in the model's first layer, which has no residual before attention, and beside actions that lack
-            it. None if `run` itself may stay there.
+        unfused: `run` by code that the compiler does not fuse with what is in front of it. Taken at the input of
+            attention and of its output projection, and at the mid norm where `before_attention` could not be: in the
+            model's first layer, which has no residual before attention, and beside actions that lack it. None if `run`
+            itself may stay there.
     """
 
     run: SiteRun
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     order: int
     reapply_to_residual: SiteRun | None = None
+    run_and_keep: SiteRun | None = None
     before_attention: SiteRun | None = None
     unfused: SiteRun | None = None
 

@@ -69,7 +69,7 @@ class EngineCoreAdapter:
         params = request.sampling_params
         wire: RequestWire = self.shared_wires.restore(wire_of(params) or {"v": WIRE_VERSION})
         parts = wire.get("parts", {})
-        ours = self._part.accept(request.request_id, parts.get(self._name))
+        ours = self._part.accept(request.request_id, parts.get(self._name), _prompt_length(request))
         if params is not None and ours is not None:
             # Samples of one prompt share their parameters, so nothing of them is changed in place.
             changed: RequestWire = {**wire, "parts": {**parts, self._name: ours}}
@@ -218,11 +218,27 @@ def preprocess_add_request(original: Function) -> Function:
         if adapter is None:
             _check_unopened(request)
             return original(self, request)
-        with as_client_error():
-            adapter.accept(request)
+        try:
+            with as_client_error():
+                adapter.accept(request)
+        except RequestError:
+            _keep_images(self, request)
+            raise
         return adapter.make_request(lambda: original(self, request), request)
 
     return wrapped
+
+
+def _prompt_length(request: EngineCoreRequest) -> int:
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return 0 if request.prompt_embeds is None else len(request.prompt_embeds)
+
+
+def _keep_images(core: EngineCore, request: EngineCoreRequest) -> None:
+    """Keep the images of a request that is refused, as stock does first: its front end will not send them again."""
+    if core.mm_receiver_cache is not None and request.mm_features:
+        core.mm_receiver_cache.get_and_update_features(request.mm_features)
 
 
 def _check_unopened(request: EngineCoreRequest) -> None:

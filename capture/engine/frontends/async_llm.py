@@ -6,12 +6,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import replace
 from functools import wraps
 
-from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, Function
+from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.core.fan_out import fan_out_async
 from headgate.capture.engine.frontends.metering import Meter, metered, open_meter
-from headgate.capture.engine.requests.call_context import Call, Slot, current_call, current_client, note_overload
+from headgate.capture.engine.frontends.unsent_renderings import forget_unsent
+from headgate.capture.engine.requests.call_context import Call, Slot, current_call, current_client, noting_refusals
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, overload_of, reader_of
 from headgate.capture.engine.requests.sampling_params import (
@@ -36,8 +37,20 @@ def generate(original: Function) -> Function:
     real status 400 instead of an error inside its stream. Registered names that are not known here are the exception:
     the engine core is asked first; the HTTP handlers have done so before they call.
     """
+    checked = _checked(original)
 
     @wraps(original)
+    def wrapped(self: AsyncLLM, prompt: object, *args: object, **kwargs: object) -> object:
+        try:
+            return checked(self, prompt, *args, **kwargs)
+        except Exception:
+            forget_unsent(self.input_processor, prompt)
+            raise
+
+    return wrapped
+
+
+def _checked(original: Function) -> Function:
     def wrapped(
         self: AsyncLLM,
         prompt: object,
@@ -63,7 +76,7 @@ def generate(original: Function) -> Function:
             meter = _meter(reader, headgate_request, prompt, sampling_params)
         outputs = original(self, prompt, attach(sampling_params, headgate_request), request_id, *args, **kwargs)
         if headgate_request.parts:
-            outputs = _with_refusals(outputs, reader, headgate_request, self.engine_core)
+            outputs = _with_refusals(outputs, self, prompt, headgate_request)
         if headgate_request.capture is not None and reader.capture is not None:
             outputs = _with_results(outputs, reader.capture, headgate_request.capture, call.expect() if call else None)
         return outputs if meter is None else metered(outputs, meter)
@@ -78,10 +91,14 @@ def add_request(original: Function) -> Function:
     async def wrapped(
         self: AsyncLLM, request_id: str, prompt: object, params: SamplingParams, *args: object, **kwargs: object
     ) -> object:
-        if getattr(params, "n", 1) == 1:  # pooling has none
-            return await original(self, request_id, prompt, params, *args, **kwargs)
-        async with fan_out_async(self.engine_core):
-            return await original(self, request_id, prompt, params, *args, **kwargs)
+        try:
+            if getattr(params, "n", 1) == 1:  # pooling has none
+                return await original(self, request_id, prompt, params, *args, **kwargs)
+            async with fan_out_async(self.engine_core):
+                return await original(self, request_id, prompt, params, *args, **kwargs)
+        except Exception:
+            forget_unsent(self.input_processor, prompt)
+            raise
 
     return wrapped
 
@@ -101,7 +118,7 @@ def _resolved(
         return headgate_request
     find_message = call.find_message(tokens) if call else None
     resolved = reader.capture.resolve(headgate_request.capture, len(tokens), params, find_message, call)
-    return replace(headgate_request, capture=resolved)
+    return headgate_request if resolved is headgate_request.capture else replace(headgate_request, capture=resolved)
 
 
 def _meter(
@@ -114,35 +131,34 @@ def _meter(
 
 
 async def _with_refusals(
-    outputs: AsyncGenerator[RequestOutput, None],
-    reader: RequestReader,
-    headgate_request: HeadgateRequest,
-    client: AsyncEngineClient,
+    outputs: AsyncGenerator[RequestOutput, None], engine: AsyncLLM, prompt: object, headgate_request: HeadgateRequest
 ) -> AsyncGenerator[RequestOutput, None]:
     """Confirm registered names first, and raise the reason if the engine core refuses the request."""
-    try:
-        with as_client_error():
-            await reader.confirm_async(headgate_request, client)
-        async for output in outputs:
-            _check_overload(output)
-            if is_refused(output):
+    reader, client = reader_of(engine), engine.engine_core
+    with noting_refusals():
+        try:
+            with as_client_error():
+                await reader.confirm_async(headgate_request, client)
+            async for output in outputs:
+                _check_overload(output)
+                if is_refused(output):
+                    with as_client_error():
+                        await reader.explain_async(headgate_request, client)
+                yield output
+        except Exception as error:
+            forget_unsent(engine.input_processor, prompt)
+            if is_without_field(error):
                 with as_client_error():
                     await reader.explain_async(headgate_request, client)
-            yield output
-    except Exception as error:
-        if is_without_field(error):
-            with as_client_error():
-                await reader.explain_async(headgate_request, client)
-        raise
-    finally:
-        await outputs.aclose()
+            raise
+        finally:
+            await outputs.aclose()
 
 
 def _check_overload(output: RequestOutput) -> None:
     """Raise the error that servers answer with 503 if the engine core sent the request away."""
     if (cause := overload_of(output)) is not None:
-        note_overload(error := overloaded(cause))
-        raise error
+        raise overloaded(cause)
 
 
 async def _with_results(

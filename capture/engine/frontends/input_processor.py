@@ -9,6 +9,7 @@ from functools import wraps
 from headgate.capture.engine.contracts.vllm_engine import Function, VllmConfig
 from headgate.capture.engine.contracts.vllm_frontend import NewRequest, SamplingParams
 from headgate.capture.engine.frontends.startup import open_front_end, open_parts
+from headgate.capture.engine.frontends.unsent_renderings import forget_unsent_features
 from headgate.capture.engine.requests.capture_frontend import FRONT_END
 from headgate.capture.engine.requests.chat_messages import LLMChat
 from headgate.capture.engine.requests.request_reader import REQUEST_READER, RequestReader
@@ -56,8 +57,12 @@ def process_inputs(original: Function) -> Function:
             params = attach(params, headgate_request)
         chat = _chat_of(self, prompt)
         request = original(self, request_id, prompt, params, *args, **kwargs)
-        with as_client_error():
-            _fold(reader, request, headgate_request, chat, request_id)
+        try:
+            with as_client_error():
+                _fold(reader, request, headgate_request, chat, request_id)
+        except Exception:
+            forget_unsent_features(self, request)
+            raise
         return request
 
     return wrapped
@@ -72,7 +77,8 @@ def _fold(
         assert reader.capture is not None  # noqa: S101  (it has read what is captured)
         reader.capture.expect(headgate_request.capture, request.sampling_params.n)
         resolved = reader.capture.resolve(headgate_request.capture, len(tokens), request.sampling_params, find_message)
-        headgate_request = replace(headgate_request, capture=resolved)
+        if resolved is not headgate_request.capture:
+            headgate_request = replace(headgate_request, capture=resolved)
     fold(request, headgate_request, request_id)
 
 

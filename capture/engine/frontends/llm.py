@@ -14,6 +14,7 @@ from headgate.capture.engine.contracts.vllm_frontend import LLM, LLMEngine, Requ
 from headgate.capture.engine.core.fan_out import fan_out
 from headgate.capture.engine.frontends import input_processor
 from headgate.capture.engine.frontends.last_words import shut_down_before_errors
+from headgate.capture.engine.frontends.unsent_renderings import forget_unsent, looking_up
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests.chat_messages import LLMChat, Tokens
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, overload_of, reader_of
@@ -91,8 +92,22 @@ def _pending_results(engine: LLMEngine) -> _PendingResults | None:
 
 def add_request(original: Function) -> Function:
     """Wrap ``LLMEngine.add_request``: check what the request asks, and remember to hand out its results."""
+    checked = _checked(original)
 
     @wraps(original)
+    def wrapped(
+        self: LLMEngine, request_id: str, prompt: object, params: SamplingParams, *args: object, **kwargs: object
+    ) -> object:
+        try:
+            return checked(self, request_id, prompt, params, *args, **kwargs)
+        except Exception:
+            forget_unsent(self.input_processor, prompt)
+            raise
+
+    return wrapped
+
+
+def _checked(original: Function) -> Function:
     def wrapped(
         self: LLMEngine, request_id: str, prompt: object, params: SamplingParams, *args: object, **kwargs: object
     ) -> object:
@@ -252,7 +267,8 @@ def keep_chat(original: Callable[..., Mapping[str, object]]) -> Function:
 
             def render(chat: Sequence[Document]) -> Tokens:
                 closed = {"add_generation_prompt": False, "continue_final_message": False}
-                return cast("Tokens", original(self, list(chat), **{**kwargs, **closed})["prompt_token_ids"])
+                with looking_up():
+                    return cast("Tokens", original(self, list(chat), **{**kwargs, **closed})["prompt_token_ids"])
 
             chat = LLMChat(
                 prompt,

@@ -9,6 +9,7 @@ from functools import partial, wraps
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.vllm_engine import Function, VllmConfig
 from headgate.capture.engine.contracts.vllm_frontend import StartedEngine
+from headgate.capture.engine.frontends.closing_time import let_consumers_close
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.engine.requests.request_reader import OpenPart
 from headgate.capture.engine.setup.logs import speak_through_vllm
@@ -36,6 +37,7 @@ def open_front_end(vllm_config: VllmConfig) -> FrontEnd | None:
     if config is None:
         return None
     speak_through_vllm()
+    let_consumers_close(config.close_timeout_s)
     model = model_info(vllm_config)
     consumers = load_consumers(config)
     logger.info("capture: %s; what can be captured: %s", _told(config, consumers), _sites_told(model))
@@ -45,6 +47,7 @@ def open_front_end(vllm_config: VllmConfig) -> FrontEnd | None:
         consumers,
         num_stages=vllm_config.parallel_config.pipeline_parallel_size,
         open_drivers=partial(open_drivers, config=config, model=model, versions=versions()),
+        num_front_ends=vllm_config.parallel_config._api_process_count,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from torch import nn
 
+from headgate.capture.engine.model.attention import find_attention_input, find_output_projection
 from headgate.capture.engine.model.symbolic_forward import Path, walk_paths
 from headgate.capture.engine.model.symbols import Atom, Call, Items, Key, NotUnderstoodError, Sum, is_norm
 from headgate.capture.schema.errors import UnsupportedError
@@ -43,12 +44,17 @@ class LayerLayout:
         mid_norm: `mid` if it is a norm.
         first_norm: Module whose second result is `mid_residual`: the fused add and norm before attention, if nothing
             between the two reads that residual; pair only. On the first layer it is called without a residual.
+        attn: Module that attention starts with.
+        attn_input: Argument of `attn` that is attention's input.
         mlp: Module that the MLP starts with.
         mlp_input: Argument of `mlp` that is the MLP's input.
         mlp_in_is_norm_output: Whether the MLP's input is the (first) output of `mid_norm`, unchanged.
         attn_branch: Module whose (first) output, times `branch_scale`, is the attention branch; single only.
         mlp_branch: The same for the MLP branch; single only.
         branch_scale: Attribute that both branches are multiplied by before they are added; single only.
+        out_proj: Attention's output projection.
+        out_proj_input: Argument of `out_proj` that holds the heads' results.
+        no_hook_z: Why there is no `hook_z`, if the layer itself was looked at.
         hooks: Hook points that can be taken.
     """
 
@@ -60,12 +66,17 @@ class LayerLayout:
     mid_residual: Key | None = None
     mid_norm: str | None = None
     first_norm: str | None = None
+    attn: str | None = None
+    attn_input: Key | None = None
     mlp: str | None = None
     mlp_input: Key | None = None
     mlp_in_is_norm_output: bool = False
     attn_branch: str | None = None
     mlp_branch: str | None = None
     branch_scale: str | None = None
+    out_proj: str | None = None
+    out_proj_input: Key | None = None
+    no_hook_z: str = ""
     hooks: frozenset[HookPoint] = field(default=BOUNDARIES)
 
 
@@ -99,7 +110,29 @@ def analyse_layer(cls: type[nn.Module], layer: object | None = None) -> LayerLay
             ]
     except NotUnderstoodError as error:
         raise UnsupportedError(f"{where}: the residual stream cannot be followed: {error}") from error
-    return _agreed(layouts, where)
+    agreed = _agreed(layouts, where)
+    return _with_output_projection(agreed, layer) if isinstance(layer, nn.Module) else agreed
+
+
+def _with_output_projection(layout: LayerLayout, layer: nn.Module) -> LayerLayout:
+    """Add the output projection of the layer's attention, or why its input can be no site."""
+    if layout.attn is None or layout.attn_input is None:
+        return replace(layout, no_hook_z="the layer has no one attention with one input")
+    attention = layer.get_submodule(layout.attn)
+    found = find_output_projection(attention, layout.attn_input)
+    if found is None:
+        cls, is_replaced = type(attention).__name__, "forward" in vars(attention)
+        shown = "shows no linear layer that makes its result"
+        reason = f"vLLM replaced the forward of this {cls}" if is_replaced else f"the source of {cls} {shown}"
+        return replace(layout, no_hook_z=reason)
+    if found.obstacle:
+        return replace(layout, no_hook_z=found.obstacle)
+    return replace(
+        layout,
+        out_proj=f"{layout.attn}.{found.module}",
+        out_proj_input=found.argument,
+        hooks=layout.hooks | {HookPoint.HOOK_Z},
+    )
 
 
 class _Reading:
@@ -170,7 +203,7 @@ class _Reading:
         norm = call.module if is_norm(call.module) else None
         layout = replace(layout, mid=call.module, mid_input=keys[0], mid_residual=keys[1], mid_norm=norm)
         layout = replace(layout, hooks=layout.hooks | {HookPoint.POST_ATTN})
-        layout = self._with_mlp_input(layout, mlp[0])
+        layout = self._with_mlp_input(self._with_attention_input(layout, attention), mlp[0])
         is_whole = len(mlp) == len(rest) and (self._carry is None or self._carry.numbers == mid)
         if self._is_pair:
             layout = replace(layout, first_norm=self._first_norm(call, keys[1], mid))
@@ -198,7 +231,15 @@ class _Reading:
         mlp = [atom for atom in branches if atom not in attention]
         if self._is_pair or len(attention) != 1 or len(mlp) != 1:
             return layout
-        return self._single_branches(self._with_mlp_input(layout, mlp[0]), attention, mlp)
+        layout = self._with_mlp_input(self._with_attention_input(layout, attention), mlp[0])
+        return self._single_branches(layout, attention, mlp)
+
+    def _with_attention_input(self, layout: LayerLayout, branches: list[Atom]) -> LayerLayout:
+        """Add the one argument through which the one attention branch reads the stream, if that is so."""
+        found = find_attention_input(branches[0], self._base, self._by_output) if len(branches) == 1 else None
+        if found is None or not self._is_called_once(found[0]):
+            return layout
+        return replace(layout, attn=found[0], attn_input=found[1], hooks=layout.hooks | {HookPoint.ATTN_IN})
 
     def _with_mlp_input(self, layout: LayerLayout, branch: Atom) -> LayerLayout:
         found = self._start(branch)
@@ -301,6 +342,9 @@ def _agreed(layouts: Sequence[LayerLayout], where: str) -> LayerLayout:
         is_output = False
     if agreed.mid is None or _differ(layouts, "first_norm"):
         agreed = replace(agreed, first_norm=None)
+    if _differ(layouts, "attn", "attn_input"):
+        agreed = replace(agreed, attn=None, attn_input=None)
+        hooks -= {HookPoint.ATTN_IN}
     if _differ(layouts, "mlp", "mlp_input"):
         agreed = replace(agreed, mlp=None, mlp_input=None)
         hooks -= set() if is_output else {HookPoint.MLP_IN}

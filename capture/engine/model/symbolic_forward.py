@@ -63,13 +63,16 @@ def parse_function(function: Callable[..., object]) -> ast.FunctionDef:
     return node
 
 
-def walk_paths(owner: type[nn.Module], layer: object | None, inputs: Mapping[str, bool]) -> Iterator[Path]:
+def walk_paths(
+    owner: type[nn.Module], layer: object | None, inputs: Mapping[str, bool], *, hands_itself_out: bool = False
+) -> Iterator[Path]:
     """Yield every path through ``owner.forward`` that returns.
 
     Args:
         owner: Class of the layer; its methods that `forward` calls are followed.
         layer: Object whose attributes decide conditions, if there is one.
         inputs: Parameters that carry the stream: True for a tensor, False for None.
+        hands_itself_out: Whether functions may be handed the layer, as Hugging Face's attention functions are.
 
     Raises:
         UnsupportedError: If there are too many paths, or a source cannot be read.
@@ -77,7 +80,8 @@ def walk_paths(owner: type[nn.Module], layer: object | None, inputs: Mapping[str
     """
     choices: list[bool] = []
     for _ in range(MAX_PATHS):
-        path = _walk(PathState(owner, layer, Decisions(choices), Tape()), inputs)
+        tape = Tape(hands_itself_out=hands_itself_out)
+        path = _walk(PathState(owner, layer, Decisions(choices), tape), inputs)
         if path is not None:
             yield path
         while choices and not choices[-1]:

@@ -153,10 +153,12 @@ class Tape:
     Attributes:
         inputs: Atoms of the parameters that carry the stream, by name.
         calls: In order.
+        hands_itself_out: Whether functions may be handed the layer.
     """
 
     inputs: dict[str, Atom] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
+    hands_itself_out: bool = False
     _count: int = 0
 
     def argument(self, name: str, *, is_stream: bool) -> Sum:
@@ -268,6 +270,8 @@ class Tape:
             if not isinstance(value, Plain):
                 continue
             is_callable = value.value is UNKNOWN or callable(value.value)
+            if value.value is SELF and self.hands_itself_out:
+                continue
             if value.value is SELF or (is_callable and value.path and is_norm(value.path, value.value)):
                 raise NotUnderstoodError(f"{called}(...) is handed {value.path or 'the layer'} and may bypass it")
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextvars
 import operator
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -18,11 +19,11 @@ from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.requests.chat_messages import RenderedMessage, Tokens
 from headgate.capture.engine.requests.hidden_states import Form
-from headgate.capture.schema.consumer import Memo
 from headgate.capture.schema.errors import OverloadedError, RequestError
 from headgate.capture.schema.limits import CaptureUse
 from headgate.capture.schema.positions import Message, Span
 from headgate.capture.schema.results import CaptureResults
+from headgate.capture.schema.spec import Memo
 
 _call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("headgate_http_call", default=None)
 
@@ -86,27 +87,31 @@ def enter(call: Call) -> None:
     set_caller(call.caller)
 
 
-_overloads: contextvars.ContextVar[list[OverloadedError] | None] = contextvars.ContextVar(
-    "headgate_overloads", default=None
-)
+Refusal = RequestError | OverloadedError
+_refusals: contextvars.ContextVar[list[Refusal] | None] = contextvars.ContextVar("headgate_refusals", default=None)
 
 
-def watch_overloads() -> list[OverloadedError]:
-    """Begin a list for this HTTP call: `note_overload` fills it, from this task and those that it starts."""
-    found: list[OverloadedError] = []
-    _overloads.set(found)
+def watch_refusals() -> list[Refusal]:
+    """Begin a list for this HTTP call: `noting_refusals` fills it, from this task and those that it starts."""
+    found: list[Refusal] = []
+    _refusals.set(found)
     return found
 
 
-def overloads() -> list[OverloadedError]:
-    """Return why requests of this HTTP call were sent away so far."""
-    return _overloads.get() or []
+def refusals() -> list[Refusal]:
+    """Return why the engine refused requests of this HTTP call so far."""
+    return _refusals.get() or []
 
 
-def note_overload(error: OverloadedError) -> None:
-    """Note that a request was sent away, if it belongs to an HTTP call."""
-    if (found := _overloads.get()) is not None:
-        found.append(error)
+@contextmanager
+def noting_refusals() -> Iterator[None]:
+    """Note what is raised here because a request is refused or sent away, if it belongs to an HTTP call."""
+    try:
+        yield
+    except (RequestError, OverloadedError) as error:
+        if (found := _refusals.get()) is not None:
+            found.append(error)
+        raise
 
 
 class Client(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -9,9 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType, ModuleType
 
+from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
+from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import hidden_states
-from headgate.capture.engine.requests.call_context import Call, current_call
+from headgate.capture.engine.requests.call_context import Call, current_call, current_client
 from headgate.capture.engine.requests.capture_request import (
     CaptureRequestReader,
     FindMessage,
@@ -21,9 +24,9 @@ from headgate.capture.engine.requests.permissions import check_length, check_use
 from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, join_key
-from headgate.capture.schema.errors import UnsupportedError
+from headgate.capture.schema.errors import RequestError, UnsupportedError
 from headgate.capture.schema.limits import CaptureLimits, CaptureUse, use_of
-from headgate.capture.schema.results import CaptureResult, CaptureResults
+from headgate.capture.schema.results import CaptureResult, CaptureResults, KeptRequest, RowKeeper
 from headgate.capture.transport.driver_host import DriverHost, DriverStats
 from headgate.capture.transport.messages import DTYPES
 from headgate.capture.transport.result_hub import HubStats, ResultHub
@@ -46,6 +49,7 @@ class FrontEnd:
         consumers: The class of each configured consumer, by instance name.
         num_stages: Pipeline stages of the engine.
         open_drivers: Opens the consumers that are located here, for a hub.
+        num_front_ends: API processes of the server; each has consumers of its own.
     """
 
     def __init__(
@@ -56,10 +60,11 @@ class FrontEnd:
         *,
         num_stages: int,
         open_drivers: Callable[[ResultHub], DriverHost],
+        num_front_ends: int = 1,
     ) -> None:
         self.config = config
         self.model = model
-        self.capture_reader = CaptureRequestReader(config, model, consumers)
+        self.capture_reader = CaptureRequestReader(config, model, consumers, num_front_ends)
         self._limits = CaptureLimits(max_rows=config.max_request_rows, max_bytes=config.max_request_bytes)
         self._row_bytes = model.hidden_size * DTYPES[model.dtype].itemsize
         self._drivers = frozenset(name for name, consumer in consumers.items() if consumer.location == "driver")
@@ -71,6 +76,7 @@ class FrontEnd:
         self._awaited: dict[str, float] = {}
         """By the keys of the requests whose results are collected: seconds that their rows may wait in the worker."""
         self._num_stages = num_stages
+        self._num_front_ends = num_front_ends
         self._open_drivers = open_drivers
         self._lock = threading.Lock()
         self._hub: ResultHub | None = None
@@ -127,6 +133,33 @@ class FrontEnd:
         return use_of(
             named, num_prompt=num_prompt, max_tokens=max_tokens, num_samples=num_samples, row_bytes=self._row_bytes
         )
+
+    def find_kept(self, name: str, sample_index: int, field: str) -> KeptRequest:
+        """Find the rows that a request of the client at hand has kept; see `FindKept`.
+
+        Raises:
+            RequestError: Naming ``request`` or ``sample`` below `field`; also if nothing is kept here.
+            fastapi.HTTPException: With status 403, if an HTTP client may not capture.
+        """
+        client = current_client()
+        if client is not None:
+            client.require_role(CAPTURE)
+        drivers = self._drivers_here.consumers.values() if self._drivers_here is not None else ()
+        keepers = [consumer for consumer in drivers if isinstance(consumer, RowKeeper)]
+        if not keepers:
+            raise RequestError(f"{field}.request", "this server keeps no rows: start it with the consumer 'memory'")
+        if self._num_front_ends > 1:
+            raise RequestError(
+                f"{field}.request",
+                f"this server has {self._num_front_ends} API processes, and each would know the rows of its own "
+                "requests alone; start it with --api-server-count 1",
+            )
+        caller = current_caller()
+        owner = None if caller is None else caller.key.name
+        for keeper in keepers[:-1]:
+            with contextlib.suppress(RequestError):
+                return keeper.find_kept(owner, name, sample_index, field)
+        return keepers[-1].find_kept(owner, name, sample_index, field)
 
     @property
     def hub(self) -> ResultHub:

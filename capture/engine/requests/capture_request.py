@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
+from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.vllm_frontend import SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import hidden_states
@@ -22,10 +23,10 @@ from headgate.capture.engine.requests.sampling_params import (
     read_fields,
 )
 from headgate.capture.schema.config import HIDDEN_STATES, CaptureConsumersConfig
-from headgate.capture.schema.consumer import CaptureConsumer, Memo, ModelInfo, SpecContext
+from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, SpecContext
 from headgate.capture.schema.errors import ConsumerError, RequestError, shown
 from headgate.capture.schema.positions import Message, PositionSelector
-from headgate.capture.schema.spec import CaptureSpec
+from headgate.capture.schema.spec import CaptureSpec, Memo
 
 FindMessage = Callable[[Message, str], PositionSelector]
 """Resolves a message selector of the request at hand; the text is the field, for errors."""
@@ -43,12 +44,18 @@ class CaptureRequestReader:
         config: The operator's configuration.
         model: The model being served.
         consumers: The class of each configured consumer, by instance name.
+        num_front_ends: API processes of the server.
     """
 
     def __init__(
-        self, config: CaptureConsumersConfig, model: ModelInfo, consumers: Mapping[str, type[CaptureConsumer]]
+        self,
+        config: CaptureConsumersConfig,
+        model: ModelInfo,
+        consumers: Mapping[str, type[CaptureConsumer]],
+        num_front_ends: int = 1,
     ) -> None:
         self._model = model
+        self._num_front_ends = num_front_ends
         self._consumers = consumers
         self._params = {spec.instance: spec.params for spec in config.consumers}
         self.hidden_states = next((spec.instance for spec in config.consumers if spec.name == HIDDEN_STATES), None)
@@ -70,7 +77,7 @@ class CaptureRequestReader:
             specs[self._hidden_states()] = hidden_states.SPEC
         is_explicit = bool(specs)
         if wait is None:
-            wait = any(self._consumers[instance].is_awaited for instance in specs)
+            wait = any(self._consumers[instance].awaits(spec) for instance, spec in specs.items())
         for instance in self._consumers:
             if instance not in specs and (spec := self._global_spec(instance, request_id)) is not None:
                 specs[instance] = spec
@@ -127,13 +134,15 @@ class CaptureRequestReader:
         return spec
 
     def _context(self, instance: str, request_id: str) -> SpecContext:
-        call = current_call()
+        call, caller = current_call(), current_caller()
         return SpecContext(
             instance_name=instance,
             model=self._model,
             params=self._params[instance],
             client_request_id=request_id,
             memo=Memo() if call is None else call.memo,
+            owner=None if caller is None else caller.key.name,
+            num_front_ends=self._num_front_ends,
         )
 
     def _names(self) -> str:
@@ -168,9 +177,9 @@ def resolve(ask: CaptureRequest, num_prompt: int, find_message: FindMessage | No
     Raises:
         RequestError: If a selector can select nothing of this prompt.
     """
-    return replace(
-        ask, specs={name: _resolve(name, spec, num_prompt, find_message) for name, spec in ask.specs.items()}
-    )
+    specs = {name: _resolve(name, spec, num_prompt, find_message) for name, spec in ask.specs.items()}
+    is_same = all(specs[name] is spec for name, spec in ask.specs.items())
+    return ask if is_same else replace(ask, specs=specs)
 
 
 def _resolve(instance: str, spec: CaptureSpec, num_prompt: int, find_message: FindMessage | None) -> CaptureSpec:
@@ -178,7 +187,8 @@ def _resolve(instance: str, spec: CaptureSpec, num_prompt: int, find_message: Fi
     positions = spec.positions
     if isinstance(positions, Message) and find_message is not None:
         positions = find_message(positions, field)
-    return replace(spec, positions=positions.resolve(num_prompt, field))
+    resolved = positions.resolve(num_prompt, field)
+    return spec if resolved is spec.positions else replace(spec, positions=resolved)
 
 
 def messages_of(ask: CaptureRequest) -> dict[Message, str]:

@@ -15,6 +15,7 @@ from headgate.capture.engine.contracts.request_part import (
     PartRequest,
     PartRequestReader,
     RequestPart,
+    SourceReader,
 )
 from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
@@ -32,6 +33,7 @@ from headgate.capture.engine.requests.sampling_params import (
 )
 from headgate.capture.engine.requests.stray_fields import refuse_unknown_in
 from headgate.capture.schema.errors import OverloadedError, RequestError
+from headgate.capture.schema.results import KeptRequest
 
 REQUEST_READER = "_headgate_reader"
 """Attribute of vLLM's `InputProcessor`: its `RequestReader`."""
@@ -174,18 +176,33 @@ class RequestReader:
     def read_parts(self, values: Document) -> dict[str, PartRequest | None]:
         """Read the fields of each part that has any set; None for a part whose fields request nothing.
 
+        Fields that name kept rows are left out: whose they are is known in the context of the client's call alone.
+
         Raises:
             RequestError: As `read`.
         """
-        given = {
-            name: {field: values[field] for field in part.fields if field in values}
-            for name, part in request_parts().items()
-        }
-        return {name: self._read(name, request_parts()[name], fields) for name, fields in given.items() if fields}
+        found: dict[str, PartRequest | None] = {}
+        for name, part in request_parts().items():
+            given = {field: values[field] for field in part.fields if field in values}
+            if given and not _has_sources(self._open(name, part, given).reader, given):
+                found[name] = self._read(name, part, given)
+        return found
 
     def _read(self, name: str, part: RequestPart, values: Document) -> PartRequest | None:
-        wanted = self._open(name, part, values).reader.read(values)
+        reader = self._open(name, part, values).reader
+        if isinstance(reader, SourceReader) and reader.has_sources(values):
+            wanted = reader.read_with(values, self.find_kept)
+        else:
+            wanted = reader.read(values)
         return None if wanted is None else replace(wanted, wire=lift(wanted.wire))
+
+    def find_kept(self, name: str, sample_index: int, field: str) -> KeptRequest:
+        """Find rows that the client at hand has kept; see `FindKept`."""
+        if self.capture is None:
+            raise RequestError(
+                f"{field}.request", "this engine was started without capture, so nothing is kept; add 'memory'"
+            )
+        return self.capture.find_kept(name, sample_index, field)
 
     def _open(self, name: str, part: RequestPart, values: Document) -> OpenPart:
         opened = self.parts.get(name)
@@ -238,6 +255,10 @@ class RequestReader:
         """The same for `AsyncLLM`."""
         for name, wanted in headgate_request.parts.items():
             await self.parts[name].explain_async(wanted, client)
+
+
+def _has_sources(reader: PartRequestReader, values: Document) -> bool:
+    return isinstance(reader, SourceReader) and reader.has_sources(values)
 
 
 def is_refused(output: RequestOutput) -> bool:

@@ -20,7 +20,10 @@ from headgate.capture.engine.requests.sampling_params import (
 )
 from headgate.capture.schema.errors import RequestError
 
-PREFIXES = ("steering", "prefill_steering", "decode_steering", "sae_", CAPTURE, RETURN_HIDDEN_STATES)
+PREFIXES = (
+    *("steering", "prefill_steering", "decode_steering", "sae_", "prefill_sae_", "decode_sae_"),
+    *(CAPTURE, RETURN_HIDDEN_STATES),
+)
 EXTRA_ARGS, SAMPLING_PARAMS, VLLM_XARGS = "extra_args", "sampling_params", "vllm_xargs"
 _CONTAINERS = (VLLM_XARGS, EXTRA_ARGS, SAMPLING_PARAMS)
 

@@ -16,7 +16,7 @@ import msgspec
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.requests.call_context import Call, enter
 from headgate.capture.engine.requests.hidden_states import ATTRIBUTE, plain_state
-from headgate.capture.schema.results import CaptureResult, SupportsSummary
+from headgate.capture.schema.results import CaptureResult, plain_payload
 
 RESULTS = "capture_results"
 _LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
@@ -125,7 +125,7 @@ def _plain(results: Mapping[str, CaptureResult], call: Call) -> dict[str, object
 def plain_result(instance: str, result: CaptureResult) -> dict[str, object]:
     """A result as JSON values. A payload that is none becomes an error text, and never an error of the answer."""
     try:
-        payload = result.payload.summary() if isinstance(result.payload, SupportsSummary) else result.payload
+        payload = plain_payload(result.payload)
         # By way of JSON text, and so without NaN and infinity, which JSON does not have.
         return msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(result, payload=payload)))  # type: ignore[no-any-return]
     except Exception as error:  # noqa: BLE001  (payload and summary are the consumer's; any failure is its own)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.datastructures import State
 
-ROUTES = ("/v1/steering", "/v1/capture")
+ROUTES = ("/v1/steering", "/v1/capture", "/v1/patch_sweep")
 BINARY = ("application/msgpack", "application/x-msgpack")
 _HOW = "The operator starts it with `headgate serve`, or with the environment variable VLLM_PLUGINS=headgate"
 

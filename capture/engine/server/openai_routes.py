@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import Function
-from headgate.capture.engine.contracts.vllm_frontend import SamplingParams
+from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, SamplingParams
 from headgate.capture.engine.contracts.vllm_server import (
     Body,
     ChatBody,
@@ -24,6 +24,7 @@ from headgate.capture.engine.contracts.vllm_server import (
 )
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.frontends.metering import check_quota
+from headgate.capture.engine.frontends.unsent_renderings import forget_unsent, looking_up
 from headgate.capture.engine.requests.call_context import Call, current_call, enter, taken
 from headgate.capture.engine.requests.capture_frontend import front_end_of
 from headgate.capture.engine.requests.capture_request import messages_of
@@ -161,9 +162,13 @@ def create_chat_completion(original: Function) -> Function:
 async def _serve(
     original: Function, given: Document, handler: Handler, request: Body, *args: object, **kwargs: object
 ) -> object:
-    """Call vLLM's handler. The stream of a request that may have to wait begins when it has not been sent away."""
+    """Call vLLM's handler. The stream of a request that the engine may refuse begins when it has not.
+
+    The stream of a response in the background only watches another task, and does not end if that fails.
+    """
     answer: object = await original(handler, request, *args, **kwargs)
-    return await await_first_event(answer, handler) if given.keys() - CAPTURE_FIELDS else answer
+    is_watched = bool(given.keys() - CAPTURE_FIELDS) and not getattr(request, "background", False)
+    return await await_first_event(answer, handler) if is_watched else answer
 
 
 def create_responses(original: Function) -> Function:
@@ -192,7 +197,7 @@ def create_responses(original: Function) -> Function:
             headgate_request = reader_of(self.engine_client).read(params, request.request_id)
             if headgate_request is not None:
                 await reader_of(self.engine_client).confirm_async(headgate_request, self.engine_client.engine_core)
-        answer = await original(self, request, raw_request, *args, **kwargs)
+        answer = await _serve(original, given, self, request, raw_request, *args, **kwargs)
         return answer_response(answer, call) if _captures(given) else answer
 
     return wrapped
@@ -214,22 +219,28 @@ def generate_response(original: Function) -> Function:
         *args: object,
         **kwargs: object,
     ) -> AsyncGenerator[object, None]:
-        with as_client_error():
-            reader = reader_of(self.engine_client)
-            headgate_request = None if current_call() is None else reader.read(sampling_params, request_id)
-            if (
-                headgate_request is not None
-                and headgate_request.capture is not None
-                and "prompt_token_ids" in engine_input
-            ):
-                assert reader.capture is not None  # noqa: S101  (it has read what is captured)
-                num_prompt = len(engine_input["prompt_token_ids"])
-                find_message = Call().find_message([])
-                resolved = reader.capture.resolve(headgate_request.capture, num_prompt, sampling_params, find_message)
-                check_quota(reader.capture, resolved, num_prompt, sampling_params)
+        try:
+            with as_client_error():
+                _check_engine_input(self.engine_client, engine_input, sampling_params, request_id)
+        except Exception:
+            forget_unsent(self.engine_client.input_processor, engine_input)
+            raise
         return original(self, request_id, engine_input, sampling_params, *args, **kwargs)  # type: ignore[no-any-return]
 
     return wrapped
+
+
+def _check_engine_input(
+    engine: AsyncLLM, engine_input: Mapping[str, Sequence[int]], params: SamplingParams, request_id: str
+) -> None:
+    reader = reader_of(engine)
+    headgate_request = None if current_call() is None else reader.read(params, request_id)
+    if headgate_request is None or headgate_request.capture is None or "prompt_token_ids" not in engine_input:
+        return
+    assert reader.capture is not None  # noqa: S101  (it has read what is captured)
+    num_prompt = len(engine_input["prompt_token_ids"])
+    resolved = reader.capture.resolve(headgate_request.capture, num_prompt, params, Call().find_message([]))
+    check_quota(reader.capture, resolved, num_prompt, params)
 
 
 def create_from_audio(original: Function) -> Function:
@@ -323,8 +334,8 @@ async def _try_render(handler: ChatHandler, request: ChatBody, chat: Chat) -> To
         update={"messages": list(chat), "add_generation_prompt": False, "continue_final_message": False}
     )
     try:
-        rendered = await handler.render_chat_request(part)
-        _, (prompt,) = rendered
+        with looking_up():
+            _, (prompt,) = await handler.render_chat_request(part)
         return prompt["prompt_token_ids"]
     except Exception:  # noqa: BLE001  (templates raise whatever they like to refuse a conversation)
         return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -19,22 +19,26 @@ from starlette.datastructures import State
 from headgate.capture.engine.access.access_key import ADMIN, role_of
 from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.parts import Part, collect
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.route_part import RouteClient
 from headgate.capture.engine.frontends.engine_handles import NotConfiguredError
+from headgate.capture.engine.requests.request_reader import reader_of
 from headgate.capture.engine.server.access_keys import open_access, require_role
 from headgate.capture.engine.server.bodies.field_guard import install_guard
-from headgate.capture.engine.server.bodies.middleware import LONG, install_bodies
+from headgate.capture.engine.server.bodies.middleware import LONG_BODY, install_bodies
 from headgate.capture.engine.server.bodies.msgpack_fields import read_msgpack
 from headgate.capture.engine.server.bodies.parsing import read_json
 from headgate.capture.engine.server.loop_threads import in_turn, run_in_thread
 from headgate.capture.engine.server.metrics_page import Counters, MetricsPage
 from headgate.capture.engine.server.retry_after import RetryAfterMiddleware
+from headgate.capture.engine.server.scoring import EngineVocabulary, score, vocabulary_of
 from headgate.capture.engine.setup.client_errors import answer_refused, as_client_error, refused_error
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.server_args import read_server_args
 from headgate.capture.engine.setup.settings import OUR_KEY
 from headgate.capture.schema.config import server_config
 from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.results import KeptRequest
 
 logger = logging.getLogger("headgate")
 
@@ -128,6 +132,18 @@ class PartServices:
         """Read the body of `request`; see the function `read_object`."""
         return await read_object(request)
 
+    def find_kept(self, name: str, sample_index: int, field: str) -> KeptRequest:
+        """Find the rows that the client at hand has kept."""
+        return reader_of(self.engine()).find_kept(name, sample_index, field)
+
+    async def vocabulary(self) -> EngineVocabulary:
+        """Return the tokens of the model."""
+        return await vocabulary_of(self.engine())
+
+    async def score(self, prompt: Sequence[int], token_ids: Sequence[int], fields: Document) -> Sequence[float]:
+        """Return the logprobs of tokens after a prompt."""
+        return await score(self.engine(), prompt, token_ids, fields)
+
     def client_errors(self) -> AbstractContextManager[None]:
         """Turn each `RequestError` into an answer with status 400."""
         return as_client_error()
@@ -148,7 +164,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     body = await _body_of(request)
     try:
         short, long = _DECODERS[kind]
-        document = short(body) if len(body) < LONG else await run_in_thread(partial(in_turn, partial(long, body)))
+        document = short(body) if len(body) < LONG_BODY else await run_in_thread(partial(in_turn, partial(long, body)))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError("body", f"is not {kind.rpartition('/')[2]}: {error}") from None
     if not isinstance(document, dict) or not all(isinstance(name, str) for name in document):

@@ -1,4 +1,4 @@
-"""``Retry-After`` in the answers to requests that were sent away since too many others wait."""
+"""Answers to requests that the engine refused or sent away: their status, and ``Retry-After``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from http import HTTPStatus
 
 from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
 from headgate.capture.engine.contracts.vllm_server import ErrorAnswers
-from headgate.capture.engine.requests.call_context import overloads, watch_overloads
+from headgate.capture.engine.requests.call_context import refusals, watch_refusals
+from headgate.capture.schema.errors import OverloadedError
 
 RETRY_AFTER_S = 5
 """Seconds that such a client is asked to wait: vector slots come free when other requests end."""
+
+_BEFORE_THE_ENGINE = ("response.created", "response.in_progress")
+"""Events of a response that are sent before the engine is asked."""
 
 
 class RetryAfterMiddleware:
@@ -23,10 +27,11 @@ class RetryAfterMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        sent_away = watch_overloads()
+        refused = watch_refusals()
 
         async def send_on(message: AsgiMessage) -> None:
-            if sent_away and message.get("status") == HTTPStatus.SERVICE_UNAVAILABLE:
+            is_sent_away = any(isinstance(error, OverloadedError) for error in refused)
+            if is_sent_away and message.get("status") == HTTPStatus.SERVICE_UNAVAILABLE:
                 headers = [*message.get("headers", ()), (b"retry-after", b"%d" % RETRY_AFTER_S)]
                 message = {**message, "headers": headers}
             await send(message)
@@ -35,9 +40,10 @@ class RetryAfterMiddleware:
 
 
 async def await_first_event(answer: object, handler: ErrorAnswers) -> object:
-    """Return a stream once its first event is there, or the error answer if the request was sent away before.
+    """Return a stream once its first event from the engine is there, or the error answer if it refused the request.
 
-    The status of a stream is sent before its first event is asked for, so it would be 200 in any case.
+    The status of a stream is sent before its first event is asked for, so it would be 200 in any case; and the stream
+    of a response (/v1/responses) would break off, without a word.
 
     Args:
         answer: Of vLLM's handler; what is no stream is returned as it is.
@@ -45,19 +51,25 @@ async def await_first_event(answer: object, handler: ErrorAnswers) -> object:
     """
     if not isinstance(answer, AsyncGenerator):
         return answer
+    begun: list[object] = []
     try:
-        first = await anext(answer)
+        while not begun or getattr(begun[-1], "type", None) in _BEFORE_THE_ENGINE:
+            begun.append(await anext(answer))
     except StopAsyncIteration:
-        return answer
-    if sent_away := overloads():
+        pass
+    except Exception:
+        if not refusals():
+            raise
+    if refused := refusals():
         await answer.aclose()
-        return handler.create_error_response(sent_away[0])
-    return _rejoined(first, answer)
+        return handler.create_error_response(refused[0])
+    return _rejoined(begun, answer)
 
 
-async def _rejoined(first: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+async def _rejoined(begun: list[object], rest: AsyncGenerator[object, None]) -> AsyncGenerator[object, None]:
     try:
-        yield first
+        for event in begun:
+            yield event
         async for event in rest:
             yield event
     finally:

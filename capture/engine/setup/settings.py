@@ -2,13 +2,16 @@
 
 The operator writes ``additional_config={"headgate": {"capture": {...}}}``. Each section belongs to one part of
 headgate (an entry point of the group ``headgate.parts``). The worker later replaces the sections by a signature of
-the graph, so that volatile values stay out of vLLM's compile-cache key: the sections as first read are kept as an
-attribute of the config object and travel with it to other processes.
+the graph, so that volatile values stay out of vLLM's compile-cache key: the sections as first read are kept here, for
+as long as the config object lives. Not in the object itself, since vLLM copies configs field by field (of a model with
+images, for its language model) and fails at an attribute that is no field. Other processes get the operator's own form.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import VllmConfig
@@ -28,10 +31,28 @@ SERVER = "server"
 """The section of the HTTP server, which no part of an engine reads."""
 COMPILER = "compiler"
 """The section of what headgate does to inductor, which no part reads."""
-_READ = "_headgate_sections"
-_COMPILER = "_headgate_compiler"
-_MODEL = "_headgate_model"
-_CAPTURE = "_headgate_capture"
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The findings in one config; None until they are read."""
+
+    sections: Mapping[str, Document] | None = None
+    compiler: CompilerConfig | None = None
+    model: ModelInfo | None = None
+    capture: CaptureConsumersConfig | None = None
+
+
+_kept: dict[int, _Kept] = {}
+"""By the identity of a config that lives."""
+
+
+def _kept_of(vllm_config: VllmConfig) -> _Kept:
+    key = id(vllm_config)
+    if (found := _kept.get(key)) is None:
+        found = _kept[key] = _Kept()
+        weakref.finalize(vllm_config, _kept.pop, key, None).atexit = False
+    return found
 
 
 def sections(vllm_config: VllmConfig) -> Mapping[str, Document]:
@@ -40,8 +61,8 @@ def sections(vllm_config: VllmConfig) -> Mapping[str, Document]:
     Raises:
         ConfigError: If ``additional_config["headgate"]`` is not an object.
     """
-    if (read := vars(vllm_config).get(_READ)) is not None:
-        return read  # type: ignore[no-any-return]
+    if (known := _kept.get(id(vllm_config))) is not None and known.sections is not None:
+        return known.sections
     extra = vllm_config.additional_config
     ours = extra.get(OUR_KEY) if isinstance(extra, Mapping) else None
     if ours is None:
@@ -49,16 +70,17 @@ def sections(vllm_config: VllmConfig) -> Mapping[str, Document]:
     if not isinstance(ours, Mapping):
         raise ConfigError(f"additional_config['headgate'] must be an object of sections, got {ours!r}")
     parse_server(ours.get(SERVER))
-    object.__setattr__(vllm_config, _COMPILER, parse_compiler(ours.get(COMPILER)))
-    parts = {name: document for name, document in ours.items() if name not in (SERVER, COMPILER)}
-    object.__setattr__(vllm_config, _READ, parts)
-    return sections(vllm_config)
+    kept = _kept_of(vllm_config)
+    kept.compiler = parse_compiler(ours.get(COMPILER))
+    kept.sections = {name: document for name, document in ours.items() if name not in (SERVER, COMPILER)}
+    return kept.sections
 
 
 def compiler_config(vllm_config: VllmConfig) -> CompilerConfig:
     """Return the section ``compiler``, or its defaults."""
     sections(vllm_config)
-    return vars(vllm_config).get(_COMPILER) or CompilerConfig()
+    known = _kept.get(id(vllm_config))
+    return CompilerConfig() if known is None or known.compiler is None else known.compiler
 
 
 def section(vllm_config: VllmConfig, name: str) -> Document:
@@ -74,10 +96,10 @@ def capture_config(vllm_config: VllmConfig) -> CaptureConsumersConfig | None:
     """
     if "capture" not in sections(vllm_config):
         return None
-    if (parsed := vars(vllm_config).get(_CAPTURE)) is None:
-        parsed = parse_config(section(vllm_config, "capture"))
-        object.__setattr__(vllm_config, _CAPTURE, parsed)
-    return parsed if parsed.consumers else None
+    kept = _kept_of(vllm_config)
+    if kept.capture is None:
+        kept.capture = parse_config(section(vllm_config, "capture"))
+    return kept.capture if kept.capture.consumers else None
 
 
 def model_info(vllm_config: VllmConfig) -> ModelInfo:
@@ -86,8 +108,9 @@ def model_info(vllm_config: VllmConfig) -> ModelInfo:
     Raises:
         ConfigError: If ``capture.sites`` names an unknown hook point or a layer that the model lacks.
     """
-    if (known := vars(vllm_config).get(_MODEL)) is not None:
-        return known  # type: ignore[no-any-return]
+    kept = _kept_of(vllm_config)
+    if kept.model is not None:
+        return kept.model
     model = vllm_config.model_config
     config = capture_config(vllm_config)
     num_layers = model.hf_text_config.num_hidden_layers
@@ -95,7 +118,7 @@ def model_info(vllm_config: VllmConfig) -> ModelInfo:
         sites = parse_sites(config.sites, num_layers, "capture.sites") if config else ()
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    info = ModelInfo(
+    kept.model = ModelInfo(
         name=model.served_model_name[0] if isinstance(model.served_model_name, list) else model.served_model_name,
         num_layers=num_layers,
         hidden_size=model.get_hidden_size(),
@@ -103,5 +126,4 @@ def model_info(vllm_config: VllmConfig) -> ModelInfo:
         sites=sites,
         context_length=model.max_model_len,
     )
-    object.__setattr__(vllm_config, _MODEL, info)
-    return info
+    return kept.model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from types import ModuleType
@@ -85,13 +85,13 @@ def install(worker: Worker) -> InstalledWorker:
     hooks = make_hooks({name: part for name, part in opened.items() if part is not None})
     model = worker.model_runner.get_model()
     parent, stack_name, layers = find_decoder_stack(model)
-    facts = _facts(worker, model_info(config), [index for index, _ in layers])
+    facts = _facts(worker, model_info(config), [index for index, _ in layers], reapplies_mid(layers))
     device_bytes = sum(hooks.hook.headgate_allocate(facts=facts))
     actions = _collect_actions(hooks, facts)
     install_actions(parent, stack_name, layers, actions)
     hooks.hook.headgate_start(facts=facts)
     _add_to_model_memory(worker.model_runner, device_bytes)
-    _key_graph(config, hooks, actions)
+    _key_graph(_configs(config, model), hooks, actions)
     installed = InstalledWorker(worker, facts, hooks, device_bytes)
     setattr(worker, ENGINE_ATTRIBUTE, installed)
     return installed
@@ -155,11 +155,16 @@ def _install_layer(where: str, layer: nn.Module, wanted: Wanted, *, is_first: bo
     layout = analyse_layer(type(layer), layer)
     missing = [hook for hook in wanted if hook not in layout.hooks]
     if missing:
+        why = f": {layout.no_hook_z}" if missing[0] is HookPoint.HOOK_Z else ""
         raise UnsupportedError(
-            f"{where} ({type(layer).__name__}) has no hook point {missing[0]}; it has "
+            f"{where} ({type(layer).__name__}) has no hook point {missing[0]}{why}; it has "
             f"{', '.join(sorted(layout.hooks))}. Take {missing[0]} out of the configured sites"
         )
     parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
+    within_attention = {
+        hook: _unfused(wanted[hook]) for hook in (HookPoint.ATTN_IN, HookPoint.HOOK_Z) if hook in wanted
+    }
+    wanted = {**wanted, **within_attention}
     wanted, early_places = _place_around_mid_norm(layout, wanted, is_first=is_first)
     places = submodule_places(layout, layer) | early_places
     for name in dict.fromkeys(place.module for place in places.values()):
@@ -182,7 +187,8 @@ def _place_around_mid_norm(
 ) -> tuple[Wanted, dict[HookPoint, forward_wrappers.Place]]:
     """Choose how actions around a fused mid norm run: before attention where all can, with the places; else unfused."""
     if layout.mid_residual is None:
-        return wanted, {}
+        mid = [replace(action, run=action.run_and_keep or action.run) for action in wanted.get(HookPoint.POST_ATTN, ())]
+        return {**wanted, HookPoint.POST_ATTN: mid} if mid else wanted, {}
     chosen, places = dict(wanted), {}
     for hook in (HookPoint.ATTN_OUT, HookPoint.POST_ATTN):
         actions = wanted.get(hook, ())
@@ -193,8 +199,12 @@ def _place_around_mid_norm(
             chosen[hook] = early
             places[hook] = forward_wrappers.Place(module=layout.first_norm, result=1)
         elif actions:
-            chosen[hook] = [replace(action, run=action.unfused or action.run) for action in actions]
+            chosen[hook] = _unfused(actions)
     return chosen, places
+
+
+def _unfused(actions: Sequence[SiteAction]) -> list[SiteAction]:
+    return [replace(action, run=action.unfused or action.run) for action in actions]
 
 
 def reapplied_runs(
@@ -215,6 +225,10 @@ def submodule_places(layout: LayerLayout, layer: nn.Module) -> dict[HookPoint, f
     places: dict[HookPoint, forward_wrappers.Place] = {}
     is_pair = layout.style == "pair"
     scale = float(getattr(layer, layout.branch_scale)) if layout.branch_scale else None
+    if layout.attn:
+        places[HookPoint.ATTN_IN] = forward_wrappers.Place(module=layout.attn, value=layout.attn_input)
+    if layout.out_proj:
+        places[HookPoint.HOOK_Z] = forward_wrappers.Place(module=layout.out_proj, value=layout.out_proj_input)
     if layout.attn_branch and not is_pair:
         places[HookPoint.ATTN_OUT] = forward_wrappers.Place(module=layout.attn_branch, scale=scale)
     if layout.mid:
@@ -245,7 +259,15 @@ def _install_final_norm(parent: nn.Module, actions: Sequence[SiteAction]) -> Non
     forward_wrappers.swap_class(module, forward_wrappers.module_forward(taken))
 
 
-def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int]) -> WorkerFacts:
+def reapplies_mid(layers: Sequence[tuple[int, nn.Module]]) -> bool:
+    """Return whether a layer's mid stream is read by a module that does not pass it on."""
+    try:
+        return any(analyse_layer(type(layer), layer).mid_residual is None for _, layer in layers)
+    except UnsupportedError:  # a layer with an action is refused when that is installed
+        return True
+
+
+def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int], is_mid_reapplied: bool) -> WorkerFacts:
     from vllm.config import CompilationMode
     from vllm.distributed import get_pp_group, get_tp_group
 
@@ -262,6 +284,7 @@ def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int]) -> WorkerF
         tp_rank=get_tp_group().rank_in_group,
         pp_rank=get_pp_group().rank_in_group,
         pp_size=get_pp_group().world_size,
+        reapplies_mid=is_mid_reapplied,
     )
 
 
@@ -275,7 +298,10 @@ def _collect_actions(hooks: pluggy.PluginManager, facts: WorkerFacts) -> dict[Si
 
 def functions_of(action: SiteAction) -> list[object]:
     """The functions of an action that the forward may call."""
-    functions = (action.run, action.reapply_to_residual, action.before_attention, action.unfused)
+    functions = (
+        *(action.run, action.reapply_to_residual, action.run_and_keep),
+        *(action.before_attention, action.unfused),
+    )
     return [function for function in functions if function is not None]
 
 
@@ -285,8 +311,15 @@ def _add_to_model_memory(runner: ModelRunner, device_bytes: int) -> None:
         runner.model_memory_usage += device_bytes
 
 
+def _configs(vllm_config: VllmConfig, model: nn.Module) -> list[VllmConfig]:
+    """Return the config of `model`, and the copies that its compiled parts have: of several models in one, each has."""
+    copies = (vars(module).get("vllm_config") for module in model.modules())
+    found = {id(config): config for config in (vllm_config, *copies) if config is not None}
+    return list(found.values())
+
+
 def _key_graph(
-    vllm_config: VllmConfig, hooks: pluggy.PluginManager, actions: Mapping[Site, Sequence[SiteAction]]
+    configs: Iterable[VllmConfig], hooks: pluggy.PluginManager, actions: Mapping[Site, Sequence[SiteAction]]
 ) -> None:
     """Make vLLM's compile caches tell our graphs from stock's and from each other's.
 
@@ -298,7 +331,8 @@ def _key_graph(
     key: dict[str, object] = {"code": digest_of(modules), "rewrites": REWRITES.is_on}
     for found in hooks.hook.headgate_graph_key():
         key.update(found)
-    vllm_config.additional_config = {**vllm_config.additional_config, "headgate": {"graph": key}}
+    for config in configs:
+        config.additional_config = {**config.additional_config, "headgate": {"graph": key}}
 
 
 def _after(owner: Worker, name: str, call: Callable[[], None]) -> None:

@@ -21,11 +21,15 @@ from typer.main import get_command
 from headgate.capture.engine.commands.verify import verify
 from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Feed
+from headgate.steering.config import SteeringConfig
+from headgate.steering.programs.program import Program
+from headgate.steering.requests.op_fields import read_ops
 from tests.benchmarks import bench_kernels, gpu_call, suite
 from tests.benchmarks.figures import Answer, Round, percentile, ratios, spread, summarize, summary, tables
 from tests.benchmarks.gpu_call import SIDE_BY_SIDE
 from tests.benchmarks.load import Raw, events, read
 from tests.benchmarks.models import MODELS, ModelSize
+from tests.benchmarks.operations import NUM_SITES, op_sites, operations
 from tests.benchmarks.servers import FEATURES, SINKS, counters, delays, publish_plugins, start_facts
 from tests.benchmarks.suite import jobs_of, rounds_of
 from tests.benchmarks.suite_http import delay_figures, read_options, runnable
@@ -194,6 +198,24 @@ def test_requests_bring_as_many_configurations_as_their_mode_says() -> None:
     assert len(bodies) == 4
 
 
+def test_each_request_brings_operations_of_its_own_to_the_op_sites_of_the_server() -> None:
+    asked = Asked(MODES["4 ops"], SHAPES["decode"], SIZE, "m", seed=1)
+    documents = [msgspec.json.decode(asked.body(index)[1]) for index in range(64)]
+
+    ops = [document["steering_ops"] for document in documents]
+
+    assert len({json.dumps(one) for one in ops}) == 64
+    assert "steering_vectors" not in documents[0]
+    steerable = SteeringConfig(op_sites=op_sites(SIZE)).steerable(
+        num_layers=SIZE.num_layers, hidden_size=SIZE.hidden, dtype="bfloat16"
+    )
+    for brought in (ops[0], operations(64, SIZE, 4)):
+        found = read_ops({"steering_ops": brought}, steerable, steerable.op_sites, steerable.max_ops_per_site)
+        assert found is not None
+        assert isinstance(found.prefill, Program)
+        assert (len(found.prefill.sites), found.prefill.num_rows) == (4 * NUM_SITES, 5)
+
+
 def test_layers_are_spread_over_the_model() -> None:
     assert (chosen("one", 34), chosen("four", 34), chosen("all", 34)) == ([17], [4, 12, 21, 29], "all")
 
@@ -287,7 +309,7 @@ CALLS = [
     (call, "gemma3-4b")
     for call in (
         *("check", "race", "idle", "soak", "verify", "memory", "kernels", "parallel", "parallel-cost"),
-        *("http", "http-main", "http-inline", "http-decode", "suite"),
+        *("http", "http-main", "http-inline", "http-decode", "ops", "suite"),
     )
 ]
 

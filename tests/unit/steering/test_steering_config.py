@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.schema.sites import HookPoint, Site, sort_sites
 from headgate.steering.config import SteeringConfig, parse_config
+from tests.fakes.saes import TinySae
+from tests.fakes.sparse_coders import save
+from tests.fakes.transcoders import TinyTranscoder
 
 
 @pytest.mark.parametrize("document", [None, {}], ids=repr)
@@ -47,6 +52,14 @@ def test_a_request_may_bring_what_can_ever_fit(config: SteeringConfig, expected:
         ({"sites": {}}, "name at least one hook point"),
         ({"modules": {"": "a.json"}}, "module's name"),
         ({"modules": {"calm": ""}}, "modules.calm: the path is empty"),
+        ({"saes": {"calm": ""}}, "saes.calm: the path is empty"),
+        ({"max_sae_features": 0}, "max_sae_features must be from 1 to 1024, got 0"),
+        ({"sae_encode": "a"}, "Expected `array`"),
+        (
+            {"saes": {"a": "x"}, "sae_encode": ["b"]},
+            "'b' is not among the SAEs of --saes: a",
+        ),
+        ({"saes": {"a": "x"}, "sae_encode": ["a", "a"]}, "sae_encode (--sae-encode): 'a' is named twice"),
     ],
     ids=str,
 )
@@ -70,3 +83,90 @@ def test_n_configurations_of_all_sites_fit_beside_global_vectors(num_layers: int
 def test_sites_that_the_model_does_not_have_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"sites\.post_mlp: layer 2"):
         SteeringConfig(sites={"post_mlp": [2]}).steerable(num_layers=2, hidden_size=8, dtype="float32")
+
+
+def test_the_site_of_an_sae_is_an_op_site_and_room_for_its_features_is_made(tmp_path: Path) -> None:
+    """The site comes from the configuration, or else from the SAE's own files; an @ may be part of a path."""
+    told = TinySae(width=8).save(tmp_path / "a@home")
+    telling = TinySae(width=8).save(tmp_path / "b", Site(1, HookPoint.MLP_OUT))
+    config = SteeringConfig(saes={"a": f"{told}@0.pre_attn", "b": str(telling)}, op_sites={"post_mlp": [1]})
+
+    steerable = config.steerable(num_layers=2, hidden_size=8, dtype="float32")
+
+    assert steerable.op_sites == sort_sites(map(Site.parse, ("0.pre_attn", "1.mlp_out", "1.post_mlp")))
+    assert set(steerable.op_sites) <= set(steerable.sites)
+    assert steerable.max_sae_features == 64
+    assert config.max_entries == SteeringConfig().max_entries + 64
+    assert SteeringConfig(sae_root="/x").max_entries == config.max_entries
+
+
+def test_an_sae_without_a_site_is_refused(tmp_path: Path) -> None:
+    config = SteeringConfig(saes={"a": str(TinySae(width=8).save(tmp_path / "a@home"))})
+
+    with pytest.raises(ConfigError, match=r"saes\.a \(--saes\): .*has no site; name it"):
+        config.steerable(num_layers=2, hidden_size=8, dtype="float32")
+
+
+def test_all_sites_of_a_transcoder_are_op_sites_and_room_for_its_changes_is_made(tmp_path: Path) -> None:
+    across, within = TinyTranscoder(layer=0, num_layers=3, width=8), TinyTranscoder(layer=1, width=8)
+    sae = f"{TinySae(width=8).save(tmp_path / 'sae')}@0.pre_attn"
+    saes = {"sae": sae, "across": str(across.save(tmp_path / "a")), "within": str(within.save(tmp_path / "b"))}
+    config = SteeringConfig(saes=saes, max_sae_features=5)
+
+    found = config.steerable(num_layers=3, hidden_size=8, dtype="float32")
+
+    names = ("0.pre_attn", "0.mlp_in", "0.mlp_out", "1.mlp_in", "1.mlp_out", "2.mlp_out")
+    assert found.op_sites == sort_sites(map(Site.parse, names))
+    assert found.max_changes == 5
+    assert set(config.transcoders()) == {"across", "within"}
+    assert SteeringConfig(saes={"sae": sae}).num_changes == 0
+    assert SteeringConfig(sae_root="/x").num_changes == 64
+    with pytest.raises(ConfigError, match=r"saes.across \(--saes\): 2.mlp_out: the model has 2 layers"):
+        config.steerable(num_layers=2, hidden_size=8, dtype="float32")
+    with pytest.raises(ConfigError, match=r"saes.x \(--saes\): .*whose sites the source must tell"):
+        SteeringConfig(saes={"x": f"{saes['within']}@1.mlp_out"}).num_changes  # noqa: B018
+
+
+def encoded(folder: Path, *saes: TinySae, site: str = "1.post_mlp") -> SteeringConfig:
+    """A configuration that has `saes` encoded, all of them at one site."""
+    paths = {f"sae{at}": f"{sae.save(folder / str(at))}@{site}" for at, sae in enumerate(saes)}
+    return parse_config({"saes": paths, "sae_encode": list(paths)})
+
+
+def test_an_encoded_sae_takes_an_entry_of_each_program(tmp_path: Path) -> None:
+    config = encoded(tmp_path, TinySae(architecture="gated", width=8))
+
+    steerable = config.steerable(num_layers=2, hidden_size=8, dtype="float32")
+
+    assert steerable.op_sites == (Site(1, HookPoint.POST_MLP),)
+    assert config.max_entries == SteeringConfig(saes=config.saes).max_entries + 1
+
+
+@pytest.mark.parametrize(
+    ("saes", "message"),
+    [
+        ([TinySae(architecture="topk", width=8)], "SAE 'sae0' is of the kind topk: it selects among all features"),
+        ([TinySae(width=16)], "SAE 'sae0' has the width 16; rows of the model have 8 values"),
+        ([TinySae(width=8), TinySae(width=8)], "SAE 'sae1' acts at 1.post_mlp, and so does 'sae0'"),
+    ],
+    ids=["top-k", "width", "site"],
+)
+def test_an_sae_that_cannot_reconstruct_rows_exactly_is_refused(
+    tmp_path: Path, saes: list[TinySae], message: str
+) -> None:
+    config = encoded(tmp_path, *saes)
+
+    with pytest.raises(ConfigError, match=r"\.sae_encode \(--sae-encode\): ") as refused:
+        config.steerable(num_layers=2, hidden_size=8, dtype="float32")
+    assert message in str(refused.value)
+
+
+def test_a_transcoder_and_missing_files_are_not_encoded(tmp_path: Path) -> None:
+    folder = tmp_path / "transcoder" / "transcoder" / "layer_1_width_16_l0_small"
+    tensors = {"w_enc": (8, 16), "w_dec": (16, 8), "b_enc": (16,), "b_dec": (8,), "threshold": (16,)}
+    save(folder / "params.safetensors", {name: np.ones(shape, np.float32) for name, shape in tensors.items()})
+    for path, message in ((folder, "SAE 'a' is a transcoder"), (tmp_path / "b@1.post_mlp", "no such file")):
+        config = parse_config({"saes": {"a": str(path)}, "sae_encode": ["a"]})
+
+        with pytest.raises(ConfigError, match=message):
+            config.steerable(num_layers=2, hidden_size=8, dtype="float32")

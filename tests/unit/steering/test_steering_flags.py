@@ -37,6 +37,12 @@ def test_flags_become_the_section(parser: argparse.ArgumentParser) -> None:
     assert section(parser, "--steering-sites", '{"post_mlp": [1]}') == {"sites": {"post_mlp": [1]}}
     named = section(parser, "--steering-modules", "a=/x/a.json", "b=b=c.gguf", "--steering-modules", "c=d.json")
     assert named == {"modules": {"a": "/x/a.json", "b": "b=c.gguf", "c": "d.json"}}
+    saes = section(parser, "--saes", "a=/x@12.post_mlp", "--saes", "b=c", "--sae-root", "/y", "--max-sae-features", "8")
+    assert saes == {"saes": {"a": "/x@12.post_mlp", "b": "c"}, "sae_root": "/y", "max_sae_features": 8}
+    encoded = section(parser, "--saes", "a=x", "b=y", "c=z", "--sae-encode", "a,b", "--sae-encode", "c")
+    assert encoded == {"saes": {"a": "x", "b": "y", "c": "z"}, "sae_encode": ["a", "b", "c"]}
+    base = {"headgate": {"steering": {"saes": {"a": "x", "b": "y"}, "sae_encode": ["a"]}}}
+    assert section(parser, "--sae-encode", "a,b", base=base)["sae_encode"] == ["a", "b"]
 
 
 def test_flags_are_added_to_what_is_configured(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +71,8 @@ def test_flags_of_capture_and_steering_together(parser: argparse.ArgumentParser)
         (["--max-steering-slots", "1"], "max_steering_slots must be at least 2"),
         (["--steering-modules", "a=a.json", "a=b.json"], "'a' is given as a.json and as b.json"),
         (["--steering-sites", "{}"], "name at least one hook point"),
+        (["--saes", "a=x", "--sae-encode", "a,b"], r"--sae-encode\): 'b' is not among the SAEs of --saes: a"),
+        (["--sae-encode", "b"], "'b' is not among the SAEs of --saes: none"),
     ],
 )
 def test_flags_that_contradict(parser: argparse.ArgumentParser, flags: list[str], reason: str) -> None:
@@ -73,7 +81,8 @@ def test_flags_that_contradict(parser: argparse.ArgumentParser, flags: list[str]
 
 
 @pytest.mark.parametrize(
-    "flags", [["--steering-modules", "a"], ["--steering-modules", "=b"], ["--steering-sites", "x"]]
+    "flags",
+    [["--steering-modules", "a"], ["--steering-modules", "=b"], ["--steering-sites", "x"], ["--sae-encode", "a,"]],
 )
 def test_wrong_flags_are_errors_of_the_command_line(parser: argparse.ArgumentParser, flags: list[str]) -> None:
     with pytest.raises(argparse.ArgumentError):

@@ -38,11 +38,15 @@ EXTRACT: Mapping[str, FieldExtractor] = {
 }
 """By content type."""
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-LONG = 32 << 10
+LONG_BODY = 64 << 10
 """JSON bodies of fewer bytes are left to the server: on its loop they take less time than a thread needs to start.
 Those that say so beforehand are not even looked at: the server itself reads no more than was declared."""
 _HUGE = 1 << 20
 """Bodies of this many bytes are put together on a thread: Python's lock is free meanwhile."""
+
+_MANY_VECTORS = 256 << 10
+"""The fields of shorter bodies are read in turn: most of it is Python, or numpy for a few us at a time, so several
+threads would hand Python's lock to one another all the time. Of longer ones, most is hashed, and the lock is free."""
 
 READ_AHEAD = 2 << 20
 """Bytes of a body that uvicorn reads before its application asks for them. With its own 64 KiB, the vectors of a
@@ -96,7 +100,7 @@ class Bodies:
         self._max_bytes = max_bytes
         self._max_upload = max_upload
         self._in_flight = in_flight
-        self._short = min(LONG, max_bytes)
+        self._short = min(LONG_BODY, max_bytes)
         self._names = tuple(name for part in request_parts().values() for name in part.fields)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,7 +122,7 @@ class Bodies:
         try:
             if not await self._is_received(arriving, declared or 0, receive, send):
                 return
-            if extract is extract_json and arriving.size < LONG:
+            if extract is extract_json and arriving.size < LONG_BODY:
                 extract = None
             found = await self._read(arriving.pieces, extract, scope)
         except RequestError as error:
@@ -184,8 +188,8 @@ class Bodies:
         fields = {name: value for name, value in fields.items() if value is not None}
         if not fields:
             return rest, NOTHING
-        reader = reader_of(scope["app"].state.engine_client)
-        return rest, ExtractedFields(fields, reader.read_parts(fields))
+        read = partial(reader_of(scope["app"].state.engine_client).read_parts, fields)
+        return rest, ExtractedFields(fields, in_turn(read) if len(body) < _MANY_VECTORS else read())
 
 
 def _limited(receive: Receive, max_bytes: int, message: str) -> Receive:

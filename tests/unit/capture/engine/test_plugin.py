@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ def vllm_modules(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             self.additional_config = additional_config
 
         def create_engine_config(self) -> Any:
-            return SimpleNamespace(additional_config=self.additional_config)
+            return Namespace(additional_config=self.additional_config)
 
     class EngineCore:
         def _initialize_kv_caches(self, vllm_config: Any) -> str:
@@ -43,7 +44,7 @@ def test_a_configured_engine_does_not_start_without_headgate(vllm_modules: Any) 
         with pytest.raises(UnsupportedError, match="configured but could not be installed: ModuleNotFoundError"):
             vllm_modules.EngineArgs(CONFIGURED).create_engine_config()
         with pytest.raises(UnsupportedError, match="configured but could not be installed"):
-            vllm_modules.EngineCore()._initialize_kv_caches(SimpleNamespace(additional_config=CONFIGURED))
+            vllm_modules.EngineCore()._initialize_kv_caches(Namespace(additional_config=CONFIGURED))
     finally:
         patches.undo()
 

@@ -54,7 +54,7 @@ def test_sites_are_in_the_order_of_the_forward_pass() -> None:
 
     names = [site.name for site in sort_sites(shuffled)]
 
-    layer = ["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_mlp"]
+    layer = ["pre_attn", "attn_in", "hook_z", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_mlp"]
     assert names == [f"0.{hook}" for hook in layer] + [f"1.{hook}" for hook in layer] + ["final_norm"]
 
 

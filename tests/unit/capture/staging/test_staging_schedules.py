@@ -25,7 +25,7 @@ from tests.unit.capture.staging.test_staging import MAX_TOKENS, MIN_ROWS, make_r
 @settings(max_examples=80)
 @given(
     schedules(MANY_SITES),
-    st.sampled_from([MIN_ROWS, 200, 100_000]),
+    st.sampled_from([2 * MIN_ROWS, 200, 100_000]),
     st.sampled_from([MAX_TOKENS, MAX_TOKENS + 50]),
     st.integers(1, 4),
 )

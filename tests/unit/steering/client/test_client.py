@@ -264,10 +264,14 @@ def test_what_can_be_steered_is_typed(call: Caller) -> None:
         "dtype": "bfloat16",
         "max_vectors_per_request": 4,
     }
+    with_operations = {**answer, "op_hook_points": {"post_mlp": [1]}, "max_ops_per_site": 8}
 
-    layers = call(Canned(**{"steering/layers": answer}), "layers")
+    older = call(Canned(**{"steering/layers": answer}), "layers")
+    layers = call(Canned(**{"steering/layers": with_operations}), "layers")
 
+    assert (older.op_hook_points, older.max_ops_per_site) == ({}, 0)
     assert (layers.hook_points, layers.hidden_size) == ({"post_mlp": [0, 1]}, 8)
+    assert (layers.op_hook_points, layers.max_ops_per_site) == ({"post_mlp": [1]}, 8)
 
 
 def test_consumers_are_typed_and_asked_for_with_the_key_for_captures(call: Caller) -> None:

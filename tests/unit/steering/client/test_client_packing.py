@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from typing import Any
 
 import msgspec
@@ -12,7 +13,9 @@ import torch
 from hypothesis import given
 
 from headgate.capture.schema.errors import RequestError
+from headgate.steering import ops
 from headgate.steering.client import extra_body
+from headgate.steering.client.calls import packed_fields
 from headgate.steering.client.packing import pack
 from headgate.steering.requests.request_fields import BASE, read_tier
 from tests.fakes.vector_forms import HIDDEN, Rows, exact_rows, forms, model
@@ -80,3 +83,38 @@ def test_vectors_that_cannot_be_read_are_named(given: Any, where: str) -> None:
         pack(given, BASE, as_text=True)
 
     assert caught.value.field == where
+
+
+def test_arrays_in_operations_are_packed_and_all_else_stays() -> None:
+    row = np.arange(HIDDEN, dtype=np.float32)
+    operations = [
+        ops.ablate(row, {"hook": "post_mlp", "layers": np.array([1, 2])}, positions=np.array([0, 3])),
+        ops.rotate(torch.from_numpy(row).to(torch.bfloat16), row[::-1], "1.post_mlp", 90.0),
+        ops.replace("clean", "1.post_mlp", mask=np.ones(HIDDEN, bool)),
+        ops.clamp([1.0] * HIDDEN, "1.post_mlp", max=1.0),
+    ]
+
+    body = packed_fields({"steering_ops": operations, "prefill_ops": None}, as_text=True)
+
+    ablation, rotation, replacement, clamp = json.loads(json.dumps(body))["steering_ops"]
+    assert ablation["vector"] == {"dtype": "float32", "shape": [HIDDEN], "data": b64encode(row.tobytes()).decode()}
+    assert (ablation["at"]["layers"], ablation["positions"]) == ([1, 2], [0, 3])
+    assert [packed["dtype"] for packed in rotation["plane"]] == ["bfloat16", "float32"]
+    assert b64decode(rotation["plane"][1]["data"]) == row[::-1].tobytes()
+    assert (replacement["vector"], replacement["mask"]) == ("clean", [True] * HIDDEN)
+    assert clamp["vector"] == [1.0] * HIDDEN
+
+
+def test_clamps_are_packed_vector_by_vector_and_as_bytes_for_msgpack() -> None:
+    row = np.ones(HIDDEN, np.float32)
+
+    body = packed_fields({"steering_clamps": {"post_mlp": {3: [{"vector": row, "max": 1.0}]}}}, as_text=False)
+
+    assert body["steering_clamps"]["post_mlp"][3][0]["vector"]["data"] == row.tobytes()
+
+
+def test_an_array_that_is_no_vector_is_named() -> None:
+    with pytest.raises(RequestError) as caught:
+        packed_fields({"ops": [ops.ablate(np.ones((2, HIDDEN)), "1.post_mlp")]}, as_text=True)
+
+    assert caught.value.field == "ops[0].vector"

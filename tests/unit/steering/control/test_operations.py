@@ -14,6 +14,7 @@ import pytest
 from headgate.capture.engine.core.core_calls import AsyncCoreClient, CoreClient
 from headgate.capture.schema.errors import EngineStateError, RequestError
 from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering import ops
 from headgate.steering.config import SteeringConfig
 from headgate.steering.control.handle import AsyncSteering, Steering
 from headgate.steering.core.steering_core import SteeringCore
@@ -25,9 +26,13 @@ STEERABLE = Steerable(
     dtype="bfloat16",
     sites=tuple(Site(layer, HookPoint.POST_MLP) for layer in range(2)),
     max_vectors=4,
+    op_sites=(Site(1, HookPoint.POST_MLP),),
+    max_ops_per_site=2,
 )
 ONE = {"post_mlp": {0: np.ones(4, np.float32)}}
 TWO = {"post_mlp": {0: np.ones(4, np.float32), 1: np.full(4, 2, np.float32)}}
+ABLATION = ops.ablate([1.0, 0.0, 2.0, 0.0], "1.post_mlp")
+CLAMP = ops.clamp([0.0, 1.0, 0.0, 3.0], "1.post_mlp", max=0.5)
 
 
 class EngineCore:
@@ -233,3 +238,89 @@ def test_a_change_that_is_wrong_or_given_up_does_not_hold_up_the_next() -> None:
 
     shared, modules = content(engine)
     assert (shared["prefill"], list(modules)) == (None, ["calm"])
+
+
+def test_operations_act_on_everybody_until_their_tier_is_set_anew() -> None:
+    engine = EngineCore()
+    steering = one(engine)
+
+    steering.set(ONE, ops=[ABLATION], decode_ops=[CLAMP])
+    first = steering.status().shared
+    steering.set(TWO)
+    more_vectors = steering.status().shared
+    steering.set(decode_ops=[])
+    ablated = steering.status().shared
+    steering.set(ops=[])
+    vectors = steering.status().shared
+
+    assert first.prefill.op_sites == first.decode.op_sites == ("1.post_mlp",)
+    assert first.prefill.hash != first.decode.hash
+    assert more_vectors.prefill.op_sites == ("1.post_mlp",)
+    assert more_vectors.prefill.hash != first.prefill.hash
+    assert ablated.prefill == more_vectors.prefill
+    assert ablated.decode == ablated.prefill
+    assert vectors.prefill.op_sites == vectors.decode.op_sites == ()
+    steering.set(TWO, replace=True)
+    assert steering.status().shared.prefill == vectors.prefill
+    with pytest.raises(RequestError, match="no vector or operation to set"):
+        steering.set()
+
+
+def test_global_operations_are_a_reason_to_take_blocks_apart() -> None:
+    engine = EngineCore()
+    assert engine.part.block_keys("plain") is None
+
+    one(engine).set(decode_ops=[CLAMP])
+
+    keys = engine.part.block_keys("plain")
+    assert keys is not None
+    assert keys.prefill is None
+    assert keys.decode is not None
+
+
+def test_global_operations_may_name_the_vector_of_a_module() -> None:
+    steering = one(EngineCore())
+    steering.register("axis", {"post_mlp": {1: [1.0, 0.0, 2.0, 0.0]}})
+
+    named = steering.set(ops=[ops.ablate("axis", "1.post_mlp")]).shared
+    inline = steering.set(ops=[ABLATION]).shared
+
+    assert named.prefill == inline.prefill
+    with pytest.raises(RequestError, match="unknown steering module 'nobody'"):
+        steering.set(ops=[ops.ablate("nobody", "1.post_mlp")])
+    assert steering.status().shared.prefill == inline.prefill
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [
+        ({"ops": [{**ABLATION, "positions": [0]}]}, "limits an operation to positions"),
+        ({"ops": [ABLATION] * 3}, "at most 2"),
+        ({"ops": [{**ABLATION, "at": "0.post_mlp"}]}, "--steering-op-sites"),
+        ({"prefill_ops": "ablate"}, "expected a non-empty list"),
+    ],
+)
+def test_global_operations_that_cannot_be_are_refused_by_name_and_nothing_changes(document: Any, reason: str) -> None:
+    steering = one(EngineCore())
+    before = steering.set(ONE)
+
+    with pytest.raises(RequestError, match=reason):
+        steering.set(**document)
+
+    assert steering.status() == before
+
+
+def test_a_global_operation_that_one_engine_core_refuses_is_taken_back_in_the_others() -> None:
+    engines = EngineCore(), EngineCore(capacity=2)
+    asyncio.run(several(*engines).set(ops=[ABLATION]))
+    before = content(engines[0])
+
+    with pytest.raises(RequestError, match="slots"):
+        asyncio.run(several(*engines).set(ops=[ABLATION, ops.rotate([1, 0, 0, 0], [0, 1, 0, 0], "1.post_mlp", 90)]))
+
+    assert content(engines[0]) == content(engines[1]) == before
+
+
+def test_arguments_that_do_not_exist_are_told() -> None:
+    with pytest.raises(TypeError, match="unexpected argument 'decode_opps'; expected vectors, prefill_vectors"):
+        one(EngineCore()).register("calm", decode_opps=[ABLATION])  # type: ignore[call-arg]

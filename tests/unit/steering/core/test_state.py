@@ -10,8 +10,10 @@ import pytest
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.core.admission import Demand, Load
-from headgate.steering.core.state import GlobalKeys, GlobalTiers, Resolved, SteeringState
-from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, SteeringSpec
+from headgate.steering.core.resolved import Resolved
+from headgate.steering.core.state import GlobalKeys, GlobalTiers, SteeringState
+from headgate.steering.programs.spec import ModuleRef, SteeringSpec
+from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import sum_of
 from tests.fakes.steering_tables import CONFIGS, HIDDEN, SITES, vectors
 
@@ -28,7 +30,7 @@ def naming(*refs: tuple[str, float], own: PhaseVectors | None = None) -> Steerin
 
 def taken(state: SteeringState, spec: SteeringSpec) -> Resolved:
     """Return the resolved steering of a request that ends at once."""
-    resolved = state.resolve("passing", spec)
+    resolved = state.resolve("passing", spec, 10)
     state.release("passing")
     return resolved
 
@@ -83,7 +85,7 @@ def test_scale_zero_is_plain_but_the_name_must_exist(state: SteeringState) -> No
 
 
 def test_a_name_registered_anew_steers_later_requests_only(state: SteeringState) -> None:
-    earlier = state.resolve("r", naming(("both", 2.0)))
+    earlier = state.resolve("r", naming(("both", 2.0)), 10)
 
     registered(state, "both", CONFIGS[6], CONFIGS[6])
 
@@ -106,7 +108,7 @@ def test_the_same_content_registered_anew_has_the_same_keys(state: SteeringState
 
 def test_content_is_dropped_once_neither_a_name_nor_a_request_refers_to_it(state: SteeringState) -> None:
     registered(state, "alias", CONFIGS[1], CONFIGS[1])
-    state.resolve("r", naming(("alias", 1.0)))
+    state.resolve("r", naming(("alias", 1.0)), 10)
 
     state.unregister("phases")
     assert state.take_unused() == (CONFIGS[2].key,)
@@ -213,7 +215,7 @@ def test_sums_that_might_not_be_finite_in_the_models_dtype_are_refused(scale: fl
     registered(state, "both", CONFIGS[5], CONFIGS[5])
 
     with pytest.raises(RequestError, match="use smaller vectors or scales") as error:
-        state.resolve("r", naming(("both", scale)), "steering_module_ref")
+        state.resolve("r", naming(("both", scale)), 10, "steering_module_ref")
 
     assert error.value.field == "steering_module_ref"
 
@@ -232,7 +234,7 @@ def test_vectors_that_leave_no_room_for_a_sum_are_refused_in_modules_and_global_
 
 def test_a_refused_request_refers_to_nothing(state: SteeringState) -> None:
     with pytest.raises(RequestError):
-        state.resolve("r", naming(("both", 1.0), ("nobody", 1.0)))
+        state.resolve("r", naming(("both", 1.0), ("nobody", 1.0)), 10)
 
     state.unregister("both")
 
@@ -250,7 +252,7 @@ def test_names_may_change_while_requests_are_taken_in(state: SteeringState) -> N
     thread = Thread(target=change)
     thread.start()
     for number in range(2000):
-        resolved = state.resolve(f"r{number}", naming(("both", 1.0)))
+        resolved = state.resolve(f"r{number}", naming(("both", 1.0)), 10)
         assert resolved.prefill in contents
         assert resolved.prefill not in state.take_unused()
         state.release(f"r{number}")
@@ -260,4 +262,4 @@ def test_names_may_change_while_requests_are_taken_in(state: SteeringState) -> N
     state.unregister("both")
     state.unregister("phases")
     assert set(state.take_unused()) >= {CONFIGS[1].key, CONFIGS[2].key}
-    assert not state._users.keys() & contents
+    assert not state._registry._users.keys() & contents

@@ -18,7 +18,8 @@ from headgate.capture.schema.errors import ConfigError, OverloadedError, Request
 from headgate.steering.config import SteeringConfig, parse_config
 from headgate.steering.core.steering_core import SteeringCore, open_core
 from headgate.steering.files.vector_files import VectorFile, save
-from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, SteeringSpec, from_wire, to_wire
+from headgate.steering.programs.spec import ModuleRef, SteeringSpec, from_wire, to_wire
+from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.fakes.steering_tables import CONFIGS, HIDDEN, vectors
 
 FACTS = CoreFacts(model=ModelInfo(name="m", num_layers=2, hidden_size=HIDDEN, dtype="bfloat16", sites=()))
@@ -83,7 +84,7 @@ def tier(made: PhaseVectors) -> dict[str, Any]:
 
 
 def test_what_does_not_steer_is_left_alone(core: SteeringCore) -> None:
-    assert core.accept("r", None) is None
+    assert core.accept("r", None, 10) is None
     assert core.block_keys("r") is None
     assert core.offer("r", priority=0, is_session=True, is_offline=False)
     core.release("r")
@@ -91,7 +92,7 @@ def test_what_does_not_steer_is_left_alone(core: SteeringCore) -> None:
 
 def test_workers_get_the_content_of_names_and_their_scales(core: SteeringCore) -> None:
     core.call("register", {"name": "calm", "spec": to_wire(SteeringSpec(decode=CONFIGS[1]))})
-    taken = core.accept("r", NAMED)
+    taken = core.accept("r", NAMED, 10)
 
     assert taken == {**NAMED, "decode_parts": [[CONFIGS[1].key, 2.0]]}
     assert "decode_parts" not in NAMED
@@ -103,16 +104,16 @@ def test_workers_get_the_content_of_names_and_their_scales(core: SteeringCore) -
 
 
 def test_a_request_is_taken_once(core: SteeringCore) -> None:
-    core.accept("r", both(CONFIGS[0]))
+    core.accept("r", both(CONFIGS[0]), 10)
     with pytest.raises(AssertionError, match="taken already"):
-        core.accept("r", both(CONFIGS[0]))
+        core.accept("r", both(CONFIGS[0]), 10)
     core.forget("r")
-    core.accept("r", both(CONFIGS[0]))
+    core.accept("r", both(CONFIGS[0]), 10)
 
 
 def test_contents_are_forgotten_when_their_last_user_is_gone(core: SteeringCore, workers: Workers) -> None:
     core.call("register", {"name": "calm", "spec": both(CONFIGS[0])})
-    core.accept("r", NAMED)
+    core.accept("r", NAMED, 10)
     core.offer("r", priority=0, is_session=False, is_offline=False)
     core.call("register", {"name": "calm", "spec": both(CONFIGS[1])})
     assert workers.methods == ["keep_module", "keep_module"]
@@ -125,7 +126,7 @@ def test_contents_are_forgotten_when_their_last_user_is_gone(core: SteeringCore,
 
 def test_slots_wait_and_are_handed_on(core: SteeringCore) -> None:
     for name, made in (("a", vectors(dict.fromkeys(range(6), 5.0))), ("b", vectors({i: 9.0 + i for i in range(6)}))):
-        core.accept(name, both(made))
+        core.accept(name, both(made), 10)
     assert core.offer("a", priority=0, is_session=False, is_offline=False)
     assert not core.offer("b", priority=0, is_session=False, is_offline=False)
     assert core.call("status", {})["waiting"] == 1
@@ -141,7 +142,7 @@ def test_counts_are_those_of_the_status_without_its_lists(core: SteeringCore) ->
     core.call("register", {"name": "calm", "spec": both(vectors({0: 1.0}))})
     core.call("set_global", {"tiers": {"decode": tier(vectors({0: 2.0, 1: 3.0}))}, "replace": True})
     for name, made in ((name, vectors({2: 5.0 + index})) for index, name in enumerate("abc")):
-        core.accept(name, both(made))
+        core.accept(name, both(made), 10)
         core.offer(name, priority=0, is_session=False, is_offline=False)
 
     counts, status = core.call("counts", {}), core.call("status", {})
@@ -160,11 +161,11 @@ def test_counts_are_those_of_the_status_without_its_lists(core: SteeringCore) ->
 
 
 def test_the_log_says_when_requests_wait(core: SteeringCore, caplog: pytest.LogCaptureFixture) -> None:
-    core.accept("a", both(CONFIGS[3]))
+    core.accept("a", both(CONFIGS[3]), 10)
     core.offer("a", priority=0, is_session=False, is_offline=False)
     with caplog.at_level(logging.WARNING, "headgate"):
         for i in range(3):
-            core.accept(f"b{i}", both(CONFIGS[4]))
+            core.accept(f"b{i}", both(CONFIGS[4]), 10)
             core.offer(f"b{i}", priority=0, is_session=False, is_offline=False)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
@@ -233,7 +234,7 @@ def test_a_worker_that_fails(core: SteeringCore, workers: Workers, change: str) 
 
 
 def test_sessions_are_refused_when_anything_acts_on_them(core: SteeringCore) -> None:
-    core.accept("s", both(CONFIGS[0]))
+    core.accept("s", both(CONFIGS[0]), 10)
     with pytest.raises(RequestError, match="streaming-input sessions"):
         core.offer("s", priority=0, is_session=True, is_offline=False)
     core.release("s")
@@ -285,7 +286,7 @@ def test_requests_with_equal_vectors_hold_one_copy(core: SteeringCore) -> None:
         wire = both(CONFIGS[1])
         return {**wire, "prefill": {**wire["prefill"], "payload": frame_of(bytes(wire["prefill"]["payload"]))}}
 
-    taken = [core.accept(f"r{i}", arrived()) for i in range(3)]
+    taken = [core.accept(f"r{i}", arrived(), 10) for i in range(3)]
 
     payloads = [wire["prefill"]["payload"] for wire in taken if wire is not None]
     assert len({id(payload) for payload in payloads}) == 1
@@ -308,10 +309,10 @@ class Clock:
 def waiting(workers: Workers, clock: Clock, num_waiting: int, *, is_offline: bool = False, **config: Any) -> Any:
     """A core whose eight slots are taken, and others wait: ``w0``, ``w1`` and so on, a second apart."""
     core = SteeringCore("bfloat16", 8, workers, parse_config(config), clock=clock)
-    core.accept("runs", both(vectors({i: 50.0 + i for i in range(6)})))
+    core.accept("runs", both(vectors({i: 50.0 + i for i in range(6)})), 10)
     assert core.offer("runs", priority=0, is_session=False, is_offline=is_offline)
     for i in range(num_waiting):
-        core.accept(f"w{i}", both(vectors(dict.fromkeys(range(6), 1.0 + i))))
+        core.accept(f"w{i}", both(vectors(dict.fromkeys(range(6), 1.0 + i))), 10)
         assert not core.offer(f"w{i}", priority=0, is_session=False, is_offline=is_offline)
         clock.now += 1
     return core
@@ -319,21 +320,21 @@ def waiting(workers: Workers, clock: Clock, num_waiting: int, *, is_offline: boo
 
 def test_no_more_than_max_waiting_wait_and_the_next_is_sent_away(workers: Workers) -> None:
     core = waiting(workers, Clock(), 2, max_waiting=2)
-    core.accept("late", both(vectors(dict.fromkeys(range(6), 9.0))))
+    core.accept("late", both(vectors(dict.fromkeys(range(6), 9.0))), 10)
 
     with pytest.raises(OverloadedError, match=r"2 steered requests wait .*max_waiting.*6 of 8 slots are taken"):
         core.offer("late", priority=0, is_session=False, is_offline=False)
     core.release("late")
 
     assert core.call("counts", {})["requests_waiting"] == 2
-    core.accept("fits", both(vectors({0: 1.0})))
+    core.accept("fits", both(vectors({0: 1.0})), 10)
     core.release("runs")
     assert core.admit() == ["w0"]
 
 
 def test_further_samples_wait_beside_the_first_whatever_the_limit_is(workers: Workers) -> None:
     core = waiting(workers, Clock(), 1, max_waiting=1)
-    core.accept("w0 again", both(vectors(dict.fromkeys(range(6), 1.0))))
+    core.accept("w0 again", both(vectors(dict.fromkeys(range(6), 1.0))), 10)
 
     assert not core.offer("w0 again", priority=0, is_session=False, is_offline=False)
 
@@ -363,7 +364,7 @@ def test_who_has_waited_too_long_is_overdue_and_nobody_else(workers: Workers) ->
 def test_by_default_an_llm_waits_as_long_as_it_takes(workers: Workers, is_offline: bool, num_overdue: int) -> None:
     clock = Clock()
     core = waiting(workers, clock, 1024, is_offline=is_offline)
-    core.accept("one more", both(vectors(dict.fromkeys(range(6), -9.0))))
+    core.accept("one more", both(vectors(dict.fromkeys(range(6), -9.0))), 10)
 
     clock.now += 10_000
     assert len(core.overdue()) == num_overdue

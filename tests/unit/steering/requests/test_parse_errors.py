@@ -164,12 +164,12 @@ def test_more_vectors_than_allowed_are_refused_with_the_numbers() -> None:
         read_steering(fields, model(max_vectors=4))
 
     assert refused.value.field == BASE
-    assert read_steering(fields, model(max_vectors=5)) is not None
+    assert read_steering(fields, model(max_vectors=5))[0] is not None
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [("float16", 65519.0), ("bfloat16", 3.3961e38), ("float32", 3.4e38)])
 def test_the_largest_values_that_the_model_can_hold_are_taken(dtype: str, largest: float) -> None:
-    assert read_steering(one([largest] * HIDDEN), model(dtype)) is not None
+    assert read_steering(one([largest] * HIDDEN), model(dtype))[0] is not None
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("float16", 65520.0), ("bfloat16", 3.3962e38)])

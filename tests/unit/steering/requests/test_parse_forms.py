@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, sort_sites
+from headgate.steering.programs.spec import ModuleRef, SteeringSpec, from_wire, to_wire
 from headgate.steering.requests.request_fields import (
     BASE,
     DECODE,
@@ -22,7 +23,7 @@ from headgate.steering.requests.request_fields import (
     read_tier,
     read_update,
 )
-from headgate.steering.vectors.phase_vectors import ModuleRef, PhaseVectors, SteeringSpec, from_wire, to_wire
+from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.fakes.vector_forms import ALL_SITES, HIDDEN, Rows, bits_of, exact_rows, forms, model, nested
 
 SITE = Site(1, HookPoint.POST_MLP)
@@ -59,7 +60,7 @@ def test_tiers_add_up_in_float32_and_the_wire_keeps_every_bit(
     tiers = [tier if used else {} for (tier, _), used in zip((base, prefill, decode), is_used, strict=True)]
     fields = {name: nested(tier, np.array) for name, tier in zip(FIELDS, tiers, strict=False) if tier}
 
-    spec = read_steering(fields, model())
+    spec, _ = read_steering(fields, model())
 
     expected = [slow_sum(tiers[0], tiers[1]), slow_sum(tiers[0], tiers[2])]
     if spec is None:
@@ -119,7 +120,7 @@ def test_scales_are_multiplied_in_before_the_tiers_are_added() -> None:
         },
     }  # fmt: skip
 
-    spec = read_steering(fields, model())
+    spec, _ = read_steering(fields, model())
 
     assert spec is not None
     assert as_rows(spec.prefill) == {SITE: [1.5] * HIDDEN}
@@ -130,7 +131,7 @@ def test_scales_are_multiplied_in_before_the_tiers_are_added() -> None:
 
 
 def test_a_base_alone_travels_once_and_is_one_object_for_both_phases() -> None:
-    spec = read_steering({BASE: {"post_mlp": {1: ONES}}}, model())
+    spec, _ = read_steering({BASE: {"post_mlp": {1: ONES}}}, model())
 
     assert spec is not None
     assert spec.prefill is spec.decode
@@ -144,7 +145,7 @@ def test_a_base_alone_travels_once_and_is_one_object_for_both_phases() -> None:
 
 
 def test_decode_alone_has_no_prefill() -> None:
-    spec = read_steering({DECODE: {"post_mlp": {1: ONES}}}, model())
+    spec, _ = read_steering({DECODE: {"post_mlp": {1: ONES}}}, model())
 
     assert spec is not None
     wire = to_wire(spec)
@@ -165,14 +166,14 @@ def test_decode_alone_has_no_prefill() -> None:
     ids=["nothing", "null", "scale zero", "zeros times zero", "cancelled"],
 )
 def test_nothing_but_zeros_is_no_steering_at_all(fields: dict[str, object]) -> None:
-    assert read_steering(fields, model()) is None
+    assert read_steering(fields, model()) == (None, None)
 
 
 def test_packed_rows_of_zeros_stand_for_layers_that_are_left_alone() -> None:
     rows = np.stack([0 * ONES, ONES, -0.0 * ONES])
     block = {"dtype": "float32", "shape": [3, HIDDEN], "layer_indices": [0, 1, 2], "data": rows.tobytes()}
 
-    spec = read_steering({BASE: {"post-mlp": block}}, model())
+    spec, _ = read_steering({BASE: {"post-mlp": block}}, model())
 
     assert spec is not None
     assert as_rows(spec.prefill) == {SITE: [1.0] * HIDDEN}
@@ -207,7 +208,7 @@ def test_modules_are_named_in_several_ways(name: object, ref: object, expected: 
     refs = read_modules(name, ref)
 
     assert refs == tuple(ModuleRef(*item) for item in expected)
-    spec = read_steering({"steering_name": name, "steering_module_ref": ref}, model())
+    spec, _ = read_steering({"steering_name": name, "steering_module_ref": ref}, model())
     assert spec is not None
     assert received(to_wire(spec)).modules == refs
 

@@ -132,12 +132,28 @@ def test_the_addition_from_the_pool_adds_the_rows_that_the_slots_name(scale):
     torch.testing.assert_close(found, 2 * (carry + scale * vectors))
 
 
-def test_kernels_for_a_gpu_are_cut_into_blocks_as_they_are_without_us():
-    """The deciding code is compared by `tests.benchmarks.codegen`, which needs no GPU."""
-    command = [sys.executable, "-m", "tests.benchmarks.codegen", "--counts", "stock", "ahead", "both"]
+@pytest.fixture(scope="module")
+def printed() -> str:
+    """What `tests.benchmarks.codegen` prints, which needs no GPU, about the kernels of each way to add."""
+    ways = ("stock", "ahead", "both", "ops_mid", "ops_end", "across")
+    command = [sys.executable, "-m", "tests.benchmarks.codegen", "--counts", *ways]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
+@pytest.mark.parametrize("way", ["ops_mid", "ops_end", "across"])
+def test_norms_around_an_op_site_stay_one_kernel_with_their_sums(printed: str, way: str) -> None:
+    """A program reads a branch's norm; the sum of that norm must not become a kernel of its own for it."""
+    for family in ("gemma", "llama"):
+        stock, ours = kernels(printed, family, "stock"), kernels(printed, family, way)
+        norms = [kernel for kernel in ours if kernel.counts[1] != "1"]
+        assert [(kernel.counts, kernel.cut, kernel.num_late) for kernel in norms] == [
+            (kernel.counts, kernel.cut, kernel.num_late) for kernel in stock
+        ]
+        num_sites = 2 if way == "across" else 1
+        assert len(ours) - len(norms) == num_sites * (family == "gemma")  # the programs' own sums
+
+
+def test_kernels_for_a_gpu_are_cut_into_blocks_as_they_are_without_us(printed: str) -> None:
     for family in ("gemma", "llama"):
         stock, ahead, both = (kernels(printed, family, way) for way in ("stock", "ahead", "both"))
         assert len(stock) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -11,14 +13,16 @@ from headgate.capture.engine.contracts.worker_hooks import SiteValue, WorkerFact
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
-from headgate.capture.schema.errors import SelfTestError
+from headgate.capture.schema.errors import ConfigError, SelfTestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import parse_config
-from headgate.steering.vectors.phase_vectors import PhaseVectors, SteeringSpec, to_wire, weighted_sum
+from headgate.steering.programs.spec import SteeringSpec, to_wire
+from headgate.steering.vectors.phase_vectors import PhaseVectors, weighted_sum
 from headgate.steering.worker import site_action
 from headgate.steering.worker.device_tables import DeviceTables
 from headgate.steering.worker.self_test import check_steering
 from headgate.steering.worker.steering_part import SteeringPart
+from tests.fakes.transcoders import TinyTranscoder
 
 HIDDEN = 16
 SITES = (Site(0, HookPoint.POST_MLP), Site(1, HookPoint.POST_MLP))
@@ -117,12 +121,12 @@ def test_a_row_that_means_other_vectors_now_is_resolved_anew():
     worker, own, shared = Worker(), vectors(1, SITES[0]), vectors(2, SITES[1])
     worker.add("a", 1, SteeringSpec(prefill=own, decode=own))
     worker.step(("a", 1, 1))
-    rows = worker.part._allocated().tables._rows.clone()
+    rows = worker.part._allocated().tables.rows.clone()
     worker.call("set_global", spec=to_wire(SteeringSpec(prefill=shared, decode=shared)))
 
     worker.step(("a", 2, 1))
 
-    assert torch.equal(worker.part._allocated().tables._rows, rows)
+    assert torch.equal(worker.part._allocated().tables.rows, rows)
     for site, expected in zip(SITES, (own, shared), strict=True):
         assert torch.equal(worker.added(site, 1)[0], row(expected, site))
 
@@ -199,6 +203,31 @@ def test_a_pipeline_stage_takes_its_own_sites_only():
     assert torch.equal(worker.added(SITES[1], 1)[0], row(vectors(1), SITES[1]))
 
 
+def test_a_transcoder_across_pipeline_stages_is_refused(tmp_path):
+    across = TinyTranscoder(layer=0, num_layers=2, width=HIDDEN).save(tmp_path / "across")
+    within = TinyTranscoder(layer=1, width=HIDDEN).save(tmp_path / "within")
+
+    for layers, rank in ((0,), 0), ((1,), 1):
+        facts = make_facts(owned_layers=layers, pp_rank=rank, pp_size=2)
+        with pytest.raises(
+            ConfigError, match=r"saes.t \(--saes\): a transcoder that reads at 0.mlp_in and writes at 0.ml"
+        ):
+            Worker(facts, saes={"t": str(across)})
+        worker = Worker(facts, saes={"t": str(within)})
+        assert worker.call("is_in_one_stage", sites=["1.mlp_in", "1.mlp_out"])
+        assert not worker.call("is_in_one_stage", sites=["0.mlp_in", "0.mlp_out", "1.mlp_out"])
+    Worker(saes={"t": str(across)})
+
+
+def test_room_for_changes_is_made_for_transcoders_and_keys_the_graph(tmp_path):
+    path = TinyTranscoder(layer=1, width=HIDDEN).save(tmp_path / "t")
+    with_changes, without = Worker(saes={"t": str(path)}, max_sae_features=3), Worker(op_sites={"post_mlp": "all"})
+
+    keys = [worker.part.headgate_graph_key()["steering"] for worker in (with_changes, without)]
+
+    assert [key["changes"] for key in keys] == [3, 0]
+
+
 def test_an_unknown_method_is_refused_and_other_parts_are_left_alone():
     worker = Worker()
     with pytest.raises(AssertionError, match="no method 'nonsense'"):
@@ -220,14 +249,26 @@ def test_a_scaled_branch_gets_the_vector_that_its_scale_makes_whole(gain):
 
 
 class Dummy:
-    """Two sites in a row, as a forward would run them; `is_deaf` leaves one out."""
+    """Two sites in a row, as a forward would run them.
 
-    def __init__(self, tables: DeviceTables, deaf: int | None = None, first: float = 1.0) -> None:
+    Args:
+        tables: The worker's.
+        deaf: The site that is left out.
+        first: The stream at the beginning.
+        is_noisy: Each site adds other values in each run, as a layer that hands on memory that nobody has written.
+    """
+
+    def __init__(
+        self, tables: DeviceTables, deaf: int | None = None, first: float = 1.0, *, is_noisy: bool = False
+    ) -> None:
         self._tables, self._deaf, self._first = tables, deaf, first
+        self._noise = torch.Generator().manual_seed(0) if is_noisy else None
 
     def __call__(self, num_tokens: int) -> tuple[torch.Tensor]:
         stream = torch.full((num_tokens + 2, HIDDEN), self._first)
         for site in range(2):
+            if self._noise is not None:
+                stream = stream + 10 * torch.randn(stream.shape, generator=self._noise)
             if site != self._deaf:
                 stream = stream + self._tables.pool[self._tables.slots[site, : len(stream)]]
         return (torch.nn.functional.rms_norm(stream, (HIDDEN,)),)
@@ -260,6 +301,26 @@ def test_the_self_test_names_the_site_that_does_not_respond(tables, deaf):
         check_steering(tables, SITES, 2, Dummy(tables, deaf=deaf))
 
     assert SITES[1 - deaf].name not in str(refusal.value)
+
+
+@pytest.mark.parametrize("deaf", [None, 0, 1])
+def test_sites_of_steps_that_are_never_twice_the_same_are_tested_too(tables, deaf):
+    with nullcontext() if deaf is None else pytest.raises(SelfTestError, match=SITES[deaf].name) as refusal:
+        check_steering(tables, SITES, 2, Dummy(tables, deaf=deaf, is_noisy=True))
+
+    if deaf is not None:
+        assert SITES[1 - deaf].name not in str(refusal.value)
+
+
+def test_the_self_test_says_that_dummy_attention_hides_its_input(tables, caplog):
+    hidden = Site(1, HookPoint.ATTN_IN)
+
+    with caplog.at_level("INFO", logger="headgate"):
+        check_steering(tables, [SITES[0], hidden], 2, Dummy(tables, deaf=1))
+    assert "attn_in of 1 layers is not checked" in caplog.text
+    assert "1 sites respond" in caplog.text
+    with pytest.raises(SelfTestError, match=f"at {SITES[0].name} did"):
+        check_steering(tables, [SITES[0], hidden], 2, Dummy(tables, deaf=0))
 
 
 @pytest.mark.parametrize("run", [lambda count: (), None], ids=["no-output", "not-finite"])

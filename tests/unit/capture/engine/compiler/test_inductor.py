@@ -47,9 +47,9 @@ def test_inductor_is_imported_in_one_folder_and_its_symbols_are_listed() -> None
 @pytest.mark.parametrize(
     ("missing", "told"),
     [
-        ("", "all 11 symbols are there; rewrites of kernels are on unless"),
+        ("", "all 15 symbols are there; rewrites of kernels are on unless"),
         ("codegen.common.CSEProxy", "torch._inductor.codegen.common.CSEProxy.load does not exist"),
-        ("ir.Pointwise", "1 of 11 symbols are missing: run with --enforce-eager"),
+        ("ir.Pointwise", "1 of 15 symbols are missing: run with --enforce-eager"),
     ],
 )
 def test_doctor_says_which_symbol_is_missing_and_what_to_do(monkeypatch, missing, told):

@@ -10,6 +10,7 @@ import pytest
 from headgate.capture.engine.contracts import parts
 from headgate.capture.engine.contracts.wire_format import WIRE_KEY
 from headgate.capture.engine.core import engine_core
+from headgate.capture.schema.errors import RequestError
 
 
 def request(**wire: Any) -> SimpleNamespace:
@@ -31,3 +32,21 @@ def test_a_request_for_a_part_that_is_not_open_is_a_bug() -> None:
 
     with pytest.raises(AssertionError, match="steering is not open"):
         take(SimpleNamespace(), request(v=1, parts={"steering": {}}))
+
+
+@pytest.mark.parametrize("features", [["image"], None])
+def test_images_of_a_refused_request_are_kept_since_they_are_not_sent_again(features: list[str] | None) -> None:
+    """vLLM's front ends send of an image that they have sent the hash alone."""
+    kept: list[str] = []
+
+    def accept(request: object) -> None:
+        raise RequestError("steering_name", "unknown")
+
+    core = SimpleNamespace(mm_receiver_cache=SimpleNamespace(get_and_update_features=kept.extend))
+    setattr(core, engine_core.CORE_ADAPTER, SimpleNamespace(accept=accept))
+    take = engine_core.preprocess_add_request(lambda engine, request: request)
+
+    with pytest.raises(RequestError, match="steering_name"):
+        take(core, SimpleNamespace(request_id="r", mm_features=features))
+
+    assert kept == (features or [])

@@ -18,6 +18,7 @@ from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsum
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo
 from headgate.capture.schema.errors import QuotaError, RequestError
 from headgate.capture.schema.sites import HookPoint, Site
+from tests.fakes.driver_consumers import no_drivers
 
 MODEL = ModelInfo(name="tiny", num_layers=1, hidden_size=8, dtype="float32", sites=(Site(0, HookPoint.POST_MLP),))
 ROW_BYTES, NUM_PROMPT, MAX_TOKENS = 32, 10, 5
@@ -35,7 +36,7 @@ FRONT = FrontEnd(
     MODEL,
     {"rows": Rows},
     num_stages=1,
-    open_drivers=lambda hub: None,
+    open_drivers=no_drivers,
 )
 
 

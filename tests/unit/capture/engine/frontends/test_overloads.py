@@ -11,7 +11,7 @@ import pytest
 
 from headgate.capture.engine.contracts.end_messages import OVERLOADED
 from headgate.capture.engine.frontends import async_llm, llm
-from headgate.capture.engine.requests.call_context import watch_overloads
+from headgate.capture.engine.requests.call_context import watch_refusals
 from headgate.capture.engine.requests.request_reader import RequestReader, overload_of
 from headgate.capture.engine.requests.sampling_params import HeadgateRequest
 from headgate.capture.schema.errors import OverloadedError
@@ -44,8 +44,9 @@ def test_one_sample_that_was_sent_away_ends_the_call_with_a_503() -> None:
             is_closed.append(True)
 
     async def call() -> None:
-        noted = watch_overloads()
-        stream = async_llm._with_refusals(outputs(), RequestReader(), HeadgateRequest(), None)  # type: ignore[arg-type]
+        noted = watch_refusals()
+        engine: Any = SimpleNamespace(input_processor=SimpleNamespace(), engine_core=None)
+        stream = async_llm._with_refusals(outputs(), engine, {}, HeadgateRequest())
         assert not (await anext(stream)).finished
         with pytest.raises(OverloadedError, match=WHY) as caught:
             await anext(stream)

@@ -246,8 +246,9 @@ class FusedLayer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.input_norm, self.mid_norm, self.attn, self.mlp = FusedNorm(), FusedNorm(), nn.Identity(), nn.Linear(1, 1)
-        nn.init.ones_(self.mlp.weight), nn.init.zeros_(self.mlp.bias)
+        self.input_norm, self.mid_norm, self.attn, self.mlp = FusedNorm(), FusedNorm(), nn.Linear(1, 1), nn.Linear(1, 1)
+        for same in (self.attn, self.mlp):
+            nn.init.ones_(same.weight), nn.init.zeros_(same.bias)
 
     def forward(self, hidden_states, residual):
         if residual is None:
@@ -304,6 +305,16 @@ def test_in_the_first_layer_which_has_no_residual_before_attention_it_runs_apart
 
     assert ran == [("apart", "post_attn", [1.0])]
     assert answer == [[2 * (2.0 + 11.0)], [2.0 + 11.0]]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_what_adds_to_attentions_input_runs_apart_and_leaves_the_stream_alone(layer):
+    answer, ran = steered(layer, HookPoint.ATTN_IN)
+
+    stream = 1.0 if layer == 0 else 1.0 + 2.0
+    assert ran == [("apart", "attn_in", [2 * stream])]
+    mid = (2 * stream + 10.0) + stream
+    assert answer == [[2 * mid], [mid]]
 
 
 def test_a_value_that_passes_elsewhere_is_not_run_ahead():

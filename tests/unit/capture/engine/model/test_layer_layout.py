@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
 from headgate.capture.schema.sites import HookPoint
 
-ALL = frozenset(HookPoint) - {HookPoint.FINAL_NORM}
+ALL = frozenset(HookPoint) - {HookPoint.FINAL_NORM, HookPoint.HOOK_Z}
+"""Of a class alone: `hook_z` is read from the attention module of a layer."""
 BOUNDARIES = frozenset({HookPoint.PRE_ATTN, HookPoint.POST_MLP})
 
 
@@ -49,6 +50,8 @@ def test_a_pair_of_branch_and_residual() -> None:
         mid_residual=1,
         mid_norm="post_attention_layernorm",
         first_norm="input_layernorm",
+        attn="self_attn",
+        attn_input="hidden_states",
         mlp="mlp",
         mlp_input=0,
         mlp_in_is_norm_output=True,
@@ -137,6 +140,8 @@ def test_a_single_stream_with_a_multiplier() -> None:
         mid="post_attention_layernorm",
         mid_input=0,
         mid_norm="post_attention_layernorm",
+        attn="self_attn",
+        attn_input="hidden_states",
         mlp="mlp",
         mlp_input=0,
         mlp_in_is_norm_output=True,
@@ -171,6 +176,7 @@ def test_without_a_norm_the_mlp_reads_the_mid_stream() -> None:
 
     assert (layout.mid, layout.mid_norm, layout.mlp, layout.mlp_in_is_norm_output) == ("mlp", None, "mlp", False)
     assert (layout.attn_branch, layout.mlp_branch) == ("post_attention_layernorm", "post_feedforward_layernorm")
+    assert (layout.attn, layout.attn_input) == ("self_attn", 0)
     assert layout.hooks == ALL
 
 
@@ -186,6 +192,7 @@ def test_parallel_attention_has_no_mid_stream() -> None:
     layout = analyse_layer(Parallel)
 
     assert (layout.mid, layout.attn_branch, layout.mlp_branch, layout.mlp) == (None, "self_attn", "mlp", "mlp")
+    assert (layout.attn, layout.attn_input) == ("self_attn", 0)
     assert layout.hooks == ALL - {HookPoint.POST_ATTN}
 
 
@@ -317,7 +324,7 @@ def test_a_branch_of_two_modules_has_no_one_output() -> None:
     layout = analyse_layer(TwoBranches)
 
     assert layout.mid == "pre_ff_layernorm"
-    assert layout.hooks == ALL - {HookPoint.ATTN_OUT, HookPoint.MLP_OUT}
+    assert layout.hooks == ALL - {HookPoint.ATTN_IN, HookPoint.ATTN_OUT, HookPoint.MLP_OUT}
 
 
 class TwoAttentions(Layer):

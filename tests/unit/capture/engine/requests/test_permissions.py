@@ -22,6 +22,7 @@ from headgate.capture.schema.errors import ForbiddenError, RequestError
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
+from tests.fakes.driver_consumers import no_drivers
 
 SITES = (Site(0, HookPoint.POST_MLP), Site(1, HookPoint.POST_MLP), FINAL_NORM_SITE)
 MODEL = ModelInfo(name="tiny", num_layers=2, hidden_size=8, dtype="float32", sites=SITES)
@@ -73,7 +74,7 @@ def ask(capture: Any, *, states: Any = None, call: Call | None = None, **key: An
         alice = AccessKey(name="alice", sha256=digest_of("alice"), roles=("capture",), limits=limits, **key)
         set_caller(Caller(alice, Usage()))
     config = CaptureConsumersConfig(consumers=tuple(CaptureConsumerSpec(name=name) for name in CONSUMERS))
-    front = FrontEnd(config, MODEL, CONSUMERS, num_stages=1, open_drivers=lambda hub: None)
+    front = FrontEnd(config, MODEL, CONSUMERS, num_stages=1, open_drivers=no_drivers)
     extra = {"capture": capture, "return_hidden_states": states}
     params = SimpleNamespace(extra_args=extra, max_tokens=5, n=1)
     found = front.capture_reader.read(params, "r")

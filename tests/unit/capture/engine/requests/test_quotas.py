@@ -17,6 +17,7 @@ from headgate.capture.schema.limits import count_rows
 from headgate.capture.schema.positions import Indices, Named, PositionSelector, Span
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
+from tests.fakes.driver_consumers import no_drivers
 
 SITES = (Site(0, HookPoint.POST_MLP), Site(1, HookPoint.POST_MLP), FINAL_NORM_SITE)
 MODEL = ModelInfo(name="tiny", num_layers=2, hidden_size=8, dtype="float32", sites=SITES)
@@ -47,7 +48,7 @@ def check(
     consumers = {"rows": Rows, "others": Rows, "watching": Watching, "hidden_states": Rows}
     specs = tuple(CaptureConsumerSpec(name=name) for name in consumers)
     config = CaptureConsumersConfig(consumers=specs, **limits)  # type: ignore[arg-type]
-    front = FrontEnd(config, MODEL, consumers, num_stages=1, open_drivers=lambda hub: None)
+    front = FrontEnd(config, MODEL, consumers, num_stages=1, open_drivers=no_drivers)
     extra = {"capture": capture, "return_hidden_states": states}
     params = SimpleNamespace(extra_args=extra, max_tokens=max_tokens, n=n)
     ask = front.capture_reader.read(params, "r")
@@ -95,7 +96,7 @@ def test_the_lists_of_a_call_are_bounded_together() -> None:
 
 def test_the_prompts_of_a_call_are_parsed_once() -> None:
     front = FrontEnd(CaptureConsumersConfig(consumers=(CaptureConsumerSpec(name="rows"),)), MODEL, {"rows": Rows},
-                     num_stages=1, open_drivers=lambda hub: None)  # fmt: skip
+                     num_stages=1, open_drivers=no_drivers)  # fmt: skip
     params = SimpleNamespace(extra_args={"capture": {"rows": rows([0, 3, 4])}})
 
     def read_twice() -> list[Any]:

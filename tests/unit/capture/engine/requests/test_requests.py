@@ -177,6 +177,14 @@ def test_positions_are_resolved_and_stay_so() -> None:
     assert resolve(resolved, 10, None) == resolved
 
 
+@pytest.mark.parametrize("positions", ["all", [0, 2], {"start": 1, "stop": 4}])
+def test_what_is_absolute_already_is_not_made_anew_for_each_prompt(positions: Any) -> None:
+    ask = read(params(capture={"rows": {**HOOKS, "positions": positions}}), door(rows=Rows))
+
+    assert resolve(ask, 5, None) is ask
+    assert resolve(ask, 2, None) is ask
+
+
 def test_message_selectors_are_resolved_by_whoever_knows_the_chat() -> None:
     capture = {"rows": {**HOOKS, "positions": {"role": "user", "index": 0}}}
     ask = read(params(capture=capture), door(rows=Rows))

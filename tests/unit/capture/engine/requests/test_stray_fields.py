@@ -10,7 +10,14 @@ from headgate.capture.engine.requests.request_reader import RequestReader
 from headgate.capture.engine.requests.stray_fields import find_ignored, refuse_unknown
 from headgate.capture.schema.errors import RequestError
 
-UNKNOWN = ("steering", "steering_clamps", "prefill_steering_vector", "decode_steering_", "sae_clamp_specs", "captures")
+UNKNOWN = (
+    "steering",
+    "steering_of_tomorrow",
+    "prefill_steering_vector",
+    "decode_steering_",
+    "sae_of_tomorrow",
+    "captures",
+)
 
 
 class _Slotted:

@@ -1,19 +1,25 @@
-"""``Retry-After`` stands in answers to those that were sent away, and in no others; streams begin with an event."""
+"""``Retry-After`` stands in answers to those that were sent away, and in no others; no refusal begins a stream."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headgate.capture.engine.requests.call_context import note_overload, watch_overloads
+from headgate.capture.engine.requests.call_context import noting_refusals, watch_refusals
 from headgate.capture.engine.server.retry_after import RetryAfterMiddleware, await_first_event
-from headgate.capture.schema.errors import OverloadedError
+from headgate.capture.schema.errors import OverloadedError, RequestError
 
 OVERLOAD = OverloadedError("too many wait")
+
+
+def refuse(error: Exception) -> None:
+    with noting_refusals():
+        raise error
 
 
 def headers_of(status: int, *, is_sent_away: bool, method: str = "POST") -> dict[bytes, bytes]:
@@ -22,7 +28,8 @@ def headers_of(status: int, *, is_sent_away: bool, method: str = "POST") -> dict
     async def app(scope: Any, receive: Any, send: Any) -> None:
         async def handle() -> None:
             if is_sent_away:
-                note_overload(OVERLOAD)
+                with suppress(OverloadedError):
+                    refuse(OVERLOAD)
 
         await asyncio.create_task(handle())
         await send({"type": "http.response.start", "status": status, "headers": [(b"a", b"b")]})
@@ -52,22 +59,28 @@ def test_the_header_is_ours_alone(status: int, is_sent_away: bool, method: str, 
     assert (b"retry-after" in headers) == is_told
 
 
-async def stream(*events: str, is_closed: list[bool], is_sent_away: bool = False) -> AsyncGenerator[str, None]:
+async def stream(
+    *events: Any, is_closed: list[bool], error: Exception | None = None, is_raised: bool = False
+) -> AsyncGenerator[Any, None]:
+    """Events, and an error before the last; as vLLM's, which answer an error with an event, or raise it."""
     try:
-        if is_sent_away:
-            note_overload(OVERLOAD)
-        for event in events:
+        for event in events[:-1]:
+            yield event
+        if error is not None:
+            with nullcontext() if is_raised else suppress(type(error)):
+                refuse(error)
+        for event in events[-1:]:
             yield event
     finally:
         is_closed.append(True)
 
 
-def begun(*events: str, **options: Any) -> tuple[Any, list[bool]]:
+def begun(*events: Any, **options: Any) -> tuple[Any, list[bool]]:
     is_closed: list[bool] = []
-    serving = SimpleNamespace(create_error_response=lambda error: f"503 {error}")
+    serving = SimpleNamespace(create_error_response=lambda error: f"refused: {error}")
 
     async def call() -> Any:
-        watch_overloads()
+        watch_refusals()
         answer = await await_first_event(stream(*events, is_closed=is_closed, **options), serving)
         return answer if isinstance(answer, str) else [event async for event in answer]
 
@@ -79,8 +92,26 @@ def test_a_stream_is_the_same_and_is_closed() -> None:
     assert begun() == ([], [True])
 
 
-def test_a_stream_that_was_sent_away_is_an_error_answer() -> None:
-    assert begun("data: {error}", "data: [DONE]", is_sent_away=True) == ("503 too many wait", [True])
+CREATED, IN_PROGRESS = (SimpleNamespace(type=f"response.{name}") for name in ("created", "in_progress"))
+WRONG = RequestError("steering_name", "no such module")
+
+
+@pytest.mark.parametrize("is_raised", [False, True])
+@pytest.mark.parametrize("error", [OVERLOAD, WRONG], ids=["sent away", "refused"])
+@pytest.mark.parametrize("first", [[], [CREATED, IN_PROGRESS]], ids=["chunks", "response"])
+def test_a_stream_that_the_engine_refused_is_an_error_answer(
+    first: list[Any], error: Exception, is_raised: bool
+) -> None:
+    assert begun(*first, "data: {error}", error=error, is_raised=is_raised) == (f"refused: {error}", [True])
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    with pytest.raises(OSError, match="other"):
+        begun(CREATED, "a", error=OSError("other"), is_raised=True)
+
+
+def test_a_response_is_the_same() -> None:
+    assert begun(CREATED, IN_PROGRESS, "a", "b") == ([CREATED, IN_PROGRESS, "a", "b"], [True])
 
 
 def test_a_stream_that_nobody_reads_on_is_closed() -> None:

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from headgate.capture.engine.contracts.route_part import RouteClient
 from headgate.capture.engine.core.core_calls import AsyncCoreClient
 from headgate.capture.engine.server import plugin_routes
-from headgate.capture.engine.server.bodies.middleware import LONG, install_bodies
+from headgate.capture.engine.server.bodies.middleware import LONG_BODY, install_bodies
 from headgate.capture.engine.server.plugin_routes import read_object
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.config import ServerConfig
@@ -124,7 +124,7 @@ def test_a_long_body_is_read_beside_the_event_loop(
     response = asyncio.run(post())
 
     assert response.status_code == 200, response.text
-    assert len(content) > LONG
+    assert len(content) > LONG_BODY
     assert set(threads) == {"decode", "read", "add up", "hash", "pack"}
     assert all(threading.main_thread() not in found for found in threads.values()), threads
     status = client.part.call("status", {})

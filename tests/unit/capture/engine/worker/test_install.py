@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ def test_memory_is_allocated_after_the_pool_of_the_weights_was_left(monkeypatch:
     seen: list[tuple[str, list[str]]] = []
 
     class Worker:
-        vllm_config = SimpleNamespace(additional_config={"headgate": {"capture": {}}})
+        vllm_config = Namespace(additional_config={"headgate": {"capture": {}}})
 
         def load_model(self) -> None:
             open_pools.append("weights")

@@ -15,6 +15,9 @@ from headgate.capture.staging.ring import StagingRing
 HIDDEN = 8
 SITES = sort_sites(Site(layer, hook) for layer in (0, 1) for hook in HookPoint if hook is not HookPoint.FINAL_NORM)
 
+APART = (HookPoint.ATTN_IN, HookPoint.HOOK_Z, HookPoint.MLP_IN)
+"""Hook points whose values follow from no neighbour's."""
+
 
 class Model:
     """Writes what a well-hooked model writes: a stream to which each layer adds two branches."""
@@ -32,6 +35,8 @@ class Model:
         for layer in (0, 1):
             attn, mlp = torch.randn(num_tokens, HIDDEN), torch.randn(num_tokens, HIDDEN)
             self.write(Site(layer, HookPoint.PRE_ATTN), stream)
+            self.write(Site(layer, HookPoint.ATTN_IN), torch.nn.functional.normalize(stream))
+            self.write(Site(layer, HookPoint.HOOK_Z), torch.randn(num_tokens, HIDDEN))
             self.write(Site(layer, HookPoint.ATTN_OUT), attn)
             self.write(Site(layer, HookPoint.POST_ATTN), stream + attn)
             self.write(Site(layer, HookPoint.MLP_IN), torch.nn.functional.normalize(stream + attn))
@@ -93,9 +98,7 @@ def test_a_site_that_does_not_respond_is_named(ring, model, facts, site):
         check_capture(ring, SITES, facts, model.run)
 
 
-@pytest.mark.parametrize(
-    "site", [site for site in SITES if site.hook is not HookPoint.MLP_IN], ids=lambda site: site.name
-)
+@pytest.mark.parametrize("site", [site for site in SITES if site.hook not in APART], ids=lambda site: site.name)
 def test_a_hook_at_the_wrong_place_contradicts_its_neighbours(ring, model, facts, site):
     model.shifted.add(site)
 

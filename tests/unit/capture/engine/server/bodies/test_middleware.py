@@ -18,13 +18,13 @@ from starlette.exceptions import HTTPException
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.requests.call_context import NOTHING, taken
 from headgate.capture.engine.requests.request_reader import REQUEST_READER, OpenPart, RequestReader
-from headgate.capture.engine.server.bodies.middleware import LONG
+from headgate.capture.engine.server.bodies.middleware import LONG_BODY
 from headgate.capture.schema.config import ServerConfig, parse_server, server_config
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError
 from tests.fakes.body_site import MAX_BYTES, MAX_UPLOAD, Inner, bodies
 
-HIDDEN = 4096
+HIDDEN = 8192
 MODEL = ModelInfo(name="tiny", num_layers=4, hidden_size=HIDDEN, dtype="float32", sites=())
 VECTORS = np.linspace(-1, 1, 2 * HIDDEN, dtype=np.float32).reshape(2, HIDDEN)
 PACKED = {"dtype": "float32", "shape": [2, HIDDEN], "layer_indices": [1, 3]}
@@ -116,7 +116,7 @@ def test_short_json_is_left_alone() -> None:
         ("text/plain", {}, False),
         ("application/json", {"content-encoding": "gzip"}, True),
         ("application/json", {"transfer-encoding": "chunked"}, True),
-        ("application/json", {"content-length": str(LONG)}, True),
+        ("application/json", {"content-length": str(LONG_BODY)}, True),
         ("application/json", {"content-length": "+2"}, True),
         ("application/json", {"content-length": ""}, True),
         ("application/msgpack", {}, True),
@@ -164,7 +164,9 @@ def is_read_first(headers: list[tuple[bytes, bytes]]) -> bool:
     return order[0] == "received"
 
 
-@pytest.mark.parametrize("body", ["x" * 2 * LONG, json.dumps({"prompt": "x" * 2 * LONG}), "[1]" * LONG], ids=range(3))
+@pytest.mark.parametrize(
+    "body", ["x" * 2 * LONG_BODY, json.dumps({"prompt": "x" * 2 * LONG_BODY}), "[1]" * LONG_BODY], ids=range(3)
+)
 def test_long_bodies_without_our_fields_are_left_alone(body: str) -> None:
     site = Site()
 

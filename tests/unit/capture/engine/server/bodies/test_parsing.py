@@ -301,7 +301,16 @@ def test_junk_is_msgpack_or_refused(junk: bytes) -> None:
         with pytest.raises(RequestError):
             read_msgpack(junk)
     else:
-        assert repr(read_msgpack(junk)) == repr(expected)
+        assert repr(told(read_msgpack(junk))) == repr(told(expected))
+
+
+def told(value: Any) -> Any:
+    """A value with what its extensions hold, which they do not show themselves."""
+    if isinstance(value, msgspec.msgpack.Ext):
+        return "extension", value.code, bytes(value.data)
+    if isinstance(value, dict):
+        return [(told(key), told(inner)) for key, inner in value.items()]
+    return [told(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def test_a_long_prompt_is_sent_as_json() -> None:

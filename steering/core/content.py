@@ -1,0 +1,154 @@
+"""Slots, content keys and limits of a spec without names, and its description for people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.sites import Site
+from headgate.steering.core.admission import Demand, Load
+from headgate.steering.programs.codes import CODE, CODE_MASK, NO_ROW, WRITE, Code, is_of_feature
+from headgate.steering.programs.feature_edits import too_many_changes
+from headgate.steering.programs.program import Program
+from headgate.steering.programs.spec import SteeringSpec, content_key_of
+from headgate.steering.vectors.dtypes import StoredType
+from headgate.steering.vectors.phase_vectors import PhaseVectors
+from headgate.steering.vectors.sums import LIMIT, sum_key
+
+
+def demand_of(spec: SteeringSpec) -> Demand:
+    """Return the slots that a spec without names needs by itself."""
+    prefill, decode = (
+        load_of(vectors, [], [] if program is None else [(program, 1.0)]) for vectors, program in spec.phases
+    )
+    return Demand(prefill, decode)
+
+
+def described(spec: SteeringSpec) -> dict[str, object]:
+    """Return content keys (``hash``) and sites of both phases, plain values; ``op_sites`` where there are programs."""
+    demand = demand_of(spec)
+    loads = {"prefill": demand.prefill, "decode": demand.decode}
+    about: dict[str, object] = {
+        "hash": {phase: load.key.hex() if load else None for phase, load in loads.items()},
+        "sites": {"prefill": _sites(spec.prefill), "decode": _sites(spec.decode)},
+    }
+    if spec.prefill_program or spec.decode_program:
+        programs = {"prefill": spec.prefill_program, "decode": spec.decode_program}
+        about["op_sites"] = {phase: _op_sites(program) for phase, program in programs.items()}
+    return about
+
+
+def load_of(
+    own: PhaseVectors | None, named: Sequence[tuple[PhaseVectors, float]], programs: Sequence[tuple[Program, float]]
+) -> Load | None:
+    """Return the load of a request's own vectors and modules, and of programs."""
+    parts = [*named, (own, 1.0)] if own else named
+    vectors = sum_key((vectors.key, scale) for vectors, scale in parts)
+    key = content_key_of(vectors, ((program.key, scale) for program, scale in programs))
+    if key is None:
+        return None
+    num_rows = sum(program.num_rows for program, _ in programs)
+    return Load(key, len({site for vectors, _ in parts for site in vectors.sites}) + num_rows)
+
+
+def _sites(vectors: PhaseVectors | None) -> list[str]:
+    return [site.name for site in vectors.sites] if vectors else []
+
+
+def _op_sites(program: Program | None) -> list[str]:
+    return list(dict.fromkeys(site.name for site in program.sites)) if program else []
+
+
+def check_limit(largest: float, dtype: StoredType, field: str) -> None:
+    """Check that sums whose largest value can be `largest` stay finite in the model's element type.
+
+    Raises:
+        RequestError: Names `field`.
+    """
+    if not largest < LIMIT[dtype]:
+        raise RequestError(
+            field,
+            f"the vectors times their scales reach {largest:.4g}; sums for a model in {dtype} stay finite below "
+            f"{LIMIT[dtype]:.4g}: use smaller vectors or scales",
+        )
+
+
+class Limits(NamedTuple):
+    """Entries that programs of one phase may have at one site, a request's and its modules' together.
+
+    Attributes:
+        entries: Entries of operations.
+        features: Features of SAEs.
+    """
+
+    entries: int
+    features: int
+
+
+NO_ENTRIES = Limits(0, 0)
+
+
+def check_shared(programs: Sequence[Program], limits: Limits, who: str, field: str) -> None:
+    """Check the programs of a module or of the global state, in one phase.
+
+    Raises:
+        RequestError: Names `field`.
+    """
+    if any(program.groups for program in programs):
+        raise RequestError(field, f"{who} limits an operation to positions; only requests can do that")
+    check_programs(programs, limits, field)
+
+
+def check_programs(programs: Sequence[Program], limits: Limits, field: str) -> None:
+    """Check that programs that act together fit, and do not change one feature or reconstruct one row twice.
+
+    Raises:
+        RequestError: Names `field`.
+    """
+    entries, features, written = Counter[Site](), Counter[Site](), set[tuple[Site, bytes]]()
+    reconstructed: set[Site] = set()
+    num_changes = 0
+    for program in programs:
+        kinds = program.codes[:, CODE] & CODE_MASK
+        if not (kinds >= Code.RECONSTRUCT).any():
+            entries.update(dict(program.runs))
+            continue
+        num_changes += program.num_changes
+        for site, write, code in zip(program.sites, program.codes[:, WRITE].tolist(), kinds.tolist(), strict=True):
+            if code == Code.RECONSTRUCT:
+                if site in reconstructed:
+                    raise RequestError(field, f"with those of the modules, rows are reconstructed twice at {site.name}")
+                reconstructed.add(site)
+            elif is_of_feature(code):
+                features[site] += 1
+                if write == NO_ROW:
+                    continue
+                row = program.rows[write - 1]
+                feature = site, row.tobytes()
+                if feature in written and row.any():
+                    raise RequestError(
+                        field, f"with those of the modules, a feature of an SAE is changed twice at {site.name}"
+                    )
+                written.add(feature)
+            else:
+                entries[site] += 1
+    _check_changes(num_changes, limits.features, field)
+    flags = ("operations", limits.entries, entries, "--max-steering-ops-per-site")
+    for what, limit, counts, flag in (flags, ("features", limits.features, features, "--max-sae-features")):
+        crowded = next((site for site, count in counts.items() if count > limit), None)
+        if crowded is not None:
+            raise RequestError(
+                field,
+                f"the {what} at {crowded.name}, modules' included, make {counts[crowded]} entries, at most {limit} "
+                f"fit; the operator sets {flag}",
+            )
+
+
+def _check_changes(num_changes: int, limit: int, field: str) -> None:
+    if num_changes > limit:
+        raise RequestError(
+            field,
+            f"with those of the modules, {num_changes} features of transcoders are changed; {too_many_changes(limit)}",
+        )

@@ -1,0 +1,114 @@
+"""A request's steering in terms of content: its spec with the names in it looked up."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from headgate.capture.schema.errors import RequestError
+from headgate.steering.core.admission import Demand, Load
+from headgate.steering.core.content import load_of
+from headgate.steering.core.modules import Module
+from headgate.steering.programs.program import Program
+from headgate.steering.programs.spec import SteeringSpec
+
+Parts = tuple[tuple[bytes, float], ...]
+"""Content keys of modules' vectors or programs, and their scales."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """A request's steering in terms of content.
+
+    Attributes:
+        prefill: Content key of what acts in the prefill phase, for its KV; None if nothing of its own acts there.
+        decode: The same for the decode phase.
+        prefill_parts: Modules' vectors that workers add to its inline prefill vectors.
+        decode_parts: Modules' vectors that workers add to its inline decode vectors.
+        demand: The slots to reserve.
+        prefill_programs: Modules' programs that act before its inline prefill program.
+        decode_programs: The same for the decode phase.
+        own: Its inline programs, with the names of modules resolved.
+    """
+
+    prefill: bytes | None
+    decode: bytes | None
+    prefill_parts: Parts
+    decode_parts: Parts
+    demand: Demand
+    prefill_programs: Parts = ()
+    decode_programs: Parts = ()
+    own: tuple[Program | None, Program | None] = (None, None)
+
+    @property
+    def parts(self) -> tuple[Parts, Parts, Parts, Parts]:
+        """Everything of modules."""
+        return self.prefill_parts, self.decode_parts, self.prefill_programs, self.decode_programs
+
+
+Named = list[tuple[Module, float]]
+
+
+def resolved_of(
+    spec: SteeringSpec, own: tuple[Program | None, Program | None], named: Named, num_prompt: int
+) -> Resolved:
+    """Return the request's share of slots and its block keys, with what it takes from the modules that it names.
+
+    Args:
+        spec: The request's vectors, and the names and scales of modules.
+        own: Its own programs for prefill and decode.
+        named: Those modules, with the scale of each.
+        num_prompt: Tokens of its prompt, which decide the rows of operations that are limited to positions.
+    """
+    prefill = [(module.prefill, scale) for module, scale in named if module.prefill and scale != 0]
+    decode = [(module.decode, scale) for module, scale in named if module.decode and scale != 0]
+    programs = module_programs(named)
+    loads = [
+        load_of(vectors, parts, [*found, *([(program, 1.0)] if program else [])])
+        for vectors, program, parts, found in zip(
+            (spec.prefill, spec.decode), own, (prefill, decode), programs, strict=True
+        )
+    ]
+    block_keys = [_block_key(load, program, num_prompt) for load, program in zip(loads, own, strict=True)]
+    return Resolved(
+        prefill=block_keys[0],
+        decode=block_keys[1],
+        prefill_parts=tuple((vectors.key, scale) for vectors, scale in prefill),
+        decode_parts=tuple((vectors.key, scale) for vectors, scale in decode),
+        demand=Demand(*loads),
+        prefill_programs=tuple((program.key, scale) for program, scale in programs[0]),
+        decode_programs=tuple((program.key, scale) for program, scale in programs[1]),
+        own=own,
+    )
+
+
+def check_scales(named: Named, field: str) -> None:
+    """Check the scales of modules that let SAEs reconstruct rows: there is no part of a reconstruction.
+
+    Raises:
+        RequestError: Names `field`.
+    """
+    for module, scale in named:
+        programs = [program for program in (module.prefill_program, module.decode_program) if program is not None]
+        if scale not in (0, 1) and any(program.reconstructs for program in programs):
+            raise RequestError(
+                field, f"module {module.name!r} lets an SAE reconstruct rows, so its scale is 1 or 0, not {scale:g}"
+            )
+
+
+def module_programs(named: Named) -> tuple[list[tuple[Program, float]], list[tuple[Program, float]]]:
+    """Return the programs of both phases that modules bring, in the order in which the modules are named."""
+    acting = [(module, scale) for module, scale in named if scale != 0]
+    return (
+        [(module.prefill_program, scale) for module, scale in acting if module.prefill_program],
+        [(module.decode_program, scale) for module, scale in acting if module.decode_program],
+    )
+
+
+def _block_key(load: Load | None, program: Program | None, num_prompt: int) -> bytes | None:
+    """Return the key of the KV that a phase makes. Positions count from the prompt's end, so its length tells too."""
+    if load is None or program is None or not program.groups:
+        return None if load is None else load.key
+    for selector in program.groups:
+        selector.resolve(num_prompt, "steering_ops.positions")
+    return hashlib.sha256(load.key + num_prompt.to_bytes(8, "little")).digest()

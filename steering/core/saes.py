@@ -1,0 +1,227 @@
+"""The SAEs of one engine core, and the programs that edits of their features become.
+
+Registered SAEs are only read: rows of features are taken from mapped files when a request is accepted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, groupby
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.sites import HookPoint, Site, sort_sites
+from headgate.steering.config import sae_site
+from headgate.steering.features.importing import open_coder
+from headgate.steering.features.sparse_coder import SparseCoder
+from headgate.steering.features.tensors import FeatureFileError
+from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, sae_key
+from headgate.steering.programs.feature_lowering import feature_entries
+from headgate.steering.programs.program import Entry, Program
+from headgate.steering.vectors.dtypes import StoredType
+from headgate.steering.vectors.phase_vectors import Steerable
+
+logger = logging.getLogger("headgate")
+
+_KEPT_PROGRAMS = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sae:
+    """A registered SAE.
+
+    Attributes:
+        name: Its name in requests.
+        coder: Reads its features.
+        site: Where it reads; an SAE writes there, too.
+        sha256: Hex, of the files that it was published as.
+        is_encoded: Whether workers have its weights, so that rows can become its reconstructions.
+    """
+
+    name: str
+    coder: SparseCoder
+    site: Site
+    sha256: str
+    is_encoded: bool = False
+
+    @property
+    def facts(self) -> SaeFacts:
+        """Facts that requests are checked against."""
+        coder, has_max_act = self.coder, self.coder.max_activations([0]) is not None
+        sites = (self.site, *coder.write_sites) if coder.is_transcoder else (self.site,)
+        return SaeFacts(sites, coder.num_features, coder.decision, has_max_act, self.is_encoded)
+
+    def described(self) -> dict[str, object]:
+        """Return plain values for the list of SAEs."""
+        coder, facts = self.coder, self.facts
+        return {
+            "name": self.name,
+            "site": self.site.name,
+            "write_sites": [site.name for site in (facts.sites[1:] or facts.sites)],
+            "width": coder.width,
+            "num_features": facts.num_features,
+            "activation": coder.kind.value,
+            "k": coder.k,
+            "norm": coder.norm.value,
+            "decision": facts.decision,
+            "has_max_act": facts.has_max_act,
+            "is_encoded": facts.is_encoded,
+            "format": coder.format,
+            "model": coder.model,
+            "source": str(coder.path),
+            "sha256": self.sha256,
+        }
+
+
+def open_sae(name: str, path: Path, site: Site | None, steerable: Steerable, sha256: str | None = None) -> Sae:
+    """Open an SAE for a model, and read one feature of it.
+
+    Args:
+        name: Its name in requests.
+        path: Of its file or folder.
+        site: Where it acts; None if the files tell.
+        steerable: The model.
+        sha256: Of its files, where that was computed already: it takes a second for each gigabyte.
+
+    Raises:
+        FeatureFileError: If it cannot be read or does not fit the model.
+        OSError: Likewise.
+    """
+    coder = open_coder(path, name=name, site=site)
+    read_site = sae_site(coder)
+    write_sites = coder.write_sites if coder.is_transcoder else ()
+    missing = [found.name for found in (read_site, *write_sites) if found not in steerable.op_sites]
+    if missing:
+        declared = ", ".join(op_site.name for op_site in steerable.op_sites) or "none"
+        raise FeatureFileError(
+            f"{path}: no operations at {', '.join(missing)}, where the SAE acts; declared sites: {declared}; the "
+            "operator declares them with --steering-op-sites, or by --saes NAME=PATH"
+        )
+    _check_order(path, read_site, write_sites)
+    if coder.is_transcoder and not steerable.max_changes:
+        raise FeatureFileError(
+            f"{path}: a transcoder, for which this engine made no room when it started; it does with --sae-root, or "
+            "with a transcoder among --saes"
+        )
+    for width in (coder.width, coder.write_width):
+        if width != steerable.hidden_size:
+            raise FeatureFileError(
+                f"{path}: an SAE of width {width}; rows of the model have {steerable.hidden_size} values"
+            )
+    coder.rows([0])
+    return Sae(name=name, coder=coder, site=read_site, sha256=sha256 or coder.source_sha256)
+
+
+def _check_order(path: Path, read_site: Site, write_sites: Sequence[Site]) -> None:
+    """Refuse a transcoder that writes where the forward has been when it reads."""
+    for site in write_sites:
+        is_beside = read_site.layer == site.layer and read_site.hook in _ATTENTION and site.hook in _MLP
+        if is_beside or sort_sites((read_site, site))[0] == site:
+            raise FeatureFileError(
+                f"{path}: a transcoder that reads at {read_site.name} and writes at {site.name} cannot be used: it "
+                "must write at later sites, and not from a layer's attention into the MLP beside it"
+            )
+
+
+_ATTENTION = (HookPoint.ATTN_IN, HookPoint.HOOK_Z, HookPoint.ATTN_OUT)
+_MLP = (HookPoint.MLP_IN, HookPoint.MLP_OUT)
+"""Branches that some models compute side by side, in an order of their own."""
+
+
+class SaeRegistry:
+    """SAEs by name, and the programs of edits. Any thread.
+
+    Args:
+        dtype: The model's.
+        max_per_site: Features of one phase at one site, at most.
+    """
+
+    def __init__(self, dtype: StoredType, max_per_site: int = 0) -> None:
+        self._dtype: StoredType = dtype
+        self._max_per_site = max_per_site
+        self._saes: Mapping[str, Sae] = {}
+        """Replaced as a whole by each change."""
+        self._made: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
+        """Programs of the last requests, by edits and SAEs: many requests of a load change the same features."""
+        self._lock = Lock()
+
+    def put(self, sae: Sae) -> None:
+        """Register an SAE, in place of an earlier one of its name."""
+        self._saes = {**self._saes, sae.name: sae}
+        self._forget_programs()
+
+    def remove(self, name: str) -> None:
+        """Forget an SAE, if it is there."""
+        self._saes = {other: sae for other, sae in self._saes.items() if other != name}
+        self._forget_programs()
+
+    def find(self, name: str) -> Sae | None:
+        """Return the SAE of that name, if there is one."""
+        return self._saes.get(name)
+
+    def all(self) -> list[Sae]:
+        """Return all SAEs, in the order of their names."""
+        return [sae for _, sae in sorted(self._saes.items())]
+
+    def names(self) -> list[dict[str, object]]:
+        """Return the descriptions of all SAEs, each with its key among registered names as ``name``."""
+        return [{**sae.described(), "name": sae_key(sae.name)} for sae in self.all()]
+
+    def program(self, edits: Sequence[FeatureEdit]) -> Program | None:
+        """Return the program of the edits of one phase; None if there are none. Reads the features' rows.
+
+        Raises:
+            RequestError: Naming the field that is wrong.
+        """
+        if not edits:
+            return None
+        saes = self._saes  # of this moment
+        for edit in edits:
+            if edit.sae not in saes:
+                known = ", ".join(sorted(saes)) or "none"
+                raise RequestError(edit.sae_at, f"unknown SAE {edit.sae!r}; registered: {known}")
+        key = (*(edit.content for edit in edits), *(id(saes[name]) for name in sorted({edit.sae for edit in edits})))
+        with self._lock:
+            if key in self._made:
+                self._made.move_to_end(key)
+                return self._made[key]
+        facts = {edit.sae: saes[edit.sae].facts for edit in edits}
+        check_edits(edits, lambda edit: facts[edit.sae], self._max_per_site)
+        changes = count()
+        made = Program.from_entries(
+            [
+                entry
+                for name, of_sae in groupby(edits, key=lambda edit: edit.sae)
+                for entry in _entries(saes[name], list(of_sae), self._dtype, changes)
+            ],
+            self._dtype,
+        )
+        with self._lock:
+            if self._saes is saes:
+                self._made[key] = made
+                while len(self._made) > _KEPT_PROGRAMS:
+                    self._made.popitem(last=False)
+        return made
+
+    def _forget_programs(self) -> None:
+        with self._lock:
+            self._made.clear()
+
+
+def _entries(sae: Sae, edits: list[FeatureEdit], dtype: StoredType, changes: Iterator[int]) -> list[Entry]:
+    try:
+        return feature_entries(sae.coder, sae.site, edits, dtype, changes)
+    except (FeatureFileError, OSError) as error:
+        raise RequestError(edits[0].sae_at, f"SAE {sae.name!r} cannot be read: {error}") from error
+
+
+def warn_of_other_model(sae: Sae, model: str) -> None:
+    """Log if an SAE says that it was trained on another model than the one that is served."""
+    trained, served = (name.rstrip("/").rpartition("/")[2].lower() for name in (sae.coder.model or model, model))
+    if trained != served:
+        logger.warning("steering: SAE %s was trained on %s, and %s is served", sae.name, sae.coder.model, model)

@@ -1,0 +1,216 @@
+"""Whether an SAE belongs where it is said to: its figures on captured rows, and what else would fit better.
+
+An SAE at a wrong site, with rows of another scale, or with a wrong threshold still gives numbers. It shows in L0 and in
+the fraction of variance unexplained (FVU), which is above 1 where the reconstruction is worse than the mean row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from headgate.capture.schema.sites import Site
+from headgate.steering.features.captured import Sample, sample
+from headgate.steering.features.measuring import Figures, measure
+from headgate.steering.features.source_coder import Kind, Norm, SourceCoder
+from headgate.steering.features.sparse_coder import SparseCoder, coder_of
+from headgate.steering.features.tensors import Array, FeatureFileError
+
+L0_FACTOR = 2.0
+"""L0 may be off by this factor: it depends on the text."""
+
+FVU_FACTOR = 2.0
+"""FVU may be above the declared one by this factor."""
+
+_NUM_TRIED = 128
+_CLEARLY_BETTER = 0.7
+_WEIGHT_OF_L0 = 0.5
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """Findings on one coder.
+
+    Attributes:
+        name: Of the coder.
+        site: Where it reads.
+        num_rows: Rows that it was judged by; `num_left_out` others begin prompts or are very long.
+        l0: Mean number of active features; `declared_l0` is the source's own figure.
+        fvu: Fraction of variance unexplained; `declared_fvu` is the source's own. None where it cannot be known.
+        num_dead: Features that no row activates.
+        threshold: Of top-k: the threshold that stands for its selection on these rows.
+        problems: Empty if all is well.
+        findings: Changes with which the figures would be clearly better, the best first.
+    """
+
+    name: str
+    site: str
+    num_rows: int
+    num_left_out: int
+    l0: float
+    declared_l0: float | None
+    fvu: float | None
+    declared_fvu: float | None
+    num_dead: int
+    threshold: float | None
+    problems: list[str]
+    findings: list[str]
+
+
+def check(coder: SparseCoder, root: str, *, max_rows: int = 4096, max_fvu: float = 0.6) -> Report:
+    """Compare a coder's figures on captured rows with those it declares, and look for what would fit better.
+
+    Args:
+        coder: An SAE or transcoder; one with a read site.
+        root: Of the captured rows.
+        max_rows: How many of them about.
+        max_fvu: The largest FVU that is well where the source declares none.
+
+    Raises:
+        FeatureFileError: If it has no site, or its site was not captured.
+        CaptureFileError: If the captures cannot be read.
+    """
+    site = site_of_reads(coder)
+    found = sample(root, site, max_rows, coder.write_sites)
+    _check_widths(coder, site, found)
+    figures = measure(coder, found.rows[site], written_rows(coder, found))
+    problems = _problems(coder, figures, max_fvu)
+    return Report(
+        name=coder.name,
+        site=site.name,
+        num_rows=len(found.rows[site]),
+        num_left_out=found.num_left_out,
+        l0=figures.l0,
+        declared_l0=coder.declared.get("l0"),
+        fvu=figures.fvu,
+        declared_fvu=coder.declared.get("fvu"),
+        num_dead=figures.num_dead,
+        threshold=figures.threshold,
+        problems=problems,
+        findings=_findings(coder, root) if problems else [],
+    )
+
+
+def site_of_reads(coder: SparseCoder) -> Site:
+    """Return where a coder reads.
+
+    Raises:
+        FeatureFileError: If nobody said so.
+    """
+    if coder.read_site is None:
+        raise FeatureFileError(f"{coder.path}: {coder.name} has no site; name it: --site LAYER.HOOK, or NAME=PATH@SITE")
+    return coder.read_site
+
+
+def written_rows(coder: SparseCoder, found: Sample) -> Array | None:
+    """Return the rows that a coder should reproduce; None if they are not there or others write them, too."""
+    return found.rows.get(coder.write_sites[0]) if len(coder.write_sites) == 1 else None
+
+
+def _check_widths(coder: SparseCoder, site: Site, found: Sample) -> None:
+    widths = {**dict.fromkeys(coder.write_sites, ("writes", coder.write_width)), site: ("reads", coder.width)}
+    for each, rows in found.rows.items():
+        what, width = widths[each]
+        if rows.shape[1] != width:
+            raise FeatureFileError(
+                f"{coder.name}: {what} rows of width {width}, but those captured at {each.name} have {rows.shape[1]}: "
+                "another model, or another hook point"
+            )
+
+
+def _problems(coder: SparseCoder, figures: Figures, max_fvu: float) -> list[str]:
+    problems = []
+    declared = coder.declared.get("l0")
+    if declared and not declared / L0_FACTOR <= figures.l0 <= declared * L0_FACTOR:
+        problems.append(f"L0 is {figures.l0:.3g}, but {declared:.3g} is declared")
+    if not figures.l0:
+        problems.append("no feature is active")
+    fvu = coder.declared.get("fvu")
+    limit = max_fvu if fvu is None else FVU_FACTOR * fvu
+    if figures.fvu is not None and not figures.fvu <= limit:
+        problems.append(
+            f"FVU is {figures.fvu:.3g}, "
+            + (f"above {limit:.3g} (--max-fvu)" if fvu is None else f"but {fvu:.3g} is declared")
+        )
+    return problems
+
+
+def _findings(coder: SparseCoder, root: str) -> list[str]:
+    """Try other sites, factors, thresholds and norms on a few rows, and say what is clearly better."""
+    site = site_of_reads(coder)
+    few = sample(root, site, _NUM_TRIED, coder.write_sites if coder.is_transcoder else None)
+    search = _Search(coder, few, site)
+    tried = [*search.sites(), search.readings()]
+    source = coder.weights.source
+    if source.norm is Norm.NONE:
+        usual = float(np.sqrt(coder.width) / np.linalg.norm(few.rows[search.site], axis=1).mean())
+        tried.append(
+            search.factors("rows times {:.3g} (--scale)", lambda x: replace(source, scale=source.scale * x), usual)
+        )
+    threshold = source.threshold
+    if source.kind is Kind.JUMPRELU and threshold is not None:
+        tried.append(search.factors("thresholds times {:.3g}", lambda x: replace(source, threshold=threshold * x)))
+    now = search.score(coder)
+    return [trial.text for trial in sorted(tried) if trial.score < _CLEARLY_BETTER * now.score][:4]
+
+
+class _Trial(NamedTuple):
+    """How well a reading of a source does: lower scores are better."""
+
+    score: float
+    text: str
+
+
+class _Search:
+    """Figures of other readings of a source, on few rows."""
+
+    def __init__(self, coder: SparseCoder, few: Sample, site: Site) -> None:
+        self.site = site
+        self._coder, self._few = coder, few
+        self._written = written_rows(coder, few)
+
+    def score(self, coder: SparseCoder, text: str = "", rows: Array | None = None) -> _Trial:
+        """Judge a coder, at its own site or on other rows, by FVU and by how far L0 is from the declared one."""
+        if rows is None:
+            figures = measure(coder, self._few.rows[self.site], self._written)
+        else:
+            figures = measure(coder, rows, rows)
+        if not figures.l0:
+            return _Trial(float("inf"), text)
+        declared = self._coder.declared.get("l0")
+        # FVU alone would praise low thresholds, with which everything is active.
+        distance = _WEIGHT_OF_L0 * abs(float(np.log(figures.l0 / declared))) if declared else 0.0
+        told = f"L0 {figures.l0:.3g}" + ("" if figures.fvu is None else f", FVU {figures.fvu:.3g}")
+        return _Trial((figures.fvu or 0.0) + distance, f"{text}: {told}")
+
+    def sites(self) -> Iterator[_Trial]:
+        """Judge an SAE at every other site that was captured."""
+        for other, rows in self._few.rows.items():
+            if not self._coder.is_transcoder and other != self.site and rows.shape[1] == self._coder.width:
+                yield self.score(self._coder, f"at the site {other.name}", rows)
+
+    def readings(self) -> _Trial:
+        """Judge other norms, and the decoder's bias taken off."""
+        source = self._coder.weights.source
+        changed: list[tuple[str, SourceCoder]] = []
+        if not source.is_transcoder:
+            changed += [(f"the norm {norm.value}", replace(source, norm=norm)) for norm in Norm if norm != source.norm]
+        if not source.is_transcoder and not source.subtracts_bias:
+            changed.append(("the decoder's bias taken off the rows", replace(source, subtracts_bias=True)))
+        trials = [self.score(coder_of(other, self._coder.path), f"with {text}") for text, other in changed]
+        return min(trials, default=_Trial(float("inf"), ""))
+
+    def factors(self, text: str, change: Callable[[float], SourceCoder], *usual: float) -> _Trial:
+        """Judge a source with a number changed by a factor: powers of two and `usual` ones, then closer to the best."""
+
+        def tried(factor: float) -> tuple[_Trial, float]:
+            return self.score(coder_of(change(factor), self._coder.path), "with " + text.format(factor)), factor
+
+        trials = [tried(factor) for factor in (*(2.0**power for power in range(-8, 9)), *usual)]
+        for step in (2**0.5, 2**0.25):
+            best = min(trials)[1]
+            trials += [tried(best / step), tried(best * step)]
+        return min(trials)[0]

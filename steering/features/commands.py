@@ -1,0 +1,220 @@
+"""``headgate sae``: imports SAEs and transcoders of every format, checks them on captured rows, and shows features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import msgspec
+import typer
+
+from headgate.capture.engine.contracts.parts import stored_requests
+from headgate.capture.schema.errors import HeadgateError
+from headgate.capture.schema.sites import Site
+from headgate.steering.features.canonical import RowType, write_coder
+from headgate.steering.features.captured import sample
+from headgate.steering.features.check import Report, check, site_of_reads
+from headgate.steering.features.importing import FORMATS, open_coder, read_source
+from headgate.steering.features.measuring import measure, with_figures
+from headgate.steering.features.show import Decode, Shown, show
+from headgate.steering.features.source_coder import Hints
+from headgate.steering.features.sparse_coder import SparseCoder, coder_of
+from headgate.steering.features.tensors import FeatureFileError
+
+app = typer.Typer(help="Import SAEs and transcoders, and check them.", no_args_is_help=True, add_completion=False)
+
+Coder = Annotated[str, typer.Argument(metavar="NAME_OR_PATH", help="A file or folder; or a name in --sae-root.")]
+Root = Annotated[str, typer.Option("--captures", metavar="ROOT", help="The filesystem consumer's root.")]
+SaeRoot = Annotated[Path | None, typer.Option(envvar="HEADGATE_SAE_ROOT", help="Folder of imported SAEs.")]
+At = Annotated[str | None, typer.Option("--site", metavar="LAYER.HOOK", help="The site, such as 12.post_mlp.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+MaxRows = Annotated[int, typer.Option(min=16, help="How many captured rows about.")]
+
+_ROW_TYPES: dict[str, RowType] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+
+
+@app.command("import")
+def import_coder(
+    source: Annotated[Path, typer.Argument(help="A file or folder, as it was downloaded.")],
+    to: Annotated[Path, typer.Option(help="The file to write; its name ends in .safetensors.")],
+    site: At = None,
+    name: Annotated[str | None, typer.Option(help="Its name; the file's without suffix if not given.")] = None,
+    layer: Annotated[int | None, typer.Option(help="The layer, of a source that has several.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Of a top-k SAE: stands for its selection.")] = None,
+    k: Annotated[int | None, typer.Option(help="k of a top-k SAE whose files do not say it.")] = None,
+    scale: Annotated[float | None, typer.Option(help="Factor on rows: the SAE was trained on normalised ones.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; the source's if not given.")] = None,
+    format_name: Annotated[str | None, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="The model's folder: for transcoders that read before the gain of a norm."),
+    ] = None,
+    captures: Annotated[
+        str | None,
+        typer.Option(metavar="ROOT", help="Captured rows: measures largest activations, and top-k's threshold."),
+    ] = None,
+    max_rows: MaxRows = 16384,
+) -> None:
+    """Read an SAE or transcoder, fold what can be folded, and write it as a file for servers."""
+    if to.suffix != ".safetensors":
+        fail(f"--to {to}: expected a name that ends in .safetensors")
+    if dtype is not None and dtype not in _ROW_TYPES:
+        fail(f"--dtype: expected {', '.join(_ROW_TYPES)}, got {dtype!r}")
+    try:
+        hints = Hints(site=parse_site(site), layer=layer, k=k, scale=scale, threshold=threshold, model=model)
+        coder = read_source(source, hints, format_name)
+        if captures is not None:
+            opened = coder_of(coder, source)
+            place = site_of_reads(opened)
+            coder = with_figures(coder, measure(opened, sample(captures, place, max_rows).rows[place], None))
+        row_dtype = None if dtype is None else _ROW_TYPES[dtype]
+        write_coder(to, coder, name=name or to.stem, path=str(source), row_dtype=row_dtype)
+        typer.echo(describe(open_coder(to)))
+    except (HeadgateError, OSError) as error:
+        fail(error)
+
+
+@app.command("check")
+def check_coder(
+    coder: Coder,
+    captures: Root,
+    site: At = None,
+    sae_root: SaeRoot = None,
+    max_rows: MaxRows = 4096,
+    max_fvu: Annotated[float, typer.Option(help="The largest FVU that is well, where the source declares none.")] = 0.6,
+    as_json: AsJson = False,
+) -> None:
+    """Compare L0 and unexplained variance on captured rows with those declared; status 1 if they do not fit."""
+    try:
+        report = check(
+            open_coder(find(coder, sae_root), site=parse_site(site)), captures, max_rows=max_rows, max_fvu=max_fvu
+        )
+    except (HeadgateError, OSError) as error:
+        fail(error)
+    print_json(report) if as_json else _print_report(report)
+    if report.problems:
+        raise typer.Exit(1)
+
+
+@app.command("show")
+def show_feature(
+    coder: Coder,
+    feature: Annotated[int, typer.Argument(help="Number of the feature.")],
+    captures: Root,
+    site: At = None,
+    sae_root: SaeRoot = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Of which model; that of the captures if not given.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many tokens.")] = 10,
+    context: Annotated[int, typer.Option(min=0, help="Tokens before and behind each.")] = 12,
+    as_json: AsJson = False,
+) -> None:
+    """Show the captured tokens that activate a feature most, in their context."""
+    try:
+        opened = open_coder(find(coder, sae_root), site=parse_site(site))
+        decode = _decoder(tokenizer or _model_of(captures))
+        shown = show(opened, feature, captures, decode=decode, top=top, context=context)
+    except (HeadgateError, OSError) as error:
+        fail(error)
+    print_json(shown) if as_json else _print_shown(shown)
+
+
+def find(name_or_path: str, root: Path | None) -> Path:
+    """Return the path itself if something is there, or else what has that name in the folder of SAEs.
+
+    Raises:
+        FeatureFileError: If neither is there.
+    """
+    places = [Path(name_or_path)]
+    places += [root / name_or_path, root / f"{name_or_path}.safetensors"] if root else []
+    found = next((place for place in places if place.exists()), None)
+    if found is None:
+        hint = "" if root else "; names are looked for in --sae-root"
+        raise FeatureFileError(f"{name_or_path}: no such file or folder" + (f", nor in {root}" if root else hint))
+    return found
+
+
+def parse_site(text: str | None) -> Site | None:
+    """Read ``--site``.
+
+    Raises:
+        FeatureFileError: If it is no site.
+    """
+    try:
+        return None if text is None else Site.parse(text)
+    except ValueError as error:
+        raise FeatureFileError(f"--site: {error}") from error
+
+
+def describe(coder: SparseCoder) -> str:
+    """One line about a coder."""
+    read = coder.read_site.name if coder.read_site else "no site; name it with --site"
+    sites = f"{read} -> {', '.join(site.name for site in coder.write_sites)}" if coder.is_transcoder else read
+    kind = coder.kind.value + (f" {coder.k}" if coder.k else "")
+    return (
+        f"{coder.name}: {sites}; {coder.num_features} features of width {coder.width}, {kind}; "
+        f"from {coder.format}, sha256 {coder.source_sha256[:12]}"
+    )
+
+
+def fail(error: Exception | str) -> NoReturn:
+    """Say why, and leave with status 1."""
+    typer.secho(str(error), err=True, fg="red")
+    raise typer.Exit(1)
+
+
+def print_json(document: msgspec.Struct) -> None:
+    """Print a document, indented."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
+
+
+def _print_report(report: Report) -> None:
+    declared = {"l0": report.declared_l0, "fvu": report.declared_fvu}
+    told = {key: "" if value is None else f" (declared: {value:.3g})" for key, value in declared.items()}
+    typer.echo(f"{report.name} at {report.site}: {report.num_rows:,} rows, {report.num_left_out:,} left out")
+    typer.echo(f"  L0                    {report.l0:.3g}{told['l0']}")
+    fvu = "not known: needs the rows of its one write site" if report.fvu is None else f"{report.fvu:.3g}"
+    typer.echo(f"  variance unexplained  {fvu}{told['fvu']}")
+    typer.echo(f"  never active          {report.num_dead:,} features")
+    if report.threshold is not None:
+        typer.echo(f"  threshold             {report.threshold:.4g} stands for the selection (import: --threshold)")
+    for problem in report.problems:
+        typer.secho(f"problem: {problem}", fg="red")
+    for finding in report.findings:
+        typer.secho(f"better {finding}", fg="yellow")
+    if report.problems and not report.findings:
+        typer.echo("no other site, factor, threshold or norm is clearly better: another model, or another SAE?")
+
+
+def _print_shown(shown: Shown) -> None:
+    share = shown.num_active / shown.num_rows
+    typer.echo(
+        f"{shown.name}, feature {shown.feature}: "
+        f"active in {shown.num_active:,} of {shown.num_rows:,} rows ({share:.3%})"
+    )
+    for example in shown.examples:
+        token = typer.style(f"[{example.token}]", bold=True)
+        text = f"{example.before}{token}{example.after}".replace("\n", "\\n")
+        typer.echo(f"{example.activation:9.4g}  {example.tag}/{example.request_id}:{example.position}  {text}")
+
+
+def _model_of(root: str) -> str | None:
+    return next((str(request.metadata.get("model") or "") for request in stored_requests(root)), None)
+
+
+def _decoder(model: str | None) -> Decode:
+    """Return the tokenizer's decoding, or one that prints ids where there is no tokenizer."""
+    try:
+        from transformers import AutoTokenizer  # seconds to import; only pages for people need it
+
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # noqa: BLE001  (whatever keeps a tokenizer from being loaded, ids can be shown)
+        typer.echo(
+            f"no tokenizer of {model!r} ({type(error).__name__}): showing ids; name one: --tokenizer MODEL", err=True
+        )
+        return lambda ids: " ".join(map(str, ids)) + " "
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids))
+
+    return decode

@@ -1,0 +1,1 @@
+"""Formats of published SAEs and transcoders, one module for each family."""

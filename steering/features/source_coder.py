@@ -1,0 +1,197 @@
+"""An SAE or transcoder as its producer's file has it: what every reader returns, before anything is folded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headgate.capture.schema.sites import Site
+from headgate.steering.features.tensors import FeatureFileError, LazyTensor
+
+Vector = npt.NDArray[np.float64]
+
+
+class Kind(str, Enum):
+    """How pre-activations become activations."""
+
+    RELU = "relu"
+    JUMPRELU = "jumprelu"
+    GATED = "gated"
+    TOPK = "topk"
+    """The k largest of a row, where positive."""
+    GROUPMAX = "groupmax"
+    """The largest of each of k equal, contiguous groups of features, where positive."""
+
+    @property
+    def selects(self) -> bool:
+        """Whether a feature is active depends on the other features of the row."""
+        return self in (Kind.TOPK, Kind.GROUPMAX)
+
+
+class Norm(str, Enum):
+    """How a row is normalised before it is encoded; undone after decoding."""
+
+    NONE = "none"
+    LAYER_NORM = "layer_norm"
+    """Minus its mean, by its standard deviation (unbiased) plus 1e-5."""
+    CONSTANT_NORM_RESCALE = "constant_norm_rescale"
+    """Scaled to the length sqrt(width)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceCoder:
+    """A coder with F features that reads rows of D values and writes rows of O values at one or several sites.
+
+    Its activations are those of ``p = norm(x) * scale``, minus the first decoder bias if `subtracts_bias`, times the
+    encoder; its output is ``(activations . decoder + decoder bias) / scale``, with the norm undone, plus ``skip . x``.
+
+    Attributes:
+        format: Name of the format.
+        paths: The files that it was read from.
+        kind: Activation function.
+        encoder: ``[F, D]``.
+        decoders: ``[F, O]`` for each write site.
+        bias: ``[F]``, added to pre-activations; of `Kind.GATED` the gate's.
+        decoder_biases: ``[O]`` for each write site.
+        threshold: ``[F]`` of `Kind.JUMPRELU`; of kinds that select, those that stand for the selection.
+        magnitude: Of `Kind.GATED`: factor ``[F]`` and bias ``[F]`` of the magnitude.
+        k: Of `Kind.TOPK` and `Kind.GROUPMAX`.
+        norm: Of rows.
+        subtracts_bias: Whether the decoder's bias is taken off the row before it is encoded.
+        scale: Factor on rows.
+        folds_decoder_norm: Whether activations are scaled by the lengths of their decoder rows.
+        skip: ``[O, D]``, applied to the row as it is.
+        gain: ``[D]``, by which rows are divided first: the coder reads a norm's output before its gain.
+        read_site: Where it reads, if the source tells.
+        write_sites: Where it writes; empty stands for the read site.
+        model: The model's name, if the source tells.
+        declared: Figures that the source declares: ``l0``, ``fvu``.
+        max_activations: ``[F]``: the largest activation of each feature that the source saw, if it tells.
+        name: The coder's name, if the source has one.
+        sha256: Of the files that `paths` were made from, where they are not the source itself.
+    """
+
+    format: str
+    paths: tuple[Path, ...]
+    kind: Kind
+    encoder: LazyTensor
+    decoders: tuple[LazyTensor, ...]
+    bias: Vector
+    decoder_biases: tuple[Vector, ...]
+    threshold: Vector | None = None
+    magnitude: tuple[Vector, Vector] | None = None
+    k: int | None = None
+    norm: Norm = Norm.NONE
+    subtracts_bias: bool = False
+    scale: float = 1.0
+    folds_decoder_norm: bool = False
+    skip: LazyTensor | None = None
+    gain: Vector | None = None
+    read_site: Site | None = None
+    write_sites: tuple[Site, ...] = ()
+    model: str | None = None
+    declared: Mapping[str, float] = field(default_factory=dict)
+    max_activations: Vector | None = None
+    name: str | None = None
+    sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        num_features, width = self.encoder.expect(self.encoder.shape[:2], "two axes").shape
+        where = self.encoder.where
+        for decoder, bias in zip(self.decoders, self.decoder_biases, strict=True):
+            decoder.expect((num_features, len(bias)), "features of the encoder, width of the decoder's bias")
+        self._check_columns(num_features)
+        if (self.kind is Kind.JUMPRELU and self.threshold is None) or (self.kind is Kind.GATED) != bool(self.magnitude):
+            raise FeatureFileError(f"{where}: {self.kind.value}, but not with the tensors of that kind")
+        if self.threshold is not None and self.kind in (Kind.RELU, Kind.GATED):
+            raise FeatureFileError(f"{where}: {self.kind.value} has no thresholds, but the file has")
+        if self.kind.selects:
+            self._check_k(num_features)
+        if self.is_transcoder and (self.norm is not Norm.NONE or self.subtracts_bias):
+            raise FeatureFileError(f"{where}: a transcoder that normalises rows or subtracts a bias is not supported")
+        if not self.is_transcoder and len(self.decoder_biases[0]) != width:
+            raise FeatureFileError(f"{where}: an SAE reads width {width}, but writes {len(self.decoder_biases[0])}")
+        if len(self.decoders) != max(1, len(self.write_sites)):
+            raise FeatureFileError(f"{where}: {len(self.decoders)} decoders for {len(self.write_sites)} sites")
+        if not np.isfinite(self.scale) or self.scale <= 0:
+            raise FeatureFileError(f"{where}: expected a positive factor of rows, got {self.scale}")
+        if self.gain is not None and (self.gain.shape != (width,) or self.skip is not None or self.norm != Norm.NONE):
+            raise FeatureFileError(f"{where}: expected {width} gains, and neither a skip nor a norm beside them")
+        if self.skip is not None:
+            self.skip.expect((len(self.decoder_biases[0]), width), "output, input")
+
+    def _check_columns(self, num_features: int) -> None:
+        columns = {"bias": self.bias, "threshold": self.threshold, "max_activations": self.max_activations}
+        columns |= dict(zip(("magnitude's factor", "magnitude's bias"), self.magnitude or (), strict=False))
+        for name, column in columns.items():
+            if column is not None and column.shape != (num_features,):
+                raise FeatureFileError(
+                    f"{self.encoder.where}: {num_features} features, but {name} has the shape {list(column.shape)}"
+                )
+        columns |= {f"decoder's bias {index}": bias for index, bias in enumerate(self.decoder_biases)}
+        for name, column in columns.items():
+            if column is not None and not np.isfinite(column).all():
+                raise FeatureFileError(f"{self.encoder.where.partition(': ')[0]}: {name} holds NaN or infinity")
+
+    @property
+    def is_transcoder(self) -> bool:
+        """Whether it writes elsewhere than it reads."""
+        return bool(self.write_sites) and self.write_sites != (self.read_site,)
+
+    def _check_k(self, num_features: int) -> None:
+        if not self.k or not 0 < self.k <= num_features:
+            raise FeatureFileError(f"{self.encoder.where}: expected k from 1 to {num_features}, got {self.k}")
+        if self.kind is Kind.GROUPMAX and num_features % self.k:
+            raise FeatureFileError(f"{self.encoder.where}: {num_features} features make no {self.k} equal groups")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hints:
+    """Facts of a source that its files do not have, from the user.
+
+    Attributes:
+        site: Where it reads and, for an SAE, writes.
+        layer: The layer, of a source with several.
+        k: Of a top-k SAE.
+        scale: Factor on rows, of a source that was trained on normalised ones.
+        threshold: One for all features of a top-k SAE, in place of its selection where single features are read.
+        model: Folder of the model, of a coder that reads a norm's output before its gain.
+    """
+
+    site: Site | None = None
+    layer: int | None = None
+    k: int | None = None
+    scale: float | None = None
+    threshold: float | None = None
+    model: Path | None = None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read an object of JSON.
+
+    Raises:
+        FeatureFileError: If it is not there or no object.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise FeatureFileError(f"{path}: expected an object of JSON: {error}") from error
+
+
+def one_of(document: Mapping[str, Any], key: str, path: Path, kind: type) -> Any:
+    """Return the value of a key that must be there.
+
+    Raises:
+        FeatureFileError: If it is missing or of another type.
+    """
+    value = document.get(key)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise FeatureFileError(f"{path}: {key}: expected {kind.__name__}, got {value!r}")
+    return value

@@ -1,0 +1,97 @@
+"""Activations of features of sparse autoencoders, and how far an edit moves a row of the stream along them.
+
+Formulas: `headgate.steering.programs.codes`. Arguments that are named in the singular may also be blocks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headgate.steering.programs import codes as program_codes
+from headgate.steering.programs.codes import Activation, Code, Edit, Flag, InputNorm
+
+_CODE_MASK = tl.constexpr(program_codes.CODE_MASK)
+_READ_FEATURE = tl.constexpr(int(Code.READ_FEATURE))
+_WRITE_FEATURE = tl.constexpr(int(Code.WRITE_FEATURE))
+_CHANGE_SHIFT = tl.constexpr(program_codes.CHANGE_SHIFT)
+_CHANGE_MASK = tl.constexpr(program_codes.CHANGE_MASK)
+_IF_ACTIVE = tl.constexpr(int(Flag.IF_ACTIVE))
+_ACTIVATION_MASK = tl.constexpr(program_codes.ACTIVATION_MASK)
+_GATED = tl.constexpr(int(Activation.GATED))
+_JUMP_RELU = tl.constexpr(int(Activation.JUMP_RELU))
+INPUT_NORM_MASK = tl.constexpr(program_codes.INPUT_NORM_MASK)
+_LAYER_NORM = tl.constexpr(int(InputNorm.LAYER_NORM))
+_CONSTANT_NORM = tl.constexpr(int(InputNorm.CONSTANT_NORM))
+_LAYER_NORM_EPS = tl.constexpr(program_codes.LAYER_NORM_EPS)
+_EDIT_MASK = tl.constexpr(program_codes.EDIT_MASK)
+_PLUS = tl.constexpr(int(Edit.PLUS))
+_TIMES = tl.constexpr(int(Edit.TIMES))
+_AT_LEAST = tl.constexpr(int(Edit.AT_LEAST))
+_AT_MOST = tl.constexpr(int(Edit.AT_MOST))
+
+
+@triton.jit
+def norm_of_row(h):
+    """Return the Euclidean norm of a row."""
+    return tl.sqrt(tl.sum(h * h))
+
+
+@triton.jit
+def statistics_of_row(norms, h, mean, std, norm, columns, D):
+    """Return mean, standard deviation and norm of `h`, of which those are computed that a feature needs."""
+    if (std < 0) & (tl.max((norms == _LAYER_NORM).to(tl.int32)) > 0):
+        mean = tl.sum(h) / D
+        centred = tl.where(columns < D, h - mean, 0.0)
+        std = tl.sqrt(tl.sum(centred * centred) / (D - 1))
+    if (norm < 0) & (tl.max((norms == _CONSTANT_NORM).to(tl.int32)) > 0):
+        norm = norm_of_row(h)
+    return mean, std, norm
+
+
+@triton.jit
+def amounts_of_features(code, numbers, dots, mean, std, norm, D):
+    """Return how often each of some features adds its row; 0 if it does not act."""
+    read_scale, write_scale, p0, p1, p2, p3, p4, p5 = numbers
+    norms = code & INPUT_NORM_MASK
+    z = read_scale * dots
+    rms = norm / tl.sqrt(D.to(tl.float32))
+    z = tl.where(norms == _LAYER_NORM, (z - read_scale * p5 * mean) / (std + _LAYER_NORM_EPS), z)
+    z = tl.where(norms == _CONSTANT_NORM, tl.where(rms > 0, z / rms, 0.0), z)
+    gain = tl.where(norms == _LAYER_NORM, std, tl.where(norms == _CONSTANT_NORM, rms, 1.0))
+    a = activation(code & _ACTIVATION_MASK, z, p0, p1, p3, p4)
+    target = edited(code & _EDIT_MASK, a, p2)
+    target = tl.where(code & _IF_ACTIVE == 0, target, tl.where(a > 0, target, a))
+    return tl.where(code == 0, 0.0, write_scale * gain * (target - a))
+
+
+@triton.jit
+def amounts_between_sites(code, numbers, amounts, changes):
+    """Return `amounts` with those of features whose halves are at several sites.
+
+    What is read goes into the row's `changes` and is not added here; what is written comes from there.
+    """
+    op = code & _CODE_MASK
+    places = changes + (code >> _CHANGE_SHIFT & _CHANGE_MASK)
+    tl.store(places, amounts, mask=op == _READ_FEATURE)
+    made = tl.load(places, mask=op == _WRITE_FEATURE, other=0.0)
+    amounts = tl.where(op == _READ_FEATURE, 0.0, amounts)
+    return tl.where(op == _WRITE_FEATURE, numbers[1] * made, amounts)
+
+
+@triton.jit
+def activation(kind, z, p0, p1, p3, p4):
+    """Return what an encoder makes of `z`; `kind` is one of `Activation`."""
+    q = z + p0
+    threshold = tl.where(kind == _JUMP_RELU, p1, 0.0)
+    a = tl.where(kind == _GATED, tl.maximum(p3 * z + p4, 0.0), q)
+    return tl.where(q > threshold, a, 0.0)
+
+
+@triton.jit
+def edited(edit, a, value):
+    """Return the target of an activation; `edit` is one of `Edit`."""
+    target = tl.where(edit == _PLUS, a + value, value)
+    target = tl.where(edit == _TIMES, a * value, target)
+    target = tl.where(edit == _AT_LEAST, tl.maximum(a, value), target)
+    return tl.where(edit == _AT_MOST, tl.minimum(a, value), target)

@@ -1,0 +1,333 @@
+"""Rows of the stream become what a sparse autoencoder reconstructs of them: encoded in full, and decoded.
+
+Shape suffixes: T tokens of the step, N listed rows, F features, D hidden size. The definition is
+`headgate.steering.worker.reconstruction.reconstruction_deltas_reference`.
+
+Four launches: rows are normed; encoded by tiles of rows and features; decoded by tiles of rows and columns, for each of
+`_splits` ranges of features; and what these decoded is added up. Tiles behind the last listed row return at once.
+
+Activations are stored, for `CHUNK` rows at a time. A kernel that decodes at once what it encodes would add to rows as
+wide as the stream, which registers do not hold: its sums for each tile of features would take more memory than the
+activations, or be added in an order that depends on the batch. Rows and activations in bfloat16 come in pairs, a value
+and what its rounding lost, so that they are as good as fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headgate.steering.kernels.coder_tiles import decode_kernel, encode_kernel, store_parts
+from headgate.steering.kernels.feature_values import norm_of_row
+from headgate.steering.kernels.run_programs import stream_row
+from headgate.steering.programs import codes as program_codes
+from headgate.steering.programs.codes import NUM_NUMBERS, InputNorm
+
+CHUNK = 256
+"""Rows whose activations are stored at a time: ``2 * CHUNK * F`` values of the encoder's dtype."""
+
+_ROWS = 64
+_COLUMNS = 128
+_DEPTH = 64
+_PROGRAMS = 132
+"""Triton programs of a launch for a few rows, at least, if `_MAX_SPLITS` allows: multiprocessors of an H100 or H200."""
+
+_MAX_SPLITS = 8
+_VALUES_PER_THREAD = 32
+_MAX_WARPS = 16
+
+_LAYER_NORM = tl.constexpr(int(InputNorm.LAYER_NORM))
+_CONSTANT_NORM = tl.constexpr(int(InputNorm.CONSTANT_NORM))
+_LAYER_NORM_EPS = tl.constexpr(program_codes.LAYER_NORM_EPS)
+
+
+def reconstruction_deltas(
+    value_TD: Tensor,
+    addend_TD: Tensor | None,
+    shift_TD: Tensor | None,
+    token_N: Tensor,
+    count_1: Tensor,
+    encoder_FD: Tensor,
+    decoder_FD: Tensor,
+    numbers_4F: Tensor,
+    bias_D: Tensor,
+    input_norm: InputNorm,
+    delta_TD: Tensor | None = None,
+) -> Tensor:
+    """Return what turns listed rows of the stream into their reconstructions: float32 ``[T, D]``.
+
+    Other rows of the result are left as they were: allocated, they may hold anything. A row's bits do not depend on the
+    rest of the list.
+
+    Args:
+        value_TD: Rows contiguous; fp16, bf16 or fp32.
+        addend_TD: The stream is ``value + addend``, rounded to their dtype; None if it is `value`.
+        shift_TD: float32, contiguous: what operations add to the stream before it is encoded; None for nothing. Of
+            listed rows alone it is read.
+        token_N: int32: the listed tokens, each once. Entries beyond the count are not read.
+        count_1: int32: how many there are, 0 to N.
+        encoder_FD: bf16 or fp32, contiguous.
+        decoder_FD: As the encoder.
+        numbers_4F: float32, contiguous: bias, threshold, magnitude scale and magnitude bias of each feature.
+        bias_D: float32: of the decoder.
+        input_norm: Normalisation of a row before it is encoded.
+        delta_TD: float32, contiguous: by how much `shift_TD`, which must be given, and edits of features move the rows.
+            It becomes the result, with what the edits add. None for a new result.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit.
+    """
+    _check_rows(value_TD, addend_TD, shift_TD)
+    _check_rows(value_TD, None, delta_TD)
+    _check_coder(value_TD.shape[1], encoder_FD, decoder_FD, numbers_4F, bias_D)
+    if delta_TD is not None and shift_TD is None:
+        raise ValueError("reconstruction_deltas: what edits add is told by the shift, which is not given")
+    edited_from_TD = None if delta_TD is None else shift_TD
+    delta_TD = _new_deltas(value_TD) if delta_TD is None else delta_TD
+    num_listed = min(len(token_N), len(value_TD))
+    if num_listed == 0:
+        return delta_TD
+    stream = (value_TD, addend_TD, value_TD.stride(0), 0 if addend_TD is None else addend_TD.stride(0))
+    rows_2ND, scales_2N = _normed_rows(stream, shift_TD, token_N[:num_listed], count_1, encoder_FD.dtype, input_norm)
+    for first in range(0, num_listed, CHUNK):
+        chunk = rows_2ND[:, first : first + CHUNK]
+        parts = _decoded_parts(chunk, first, count_1, encoder_FD, decoder_FD, numbers_4F)
+        _write_deltas(stream, edited_from_TD, parts, scales_2N, token_N, count_1, bias_D, delta_TD, first)
+    return delta_TD
+
+
+def _new_deltas(value_TD: Tensor) -> Tensor:
+    return torch.empty(value_TD.shape, dtype=torch.float32, device=value_TD.device)
+
+
+_Stream = tuple[Tensor, Tensor | None, int, int]
+"""Value, addend, and their strides."""
+
+
+def _normed_rows(
+    stream: _Stream, shift_TD: Tensor | None, token_N: Tensor, count_1: Tensor, dtype: torch.dtype, norm: InputNorm
+) -> tuple[Tensor, Tensor]:
+    """Return listed rows as the encoder reads them, with what rounding lost, and fp32 gains and means."""
+    value, addend, value_stride, addend_stride = stream
+    num_rows, width = len(token_N), value.shape[1]
+    rows_2ND = torch.empty((_parts_of(dtype), num_rows, width), dtype=dtype, device=value.device)
+    scales_2N = torch.empty((2, num_rows), dtype=torch.float32, device=value.device)
+    _norm_kernel[(num_rows,)](
+        value,
+        addend,
+        shift_TD,
+        token_N,
+        count_1,
+        rows_2ND,
+        scales_2N,
+        value_stride,
+        addend_stride,
+        num_rows,
+        width,
+        NORM=int(norm),
+        PARTS=_parts_of(dtype),
+        **_row_options(width),
+    )
+    return rows_2ND, scales_2N
+
+
+def _decoded_parts(
+    rows_2ND: Tensor, first: int, count_1: Tensor, encoder_FD: Tensor, decoder_FD: Tensor, numbers_4F: Tensor
+) -> Tensor:
+    """Return what ranges of features decode of a chunk of rows: float32 ``[splits, chunk, D]``."""
+    parts, num_rows, width = rows_2ND.shape
+    num_features = len(encoder_FD)
+    row_tiles, splits = triton.cdiv(num_rows, _ROWS), _splits(width)
+    activations_2NF = rows_2ND.new_empty(parts, num_rows, num_features)
+    decoded_SND = rows_2ND.new_empty((splits, num_rows, width), dtype=torch.float32)
+    # the smallest extent runs first, so that programs that are side by side read the same weights
+    tiles = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "DEPTH": _DEPTH, "PARTS": parts, "num_warps": 4, "num_stages": 3}
+    encode_kernel[(row_tiles, triton.cdiv(num_features, _COLUMNS))](
+        rows_2ND,
+        encoder_FD,
+        numbers_4F,
+        count_1,
+        activations_2NF,
+        rows_2ND.stride(0),
+        first,
+        num_rows,
+        num_features,
+        width,
+        **tiles,
+    )
+    decode_kernel[(row_tiles, triton.cdiv(width, _COLUMNS), splits)](
+        activations_2NF,
+        decoder_FD,
+        count_1,
+        decoded_SND,
+        first,
+        num_rows,
+        num_features,
+        width,
+        triton.cdiv(triton.cdiv(num_features, _DEPTH), splits) * _DEPTH,
+        **tiles,
+    )
+    return decoded_SND
+
+
+def _write_deltas(
+    stream: _Stream,
+    edited_from_TD: Tensor | None,
+    decoded_SND: Tensor,
+    scales_2N: Tensor,
+    token_N: Tensor,
+    count_1: Tensor,
+    bias_D: Tensor,
+    delta_TD: Tensor,
+    first: int,
+) -> None:
+    splits, num_rows, width = decoded_SND.shape
+    _delta_kernel[(num_rows,)](
+        stream[0],
+        stream[1],
+        edited_from_TD,
+        decoded_SND,
+        scales_2N,
+        token_N,
+        count_1,
+        bias_D,
+        delta_TD,
+        *stream[2:],
+        first,
+        num_rows,
+        scales_2N.shape[1],
+        width,
+        SPLITS=splits,
+        **_row_options(width),
+    )
+
+
+def _parts_of(dtype: torch.dtype) -> int:
+    return 1 if dtype == torch.float32 else 2
+
+
+def _splits(width: int) -> int:
+    """Return into how many ranges features are cut for decoding: by the width alone, not by the batch."""
+    tiles = -(-width // _COLUMNS)
+    return max(1, min(_MAX_SPLITS, -(-_PROGRAMS // tiles)))
+
+
+def _row_options(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {"BLOCK_D": block, "num_warps": max(1, min(_MAX_WARPS, block // (32 * _VALUES_PER_THREAD)))}
+
+
+def _check_rows(value_TD: Tensor, addend_TD: Tensor | None, shift_TD: Tensor | None) -> None:
+    for tensor in (value_TD, value_TD if addend_TD is None else addend_TD):
+        if tensor.shape != value_TD.shape or tensor.stride(1) != 1 or tensor.dtype != value_TD.dtype:
+            raise ValueError(
+                f"reconstruction_deltas: expected contiguous rows {tuple(value_TD.shape)} of {value_TD.dtype}, got "
+                f"{tuple(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}"
+            )
+    if shift_TD is not None and (
+        shift_TD.shape != value_TD.shape or shift_TD.dtype != torch.float32 or not shift_TD.is_contiguous()
+    ):
+        raise ValueError(
+            f"reconstruction_deltas: expected contiguous float32 changes {tuple(value_TD.shape)}, got "
+            f"{tuple(shift_TD.shape)} of {shift_TD.dtype}"
+        )
+
+
+def _check_coder(width: int, encoder_FD: Tensor, decoder_FD: Tensor, numbers_4F: Tensor, bias_D: Tensor) -> None:
+    expected = (len(encoder_FD), width)
+    for name, tensor in (("encoder", encoder_FD), ("decoder", decoder_FD)):
+        if tensor.shape != expected or not tensor.is_contiguous() or tensor.dtype != encoder_FD.dtype:
+            raise ValueError(
+                f"reconstruction_deltas: expected a contiguous {name} {expected} of {encoder_FD.dtype}, got "
+                f"{tuple(tensor.shape)} of {tensor.dtype}"
+            )
+    if encoder_FD.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"reconstruction_deltas: expected a coder in bfloat16 or float32, got {encoder_FD.dtype}")
+    if numbers_4F.shape != (NUM_NUMBERS, len(encoder_FD)) or bias_D.shape != (width,):
+        raise ValueError(
+            f"reconstruction_deltas: expected numbers {NUM_NUMBERS, len(encoder_FD)} and a bias {(width,)}, got "
+            f"{tuple(numbers_4F.shape)} and {tuple(bias_D.shape)}"
+        )
+    if not all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in (numbers_4F, bias_D)):
+        raise ValueError("reconstruction_deltas: numbers and bias must be contiguous float32")
+
+
+@triton.jit(do_not_specialize=["N"])
+def _norm_kernel(
+    value_ptr,
+    addend_ptr,
+    shift_ptr,
+    token_ptr,
+    count_ptr,
+    rows_ptr,
+    scales_ptr,
+    value_stride,
+    addend_stride,
+    N,
+    D,
+    NORM: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(count_ptr):
+        return
+    token = tl.load(token_ptr + row).to(tl.int64)
+    columns = tl.arange(0, BLOCK_D)
+    mask = columns < D
+    h = stream_row(value_ptr, addend_ptr, token, value_stride, addend_stride, columns, mask)
+    if shift_ptr is not None:
+        h += tl.load(shift_ptr + token * D + columns, mask=mask, other=0.0)
+    gain, mean = 1.0, 0.0
+    if NORM == _LAYER_NORM:
+        mean = tl.sum(h) / D
+        h = tl.where(mask, h - mean, 0.0)
+        gain = tl.sqrt(tl.sum(h * h) / (D - 1))
+        h /= gain + _LAYER_NORM_EPS
+    if NORM == _CONSTANT_NORM:
+        gain = norm_of_row(h) / tl.sqrt(D.to(tl.float32))
+        h = tl.where(gain > 0, h / gain, 0.0)
+    tl.store(scales_ptr + row, gain)
+    tl.store(scales_ptr + N + row, mean)
+    store_parts(rows_ptr + row * D + columns, N.to(tl.int64) * D, h, mask, PARTS)
+
+
+@triton.jit(do_not_specialize=["first", "N", "LISTED"])
+def _delta_kernel(
+    value_ptr,
+    addend_ptr,
+    shift_ptr,
+    decoded_ptr,
+    scales_ptr,
+    token_ptr,
+    count_ptr,
+    bias_ptr,
+    delta_ptr,
+    value_stride,
+    addend_stride,
+    first,
+    N,
+    LISTED,
+    D,
+    SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if first + row >= tl.load(count_ptr):
+        return
+    token = tl.load(token_ptr + first + row).to(tl.int64)
+    columns = tl.arange(0, BLOCK_D)
+    mask = columns < D
+    y = tl.load(bias_ptr + columns, mask=mask, other=0.0)
+    for split in range(SPLITS):
+        y += tl.load(decoded_ptr + (split * N.to(tl.int64) + row) * D + columns, mask=mask, other=0.0)
+    gain, mean = tl.load(scales_ptr + first + row), tl.load(scales_ptr + LISTED + first + row)
+    x = stream_row(value_ptr, addend_ptr, token, value_stride, addend_stride, columns, mask)
+    delta_ptrs = delta_ptr + token * D + columns
+    delta = y * gain + mean - x
+    if shift_ptr is not None:
+        shift = tl.load(shift_ptr + token * D + columns, mask=mask, other=0.0)
+        delta += tl.load(delta_ptrs, mask=mask, other=0.0) - shift
+    tl.store(delta_ptrs, delta, mask=mask)

@@ -1,0 +1,187 @@
+"""Edits of features, and reconstructions, become entries of a program. Numpy only.
+
+A feature's encoder and decoder row are stored like other rows: times a power of two so that the largest magnitude lies
+between 1/2 and 1, and rounded to the model's dtype; the entry's scales undo the power.
+
+A feature of an SAE is one entry. One of a transcoder is an entry where it reads, and one at each site that it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.sites import Site
+from headgate.steering.features.source_coder import Kind, Norm
+from headgate.steering.features.sparse_coder import FeatureRows, SparseCoder
+from headgate.steering.programs.codes import (
+    NUM_PARAMS,
+    P0,
+    P1,
+    P2,
+    P3,
+    P4,
+    P5,
+    READ_SCALE,
+    WRITE_SCALE,
+    Activation,
+    Code,
+    Edit,
+    Flag,
+    InputNorm,
+    with_change,
+)
+from headgate.steering.programs.feature_edits import FeatureEdit
+from headgate.steering.programs.program import Entry
+from headgate.steering.vectors.dtypes import Float32Rows, StoredType, widen
+from headgate.steering.vectors.sums import LIMIT, round_to
+
+_ACTIVATIONS: dict[Kind, Activation] = {
+    Kind.RELU: Activation.RELU,
+    Kind.JUMPRELU: Activation.JUMP_RELU,
+    Kind.GATED: Activation.GATED,
+    Kind.TOPK: Activation.JUMP_RELU,  # with a threshold in place of the selection
+    Kind.GROUPMAX: Activation.JUMP_RELU,
+}
+
+INPUT_NORMS: dict[Norm, InputNorm] = {
+    Norm.NONE: InputNorm.NONE,
+    Norm.LAYER_NORM: InputNorm.LAYER_NORM,
+    Norm.CONSTANT_NORM_RESCALE: InputNorm.CONSTANT_NORM,
+}
+
+
+def feature_entries(
+    coder: SparseCoder, site: Site, edits: Sequence[FeatureEdit], dtype: StoredType, changes: Iterator[int]
+) -> list[Entry]:
+    """Return the entries of edits of features of one SAE or transcoder, and of its reconstruction, if there is one.
+
+    Args:
+        coder: Rows of the features are read from its file.
+        site: Where it reads; an SAE writes there, too.
+        edits: Checked with `headgate.steering.programs.feature_edits.check_edits`.
+        dtype: The model's.
+        changes: Gives indices of a row's changes, for features that are written elsewhere than they are read.
+
+    Raises:
+        RequestError: Naming the edit that changes a row by more than `dtype` holds.
+        FeatureFileError: If a row of the file is not finite.
+    """
+    marks = [_mark(coder, site) for edit in edits if edit.is_reconstruction]
+    of_features = [edit for edit in edits if not edit.is_reconstruction]
+    return [*marks, *(_feature_entries(coder, site, of_features, dtype, changes) if of_features else ())]
+
+
+def _mark(coder: SparseCoder, site: Site) -> Entry:
+    """Return the entry of rows that the SAE of the site reconstructs. It writes zeros: a program has rows."""
+    return Entry(site, Code.RECONSTRUCT, None, np.zeros(coder.width, np.float32), ())
+
+
+def _feature_entries(
+    coder: SparseCoder, site: Site, edits: Sequence[FeatureEdit], dtype: StoredType, changes: Iterator[int]
+) -> list[Entry]:
+    features = [edit.feature for edit in edits]
+    rows = coder.rows(features)
+    values = _values(coder, edits, features)
+    _check_sizes(edits, values, np.abs(rows.decoders).max(axis=(0, 2)), dtype)
+    read, read_scales = _stored(rows.encoder, dtype)
+    params = _params(rows, values, read_scales, read)
+    write_sites = coder.write_sites if coder.is_transcoder else (site,)
+    written = [_stored(decoder, dtype) for decoder in rows.decoders]
+    entries: list[Entry] = []
+    for index, edit in enumerate(edits):
+        writes = [
+            _Write(at, stored[index], float(scales[index]))
+            for at, (stored, scales) in zip(write_sites, written, strict=True)
+        ]
+        if not edit.reads:
+            entries += _added(writes, INPUT_NORMS[coder.norm], float(params[index, P2]))
+            continue
+        flag = Flag.IF_ACTIVE if edit.only_if_active else 0
+        code = INPUT_NORMS[coder.norm] | _ACTIVATIONS[coder.kind] | edit.edit | flag
+        if coder.is_transcoder:
+            entries += _halves(Entry(site, code, read[index], None, params[index].tolist()), writes, next(changes))
+        else:
+            params[index, WRITE_SCALE] = writes[0].scale
+            entries.append(Entry(site, Code.FEATURE | code, read[index], writes[0].row, params[index].tolist()))
+    return entries
+
+
+class _Write(NamedTuple):
+    """A decoder row of a feature as it is stored, and the power of two that it must be multiplied by."""
+
+    site: Site
+    row: npt.NDArray[np.float32]
+    scale: float
+
+
+def _params(
+    rows: FeatureRows, values: npt.NDArray[np.float64], read_scales: npt.NDArray[np.float64], read: Float32Rows
+) -> Float32Rows:
+    """Return the params of an entry for each feature, which writes its row as it is stored."""
+    params = np.zeros((len(values), NUM_PARAMS), np.float32)
+    params[:, READ_SCALE], params[:, WRITE_SCALE] = read_scales, 1.0
+    params[:, P0], params[:, P2] = rows.bias, values
+    params[:, P1] = np.maximum(np.nan_to_num(rows.threshold), 0)  # activations are relu(q) above the threshold
+    params[:, P3], params[:, P4] = rows.magnitude_scale, rows.magnitude_bias
+    params[:, P5] = read.sum(axis=1, dtype=np.float64)
+    return params
+
+
+def _added(writes: Sequence[_Write], norm: InputNorm, value: float) -> list[Entry]:
+    """Return the entries of a value that is added to an activation, whatever that is: nothing is read."""
+    code = Code.FEATURE | norm | Activation.RELU | Edit.PLUS
+    return [Entry(one.site, code, None, one.row, [0.0, one.scale, 0.0, 0.0, value]) for one in writes]
+
+
+def _halves(reads: Entry, writes: Sequence[_Write], change: int) -> list[Entry]:
+    """Return the entry that reads a feature, and those that write it."""
+    code = with_change(Code.WRITE_FEATURE, change)
+    return [
+        reads._replace(code=with_change(Code.READ_FEATURE | reads.code, change)),
+        *(Entry(one.site, code, None, one.row, [0.0, one.scale]) for one in writes),
+    ]
+
+
+def _values(coder: SparseCoder, edits: Sequence[FeatureEdit], features: list[int]) -> npt.NDArray[np.float64]:
+    values = np.array([edit.value for edit in edits])
+    if not any(edit.is_relative for edit in edits):
+        return values
+    largest = coder.max_activations(features)
+    if largest is None:
+        raise AssertionError(f"{coder.name} has no largest activations, which were checked")
+    for index, edit in enumerate(edits):
+        if edit.is_relative and not 0 < largest[index] < np.inf:
+            raise RequestError(
+                f"{edit.where}.unit",
+                f"the largest activation that SAE {edit.sae!r} declares of feature {edit.feature} is {largest[index]}",
+            )
+    return np.where([edit.is_relative for edit in edits], values * largest, values)
+
+
+def _stored(rows: Float32Rows, dtype: StoredType) -> tuple[Float32Rows, npt.NDArray[np.float64]]:
+    """Return rows as they are stored, widened, and the power of two for each that they must be multiplied by."""
+    exponents = np.frexp(np.abs(rows).max(axis=1))[1]
+    stored = widen(round_to(np.ldexp(rows, -exponents[:, None]), dtype), dtype)
+    return stored, np.ldexp(1.0, exponents)
+
+
+def _check_sizes(
+    edits: Sequence[FeatureEdit],
+    values: npt.NDArray[np.float64],
+    peaks: npt.NDArray[np.float32],
+    dtype: StoredType,
+) -> None:
+    """Refuse changes whose largest value would not stay finite in the model's dtype."""
+    for edit, value, peak in zip(edits, values.tolist(), peaks.tolist(), strict=True):
+        largest = abs(value) * peak
+        if not (largest < LIMIT[dtype] and abs(value) < LIMIT["float32"]):
+            raise RequestError(
+                edit.where,
+                f"would change a row by up to {largest:.4g}; rows of a model in {dtype} stay finite below "
+                f"{LIMIT[dtype]:.4g}",
+            )

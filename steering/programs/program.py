@@ -1,0 +1,304 @@
+"""A program: operations at sites, lowered to the entries of `headgate.steering.programs.codes`. Numpy only.
+
+A request's operations are lowered once, in the front end or, where they name modules, in the engine core; workers only
+write them to the device. Rows are rounded to the model's dtype when the program is made, and the scales of its entries
+make up for it: an ablated direction is removed exactly as it is stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain, groupby
+from typing import NamedTuple, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from headgate.capture.schema.batch import Int32Array
+from headgate.capture.schema.positions import PositionSelector, selector_from_wire
+from headgate.capture.schema.sites import HookPoint, Site, sort_sites
+from headgate.steering.programs.codes import (
+    CODE,
+    CODE_MASK,
+    EVERYWHERE,
+    MAX_GROUPS,
+    NO_ROW,
+    NUM_CODES,
+    NUM_PARAMS,
+    P0,
+    P1,
+    P2,
+    READ,
+    WRITE,
+    WRITE_SCALE,
+    Code,
+    change_index,
+    is_of_feature,
+    with_change,
+)
+from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, widen
+from headgate.steering.vectors.sums import round_to
+
+_NO_PARAMS = (0.0,) * NUM_PARAMS
+_PREFIX = b"headgate program\n"
+"""Keeps the keys of programs apart from those of vectors and sums."""
+
+_WEIGHTS: dict[int, tuple[int, ...]] = {
+    Code.ADD: (WRITE_SCALE,),
+    Code.LINEAR: (P0, P1),
+    Code.CLAMP: (P2,),
+    Code.NORM_ADD: (P0,),
+    Code.ROTATE: (P2,),
+    Code.REPLACE: (P0,),
+    Code.FEATURE: (WRITE_SCALE,),
+    Code.READ_FEATURE: (),
+    Code.WRITE_FEATURE: (WRITE_SCALE,),
+    Code.RECONSTRUCT: (),
+}
+"""Params of each code that its effect is proportional to."""
+
+NUM_PASSES = 4
+_PASSES: dict[int, int] = {Code.REPLACE: 0, Code.RECONSTRUCT: 2}
+"""Replacements act before the additive vectors, SAEs after all operations; others between, in their order."""
+
+
+def pass_of(code: int) -> int:
+    """Return when an entry acts: 0 before the additive vectors, 1 behind them, 2 and 3 after all operations."""
+    return 3 if is_of_feature(code) else _PASSES.get(code & CODE_MASK, 1)
+
+
+class Entry(NamedTuple):
+    """One entry as it is made; see `headgate.steering.programs.codes`.
+
+    Attributes:
+        site: Where it acts.
+        code: A `Code` with its flags.
+        read: float32 ``[hidden]``, a row of `Program.rows` widened; None if none is read.
+        write: The same for the row that is written.
+        params: Up to `NUM_PARAMS` numbers, `read_scale` and `write_scale` first; the others are 0.
+        group: Index of a selector, counted from 1, or `EVERYWHERE`.
+    """
+
+    site: Site
+    code: int
+    read: npt.NDArray[np.float32] | None
+    write: npt.NDArray[np.float32] | None
+    params: Sequence[float]
+    group: int = EVERYWHERE
+
+
+class ProgramWire(TypedDict):
+    """A `Program` as plain values; arrays are their raw bytes, and each site stands beside its number of entries."""
+
+    sites: list[tuple[int, str, int]]
+    codes: bytes
+    params: bytes
+    rows: bytes
+    dtype: StoredType
+    groups: list[object]
+    key: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """Operations at sites; immutable, never empty. Make it with `from_entries`, `joined` or `from_wire`.
+
+    Attributes:
+        sites: Site of each entry, ``[n]``: in the order of the forward pass, and at one site in the order in which
+            they act.
+        codes: int32 ``[n, NUM_CODES]``, read-only; rows are counted from 1, `NO_ROW` is none.
+        params: float32 ``[n, NUM_PARAMS]``, read-only.
+        rows: ``[m, hidden]`` in the model's dtype, each once.
+        dtype: The model's.
+        groups: The selectors of the position groups 1, 2, ...; they are resolved with the length of the prompt.
+        key: The content key, 32 bytes; equal if and only if everything else is.
+    """
+
+    sites: tuple[Site, ...]
+    codes: Int32Array = field(compare=False)
+    params: Float32Rows = field(compare=False)
+    rows: Rows = field(repr=False, compare=False)
+    dtype: StoredType
+    groups: tuple[PositionSelector, ...] = ()
+    key: bytes = field(repr=False)
+
+    @classmethod
+    def from_entries(
+        cls, entries: Iterable[Entry], dtype: StoredType, groups: Sequence[PositionSelector] = ()
+    ) -> Program:
+        """Put entries into the order in which they act, each row once.
+
+        Args:
+            entries: At least one; those of one site in the order of the request.
+            dtype: The model's. Rows must be exact in it.
+            groups: Selectors of the position groups.
+
+        Raises:
+            AssertionError: If there is no entry, a row is not finite, or there are more than `MAX_GROUPS` groups.
+        """
+        listed = list(entries)
+        if not listed or len(groups) > MAX_GROUPS:
+            raise AssertionError(f"a program of {len(listed)} entries and {len(groups)} position groups")
+        ranks = {site: rank for rank, site in enumerate(sort_sites({entry.site for entry in listed}))}
+        listed.sort(key=lambda entry: (ranks[entry.site], pass_of(entry.code)))
+        given = {id(row): row for entry in listed for row in (entry.read, entry.write) if row is not None}
+        stored = round_to(np.stack(list(given.values())), dtype)
+        found: dict[bytes, int] = {}
+        numbers = {key: found.setdefault(row.tobytes(), len(found) + 1) for key, row in zip(given, stored, strict=True)}
+        numbers[id(None)] = NO_ROW
+        codes = [(one.code, numbers[id(one.read)], numbers[id(one.write)], one.group) for one in listed]
+        params = [(*one.params, *_NO_PARAMS[len(one.params) :]) for one in listed]
+        rows = np.frombuffer(b"".join(found), STORAGE[dtype]).reshape(len(found), -1)
+        sites = tuple([entry.site for entry in listed])
+        return _make(sites, np.array(codes, np.int32), np.array(params, np.float32), rows, dtype, tuple(groups))
+
+    @property
+    def hidden_size(self) -> int:
+        """Values of a row."""
+        return int(self.rows.shape[1])
+
+    @property
+    def num_changes(self) -> int:
+        """Changes of features that are read at one site and written at others; their indices are below it."""
+        codes = self.codes[:, CODE]
+        read = codes[codes & CODE_MASK == Code.READ_FEATURE].tolist()
+        return max(map(change_index, read), default=-1) + 1
+
+    @property
+    def num_rows(self) -> int:
+        """Slots of the vector pool that the program needs."""
+        return len(self.rows)
+
+    @property
+    def reconstructs(self) -> bool:
+        """Whether rows become reconstructions of an SAE; that has no scale."""
+        return bool((self.codes[:, CODE] & CODE_MASK == Code.RECONSTRUCT).any())
+
+    @property
+    def runs(self) -> list[tuple[Site, int]]:
+        """The sites, each once, and the number of entries at each."""
+        return _runs(self.sites)
+
+    def scaled(self, scale: float) -> Program | None:
+        """Return the program with `scale` times its effect; None for 0.
+
+        An operation that keeps the norm is scaled before the norm is restored. A reconstruction has no scale: programs
+        with one are refused any but 0 and 1 before.
+        """
+        if scale == 1:
+            return self
+        if scale == 0:
+            return None
+        params = self.params.copy()
+        for index, code in enumerate((self.codes[:, CODE] & CODE_MASK).tolist()):
+            params[index, list(_WEIGHTS[code])] *= np.float32(scale)
+        return _make(self.sites, self.codes, params, self.rows, self.dtype, self.groups)
+
+    def to_wire(self) -> ProgramWire:
+        """Return plain values that `from_wire` reads back; arrays are raw bytes."""
+        return {
+            "sites": [(site.layer, site.hook.value, count) for site, count in self.runs],
+            "codes": self.codes.tobytes(),
+            "params": self.params.tobytes(),
+            "rows": self.rows.tobytes(),
+            "dtype": self.dtype,
+            "groups": [group.to_wire() for group in self.groups],
+            "key": self.key,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: ProgramWire) -> Program:
+        """Return the program that `to_wire` wrote; its arrays are views of the received bytes."""
+        codes = np.frombuffer(wire["codes"], np.int32).reshape(-1, NUM_CODES)
+        num_rows = int(codes[:, (READ, WRITE)].max())
+        return cls(
+            sites=_sites_of(tuple([tuple(run) for run in wire["sites"]])),
+            codes=codes,
+            params=np.frombuffer(wire["params"], np.float32).reshape(-1, NUM_PARAMS),
+            rows=np.frombuffer(wire["rows"], STORAGE[wire["dtype"]]).reshape(num_rows, -1),
+            dtype=wire["dtype"],
+            groups=tuple(selector_from_wire(group) for group in wire["groups"]),
+            key=wire["key"],
+        )
+
+
+def _runs(sites: Iterable[Site]) -> list[tuple[Site, int]]:
+    return [(site, len(list(entries))) for site, entries in groupby(sites)]
+
+
+@lru_cache(maxsize=256)
+def _sites_of(runs: tuple[tuple[int, str, int], ...]) -> tuple[Site, ...]:
+    """Return the site of each entry; cached, since most requests of a load steer the same ones."""
+    return tuple(chain.from_iterable((Site(layer, HookPoint(hook)),) * count for layer, hook, count in runs))
+
+
+def joined(programs: Sequence[Program]) -> Program:
+    """Return one program that does what `programs`, at least one, do one after the other.
+
+    All replacements act first, and all features last.
+
+    Raises:
+        AssertionError: If their dtypes or widths differ, or if they have more than `MAX_GROUPS` position groups.
+    """
+    first = programs[0]
+    if len(programs) == 1:
+        return first
+    entries: list[Entry] = []
+    groups: list[PositionSelector] = []
+    num_changes = 0
+    for program in programs:
+        if (program.dtype, program.hidden_size) != (first.dtype, first.hidden_size):
+            raise AssertionError(f"programs of {program.dtype} {program.hidden_size} and {first.dtype}")
+        entries.extend(entries_of(program, len(groups), num_changes))
+        groups.extend(program.groups)
+        num_changes += program.num_changes
+    return Program.from_entries(entries, first.dtype, groups)
+
+
+def entries_of(program: Program, first_group: int = 0, first_change: int = 0) -> list[Entry]:
+    """Return the entries of a program, with its groups and changes counted behind `first_group` and `first_change`."""
+    rows = widen(program.rows, program.dtype)
+
+    def row(index: int) -> npt.NDArray[np.float32] | None:
+        return None if index == NO_ROW else rows[index - 1]
+
+    return [
+        Entry(
+            site,
+            _moved(code, first_change),
+            row(read),
+            row(write),
+            params,
+            group + first_group if group else EVERYWHERE,
+        )
+        for site, (code, read, write, group), params in zip(
+            program.sites, program.codes.tolist(), program.params.tolist(), strict=True
+        )
+    ]
+
+
+def _moved(code: int, first_change: int) -> int:
+    """Return an entry's code with its change, if it has one, counted behind `first_change` others."""
+    if code & CODE_MASK in (Code.READ_FEATURE, Code.WRITE_FEATURE):
+        return with_change(code, change_index(code) + first_change)
+    return code
+
+
+def _make(
+    sites: tuple[Site, ...],
+    codes: Int32Array,
+    params: Float32Rows,
+    rows: Rows,
+    dtype: StoredType,
+    groups: tuple[PositionSelector, ...],
+) -> Program:
+    digest = hashlib.sha256(_PREFIX)
+    names = " ".join([" ".join([site.name] * count) for site, count in _runs(sites)])
+    digest.update(f"{dtype} {rows.shape} {names} {[group.to_wire() for group in groups]}\n".encode())
+    for array in (codes, params, rows):
+        array.flags.writeable = False
+        digest.update(array.tobytes())
+    return Program(sites=sites, codes=codes, params=params, rows=rows, dtype=dtype, groups=groups, key=digest.digest())

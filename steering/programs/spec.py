@@ -1,0 +1,322 @@
+"""The spec of one request, or of one named module: its vectors and programs by phase, and its wire form.
+
+A spec travels from the front end to the engine as a `SteeringWire`: plain values, the rows as raw bytes. It is
+the section of a request in its `RequestWire`, and the ``spec`` of calls that register a module or set global vectors.
+An absent key stands for nothing. The front end made and checked it: a malformed one is a bug, not bad input.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypedDict
+
+from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
+from headgate.steering.programs.feature_edits import FeatureEdit, FeatureEditsWire, edits_from_wire, edits_to_wire
+from headgate.steering.programs.operations import (
+    Operation,
+    OperationsWire,
+    operations_from_wire,
+    operations_to_wire,
+)
+from headgate.steering.programs.program import Program, ProgramWire, joined
+from headgate.steering.vectors.dtypes import Float32Rows, Rows, StoredType
+from headgate.steering.vectors.phase_vectors import PhaseVectors
+from headgate.steering.vectors.sums import Vectors
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRef:
+    """A named module and the scale to apply it with. Scale 0 adds nothing, but the name must exist all the same."""
+
+    name: str
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SteeringSpec:
+    """Vectors, operations and modules that one request, or one named module, steers with.
+
+    Attributes:
+        prefill: Vectors at positions of the prompt: base plus prefill tier.
+        decode: Vectors at generated positions: base plus decode tier. The same object as `prefill` if they are equal.
+        modules: Named modules that act in both phases.
+        prefill_program: Operations at positions of the prompt.
+        decode_program: Operations at generated positions.
+        prefill_ops: Operations in place of `prefill_program`, of which some name vectors of modules; the engine core
+            lowers them.
+        decode_ops: The same for `decode_program`.
+        prefill_features: Edits of features at positions of the prompt, which act behind all operations; the engine
+            core, which has the SAEs, lowers them.
+        decode_features: The same at generated positions.
+    """
+
+    prefill: PhaseVectors | None = None
+    decode: PhaseVectors | None = None
+    modules: tuple[ModuleRef, ...] = ()
+    prefill_program: Program | None = None
+    decode_program: Program | None = None
+    prefill_ops: tuple[Operation, ...] = ()
+    decode_ops: tuple[Operation, ...] = ()
+    prefill_features: tuple[FeatureEdit, ...] = ()
+    decode_features: tuple[FeatureEdit, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing acts and no module is named."""
+        return not (self.modules or self.is_to_lower or any(any(phase) for phase in self.phases))
+
+    @property
+    def is_to_lower(self) -> bool:
+        """Whether the engine core has to make its programs."""
+        return bool(self.prefill_ops or self.decode_ops or self.prefill_features or self.decode_features)
+
+    @property
+    def phases(self) -> tuple[PhaseContent, PhaseContent]:
+        """Vectors and programs of the prefill and of the decode phase."""
+        return (self.prefill, self.prefill_program), (self.decode, self.decode_program)
+
+    @property
+    def op_sites(self) -> tuple[Site, ...]:
+        """Sites of operations, each once."""
+        programs = [program for program in (self.prefill_program, self.decode_program) if program is not None]
+        named = [operation.site for operation in (*self.prefill_ops, *self.decode_ops)]
+        return tuple(dict.fromkeys([*(site for program in programs for site in program.sites), *named]))
+
+    @property
+    def num_vectors(self) -> int:
+        """Number of inline vectors, without those of the modules; phases that are alike count once."""
+        prefill = len(self.prefill.sites) if self.prefill else 0
+        if self.decode is None or (self.prefill and self.decode.key == self.prefill.key):
+            return prefill
+        return prefill + len(self.decode.sites)
+
+
+PhaseContent = tuple[PhaseVectors | None, Program | None]
+"""Vectors and operations of one phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steered:
+    """Vectors and a program that act in one phase, for whoever shares content by its key.
+
+    It is one of `headgate.steering.vectors.sums.Vectors`, with the vectors' values.
+
+    Attributes:
+        vectors: Added between the program's replacements and its operations; None adds nothing.
+        program: Operations.
+        key: Content key of both.
+    """
+
+    vectors: Vectors | None
+    program: Program
+    key: bytes
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Sites of the vectors."""
+        return self.vectors.sites if self.vectors is not None else ()
+
+    def float32(self) -> Float32Rows:
+        """Return the vectors' values, ``[len(sites), hidden]``."""
+        if self.vectors is None:
+            raise AssertionError("a program without vectors has no values")
+        return self.vectors.float32()
+
+    def stored_as(self, dtype: StoredType) -> Rows | None:
+        """Return the vectors' rows if they are stored in `dtype`."""
+        return None if self.vectors is None else self.vectors.stored_as(dtype)
+
+
+def steered(vectors: Vectors | None, programs: Sequence[tuple[Program, float]]) -> Vectors | None:
+    """Return what acts in one phase: vectors, and programs one after the other, each with its scale.
+
+    None if nothing acts; the vectors themselves if no program does.
+    """
+    acting = [scaled for program, scale in programs if (scaled := program.scaled(scale)) is not None]
+    if not acting:
+        return vectors
+    key = content_key_of(vectors.key if vectors is not None else None, [(one.key, scale) for one, scale in programs])
+    if key is None:
+        raise AssertionError("a program without a key")
+    return Steered(vectors, joined(acting), key)
+
+
+_PREFIX = b"headgate steered\n"
+"""Keeps the keys of vectors with programs apart from those of vectors and of programs."""
+
+
+def content_key_of(vectors: bytes | None, programs: Iterable[tuple[bytes, float]]) -> bytes | None:
+    """Return the content key of vectors and programs, from the keys of both; None if nothing acts.
+
+    Without programs it is the vectors' own. The order of the programs counts.
+    """
+    acting = [(key, scale) for key, scale in programs if scale != 0]
+    if not acting:
+        return vectors
+    parts = ",".join(f"{key.hex()}*{scale!r}" for key, scale in acting)
+    return hashlib.sha256(_PREFIX + f"{vectors.hex() if vectors else ''};{parts}".encode()).digest()
+
+
+class VectorsWire(TypedDict):
+    """`PhaseVectors` as plain values.
+
+    Attributes:
+        key: The content key.
+        sites: ``{hook: [layers]}``.
+        hidden_size: Values of a row.
+        dtype: Element type of the payload.
+        payload: The rows, one after the other, little-endian.
+        peak: The largest magnitude of any value.
+    """
+
+    key: bytes
+    sites: dict[str, list[int]]
+    hidden_size: int
+    dtype: StoredType
+    payload: bytes
+    peak: float
+
+
+class SteeringWire(TypedDict, total=False):
+    """A `SteeringSpec` as plain values.
+
+    Attributes:
+        prefill: The inline vectors of the prefill phase.
+        decode: The inline vectors of the decode phase, unless they are the prefill vectors.
+        is_shared: True if the decode vectors are the prefill vectors, which travel once.
+        modules: ``[name, scale]`` of each named module.
+        prefill_parts: ``[content key, scale]`` of each module's prefill vectors: written by the engine core, which
+            resolves names, for its workers.
+        decode_parts: The same for the decode phase.
+        prefill_program: The inline operations of the prefill phase.
+        decode_program: The inline operations of the decode phase, unless they are those of the prefill phase.
+        is_program_shared: True if the decode operations are the prefill operations, which travel once.
+        prefill_ops: In place of `prefill_program` on the way to the engine core: operations that name modules.
+        decode_ops: The same for the decode phase, unless they are those of the prefill phase.
+        are_ops_shared: True if they are.
+        prefill_features: Edits of features on the way to the engine core, which puts them into `prefill_program`.
+        decode_features: The same for the decode phase, unless they are those of the prefill phase.
+        are_features_shared: True if they are.
+        prefill_programs: As `prefill_parts`, for the modules' operations, in the order in which they act.
+        decode_programs: The same for the decode phase.
+    """
+
+    prefill: VectorsWire
+    decode: VectorsWire
+    is_shared: bool
+    modules: list[list[Any]]
+    prefill_parts: list[list[Any]]
+    decode_parts: list[list[Any]]
+    prefill_program: ProgramWire
+    decode_program: ProgramWire
+    is_program_shared: bool
+    prefill_ops: OperationsWire
+    decode_ops: OperationsWire
+    are_ops_shared: bool
+    prefill_features: FeatureEditsWire
+    decode_features: FeatureEditsWire
+    are_features_shared: bool
+    prefill_programs: list[list[Any]]
+    decode_programs: list[list[Any]]
+
+
+def to_wire(spec: SteeringSpec) -> SteeringWire:
+    """Return the wire form of `spec`; payloads are not copied."""
+    wire: SteeringWire = {}
+    if spec.modules:
+        wire["modules"] = [[ref.name, ref.scale] for ref in spec.modules]
+    if spec.prefill is not None:
+        wire["prefill"] = _vectors_wire(spec.prefill)
+    if spec.prefill is not None and spec.decode is not None and spec.prefill.key == spec.decode.key:
+        wire["is_shared"] = True
+    elif spec.decode is not None:
+        wire["decode"] = _vectors_wire(spec.decode)
+    first, second = spec.prefill_program, spec.decode_program
+    if first is not None:
+        wire["prefill_program"] = first.to_wire()
+    if first is not None and second is not None and first.key == second.key:
+        wire["is_program_shared"] = True
+    elif second is not None:
+        wire["decode_program"] = second.to_wire()
+    if spec.prefill_ops:
+        wire["prefill_ops"] = operations_to_wire(spec.prefill_ops)
+    if spec.prefill_ops and spec.decode_ops is spec.prefill_ops:
+        wire["are_ops_shared"] = True
+    elif spec.decode_ops:
+        wire["decode_ops"] = operations_to_wire(spec.decode_ops)
+    if spec.prefill_features:
+        wire["prefill_features"] = edits_to_wire(spec.prefill_features)
+    if spec.prefill_features and spec.decode_features is spec.prefill_features:
+        wire["are_features_shared"] = True
+    elif spec.decode_features:
+        wire["decode_features"] = edits_to_wire(spec.decode_features)
+    return wire
+
+
+PROGRAM_KEYS = (
+    *("prefill_program", "decode_program", "is_program_shared", "prefill_ops", "decode_ops", "are_ops_shared"),
+    *("prefill_features", "decode_features", "are_features_shared"),
+)
+"""Keys of a `SteeringWire` that the engine core replaces where it makes the programs."""
+
+
+def from_wire(wire: Mapping[str, Any]) -> SteeringSpec:
+    """Return the spec that `to_wire` wrote; its rows are views of the received bytes."""
+    prefill = _vectors(wire.get("prefill"))
+    decode = prefill if wire.get("is_shared") else _vectors(wire.get("decode"))
+    modules = tuple(ModuleRef(name, scale) for name, scale in wire.get("modules", ()))
+    first = _program(wire.get("prefill_program"))
+    second = first if wire.get("is_program_shared") else _program(wire.get("decode_program"))
+    prefill_ops = operations_from_wire(wire["prefill_ops"]) if "prefill_ops" in wire else ()
+    decode_ops = operations_from_wire(wire["decode_ops"]) if "decode_ops" in wire else ()
+    prefill_features = edits_from_wire(wire.get("prefill_features", []))
+    decode_features = edits_from_wire(wire.get("decode_features", []))
+    return SteeringSpec(
+        prefill=prefill,
+        decode=decode,
+        modules=modules,
+        prefill_program=first,
+        decode_program=second,
+        prefill_ops=prefill_ops,
+        decode_ops=prefill_ops if wire.get("are_ops_shared") else decode_ops,
+        prefill_features=prefill_features,
+        decode_features=prefill_features if wire.get("are_features_shared") else decode_features,
+    )
+
+
+def _program(wire: ProgramWire | None) -> Program | None:
+    return None if wire is None else Program.from_wire(wire)
+
+
+def _vectors_wire(vectors: PhaseVectors) -> VectorsWire:
+    return {
+        "key": vectors.key,
+        "sites": site_map(vectors.sites),
+        "hidden_size": vectors.hidden_size,
+        "dtype": vectors.dtype,
+        "payload": vectors.payload,
+        "peak": vectors.peak,
+    }
+
+
+def _vectors(wire: VectorsWire | None) -> PhaseVectors | None:
+    if wire is None:
+        return None
+    sites = _sites(tuple([(hook, tuple(layers)) for hook, layers in wire["sites"].items()]))
+    return PhaseVectors(
+        sites=sites,
+        hidden_size=wire["hidden_size"],
+        dtype=wire["dtype"],
+        payload=wire["payload"],
+        key=wire["key"],
+        peak=wire["peak"],
+    )
+
+
+@lru_cache(maxsize=256)
+def _sites(by_hook: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[Site, ...]:
+    """Return sites in order; cached, since most requests of a load steer the same ones."""
+    return sort_sites(Site(layer, HookPoint(hook)) for hook, layers in by_hook for layer in (layers or (-1,)))

@@ -1,0 +1,184 @@
+"""Programs whose rows have slots of the vector pool, and the entries of a table row as the device has them. Numpy only.
+
+Letters in shape comments: P op sites of this worker, R table rows, E entries of a table row at a site, at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from headgate.capture.schema.batch import Int32Array, Int64Array
+from headgate.capture.schema.sites import Site
+from headgate.steering.programs.codes import (
+    CODE,
+    CODE_MASK,
+    NO_ROW,
+    NUM_CODES,
+    NUM_PARAMS,
+    READ,
+    WRITE,
+    WRITE_SCALE,
+    Code,
+)
+from headgate.steering.programs.program import NUM_PASSES, Program, pass_of
+from headgate.steering.vectors.dtypes import Float32Rows
+
+
+class PlacedProgram(NamedTuple):
+    """The entries of a program at a worker's op sites, those of a site in the order in which they act.
+
+    Attributes:
+        sites: int64 ``[n]``, ascending: the index of each entry's op site.
+        codes: int32 ``[n, NUM_CODES]``; rows are slots of the vector pool.
+        params: float32 ``[n, NUM_PARAMS]``.
+    """
+
+    sites: Int64Array
+    codes: Int32Array
+    params: Float32Rows
+
+
+def place(program: Program, slots: Int32Array, op_sites: Mapping[Site, int]) -> PlacedProgram:
+    """Return the entries of a program at a worker's op sites.
+
+    Args:
+        program: Sites that the worker does not own are left out.
+        slots: int32 ``[program.num_rows]``: where its rows are in the pool.
+        op_sites: The worker's, with their indices, which ascend in the order of the forward pass.
+    """
+    sites = np.repeat([op_sites.get(site, -1) for site, _ in program.runs], [count for _, count in program.runs])
+    codes, params = program.codes, program.params
+    is_here = sites >= 0
+    if is_here.all():
+        codes = codes.copy()
+    else:
+        sites, codes, params = sites[is_here], codes[is_here], params[is_here]
+    slot_of = np.concatenate(([NO_ROW], slots)).astype(np.int32)
+    for which in (READ, WRITE):
+        codes[:, which] = slot_of[codes[:, which]]
+    return PlacedProgram(sites, codes, params)
+
+
+def acting(programs: Sequence[PlacedProgram], vector_slots: Int32Array) -> PlacedProgram:
+    """Return all entries of one table row.
+
+    Args:
+        programs: At least one; the global vectors' first.
+        vector_slots: int32 ``[P]``: of the sum of the additive vectors at each op site, which act behind replacements
+            and before other operations; 0 for none. They are entries where a program acts.
+    """
+    together = np.zeros(len(vector_slots), np.bool_)
+    for program in programs:
+        together[program.sites] = True
+    adding = np.flatnonzero(together & (vector_slots != 0))
+    if len(programs) == 1 and not len(adding):
+        return programs[0]
+    added = np.zeros((len(adding), NUM_CODES), np.int32)
+    added[:, CODE], added[:, WRITE] = Code.ADD, vector_slots[adding]
+    ones = np.zeros((len(adding), NUM_PARAMS), np.float32)
+    ones[:, WRITE_SCALE] = 1.0
+    parts = [PlacedProgram(adding, added, ones), *programs]
+    sites, codes, params = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.argsort(sites * NUM_PASSES + _PASS_OF[codes[:, CODE] & CODE_MASK], kind="stable")
+    return PlacedProgram(sites[order], codes[order], params[order])
+
+
+_PASS_OF = np.array([pass_of(code) for code in range(max(Code) + 1)], np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProgramWrites:
+    """Changes of the programs of table rows, to write to the device before the next forward.
+
+    Attributes:
+        counts: int32 ``[P, K]``: entries of each changed row at each op site; 0 where no program acts.
+        places: int64 ``[n]``: ``(site * R + row) * E + index`` of each entry of the changed rows. What is behind a
+            row's entries is not read, and stays.
+        codes: int32 ``[n, NUM_CODES]``.
+        params: float32 ``[n, NUM_PARAMS]``.
+    """
+
+    counts: Int32Array
+    places: Int64Array
+    codes: Int32Array
+    params: Float32Rows
+
+
+class _Bound(NamedTuple):
+    """A table row's entries.
+
+    Attributes:
+        counts: int32 ``[P]``.
+        places: int64 ``[n]``: of its entries.
+        program: The entries.
+    """
+
+    counts: Int32Array
+    places: Int64Array
+    program: PlacedProgram
+
+
+class ProgramTable:
+    """The programs of table rows, on the host. Step thread only.
+
+    Args:
+        num_sites: P.
+        num_rows: R.
+        max_entries: E.
+    """
+
+    def __init__(self, num_sites: int, num_rows: int, max_entries: int) -> None:
+        self.max_entries = max_entries
+        self._num_sites = num_sites
+        self._num_rows = num_rows
+        self._bound: dict[int, _Bound] = {}
+        """Of each row that has a program."""
+
+    def bind(self, row: int, programs: Sequence[PlacedProgram], vector_slots: Int32Array) -> None:
+        """Make `programs` those of a table row.
+
+        Args:
+            row: Below R.
+            programs: In the order in which they act; there may be none.
+            vector_slots: int32 ``[P]``: slot of the row's additive vectors at each op site.
+
+        Raises:
+            AssertionError: If a site gets more than E entries. The engine core refuses such requests.
+        """
+        self._bound.pop(row, None)
+        if not programs:
+            return
+        program = acting(programs, vector_slots)
+        counts = np.bincount(program.sites, minlength=self._num_sites)
+        if counts.max(initial=0) > self.max_entries:
+            raise AssertionError(f"a program has more than {self.max_entries} entries at a site")
+        first = np.cumsum(counts) - counts
+        index = np.arange(len(program.sites)) - first[program.sites]
+        places = (program.sites * self._num_rows + row) * self.max_entries + index
+        self._bound[row] = _Bound(counts.astype(np.int32), places, program)
+
+    def writes(self, rows: Sequence[int]) -> ProgramWrites:
+        """Return what the device needs to know of `rows`, which changed."""
+        counts = np.zeros((self._num_sites, len(rows)), np.int32)
+        found = []
+        for at, row in enumerate(rows):
+            if (bound := self._bound.get(row)) is not None:
+                counts[:, at] = bound.counts
+                found.append(bound)
+        if len(found) == 1:
+            return ProgramWrites(counts, found[0].places, *found[0].program[1:])
+        return ProgramWrites(
+            counts,
+            np.concatenate([_NO_PLACES, *(one.places for one in found)]),
+            np.concatenate([_NO_CODES, *(one.program.codes for one in found)]),
+            np.concatenate([_NO_PARAMS, *(one.program.params for one in found)]),
+        )
+
+
+_NO_PLACES = np.empty(0, np.int64)
+_NO_CODES = np.empty((0, NUM_CODES), np.int32)
+_NO_PARAMS = np.empty((0, NUM_PARAMS), np.float32)

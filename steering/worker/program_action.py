@@ -1,0 +1,396 @@
+"""The action of an op site: runs each batch row's program, and adds what comes out to the stream.
+
+A program reads whole rows, which no norm's kernel can do on the way, so it is a kernel of its own: `program_deltas`
+returns by how much each active row moves. What is added to the stream is traced, as a vector is
+(`headgate.steering.worker.site_action`): rows without a program are steered as at any other site, and idle, the code
+around the addition computes the very bits that it computes without it. For that, the program's kernel gets values that
+are stored anyway, and copies of all others, computed from sums of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from headgate.capture.engine.compiler.inductor import Inductor
+from headgate.capture.engine.compiler.inductor_heuristics import exclude_buffers, install_exclusion
+from headgate.capture.engine.contracts.worker_hooks import SiteValue, WorkerFacts
+from headgate.capture.engine.model.forward_wrappers import tensor_prefix
+from headgate.steering.programs.codes import InputNorm
+from headgate.steering.worker import program_ops
+from headgate.steering.worker.site_action import (
+    POOL,
+    SLOTS,
+    Addition,
+    Run,
+    add_excluded,
+    register_add_excluded,
+)
+from headgate.steering.worker.vector_pool import ZERO_SLOT
+
+if TYPE_CHECKING:
+    from headgate.capture.engine.compiler.inductor import TensorBox
+
+ROWS, ACTIVE, CODES, PARAMS = "program_rows", "program_active", "program_codes", "program_params"
+GROUPS, KEPT, CHANGES = "program_groups", "program_kept", "program_changes"
+_POOL, _SLOTS, _ACTIVE, _KEPT, _CHANGES = (tensor_prefix(name) for name in (POOL, SLOTS, ACTIVE, KEPT, CHANGES))
+SAE = tuple(f"sae_{name}" for name in ("tokens", "num_tokens", "encoder", "decoder", "numbers", "bias"))
+"""Tensors of sites whose SAE is encoded, in the order of `headgate.steering.worker.reconstruction.EncodedSae`."""
+_READ = tuple(tensor_prefix(name) for name in (ROWS, ACTIVE, CODES, PARAMS, GROUPS))
+_SAE = tuple(tensor_prefix(name) for name in SAE)
+
+Norm = InputNorm | None
+"""Of the site's encoded SAE; None at sites without one."""
+
+
+def operation(facts: WorkerFacts) -> Addition:
+    """Return the ways to run programs in this worker; registers their lowerings where the forward is compiled."""
+    if facts.device.type == "cuda":
+        if not facts.is_compiled:
+            return Addition(run_unfused, run_and_keep=run_and_keep_unfused, reapply=reapply_unfused)
+        register_program_deltas()
+        register_add_selected()
+        return Addition(run_traced, unfused=run_unfused, run_and_keep=run_and_keep_traced, reapply=reapply_traced)
+    if not facts.is_compiled:
+        return Addition(run_plain, run_and_keep=run_and_keep_plain, reapply=reapply_plain)
+    register_steered_rows()
+    register_add_excluded()
+    return Addition(run_gathered, run_and_keep=run_and_keep_gathered, reapply=reapply_gathered)
+
+
+def reconstructing(ways: Addition, norm: InputNorm) -> Addition:
+    """Return the same ways for a site whose SAE is encoded; what is reapplied was computed before."""
+    made = Addition(_with_norm(ways.run, norm), *(each and _with_norm(each, norm) for each in ways[1:]))
+    return made._replace(reapply=ways.reapply)
+
+
+def _with_norm(run: Callable[..., Tensor], norm: InputNorm) -> Run:
+    def run_with_norm(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+        return run(module, hook, site, norm)
+
+    return run_with_norm
+
+
+def run_plain(module: nn.Module, hook: str, site: SiteValue, norm: Norm = None) -> Tensor:
+    """Steer where the forward runs as written, and not on a GPU."""
+    return _add_plain(site, _steered_rows(module, hook, site, norm))
+
+
+def run_and_keep_plain(module: nn.Module, hook: str, site: SiteValue, norm: Norm = None) -> Tensor:
+    """Do the same, and keep what was added for `reapply_plain`."""
+    return _add_plain(site, _keep(module, hook, _steered_rows(module, hook, site, norm)))
+
+
+def reapply_plain(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Add to the stream what `run_and_keep_plain` added to the mid stream."""
+    return _add_plain(site, _kept(module, hook, site))
+
+
+def run_gathered(module: nn.Module, hook: str, site: SiteValue, norm: Norm = None) -> Tensor:
+    """Steer where torch.compile makes C++ of the forward; idle, it computes the same bits as without steering."""
+    return _add_gathered(site, _steered_rows(module, hook, site, norm))
+
+
+def run_and_keep_gathered(module: nn.Module, hook: str, site: SiteValue, norm: Norm = None) -> Tensor:
+    """Do the same, and keep what was added for `reapply_gathered`."""
+    return _add_gathered(site, _keep(module, hook, _steered_rows(module, hook, site, norm)))
+
+
+def reapply_gathered(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Add to the stream what `run_and_keep_gathered` added to the mid stream."""
+    return _add_gathered(site, _kept(module, hook, site))
+
+
+def run_traced(module: nn.Module, hook: str, site: SiteValue, norm: Norm = None) -> Tensor:
+    """Steer where torch.compile fuses the addition into the kernel of the following norm."""
+    return _add_traced(module, hook, site, _deltas(module, hook, site, norm))
+
+
+def run_and_keep_traced(module: nn.Module, hook: str, site: SiteValue, norm: Norm = None) -> Tensor:
+    """Do the same, and keep what was added for `reapply_traced`."""
+    return _add_traced(module, hook, site, _keep(module, hook, _deltas(module, hook, site, norm)))
+
+
+def reapply_traced(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Add to the stream what `run_and_keep_traced` added to the mid stream."""
+    return _add_traced(module, hook, site, getattr(module, _KEPT + hook))
+
+
+def run_unfused(module: nn.Module, hook: str, site: SiteValue, norm: Norm = None) -> Tensor:
+    """Steer on a GPU where nothing is compiled, or where the addition must not be fused with the norm."""
+    return _add_unfused(module, hook, site, _deltas(module, hook, site, norm))
+
+
+def run_and_keep_unfused(module: nn.Module, hook: str, site: SiteValue, norm: Norm = None) -> Tensor:
+    """Do the same, and keep what was added for `reapply_unfused`."""
+    return _add_unfused(module, hook, site, _keep(module, hook, _deltas(module, hook, site, norm)))
+
+
+def reapply_unfused(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    """Add to the stream what `run_and_keep_unfused` added to the mid stream."""
+    return _add_unfused(module, hook, site, getattr(module, _KEPT + hook))
+
+
+def _deltas(module: nn.Module, hook: str, site: SiteValue, norm: Norm) -> Tensor:
+    """Return by how much the programs move each row: fp32 ``[T, hidden]``, undefined where none is active."""
+    tables = [getattr(module, name + hook) for name in (_POOL, *_READ)]
+    changes, sae = getattr(module, _CHANGES + hook), _sae(module, hook, norm)
+    if changes.shape[1]:
+        deltas: Tensor = program_ops.program_deltas_and_changes(site.value, site.addend, *tables, changes, *sae)
+        return deltas
+    deltas = program_ops.program_deltas(site.value, site.addend, *tables, *sae)
+    return deltas
+
+
+def _steered_rows(module: nn.Module, hook: str, site: SiteValue, norm: Norm) -> Tensor:
+    tables = [getattr(module, name + hook) for name in (_POOL, _SLOTS, *_READ)]
+    changes, sae = getattr(module, _CHANGES + hook), _sae(module, hook, norm)
+    if changes.shape[1]:
+        rows: Tensor = steered_rows_and_changes(site.value, site.addend, *tables, changes, *sae)
+        return rows
+    rows = steered_rows(site.value, site.addend, *tables, *sae)
+    return rows
+
+
+def _sae(module: nn.Module, hook: str, norm: Norm) -> tuple[Tensor | int, ...]:
+    """Return the last arguments of the operations at a site whose SAE is encoded; none at others."""
+    return () if norm is None else (*[getattr(module, name + hook) for name in _SAE], int(norm))
+
+
+def _keep(module: nn.Module, hook: str, added: Tensor) -> Tensor:
+    getattr(module, _KEPT + hook)[: added.shape[0]].copy_(added)
+    return added
+
+
+def _kept(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
+    kept: Tensor = getattr(module, _KEPT + hook)[: site.carry.shape[-2]]
+    return kept.to(site.carry.dtype)
+
+
+def _to_carry(added: Tensor, site: SiteValue) -> Tensor:
+    return added if site.gain is None else added / site.gain
+
+
+def _add_plain(site: SiteValue, added: Tensor) -> Tensor:
+    return site.carry + _to_carry(added, site)
+
+
+def _add_gathered(site: SiteValue, added: Tensor) -> Tensor:
+    carry: Tensor = add_excluded(site.carry, _to_carry(added, site))
+    return carry
+
+
+def _add_traced(module: nn.Module, hook: str, site: SiteValue, deltas: Tensor) -> Tensor:
+    tables = [getattr(module, name + hook) for name in (_ACTIVE, _POOL, _SLOTS)]
+    carry: Tensor = add_selected(site.carry, deltas, *tables, _scale(site))
+    return carry
+
+
+def _add_unfused(module: nn.Module, hook: str, site: SiteValue, deltas: Tensor) -> Tensor:
+    tables = [getattr(module, name + hook) for name in (_ACTIVE, _POOL, _SLOTS)]
+    carry: Tensor = add_selected_unfused(site.carry, deltas, *tables, _scale(site))
+    return carry
+
+
+def _scale(site: SiteValue) -> float:
+    return 1.0 if site.gain is None else 1.0 / site.gain
+
+
+@torch.library.custom_op("headgate::steered_rows", mutates_args=())
+def steered_rows(
+    value: Tensor,
+    addend: Tensor | None,
+    pool: Tensor,
+    slots: Tensor,
+    rows: Tensor,
+    active: Tensor,
+    codes: Tensor,
+    params: Tensor,
+    groups: Tensor,
+    tokens: Tensor | None = None,
+    num_tokens: Tensor | None = None,
+    encoder: Tensor | None = None,
+    decoder: Tensor | None = None,
+    numbers: Tensor | None = None,
+    bias: Tensor | None = None,
+    input_norm: int = 0,
+) -> Tensor:
+    """Return what steers each row on a CPU, ``[T, hidden]`` in the pool's dtype: its vector, or its program's delta.
+
+    Args:
+        value: ``[..., T, hidden]``; with `addend` the site's value.
+        addend: As `value`, or None.
+        pool: ``[slots, hidden]``.
+        slots: int32, at least T: slot of each row's vector.
+        rows: As `headgate.steering.worker.program_ops.program_deltas` takes them, and what follows.
+        active: int32, at least T: entries of each row's program; 0 for none.
+    """
+    tables = (rows, active, codes, params, groups)
+    sae = (tokens, num_tokens, encoder, decoder, numbers, bias, input_norm)
+    run = program_ops.program_deltas
+    return _vectors_or(value, pool, slots, active, partial(run, value, addend, pool, *tables, *sae))
+
+
+@torch.library.custom_op("headgate::steered_rows_and_changes", mutates_args=("changes",))
+def steered_rows_and_changes(
+    value: Tensor,
+    addend: Tensor | None,
+    pool: Tensor,
+    slots: Tensor,
+    rows: Tensor,
+    active: Tensor,
+    codes: Tensor,
+    params: Tensor,
+    groups: Tensor,
+    changes: Tensor,
+    tokens: Tensor | None = None,
+    num_tokens: Tensor | None = None,
+    encoder: Tensor | None = None,
+    decoder: Tensor | None = None,
+    numbers: Tensor | None = None,
+    bias: Tensor | None = None,
+    input_norm: int = 0,
+) -> Tensor:
+    """Return the same where features may be read at one site and written at later ones.
+
+    `changes` is that of `headgate.steering.worker.program_ops.program_deltas_and_changes`.
+    """
+    tables = (rows, active, codes, params, groups, changes)
+    sae = (tokens, num_tokens, encoder, decoder, numbers, bias, input_norm)
+    run = program_ops.program_deltas_and_changes
+    return _vectors_or(value, pool, slots, active, partial(run, value, addend, pool, *tables, *sae))
+
+
+def _vectors_or(value: Tensor, pool: Tensor, slots: Tensor, active: Tensor, deltas: Callable[[], Tensor]) -> Tensor:
+    """Return each row's vector, or what `deltas` gives it where a program is active; not called if none is."""
+    num_tokens = value.shape[-2]
+    vectors = pool[slots[:num_tokens]]
+    is_active = active[:num_tokens] != 0
+    if not bool(is_active.any()):
+        return vectors
+    return torch.where(is_active[:, None], deltas().to(pool.dtype), vectors)
+
+
+@steered_rows.register_fake
+@steered_rows_and_changes.register_fake
+def _(value: Tensor, addend: Tensor | None, pool: Tensor, *tables: Tensor | int | None) -> Tensor:
+    return pool.new_empty(value.shape[-2], pool.shape[1])
+
+
+@torch.library.custom_op("headgate::add_selected", mutates_args=())
+def add_selected(carry: Tensor, deltas: Tensor, active: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
+    """Return the carry plus `scale` times each row's delta where one is active, else its vector.
+
+    Args:
+        carry: ``[..., T, hidden]``.
+        deltas: fp32, at least ``[T, hidden]``.
+        active: int32, at least T.
+        pool: ``[slots, hidden]``.
+        slots: int32, at least T; `ZERO_SLOT` adds nothing.
+        scale: Factor of what is added.
+
+    `register_add_selected` must have been called before inductor meets it.
+    """
+    return _selected(carry, deltas, active, pool, slots, scale)
+
+
+def _selected(carry: Tensor, deltas: Tensor, active: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
+    num_tokens = carry.shape[-2]
+    vectors = pool[slots[:num_tokens]].float()
+    added = torch.where((active[:num_tokens] != 0)[:, None], deltas[:num_tokens], vectors)
+    return (carry.float() + added * scale).to(carry.dtype)
+
+
+@add_selected.register_fake
+def _(carry: Tensor, deltas: Tensor, active: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(carry)
+
+
+@torch.library.custom_op("headgate::add_selected_unfused", mutates_args=())
+def add_selected_unfused(
+    carry: Tensor, deltas: Tensor, active: Tensor, pool: Tensor, slots: Tensor, scale: float
+) -> Tensor:
+    """Return the same as `add_selected`, by code that the compiler does not look into."""
+    if carry.device.type != "cuda":
+        return _selected(carry, deltas, active, pool, slots, scale)
+    from headgate.steering.kernels.add_rows import add_rows
+
+    rows = carry.reshape(-1, carry.shape[-1])
+    return add_rows(rows, pool, slots[: rows.shape[0]], scale, deltas, active).view(carry.shape)
+
+
+@add_selected_unfused.register_fake
+def _(carry: Tensor, deltas: Tensor, active: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(carry)
+
+
+def register_program_deltas() -> None:
+    """Let inductor, in this process, hand `program_deltas` what is stored anyway, and compute all else once more.
+
+    Raises:
+        UnsupportedError: If this torch has another inductor.
+    """
+    for op in (torch.ops.headgate.program_deltas, torch.ops.headgate.program_deltas_and_changes):
+        _register_reader(op.default, is_stored_taken=True)
+
+
+def register_steered_rows() -> None:
+    """Let inductor, in this process, hand `steered_rows` copies of the value: storing it would change a norm's bits.
+
+    Raises:
+        UnsupportedError: If this torch has another inductor.
+    """
+    for op in (torch.ops.headgate.steered_rows, torch.ops.headgate.steered_rows_and_changes):
+        _register_reader(op.default, is_stored_taken=False)
+
+
+def _register_reader(op: Any, *, is_stored_taken: bool) -> None:
+    inductor = Inductor("steering")
+    call = inductor.fallback_handler(op, add_to_fallback_set=False)
+    taken = inductor.stored_or_apart if is_stored_taken else inductor.computed_again
+
+    @inductor.register_lowering(op, type_promotion_kind=None)
+    def lower(value: TensorBox, addend: TensorBox | None, *tables: TensorBox | int | None) -> TensorBox:
+        if inductor.is_first_argument_of(torch.ops.headgate.add_selected_unfused.default):
+            value.realize()  # will be stored for that, so it is here, too
+        return call(taken(value), None if addend is None else taken(addend), *tables)
+
+
+def register_add_selected() -> None:
+    """Let inductor, in this process, fuse `add_selected` into kernels whose blocks stay as they are without it.
+
+    Raises:
+        UnsupportedError: If this torch has another inductor.
+    """
+    inductor = Inductor("steering")
+    install_exclusion("steering")
+    ops = inductor.ops
+
+    @inductor.register_lowering(torch.ops.headgate.add_selected.default, type_promotion_kind=None)
+    def lower(
+        carry: TensorBox, deltas: TensorBox, active: TensorBox, pool: TensorBox, slots: TensorBox, scale: float
+    ) -> TensorBox:
+        deltas.realize()
+        value_at, delta_at, count_at, vector_at, slot_at = (
+            one.make_loader() for one in (carry, deltas, active, pool, slots)
+        )
+        exclude_buffers(deltas, active, pool, slots)
+
+        def steered(index: Any) -> Any:
+            *_, token, column = index
+            count, slot = count_at([token]), slot_at([token])
+            row = ops.indirect_indexing(slot, pool.get_size()[0], check=False, wrap_neg=False)
+            is_active = ops.ne(count, ops.constant(0, active.get_dtype()))
+            has_vector = ops.ne(slot, ops.constant(ZERO_SLOT, slots.get_dtype()))
+            delta = ops.masked(is_active, lambda: delta_at([token, column]), 0.0)  # type: ignore[arg-type]
+            vector = ops.masked(has_vector, lambda: vector_at([row, column]), 0.0)  # type: ignore[arg-type]
+            added = ops.where(is_active, delta, vector)
+            if scale != 1:
+                added = ops.mul(added, ops.constant(scale, torch.float32))
+            return ops.add(value_at(index), added)
+
+        return inductor.counted_as(carry, steered)

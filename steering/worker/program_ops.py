@@ -1,0 +1,103 @@
+"""Programs, and the reconstructions of SAEs, as one operation of the forward's graph, which no compiler looks into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from headgate.steering.programs.codes import InputNorm
+from headgate.steering.worker.program_reference import program_deltas_reference
+from headgate.steering.worker.reconstruction import SaeTensors, Tables, reconstructed_deltas_reference
+
+
+@torch.library.custom_op("headgate::program_deltas", mutates_args=())
+def program_deltas(
+    value: Tensor,
+    addend: Tensor | None,
+    pool: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    codes: Tensor,
+    params: Tensor,
+    groups: Tensor | None,
+    tokens: Tensor | None = None,
+    num_tokens: Tensor | None = None,
+    encoder: Tensor | None = None,
+    decoder: Tensor | None = None,
+    numbers: Tensor | None = None,
+    bias: Tensor | None = None,
+    input_norm: int = 0,
+) -> Tensor:
+    """Return what programs add to each row of ``value + addend``: float32 ``[T, hidden]``.
+
+    Where an SAE is encoded, the listed rows, which have a program each, become its reconstructions.
+
+    `value` and `addend` may have a leading axis of 1; `rows`, `counts` and `groups` may be longer than the batch. Rows
+    without a program are zero on a CPU, and not written on a GPU. The tables are those of
+    `headgate.steering.kernels.run_programs.program_deltas`; `tokens` and what follows are
+    `headgate.steering.worker.reconstruction.EncodedSae.tensors` and an `InputNorm`, all of them or none. No feature is
+    read at one site and written at another.
+    """
+    sae = (tokens, num_tokens, encoder, decoder, numbers, bias)
+    return _run(value, addend, (pool, rows, counts, codes, params, groups, None), sae, input_norm)
+
+
+@torch.library.custom_op("headgate::program_deltas_and_changes", mutates_args=("changes",))
+def program_deltas_and_changes(
+    value: Tensor,
+    addend: Tensor | None,
+    pool: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    codes: Tensor,
+    params: Tensor,
+    groups: Tensor | None,
+    changes: Tensor,
+    tokens: Tensor | None = None,
+    num_tokens: Tensor | None = None,
+    encoder: Tensor | None = None,
+    decoder: Tensor | None = None,
+    numbers: Tensor | None = None,
+    bias: Tensor | None = None,
+    input_norm: int = 0,
+) -> Tensor:
+    """Return the same where features may be read at one site and written at later ones.
+
+    `changes`, float32 ``[at least num_tokens, K]``, carries what they change from the first site to the others.
+    """
+    sae = (tokens, num_tokens, encoder, decoder, numbers, bias)
+    return _run(value, addend, (pool, rows, counts, codes, params, groups, changes), sae, input_norm)
+
+
+def _run(
+    value: Tensor, addend: Tensor | None, given: Sequence[Tensor | None], of_sae: Sequence[Tensor | None], norm: int
+) -> Tensor:
+    value_TD = value.reshape(-1, value.shape[-1])
+    addend_TD = None if addend is None else addend.reshape(value_TD.shape)
+    used = slice(value_TD.shape[0])
+    pool, rows, counts, codes, params, groups, changes = given
+    of_tokens = [None if table is None else table[used] for table in (rows, counts, groups, changes)]
+    tables = cast("Tables", (pool, *of_tokens[:2], codes, params, *of_tokens[2:]))
+    sae = cast("SaeTensors", of_sae)
+    if value.device.type != "cuda":
+        if of_sae[0] is None:
+            return program_deltas_reference(value_TD, addend_TD, *tables, dtype=torch.float32)
+        return reconstructed_deltas_reference(value_TD, addend_TD, tables, sae, InputNorm(norm), dtype=torch.float32)
+    from headgate.steering.kernels.run_programs import program_deltas as run
+
+    if of_sae[0] is None:
+        return run(value_TD, addend_TD, *tables)
+    from headgate.steering.kernels.reconstruct_rows import reconstruction_deltas
+
+    shift_TD = torch.empty(value_TD.shape, dtype=torch.float32, device=value.device)
+    delta_TD = run(value_TD, addend_TD, *tables, shift_TD)
+    return reconstruction_deltas(value_TD, addend_TD, shift_TD, *sae, InputNorm(norm), delta_TD)
+
+
+@program_deltas.register_fake
+@program_deltas_and_changes.register_fake
+def _(value: Tensor, addend: Tensor | None, pool: Tensor, *tables: Tensor | int | None) -> Tensor:
+    return value.new_empty(value.shape[-2], value.shape[-1], dtype=torch.float32)

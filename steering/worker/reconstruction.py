@@ -1,0 +1,176 @@
+"""Full reconstruction by a sparse autoencoder: its definition, and its weights in the memory of the forward pass.
+
+Shape suffixes: T tokens of the step, N listed rows, F features, D hidden size. With ``p = norm(h) . E``::
+
+    a = max(p * magnitude_scale + magnitude_bias, 0) where p + bias > threshold, else 0
+    y = (a . W + decoder_bias) * gain, plus the mean of h with `InputNorm.LAYER_NORM`
+
+The gain is 1, the standard deviation of h (`InputNorm.LAYER_NORM`), or ``norm(h) / sqrt(D)``
+(`InputNorm.CONSTANT_NORM`). Edits of features are entries of the row's program: they read the same h, and since
+decoding is linear, what they add to the row adds to its reconstruction, too. So the row becomes the reconstruction plus
+what features add: decode(edited encode(h)), plus the changes by edits of other SAEs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
+from headgate.capture.schema.errors import ConfigError
+from headgate.steering.features.sparse_coder import SparseCoder
+from headgate.steering.features.tensors import FeatureFileError
+from headgate.steering.programs.codes import LAYER_NORM_EPS, NUM_NUMBERS, InputNorm
+from headgate.steering.programs.feature_lowering import INPUT_NORMS
+from headgate.steering.worker.program_reference import program_deltas_reference
+
+SaeTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+class EncodedSae(NamedTuple):
+    """An SAE in the memory of the forward pass, and the rows of the step that become its reconstructions.
+
+    Attributes:
+        tokens: int32 ``[max_tokens]``: the batch rows, each once; those beyond their number mean nothing.
+        num_tokens: int32 ``[1]``: how many there are.
+        encoder: ``[F, D]``, bf16 or fp32.
+        decoder: As the encoder.
+        numbers: float32 ``[NUM_NUMBERS, F]``.
+        bias: float32 ``[D]``: of the decoder.
+        norm: Normalisation of a row before it is encoded.
+    """
+
+    tokens: Tensor
+    num_tokens: Tensor
+    encoder: Tensor
+    decoder: Tensor
+    numbers: Tensor
+    bias: Tensor
+    norm: InputNorm
+
+    @property
+    def tensors(self) -> SaeTensors:
+        """The tensors, in the order in which `headgate.steering.worker.program_ops` takes them."""
+        return self[:6]
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def load_sae(coder: SparseCoder, facts: WorkerFacts) -> EncodedSae:
+    """Bring the weights of an SAE to the device, rounded to bfloat16 for a model in bfloat16, and else in float32.
+
+    Args:
+        coder: An SAE that `headgate.steering.config.SteeringConfig.encoded_saes` returned.
+        facts: The worker's.
+
+    Raises:
+        ConfigError: If the file cannot be read.
+    """
+    dtype, shape = _dtype(facts), (coder.num_features, coder.width)
+    sae = EncodedSae(
+        tokens=torch.zeros(facts.max_tokens, dtype=torch.int32, device=facts.device),
+        num_tokens=torch.zeros(1, dtype=torch.int32, device=facts.device),
+        encoder=torch.empty(shape, dtype=dtype, device=facts.device),
+        decoder=torch.empty(shape, dtype=dtype, device=facts.device),
+        numbers=torch.empty(NUM_NUMBERS, coder.num_features, device=facts.device),
+        bias=torch.from_numpy(coder.weights.decoder_bias().astype(np.float32)).to(facts.device),
+        norm=INPUT_NORMS[coder.norm],
+    )
+    try:
+        for block in coder.weights.blocks():
+            encoder, *numbers = coder.weights.encoding(block, np.float32)
+            sae.encoder[block] = torch.from_numpy(encoder).to(facts.device)
+            sae.decoder[block] = torch.from_numpy(coder.weights.decoder(block, 0, np.float32)).to(facts.device)
+            sae.numbers[:, block] = torch.from_numpy(np.stack(numbers)).to(facts.device)
+    except (FeatureFileError, OSError) as error:
+        raise ConfigError(f"--sae-encode: SAE {coder.name!r} cannot be read: {error}") from error
+    return sae
+
+
+def weight_bytes(coder: SparseCoder, facts: WorkerFacts) -> int:
+    """Return the bytes of device memory that `load_sae` takes."""
+    width, numbers = coder.width, 4 * NUM_NUMBERS
+    return coder.num_features * (2 * width * _dtype(facts).itemsize + numbers) + 4 * (width + facts.max_tokens + 1)
+
+
+def _dtype(facts: WorkerFacts) -> torch.dtype:
+    return torch.bfloat16 if facts.dtype == torch.bfloat16 else torch.float32
+
+
+def reconstructed_deltas_reference(
+    value_TD: Tensor,
+    addend_TD: Tensor | None,
+    tables: Tables,
+    sae: SaeTensors,
+    input_norm: InputNorm,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Compute by how much programs and reconstructions move each row, in `dtype`, ``[T, D]``; rows of neither are zero.
+
+    Args:
+        value_TD: As `headgate.steering.worker.program_reference.program_deltas_reference` takes it.
+        addend_TD: Likewise.
+        tables: Likewise: pool, table rows, counts, codes, params, groups and changes.
+        sae: `EncodedSae.tensors`; a listed row has an entry `Code.RECONSTRUCT`.
+        input_norm: The SAE's.
+    """
+    delta_TD = program_deltas_reference(value_TD, addend_TD, *tables, dtype=dtype)
+    tokens, num_tokens, *_ = sae
+    listed = tokens[: int(num_tokens)].long()
+    if len(listed):
+        shift_TD = program_deltas_reference(value_TD, addend_TD, *tables, dtype=dtype, has_features=False)
+        made_TD = reconstruction_deltas_reference(value_TD, addend_TD, shift_TD, *sae, input_norm, dtype)
+        delta_TD[listed] += made_TD[listed] - shift_TD[listed]
+    return delta_TD
+
+
+def reconstruction_deltas_reference(
+    value_TD: Tensor,
+    addend_TD: Tensor | None,
+    shift_TD: Tensor | None,
+    token_N: Tensor,
+    count_1: Tensor,
+    encoder_FD: Tensor,
+    decoder_FD: Tensor,
+    numbers_4F: Tensor,
+    bias_D: Tensor,
+    input_norm: InputNorm,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Compute the result of `headgate.steering.kernels.reconstruct_rows.reconstruction_deltas` in `dtype`, ``[T, D]``.
+
+    Rows that are not listed are zero. Waits for the device.
+    """
+    listed = token_N[: int(count_1)].long()
+    delta_TD = torch.zeros(value_TD.shape, dtype=dtype, device=value_TD.device)
+    if not len(listed):
+        return delta_TD
+    x_TD = value_TD if addend_TD is None else (value_TD.float() + addend_TD.float()).to(value_TD.dtype)
+    x_ND = x_TD[listed].to(dtype)
+    h_ND = x_ND if shift_TD is None else x_ND + shift_TD[listed].to(dtype)
+    normed_ND, gain_N1, mean_N1 = _normed(h_ND, input_norm)
+    bias, threshold, scale, magnitude_bias = numbers_4F.to(dtype)
+    p_NF = normed_ND @ encoder_FD.to(dtype).T
+    a_NF = torch.where(p_NF + bias > threshold, (p_NF * scale + magnitude_bias).clamp(min=0), 0)
+    y_ND = (a_NF @ decoder_FD.to(dtype) + bias_D.to(dtype)) * gain_N1 + mean_N1
+    delta_TD[listed] = y_ND - x_ND
+    return delta_TD
+
+
+def _normed(h: Tensor, norm: InputNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows as an encoder reads them, and what its decoder's output is multiplied by and added to."""
+    none = torch.zeros_like(h[:, :1])
+    if norm == InputNorm.LAYER_NORM:
+        mean, std = h.mean(-1, keepdim=True), h.std(-1, keepdim=True)
+        return (h - mean) / (std + LAYER_NORM_EPS), std, mean
+    if norm == InputNorm.CONSTANT_NORM:
+        gain = h.square().sum(-1, keepdim=True).sqrt() / h.shape[-1] ** 0.5
+        return torch.where(gain > 0, h / gain, 0), gain, none
+    return h, torch.ones_like(none), none

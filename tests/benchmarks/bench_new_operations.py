@@ -1,0 +1,259 @@
+"""Host time of a request that brings operations of its own: ``python -m tests.benchmarks.bench_new_operations``.
+
+Gemma-3-4B's sizes; `IN_FLIGHT` requests, each with the 4 operations of `operations.operations` at 8 sites, of which no
+worker has seen the set before. Whenever one ends, the next begins. No engine and no GPU: the parts of headgate that
+each process runs, one after the other, on the CPU. Microseconds of CPU time, but for the latencies, which are told by
+the clock: the 10th, 50th and 90th percentile over the requests. Takes ten seconds. The first is the one to compare: a
+machine's speed changes within seconds.
+
+*API server*: what the body costs in Python's lock. `beside a busy loop` is the latency of the same work on a thread,
+while the event loop has so much work of its own in each step of 5.8 ms: the thread has to wait for Python's lock
+whenever it has given it up.
+
+*engine core, input thread*: from the message to what the scheduler gets.
+
+*step thread*: `joins` is what a request adds to the step in which it begins, `leaves` to the one after its last, and
+`steady` is a whole step in which nobody comes or goes. `launches` are the operations that PyTorch is asked for in one
+step: each takes a GPU's host some 5 to 10 us, which is not in the times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
+from headgate.capture.engine.core.frames import lift
+from headgate.capture.engine.server.bodies.parsing import extract_json
+from headgate.capture.engine.server.loop_threads import in_turn, run_in_thread
+from headgate.capture.schema.batch import BatchView
+from headgate.capture.schema.consumer import ModelInfo
+from headgate.steering.config import SteeringConfig
+from headgate.steering.core.steering_core import SteeringCore
+from headgate.steering.requests.op_fields import REQUEST_FIELDS
+from headgate.steering.requests.reader import SteeringReader
+from headgate.steering.worker.steering_part import WorkerSteering
+from headgate.steering.worker.step_rows import RowResolver
+from tests.benchmarks.models import ModelSize
+from tests.benchmarks.operations import encoded_operations, op_sites
+
+SIZE = ModelSize(num_layers=34, hidden=2560, vocabulary=262208)
+NUM_SETS, NUM_OPS, IN_FLIGHT, PROMPT = 256, 4, 64, 256
+STEP_S, MAX_TOKENS = 5.8e-3, 8192
+STEADY_STEPS = 3
+"""Behind each step in which a request joins."""
+CONFIG = SteeringConfig(op_sites=op_sites(SIZE))
+STEERABLE = CONFIG.steerable(num_layers=SIZE.num_layers, hidden_size=SIZE.hidden, dtype="bfloat16")
+
+Given, Made = TypeVar("Given"), TypeVar("Made")
+
+
+def body(number: int) -> bytes:
+    prompt = list(range(1000, 1000 + PROMPT))
+    return msgspec.json.encode({"prompt": prompt, "steering_ops": encoded_operations(number, SIZE, NUM_OPS)})
+
+
+def show(name: str, seconds: Iterable[float]) -> None:
+    found = [1e6 * one for one in seconds]
+    quiet, usual, late = np.percentile(found, (10, 50, 90))
+    print(f"  {name:44}{quiet:9.1f}{usual:9.1f}{late:9.1f}", flush=True)
+
+
+def clocked(call: Callable[[Given], Made], given: Given, times: list[float]) -> Made:
+    start = time.thread_time()
+    made = call(given)
+    times.append(time.thread_time() - start)
+    return made
+
+
+def each(name: str, call: Callable[[Given], Made], given: Sequence[Given]) -> list[Made]:
+    """Show the time of `call`, and return what it made of all that is `given`."""
+    times: list[float] = []
+    made = [clocked(call, one, times) for one in given]
+    show(name, times)
+    return made
+
+
+def read(fields: Mapping[str, Any], reader: SteeringReader) -> dict[str, Any]:
+    wanted = reader.read(fields)
+    assert wanted is not None
+    return lift(wanted.wire)
+
+
+def extracted(given: bytes) -> Mapping[str, Any]:
+    return extract_json(given, REQUEST_FIELDS.all)[1]
+
+
+def operations_of(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in document.items() if name in REQUEST_FIELDS.all}
+
+
+def in_server(bodies: Sequence[bytes]) -> list[bytes]:
+    """The front end's part; returns the messages to the engine core."""
+    reader = SteeringReader(STEERABLE)
+    print(f"API server, bodies of {len(bodies[0]) / 1e3:.1f} kB")
+    wires = each("read", partial(read, reader=reader), each("parsed on a thread", extracted, bodies))
+    known = each("parsed on the loop", msgspec.json.decode, bodies)
+    each("read, when it was read before", partial(read, reader=reader), [operations_of(one) for one in known])
+    messages = each("encoded", msgspec.msgpack.encode, wires)
+    for share in (0.0, 0.5, 0.9):
+        times = asyncio.run(beside_busy_loop(share, bodies[:64], SteeringReader(STEERABLE)))
+        show(f"latency on a thread beside a loop {share:.0%} busy", times)
+    return messages
+
+
+async def beside_busy_loop(share: float, bodies: Sequence[bytes], reader: SteeringReader) -> list[float]:
+    """Return the seconds for each body, on a thread."""
+
+    async def be_busy() -> None:
+        while True:
+            until = time.perf_counter() + share * STEP_S
+            while time.perf_counter() < until:
+                pass
+            await asyncio.sleep((1 - share) * STEP_S)
+
+    def work(given: bytes) -> object:
+        return read(in_turn(partial(extracted, given)), reader)
+
+    busy, times = asyncio.create_task(be_busy()), []
+    for given in bodies:
+        await asyncio.sleep(STEP_S * 1.3)
+        began = time.perf_counter()
+        await run_in_thread(partial(work, given))
+        times.append(time.perf_counter() - began)
+    busy.cancel()
+    return times
+
+
+class NoWorkers:
+    """`CoreServices` of a core that is asked for nothing but requests."""
+
+    def call_workers(self, method: str, args: Mapping[str, Any]) -> list[Any]:
+        raise AssertionError(method)
+
+    def check_restart(self, field: str) -> None:
+        raise AssertionError(field)
+
+    def restart_running(self) -> None:
+        raise AssertionError
+
+    def fail(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+def in_core(messages: Sequence[bytes]) -> list[Any]:
+    """The engine core's part; returns what its workers get."""
+    core = SteeringCore("bfloat16", CONFIG.num_slots(SIZE.num_layers) - 1, NoWorkers(), CONFIG, steerable=STEERABLE)
+    numbered = enumerate(messages)
+
+    def take(message: bytes) -> Any:
+        req_id = f"request-{next(numbered)[0]}"
+        taken = core.accept(req_id, msgspec.msgpack.decode(message), PROMPT)
+        core.block_keys(req_id)
+        return taken
+
+    print("engine core, input thread")
+    return each("decoded and accepted", take, messages)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that would be launched on a device: all but those that only look at memory another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def view(joined: Sequence[int], *, is_new: bool) -> BatchView:
+    """A step of requests that decode; the last one's whole prompt if it `is_new`."""
+    num_scheduled = np.ones(len(joined), np.int64)
+    num_computed = np.full(len(joined), PROMPT + 7, np.int64)
+    if is_new:
+        num_scheduled[-1], num_computed[-1] = PROMPT, 0
+    starts = np.cumsum(num_scheduled) - num_scheduled
+    return BatchView(tuple(f"request-{one}" for one in joined), starts, num_scheduled, num_computed)
+
+
+def opened_worker() -> WorkerSteering:
+    model = ModelInfo(name="m", num_layers=SIZE.num_layers, hidden_size=SIZE.hidden, dtype="bfloat16", sites=())
+    facts = WorkerFacts(
+        model=model,
+        owned_layers=tuple(range(SIZE.num_layers)),
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        max_tokens=MAX_TOKENS,
+        max_num_seqs=IN_FLIGHT,
+        is_compiled=False,
+    )
+    num_slots = CONFIG.num_slots(SIZE.num_layers)
+    return WorkerSteering(num_slots, STEERABLE.sites, facts, STEERABLE.op_sites, CONFIG.max_entries)
+
+
+class Steps:
+    """Steps as of `WorkerSteering.step_begins`, with the clock stopped while PyTorch does what a GPU would do."""
+
+    def __init__(self, worker: WorkerSteering) -> None:
+        self._worker = worker
+        self._resolver = RowResolver(worker.table, MAX_TOKENS)
+        self.launches: list[int] = []
+
+    def step(self, running: Sequence[int], times: list[float], *, is_new: bool = False) -> None:
+        laid_out = view(running, is_new=is_new)
+        rows, writes = clocked(lambda _: self._begin(laid_out), None, times)
+        with Launches() as counter:
+            self._worker.tables.update(writes, rows)
+        self.launches.append(counter.count)
+
+    def _begin(self, laid_out: BatchView) -> tuple[Any, Any]:
+        return self._resolver.resolve(laid_out), self._worker.table.take_writes()
+
+
+def in_worker(wires: Sequence[Any]) -> None:
+    """The step thread's part."""
+    worker, running = opened_worker(), deque[int]()
+    steps = Steps(worker)
+    added, leaves, first, steady = ([] for _ in range(4))  # type: tuple[list[float], ...]
+    for number, wire in enumerate(wires):
+        if len(running) == IN_FLIGHT:
+            clocked(worker.table.remove, f"request-{running.popleft()}", leaves)
+        clocked(partial(worker.add, f"request-{number}", PROMPT), wire, added)
+        running.append(number)
+        steps.step(running, first, is_new=True)
+        steps.step(running, [])
+        for _ in range(STEADY_STEPS):
+            steps.step(running, steady)
+    print(f"step thread, {IN_FLIGHT} requests in flight")
+    usual = statistics.median(steady[-1000:])
+    show("joins: it is added", added[IN_FLIGHT:])
+    show("joins: more of its first step", [one - usual for one in first[IN_FLIGHT:]])
+    print(f"  {'joins: launches':44}{max(steps.launches):9.0f}")
+    show("leaves", leaves)
+    show("steady", steady[STEADY_STEPS * IN_FLIGHT :])
+    print(f"  {'steady: launches':44}{steps.launches[-1]:9.0f}")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(
+        f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}"
+    )
+    in_worker(in_core(in_server([body(number) for number in range(NUM_SETS)])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Operations that requests of the benchmarks bring, and the sites where servers let them act."""
+
+from __future__ import annotations
+
+import base64
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tests.benchmarks.models import ModelSize
+
+HOOK = "post_mlp"
+NUM_SITES = 8
+
+
+def op_sites(size: ModelSize) -> dict[str, list[int]]:
+    """Op sites of a server: `NUM_SITES` layers spread over the model, or all that it has."""
+    count = min(NUM_SITES, size.num_layers)
+    return {HOOK: [(2 * index + 1) * size.num_layers // (2 * count) for index in range(count)]}
+
+
+def operations(config: int, size: ModelSize, count: int, *, as_text: bool = False) -> list[dict[str, Any]]:
+    """The operations of one configuration, at every op site: `count` methods in turns, each with vectors of its own."""
+    rng, made = np.random.default_rng(config), []
+
+    def vector() -> dict[str, Any]:
+        row = rng.normal(0, 1, size.hidden).astype("<f4").view("<u4") >> 16  # bfloat16, towards zero
+        data = row.astype("<u2").tobytes()
+        about = {"dtype": "bfloat16", "shape": [size.hidden]}
+        return {**about, "data": base64.b64encode(data).decode() if as_text else data}
+
+    at = {"hook": HOOK, "layers": op_sites(size)[HOOK]}
+    for index in range(count):
+        method = ("ablate", "clamp", "rotate", "norm_scaled_add")[index % 4]
+        keys: dict[str, Any] = {"plane": [vector(), vector()]} if method == "rotate" else {"vector": vector()}
+        keys |= {"clamp": {"min": -1.0, "max": 1.0}, "rotate": {"degrees": 30}}.get(method, {})
+        keys |= {"scale": 0.02} if method == "norm_scaled_add" else {}
+        made.append({"at": at, "method": method, **keys})
+    return made
+
+
+@lru_cache(maxsize=300)
+def encoded_operations(config: int, size: ModelSize, count: int) -> msgspec.Raw:
+    """The operations of `operations` as a part of a body in JSON."""
+    return msgspec.Raw(msgspec.json.encode(operations(config, size, count, as_text=True)))

@@ -1,0 +1,185 @@
+"""The routes of SAEs on vLLM's own application, over two engine cores; no engine runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.capture.engine.access.access_key import digest_of
+from headgate.steering.core import sae_calls
+from headgate.steering.features.tensors import FeatureFileError
+from tests.fakes.saes import TinySae
+from tests.fakes.transcoders import TinyTranscoder
+from tests.frontend.test_app import Server, conforms, starter
+
+pytestmark = pytest.mark.engine
+
+WIDTH = 8
+SAES, REGISTER, MODULE = "/v1/steering/saes", "/v1/steering/saes/register", "/v1/steering/modules/register"
+EDIT = {"sae": "a", "feature": 3, "set": 2.5}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder of SAEs with one SAE, ``b``; another one, ``a``, lies beside it."""
+    TinySae(width=WIDTH).save(tmp_path / "a")
+    TinySae(architecture="gated", width=WIDTH).save(tmp_path / "root" / "b")
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, root: Path) -> Callable[..., Server]:
+    start = starter(monkeypatch)
+
+    def with_saes(*flags: str, **section: Any) -> Server:
+        saes = {"a": f"{root.parent / 'a'}@2.post_mlp"}
+        return start(*flags, section={"saes": saes, "sae_root": str(root), **section})
+
+    return with_saes
+
+
+def test_an_sae_is_registered_in_every_engine_core(started: Callable[..., Server]) -> None:
+    server = started()
+
+    answer = server.post(REGISTER, name="b", path="b", site="2.post_mlp")
+
+    assert answer.status_code == 200, answer.text
+    listed = server.get(SAES).json()
+    assert [(sae["name"], sae["activation"]) for sae in listed["saes"]] == [("a", "relu"), ("b", "gated")]
+    assert answer.json() == {"status": "ok", **listed["saes"][1]}
+    assert server.get("/v1/steering").json()["is_consistent"]
+    (entry,) = server.get("/v1/steering/audit").json()["entries"]
+    assert (entry["action"], entry["name"]) == ("register_sae", "b")
+    assert all(len(core.call("saes", {})) == 2 for core in server.engine.engine_core.cores.values())
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["new", "registered before"])
+def test_what_one_engine_core_refuses_is_taken_back_in_the_other(
+    started: Callable[..., Server], root: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    server = started()
+    if before:
+        TinySae(width=WIDTH, seed=9).save(root / "earlier")
+        server.post(REGISTER, name="b", path="earlier", site="2.post_mlp")
+    listed, opened, calls = server.get(SAES).json(), sae_calls.open_sae, []
+
+    def failing(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise FeatureFileError("the disk is gone")
+        return opened(*args)
+
+    monkeypatch.setattr(sae_calls, "open_sae", failing)
+    answer = server.post(REGISTER, name="b", path="b", site="2.post_mlp")
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path")
+    assert server.get(SAES).json() == listed
+    assert server.get("/v1/steering").json()["is_consistent"]
+
+
+def test_a_transcoder_is_registered_with_the_sites_that_it_writes(started: Callable[..., Server], root: Path) -> None:
+    TinyTranscoder(layer=1, num_layers=2, width=WIDTH).save(root / "t")
+    server = started(op_sites={"mlp_in": [1], "mlp_out": [1, 2]})
+
+    answer = server.post(REGISTER, name="t", path="t/W_enc_1.safetensors")
+
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["site"] == "1.mlp_in"
+    assert answer.json()["write_sites"] == ["1.mlp_out", "2.mlp_out"]
+    assert server.get(SAES).json()["saes"][1]["write_sites"] == ["1.mlp_out", "2.mlp_out"]
+
+
+def test_a_transcoder_whose_sites_are_not_declared_is_a_400(started: Callable[..., Server], root: Path) -> None:
+    TinyTranscoder(layer=1, num_layers=2, width=WIDTH).save(root / "t")
+
+    answer = started(op_sites={"mlp_in": [1], "mlp_out": [1]}).post(REGISTER, name="t", path="t/W_enc_1.safetensors")
+
+    assert answer.status_code == 400, answer.text
+    assert "no operations at 2.mlp_out" in answer.json()["error"]["message"]
+
+
+def test_the_answers_are_as_described(started: Callable[..., Server]) -> None:
+    server = started()
+    described = server.get("/openapi.json").json()["paths"]
+    bodies = {REGISTER: {"name": "b", "path": "b", "site": "2.post_mlp"}, SAES: None}
+
+    for path, body in bodies.items():
+        method = "get" if body is None else "post"
+        content = described[path][method]["responses"]["200"]["content"]["application/json"]
+        answer = server.ask(method.upper(), path, body)
+        assert answer.status_code == 200, answer.text
+        for value in (answer.json(), content["example"]):
+            conforms(value, content["schema"], path)
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "message"),
+    [
+        ({"name": "b"}, "path", "expected the path"),
+        ({"name": "b", "path": 5}, "path", "expected the path"),
+        ({"path": "b"}, "name", "is missing"),
+        ({"name": "", "path": "b", "site": "2.post_mlp"}, "name", "name"),
+        ({"name": "b", "path": "../a", "site": "2.post_mlp"}, "path", "outside of the server's --sae-root"),
+        ({"name": "b", "path": "/etc", "site": "2.post_mlp"}, "path", "outside of the server's --sae-root"),
+        ({"name": "b", "path": "link", "site": "2.post_mlp"}, "path", "outside of the server's --sae-root"),
+        ({"name": "b", "path": "c", "site": "2.post_mlp"}, "path", "no such file"),
+        ({"name": "b", "path": "b", "site": "post_mlp"}, "site", "not a site"),
+        ({"name": "b", "path": "b", "site": "1.post_mlp"}, "path", "--steering-op-sites"),
+        ({"name": "b", "path": "b"}, "path", "has no site"),
+        ({"name": "b", "path": "b", "scale": 2}, "scale", "no field of this route"),
+    ],
+)
+def test_bad_input_is_a_400_that_names_its_field(
+    started: Callable[..., Server], root: Path, body: dict[str, Any], field: str, message: str
+) -> None:
+    server = started()
+    (root / "link").symlink_to(root.parent / "a")
+
+    answer = server.post(REGISTER, **body)
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+    assert message in answer.json()["error"]["message"]
+    assert server.get(SAES).json()["count"] == 1
+
+
+def test_without_a_root_nothing_is_registered_over_http(started: Callable[..., Server]) -> None:
+    answer = started(sae_root=None).post(REGISTER, name="b", path="b", site="2.post_mlp")
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path")
+    assert "--sae-root" in answer.json()["error"]["message"]
+
+
+def test_administrators_alone_register(started: Callable[..., Server], tmp_path: Path) -> None:
+    roles = {"steering-key-of-alice-00": ["steer"], "admin-key-of-the-owner-0": ["admin"]}
+    keys = [{"name": f"k{at}", "sha256": digest_of(key), "roles": role} for at, (key, role) in enumerate(roles.items())]
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"keys": keys}))
+    path.chmod(0o600)
+    server = started("--headgate-keys", str(path))
+    body = {"name": "b", "path": "b", "site": "2.post_mlp"}
+
+    statuses = [server.ask("POST", REGISTER, body, **{"X-Headgate-Key": key}).status_code for key in ("", *roles)]
+
+    assert statuses == [403, 403, 200]
+    assert server.get(SAES).json()["count"] == 2
+
+
+def test_modules_may_hold_features_and_reconstructions(started: Callable[..., Server]) -> None:
+    server = started(sae_encode=["a"])
+
+    edits = {"features": [EDIT], "decode_features": [{**EDIT, "feature": 4}]}
+    good = server.post(MODULE, name="m", **edits, decode_sae_reconstruction=["a"])
+    other = server.post(MODULE, name="n", sae_reconstruction=["b"])
+    bad = server.post(MODULE, name="n", features=[{**EDIT, "feature": 12}])
+    both = server.post("/v1/steering/set", features=[EDIT])
+
+    assert good.status_code == 200, good.text
+    assert good.json()["decode"]["op_sites"] == ["2.post_mlp"]
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "features[0].feature")
+    assert (other.status_code, other.json()["error"]["param"]) == (400, "sae_reconstruction[0]")
+    assert [sae["is_encoded"] for sae in server.get(SAES).json()["saes"]] == [True]
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "features")

@@ -1,0 +1,103 @@
+"""Operations that are equal are read once; what is not quite equal is read by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.config import SteeringConfig
+from headgate.steering.requests.content_cache import MAX_ENTRY_BYTES, ContentCache, content_of
+from headgate.steering.requests.reader import SteeringReader
+
+HIDDEN = 8
+CONFIG = SteeringConfig(op_sites={"post_mlp": "all"})
+STEERABLE = CONFIG.steerable(num_layers=4, hidden_size=HIDDEN, dtype="bfloat16")
+VECTOR = [1.0, -2.0, 0.5, 0.0, 3.0, 0.25, 1.0, 2.0]
+
+
+def fields(vector=None, at="2.post_mlp", **keys):
+    return {"steering_ops": [{"at": at, "method": "ablate", "vector": [*VECTOR] if vector is None else vector, **keys}]}
+
+
+def test_equal_operations_are_read_once():
+    reader = SteeringReader(STEERABLE)
+
+    first, again = reader.read(fields()), reader.read(fields())
+
+    assert first is not None
+    assert again is first
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        fields([1.0, -2.0, 0.5, -0.0, 3.0, 0.25, 1.0, 2.0]),
+        fields([*VECTOR[:-1], 2.5]),
+        fields(at="1.post_mlp"),
+        fields(scale=0.5),
+        {"decode_steering_ops": fields()["steering_ops"]},
+        {**fields(), "steering_name": "calm"},
+    ],
+    ids=["zero-below", "value", "site", "scale", "field", "with-a-module"],
+)
+def test_others_are_read_by_themselves(other):
+    known, alone = SteeringReader(STEERABLE), SteeringReader(STEERABLE)
+    known.read(fields())
+
+    read, expected = known.read(other), alone.read(other)
+
+    assert read is not None
+    assert expected is not None
+    assert (read.wire, read.field, read.names) == (expected.wire, expected.field, expected.names)
+
+
+def test_what_reads_alike_and_is_none_is_refused_all_the_same():
+    reader = SteeringReader(STEERABLE)
+    site = Site(2, HookPoint.POST_MLP)
+    assert reader.read(fields(at=site)) is not None
+    assert reader.read(fields(at={"hook": "post_mlp", "layers": [1]})) is not None
+
+    with pytest.raises(RequestError, match="at"):
+        reader.read(fields(at=[2, "post_mlp"]))
+    with pytest.raises(RequestError, match="layers"):
+        reader.read(fields(at={"hook": "post_mlp", "layers": [True]}))
+    with pytest.raises(RequestError, match="layers"):
+        reader.read(fields(at={"hook": "post_mlp", "layers": [1.0]}))
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [np.array(VECTOR), tuple(VECTOR), [np.float64(1), *VECTOR[1:]], [2**70, *VECTOR[1:]], [*VECTOR] * MAX_ENTRY_BYTES],
+    ids=["array", "tuple", "subclass", "too-large-a-number", "too-long"],
+)
+def test_values_that_are_not_plain_have_no_key(vector):
+    assert content_of(fields(vector)) is None
+
+
+def test_an_array_that_was_changed_in_place_is_read_anew():
+    reader, vector = SteeringReader(STEERABLE), np.array(VECTOR)
+    given = fields(vector)
+    first = reader.read(given)
+    vector[0] = 7
+
+    again = reader.read(given)
+
+    assert first is not None
+    assert again is not None
+    assert again.wire != first.wire
+
+
+def test_the_cache_keeps_what_was_used_last():
+    cache = ContentCache(max_bytes=250)
+    keys = [content_of({"steering_ops": "x" * 100 + str(number)}) for number in range(3)]
+    first, second, third = (key for key in keys if key is not None)
+    cache.keep(first, "first")
+    cache.keep(second, "second")
+    cache.keep(second, "second")
+    assert cache.find(first) == "first"
+
+    cache.keep(third, "third")
+
+    assert [cache.find(key) for key in (first, second, third)] == ["first", None, "third"]

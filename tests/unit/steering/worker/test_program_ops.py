@@ -1,0 +1,113 @@
+"""The operation of the forward's graph that runs programs, on a CPU."""
+
+import pytest
+import torch
+from tqdm import tqdm
+
+from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS, Code, Edit, with_change
+from headgate.steering.worker.program_action import steered_rows_and_changes
+from headgate.steering.worker.program_ops import program_deltas, program_deltas_and_changes
+
+
+def tables():
+    """Table row 1 moves a row of the stream along the vector of slot 1 by twice the product with it.
+
+    Its program has one entry, and that of row 0 none: the counts of some tokens are their rows.
+    """
+    pool = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
+    codes = torch.zeros(2, 3, NUM_CODES, dtype=torch.int32)
+    params = torch.zeros(2, 3, NUM_PARAMS)
+    codes[1, 0] = torch.tensor([Code.LINEAR, 1, 1, 0])
+    params[1, 0, :3] = torch.tensor([1.0, 1.0, 2.0])
+    return codes, params, pool
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (1, 3, 2)], ids=["rows", "with-a-leading-axis"])
+@pytest.mark.parametrize("has_addend", [False, True], ids=["value", "sum"])
+def test_rows_and_groups_may_be_longer_than_the_batch(shape, has_addend):
+    codes, params, pool = tables()
+    codes[1, 0, 3] = 2
+    value = torch.arange(6.0).reshape(shape)
+    addend = torch.ones(shape) if has_addend else None
+    rows, groups = torch.tensor([1, 0, 1, 1, 1], dtype=torch.int32), torch.tensor([2, 2, 3, 0, 0])
+
+    delta = torch.ops.headgate.program_deltas(value, addend, pool, rows, rows, codes, params, groups)
+
+    assert delta.dtype == torch.float32
+    assert delta.tolist() == [[0, 2 * (1 + has_addend)], [0, 0], [0, 2 * (5 + has_addend)]]
+
+
+def test_groups_choose_rows():
+    codes, params, pool = tables()
+    codes[1, 0, 3] = 2
+    rows = torch.tensor([1, 1], dtype=torch.int32)
+
+    delta = program_deltas(torch.ones(2, 2), None, pool, rows, rows, codes, params, torch.tensor([1, 2]))
+
+    assert delta.tolist() == [[0, 0], [0, 2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_compiler_is_told_the_shape_and_dtype_that_come(dtype):
+    codes, params, pool = tables()
+    rows = torch.tensor([1, 0, 1, 1], dtype=torch.int32)
+    value = torch.ones(1, 3, 2, dtype=dtype)
+
+    for addend, groups in ((None, None), (value.clone(), torch.ones(4, dtype=torch.int64))):
+        arguments = (value, addend, pool.to(dtype), rows, rows, codes, params, groups)
+        torch.library.opcheck(program_deltas, arguments)
+
+
+def test_it_is_one_node_of_a_compiled_graph():
+    tqdm.monitor_interval = 0  # the compiler shows a bar now and then: no thread for it
+    codes, params, pool = tables()
+    rows = torch.tensor([1, 0, 1], dtype=torch.int32)
+    steer = torch.compile(
+        lambda value: value + program_deltas(value, None, pool, rows, rows, codes, params, None),
+        backend="aot_eager",
+        fullgraph=True,
+        dynamic=True,
+    )
+
+    assert steer(torch.ones(3, 2)).tolist() == [[1, 3], [1, 1], [1, 3]]
+
+
+def halves():
+    """Codes and params of a feature that is read, and of its being written: row 1 of each table, and the pool."""
+    codes, params, pool = tables()
+    reads, writes = codes.clone(), codes.clone()
+    reads[1, 0] = torch.tensor([with_change(Code.READ_FEATURE | Edit.SET, 2), 1, 0, 0])
+    writes[1, 0] = torch.tensor([with_change(Code.WRITE_FEATURE, 2), 0, 1, 0])
+    numbers = params.clone()
+    params[1, 0] = torch.tensor([1.0, 1.0, 0.0, 0.0, 10.0, 1.0, 0.0, 0.0])
+    numbers[1, 0, :2] = torch.tensor([0.0, 0.5])
+    return (reads, params), (writes, numbers), pool
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (1, 3, 2)], ids=["rows", "with-a-leading-axis"])
+def test_what_a_feature_changes_is_added_at_a_later_site(shape):
+    reads, writes, pool = halves()
+    rows, groups = torch.tensor([1, 0, 1, 1], dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    changes = torch.full((4, 3), torch.nan)
+    value = torch.arange(6.0).reshape(shape)
+
+    none = program_deltas_and_changes(value, None, pool, rows, rows, *reads, groups, changes)
+    delta = program_deltas_and_changes(-value, None, pool, rows, rows, *writes, groups, changes)
+
+    assert not none.any()
+    assert delta.tolist() == [[0, 0.5 * (10 - 1)], [0, 0], [0, 0.5 * (10 - 5)]]
+    assert changes[:, 2].isnan().tolist() == [False, True, False, True]
+    assert changes[:, :2].isnan().all()
+
+
+def test_the_compiler_is_told_that_changes_are_written():
+    reads, _, pool = halves()
+    rows, groups = torch.tensor([1, 0, 1, 1], dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    value, changes = torch.ones(1, 3, 2), torch.zeros(4, 3)
+
+    torch.library.opcheck(
+        program_deltas_and_changes, (value, None, pool, rows, rows, *reads, groups, changes), rtol=0, atol=0
+    )
+    torch.library.opcheck(
+        steered_rows_and_changes, (value, None, pool, 0 * rows, rows, rows, *reads, groups, changes), rtol=0, atol=0
+    )
