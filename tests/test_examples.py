@@ -79,6 +79,24 @@ def test_the_loop_in_one_script_moves_the_answer_along_the_vector(model_dir: Pat
 
 
 @pytest.mark.engine
+def test_ablation_takes_a_direction_from_the_stream(model_dir: Path) -> None:
+    printed = run_example("examples/ablate.py", str(model_dir))
+
+    plain, ablated = (abs(float(found)) for found in re.findall(r"glad minus sad at layer 20: +([+-][0-9.]+)", printed))
+    assert ablated < plain / 10
+    assert len((ROOT / "examples/ablate.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.engine
+def test_capping_lifts_a_persona_towards_the_assistant(model_dir: Path) -> None:
+    printed = run_example("examples/cap.py", str(model_dir))
+
+    plain, capped = (float(found) for found in re.findall(r"assistant axis at layer 20: +([+-][0-9.]+)", printed))
+    assert capped > plain + 1.0
+    assert len((ROOT / "examples/cap.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.engine
 def test_one_feature_of_an_sae_is_held_at_several_values(model_dir: Path, tmp_path: Path) -> None:
     sae = TinySae(architecture="jumprelu", width=576).save(tmp_path / "sae", Site.parse("12.post_mlp"))
 

@@ -26,6 +26,7 @@ assert sys.excepthook is hook
 del each, gone
 gc.collect()
 if sys.argv[1] == "ctrl-c":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     os.kill(os.getpid(), signal.SIGINT)
 if sys.argv[1] == "fine":
     sys.exit(0)
