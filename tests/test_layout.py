@@ -47,6 +47,7 @@ LAYERS = {
         *(
             ["ops"],
             ["vectors", "features"],
+            ["probes"],
             ["programs"],
             ["kernels"],
             ["config"],

@@ -1,0 +1,290 @@
+"""`Probe`: a site, and the weights that turn its row into one score for each class. Immutable.
+
+`Probe.scores` is the definition that kernels are compared with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headgate.capture.schema.errors import HeadgateError, shown
+from headgate.capture.schema.sites import Site
+
+FloatArray = npt.NDArray[np.float32]
+Scores = npt.NDArray[np.float64]
+
+Pooling = Literal["token", "last_prompt", "prompt_mean"]
+POOLINGS: tuple[Pooling, ...] = ("token", "last_prompt", "prompt_mean")
+"""Rows that a probe was made for: each one, that of the prompt's last token, or the mean over the prompt."""
+
+MAX_CLASSES = 1024
+MAX_UNITS = 64
+
+
+class ProbeError(HeadgateError, ValueError):
+    """A probe cannot be made, read or used; the message says why.
+
+    Attributes:
+        field: The attribute of `Probe` that is wrong, such as ``weight``; None if it is none of them.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        self.field = field
+        super().__init__(message if field is None else f"{field}: {message}")
+        self.message = message
+
+
+class ProbeKind(str, Enum):
+    """How a probe scores a row."""
+
+    LINEAR = "linear"
+    """weight . row + bias"""
+    COSINE = "cosine"
+    """weight . row / (length of weight * length of row); 0 where either is zero. There is no bias."""
+    MLP = "mlp"
+    """weight . activation(hidden weight . row + hidden bias) + bias"""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Activation(str, Enum):
+    """The function between the two layers of an MLP probe."""
+
+    RELU = "relu"
+    GELU = "gelu"
+    """x * Phi(x) with the error function, not its approximation by tanh."""
+
+    def __str__(self) -> str:
+        return self.value
+
+    def apply(self, values: Scores) -> Scores:
+        """Return the activations of float64 values of any shape."""
+        if self is Activation.RELU:
+            return np.maximum(values, 0.0)
+        erf = np.array([math.erf(value) for value in (values / math.sqrt(2.0)).ravel()], np.float64)
+        return values * 0.5 * (1.0 + erf.reshape(values.shape))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HiddenLayer:
+    """The first layer of an MLP probe. Arrays are copied, and cannot be written.
+
+    Attributes:
+        weight: float32 ``[units, hidden]``, at most `MAX_UNITS` units.
+        bias: float32 ``[units]``.
+        activation: Applied to the units.
+
+    Raises:
+        ProbeError: If a shape or a value is wrong.
+    """
+
+    weight: FloatArray = field(repr=False)
+    bias: FloatArray = field(repr=False)
+    activation: Activation
+
+    def __post_init__(self) -> None:
+        weight = _frozen(self.weight, 2, "hidden.weight")
+        if len(weight) > MAX_UNITS:
+            raise ProbeError(f"expected at most {MAX_UNITS} units, got {len(weight)}", "hidden.weight")
+        bias = _frozen(self.bias, 1, "hidden.bias")
+        if bias.shape != weight.shape[:1]:
+            raise ProbeError(f"expected {len(weight)} numbers, one for each unit; got {len(bias)}", "hidden.bias")
+        object.__setattr__(self, "weight", weight)
+        object.__setattr__(self, "bias", bias)
+        object.__setattr__(self, "activation", _member(Activation, self.activation, "hidden.activation"))
+
+    def units(self, rows: Scores) -> Scores:
+        """Return the activations ``[n, units]`` of float64 rows ``[n, hidden]``."""
+        return self.activation.apply(rows @ self.weight.T.astype(np.float64) + self.bias)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Probe:
+    """A probe. Arrays are copied, and cannot be written.
+
+    Attributes:
+        site: The site whose rows are read.
+        kind: How a row is scored.
+        weight: float32 ``[classes, hidden]``; of an MLP the second layer, ``[classes, units]``.
+        bias: float32 ``[classes]``; zeros if None was given. A cosine probe's are zero.
+        classes: A name for each class. A probe that tells two classes apart has one: that of high scores.
+        threshold: A score above it says that the row is of the class; None if none was chosen. Of probes of one class.
+        pooling: The rows that it was made for.
+        hidden: The first layer of an MLP; None for other kinds.
+        model: Name of the model whose rows it reads; None if unknown.
+        metadata: About how it was made, such as the accuracy; texts.
+        sha256: Hex; equal if and only if everything but `model` and `metadata` is.
+
+    Raises:
+        ProbeError: If a shape or a value is wrong; ``error.field`` names it.
+    """
+
+    site: Site
+    kind: ProbeKind = ProbeKind.LINEAR
+    weight: FloatArray = field(repr=False)
+    bias: FloatArray | None = field(default=None, repr=False)
+    classes: tuple[str, ...] = ("positive",)
+    threshold: float | None = None
+    pooling: Pooling = "token"
+    hidden: HiddenLayer | None = None
+    model: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    sha256: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.site, Site):
+            raise ProbeError(f"expected a Site, got {shown(self.site)}; Site.parse reads its name", "at")
+        put = object.__setattr__
+        put(self, "kind", _member(ProbeKind, self.kind, "kind"))
+        put(self, "weight", _frozen(self.weight, 2, "weight"))
+        put(self, "bias", _frozen(np.zeros(len(self.weight)) if self.bias is None else self.bias, 1, "bias"))
+        put(self, "classes", _classes(self.classes))
+        put(self, "threshold", _threshold(self.threshold))
+        put(self, "metadata", _texts(self.metadata))
+        if self.pooling not in POOLINGS:
+            raise ProbeError(f"expected one of {', '.join(POOLINGS)}; got {shown(self.pooling)}", "pooling")
+        if self.model is not None and not isinstance(self.model, str):
+            raise ProbeError(f"expected a name or None, got {shown(self.model)}", "model")
+        _check_shapes(self)
+        _check_kind(self)
+        put(self, "sha256", _digest(self))
+
+    @property
+    def hidden_size(self) -> int:
+        """Values of a row that it reads."""
+        return int((self.weight if self.hidden is None else self.hidden.weight).shape[1])
+
+    @property
+    def biases(self) -> FloatArray:
+        """float32 ``[classes]``: `bias`, which is never None once the probe is made."""
+        assert self.bias is not None  # noqa: S101  (set by __post_init__)
+        return self.bias
+
+    def scores(self, rows: Any) -> Scores:
+        """Score rows, in float64: the definition.
+
+        Args:
+            rows: ``[n, hidden]``; bfloat16 widened to float32.
+
+        Returns:
+            float64 ``[n, classes]``; NaN where a row is not finite.
+
+        Raises:
+            ProbeError: If the rows have another width.
+        """
+        wide = np.asarray(rows, np.float64)
+        if wide.ndim != 2 or wide.shape[1] != self.hidden_size:
+            raise ProbeError(f"expected rows [n, {self.hidden_size}], got the shape {list(wide.shape)}")
+        weight = self.weight.astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            if self.hidden is not None:
+                wide = self.hidden.units(wide)
+            if self.kind is not ProbeKind.COSINE:
+                sums: Scores = wide @ weight.T + self.biases
+                return sums
+            lengths = np.linalg.norm(wide, axis=1)[:, None] * np.linalg.norm(weight, axis=1)
+            products: Scores = wide @ weight.T
+            return np.divide(products, lengths, out=np.zeros_like(products), where=lengths != 0)
+
+
+def _frozen(values: Any, ndim: int, name: str) -> FloatArray:
+    """Copy an array or nested lists to float32."""
+    try:
+        with np.errstate(over="ignore"):
+            array = np.array(values, np.float32, order="C")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProbeError(f"expected numbers, all rows of one length; got {shown(values)}", name) from error
+    if array.ndim != ndim or not array.size:
+        expected = "one list of rows, not empty" if ndim == 2 else "one list of numbers, not empty"
+        raise ProbeError(f"expected {expected}; got the shape {list(array.shape)}", name)
+    if not np.isfinite(array).all():
+        wrong = [int(index) for index in np.argwhere(~np.isfinite(array))[0]]
+        raise ProbeError(f"the value at {wrong} is not finite in float32", name)
+    array.flags.writeable = False
+    return array
+
+
+def _member(members: type[Enum], value: object, name: str) -> Enum:
+    try:
+        return members(value)
+    except ValueError:
+        known = ", ".join(str(member) for member in members)
+        raise ProbeError(f"expected one of {known}; got {shown(value)}", name) from None
+
+
+def _classes(names: Any) -> tuple[str, ...]:
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+        raise ProbeError(f"expected names, got {shown(names)}", "classes")
+    if len(set(names)) != len(names):
+        raise ProbeError(f"expected a name of its own for each class, got {shown(list(names))}", "classes")
+    return tuple(names)
+
+
+def _threshold(value: object) -> float | None:
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if value is None or (is_number and math.isfinite(value)):  # type: ignore[arg-type]
+        return None if value is None else float(value)  # type: ignore[arg-type]
+    raise ProbeError(f"expected a finite number or None, got {shown(value)}", "threshold")
+
+
+def _texts(metadata: Any) -> Mapping[str, str]:
+    if not isinstance(metadata, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, str) for key, value in metadata.items()
+    ):
+        raise ProbeError(f"expected texts by name, got {shown(metadata)}", "metadata")
+    return MappingProxyType(dict(metadata))
+
+
+def _check_shapes(probe: Probe) -> None:
+    num_classes, width = probe.weight.shape
+    if num_classes > MAX_CLASSES:
+        raise ProbeError(f"expected at most {MAX_CLASSES} classes, got {num_classes}", "weight")
+    if probe.biases.shape != (num_classes,):
+        raise ProbeError(f"expected {num_classes} numbers, one for each class; got {len(probe.biases)}", "bias")
+    if len(probe.classes) != num_classes:
+        raise ProbeError(
+            f"expected {num_classes} names, one for each row of weight; got {list(probe.classes)}", "classes"
+        )
+    if probe.threshold is not None and num_classes > 1:
+        raise ProbeError(f"a probe of {num_classes} classes has none: the largest score tells", "threshold")
+    if (probe.kind is ProbeKind.MLP) != (probe.hidden is not None):
+        raise ProbeError(f"a probe of the kind {probe.kind} has {'a' if probe.hidden is None else 'no'} one", "hidden")
+    if probe.hidden is not None and len(probe.hidden.weight) != width:
+        raise ProbeError(
+            f"expected rows of {len(probe.hidden.weight)} values, one for each unit; got {width}", "weight"
+        )
+
+
+def _check_kind(probe: Probe) -> None:
+    is_zero = ~probe.weight.any(axis=1)
+    if is_zero.all() or (probe.kind is ProbeKind.COSINE and is_zero.any()):
+        raise ProbeError(
+            f"is zero for the class {probe.classes[int(is_zero.argmax())]!r}, so it reads nothing", "weight"
+        )
+    if probe.hidden is not None and not probe.hidden.weight.any():
+        raise ProbeError("is zero, so the probe reads nothing", "hidden.weight")
+    if probe.kind is ProbeKind.COSINE and probe.biases.any():
+        raise ProbeError("a cosine probe has none; put it into the threshold", "bias")
+
+
+def _digest(probe: Probe) -> str:
+    about = [probe.site.name, probe.kind.value, probe.classes, probe.threshold, probe.pooling, probe.weight.shape]
+    arrays = [probe.weight, probe.biases]
+    if probe.hidden is not None:
+        about += [probe.hidden.activation.value, probe.hidden.weight.shape]
+        arrays += [probe.hidden.weight, probe.hidden.bias]
+    digest = hashlib.sha256(msgspec.json.encode(about))
+    for array in arrays:
+        digest.update(array.astype("<f4", copy=False).tobytes())
+    return digest.hexdigest()
