@@ -195,7 +195,8 @@ class Probe:
                 return sums
             lengths = np.linalg.norm(wide, axis=1)[:, None] * np.linalg.norm(weight, axis=1)
             products: Scores = wide @ weight.T
-            return np.divide(products, lengths, out=np.zeros_like(products), where=lengths != 0)
+            found: Scores = np.divide(products, lengths, out=np.zeros_like(products), where=lengths != 0)
+            return found
 
 
 def _frozen(values: Any, ndim: int, name: str) -> FloatArray:
