@@ -22,6 +22,8 @@ from headgate.capture.schema.sites import HookPoint, Site, parse_sites, sort_sit
 from headgate.steering.features.importing import open_coder
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
+from headgate.steering.probes.files import load as load_probe
+from headgate.steering.probes.probe import ProbeError
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
 
 
@@ -91,6 +93,8 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         max_sae_features: Features of one request that may be changed at one site in one phase, its modules' included.
             Each takes two slots; one that is only added to takes one. A transcoder's feature counts at every site that
             it reads or writes, and takes a slot for each; of those that are read, so many may be changed in all.
+        probes: ``{name: path}`` of probes that gates can name (``.safetensors``). The site of each is an op site by
+            that.
         modules: ``{name: path}`` of named modules to load at start (``.safetensors``, ``.json``, ``.gguf``). Each
             vector of a module takes a slot for as long as it is registered.
         audit_file: File to which each change of global vectors and modules is added as a line of JSON, by every engine
@@ -111,6 +115,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sae_encode: list[str] = msgspec.field(default_factory=list)
     sae_root: str | None = None
     max_sae_features: int = DEFAULT_FEATURES
+    probes: dict[str, str] = msgspec.field(default_factory=dict)
     modules: dict[str, str] = msgspec.field(default_factory=dict)
     audit_file: str | None = None
     self_test: bool = True
@@ -217,11 +222,18 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _op_sites(self, num_layers: int) -> tuple[Site, ...]:
         declared = self._parsed("op_sites", num_layers) if self.op_sites else ()
-        of_saes = {site: name for name in self.saes for site in self._sae_sites(name)}
-        for site, name in of_saes.items():
+        of_files = {site: f"saes.{name} (--saes)" for name in self.saes for site in self._sae_sites(name)}
+        of_files |= {self._probe_site(name): f"probes.{name} (--probes)" for name in self.probes}
+        for site, where in of_files.items():
             if site.hook is not HookPoint.FINAL_NORM and site.layer >= num_layers:
-                raise ConfigError(f"{WHERE}.saes.{name} (--saes): {site.name}: the model has {num_layers} layers")
-        return sort_sites({*declared, *of_saes})
+                raise ConfigError(f"{WHERE}.{where}: {site.name}: the model has {num_layers} layers")
+        return sort_sites({*declared, *of_files})
+
+    def _probe_site(self, name: str) -> Site:
+        try:
+            return load_probe(self.probes[name]).site
+        except (ProbeError, OSError) as error:
+            raise ConfigError(f"{WHERE}.probes.{name} (--probes): {error}") from error
 
     def _sae_sites(self, name: str) -> tuple[Site, ...]:
         try:
@@ -334,10 +346,14 @@ def _check(config: SteeringConfig) -> None:
     if not config.sites:
         raise ConfigError(f"{WHERE}: sites: name at least one hook point, such as {{'post_mlp': 'all'}}")
     _check_saes(config)
-    for section, paths in (("modules", config.modules), ("saes", config.saes)):
+    for section, paths, of in (
+        ("modules", config.modules, "a module"),
+        ("saes", config.saes, "an SAE"),
+        ("probes", config.probes, "a probe"),
+    ):
         for name, path in paths.items():
             try:
-                check_name(name, section, "an SAE" if section == "saes" else "a module")
+                check_name(name, section, of)
             except RequestError as error:
                 raise ConfigError(f"{WHERE}.{error}") from error
             if not path:

@@ -17,7 +17,7 @@ _SIZES = ("max_steering_slots", "max_steering_configs")
 _WAITS = {"max_steering_waiting": "max_waiting", "max_steering_wait_s": "max_wait_s"}
 _SAME = {"steering_sites": "sites", "steering_op_sites": "op_sites", "max_steering_ops_per_site": "max_ops_per_site"}
 _SAES = ("sae_root", "max_sae_features")
-_NAMED = {"steering_modules": "modules", "saes": "saes"}
+_NAMED = {"steering_modules": "modules", "saes": "saes", "probes": "probes"}
 _FLAGS = ("enable_steering", *_SIZES, *_WAITS, *_SAME, *_SAES, *_NAMED, "sae_encode", "steering_audit")
 
 
@@ -100,6 +100,11 @@ _REPEATABLE = (
         "NAME=PATH[@SITE]",
         "SAEs and transcoders whose features requests may change: files of `headgate sae import`, or as they are "
         "downloaded. The site of an SAE is named where the files do not tell it; operations can act there, too.",
+    ),
+    (
+        "--probes",
+        "NAME=PATH",
+        "Probes that gates can name: files of `headgate probe fit`. Operations can act at their sites, too.",
     ),
 )
 """Flags that name files, any number of times: name, what a value is called, help."""

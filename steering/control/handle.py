@@ -9,6 +9,8 @@ from headgate.capture.engine.contracts.request_part import AsyncEngineCores, Eng
 from headgate.capture.schema.sites import site_map
 from headgate.steering.control import operations
 from headgate.steering.control.operations import ModuleStatus, SaeStatus, SteeringStatus
+from headgate.steering.control.probes import operations as probe_operations
+from headgate.steering.control.probes.operations import ProbeSource, ProbeStatus
 from headgate.steering.core.audit import OPERATOR, Actor, AuditEntry
 from headgate.steering.requests.request_fields import (
     DOCUMENT_FIELDS,
@@ -161,8 +163,41 @@ class Steering(_Described[EngineCores]):
         """Return the SAEs whose features requests can change, by name."""
         return self._cores.run(operations.saes())
 
+    def register_probe(self, name: str, probe: ProbeSource) -> ProbeStatus:
+        """Register a probe, so that gates can name it; an earlier one of the name is replaced.
+
+        Requests that run already keep the probe that the name stood for when they were made.
+
+        ::
+
+            llm.steering.register_probe("anger", "anger.safetensors")
+            llm.steering.register_probe("anger", {"at": "12.post_mlp", "weight": direction, "bias": -0.5})
+
+        Args:
+            name: 1 to 256 printable characters.
+            probe: A `Probe`, a file of one, or its fields: `headgate.steering.requests.probe_fields.PROBE_FIELDS`.
+                Operations must be declared at its site.
+
+        Raises:
+            RequestError: If it cannot be read, or does not fit the model.
+        """
+        engines = self._cores.num_engines
+        return self._cores.run(probe_operations.register_probe(name, probe, self.steerable, engines))
+
+    def unregister_probe(self, name: str) -> ProbeStatus:
+        """Forget a probe; requests that run already keep it.
+
+        Raises:
+            RequestError: If there is none of that name.
+        """
+        return self._cores.run(probe_operations.unregister_probe(name, self._cores.num_engines))
+
+    def probes(self) -> dict[str, ProbeStatus]:
+        """Return the probes that gates can name, by name."""
+        return self._cores.run(probe_operations.probes())
+
     def audit(self) -> list[AuditEntry]:
-        """Return the last 1000 changes of global vectors and modules, the newest last."""
+        """Return the last 1000 changes of global vectors, modules, SAEs and probes, the newest last."""
         return self._cores.run(operations.audit())
 
 
@@ -226,6 +261,19 @@ class AsyncSteering(_Described[AsyncEngineCores]):
     async def saes(self) -> dict[str, SaeStatus]:
         """See `Steering.saes`."""
         return await self._cores.run(operations.saes())
+
+    async def register_probe(self, name: str, probe: ProbeSource, *, by: Actor = OPERATOR) -> ProbeStatus:
+        """See `Steering.register_probe`."""
+        engines = self._cores.num_engines
+        return await self._cores.run(probe_operations.register_probe(name, probe, self.steerable, engines, by))
+
+    async def unregister_probe(self, name: str, *, by: Actor = OPERATOR) -> ProbeStatus:
+        """See `Steering.unregister_probe`."""
+        return await self._cores.run(probe_operations.unregister_probe(name, self._cores.num_engines, by))
+
+    async def probes(self) -> dict[str, ProbeStatus]:
+        """See `Steering.probes`."""
+        return await self._cores.run(probe_operations.probes())
 
     async def audit(self) -> list[AuditEntry]:
         """See `Steering.audit`."""

@@ -330,17 +330,18 @@ MODULES: dict[str, Any] = {
         404,
     ),
 }
+_REGISTERING = [f"{verb}{of}" for of in ("", "_sae", "_probe") for verb in ("register", "unregister")]
 _ENTRY = object_of(
     {
         "time": {**TEXT, "format": "date-time"},
         "engine": COUNT,
         "action": {
             "type": "string",
-            "enum": ["set", "clear", "register", "unregister", "register_sae", "unregister_sae"],
+            "enum": ["set", "clear", *_REGISTERING],
         },
         "key": {"type": ["string", "null"], "description": "Name of the client's key; null if it needed none."},
         "address": {"type": ["string", "null"]},
-        "name": {"type": ["string", "null"], "description": "The module or SAE; null for global vectors."},
+        "name": {"type": ["string", "null"], "description": "The module, SAE or probe; null for global vectors."},
         "prefill": {"type": ["string", "null"], "description": "Content hash of what acts afterwards."},
         "decode": {"type": ["string", "null"]},
         "version": COUNT,

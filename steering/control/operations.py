@@ -215,20 +215,20 @@ def register(
     wire = to_wire(_read(document, path, steerable))
 
     def attempt() -> Operation[ModuleStatus]:
-        undo: tuple[str, Mapping[str, Any]] = ("unregister", _by(by.undo(None), name=name))
+        undo: tuple[str, Mapping[str, Any]] = ("unregister", with_actor(by.undo(None), name=name))
         if num_engines > 1 and name in _by_name((yield CoreCall(method="modules", args={}))[0]):
             undo = yield from _restoring(name, by)
-        answers = yield CoreCall(method="register", args=_by(by, name=name, spec=wire), undo=undo)
+        answers = yield CoreCall(method="register", args=with_actor(by, name=name, spec=wire), undo=undo)
         return _module(answers[0])
 
-    return (yield from _agreed(attempt, num_engines))
+    return (yield from agreed(attempt, num_engines))
 
 
 def unregister(name: str, num_engines: int, by: Actor = OPERATOR) -> Operation[ModuleStatus]:
     """Forget a module."""
     check_name(name, "name")
     undo = (yield from _restoring(name, by)) if num_engines > 1 else None
-    answers = yield CoreCall(method="unregister", args=_by(by, name=name), undo=undo)
+    answers = yield CoreCall(method="unregister", args=with_actor(by, name=name), undo=undo)
     return _module(answers[0])
 
 
@@ -236,10 +236,10 @@ def _restoring(name: str, by: Actor) -> Operation[tuple[str, Mapping[str, Any]]]
     """Make the call that registers a module again as it is now, for the client that it belongs to."""
     (earlier, *_) = yield CoreCall(method="export_module", args={"name": name})
     (owner, *_) = yield CoreCall(method="owner", args={"name": name})
-    return "register", _by(by.undo(owner), name=name, spec=earlier)
+    return "register", with_actor(by.undo(owner), name=name, spec=earlier)
 
 
-def _by(by: Actor, **args: Any) -> Mapping[str, Any]:
+def with_actor(by: Actor, **args: Any) -> Mapping[str, Any]:
     """Arguments of a change, with who asks for it; the operator's own process need not say so."""
     return args if by == OPERATOR else {**args, BY: by.to_wire()}
 
@@ -265,17 +265,17 @@ def register_sae(
     args = {"name": name, "path": str(found), "site": None if where is None else where.name, "sha256": sae.sha256}
 
     def attempt() -> Operation[SaeStatus]:
-        undo: tuple[str, Mapping[str, Any]] = ("unregister_sae", _by(by.undo(None), name=name))
+        undo: tuple[str, Mapping[str, Any]] = ("unregister_sae", with_actor(by.undo(None), name=name))
         if num_engines > 1:
             (first, *_) = yield CoreCall(method="saes", args={})
             earlier = next((one for one in first if one["name"] == name), None)
             if earlier is not None:
                 again = {key: earlier[key] for key in ("name", "site", "sha256")}
-                undo = "register_sae", _by(by.undo(None), path=earlier["source"], **again)
-        answers = yield CoreCall(method="register_sae", args=_by(by, **args), undo=undo)
+                undo = "register_sae", with_actor(by.undo(None), path=earlier["source"], **again)
+        answers = yield CoreCall(method="register_sae", args=with_actor(by, **args), undo=undo)
         return SaeStatus.from_plain(answers[0])
 
-    return (yield from _agreed(attempt, num_engines))
+    return (yield from agreed(attempt, num_engines))
 
 
 def saes() -> Operation[dict[str, SaeStatus]]:
@@ -308,13 +308,13 @@ def _change_global(order: tuple[str, Mapping[str, Any]], num_engines: int, by: A
         undo = None
         if num_engines > 1:
             (earlier, *_) = yield CoreCall(method="export_global", args={})
-            undo = ("set_global", _by(by.undo(None), tiers=earlier, replace=True))
-        return _status((yield CoreCall(method=order[0], args=_by(by, **order[1]), undo=undo)))
+            undo = ("set_global", with_actor(by.undo(None), tiers=earlier, replace=True))
+        return _status((yield CoreCall(method=order[0], args=with_actor(by, **order[1]), undo=undo)))
 
-    return (yield from _agreed(attempt, num_engines))
+    return (yield from agreed(attempt, num_engines))
 
 
-def _agreed(attempt: Callable[[], Operation[Result]], num_engines: int) -> Operation[Result]:
+def agreed(attempt: Callable[[], Operation[Result]], num_engines: int) -> Operation[Result]:
     """Repeat a change until all engine cores hold the same."""
     for _ in range(_ATTEMPTS):
         result = yield from attempt()
@@ -342,7 +342,8 @@ def _status(answers: Sequence[Mapping[str, Any]]) -> SteeringStatus:
 
 
 def _identity(answer: Mapping[str, Any]) -> tuple[Any, ...]:
-    return answer["global"]["hash"], {module["name"]: module["hash"] for module in answer["modules"]}, answer["saes"]
+    hashes = {module["name"]: module["hash"] for module in answer["modules"]}
+    return answer["global"]["hash"], hashes, answer["saes"], answer["probes"]
 
 
 def _by_name(described: Sequence[Mapping[str, Any]]) -> dict[str, ModuleStatus]:

@@ -18,6 +18,7 @@ from headgate.capture.engine.contracts.route_part import RouteServices
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site, parse_hook
 from headgate.steering.control import openapi, openapi_saes
+from headgate.steering.control.bodies import actor_of, name_in, read_fields
 from headgate.steering.control.handle import AsyncSteering
 from headgate.steering.control.operations import SteeringStatus
 from headgate.steering.core.audit import SIZE, Actor
@@ -118,7 +119,7 @@ class SteeringRoutes:
             others = {**tiers, **operations_in(document, MODULE_DOCUMENT_FIELDS)}
             vectors = others.pop("vectors")
             module = await handle.register(
-                _name(document), vectors, **cast("ModuleDocument", others), by=self._actor(request)
+                name_in(document), vectors, **cast("ModuleDocument", others), by=self._actor(request)
             )
             names = list(await handle.modules())
         return {"status": "ok", **dataclasses.asdict(module), "modules": names}
@@ -127,7 +128,7 @@ class SteeringRoutes:
         """Forget a named module; requests that run already keep it."""
         handle = self._handle()
         with self._services.client_errors():
-            name = check_name(_name(await self._read(request, ("name",))), "name")
+            name = check_name(name_in(await self._read(request, ("name",))), "name")
             if name not in (known := await handle.modules()):
                 registered = ", ".join(known) or "none"
                 raise HTTPException(404, f"name: unknown steering module {name!r}; registered: {registered}")
@@ -171,7 +172,7 @@ class SteeringRoutes:
         with self._services.client_errors():
             document = await self._read(request, ("name", "path", "site"))
             path = within_root(document.get("path"), handle.sae_root)
-            sae = await handle.register_sae(_name(document), path, document.get("site"), by=self._actor(request))
+            sae = await handle.register_sae(name_in(document), path, document.get("site"), by=self._actor(request))
         return {"status": "ok", **dataclasses.asdict(sae)}
 
     async def audit(self) -> dict[str, Any]:
@@ -179,18 +180,13 @@ class SteeringRoutes:
         return {"entries": await self._handle().audit(), "size": SIZE}
 
     def _actor(self, request: Request) -> Actor:
-        client = self._services.client(request)
-        return Actor(key=client.key, address=client.address, is_bound=client.is_bound)
+        return actor_of(self._services, request)
 
     def _handle(self) -> AsyncSteering:
         return cast("AsyncSteering", self._services.handle())
 
     async def _read(self, request: Request, known: Collection[str]) -> dict[str, Any]:
-        document = await self._services.read_object(request)
-        for name in document:
-            if name not in known:
-                raise RequestError(shown(name)[1:-1], f"is no field of this route; it has {', '.join(known)}")
-        return document
+        return await read_fields(self._services, request, known)
 
 
 def within_root(path: object, root: str | None) -> str:
@@ -257,9 +253,3 @@ def plain_status(status: SteeringStatus) -> dict[str, Any]:
         "slots": [dataclasses.asdict(slots) for slots in status.slots],
         "is_consistent": status.is_consistent,
     }
-
-
-def _name(document: Mapping[str, Any]) -> Any:
-    if "name" not in document:
-        raise RequestError("name", "is missing")
-    return document["name"]

@@ -24,9 +24,14 @@ BY = "by"
 """Argument of a call in which its `Actor` travels."""
 _ACTIONS = {
     **{"set_global": "set", "clear_global": "clear", "register": "register", "unregister": "unregister"},
-    **{"register_sae": "register_sae", "unregister_sae": "unregister_sae"},
+    **{name: name for name in ("register_sae", "unregister_sae", "register_probe", "unregister_probe")},
 }
 """Methods of an engine core that change what acts on others, as the audit calls them."""
+OWNED = {
+    **dict.fromkeys(("register", "unregister"), "module"),
+    **dict.fromkeys(("register_probe", "unregister_probe"), "probe"),
+}
+"""Methods that change what belongs to the client that registered it, with what that is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +41,9 @@ class Actor:
     Attributes:
         key: Name of its key; None if it needed none, and for the operator's own process.
         address: Of its connection; None if it has none.
-        is_bound: Whether it may only replace and remove modules that its own key registered.
+        is_bound: Whether it may only replace and remove modules and probes that its own key registered.
         is_undo: Whether the change takes back one that another engine core refused.
-        owner: Of an undone change: the key that the module belonged to before.
+        owner: Of an undone change: the key that the module or probe belonged to before.
     """
 
     key: str | None = None
@@ -61,7 +66,7 @@ OPERATOR = Actor()
 
 
 class AuditEntry(TypedDict):
-    """One change: what was done to which module or to the global vectors, by whose key, from where and when.
+    """One change: what was done to which module, SAE or probe, or to the global vectors, by whose key, from where and when.
 
     The hashes are those of the content that acts afterwards in each phase; of `unregister`, of the content removed.
     """
@@ -93,7 +98,8 @@ class Audit:
         self._engine = engine
         self._path = path
         self._entries: deque[AuditEntry] = deque(maxlen=SIZE)
-        self._owners: dict[str, str | None] = {}
+        self._owners: dict[tuple[str, str], str | None] = {}
+        """By what it is, and by its name."""
         if path is not None:
             try:
                 _append(path, b"")
@@ -101,39 +107,41 @@ class Audit:
                 raise ConfigError(f"steering.audit_file {path}: {error.strerror or error}") from error
 
     def check(self, method: str, name: str | None, by: Actor, *, is_registered: bool) -> None:
-        """Refuse a change of a module that belongs to another client.
+        """Refuse a change of a module or a probe that belongs to another client.
 
         Raises:
             ForbiddenError: If it is so.
         """
-        if method not in ("register", "unregister") or not by.is_bound or not is_registered:
+        of = OWNED.get(method)
+        if of is None or not by.is_bound or not is_registered:
             return
-        if self.owner_of(name) != by.key:
+        if self.owner_of(name, of) != by.key:
             raise ForbiddenError(
-                f"the module {name!r} was not registered with the key {by.key!r}: only the key that did, or one with "
+                f"the {of} {name!r} was not registered with the key {by.key!r}: only the key that did, or one with "
                 "the role admin, may replace or remove it; use another name",
                 "name",
             )
 
-    def owner_of(self, name: str | None) -> str | None:
-        """The key that registered a module; None if none did."""
-        return None if name is None else self._owners.get(name)
+    def owner_of(self, name: str | None, of: str = "module") -> str | None:
+        """The key that registered a module, or a probe; None if none did."""
+        return None if name is None else self._owners.get((of, name))
 
     def note(self, method: str, name: str | None, by: Actor, answer: Mapping[str, Any]) -> None:
         """Note a change that was made, if `method` is one.
 
         Args:
             method: Of the engine core.
-            name: Of the module.
+            name: Of the module, SAE or probe.
             by: The client.
             answer: The method's.
         """
         if method not in _ACTIONS:
             return
-        if method == "register" and name is not None:
-            self._owners[name] = by.owner if by.is_undo else by.key
-        elif method == "unregister" and name is not None:
-            self._owners.pop(name, None)
+        of = OWNED.get(method)
+        if of is not None and name is not None:
+            self._owners.pop((of, name), None)
+            if method.startswith("register"):
+                self._owners[of, name] = by.owner if by.is_undo else by.key
         content = answer["global"] if name is None else answer
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         entry = AuditEntry(

@@ -9,9 +9,10 @@ from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.core.admission import Reservations
-from headgate.steering.core.audit import BY, OPERATOR, Actor, Audit
+from headgate.steering.core.audit import BY, OPERATOR, OWNED, Actor, Audit
 from headgate.steering.core.content import demand_of
 from headgate.steering.core.modules import Module
+from headgate.steering.core.probes import ProbeCalls
 from headgate.steering.core.sae_calls import SaeCalls
 from headgate.steering.core.state import GlobalTiers, SteeringState
 from headgate.steering.programs.spec import SteeringSpec, SteeringWire, from_wire, to_wire
@@ -72,6 +73,7 @@ class OperatorCalls:
             "audit": audit.entries,
             "owner": audit.owner_of,
             **SaeCalls(state.saes, steerable, services, lambda: state.version).methods,
+            **ProbeCalls(state.probes, lambda: state.version).methods,
         }
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any:
@@ -90,11 +92,16 @@ class OperatorCalls:
         by = Actor(**args[BY]) if BY in args else OPERATOR
         given = {key: value for key, value in args.items() if key != BY}
         name = given.get("name")
-        is_registered = any(module.name == name for module in self._state.modules())
-        self._audit.check(method, name, by, is_registered=is_registered)
+        self._audit.check(method, name, by, is_registered=self._is_registered(method, name))
         answer = self._methods[method](**given)
         self._audit.note(method, name, by, answer)
         return answer
+
+    def _is_registered(self, method: str, name: Any) -> bool:
+        """Whether a method that changes what belongs to a client finds it there."""
+        if OWNED.get(method) == "probe":
+            return self._state.probes.find(name) is not None
+        return any(module.name == name for module in self._state.modules())
 
     def register(self, name: str, spec: SteeringSpec) -> Module:
         """Register a module, in place of an earlier one of its name.
@@ -217,6 +224,7 @@ class OperatorCalls:
             "global": self._state.global_status(),
             "modules": self._modules(),
             "saes": {sae.name: sae.sha256 for sae in self._state.saes.all()},
+            "probes": {name: probe.sha256 for name, probe in self._state.probes.all().items()},
             "slots": {"capacity": self._reservations.capacity, "reserved": self._reservations.num_reserved},
             "configs": self._reservations.num_configs,
             "running": self._reservations.num_admitted,

@@ -22,6 +22,7 @@ from headgate.steering.core.content import (
     described,
 )
 from headgate.steering.core.modules import Module, ModuleRegistry
+from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import Resolved, check_scales, module_programs, resolved_of
 from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.programs.lowering import lower
@@ -127,6 +128,7 @@ class SteeringState:
 
     Attributes:
         saes: The SAEs whose features can be changed.
+        probes: The probes that gates can name.
         tiers: The global vectors.
         shared: The sums of `tiers` that act in each phase.
         version: Counts changes, of global vectors and of modules.
@@ -136,6 +138,7 @@ class SteeringState:
     def __init__(self, dtype: StoredType, limits: Limits = NO_ENTRIES) -> None:
         self._limits = limits
         self.saes = SaeRegistry(dtype, limits.features)
+        self.probes = ProbeRegistry()
         self.tiers = GlobalTiers()
         self.shared = SteeringSpec()
         self.version = 0

@@ -22,11 +22,13 @@ from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import Audit
 from headgate.steering.core.content import Limits
 from headgate.steering.core.operator_calls import OperatorCalls
+from headgate.steering.core.probes import open_probe
 from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.saes import open_sae, warn_of_other_model
 from headgate.steering.core.state import SteeringState
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import VectorFileError, load
+from headgate.steering.probes.probe import ProbeError
 from headgate.steering.programs.spec import PROGRAM_KEYS, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
@@ -208,6 +210,17 @@ class SteeringCore:
         self._state.saes.put(replace(sae, is_encoded=is_encoded))
         logger.info("steering: SAE %s, %d features at %s", name, sae.coder.num_features, sae.site.name)
 
+    def load_probe(self, name: str, path: str, steerable: Steerable) -> None:
+        """Register a probe of the configuration.
+
+        Raises:
+            ConfigError: If it cannot be read, does not fit the model, or finds no room.
+        """
+        try:
+            self._state.probes.put(name, open_probe(Path(path), steerable))
+        except (ProbeError, RequestError, OSError) as error:
+            raise ConfigError(f"additional_config['headgate']['steering'].probes.{name} (--probes): {error}") from error
+
     def room(self) -> str:
         """Return a line on the slots for the log."""
         names = ", ".join(module.name for module in self._state.modules()) or "none"
@@ -228,6 +241,8 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
         core.load_sae(name, SaeSource.parse(source), steerable, model.name, is_encoded=is_encoded)
     for name, path in config.modules.items():
         core.load(name, path, steerable)
+    for name, path in config.probes.items():
+        core.load_probe(name, path, steerable)
     logger.info("steering: %s", core.room())
     return core
 

@@ -27,8 +27,9 @@ Pooling = Literal["token", "last_prompt", "prompt_mean"]
 POOLINGS: tuple[Pooling, ...] = ("token", "last_prompt", "prompt_mean")
 """Rows that a probe was made for: each one, that of the prompt's last token, or the mean over the prompt."""
 
-MAX_CLASSES = 1024
+MAX_CLASSES = 256
 MAX_UNITS = 64
+MAX_NAME = 256
 
 
 class ProbeError(HeadgateError, ValueError):
@@ -154,8 +155,8 @@ class Probe:
         put(self, "metadata", _texts(self.metadata))
         if self.pooling not in POOLINGS:
             raise ProbeError(f"expected one of {', '.join(POOLINGS)}; got {shown(self.pooling)}", "pooling")
-        if self.model is not None and not isinstance(self.model, str):
-            raise ProbeError(f"expected a name or None, got {shown(self.model)}", "model")
+        if self.model is not None and not (isinstance(self.model, str) and _is_name(self.model)):
+            raise ProbeError(f"expected a printable name or None, got {shown(self.model)}", "model")
         _check_shapes(self)
         _check_kind(self)
         put(self, "sha256", _digest(self))
@@ -225,11 +226,15 @@ def _member(members: type[Enum], value: object, name: str) -> Enum:
 
 
 def _classes(names: Any) -> tuple[str, ...]:
-    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
-        raise ProbeError(f"expected names, got {shown(names)}", "classes")
+    if isinstance(names, str) or not all(isinstance(name, str) and _is_name(name) for name in names):
+        raise ProbeError(f"expected printable names of 1 to {MAX_NAME} characters, got {shown(names)}", "classes")
     if len(set(names)) != len(names):
         raise ProbeError(f"expected a name of its own for each class, got {shown(list(names))}", "classes")
     return tuple(names)
+
+
+def _is_name(text: str) -> bool:
+    return 0 < len(text) <= MAX_NAME and text.isprintable()
 
 
 def _threshold(value: object) -> float | None:

@@ -1,0 +1,155 @@
+"""The probes of one engine core, and the operator's calls about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from headgate.capture.schema.errors import RequestError
+from headgate.steering.probes.files import load
+from headgate.steering.probes.probe import Probe, ProbeError
+from headgate.steering.probes.wire import ProbeWire, check_kind, from_wire, to_wire
+from headgate.steering.vectors.phase_vectors import Steerable, check_name
+
+MAX_BYTES = 256 << 20
+"""Weights of all registered probes together, at most."""
+
+
+class ProbeRegistry:
+    """Probes by name. Any thread; a probe that somebody found stays as it is when its name is registered anew."""
+
+    def __init__(self) -> None:
+        self._probes: Mapping[str, Probe] = {}
+        """Replaced as a whole by each change."""
+        self._lock = Lock()
+
+    def put(self, name: str, probe: Probe) -> None:
+        """Register a probe, in place of an earlier one of its name.
+
+        Raises:
+            RequestError: If the weights of all take more than `MAX_BYTES`. Nothing has changed.
+        """
+        with self._lock:
+            changed = {**self._probes, name: probe}
+            size = sum(each.weight.nbytes for each in changed.values())
+            if size > MAX_BYTES:
+                raise RequestError(
+                    "weight",
+                    f"all registered probes would take {size >> 20} MiB of {MAX_BYTES >> 20}; unregister some first",
+                )
+            self._probes = changed
+
+    def remove(self, name: str) -> None:
+        """Forget the probe of that name."""
+        with self._lock:
+            self._probes = {other: probe for other, probe in self._probes.items() if other != name}
+
+    def find(self, name: str) -> Probe | None:
+        """Return the probe of that name, if there is one."""
+        return self._probes.get(name)
+
+    def all(self) -> dict[str, Probe]:
+        """Return all probes by name, in the order of the names."""
+        return dict(sorted(self._probes.items()))
+
+
+def open_probe(path: Path, steerable: Steerable) -> Probe:
+    """Read a file of a probe that fits a model.
+
+    Raises:
+        ProbeError: If it cannot be read, or does not fit; the message names the file.
+    """
+    probe = load(path)
+    try:
+        check_fits(probe, steerable)
+    except ProbeError as error:
+        raise ProbeError(f"{path}: {error}") from error
+    return probe
+
+
+def check_fits(probe: Probe, steerable: Steerable) -> None:
+    """Refuse a probe that this engine cannot evaluate.
+
+    Raises:
+        ProbeError: If it is an MLP, its site is not declared, or its width is another one than the model's.
+    """
+    check_kind(probe.kind)
+    if probe.site not in steerable.op_sites:
+        declared = ", ".join(site.name for site in steerable.op_sites) or "none"
+        raise ProbeError(
+            f"no probe can read at {probe.site.name}; declared sites: {declared}; the operator declares them with "
+            "--steering-op-sites, or by --probes NAME=PATH",
+            "at",
+        )
+    if probe.hidden_size != steerable.hidden_size:
+        raise ProbeError(
+            f"expected rows of {steerable.hidden_size} values, the hidden size; got {probe.hidden_size}", "weight"
+        )
+
+
+def described(name: str, probe: Probe) -> dict[str, Any]:
+    """Return plain values for the list of probes."""
+    return {
+        "name": name,
+        "at": probe.site.name,
+        "kind": probe.kind.value,
+        "classes": list(probe.classes),
+        "hidden_size": probe.hidden_size,
+        "threshold": probe.threshold,
+        "pooling": probe.pooling,
+        "model": probe.model,
+        "metadata": dict(probe.metadata),
+        "sha256": probe.sha256,
+    }
+
+
+class ProbeCalls:
+    """The methods that front ends call by name. Engine thread only; front ends checked that a probe fits the model.
+
+    Args:
+        probes: Of the engine core.
+        version: Returns the number of changes so far, for the audit.
+    """
+
+    def __init__(self, probes: ProbeRegistry, version: Callable[[], int]) -> None:
+        self._probes = probes
+        self._version = version
+
+    @property
+    def methods(self) -> Mapping[str, Callable[..., Any]]:
+        """The methods by their names."""
+        return {
+            "register_probe": self._register,
+            "unregister_probe": self._unregister,
+            "probes": self._described,
+            "export_probe": self._export,
+        }
+
+    def _register(self, name: str, probe: Mapping[str, Any]) -> dict[str, Any]:
+        """Register what `to_wire` made of a probe; requests that run keep what they read."""
+        made = from_wire(probe)
+        self._probes.put(check_name(name, "name", "a probe"), made)
+        return {**described(name, made), **self._audited(made.sha256)}
+
+    def _unregister(self, name: str) -> dict[str, Any]:
+        """Forget a probe; requests that run keep what they read."""
+        found = self._probes.find(name)
+        if found is None:
+            known = ", ".join(self._probes.all()) or "none"
+            raise RequestError("name", f"unknown probe {name!r}; registered: {known}")
+        self._probes.remove(name)
+        return {**described(name, found), **self._audited(found.sha256)}
+
+    def _described(self) -> list[dict[str, Any]]:
+        """Return the descriptions of all probes."""
+        return [described(name, probe) for name, probe in self._probes.all().items()]
+
+    def _export(self, name: str) -> ProbeWire | None:
+        """Return a probe as ``register_probe`` takes it, to register it again; None if there is none of that name."""
+        found = self._probes.find(name)
+        return None if found is None else to_wire(found)
+
+    def _audited(self, sha256: str | None) -> dict[str, Any]:
+        return {"hash": {"prefill": sha256, "decode": sha256}, "version": self._version()}
