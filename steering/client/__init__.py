@@ -25,6 +25,7 @@ from headgate.steering.client.http import AsyncClient, Client
 from headgate.steering.client.rows import inline_rows
 from headgate.steering.client.sweep import Cell, PatchSweep
 from headgate.steering.control.operations import ModuleStatus, SaeStatus, SteeringStatus
+from headgate.steering.control.probes.operations import ProbeStatus
 
 __all__ = [
     "Answer",
@@ -39,6 +40,7 @@ __all__ = [
     "Layers",
     "ModuleStatus",
     "PatchSweep",
+    "ProbeStatus",
     "RequestError",
     "SaeStatus",
     "ServerError",

@@ -24,8 +24,11 @@ from headgate.steering.client.answers import (
 )
 from headgate.steering.client.packing import pack, pack_arrays
 from headgate.steering.control.operations import ModuleStatus, SaeStatus, SteeringStatus
+from headgate.steering.control.probes.operations import ProbeSource, ProbeStatus
 from headgate.steering.files.vector_files import load
+from headgate.steering.probes.files import load as load_probe
 from headgate.steering.requests.op_fields import REQUEST_FIELDS, has_sources
+from headgate.steering.requests.probe_fields import probe_document
 from headgate.steering.requests.request_fields import (
     BASE,
     DECODE,
@@ -264,6 +267,30 @@ def saes() -> Call[list[SaeStatus]]:
     """Return the call for the SAEs whose features can be changed."""
     read = _reader(list[SaeStatus])
     return Call(path="/v1/steering/saes", body=None, read=lambda document: read(document["saes"]))
+
+
+def register_probe(access: Access, name: str, probe: ProbeSource) -> Call[ProbeStatus]:
+    """Return the call that registers a probe: one, a file of one on this machine, or its fields."""
+    if isinstance(probe, str | os.PathLike):
+        probe = load_probe(probe)
+    fields = dict(probe) if isinstance(probe, Mapping) else probe_document(probe)
+    weight, bias = fields.get("weight"), fields.get("bias")
+    rows = list(weight) if getattr(weight, "ndim", 1) == 2 else weight
+    fields["weight"] = pack_arrays(rows, "weight", as_text=not access.is_binary)
+    fields["bias"] = bias.tolist() if hasattr(bias, "tolist") else bias
+    body = {"name": name, **fields}
+    return Call(path="/v1/steering/probes/register", body=body, read=_reader(ProbeStatus), key=access.steering_key)
+
+
+def unregister_probe(access: Access, name: str) -> Call[None]:
+    """Return the call that forgets a probe."""
+    return Call(path="/v1/steering/probes/unregister", body={"name": name}, read=_nothing, key=access.steering_key)
+
+
+def probes() -> Call[list[ProbeStatus]]:
+    """Return the call for the probes that gates can name."""
+    read = _reader(list[ProbeStatus])
+    return Call(path="/v1/steering/probes", body=None, read=lambda document: read(document["probes"]))
 
 
 def modules() -> Call[list[str]]:

@@ -11,6 +11,7 @@ from headgate.steering.client.answers import Answer, Capturable, GlobalUpdate, L
 from headgate.steering.client.session import AsyncSession, Session
 from headgate.steering.client.sweep import PatchSweep, SweepOptions, check_kept, collect, plan_sweep
 from headgate.steering.control.operations import ModuleStatus, SaeStatus, SteeringStatus
+from headgate.steering.control.probes.operations import ProbeSource, ProbeStatus
 from headgate.steering.requests.request_fields import ModuleDocument, SteeringDocument
 
 if TYPE_CHECKING:
@@ -112,6 +113,24 @@ class Client(Session):
         """Return the SAEs whose features requests can change."""
         return self._send(calls.saes())
 
+    def register_probe(self, name: str, probe: ProbeSource) -> ProbeStatus:
+        """Register a probe, so that gates can name it; an earlier one of the name is replaced.
+
+        Args:
+            name: 1 to 256 printable characters.
+            probe: A `Probe`, a file of one on this machine, or its fields: ``{"at", "weight", ...}``. Its metadata
+                stays here.
+        """
+        return self._send(calls.register_probe(self._access, name, probe))
+
+    def unregister_probe(self, name: str) -> None:
+        """Forget a probe; requests that run already keep it."""
+        self._send(calls.unregister_probe(self._access, name))
+
+    def probes(self) -> list[ProbeStatus]:
+        """Return the probes that gates can name."""
+        return self._send(calls.probes())
+
     def modules(self) -> list[str]:
         """Return the names of the registered modules."""
         return self._send(calls.modules())
@@ -199,6 +218,18 @@ class AsyncClient(AsyncSession):
     async def saes(self) -> list[SaeStatus]:
         """See `Client.saes`."""
         return await self._send(calls.saes())
+
+    async def register_probe(self, name: str, probe: ProbeSource) -> ProbeStatus:
+        """See `Client.register_probe`."""
+        return await self._send(calls.register_probe(self._access, name, probe))
+
+    async def unregister_probe(self, name: str) -> None:
+        """See `Client.unregister_probe`."""
+        await self._send(calls.unregister_probe(self._access, name))
+
+    async def probes(self) -> list[ProbeStatus]:
+        """See `Client.probes`."""
+        return await self._send(calls.probes())
 
     async def modules(self) -> list[str]:
         """See `Client.modules`."""

@@ -66,7 +66,7 @@ OPERATOR = Actor()
 
 
 class AuditEntry(TypedDict):
-    """One change: what was done to which module, SAE or probe, or to the global vectors, by whose key, from where and when.
+    """One change: what was done to which module, SAE, probe or the global vectors, by whose key, from where and when.
 
     The hashes are those of the content that acts afterwards in each phase; of `unregister`, of the content removed.
     """

@@ -92,16 +92,10 @@ class OperatorCalls:
         by = Actor(**args[BY]) if BY in args else OPERATOR
         given = {key: value for key, value in args.items() if key != BY}
         name = given.get("name")
-        self._audit.check(method, name, by, is_registered=self._is_registered(method, name))
+        self._audit.check(method, name, by, is_registered=_is_registered(self._state, method, name))
         answer = self._methods[method](**given)
         self._audit.note(method, name, by, answer)
         return answer
-
-    def _is_registered(self, method: str, name: Any) -> bool:
-        """Whether a method that changes what belongs to a client finds it there."""
-        if OWNED.get(method) == "probe":
-            return self._state.probes.find(name) is not None
-        return any(module.name == name for module in self._state.modules())
 
     def register(self, name: str, spec: SteeringSpec) -> Module:
         """Register a module, in place of an earlier one of its name.
@@ -243,6 +237,13 @@ class OperatorCalls:
             "modules": len(self._state.modules()),
             "global_vectors": sum(len(vectors.sites) for vectors in (shared.prefill, shared.decode) if vectors),
         }
+
+
+def _is_registered(state: SteeringState, method: str, name: Any) -> bool:
+    """Whether a method that changes what belongs to a client finds it there."""
+    if OWNED.get(method) == "probe":
+        return state.probes.find(name) is not None
+    return any(module.name == name for module in state.modules())
 
 
 def _keep(module: Module) -> _WorkerCall:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from headgate.capture.schema.errors import HeadgateError, shown
 from headgate.capture.schema.sites import Site
+from headgate.steering.vectors.phase_vectors import MAX_NAME
 
 FloatArray = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float64]
@@ -29,7 +30,6 @@ POOLINGS: tuple[Pooling, ...] = ("token", "last_prompt", "prompt_mean")
 
 MAX_CLASSES = 256
 MAX_UNITS = 64
-MAX_NAME = 256
 
 
 class ProbeError(HeadgateError, ValueError):

@@ -54,6 +54,25 @@ def read_probe(document: Mapping[str, Any], hidden: int) -> Probe:
         raise RequestError(error.field or "weight", error.message) from error
 
 
+def probe_document(probe: Probe) -> dict[str, Any]:
+    """Return the fields that `read_probe` reads back; metadata is not among them.
+
+    Raises:
+        ProbeError: If it is an MLP.
+    """
+    check_kind(probe.kind)
+    return {
+        "at": probe.site.name,
+        "weight": probe.weight,
+        "bias": probe.biases.tolist(),
+        "kind": probe.kind.value,
+        "threshold": probe.threshold,
+        "classes": list(probe.classes),
+        "pooling": probe.pooling,
+        "model": probe.model,
+    }
+
+
 def _weight(value: Any, hidden: int) -> FloatArray:
     if isinstance(value, Mapping) and isinstance(value.get("shape"), list | tuple) and len(value["shape"]) == 2:
         return _packed(value, hidden)
