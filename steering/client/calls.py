@@ -273,11 +273,11 @@ def register_probe(access: Access, name: str, probe: ProbeSource) -> Call[ProbeS
     """Return the call that registers a probe: one, a file of one on this machine, or its fields."""
     if isinstance(probe, str | os.PathLike):
         probe = load_probe(probe)
-    fields = dict(probe) if isinstance(probe, Mapping) else probe_document(probe)
+    fields: dict[str, Any] = dict(probe) if isinstance(probe, Mapping) else probe_document(probe)
     weight, bias = fields.get("weight"), fields.get("bias")
-    rows = list(weight) if getattr(weight, "ndim", 1) == 2 else weight
+    rows: Any = list(weight) if weight is not None and getattr(weight, "ndim", 1) == 2 else weight
     fields["weight"] = pack_arrays(rows, "weight", as_text=not access.is_binary)
-    fields["bias"] = bias.tolist() if hasattr(bias, "tolist") else bias
+    fields["bias"] = bias.tolist() if bias is not None and hasattr(bias, "tolist") else bias
     body = {"name": name, **fields}
     return Call(path="/v1/steering/probes/register", body=body, read=_reader(ProbeStatus), key=access.steering_key)
 

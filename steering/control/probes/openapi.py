@@ -53,7 +53,7 @@ _EXAMPLE = {
     "hidden_size": 3,
     "threshold": 0.5,
     "pooling": "token",
-    "model": None,
+    "model": "google/gemma-3-4b-it",
     "metadata": {},
     "sha256": HASH,
 }
