@@ -67,8 +67,8 @@ def headgate_metrics() -> MetricsPart:
 
 @hookimpl
 def headgate_commands() -> dict[str, str]:
-    """``headgate sae``."""
-    return {"sae": "headgate.steering.features.commands:app"}
+    """``headgate sae`` and ``headgate probe``."""
+    return {"sae": "headgate.steering.features.commands:app", "probe": "headgate.steering.probes.commands:app"}
 
 
 @hookimpl

@@ -76,7 +76,7 @@ HOST_PACKAGES = {
 }
 """Packages that come with the user's own vLLM; the last is for type checkers alone."""
 
-EXTRAS = {"gguf", "httpx", "matplotlib", "pytest"}
+EXTRAS = {"gguf", "httpx", "matplotlib", "pytest", "sklearn"}
 """Packages of the optional dependencies, imported inside the function or the module that needs them."""
 
 IMPORT_NAMES = {"pyyaml": "yaml", "pyzmq": "zmq"}

@@ -4,17 +4,41 @@
 
     from headgate.steering import probes
 
-    probe = probes.load("anger.safetensors")
-    probe.site, probe.kind, probe.threshold   # Site(12, post_mlp), ProbeKind.LINEAR, 0.5
+    probe = probes.fit("captures", {"req-1": True, "req-2": False}, at="12.post_mlp")
+    probe.threshold, probe.metadata["held_out_auroc"]
     probe.scores(rows)                        # float64 [n, classes] of rows [n, hidden]
+    probes.save("anger.safetensors", probe)   # for --probes anger=anger.safetensors
 
 * ``probe``: `Probe`, with the reference for scores.
-* ``files``: safetensors files of probes.
+* ``files``: safetensors files of probes; ``wire``: probes as plain values.
+* ``labels`` and ``examples``: labelled rows, of captures or arrays.
+* ``fitting``: `fit`; ``from_others``: `from_sklearn` and `from_direction`.
+* ``rating`` and ``judging``: ROC curves, thresholds, and all figures of a probe.
+* ``commands``: ``headgate probe``.
 """
 
 from __future__ import annotations
 
 from headgate.steering.probes.files import load, save
+from headgate.steering.probes.fitting import fit
+from headgate.steering.probes.from_others import from_direction, from_sklearn
+from headgate.steering.probes.judging import Evaluation, evaluate
+from headgate.steering.probes.labels import read_labels
 from headgate.steering.probes.probe import Activation, HiddenLayer, Pooling, Probe, ProbeError, ProbeKind
 
-__all__ = ["Activation", "HiddenLayer", "Pooling", "Probe", "ProbeError", "ProbeKind", "load", "save"]
+__all__ = [
+    "Activation",
+    "Evaluation",
+    "HiddenLayer",
+    "Pooling",
+    "Probe",
+    "ProbeError",
+    "ProbeKind",
+    "evaluate",
+    "fit",
+    "from_direction",
+    "from_sklearn",
+    "load",
+    "read_labels",
+    "save",
+]
