@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from headgate.capture.engine.contracts.captures import StoredRequest
 from headgate.capture.engine.contracts.parts import stored_requests
+from headgate.capture.schema.errors import shown
 from headgate.capture.schema.sites import Site
 from headgate.steering.probes.labels import Labels, label_of, labels_of
 from headgate.steering.probes.probe import FloatArray, Pooling, ProbeError
@@ -63,10 +64,13 @@ def examples_of(captures: Captures | Any, labels: Labels | Sequence[Any], site: 
         return _of_array(captures, labels)
     if not isinstance(labels, Mapping):
         raise ProbeError(f"expected labels by request, got a {type(labels).__name__}")
-    is_path = isinstance(captures, str | os.PathLike)
-    requests = list(stored_requests(os.fspath(captures)) if is_path else captures)
+    requests: list[StoredRequest]
+    if isinstance(captures, str | os.PathLike):
+        requests = list(stored_requests(os.fspath(captures)))
+    else:
+        requests = list(captures)
     if not requests:
-        raise ProbeError(f"{captures if is_path else 'captures'}: there are no captured requests")
+        raise ProbeError(f"{shown(captures)}: there are no captured requests")
     names = labels_of(requests, labels)
     pieces = [_pooled(request, site, pooling) for request in requests]
     sizes = [len(piece) for piece in pieces]

@@ -65,10 +65,10 @@ def fit(
         raise ProbeError(f"expected one of {', '.join(POOLINGS)}; got {shown(pooling)}", "pooling")
     if method not in ("mean_difference", "logistic"):
         raise ProbeError(f"unknown method {shown(method)}; expected 'mean_difference' or 'logistic'")
-    if not 0 <= held_out < 1 or not regularization > 0:
-        raise ProbeError(
-            f"expected held_out from 0 to below 1, and regularization above 0; got {held_out}, {regularization}"
-        )
+    if not 0 <= held_out < 1:
+        raise ProbeError(f"expected a share held_out from 0 to below 1, got {held_out}")
+    if not regularization > 0:
+        raise ProbeError(f"expected a regularization above 0, got {regularization}")
     examples = examples_of(captures, labels, site, pooling)
     name = positive_of(examples.labels.tolist(), positive)
     train, test = split(examples, held_out, seed)

@@ -87,7 +87,8 @@ def from_sklearn(
     Raises:
         ProbeError: If it is another estimator, or not fitted.
     """
-    *scalers, last = [step for _, step in estimator.steps] if hasattr(estimator, "steps") else [estimator]
+    steps: list[Any] = [step for _, step in estimator.steps] if hasattr(estimator, "steps") else [estimator]
+    *scalers, last = steps
     learn = sklearn()
     known = {name: getattr(getattr(learn, module), name) for module, names in _ESTIMATORS.items() for name in names}
     if not isinstance(last, tuple(known.values())):
