@@ -64,11 +64,8 @@ def examples_of(captures: Captures | Any, labels: Labels | Sequence[Any], site: 
         return _of_array(captures, labels)
     if not isinstance(labels, Mapping):
         raise ProbeError(f"expected labels by request, got a {type(labels).__name__}")
-    requests: list[StoredRequest]
-    if isinstance(captures, str | os.PathLike):
-        requests = list(stored_requests(os.fspath(captures)))
-    else:
-        requests = list(captures)
+    opened: Any = stored_requests(os.fspath(captures)) if isinstance(captures, str | os.PathLike) else captures
+    requests: list[StoredRequest] = list(opened)
     if not requests:
         raise ProbeError(f"{shown(captures)}: there are no captured requests")
     names = labels_of(requests, labels)

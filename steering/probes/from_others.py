@@ -88,7 +88,7 @@ def from_sklearn(
         ProbeError: If it is another estimator, or not fitted.
     """
     steps: list[Any] = [step for _, step in estimator.steps] if hasattr(estimator, "steps") else [estimator]
-    *scalers, last = steps
+    scalers, last = steps[:-1], steps[-1]
     learn = sklearn()
     known = {name: getattr(getattr(learn, module), name) for module, names in _ESTIMATORS.items() for name in names}
     if not isinstance(last, tuple(known.values())):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ def store(root: Path, num_requests: int = 40, positions: Any = "all", num_sample
     for number in range(num_requests):
         wanted = {"hooks": {"post_mlp": [1, 3]}, "positions": positions}
         spec = FilesystemConsumer.validate_client_spec(wanted, spec_context(files.params, f"client-{number}"))
-        for _ in range(num_samples):
-            files.feed.whole(ClassRequest(spec, f"request-{number}", prompt=PROMPT, output=OUTPUT))
+        for sample in range(num_samples):
+            request = ClassRequest(spec, f"request-{number}", prompt=PROMPT, output=OUTPUT)
+            request.info = replace(request.info, sample_index=sample, num_samples=num_samples)
+            files.feed.whole(request)
     files.close()
     return {f"client-{number}": number % 2 for number in range(num_requests)}
