@@ -13,6 +13,7 @@ The folders, in the order in which they import each other:
 * ``programs/``: operations at a site beyond addition: their methods, and the entries that they are lowered to;
   `headgate.steering.ops` makes them by name.
 * ``features/``: SAEs and transcoders as files, and the command ``headgate sae``.
+* ``probes/``: scores of rows: made from captures, judged, as files, and the command ``headgate probe``.
 * ``requests/``: a request's fields in every form, read into a spec and its wire form.
 * ``files/``: vectors on disk (safetensors, JSON, GGUF).
 * ``core/``: in the engine core: global vectors, named modules, slots for requests, keys of KV blocks.

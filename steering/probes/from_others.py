@@ -91,7 +91,8 @@ def from_sklearn(
     scalers, last = steps[:-1], steps[-1]
     learn = sklearn()
     known = {name: getattr(getattr(learn, module), name) for module, names in _ESTIMATORS.items() for name in names}
-    if not isinstance(last, tuple(known.values())):
+    kinds: Any = tuple(known.values())
+    if not isinstance(last, kinds):
         raise ProbeError(f"expected one of {', '.join(known)}, or a pipeline that ends in one; got {shown(last)}")
     if not hasattr(last, "coef_"):
         raise ProbeError(f"{shown(last)} is not fitted")

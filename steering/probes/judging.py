@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """What a threshold does.
+    """The rows that fire at a threshold.
 
     Attributes:
         threshold: Rows with a higher score fire.

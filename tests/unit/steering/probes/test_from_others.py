@@ -106,11 +106,11 @@ def test_what_is_no_linear_classifier_is_refused() -> None:
 
     x, y = rows(2)
     ridge = linear_model.RidgeClassifier()
-    with pytest.raises(ProbeError, match="expected one of LogisticRegression, .* got GaussianNB"):
+    with pytest.raises(ProbeError, match=r"expected one of LogisticRegression, .* got GaussianNB"):
         from_sklearn(GaussianNB().fit(x, y), at=SITE)
     with pytest.raises(ProbeError, match="is not fitted"):
         from_sklearn(ridge, at=SITE)
-    with pytest.raises(ProbeError, match="must be StandardScaler; got MinMaxScaler"):
+    with pytest.raises(ProbeError, match=r"must be StandardScaler; got MinMaxScaler"):
         from_sklearn(make_pipeline(MinMaxScaler(), ridge).fit(x, y), at=SITE)
     with pytest.raises(ProbeError, match="one-of-many labels only"):
         from_sklearn(ridge.fit(x, np.stack([y, 1 - y], axis=1)), at=SITE)
