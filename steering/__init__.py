@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from headgate.capture import LLM, SamplingParams, additional_config
     from headgate.capture.schema.errors import ConfigError, RequestError
     from headgate.capture.schema.sites import HookPoint, Site
-    from headgate.steering import ops
+    from headgate.steering import ops, probes
     from headgate.steering.config import SteeringConfig
     from headgate.steering.control.handle import AsyncSteering, Steering
     from headgate.steering.files.vector_files import VectorFile, VectorFileError, load, save
@@ -68,6 +68,7 @@ __all__ = [
     "mean_difference",
     "ops",
     "pca",
+    "probes",
     "save",
     "weighted_sum",
 ]
@@ -87,8 +88,8 @@ _LATE = {name: module for module, names in _WHERE.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ops":
-        return import_module("headgate.steering.ops")
+    if name in ("ops", "probes"):
+        return import_module(f"headgate.steering.{name}")
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_LATE[name]), name)

@@ -11,6 +11,7 @@ import pytest
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import HookPoint, Site, sort_sites
 from headgate.steering.config import SteeringConfig, parse_config
+from headgate.steering.probes import from_direction, save
 from tests.fakes.saes import TinySae
 from tests.fakes.sparse_coders import save
 from tests.fakes.transcoders import TinyTranscoder
@@ -53,6 +54,8 @@ def test_a_request_may_bring_what_can_ever_fit(config: SteeringConfig, expected:
         ({"modules": {"": "a.json"}}, "module's name"),
         ({"modules": {"calm": ""}}, "modules.calm: the path is empty"),
         ({"saes": {"calm": ""}}, "saes.calm: the path is empty"),
+        ({"probes": {"calm": ""}}, "probes.calm: the path is empty"),
+        ({"probes": {"": "x"}}, "probes: expected a probe's name"),
         ({"max_sae_features": 0}, "max_sae_features must be from 1 to 1024, got 0"),
         ({"sae_encode": "a"}, "Expected `array`"),
         (
@@ -98,6 +101,22 @@ def test_the_site_of_an_sae_is_an_op_site_and_room_for_its_features_is_made(tmp_
     assert steerable.max_sae_features == 64
     assert config.max_entries == SteeringConfig().max_entries + 64
     assert SteeringConfig(sae_root="/x").max_entries == config.max_entries
+
+
+def test_the_site_of_a_probe_is_an_op_site(tmp_path: Path) -> None:
+    path = tmp_path / "p.safetensors"
+    save(path, from_direction([1.0] * 8, at="1.mlp_out"))
+    config = SteeringConfig(probes={"p": str(path)}, op_sites={"post_mlp": [1]})
+
+    steerable = config.steerable(num_layers=2, hidden_size=8, dtype="float32")
+
+    assert [site.name for site in steerable.op_sites] == ["1.mlp_out", "1.post_mlp"]
+    with pytest.raises(ConfigError, match=r"probes\.p \(--probes\): 1\.mlp_out: the model has 1 layers"):
+        SteeringConfig(probes={"p": str(path)}).steerable(num_layers=1, hidden_size=8, dtype="float32")
+    with pytest.raises(ConfigError, match=r"probes\.q \(--probes\): .*no such file"):
+        SteeringConfig(probes={"q": str(tmp_path / "q.safetensors")}).steerable(
+            num_layers=2, hidden_size=8, dtype="float32"
+        )
 
 
 def test_an_sae_without_a_site_is_refused(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def test_flags_become_the_section(parser: argparse.ArgumentParser) -> None:
     assert named == {"modules": {"a": "/x/a.json", "b": "b=c.gguf", "c": "d.json"}}
     saes = section(parser, "--saes", "a=/x@12.post_mlp", "--saes", "b=c", "--sae-root", "/y", "--max-sae-features", "8")
     assert saes == {"saes": {"a": "/x@12.post_mlp", "b": "c"}, "sae_root": "/y", "max_sae_features": 8}
+    assert section(parser, "--probes", "a=x", "--probes", "b=y") == {"probes": {"a": "x", "b": "y"}}
     encoded = section(parser, "--saes", "a=x", "b=y", "c=z", "--sae-encode", "a,b", "--sae-encode", "c")
     assert encoded == {"saes": {"a": "x", "b": "y", "c": "z"}, "sae_encode": ["a", "b", "c"]}
     base = {"headgate": {"steering": {"saes": {"a": "x", "b": "y"}, "sae_encode": ["a"]}}}

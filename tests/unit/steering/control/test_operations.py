@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from headgate.steering import ops
 from headgate.steering.config import SteeringConfig
 from headgate.steering.control.handle import AsyncSteering, Steering
 from headgate.steering.core.steering_core import SteeringCore
+from headgate.steering.probes import from_direction, save
 from headgate.steering.vectors.phase_vectors import Steerable
 
 STEERABLE = Steerable(
@@ -148,6 +150,70 @@ def test_what_one_refuses_the_others_take_back(method: str, change: Any, which: 
     asyncio.run(change(steering))
     assert content(engines[0]) != before
     assert [content(engine) for engine in engines[1:]] == [content(engines[0])] * 2
+
+
+PROBE = from_direction([1.0, 0.0, 2.0, 0.0], at="1.post_mlp", threshold=0.5, metadata={"auroc": "0.9"})
+
+
+def probes_of(engine: EngineCore) -> Any:
+    return engine.part.call("status", {})["probes"]
+
+
+def test_a_probe_comes_as_itself_as_a_file_or_as_fields(tmp_path: Path) -> None:
+    steering = one(EngineCore())
+    save(tmp_path / "p.safetensors", PROBE)
+    fields = {"at": "1.post_mlp", "weight": PROBE.weight[0], "threshold": np.float64(0.5)}
+
+    found = [
+        steering.register_probe(f"p{at}", source)
+        for at, source in enumerate([PROBE, tmp_path / "p.safetensors", fields])
+    ]
+
+    assert [status.sha256 for status in found] == [PROBE.sha256] * 3
+    assert [status.metadata for status in found] == [{"auroc": "0.9"}, {"auroc": "0.9"}, {}]
+    assert list(steering.probes()) == ["p0", "p1", "p2"]
+    assert steering.unregister_probe("p1") == found[1]
+    assert steering.probes() == {"p0": found[0], "p2": found[2]}
+    with pytest.raises(RequestError, match=r"name: unknown probe 'p1'; registered: p0, p2"):
+        steering.unregister_probe("p1")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("/nowhere.safetensors", "path: .*no such file"),
+        (3, "probe: expected a Probe, a path or an object of its fields"),
+        (from_direction([1.0] * 4, at="0.post_mlp"), "at: no probe can read at 0.post_mlp; declared sites: 1.post_mlp"),
+        (from_direction([1.0] * 3, at="1.post_mlp"), "weight: expected rows of 4 values, the hidden size; got 3"),
+        ({"at": "1.post_mlp", "weight": [1.0] * 4, "wait": 1}, "wait: is no field of a probe"),
+    ],
+)
+def test_a_probe_that_cannot_be_registered_is_refused(source: Any, message: str) -> None:
+    engine = EngineCore()
+
+    with pytest.raises(RequestError, match=message):
+        one(engine).register_probe("p", source)
+
+    assert probes_of(engine) == {}
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("method", ["register_probe", "unregister_probe"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_change_of_probes_that_one_refuses_the_others_take_back(method: str, which: int, is_there: bool) -> None:
+    engines = [EngineCore() for _ in range(3)]
+    steering = several(*engines)
+    if is_there:
+        asyncio.run(steering.register_probe("p", PROBE))
+    before = probes_of(engines[0])
+    engines[which].refused = {method}
+    other = from_direction([0.0, 0.0, 2.0, 0.0], at="1.post_mlp")
+
+    with pytest.raises(RequestError):
+        asyncio.run(steering.register_probe("p", other) if "un" not in method else steering.unregister_probe("p"))
+
+    assert [probes_of(engine) for engine in engines] == [before] * 3
+    assert list(asyncio.run(steering.probes())) == list(before)
 
 
 def test_what_cannot_be_taken_back_is_told() -> None:
