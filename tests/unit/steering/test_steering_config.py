@@ -10,8 +10,8 @@ import pytest
 
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import HookPoint, Site, sort_sites
+from headgate.steering import probes
 from headgate.steering.config import SteeringConfig, parse_config
-from headgate.steering.probes import from_direction, save
 from tests.fakes.saes import TinySae
 from tests.fakes.sparse_coders import save
 from tests.fakes.transcoders import TinyTranscoder
@@ -105,7 +105,7 @@ def test_the_site_of_an_sae_is_an_op_site_and_room_for_its_features_is_made(tmp_
 
 def test_the_site_of_a_probe_is_an_op_site(tmp_path: Path) -> None:
     path = tmp_path / "p.safetensors"
-    save(path, from_direction([1.0] * 8, at="1.mlp_out"))
+    probes.save(path, probes.from_direction([1.0] * 8, at="1.mlp_out"))
     config = SteeringConfig(probes={"p": str(path)}, op_sites={"post_mlp": [1]})
 
     steerable = config.steerable(num_layers=2, hidden_size=8, dtype="float32")
