@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from headgate.capture.schema.errors import EngineStateError, RequestError
+from headgate.steering import probes
 from tests.fakes.steering_forms import HIDDEN, ROW
 from tests.frontend.conftest import ENGINE
 from tests.frontend.test_async_llm import last_of
@@ -33,7 +34,7 @@ class Engine:
         from headgate.steering import additional_config
 
         self.loop = asyncio.new_event_loop()
-        config = additional_config(steering={"max_steering_slots": 20})
+        config = additional_config(steering={"max_steering_slots": 20, "op_sites": {"post_mlp": [3]}})
         settings = {**ENGINE, "worker_cls": WORKER, "additional_config": config, **settings}
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model_dir), **settings))
         self.steering = self.llm.steering
@@ -225,3 +226,19 @@ def test_engine_cores_that_differ_are_told(engine: Engine) -> None:
 def test_what_can_be_steered(engine: Engine) -> None:
     assert list(engine.steering.layers()) == ["pre_attn", "post_attn", "post_mlp"]
     assert engine.steering.steerable.hidden_size == HIDDEN
+
+
+def test_a_probe_is_registered_listed_and_forgotten(engine: Engine, tmp_path: Path) -> None:
+    steering = engine.steering
+    probe = probes.from_direction(range(HIDDEN), at="3.post_mlp", threshold=0.5, metadata={"auroc": "0.9"})
+    probes.save(tmp_path / "p.safetensors", probe)
+
+    registered = engine.run(steering.register_probe("anger", tmp_path / "p.safetensors"))
+
+    assert (registered.sha256, registered.metadata, registered.at) == (probe.sha256, {"auroc": "0.9"}, "3.post_mlp")
+    assert engine.run(steering.probes()) == {"anger": registered}
+    assert engine.run(steering.audit())[-1]["action"] == "register_probe"
+    with pytest.raises(RequestError, match=r"at: no probe can read at 2\.post_mlp"):
+        engine.run(steering.register_probe("other", {"at": "2.post_mlp", "weight": ROW}))
+    assert engine.run(steering.unregister_probe("anger")) == registered
+    assert engine.run(steering.probes()) == {}

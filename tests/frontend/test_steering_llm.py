@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from headgate.capture.schema.errors import RequestError
-from headgate.steering import probes
 from headgate.steering.programs.spec import from_wire, to_wire
 from headgate.steering.requests.request_fields import read_steering
 from tests.fakes.saes import TinySae
@@ -397,18 +396,3 @@ def test_an_sae_is_registered_offline_and_a_module_may_change_its_features(llm: 
     with pytest.raises(TypeError, match="features"):
         llm.steering.set(features=[EDIT])
     assert "register_sae" in [entry["action"] for entry in llm.steering.audit()]
-
-
-def test_a_probe_is_registered_listed_and_forgotten(llm: Any, tmp_path: Path) -> None:
-    probe = probes.from_direction(np.linspace(-1, 1, HIDDEN), at="3.post_mlp", threshold=0.5, metadata={"auroc": "0.9"})
-    probes.save(tmp_path / "p.safetensors", probe)
-
-    registered = llm.steering.register_probe("anger", tmp_path / "p.safetensors")
-
-    assert (registered.sha256, registered.metadata, registered.at) == (probe.sha256, {"auroc": "0.9"}, "3.post_mlp")
-    assert llm.steering.probes() == {"anger": registered}
-    assert llm.steering.audit()[-1]["action"] == "register_probe"
-    with pytest.raises(RequestError, match=r"at: no probe can read at 2\.post_mlp"):
-        llm.steering.register_probe("other", {"at": "2.post_mlp", "weight": ROW})
-    assert llm.steering.unregister_probe("anger") == registered
-    assert llm.steering.probes() == {}
