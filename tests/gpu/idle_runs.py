@@ -24,9 +24,9 @@ PARTS: dict[str, dict[str, Any]] = {
     "both": {"capture": {"consumers": [{"name": "memory"}]}, "steering": {}},
     "ops": {"steering": {"op_sites": {"pre_attn": [1, 2], "post_attn": [1, 2], "post_mlp": [0, 1]}}},
     "ops-branches": {"steering": {"op_sites": {hook: [1, 2] for hook in BRANCHES}}},
-    "saes": {"steering": {"saes": {"encoded": "encoded", "transcoder": "transcoder"}, "sae_encode": ["encoded"]}},
+    "saes": {"steering": {"saes": {"encoded": "1.post_mlp", "transcoder": "1.mlp_in"}, "sae_encode": ["encoded"]}},
 }
-"""SAEs are named by their folders beside the answers."""
+"""SAEs are given by their sites; they are written beside the answers."""
 LENGTHS = (1, 2, 3, 700, 1500)
 NUM_REQUESTS = 40
 MAX_TOKENS = 24
@@ -38,10 +38,11 @@ def with_saes(headgate: dict[str, Any], folder: Path) -> dict[str, Any]:
     if "saes" not in steering:
         return headgate
     size = size_of(os.environ["GPU_TEST_MODEL"])
-    paths = {name: folder / name for name in steering["saes"]}
-    for name, path in paths.items():
-        write_sae(path, 4096, size, layer=1, is_transcoder=name == "transcoder")
-    return {**headgate, "steering": {**steering, "saes": {name: str(path) for name, path in paths.items()}}}
+    found = {}
+    for name, site in steering["saes"].items():
+        path = write_sae(folder / name, 4096, size, layer=1, is_transcoder=name == "transcoder")
+        found[name] = f"{path}@{site}"
+    return {**headgate, "steering": {**steering, "saes": found}}
 
 
 def main() -> None:
