@@ -63,7 +63,7 @@ def sae_flags(encoded: str, folder: Path, size: ModelSize) -> list[str]:
         size: Of the model.
     """
     name = encoded or FEATURES_OF
-    path = folder / f"sae-{name}"
+    path = folder / f"sae-{name}.cache"  # nothing to bring home
     if not (path / "cfg.json").exists():
         write_sae(path, SIZES[name], size, layer=size.num_layers // 2)
     return ["--saes", f"{name}={path}", *(["--sae-encode", encoded] if encoded else [])]
