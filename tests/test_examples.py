@@ -43,11 +43,12 @@ def test_the_demo_captures_what_hugging_face_computes(model_dir: Path, tmp_path:
     assert "equal" in printed
     assert (tmp_path / "residual-stream.png").read_bytes().startswith(b"\x89PNG")
     assert "more strength, more joy" in printed
+    assert "joy ablated" in printed
     assert (tmp_path / "steering.png").read_bytes().startswith(b"\x89PNG")
     assert load(tmp_path / "joy.safetensors").vectors is not None
     captures = open_captures(tmp_path / "captures")
     assert Counter(capture.tag for capture in captures) >= Counter(
-        {"contrast-glad": 12, "contrast-sad": 12, "steered": 4}
+        {"contrast-glad": 12, "contrast-sad": 12, "ablated-glad": 12, "ablated-sad": 12, "steered": 4}
     )
     found = {capture.name: capture for capture in captures if capture.tag in ("default", "probe")}
     assert sorted(found) == ["branches", "capital", "every-fourth", "probe-fire", "probe-japan", "sea", "user-turn"]

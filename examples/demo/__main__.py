@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-from examples.demo.account import console, section, show_check, show_files, show_requests, show_steered
+from examples.demo.account import console, section, show_ablated, show_check, show_files, show_requests, show_steered
 from examples.demo.requests import ASKS, EVERY_HOOK, Answer, send_all
 from examples.demo.server import Server, ServerError
-from examples.demo.steer import LAYER, Steered, SteeringDemoError, steer
+from examples.demo.steer import LAYER, OP_SITES, Apart, Steered, SteeringDemoError, steer
 from examples.model import ModelError, ensure_model
 from headgate.consumers.reader import open_captures
 from headgate.steering.files import vector_files
@@ -45,7 +45,7 @@ def run(model: Path, out: Path, dtype: str) -> int:
     captures = out / "captures"
     shutil.rmtree(captures, ignore_errors=True)
     captures.mkdir(parents=True)
-    answers, steered = serve_and_ask(model, out, captures, dtype)
+    answers, steered, apart = serve_and_ask(model, out, captures, dtype)
     folder = open_captures(captures)
     show_requests(answers)
     show_files(folder, captures)
@@ -65,18 +65,21 @@ def run(model: Path, out: Path, dtype: str) -> int:
     section("Picture", f"{picture}: the residual stream of the request 'sea'")
     section("Steer", f"a vector made from 24 captured prompts, added at {LAYER}.post_mlp; all in one batch")
     has_shifted = show_steered(steered)
+    is_ablated = show_ablated(apart)
     draw_moods(steered, LAYER, out / "steering.png")
     console.print(f"{out / 'steering.png'}: the same layer by layer; {out / 'joy.safetensors'}: the vector")
-    return 0 if is_right and has_shifted else 1
+    return 0 if is_right and has_shifted and is_ablated else 1
 
 
-def serve_and_ask(model: Path, out: Path, captures: Path, dtype: str) -> tuple[list[Answer], list[Steered]]:
+def serve_and_ask(model: Path, out: Path, captures: Path, dtype: str) -> tuple[list[Answer], list[Steered], Apart]:
     """Start the server, send the requests, steer, stop the server."""
     capture = {
         "consumers": [{"name": "filesystem", "params": {"root": str(captures.resolve())}}],
         "sites": EVERY_HOOK,
     }
-    server = Server(model, headgate={"capture": capture, "steering": {}}, dtype=dtype, log=out / "server.log")
+    server = Server(
+        model, headgate={"capture": capture, "steering": {"op_sites": OP_SITES}}, dtype=dtype, log=out / "server.log"
+    )
     started = time.monotonic()
     with console.status("vllm serve is starting ..."), server:
         console.print(f"ready after {time.monotonic() - started:.0f} s at {server.url} (log: {server.log})")
@@ -85,12 +88,12 @@ def serve_and_ask(model: Path, out: Path, captures: Path, dtype: str) -> tuple[l
         answers = asyncio.run(send_all(server.url, model.name))
         took = time.monotonic() - asked
         console.print("making a vector of 24 contrast prompts and steering with it ...")
-        vector, steered = asyncio.run(steer(server.url, model.name, captures))
+        vector, steered, apart = asyncio.run(steer(server.url, model.name, captures))
     num_prompt = sum(answer.num_prompt_tokens for answer in answers)
     num_answer = sum(answer.num_answer_tokens for answer in answers)
     console.print(f"served {num_prompt} prompt tokens and {num_answer} answer tokens in {took:.1f} s")
     vector_files.save(out / "joy.safetensors", vector)
-    return answers, steered
+    return answers, steered, apart
 
 
 if __name__ == "__main__":

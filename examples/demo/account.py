@@ -13,7 +13,7 @@ from examples.demo.requests import Answer
 
 if TYPE_CHECKING:
     from examples.demo.check import HookError
-    from examples.demo.steer import Steered
+    from examples.demo.steer import Apart, Steered
     from headgate.consumers.reader import CaptureFolder
 
 EXPLAINED = {
@@ -63,7 +63,7 @@ def show_files(folder: CaptureFolder, root: Path) -> None:
     table = table_of("file", ">sites", ">rows", "dtype", ">size")
     num_vectors = num_bytes = 0
     for capture in folder:
-        if capture.tag.startswith(("contrast", "steered")):
+        if capture.tag.startswith(("contrast", "ablated", "steered")):
             continue
         name = Path(capture.paths[0]).relative_to(root.resolve())
         if capture.layout == "raw":
@@ -102,6 +102,18 @@ def show_steered(steered: list[Steered]) -> bool:
     verdict = "[green]more strength, more joy[/green]" if is_ordered else "[red]NOT IN ORDER[/red]"
     console.print(f"{verdict}: there, 0 is the mean of the sad prompts and 1 that of the glad ones")
     return is_ordered
+
+
+def show_ablated(apart: Apart) -> bool:
+    """How far glad and sad prompts lie apart with and without the direction; returns whether little is left of it."""
+    plain, ablated = (abs(float(one[SEEN_AT])) for one in (apart.plain, apart.ablated))
+    is_gone = ablated < plain / 5
+    verdict = "[green]joy ablated[/green]" if is_gone else "[red]STILL THERE[/red]"
+    console.print(
+        f"{verdict}: along the vector, glad and sad prompts lie {plain:.2f} apart at layer {SEEN_AT}; with its "
+        f"direction taken out of every layer before, {ablated:.2f}"
+    )
+    return is_gone
 
 
 def shorten(text: str, width: int = 52) -> str:

@@ -1,4 +1,4 @@
-"""The loop closed: capture contrast prompts, make a vector of them, steer with it beside an unsteered request."""
+"""The loop closed: capture contrast prompts, make a vector of them, steer with it beside a plain request, ablate it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 from examples.demo.requests import Answer, Ask, send
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.reader import StoredCapture, open_captures
+from headgate.steering import ops
 from headgate.steering.vectors.directions import mean_difference
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 
@@ -30,6 +31,10 @@ TOPICS = (
     *("a letter from home", "my garden", "the new house", "a long day", "the concert", "my exam"),
 )
 EVERY_LAYER = {"hooks": {"post_mlp": "all"}}
+OP_SITES = dict.fromkeys(("post_attn", "post_mlp"), "all")
+"""Where the server lets operations act."""
+ABLATED = "ablated-"
+"""Tag of the contrast prompts out of whose stream the vector's direction is taken, before the feeling."""
 
 
 class SteeringDemoError(RuntimeError):
@@ -52,8 +57,21 @@ class Steered:
     mood: Float64Array
 
 
-async def steer(url: str, model: str, captures: Path) -> tuple[PhaseVectors, list[Steered]]:
-    """Make the vector, and answer one question at all strengths at once.
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """How far glad prompts lie from sad ones along the vector's direction, layer by layer.
+
+    Attributes:
+        plain: ``[layers]``.
+        ablated: The same prompts with that direction ablated behind every attention and every MLP.
+    """
+
+    plain: Float64Array
+    ablated: Float64Array
+
+
+async def steer(url: str, model: str, captures: Path) -> tuple[PhaseVectors, list[Steered], Apart]:
+    """Make the vector, answer one question at all strengths, and ablate its direction, all at once.
 
     Raises:
         SteeringDemoError: If a capture failed.
@@ -63,13 +81,17 @@ async def steer(url: str, model: str, captures: Path) -> tuple[PhaseVectors, lis
         means = {feeling: mean_rows(captures, f"contrast-{feeling}") for feeling in FEELINGS}
         glad, sad = ({Site(LAYER, HookPoint.POST_MLP): rows[LAYER]} for rows in means.values())
         vector = mean_difference(glad, sad)
-        answers = await gather(send(client, model, ask, steered_by(vector, s)) for s, ask in steered_asks())
+        ablation = {"steering_ops": [ops.ablate(vector.float32()[0].tolist(), everywhere())]}
+        sent = [send(client, model, ask, steered_by(vector, s)) for s, ask in steered_asks()]
+        answers = await gather([*sent, *(send(client, model, ask, ablation) for ask in contrast_asks(ABLATED))])
     glad_LD, sad_LD = (np.stack([rows.mean(axis=0) for rows in feeling]) for feeling in means.values())
     found = {capture.request_id: capture for capture in open_captures(captures) if capture.tag == "steered"}
-    return vector, [
+    steered = [
         Steered(strength, answer.text, mood(found[answer.ask.name], glad_LD, sad_LD))
-        for (strength, _), answer in zip(steered_asks(), answers, strict=True)
+        for (strength, _), answer in zip(steered_asks(), answers, strict=False)
     ]
+    ablated = [mean_rows(captures, f"{ABLATED}{feeling}") for feeling in FEELINGS]
+    return vector, steered, Apart(apart(list(means.values()), vector), apart(ablated, vector))
 
 
 async def gather(sent: Iterable[Any]) -> list[Answer]:
@@ -81,14 +103,14 @@ async def gather(sent: Iterable[Any]) -> list[Answer]:
     return answers
 
 
-def contrast_asks() -> list[Ask]:
-    """Prompts that differ in the feeling alone; wanted is their last token's stream."""
+def contrast_asks(kind: str = "contrast-") -> list[Ask]:
+    """Prompts that differ in the feeling alone; wanted is their last token's stream. Tags begin with `kind`."""
     return [
         Ask(
-            name=f"{feeling}-{number}",
+            name=f"{kind}{feeling}-{number}",
             question=f"I feel {words} when I think about {topic}.",
             wants="post_mlp at the last prompt token",
-            capture={**EVERY_LAYER, "positions": "last_prompt", "tag": f"contrast-{feeling}"},
+            capture={**EVERY_LAYER, "positions": "last_prompt", "tag": f"{kind}{feeling}"},
             max_tokens=1,
         )
         for feeling, words in FEELINGS.items()
@@ -115,6 +137,19 @@ def mean_rows(captures: Path, tag: str) -> list[Float64Array]:
     found = [capture for capture in open_captures(captures) if capture.tag == tag]
     sites = found[0].sites
     return [np.concatenate([capture.numpy(site) for capture in found]).astype(np.float64) for site in sites]
+
+
+def everywhere() -> list[dict[str, Any]]:
+    """`OP_SITES` as an operation names sites."""
+    return [{"hook": hook, "layers": layers} for hook, layers in OP_SITES.items()]
+
+
+def apart(feelings: list[list[Float64Array]], vector: PhaseVectors) -> Float64Array:
+    """``[layers]``: how far the means of two feelings' rows lie apart along the vector's direction."""
+    glad_LD, sad_LD = (np.stack([rows.mean(axis=0) for rows in layers]) for layers in feelings)
+    direction = vector.float32()[0].astype(np.float64)
+    along: Float64Array = (glad_LD - sad_LD) @ (direction / np.linalg.norm(direction))
+    return along
 
 
 def mood(answer: StoredCapture, glad_LD: Float64Array, sad_LD: Float64Array) -> Float64Array:

@@ -66,6 +66,8 @@ MAIN_MODES = ("stock", "installed", "both idle", "16 msgpack", "1 layer", "all l
 PARTS_MODES = ("stock", "installed", "both idle", "1 layer forgotten", "1 layer cut", "1 layer", "1 layer far")
 STEPS_MODES = ("stock", "both idle", "1 layer forgotten", "1 layer", "1 layer far", "16 msgpack")
 OPS_MODES = ("stock", "ops idle", "4 ops")
+SAE_SERVERS = ("stock", "features", "encode 16k", "encode 65k")
+SAE_MODES = ("stock", "features idle", "16 features", "encode 16k idle", "encode 16k", "encode 65k idle", "encode 65k")
 INLINE_MODES = ("stock", "both idle", "16 configs", "16 msgpack", "256 configs", "256 msgpack")
 
 
@@ -185,6 +187,7 @@ def steps_of(call: str, model: str) -> list[Step]:
             kernels("--variants", "stock", "ops"),
             http("ops", ["decode"], LIMIT_S, "--servers", "stock", "ops", "--modes", *OPS_MODES),
         ],
+        "saes": [http("saes", ["decode"], LIMIT_S, "--servers", *SAE_SERVERS, "--modes", *SAE_MODES)],
         "http-main": [DISK, http("http-main", ["chat", "decode"], LIMIT_S, *three)],
         "suite": [DISK, suite(model, LIMIT_S, *engines, *own)],
         "tiny": [
@@ -297,7 +300,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "call",
         help="check, race, idle, soak, lora-fp8, verify, memory, kernels, http, http-main, http-parts, http-inline, "
-        "ops, http-decode, suite, parallel, parallel-cost, or tiny: a trial",
+        "ops, saes, http-decode, suite, parallel, parallel-cost, or tiny: a trial",
     )
     parser.add_argument("model", nargs="?", default="gemma3-4b", help=f"of {', '.join(MODELS)} (default: gemma3-4b)")
     parser.add_argument("--out", type=Path, required=True, help="folder for what is kept")

@@ -24,6 +24,7 @@ from tests.benchmarks import step_clocks
 from tests.benchmarks.machine import Cpus, keep_on, slots_for
 from tests.benchmarks.models import ModelSize
 from tests.benchmarks.operations import op_sites
+from tests.benchmarks.saes import SIZES, sae_flags
 
 READY = "Application startup complete"
 FEATURES: Mapping[str, frozenset[str]] = {
@@ -33,9 +34,11 @@ FEATURES: Mapping[str, frozenset[str]] = {
     "capture": frozenset({"capture"}),
     "both": frozenset({"steering", "capture"}),
     "ops": frozenset({"steering", "ops"}),
+    "features": frozenset({"steering", "features"}),
+    **{f"encode {name}": frozenset({"steering", f"encode {name}"}) for name in SIZES},
 }
-"""What each server is configured for. ``stock`` loads no plugin at all, ``installed`` loads headgate unconfigured, and
-``ops`` has `operations.op_sites`."""
+"""What each server is configured for. ``stock`` loads no plugin at all, ``installed`` loads headgate unconfigured,
+``ops`` has `operations.op_sites`, and the others an SAE of `saes`."""
 
 SINKS = {"forget": "tests.benchmarks.sinks:ForgettingConsumer", "cut": "tests.benchmarks.sinks:CuttingConsumer"}
 """Consumers that do a part of what ``filesystem`` does."""
@@ -267,6 +270,9 @@ def start(
         flags += ["--enable-steering", "--max-steering-slots", str(slots_for(size, most))]
     if "ops" in FEATURES[name]:
         flags += ["--steering-op-sites", json.dumps(op_sites(size))]
+    encoded = next((sae for sae in SIZES if f"encode {sae}" in FEATURES[name]), "")
+    if encoded or "features" in FEATURES[name]:
+        flags += sae_flags(encoded, folder, size)
     if "capture" in FEATURES[name]:
         flags += ["--capture-consumers", f"filesystem:root={own_files}"]
         flags += [f"{OTHERS[other]}root={own_files / other}" for other in others]

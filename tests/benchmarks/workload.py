@@ -14,6 +14,7 @@ import numpy as np
 
 from tests.benchmarks.models import ModelSize
 from tests.benchmarks.operations import encoded_operations
+from tests.benchmarks.saes import SIZES, encoded_features
 
 HOOKS = ("pre_attn", "post_attn", "post_mlp")
 STRENGTH = 0.02
@@ -67,10 +68,12 @@ class Mode:
     """How requests use a server.
 
     Attributes:
-        needs: What the server must be configured for: "steering", "capture", "ops", some of them or nothing.
+        needs: What the server must be configured for, of `servers.FEATURES`; nothing for any server.
         on: Name of the server, if it has to be a certain one.
         configs: Distinct sets of vectors, or of operations, that requests bring, in turns; 0: none.
         ops: Operations of each set, at every op site; 0: sets are of vectors.
+        features: Features of each set, at one site; 0: sets are of something else.
+        reconstructs: Name of the SAE whose reconstructions all rows become; empty for none.
         form: How they are sent.
         is_named: Every request names the registered module instead.
         layers: Layers whose ``post_mlp`` every request captures; None: it captures nothing.
@@ -83,6 +86,8 @@ class Mode:
     on: str = ""
     configs: int = 0
     ops: int = 0
+    features: int = 0
+    reconstructs: str = ""
     form: Form = "packed"
     is_named: bool = False
     layers: Layers | None = None
@@ -103,11 +108,13 @@ class Mode:
     @property
     def is_usual(self) -> bool:
         """Whether it is something that most users do, not a part of it or another way, and needs no server for it."""
-        return self.consumer == "filesystem" and "ops" not in self.needs
+        return self.consumer == "filesystem" and self.needs <= {"steering", "capture"}
 
     def fields(self, size: ModelSize, tag: str) -> dict[str, Any]:
         """The fields of a request beside the usual ones, its files under `tag`; vectors are left to `Asked.body`."""
         found: dict[str, Any] = {"steering_name": MODULE} if self.is_named else {}
+        if self.reconstructs:
+            found["sae_reconstruction"] = [self.reconstructs]
         if self.layers is not None:
             spec = {"hooks": {"post_mlp": chosen(self.layers, size.num_layers)}, "positions": self.positions}
             found["capture"] = {self.consumer: {**spec, "layout": self.layout, "tag": tag}}
@@ -124,6 +131,7 @@ def chosen(layers: Layers, num_layers: int) -> Any:
 
 
 _STEERING, _CAPTURE, _OPS = frozenset({"steering"}), frozenset({"capture"}), frozenset({"steering", "ops"})
+_FEATURES = frozenset({"steering", "features"})
 MODES: Mapping[str, Mode] = {
     "stock": Mode(on="stock"),
     "installed": Mode(on="installed"),
@@ -140,6 +148,13 @@ MODES: Mapping[str, Mode] = {
     "256 msgpack": Mode(_STEERING, configs=256, form="msgpack"),
     "ops idle": Mode(_OPS),
     "4 ops": Mode(_OPS, configs=256, ops=4),
+    "features idle": Mode(_FEATURES),
+    "16 features": Mode(_FEATURES, configs=256, features=16),
+    **{f"encode {name} idle": Mode(frozenset({"steering", f"encode {name}"})) for name in SIZES},
+    **{
+        name: Mode(frozenset({"steering", name}), reconstructs=name.split()[1])
+        for name in map("encode {}".format, SIZES)
+    },
     "capture idle": Mode(_CAPTURE),
     "last_prompt": Mode(_CAPTURE, layers="one", positions="last_prompt"),
     "1 layer": Mode(_CAPTURE, layers="one"),
@@ -235,6 +250,8 @@ class Asked:
             config = (self.seed * self.shape.requests + index) % self.mode.configs
             if self.mode.ops:
                 made["steering_ops"] = encoded_operations(config, self.size, self.mode.ops)
+            elif self.mode.features:
+                made["steering_features"] = encoded_features(config, self.mode.features)
             else:
                 made["steering_vectors"] = encoded(config, self.size, self.mode.form)
         if self.mode.configs and self.mode.form == "msgpack":

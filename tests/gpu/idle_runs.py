@@ -12,6 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.models import size_of
+from tests.benchmarks.saes import write_sae
+
 BRANCHES = ("attn_in", "attn_out", "mlp_in", "mlp_out")
 PARTS: dict[str, dict[str, Any]] = {
     "stock": {},
@@ -21,10 +24,25 @@ PARTS: dict[str, dict[str, Any]] = {
     "both": {"capture": {"consumers": [{"name": "memory"}]}, "steering": {}},
     "ops": {"steering": {"op_sites": {"pre_attn": [1, 2], "post_attn": [1, 2], "post_mlp": [0, 1]}}},
     "ops-branches": {"steering": {"op_sites": {hook: [1, 2] for hook in BRANCHES}}},
+    "saes": {"steering": {"saes": {"encoded": "1.post_mlp", "transcoder": "1.mlp_in"}, "sae_encode": ["encoded"]}},
 }
+"""SAEs are given by their sites; they are written beside the answers."""
 LENGTHS = (1, 2, 3, 700, 1500)
 NUM_REQUESTS = 40
 MAX_TOKENS = 24
+
+
+def with_saes(headgate: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Write the SAEs that a configuration names, and return it with their paths."""
+    steering = headgate.get("steering", {})
+    if "saes" not in steering:
+        return headgate
+    size = size_of(os.environ["GPU_TEST_MODEL"])
+    found = {}
+    for name, site in steering["saes"].items():
+        path = write_sae(folder / name, 4096, size, layer=1, is_transcoder=name == "transcoder")
+        found[name] = f"{path}@{site}"
+    return {**headgate, "steering": {**steering, "saes": found}}
 
 
 def main() -> None:
@@ -38,7 +56,9 @@ def main() -> None:
     from vllm import SamplingParams
 
     os.environ.setdefault("GPU_TEST_ENGINE", json.dumps({"kv_cache_memory_bytes": 3 << 30, "max_model_len": 2048}))
-    llm = open_engine("stock" if not PARTS[variant] else "idle", {"headgate": PARTS[variant]})
+    llm = open_engine(
+        "stock" if not PARTS[variant] else "idle", {"headgate": with_saes(PARTS[variant], Path(out).parent)}
+    )
     rng = random.Random(0)
     lengths = [*LENGTHS, *(rng.randrange(4, 300) for _ in range(NUM_REQUESTS - len(LENGTHS)))]
     prompts = [[rng.randrange(1000, min(VOCABULARY, 200_000)) for _ in range(length)] for length in lengths]

@@ -11,21 +11,27 @@ from typing import Any
 
 import torch
 
+ROOT = Path(__file__).parents[2]
+
 
 def run_side_by_side(
     commands: Mapping[str, Sequence[str]], folder: Path, timeout_s: float, **environment: str
 ) -> dict[str, str]:
-    """Run Python programs at once; what each printed, by name. Logs are kept in `folder`.
+    """Run Python programs at once; what each printed, by name. Logs are kept in `folder`. They can import `tests`.
 
     Raises:
         AssertionError: With the log of one that failed.
         subprocess.TimeoutExpired: If one takes too long.
     """
     processes, logs = {}, {name: folder / f"{name}.log" for name in commands}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     for name, command in commands.items():
         with logs[name].open("wb") as log:
             processes[name] = subprocess.Popen(
-                [sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+                [sys.executable, *command],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": path, **environment},
             )
     try:
         for name, process in processes.items():

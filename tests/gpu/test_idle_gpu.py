@@ -27,7 +27,10 @@ HERE = Path(__file__).parent
 TIMEOUT_S = 300
 GIVEN = "given"
 NUM_LAYERS = {"llama3-8b": 6, "qwen3-30b-a3b": 3}
-VARIANTS = {GIVEN: tuple(PARTS), **dict.fromkeys(NUM_LAYERS, ("stock", "steering", "both", "ops", "ops-branches"))}
+VARIANTS = {
+    GIVEN: tuple(PARTS),
+    **dict.fromkeys(NUM_LAYERS, ("stock", "steering", "both", "ops", "ops-branches", "saes")),
+}
 
 Answers = dict[str, list[dict[str, Any]]]
 
