@@ -92,7 +92,7 @@ class ConsumerQueue:
         self.calls = CallTimer(lock, self._counters)
         self.requests = OpenRequests(lock, self._counters, send_result, log)
         self._items = _WaitingItems(spec, spill, self._changed, self.calls)
-        self._is_closed = False
+        self._is_closed = self._has_item = False
         self._stalled = f"held up the engine for longer than {spec.max_stall_s:g} s"
 
     def begin(self, request: ConsumerRequest) -> None:
@@ -172,11 +172,9 @@ class ConsumerQueue:
     def due_at(self) -> float | None:
         """When to call `fail_hung` next, on the monotonic clock; None if nothing is under way."""
         with self._changed:
-            if self.calls.is_hung:
-                return None
-            if self.calls.started_at is not None:
+            if self.calls.started_at is not None and not self.calls.is_hung:
                 return self.calls.started_at + self._spec.max_stall_s
-            return time.monotonic() + self._spec.max_stall_s if self._items else None
+            return time.monotonic() + self._spec.max_stall_s if self._items or self._has_item else None
 
     def fail_hung(self) -> None:
         """End every open request with an error if the consumer's call takes too long."""
@@ -192,7 +190,9 @@ class ConsumerQueue:
     def next_item(self) -> Item | None:
         """Wait for the next item and remove it; None when the queue is closed and empty."""
         with self._changed:
+            self._has_item = False
             self._changed.wait_for(lambda: self._items or self._is_closed)
+            self._has_item = bool(self._items)  # a call may follow
             return self._items.pop() if self._items else None
 
     def free(self, rows: Rows, *, num_rows: int = 0, num_bytes: int = 0, lost_to: str = "") -> None:

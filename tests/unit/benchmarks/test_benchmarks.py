@@ -22,9 +22,7 @@ from headgate.capture.engine.commands.verify import verify
 from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Feed
 from headgate.steering.config import SteeringConfig
-from headgate.steering.features.importing import open_coder
 from headgate.steering.programs.program import Program
-from headgate.steering.requests.feature_fields import read_features
 from headgate.steering.requests.op_fields import read_ops
 from tests.benchmarks import bench_kernels, gpu_call, suite
 from tests.benchmarks.figures import Answer, Round, percentile, ratios, spread, summarize, summary, tables
@@ -32,7 +30,6 @@ from tests.benchmarks.gpu_call import SIDE_BY_SIDE
 from tests.benchmarks.load import Raw, events, read
 from tests.benchmarks.models import MODELS, ModelSize
 from tests.benchmarks.operations import NUM_SITES, op_sites, operations
-from tests.benchmarks.saes import SIZES, sae_flags
 from tests.benchmarks.servers import FEATURES, SINKS, counters, delays, publish_plugins, start_facts
 from tests.benchmarks.suite import jobs_of, rounds_of
 from tests.benchmarks.suite_http import delay_figures, read_options, runnable
@@ -183,25 +180,6 @@ def test_requests_that_come_and_go_differ_in_length_and_others_do_not() -> None:
     assert abs(sum(lengths) / len(lengths) - chat.tokens) < 0.03 * chat.tokens
     assert [body["max_tokens"] for body in bodies] == [chat.tokens_of(7)] * 2
     assert {decode.tokens_of(index) for index in range(9)} == {decode.tokens} == {decode.most_tokens}
-
-
-def test_each_request_brings_features_of_its_own_to_the_sae_of_the_server(tmp_path: Path) -> None:
-    asked = Asked(MODES["16 features"], SHAPES["decode"], SIZE, "m", seed=1)
-    flag, named = sae_flags("", tmp_path, SIZE)
-    name, _, path = named.partition("=")
-
-    edits = [msgspec.json.decode(asked.body(index)[1])["steering_features"] for index in range(64)]
-
-    coder = open_coder(Path(path), name=name, site=None)
-    assert flag == "--saes"
-    assert (coder.num_features, coder.width) == (SIZES[name], SIZE.hidden)
-    assert len({json.dumps(one) for one in edits}) == 64
-    steerable = SteeringConfig(saes={name: path}).steerable(
-        num_layers=SIZE.num_layers, hidden_size=SIZE.hidden, dtype="bfloat16"
-    )
-    for one in edits[:2]:
-        read = read_features({"steering_features": one}, steerable)
-        assert len({edit.feature for edit in read.prefill}) == 16
 
 
 def test_no_two_prompts_begin_alike() -> None:

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from headgate.capture.delivery import completeness, consumer_queue
+from headgate.capture.delivery.consumer_queue import ConsumerQueue
 from headgate.capture.delivery.consumer_thread import UnfinishedWork
+from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.schema.config import CaptureConsumerSpec
 from tests.fakes.pipeline import (
     TIMEOUT_S,
     Gate,
@@ -134,7 +137,7 @@ def test_a_call_that_takes_too_long_ends_finished_requests_with_an_error_though_
         assert queue.due_at() == clock.now + 5
         clock.now += 5
         queue.fail_hung()
-        assert queue.due_at() is None
+        assert queue.due_at() == clock.now + 5  # the next call may take too long, too
         result = reports.wait()["request-1"]
         assert queue.stats().is_hung
         gate.opened.set()
@@ -290,6 +293,17 @@ def test_rows_that_came_twice_are_not_given_to_the_consumer_as_a_whole() -> None
 
     assert "rows were delivered twice or unasked for" in str(reports.wait()["request-1"].error)
     assert sink.names() == ["begin", "write", "write", "abandon", "close"]
+
+
+def test_an_item_is_watched_before_the_call_that_it_leads_to(clock: SimpleNamespace) -> None:
+    settings = CaptureConsumerSpec(name="c", max_stall_s=5)
+    queue = ConsumerQueue(settings, Reports(), log=SparseLog("test"), accepts_empty=True)
+    queue.begin(consumer_request())
+
+    item = queue.next_item()
+
+    assert item is not None
+    assert queue.due_at() == clock.now + 5
 
 
 def test_nothing_is_watched_while_nothing_is_under_way(clock: SimpleNamespace) -> None:
