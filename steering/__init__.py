@@ -15,7 +15,7 @@ The folders, in the order in which they import each other:
 * ``features/``: SAEs and transcoders as files, and the command ``headgate sae``.
 * ``probes/``: scores of rows: made from captures, judged, as files, and the command ``headgate probe``.
 * ``requests/``: a request's fields in every form, read into a spec and its wire form.
-* ``files/``: vectors on disk (safetensors, JSON, GGUF).
+* ``files/``: vectors on disk: safetensors, JSON, GGUF, and the files of other tools; the command ``headgate vectors``.
 * ``core/``: in the engine core: global vectors, named modules, slots for requests, keys of KV blocks.
 * ``worker/``: in each worker: the pool of vectors, a table row for each token, the addition in the forward pass, which
   ``kernels/`` computes where no compiler fuses it.

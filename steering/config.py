@@ -95,8 +95,9 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             it reads or writes, and takes a slot for each; of those that are read, so many may be changed in all.
         probes: ``{name: path}`` of probes that gates can name (``.safetensors``). The site of each is an op site by
             that.
-        modules: ``{name: path}`` of named modules to load at start (``.safetensors``, ``.json``, ``.gguf``). Each
-            vector of a module takes a slot for as long as it is registered.
+        modules: ``{name: path}`` of named modules to load at start, from files of every format that
+            `headgate.steering.load` reads; ``PATH@layer=20,concept=3`` where a file does not tell them. Each vector of
+            a module takes a slot for as long as it is registered.
         audit_file: File to which each change of global vectors and modules is added as a line of JSON, by every engine
             core; none if None.
         self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.

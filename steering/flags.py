@@ -93,7 +93,8 @@ _REPEATABLE = (
     (
         "--steering-modules",
         "NAME=PATH",
-        "Named modules to load at start, from .safetensors, .json or .gguf files.",
+        "Named modules to load at start, from files of vectors of any format (headgate vectors show PATH). Where a "
+        "file does not tell them, layer and concept follow: NAME=PATH@layer=20,concept=3.",
     ),
     (
         "--saes",

@@ -67,8 +67,12 @@ def headgate_metrics() -> MetricsPart:
 
 @hookimpl
 def headgate_commands() -> dict[str, str]:
-    """``headgate sae`` and ``headgate probe``."""
-    return {"sae": "headgate.steering.features.commands:app", "probe": "headgate.steering.probes.commands:app"}
+    """``headgate sae``, ``headgate probe`` and ``headgate vectors``."""
+    return {
+        "sae": "headgate.steering.features.commands:app",
+        "probe": "headgate.steering.probes.commands:app",
+        "vectors": "headgate.steering.files.commands:app",
+    }
 
 
 @hookimpl

@@ -89,7 +89,7 @@ class Client(Session):
         Args:
             name: 1 to 256 printable characters.
             vectors: For prompt and generated positions.
-            path: A ``.safetensors``, ``.json`` or ``.gguf`` file of vectors on this machine, in place of vectors.
+            path: A file of vectors on this machine, of any format, in place of vectors; see `headgate.steering.load`.
             others: Vectors of other phases, operations, edits of features and reconstructions: the keys of
                 `ModuleDocument`.
         """

@@ -118,7 +118,8 @@ class Steering(_Described[EngineCores]):
         Args:
             name: 1 to 256 printable characters.
             vectors: Act at prompt and generated positions.
-            path: A ``.safetensors``, ``.json`` or ``.gguf`` file in place of vectors; see `headgate.steering.load`.
+            path: A file of any format in place of vectors, such as ``"calm.safetensors"`` or
+                ``"evil_response_avg_diff.pt@layer=19"``; see `headgate.steering.load`.
             others: Vectors of other phases, operations, edits of features and reconstructions: the keys of
                 `ModuleDocument`.
 

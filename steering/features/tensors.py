@@ -6,6 +6,7 @@ and plain values are read.
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 import zipfile
@@ -27,11 +28,26 @@ _CODES: dict[str, str] = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8
 """Element types of the safetensors format that are read, with the numpy type that holds them."""
 
 SAFETENSORS, NUMPY, TORCH = (".safetensors",), (".npz",), (".pt", ".pth")
+_MAX_REPEATED = 1 << 28
+"""Bytes of a tensor whose elements are the same few over and over, at most."""
+
 SUFFIXES = (*SAFETENSORS, *NUMPY, *TORCH)
 
 
 class FeatureFileError(HeadgateError, ValueError):
     """A file of an SAE or transcoder cannot be used; the message names it and says why, and what to do."""
+
+
+class PickledObjectsError(FeatureFileError):
+    """A file of PyTorch is not loaded, because that could run code.
+
+    Attributes:
+        reason: Why, without the file's name and without what to do.
+    """
+
+    def __init__(self, path: Path, reason: str, advice: str) -> None:
+        self.reason = reason
+        super().__init__(f"{path}: {reason}. {advice}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,22 +240,42 @@ def _map_npy(where: str, file: Any) -> Array:
     return np.memmap(file, dtype, "r", file.tell(), shape, "F" if is_fortran else "C")
 
 
-def _open_torch(path: Path) -> TensorFile:
+def load_torch(path: Path) -> Any:
+    """Return the content of a file of PyTorch: tensors, mapped, with numbers, texts and containers of them.
+
+    No code of the file is run: anything else in it, such as an object or a numpy array, is refused.
+
+    Raises:
+        PickledObjectsError: If it holds anything else, or is a plain pickle, which may.
+    """
     import torch  # a gigabyte of memory that only PyTorch's own files need
 
     if not zipfile.is_zipfile(path):
-        raise FeatureFileError(
-            f"{path}: not a zip archive of PyTorch, or cut off. Older files are plain pickles, which can run code: "
-            "load it where it was made, and save its tensors with safetensors.torch.save_file"
+        raise PickledObjectsError(
+            path,
+            "not a zip archive of PyTorch, or cut off. Older files are plain pickles, which can run code",
+            "Load it where it was made, and save its tensors with safetensors.torch.save_file",
         )
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # (torch raises errors of many kinds for what it does not load)
-        raise FeatureFileError(
-            f"{path}: holds more than tensors (pickled objects, numpy arrays) or is damaged, so it is not loaded: "
-            f"{str(error).partition(chr(10))[0][:200]}. Convert it where it was made: "
-            "safetensors.torch.save_file({name: tensor.contiguous()}, FILE)"
+        raise PickledObjectsError(
+            path,
+            "holds more than tensors (pickled objects, numpy arrays) or is damaged, so it is not loaded: "
+            f"{_why(error)}",
+            "Convert it where it was made: safetensors.torch.save_file({name: tensor.contiguous()}, FILE)",
         ) from error
+
+
+def _why(error: Exception) -> str:
+    """Return what torch did not load, without its hints to load it all the same."""
+    text = str(error)
+    found = re.search(r"GLOBAL ([\w.]+)", text)
+    return f"it names {found[1]}" if found else text.partition("\n")[0].partition(". ")[0][:200]
+
+
+def _open_torch(path: Path) -> TensorFile:
+    loaded = load_torch(path)
     if not isinstance(loaded, dict):
         raise FeatureFileError(f"{path}: expected a dictionary of tensors, got {type(loaded).__name__}")
     if isinstance(loaded.get("ae"), dict):  # a checkpoint in mid-training
@@ -250,7 +286,7 @@ def _open_torch(path: Path) -> TensorFile:
         if isinstance(value, str):
             texts[name] = value
         else:
-            tensors[name] = _of_torch(path, name, value)
+            tensors[name] = tensor_of(path, name, value)
     return TensorFile(path, tensors, texts)
 
 
@@ -262,7 +298,12 @@ def _flat(loaded: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _of_torch(path: Path, name: str, value: Any) -> LazyTensor:
+def tensor_of(path: Path, name: str, value: Any) -> LazyTensor:
+    """Return a value that `load_torch` loaded as a tensor; a number is one without axes.
+
+    Raises:
+        FeatureFileError: If it is neither a dense tensor nor a number, or claims to be far larger than its storage.
+    """
     import torch
 
     where = f"{path}: tensor {name!r}"
@@ -271,6 +312,12 @@ def _of_torch(path: Path, name: str, value: Any) -> LazyTensor:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         raise FeatureFileError(f"{where}: expected a dense tensor or a number, got {type(value).__name__}")
     value = value.detach()
+    size = value.numel() * value.element_size()
+    if size > max(value.untyped_storage().nbytes(), _MAX_REPEATED):  # with strides of 0 a few bytes can say anything
+        raise FeatureFileError(f"{where}: claims {size:,} bytes and stores {value.untyped_storage().nbytes():,}")
     if value.dtype is torch.bfloat16:
         return LazyTensor(where, value.view(torch.uint16).numpy(), True)
-    return LazyTensor(where, value.numpy())
+    try:
+        return LazyTensor(where, value.numpy())
+    except (TypeError, RuntimeError) as error:
+        raise FeatureFileError(f"{where}: elements of type {value.dtype} are not read") from error

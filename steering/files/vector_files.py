@@ -1,6 +1,6 @@
 """Steering vectors on disk: saved, loaded, and exchanged with other tools.
 
-Three formats, told apart by the suffix of the path:
+Three formats are written and read, told apart by the suffix of the path:
 
 * ``.safetensors``: one tensor ``[hidden]`` for each vector, called ``TIER/LAYER.HOOK`` (``vectors/12.post_mlp``,
   ``prefill_vectors/...``, ``decode_vectors/...``) in the dtype of its values; the metadata says
@@ -10,7 +10,8 @@ Three formats, told apart by the suffix of the path:
   document that registers a module, in any form a request may have; packed when written.
 * ``.gguf``: a control vector of llama.cpp and repeng; see `headgate.steering.files.gguf_files`.
 
-Loading gives the very vectors that were saved: their values, dtype and content key.
+Loading gives the very vectors that were saved: their values, dtype and content key. Files of other tools are read, too:
+`headgate.steering.files.foreign_files` has each one's layout and site.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ import numpy as np
 from headgate.capture.schema.errors import HeadgateError
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HOOK_NAMES, HookPoint, Site, sort_sites
 from headgate.steering.files import gguf_files, tensor_bytes
+from headgate.steering.files.converters import PICKLE_SUFFIXES, advice
+from headgate.steering.files.foreign_files import FOREIGN_FORMATS, TORCH_SUFFIXES, recognise
+from headgate.steering.files.vector_source import MAX_LAYERS, VectorSource
 from headgate.steering.programs.spec import SteeringSpec
 from headgate.steering.requests.request_fields import MODULE_FIELDS, read_tier, sum_tiers
 from headgate.steering.vectors.dtypes import STORAGE, StoredType, widen
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable
 
 FORMAT = {"headgate.steering": "1"}
-
-MAX_LAYERS = 4096
-"""Layers of a model that a file is read for, at most."""
 
 _FORMAT_NAME: dict[StoredType, str] = {dtype: name for name, dtype in tensor_bytes.FORMAT_NAMES.items()}
 
@@ -99,27 +100,96 @@ def save(path: str | os.PathLike[str], content: VectorFile | PhaseVectors) -> No
         temporary.unlink(missing_ok=True)
 
 
-def load(path: str | os.PathLike[str]) -> VectorFile:
-    """Read a file in the format of its suffix.
+def load(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    layer: int | None = None,
+    concept: int | None = None,
+) -> VectorFile:
+    """Read a file of vectors, of headgate or of another tool; no code of it is run.
+
+    ::
+
+        load("joy.safetensors")
+        load("evil_response_avg_diff.pt", layer=19)
+        load("DiffMean_weight.pt@layer=20,concept=3")
+
+    Args:
+        path: The file. A text may end in ``@KEY=VALUE,...``, which stands for the other arguments, so that they can be
+            given wherever a file of vectors is named.
+        format: ``safetensors``, ``json``, ``gguf``, ``caa``, ``persona_vectors``, ``refusal_direction``,
+            ``assistant_axis``, ``svec`` or ``axbench``; recognised by name and content if None.
+        layer: The layer of the site, of a file that does not tell it; of one with a vector for each layer, the one to
+            take. Counted as sites are: layer 19 is ``19.post_mlp``, however the tool that made the file counts.
+        concept: The concept to take, of a file of several (AxBench).
+
+    Returns:
+        The vectors, those of other tools in `VectorFile.vectors` and rounded to float32. The metadata then has
+        ``format``, ``dtype``, the element type in the file, ``acts_on``, the tokens that the tool itself steers, and
+        what the file tells.
 
     Raises:
-        VectorFileError: If it is damaged or not of that format.
+        VectorFileError: If it is damaged or not of that format, may run code, or leaves open what an argument must say.
         OSError: If it cannot be read.
     """
-    source = Path(path)
-    read = _READERS[_suffix(source)]
     try:
-        file = read(source)
+        source = VectorSource.parse(path, format=format, layer=layer, concept=concept)
+    except ValueError as error:
+        raise VectorFileError(f"{os.fspath(path)}: {error}") from error
+    name = format_of(source)
+    try:
+        file = _READERS[f".{name}"](source.path) if name not in FOREIGN_FORMATS else _read_foreign(name, source)
     except (ValueError, msgspec.DecodeError) as error:  # a RequestError is a ValueError
-        raise VectorFileError(f"{source}: {error}") from error
+        raise VectorFileError(f"{source.path}: {error}") from error
     if not file.tiers():
-        raise VectorFileError(f"{source}: there is no vector other than zero in it")
+        raise VectorFileError(f"{source.path}: there is no vector other than zero in it")
     return file
 
 
+def format_of(source: VectorSource) -> str:
+    """Return the name of a file's format: the one that is given, or else the one that name and content tell.
+
+    Raises:
+        VectorFileError: If there is no such format, they do not tell, or the format has no use for layer or concept.
+        OSError: If it cannot be read.
+    """
+    path = source.path
+    try:
+        name = source.format or _recognise(path)
+    except ValueError as error:
+        raise VectorFileError(f"{path}: {error}") from error
+    if name not in FORMATS:
+        raise VectorFileError(f"{path}: unknown format {name!r}; known: {', '.join(FORMATS)}")
+    foreign = FOREIGN_FORMATS.get(name)
+    for key, takes in (("layer", foreign is not None), ("concept", foreign is not None and foreign.takes_concept)):
+        value = getattr(source, key)
+        if value is not None and not takes:
+            raise VectorFileError(f"{path}: {key}={value}: a file of the format {name} has no use for it")
+    return name
+
+
+def _recognise(path: Path) -> str:
+    if path.suffix in _READERS:
+        return path.suffix.removeprefix(".")
+    if path.suffix == ".svec" or path.suffix in TORCH_SUFFIXES:
+        return recognise(path)
+    if path.suffix in PICKLE_SUFFIXES:
+        raise ValueError(f"{path.suffix} files may run code, so they are not loaded. {advice(path)}")
+    known = ", ".join(sorted([*_READERS, ".svec", *TORCH_SUFFIXES]))
+    raise ValueError(f"unknown suffix {path.suffix!r}; known: {known}")
+
+
+def _read_foreign(name: str, source: VectorSource) -> VectorFile:
+    made_by = FOREIGN_FORMATS[name]
+    found = made_by.read(source)
+    about = {"format": name, "acts_on": made_by.acts_on, **found.metadata}
+    return VectorFile(vectors=PhaseVectors.from_rows(found.rows), metadata=about)
+
+
 def _suffix(path: Path) -> str:
-    if path.suffix not in _READERS:
-        raise VectorFileError(f"{path}: unknown suffix {path.suffix!r}; known: {', '.join(sorted(_READERS))}")
+    if path.suffix not in _WRITERS:
+        raise VectorFileError(f"{path}: unknown suffix {path.suffix!r}; known: {', '.join(sorted(_WRITERS))}")
     return path.suffix
 
 
@@ -246,3 +316,6 @@ _WRITERS: dict[str, Callable[[Path, VectorFile], None]] = {
     ".json": _write_json,
     ".gguf": _write_gguf,
 }
+
+FORMATS = (*(suffix.removeprefix(".") for suffix in _READERS), *FOREIGN_FORMATS)
+"""Names of the formats that `load` reads."""

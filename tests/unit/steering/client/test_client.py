@@ -230,6 +230,16 @@ def test_a_module_is_registered_from_a_file_that_lies_here(call: Caller, tmp_pat
     assert read_tier(canned.body["vectors"], model(), BASE) == vectors
 
 
+def test_a_module_is_registered_from_a_file_of_another_tool(call: Caller, tmp_path: Path) -> None:
+    torch.save(torch.arange(24.0).reshape(4, 6), tmp_path / "evil_response_avg_diff.pt")
+    canned = Canned(**{"steering/modules/register": {"status": "ok", **MODULE}})
+
+    call(canned, "register", "calm", path=f"{tmp_path / 'evil_response_avg_diff.pt'}@layer=1")
+
+    expected = read_tier({"post_mlp": {1: np.arange(12.0, 18.0)}}, model(), BASE)
+    assert read_tier(canned.body["vectors"], model(), BASE) == expected
+
+
 def test_a_module_is_vectors_or_a_file(call: Caller, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not both"):
         call(Canned(), "register", "calm", VECTORS, path=tmp_path / "calm.json")

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headgate.capture.engine.contracts.core_part import CoreFacts
 from headgate.capture.engine.core.frames import frame_of
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, OverloadedError, RequestError
+from headgate.capture.schema.sites import Site
 from headgate.steering.config import SteeringConfig, parse_config
 from headgate.steering.core.steering_core import SteeringCore, open_core
 from headgate.steering.files.vector_files import VectorFile, save
@@ -269,6 +271,18 @@ def test_modules_of_the_configuration_are_there_from_the_start(tmp_path: Path, w
     assert (module["name"], module["hash"]["decode"]) == ("calm", CONFIGS[0].key.hex())
     assert workers.methods == ["keep_module"]
     assert core.call("status", {})["slots"] == {"capacity": 8, "reserved": 1}
+
+
+def test_a_module_may_be_a_file_of_another_tool(tmp_path: Path, workers: Workers) -> None:
+    rows = torch.arange(1.0, 2 * HIDDEN + 1).reshape(2, HIDDEN)
+    torch.save(rows, tmp_path / "DiffMean_weight.pt")
+    section = {"modules": {"calm": f"{tmp_path / 'DiffMean_weight.pt'}@layer=1,concept=1"}}
+
+    (module,) = open_core(FACTS, section, workers).call("modules", {})
+
+    expected = PhaseVectors.from_rows({Site.parse("1.post_mlp"): rows[1].numpy()})
+    assert expected is not None
+    assert module["hash"]["decode"] == module["hash"]["prefill"] == expected.key.hex()
 
 
 @pytest.mark.parametrize("settings", [{"modules": {"calm": "nowhere.json"}}, {"max_steering_slots": 3}])

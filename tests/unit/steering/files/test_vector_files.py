@@ -183,7 +183,7 @@ def whole(path: Path) -> bytes:
 @pytest.mark.parametrize(
     ("name", "write", "message"),
     [
-        ("v.pt", lambda path: path.write_bytes(b""), "unknown suffix '.pt'"),
+        ("v.onnx", lambda path: path.write_bytes(b""), "unknown suffix '.onnx'"),
         ("v.safetensors", lambda path: path.write_bytes(b""), "not a safetensors file"),
         ("v.safetensors", lambda path: path.write_bytes(b"GGUF" * 9), "not a safetensors file"),
         ("v.safetensors", lambda path: path.write_bytes(whole(path)[:-1]), "cut off or damaged"),

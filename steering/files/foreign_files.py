@@ -1,0 +1,276 @@
+"""Files of vectors that other tools write: each one's layout, and the site that it was made for.
+
+Every reader takes a `VectorSource` and returns `ForeignVectors`. None of them runs code of a file: PyTorch's files are
+loaded with ``weights_only=True``, and may hold tensors, numbers and texts alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from headgate.capture.schema.errors import shown
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.features.tensors import FeatureFileError, LazyTensor, PickledObjectsError, load_torch, tensor_of
+from headgate.steering.files.converters import advice
+from headgate.steering.files.vector_source import MAX_LAYERS, VectorSource
+from headgate.steering.vectors.directions import Float64Array
+
+_CAA_NAME = re.compile(r"vec_layer_(\d{1,6})(?:_(.+))?")
+_PERSONA_NAME = re.compile(r".*_(?:response_avg|prompt_avg|prompt_last)_diff")
+_METADATA = "direction_metadata.json"
+_ELEMENT_BITS = {16: "float16", 32: "float32", 64: "float64"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForeignVectors:
+    """The vectors of a file.
+
+    Attributes:
+        rows: float64 ``[hidden]`` for each site.
+        metadata: The element type (``dtype``), and what else the file or its name tells.
+    """
+
+    rows: Mapping[Site, Float64Array]
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+def read_caa(source: VectorSource) -> ForeignVectors:
+    """Read a vector of Contrastive Activation Addition, ``vec_layer_LAYER_MODEL.pt``: ``[hidden]``, at ``post_mlp``."""
+    found = _CAA_NAME.fullmatch(source.path.stem)
+    layer = _one_layer(source, int(found[1]) if found else None, "the file's name")
+    model = {"model": found[2]} if found and found[2] else {}
+    return _single(_tensor(source.path), Site(layer, HookPoint.POST_MLP), model)
+
+
+def read_persona(source: VectorSource) -> ForeignVectors:
+    """Read a difference of persona_vectors, ``TRAIT_response_avg_diff.pt``: ``[layers + 1, hidden]``.
+
+    Row ``l`` is of Hugging Face's ``hidden_states[l]``, and its tool adds it to the output of layer ``l - 1``: the site
+    ``(l - 1).post_mlp``. Row 0, of the embeddings, is the output of no layer, and left out.
+    """
+    tensor = _of_rank(_tensor(source.path), 2, "[layers + 1, hidden]")
+    if len(tensor.values) < 2:
+        raise ValueError(f"expected the shape [layers + 1, hidden], got {list(tensor.shape)}")
+    about = {"left_out": "row 0, of the embeddings, which are the output of no layer"}
+    return _layers(source, tensor[1:], HookPoint.POST_MLP, about)
+
+
+def read_refusal(source: VectorSource) -> ForeignVectors:
+    """Read ``direction.pt`` of refusal_direction: ``[hidden]``, often float64, at ``pre_attn`` of its metadata's layer.
+
+    The metadata is the file ``direction_metadata.json`` beside it: ``{"pos": ..., "layer": ...}``.
+    """
+    place = source.path.with_name(_METADATA)
+    about = _DirectionMetadata()
+    if place.is_file():
+        try:
+            about = msgspec.json.decode(place.read_bytes(), type=_DirectionMetadata)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{place.name}: {error}") from error
+    layer = _one_layer(source, about.layer, place.name)
+    position = {} if about.pos is None else {"pos": str(about.pos)}
+    return _single(_tensor(source.path), Site(layer, HookPoint.PRE_ATTN), position)
+
+
+class _DirectionMetadata(msgspec.Struct):
+    layer: int | None = None
+    pos: int | None = None
+
+
+def read_axis(source: VectorSource) -> ForeignVectors:
+    """Read ``assistant_axis.pt``: ``[layers, hidden]``, alone or as ``"axis"`` of a dictionary, at ``post_mlp``."""
+    content = _load(source.path)
+    if isinstance(content, dict):
+        if "axis" not in content:
+            raise ValueError(f"expected 'axis' in the dictionary, found {_keys(content)}")
+        content = content["axis"]
+    tensor = _of_rank(_checked(source.path, "axis", content), 2, "[layers, hidden]")
+    return _layers(source, tensor, HookPoint.POST_MLP, {})
+
+
+class _Svec(msgspec.Struct):
+    directions: dict[str, list[float]]
+    model_type: str | None = None
+
+
+def read_svec(source: VectorSource) -> ForeignVectors:
+    """Read a ``.svec`` file of activation-steering (CAST) and EasySteer: JSON, directions by layer, at ``pre_attn``."""
+    document = msgspec.json.decode(source.path.read_bytes(), type=_Svec)
+    rows = {}
+    for key, values in document.directions.items():
+        if not key.isascii() or not key.isdecimal() or int(key) >= MAX_LAYERS:
+            raise ValueError(f"directions: expected layers from 0 to {MAX_LAYERS - 1}, got {shown(key)}")
+        rows[Site(int(key), HookPoint.PRE_ATTN)] = np.asarray(values, np.float64)
+    if len(rows) != len(document.directions):
+        raise ValueError("directions: a layer is given twice")
+    model = {} if document.model_type is None else {"model_type": document.model_type}
+    return ForeignVectors(rows=_chosen(rows, source.layer), metadata={"dtype": "float64", **model})
+
+
+def read_axbench(source: VectorSource) -> ForeignVectors:
+    """Read one concept of ``METHOD_weight.pt`` of AxBench: ``[concepts, hidden]``, at ``post_mlp`` of the given layer.
+
+    The bias of ``METHOD_bias.pt`` beside it is of the concept's detector, and becomes metadata; it does not steer.
+    """
+    path, concept = source.path, source.concept
+    if path.stem.endswith("_bias"):
+        weights = path.with_name(f"{path.stem.removesuffix('_bias')}_weight{path.suffix}").name
+        raise ValueError(f"these are the biases of detectors; the vectors are in {weights}")
+    weight = _of_rank(_tensor(path), 2, "[concepts, hidden]")
+    if source.layer is None or concept is None:
+        raise ValueError(
+            f"holds {len(weight.values)} concepts and no layer; give both: layer= (that of the run's configuration) "
+            f"and concept=, or {path.name}@layer=N,concept=N"
+        )
+    about = {"concept": str(concept)}
+    row = _row_of(weight, concept, "concept")
+    beside = path.with_name(f"{path.stem.removesuffix('_weight')}_bias{path.suffix}")
+    if path.stem.endswith("_weight") and beside.is_file():
+        bias = _of_rank(_tensor(beside), 1, "[concepts]")
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"{beside.name}: expected {len(weight.values)} biases, got the shape {list(bias.shape)}")
+        about["bias"] = repr(float(bias[concept].read()))
+    return _single(row, Site(source.layer, HookPoint.POST_MLP), about)
+
+
+class ForeignFormat(NamedTuple):
+    """A format of another tool.
+
+    Attributes:
+        read: Its reader.
+        acts_on: The tokens that its own tool steers.
+        takes_concept: Whether a file holds vectors of several concepts.
+    """
+
+    read: Callable[[VectorSource], ForeignVectors]
+    acts_on: str
+    takes_concept: bool = False
+
+
+FOREIGN_FORMATS: dict[str, ForeignFormat] = {
+    "caa": ForeignFormat(read_caa, "the tokens after the instruction: decode_steering_vectors"),
+    "persona_vectors": ForeignFormat(read_persona, "the prompt's last token and generated ones (its type 'response')"),
+    "refusal_direction": ForeignFormat(read_refusal, "all tokens"),
+    "assistant_axis": ForeignFormat(read_axis, "all tokens"),
+    "svec": ForeignFormat(read_svec, "all tokens"),
+    "axbench": ForeignFormat(read_axbench, "all tokens behind the first", takes_concept=True),
+}
+"""Formats by their names."""
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+
+
+def recognise(path: Path) -> str:
+    """Return the name of the format of a file whose suffix is ``.svec`` or PyTorch's.
+
+    Raises:
+        ValueError: If neither its name nor its content tells.
+        OSError: If it cannot be read.
+    """
+    if path.suffix == ".svec":
+        return "svec"
+    if _CAA_NAME.fullmatch(path.stem):
+        return "caa"
+    if _PERSONA_NAME.fullmatch(path.stem):
+        return "persona_vectors"
+    if path.stem == "direction" and path.with_name(_METADATA).is_file():
+        return "refusal_direction"
+    if path.stem == "assistant_axis":
+        return "assistant_axis"
+    if path.stem.endswith(("_weight", "_bias")):
+        return "axbench"
+    content = _load(path)
+    if isinstance(content, dict) and "axis" in content:
+        return "assistant_axis"
+    held = f"a dictionary of {_keys(content)}" if isinstance(content, dict) else f"a {type(content).__name__}"
+    shape = f" of the shape {list(content.shape)}" if hasattr(content, "shape") else ""
+    raise ValueError(
+        f"holds {held}{shape}, and neither that nor its name tells the format; give it: "
+        f"format=NAME, or {path.name}@format=NAME, with one of {', '.join(FOREIGN_FORMATS)}"
+    )
+
+
+def _load(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(2, "no such file", str(path))
+    try:
+        return load_torch(path)
+    except PickledObjectsError as error:
+        raise ValueError(f"{error.reason}. {advice(path)}") from error
+
+
+def _tensor(path: Path) -> LazyTensor:
+    return _checked(path, "vector", _load(path))
+
+
+def _checked(path: Path, name: str, value: Any) -> LazyTensor:
+    if not hasattr(value, "shape"):
+        raise ValueError(f"expected a tensor, got {shown(value) if not isinstance(value, dict) else _keys(value)}")
+    try:
+        tensor = tensor_of(path, name, value)
+    except FeatureFileError as error:
+        raise ValueError(str(error).removeprefix(f"{path}: ")) from error
+    if tensor.values.dtype.kind != "f" and not tensor.is_bfloat16:
+        raise ValueError(f"expected real numbers, got elements of type {value.dtype}")
+    return tensor
+
+
+def _keys(content: Mapping[Any, Any]) -> str:
+    return shown(list(content)[:8])
+
+
+def _of_rank(tensor: LazyTensor, rank: int, layout: str) -> LazyTensor:
+    if len(tensor.shape) != rank or not tensor.values.size:
+        raise ValueError(f"expected the shape {layout}, got {list(tensor.shape)}")
+    return tensor
+
+
+def _one_layer(source: VectorSource, told: int | None, by: str) -> int:
+    """Return the layer of a file with one vector: by the file, or as the caller says."""
+    layer = source.layer if told is None else told
+    if layer is None:
+        raise ValueError(f"{by} does not tell the layer; give it: layer=N, or {source.path.name}@layer=N")
+    if source.layer not in (None, layer):
+        raise ValueError(f"layer {source.layer} was asked for, and {by} says {layer}")
+    if not 0 <= layer < MAX_LAYERS:
+        raise ValueError(f"{by}: layer {layer}: expected 0 to {MAX_LAYERS - 1}")
+    return layer
+
+
+def _row_of(tensor: LazyTensor, index: int, of: str) -> LazyTensor:
+    if index >= len(tensor.values):
+        raise ValueError(f"there is no {of} {index}; the file has 0 to {len(tensor.values) - 1}")
+    return tensor[index]
+
+
+def _single(tensor: LazyTensor, site: Site, about: Mapping[str, str]) -> ForeignVectors:
+    row = _of_rank(tensor, 1, "[hidden]")
+    return ForeignVectors(rows={site: row.read()}, metadata={"dtype": _dtype(tensor), **about})
+
+
+def _layers(source: VectorSource, tensor: LazyTensor, hook: HookPoint, about: Mapping[str, str]) -> ForeignVectors:
+    if len(tensor.values) > MAX_LAYERS:
+        raise ValueError(f"{len(tensor.values)} layers; {MAX_LAYERS} are read at most")
+    layers = range(len(tensor.values)) if source.layer is None else [source.layer]
+    rows = {Site(layer, hook): _row_of(tensor, layer, "layer").read() for layer in layers}
+    return ForeignVectors(rows=rows, metadata={"dtype": _dtype(tensor), **about})
+
+
+def _chosen(rows: Mapping[Site, Float64Array], layer: int | None) -> Mapping[Site, Float64Array]:
+    if layer is None:
+        return rows
+    kept = {site: row for site, row in rows.items() if site.layer == layer}
+    if not kept:
+        raise ValueError(f"there is no layer {layer}; the file has {', '.join(str(site.layer) for site in rows)}")
+    return kept
+
+
+def _dtype(tensor: LazyTensor) -> str:
+    return "bfloat16" if tensor.is_bfloat16 else _ELEMENT_BITS[tensor.num_bits]
