@@ -13,7 +13,8 @@ The folders, in the order in which they import each other:
 * ``programs/``: operations at a site beyond addition: their methods, and the entries that they are lowered to;
   `headgate.steering.ops` makes them by name.
 * ``features/``: SAEs and transcoders as files, and the command ``headgate sae``.
-* ``probes/``: scores of rows: made from captures, judged, as files, and the command ``headgate probe``.
+* ``probes/``: scores of rows: made from captures, judged, as files, and the command ``headgate probe``; directions
+  between groups of captured rows (`between`).
 * ``requests/``: a request's fields in every form, read into a spec and its wire form.
 * ``files/``: vectors on disk: safetensors, JSON, GGUF, and the files of other tools; the command ``headgate vectors``.
 * ``core/``: in the engine core: global vectors, named modules, slots for requests, keys of KV blocks.
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from headgate.steering.config import SteeringConfig
     from headgate.steering.control.handle import AsyncSteering, Steering
     from headgate.steering.files.vector_files import VectorFile, VectorFileError, load, save
+    from headgate.steering.probes.groups import GroupDirections, between
     from headgate.steering.programs.spec import ModuleRef
     from headgate.steering.vectors.directions import captured_rows, contrast, mean_difference, pca
     from headgate.steering.vectors.phase_vectors import PhaseVectors, weighted_sum
@@ -51,6 +53,7 @@ __all__ = [
     "LLM",
     "AsyncSteering",
     "ConfigError",
+    "GroupDirections",
     "HookPoint",
     "ModuleRef",
     "PhaseVectors",
@@ -62,6 +65,7 @@ __all__ = [
     "VectorFile",
     "VectorFileError",
     "additional_config",
+    "between",
     "captured_rows",
     "contrast",
     "load",
@@ -80,6 +84,7 @@ _WHERE = {
     "headgate.steering.config": ("SteeringConfig",),
     "headgate.steering.vectors.directions": ("captured_rows", "contrast", "mean_difference", "pca"),
     "headgate.steering.files.vector_files": ("VectorFile", "VectorFileError", "load", "save"),
+    "headgate.steering.probes.groups": ("GroupDirections", "between"),
     "headgate.steering.control.handle": ("AsyncSteering", "Steering"),
     "headgate.steering.programs.spec": ("ModuleRef",),
     "headgate.steering.vectors.phase_vectors": ("PhaseVectors", "weighted_sum"),

@@ -31,6 +31,7 @@ from headgate.steering.files import gguf_files, tensor_bytes
 from headgate.steering.files.converters import PICKLE_SUFFIXES, advice
 from headgate.steering.files.foreign_files import FOREIGN_FORMATS, TORCH_SUFFIXES, recognise
 from headgate.steering.files.vector_source import MAX_LAYERS, VectorSource
+from headgate.steering.probes.groups import GroupDirections
 from headgate.steering.programs.spec import SteeringSpec
 from headgate.steering.requests.request_fields import MODULE_FIELDS, read_tier, sum_tiers
 from headgate.steering.vectors.dtypes import STORAGE, StoredType, widen
@@ -78,15 +79,19 @@ class VectorFile:
         )
 
 
-def save(path: str | os.PathLike[str], content: VectorFile | PhaseVectors) -> None:
+def save(path: str | os.PathLike[str], content: VectorFile | PhaseVectors | GroupDirections) -> None:
     """Write a file in the format of its suffix; an earlier one is replaced at once, never half.
+
+    Args:
+        path: Where to.
+        content: What to write; of directions between groups the vectors and the metadata.
 
     Raises:
         VectorFileError: If the format cannot hold the vectors, or its suffix is not known.
         OSError: If it cannot be written.
     """
     target = Path(path)
-    file = VectorFile(vectors=content) if isinstance(content, PhaseVectors) else content
+    file = _file_of(content)
     if not file.tiers():
         raise VectorFileError(f"{target}: there is no vector to save")
     write = _WRITERS[_suffix(target)]
@@ -98,6 +103,12 @@ def save(path: str | os.PathLike[str], content: VectorFile | PhaseVectors) -> No
         raise VectorFileError(f"{target}: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _file_of(content: VectorFile | PhaseVectors | GroupDirections) -> VectorFile:
+    if isinstance(content, GroupDirections):
+        return VectorFile(vectors=content.vectors, metadata=content.metadata)
+    return VectorFile(vectors=content) if isinstance(content, PhaseVectors) else content
 
 
 def load(

@@ -13,6 +13,7 @@
 * ``files``: safetensors files of probes; ``wire``: probes as plain values.
 * ``labels`` and ``examples``: labelled rows, of captures or arrays.
 * ``fitting``: `fit`; ``from_others``: `from_sklearn` and `from_direction`.
+* ``groups``: directions between groups of rows, such as ``pos_3 - default_1``.
 * ``rating`` and ``judging``: ROC curves, thresholds, and all figures of a probe.
 * ``commands``: ``headgate probe``.
 """

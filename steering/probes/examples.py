@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from headgate.steering.probes.probe import FloatArray, Pooling, ProbeError
 
 Captures = str | os.PathLike[str] | Iterable[StoredRequest]
 """A root of captures, or requests of one."""
+
+RowPooling = Pooling | Literal["response_mean"]
+"""Rows of a request that count: those of a probe, or the mean over the generated tokens."""
 
 MAX_ROWS = 256
 """Rows of one request, at most, where every token counts; evenly spread."""
@@ -69,12 +72,12 @@ def examples_of(captures: Captures | Any, labels: Labels | Sequence[Any], site: 
     if not requests:
         raise ProbeError(f"{shown(captures)}: there are no captured requests")
     names = labels_of(requests, labels)
-    pieces = [_pooled(request, site, pooling) for request in requests]
+    pieces = [pooled(request, site, pooling) for request in requests]
     sizes = [len(piece) for piece in pieces]
     numbers: dict[tuple[str, str], int] = {}
     groups = [numbers.setdefault((request.tag, request.request_id), len(numbers)) for request in requests]
     return Examples(
-        rows=_finite(np.concatenate(pieces)),
+        rows=finite(np.concatenate(pieces)),
         labels=np.repeat(np.array(names), sizes),
         groups=np.repeat(np.array(groups, np.int64), sizes),
         model=next((str(request.metadata["model"]) for request in requests if request.metadata.get("model")), None),
@@ -92,39 +95,55 @@ def _of_array(rows: Any, labels: Any) -> Examples:
         got = "labels by request" if isinstance(labels, Mapping) else f"{len(labels)}"
         raise ProbeError(f"expected {len(array)} labels, one for each row; got {got}")
     names = [label_of(label, f"label {index}") for index, label in enumerate(labels)]
-    return Examples(rows=_finite(array), labels=np.array(names), groups=np.arange(len(array)))
+    return Examples(rows=finite(array), labels=np.array(names), groups=np.arange(len(array)))
 
 
-def _finite(rows: FloatArray) -> FloatArray:
+def finite(rows: FloatArray) -> FloatArray:
+    """Return rows ``[n, hidden]`` if all values are finite.
+
+    Raises:
+        ProbeError: If one is not; the message has the number of its row.
+    """
     if not np.isfinite(rows).all():
         raise ProbeError(f"row {int(np.argwhere(~np.isfinite(rows))[0][0])} is not finite")
     return rows
 
 
-def _pooled(request: StoredRequest, site: Site, pooling: Pooling) -> FloatArray:
+def pooled(request: StoredRequest, site: Site, pooling: RowPooling) -> FloatArray:
+    """Return the rows of a request that count, float32 ``[n, hidden]``; one row unless the pooling is ``token``.
+
+    Raises:
+        ProbeError: If the site, or a row that the pooling needs, was not captured.
+    """
     name = f"{request.tag}/{request.request_id}"
     if site not in request.sites:
         there = ", ".join(found.name for found in request.sites) or "none"
         raise ProbeError(f"{name}: {site.name} was not captured; sites that were: {there}")
     index = _indices(request, pooling, name)
     rows = request.numpy(site)[index]
-    if pooling == "prompt_mean":
+    if pooling in ("prompt_mean", "response_mean"):
         rows = rows.mean(axis=0, dtype=np.float64, keepdims=True)
     found: FloatArray = rows.astype(np.float32)
     return found
 
 
-def _indices(request: StoredRequest, pooling: Pooling, name: str) -> npt.NDArray[np.int64]:
+def _indices(request: StoredRequest, pooling: RowPooling, name: str) -> npt.NDArray[np.int64]:
     if pooling == "token":
         index = np.flatnonzero(request.positions > 0)
         if not len(index):
             raise ProbeError(f"{name}: has no rows but that of position 0, which no probe is made from")
         return index[np.linspace(0, len(index) - 1, min(MAX_ROWS, len(index))).astype(np.int64)]
     length = int(request.metadata["num_prompt_tokens"])
-    wanted = np.arange(length) if pooling == "prompt_mean" else np.array([length - 1])
+    if pooling == "response_mean":
+        wanted, selector = np.arange(length, int(request.metadata["num_tokens"]) - 1), "all_generated"
+        if not len(wanted):
+            raise ProbeError(f"{name}: has no rows of generated tokens: the last one has none; let it generate more")
+    elif pooling == "prompt_mean":
+        wanted, selector = np.arange(length), "all_prompt"
+    else:
+        wanted, selector = np.array([length - 1]), "last_prompt"
     index = np.flatnonzero(np.isin(request.positions, wanted))
     if len(index) != len(wanted):
-        selector = "all_prompt" if pooling == "prompt_mean" else "last_prompt"
         raise ProbeError(
             f"{name}: {len(index)} of {len(wanted)} rows are there that {pooling} needs, of a prompt of {length} "
             f'tokens; capture with the positions "{selector}"'

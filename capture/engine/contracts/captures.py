@@ -32,7 +32,7 @@ class StoredRequest(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """Among others ``model``, the model's name as the operator gave it, and ``num_prompt_tokens``."""
+        """Among others ``model``, its name as the operator gave it, ``num_prompt_tokens`` and ``num_tokens``."""
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
