@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from headgate.capture.monitoring.notebook import norm_table, norms_by_position, page
 from headgate.capture.schema.consumer import CapturedRequest
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
@@ -50,6 +51,18 @@ class CapturedRows:
 
     def __repr__(self) -> str:
         return f"<CapturedRows of {self.request_id}: {len(self)} rows of {', '.join(s.name for s in self.sites)}>"
+
+    def _repr_html_(self) -> str:
+        """Return it as HTML for a notebook: facts, and norms by site and position."""
+        dtypes = sorted({str(rows.dtype).removeprefix("torch.") for rows in self.rows.values()})
+        facts = {
+            "request": f"{self.request_id}, sample {self.sample_index}: {self.status}",
+            "rows": f"{len(self)} of {len(self.sites)} sites in {', '.join(dtypes)}; {self.dropped_rows} dropped",
+            "tokens of the prompt": self.num_prompt_tokens,
+        }
+        heat = norms_by_position(self.sites, self.positions, lambda site, index: self.rows[site][index].float().numpy())
+        table = None if heat is None else norm_table(heat, len(self.sites))
+        return page("CapturedRows", facts, table, heat)
 
     def __len__(self) -> int:
         """Rows per site."""

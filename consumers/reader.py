@@ -15,19 +15,21 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headgate.capture.monitoring.notebook import Table, norm_table, norms_by_position, page
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, LayoutName, StoredPart, TensorRef
 from headgate.consumers.filesystem.formats.raw_layout import read_raw_folder
 from headgate.consumers.filesystem.formats.request_layout import SUFFIX, read_request_file
 from headgate.consumers.filesystem.formats.shard_layout import read_shard
-from headgate.consumers.filesystem.storage.source import Source, open_source
+from headgate.consumers.filesystem.storage.source import LocalSource, Source, open_source
 from headgate.consumers.filesystem.storage.store import slug
 
 if TYPE_CHECKING:
@@ -36,6 +38,12 @@ if TYPE_CHECKING:
 __all__ = ["CaptureFolder", "StoredCapture", "open_capture", "open_captures"]
 
 logger = logging.getLogger(__name__)
+
+MAX_FETCHED = 64 << 20
+"""Bytes of a capture whose norms a notebook shows, at most, if they have to be fetched whole."""
+
+SHOWN_REQUESTS = 10
+"""Requests of a folder that a notebook lists."""
 
 
 class StoredCapture:
@@ -77,6 +85,21 @@ class StoredCapture:
     def __repr__(self) -> str:
         sites = ", ".join(site.name for site in self.sites[:3]) + (", ..." if len(self.sites) > 3 else "")
         return f"<StoredCapture {self.tag}/{self.name} ({self.layout}): {self.num_rows} rows of {sites}>"
+
+    def _repr_html_(self) -> str:
+        """Return it as HTML for a notebook: facts, and norms by site and position of a few rows, which are read."""
+        sidecar = self._first.sidecar
+        facts = {
+            "request": f"{self.tag}/{self.name}: {sidecar.status}",
+            "rows": f"{self.num_rows} of {len(self.sites)} sites in {sidecar.dtype}; {sidecar.dropped_rows} dropped",
+            "tokens of the prompt": sidecar.num_prompt_tokens,
+            "model": sidecar.model,
+            "files": f"{self.num_bytes / 1e6:.1f} MB, {self.layout}: {self.paths[0]}",
+        }
+        if not isinstance(self._source, LocalSource) and self.num_bytes > MAX_FETCHED:
+            return page("StoredCapture", {**facts, "norms": f"not read: over {MAX_FETCHED} bytes to fetch"})
+        heat = norms_by_position(self.sites, self.positions, lambda site, index: _widened(self._stored(site)[index]))
+        return page("StoredCapture", facts, None if heat is None else norm_table(heat, len(self.sites)), heat)
 
     def __getitem__(self, site: Site | str) -> Tensor:
         """The same as `tensor`."""
@@ -123,11 +146,13 @@ class StoredCapture:
         Raises:
             KeyError: As `tensor` does.
         """
+        return _widened(self._stored(site))
+
+    def _stored(self, site: Site | str) -> npt.NDArray[Any]:
+        """``[rows, hidden]`` as stored; of bfloat16 its bits as uint16."""
         ref = self._ref(site)
         data = self._source.array(ref.path, ref.offset, ref.num_bytes)
-        if ref.dtype == "bfloat16":
-            return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(ref.shape)
-        return data.view(ref.dtype).reshape(ref.shape)
+        return data.view(np.uint16 if ref.dtype == "bfloat16" else ref.dtype).reshape(ref.shape)
 
     def _ref(self, site: Site | str) -> TensorRef:
         try:
@@ -140,6 +165,12 @@ class StoredCapture:
         if isinstance(column, TensorRef):
             return self._source.array(column.path, column.offset, column.num_bytes).view(np.int64)
         return column
+
+
+def _widened(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if rows.dtype == np.uint16:
+        return (rows.astype(np.uint32) << 16).view(np.float32)
+    return rows
 
 
 class CaptureFolder:
@@ -158,6 +189,21 @@ class CaptureFolder:
 
     def __iter__(self) -> Iterator[StoredCapture]:
         return self._captures(self.tags, "")
+
+    def _repr_html_(self) -> str:
+        """Return it as HTML for a notebook: its tags and first requests. `damaged` is left as it is."""
+        tags, damaged = self.tags, self.damaged
+        facts = {"root": self._root, f"{len(tags)} tags": ", ".join(tags) or "none"}
+        try:
+            first = list(islice(self, SHOWN_REQUESTS + 1))
+        except CaptureFileError as error:
+            return page("CaptureFolder", {**facts, "damaged": error})
+        finally:
+            self.damaged = damaged
+        lines = [(one.tag, one.name, one.num_rows, len(one.sites), f"{one.num_bytes / 1e6:.1f}") for one in first]
+        is_all = len(first) <= SHOWN_REQUESTS
+        header = ("tag", "request", "rows", "sites", "MB")
+        return page("CaptureFolder", facts, Table(header, lines[:SHOWN_REQUESTS], len(first) if is_all else None))
 
     @property
     def tags(self) -> list[str]:

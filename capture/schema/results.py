@@ -5,6 +5,7 @@ How the answers of several pipeline stages become one result, and those of sever
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import msgspec
 
 from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.errors import shown
 from headgate.capture.schema.sites import Site
 
 if TYPE_CHECKING:
@@ -45,6 +47,25 @@ class CaptureResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     num_bytes: int = 0
     dropped_rows: int = 0
     key: str = ""
+
+    def _repr_html_(self) -> str:
+        """Return it as HTML for a notebook, with the payload's own if that has one: 20 KB at most."""
+        facts = f"{self.num_rows} rows, {self.num_bytes} bytes, {self.dropped_rows} dropped"
+        error = "" if self.error is None else f"<br>{_escaped(self.error)}"
+        head = f"<div><b>CaptureResult</b> {_escaped(self.key)}: {self.status}; {facts}{error}</div>"
+        show = getattr(self.payload, "_repr_html_", None)
+        page = show() if callable(show) else None
+        if not isinstance(page, str) or len(page.encode()) > _MAX_PAGE:
+            page = f"<div>payload: {_escaped(shown(self.payload))}</div>"
+        return head + page
+
+
+_MAX_PAGE = 18_000
+"""UTF-8 bytes of a payload's HTML, at most."""
+
+
+def _escaped(text: str) -> str:
+    return html.escape(text.encode("utf-8", "backslashreplace").decode()[:200])
 
 
 @runtime_checkable

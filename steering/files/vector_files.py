@@ -36,6 +36,7 @@ from headgate.steering.programs.spec import SteeringSpec
 from headgate.steering.requests.request_fields import MODULE_FIELDS, read_tier, sum_tiers
 from headgate.steering.vectors.dtypes import STORAGE, StoredType, widen
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable
+from headgate.steering.vectors.vector_table import vectors_html
 
 FORMAT = {"headgate.steering": "1"}
 
@@ -66,6 +67,12 @@ class VectorFile:
         """Return the tiers that are not None, by the names of the attributes."""
         tiers = zip(MODULE_FIELDS, (self.vectors, self.prefill_vectors, self.decode_vectors), strict=True)
         return {name: tier for name, tier in tiers if tier is not None}
+
+    def _repr_html_(self) -> str:
+        """Return it as HTML for a notebook: metadata, and norms by site."""
+        tiers = {name: (tier.sites, tier.float32()) for name, tier in self.tiers().items()}
+        about = {f"metadata {name}": text for name, text in self.metadata.items()}
+        return vectors_html("VectorFile", {"tiers": ", ".join(tiers) or "none", **about}, tiers)
 
     def spec(self, steerable: Steerable) -> SteeringSpec:
         """Return the content as a named module of a model.

@@ -29,6 +29,7 @@ from headgate.steering.probes.probe import POOLINGS, FloatArray, ProbeError
 from headgate.steering.probes.rating import roc
 from headgate.steering.vectors.directions import mean_difference
 from headgate.steering.vectors.phase_vectors import PhaseVectors
+from headgate.steering.vectors.vector_table import vectors_html
 
 Groups = Captures | Mapping[str, Any]
 """A root of captures, or requests of one, whose tags are the groups; or rows by the name of a group: arrays
@@ -89,6 +90,14 @@ class GroupDirections:
     counts: Mapping[str, Mapping[str, int]]
     separation: Mapping[Site, float]
     metadata: Mapping[str, str]
+
+    def _repr_html_(self) -> str:
+        """Return them as HTML for a notebook: counts, AUROC and norms by site."""
+        facts = {"expression": self.expression, "pooling": self.metadata["pooling"]}
+        for name, found in self.counts.items():
+            facts[f"group {name}"] = f"{found['requests']}, {found['held_out']} held out"
+        tiers = {"": (self.vectors.sites, self.vectors.float32())}
+        return vectors_html("GroupDirections", facts, tiers, self.separation)
 
     @property
     def best(self) -> Site:

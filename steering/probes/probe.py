@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headgate.capture.monitoring.notebook import Table, norms, page
 from headgate.capture.schema.errors import HeadgateError, shown
 from headgate.capture.schema.sites import Site
 from headgate.steering.vectors.phase_vectors import MAX_NAME
@@ -165,6 +166,19 @@ class Probe:
     def hidden_size(self) -> int:
         """Values of a row that it reads."""
         return int((self.weight if self.hidden is None else self.hidden.weight).shape[1])
+
+    def _repr_html_(self) -> str:
+        """Return it as HTML for a notebook: site, kind, metadata, and the weights' norms by class."""
+        facts = {
+            "site": f"{self.site.name}, rows of {self.hidden_size} values, pooling {self.pooling}",
+            "kind": self.kind.value if self.hidden is None else f"{self.kind.value} of {len(self.hidden.weight)} units",
+            "threshold": "none" if self.threshold is None else f"{self.threshold:.5g}",
+            "model": self.model or "not known",
+            **{f"metadata {name}": text for name, text in self.metadata.items()},
+        }
+        weights = zip(self.classes, norms(self.weight), self.biases.tolist(), strict=True)
+        lines = [(name, f"{length:.5g}", f"{bias:.5g}") for name, length, bias in weights]
+        return page("Probe", facts, Table(("class", "norm of its weights", "bias"), lines, len(lines)))
 
     @property
     def biases(self) -> FloatArray:

@@ -19,6 +19,7 @@ import numpy as np
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
 from headgate.steering.vectors.dtypes import OVERFLOW, STORAGE, Float32Rows, Rows, StoredType, narrowest, peaks, widen
+from headgate.steering.vectors.vector_table import vectors_html
 
 TIERS = ("base", "prefill", "decode")
 """Tiers of the global vectors in calls of the engine core; each travels as the prefill of a `SteeringWire`."""
@@ -128,6 +129,15 @@ class PhaseVectors:
         key = content_key(sites, hidden_size, narrow_dtype, payload)
         peak = float(largest.max())
         return cls(sites=sites, hidden_size=hidden_size, dtype=narrow_dtype, payload=payload, key=key, peak=peak)
+
+    def _repr_html_(self) -> str:
+        """Return them as HTML for a notebook: norms by site."""
+        facts = {
+            "vectors": f"{len(self.sites)} of {self.hidden_size} values, stored as {self.dtype}",
+            "largest value": f"{self.peak:.5g}",
+            "content key": self.key.hex(),
+        }
+        return vectors_html("PhaseVectors", facts, {"": (self.sites, self.float32())})
 
     @property
     def rows(self) -> Rows:

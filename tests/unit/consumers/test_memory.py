@@ -63,6 +63,19 @@ def test_where_only_json_can_go_the_payload_says_what_it_is() -> None:
     }
 
 
+def test_a_notebook_shows_norms_by_site_and_position() -> None:
+    asked = request("<i>x</i>")
+    rows = feed().whole(asked)
+
+    shown = rows._repr_html_()
+
+    lengths = asked.expected().rows[Site.parse("final_norm")].double().norm(dim=1)
+    assert f"final_norm</td><td>{lengths.min():.5g}</td><td>{lengths.mean():.5g}</td>" in shown
+    assert shown.count("<td style=background") == 2 * 8
+    assert "8 of 2 sites in bfloat16; 0 dropped" in shown
+    assert "<i>x</i>" not in shown
+
+
 def test_a_request_that_does_not_fit_ends_with_an_error_and_gives_its_memory_back() -> None:
     small, large, later = request("small", num_rows=4), request("large", num_rows=20), request("later", num_rows=4)
     memory = feed(max_bytes=10 * ROW_BYTES)

@@ -207,3 +207,43 @@ assert capture.numpy("3.post_mlp").shape == (8, 16)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
+
+
+def test_a_notebook_shows_norms_of_a_capture_without_reading_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with capturing(tmp_path) as files:
+        request = files.request({"tag": "one"}, client_id="<b>x</b>")
+        files.feed.whole(request)
+    capture = open_captures(tmp_path)["<b>x</b>"]
+
+    shown = capture._repr_html_()
+
+    lengths = request.expected().rows[SITE].double().norm(dim=1)
+    assert f"3.post_mlp</td><td>{lengths.min():.5g}</td><td>{lengths.mean():.5g}</td><td>{lengths.max():.5g}" in shown
+    assert shown.count("<td style=background") == len(lengths) * len(capture.sites)
+    assert "<b>x</b>" not in shown
+    assert len(shown.encode()) < 20_000
+    monkeypatch.setattr("headgate.consumers.reader.MAX_FETCHED", 8)
+    monkeypatch.setattr(capture, "_source", object())
+    assert "not read: over 8 bytes to fetch" in capture._repr_html_()
+
+
+def test_a_notebook_lists_the_first_requests_of_a_folder(tmp_path: Path) -> None:
+    with capturing(tmp_path) as files:
+        for number in range(12):
+            files.feed.whole(files.request({"tag": "one"}, client_id=f"r-{number:02}"))
+    folder = open_captures(tmp_path, strict=False)
+    (damaged,) = open_captures(tmp_path)["r-11"].paths
+    Path(damaged).write_bytes(b"torn")
+    assert len(list(folder)) == 11
+
+    shown = folder._repr_html_()
+
+    assert "r-09" in shown
+    assert "r-10" not in shown
+    assert "the first 10 of more" in shown
+    assert [str(error) for error in folder.damaged] != []
+    (torn,) = open_captures(tmp_path)["r-00"].paths
+    Path(torn).write_bytes(b"torn")
+    assert f"damaged: {torn}"[:80] in open_captures(tmp_path)._repr_html_()
