@@ -29,7 +29,7 @@ def test_vectors_show_norms_by_hook_point_and_layer() -> None:
 
     shown = made._repr_html_()
 
-    for text in ("PhaseVectors", "3 of 2 values", "2.pre_attn</td><td>5<", "4.post_mlp</td><td>10<", "final_norm", "15"):
+    for text in ("3 of 2 values", "2.pre_attn</td><td>5<", "4.post_mlp</td><td>10<", "final_norm</td><td>15<"):
         assert text in shown
     assert "layer 2 to 4" in shown
     assert shown.count("<td style=background") == 2  # one for each layer that has a vector
@@ -74,7 +74,8 @@ def test_a_probe_shows_its_classes(hidden: Any) -> None:
 
     shown = probe._repr_html_()
 
-    for text in ("3.post_mlp", f"rows of {5 if hidden else 2} values", "1.25", "0.987", f"{escape(HOSTILE)}</td><td>5<"):
+    width = 5 if hidden else 2
+    for text in (f"3.post_mlp, rows of {width} values", "1.25", "0.987", f"{escape(HOSTILE)}</td><td>5<"):
         assert text in shown
     assert "<script" not in shown
 
