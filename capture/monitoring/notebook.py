@@ -171,7 +171,8 @@ def _heat_map(heat: HeatMap, most: int) -> str:
     )
     first, last = (_text(label) for label in heat.columns)
     span = cells.shape[1]
-    head = f"<tr><td></td><td colspan={span}>{first} to {last}</td></tr>"
+    widths = f"<colgroup><col><col span={span} style=width:14px></colgroup>"  # cells are empty, so they have none
+    head = f"{widths}<tr><td></td><td colspan={span}>{first} to {last}</td></tr>"
     legend = f"{_text(heat.title)}: dark {low:.4g} to light {high:.4g}, logarithmic"
     odd = f'; <span style="color:{_NOT_FINITE}">this colour</span>: not finite' if np.isinf(cells).any() else ""
     return f'<div style="font:12px monospace">{legend}{odd}</div><table style="{_BOX}">{head}{lines}</table>'

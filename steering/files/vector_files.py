@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
@@ -31,12 +31,14 @@ from headgate.steering.files import gguf_files, tensor_bytes
 from headgate.steering.files.converters import PICKLE_SUFFIXES, advice
 from headgate.steering.files.foreign_files import FOREIGN_FORMATS, TORCH_SUFFIXES, recognise
 from headgate.steering.files.vector_source import MAX_LAYERS, VectorSource
-from headgate.steering.probes.groups import GroupDirections
 from headgate.steering.programs.spec import SteeringSpec
 from headgate.steering.requests.request_fields import MODULE_FIELDS, read_tier, sum_tiers
 from headgate.steering.vectors.dtypes import STORAGE, StoredType, widen
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable
 from headgate.steering.vectors.vector_table import vectors_html
+
+if TYPE_CHECKING:
+    from headgate.steering.probes.groups import GroupDirections
 
 FORMAT = {"headgate.steering": "1"}
 
@@ -113,9 +115,11 @@ def save(path: str | os.PathLike[str], content: VectorFile | PhaseVectors | Grou
 
 
 def _file_of(content: VectorFile | PhaseVectors | GroupDirections) -> VectorFile:
-    if isinstance(content, GroupDirections):
-        return VectorFile(vectors=content.vectors, metadata=content.metadata)
-    return VectorFile(vectors=content) if isinstance(content, PhaseVectors) else content
+    if isinstance(content, VectorFile):
+        return content
+    if isinstance(content, PhaseVectors):
+        return VectorFile(vectors=content)
+    return VectorFile(vectors=content.vectors, metadata=content.metadata)
 
 
 def load(
