@@ -1,0 +1,253 @@
+"""Rows in a random order of stated quality, in bounded memory.
+
+Files are cut into blocks of rows, all blocks of the data set are shuffled, and a pool is filled with them. A batch is
+drawn uniformly from the pool, which is filled up again before the next one. So at every draw the pool holds at least
+`min_rows` rows of at least `min_requests` requests, as long as the epoch has so many left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headgate.consumers.datasets.batches import RowBatch, check_positive
+from headgate.consumers.datasets.reading import Bytes
+from headgate.consumers.datasets.sinks import SinkFilter
+from headgate.consumers.datasets.view import RowView
+
+DEFAULT_ROWS = 1_000_000
+DEFAULT_REQUESTS = 1000
+STATE_VERSION = 1
+
+Numbers = npt.NDArray[np.int64]
+
+
+class MixedBatches(Iterator[RowBatch]):
+    """An iterator of batches. No row comes twice in an epoch; each comes once, but for dropped sinks.
+
+    The same arguments give the same batches on every machine.
+
+    Attributes:
+        epoch: The epoch of the next batch, from 0.
+        num_sinks: Rows of this part that were dropped as sinks so far.
+
+    Args:
+        view: The rows.
+        batch_size: Rows in a batch; the last one of an epoch may be smaller.
+        seed: Of the order.
+        min_rows: Rows that are mixed: the pool takes so many times the bytes of a row at all sites.
+        min_requests: Requests that are mixed. Where requests are few and long, the pool grows until it has them.
+        epochs: How often the data are gone through, each time in another order; None for ever.
+        drop_sinks: Leave out rows whose norm is above 10 times the median at one of the sites; see `SinkFilter`.
+        part: ``(i, n)``: the i-th of n disjoint parts, whose union is all rows; for ranks and workers.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        view: RowView,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        min_rows: int = DEFAULT_ROWS,
+        min_requests: int = DEFAULT_REQUESTS,
+        epochs: int | None = 1,
+        drop_sinks: bool = False,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        for field, value in (("batch_size", batch_size), ("min_rows", min_rows), ("min_requests", min_requests)):
+            check_positive(value, field)
+        if not 0 <= part[0] < part[1]:
+            raise ValueError(f"part: expected (i, n) with 0 <= i < n, got {part}")
+        self.view = view
+        self.epoch = 0
+        self.num_sinks = 0
+        self._settings = {
+            "batch_size": batch_size,
+            "seed": seed,
+            "min_rows": min_rows,
+            "min_requests": min_requests,
+            "drop_sinks": drop_sinks,
+            "part": list(part),
+        }
+        self._batch_size, self._seed, self._epochs, self._part = batch_size, seed, epochs, part
+        self._min_rows, self._min_requests = min_rows, min_requests
+        self._block_rows = max(min_rows // (2 * min_requests), 1)
+        self._filter = SinkFilter(view, seed) if drop_sinks else None
+        self._pool = _Pool(view, min(min_rows, len(view)) + self._block_rows)
+        self._begin()
+
+    def __iter__(self) -> MixedBatches:
+        return self
+
+    def __next__(self) -> RowBatch:
+        while self._epochs is None or self.epoch < self._epochs:
+            self._fill()
+            if self._pool.count:
+                return self._pool.draw(self._random, self._batch_size)
+            if not len(self.view):
+                break
+            self.epoch += 1
+            self._begin()
+        raise StopIteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the epoch, to go on from with `load_state_dict`: plain values and one array of row numbers."""
+        return {
+            "version": STATE_VERSION,
+            "rows": self.view.fingerprint(),
+            "settings": dict(self._settings),
+            "epoch": self.epoch,
+            "next_block": self._next_block,
+            "random": self._random.bit_generator.state,
+            "pool": self._pool.numbers[: self._pool.count].copy(),
+            "num_sinks": self.num_sinks,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken: the same batches follow. The rows of the pool are read again.
+
+        Raises:
+            ValueError: If the state is of other rows or other arguments; the message says which.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(f"state of version {state.get('version')!r}; this headgate reads version {STATE_VERSION}")
+        if state["settings"] != self._settings:
+            given, own = state["settings"], self._settings
+            wrong = ", ".join(f"{name} {given.get(name)!r} (here {own[name]!r})" for name in own if given.get(name) != own[name])
+            raise ValueError(f"the state was saved with other arguments: {wrong}")
+        if state["rows"] != self.view.fingerprint():
+            raise ValueError("the state was saved with other rows: files were added or taken away, or selected otherwise")
+        self.epoch = state["epoch"]
+        self._begin()
+        self._next_block = state["next_block"]
+        self._random.bit_generator.state = state["random"]
+        self.num_sinks = state["num_sinks"]
+        numbers = np.asarray(state["pool"], dtype=np.int64)
+        self._pool.add(numbers, self.view.gather(numbers))
+
+    def _begin(self) -> None:
+        """Begin the epoch: the order of its blocks, and a pool without rows."""
+        starts, stops = block_order(self.view, self._block_rows, np.random.default_rng([self._seed, self.epoch]))
+        index, count = self._part
+        self._starts, self._stops = starts[index::count], stops[index::count]
+        self._next_block = 0
+        self._random = np.random.default_rng([self._seed, self.epoch, index + 1, count])
+        self._pool.clear()
+
+    def _fill(self) -> None:
+        pool = self._pool
+        while self._next_block < len(self._starts) and (
+            pool.count < self._min_rows or pool.num_requests < self._min_requests
+        ):
+            start, stop = int(self._starts[self._next_block]), int(self._stops[self._next_block])
+            self._next_block += 1
+            numbers = np.arange(start, stop, dtype=np.int64)
+            if self._filter is None:
+                self.view.read_into(start, stop, pool.room(len(numbers)))
+                pool.take(numbers)
+                continue
+            data = self.view.read(start, stop)
+            kept = self._filter.keeps(data)
+            self.num_sinks += int(np.count_nonzero(~kept))
+            pool.add(numbers[kept], {site: rows[kept] for site, rows in data.items()})
+
+
+def block_order(view: RowView, block_rows: int, random: np.random.Generator) -> tuple[Numbers, Numbers]:
+    """First rows and ends of all blocks of a view, shuffled.
+
+    A block lies in one file. The blocks of one request are spread over the whole order: two neighbours in it are of
+    one request only if there are few requests.
+    """
+    if not len(view):
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    files = view.file_starts()
+    sizes = np.diff(files, append=len(view))
+    per_file = -(-sizes // block_rows)
+    within = np.arange(per_file.sum()) - np.repeat(np.cumsum(per_file) - per_file, per_file)
+    starts = np.repeat(files, per_file) + within * block_rows
+    stops = np.minimum(starts + block_rows, np.repeat(files + sizes, per_file))
+    requests = view.requests(starts)
+    shuffled = np.lexsort((random.random(len(starts)), requests))
+    of_request = requests[shuffled]
+    first = np.flatnonzero(np.diff(of_request, prepend=-1))
+    counts = np.diff(first, append=len(of_request))
+    rank = np.arange(len(of_request)) - np.repeat(first, counts)
+    when = (rank + random.random(len(of_request))) / np.repeat(counts, counts)
+    order = shuffled[np.argsort(when, kind="stable")]
+    return starts[order], stops[order]
+
+
+class _Pool:
+    """Rows that are mixed at the moment, at the front of arrays that are filled at the back.
+
+    Attributes:
+        count: Rows.
+        numbers: Their numbers in the view, ``[:count]``.
+        num_requests: Requests that they are of.
+    """
+
+    def __init__(self, view: RowView, capacity: int) -> None:
+        self._view = view
+        self.numbers = np.empty(capacity, dtype=np.int64)
+        self._rows = {site: np.empty((capacity, view.row_bytes), dtype=np.uint8) for site in view.sites}
+        self._per_request = np.zeros(len(view.files.table), dtype=np.int32)
+        self.clear()
+
+    def clear(self) -> None:
+        """Take all rows out."""
+        self.count = self.num_requests = 0
+        self._per_request[:] = 0
+
+    def room(self, count: int) -> dict[str, Bytes]:
+        """Memory for `count` more rows, to be filled and then taken over by `take`."""
+        needed = self.count + count
+        if needed > len(self.numbers):
+            size = max(needed, len(self.numbers) * 5 // 4)
+            self.numbers = _grown(self.numbers, self.count, size)
+            self._rows = {site: _grown(rows, self.count, size) for site, rows in self._rows.items()}
+        return {site: rows[self.count : needed] for site, rows in self._rows.items()}
+
+    def take(self, numbers: Numbers) -> None:
+        """Add the rows that were written where `room` said."""
+        self.numbers[self.count : self.count + len(numbers)] = numbers
+        self.count += len(numbers)
+        requests, counts = np.unique(self._view.requests(numbers), return_counts=True)
+        self.num_requests += int(np.count_nonzero(self._per_request[requests] == 0))
+        self._per_request[requests] += counts.astype(np.int32)
+
+    def add(self, numbers: Numbers, data: dict[str, Bytes]) -> None:
+        """Add rows."""
+        for site, room in self.room(len(numbers)).items():
+            room[:] = data[site]
+        self.take(numbers)
+
+    def draw(self, random: np.random.Generator, count: int) -> RowBatch:
+        """Take rows out at random, all if there are not more than `count`."""
+        count = min(count, self.count)
+        chosen = random.choice(self.count, count, replace=False)
+        numbers = self.numbers[chosen]
+        data = {site: rows[chosen] for site, rows in self._rows.items()}
+        left = self.count - count
+        holes = chosen[chosen < left]
+        is_taken = np.zeros(count, dtype=np.bool_)
+        is_taken[chosen[chosen >= left] - left] = True
+        movers = left + np.flatnonzero(~is_taken)
+        for array in (self.numbers, *self._rows.values()):
+            array[holes] = array[movers]
+        self.count = left
+        requests, counts = np.unique(self._view.requests(numbers), return_counts=True)
+        self._per_request[requests] -= counts.astype(np.int32)
+        self.num_requests -= int(np.count_nonzero(self._per_request[requests] == 0))
+        return RowBatch(self._view, numbers, data)
+
+
+def _grown(array: npt.NDArray[Any], count: int, size: int) -> npt.NDArray[Any]:
+    larger = np.empty((size, *array.shape[1:]), dtype=array.dtype)
+    larger[:count] = array[:count]
+    return larger
