@@ -18,10 +18,10 @@ from headgate.consumers.datasets.index.cache import digest_of, store_local
 from headgate.consumers.datasets.index.root import IndexedRoot
 from headgate.consumers.datasets.index.scan import Problem
 from headgate.consumers.datasets.index.table import Group, Table
-from headgate.consumers.datasets.view import RowView
+from headgate.consumers.datasets.view import RowView, fingerprint_of
 
 FORMAT = "headgate-dataset"
-FORMAT_VERSION = 1
+MANIFEST_VERSION = 1
 
 
 def make_manifest(
@@ -44,21 +44,10 @@ def make_manifest(
         tokenizer: Its name.
     """
     groups = [table.groups[number] for number in np.unique(table.columns["group"])]
-    sites = {
-        site: {
-            "rows": len(view),
-            "requests": view.num_requests,
-            "duplicates": dropped,
-            "dtype": view.dtype,
-            "hidden_size": view.hidden_size,
-            "fingerprint": view.fingerprint(),
-        }
-        for site, (view, dropped) in views.items()
-    }
     digests = [digest_of(root.table) for root in roots]
     return {
         "format": FORMAT,
-        "format_version": FORMAT_VERSION,
+        "format_version": MANIFEST_VERSION,
         "made_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "made_by": {"headgate": version("headgate")},
         "model": _one_or_all(group.model for group in groups),
@@ -68,7 +57,7 @@ def make_manifest(
         "captured_by": {name: _one_or_all(_versions(groups, name)) for name in ("headgate", "vllm", "torch")},
         "num_rows": sum(len(view) for view, _ in views.values()),
         "dropped_rows": int(table.columns["dropped"].sum()),
-        "sites": sites,
+        "sites": {site: _site(view, dropped) for site, (view, dropped) in views.items()},
         "roots": [
             {"root": root.given, "files": len(root.table.units), "index_sha256": digest}
             for root, digest in zip(roots, digests, strict=True)
@@ -86,6 +75,17 @@ def store_manifest(path: str | os.PathLike[str], manifest: Mapping[str, Any]) ->
     """
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
     store_local(Path(path), iter([text]))
+
+
+def _site(view: RowView, dropped: int) -> dict[str, Any]:
+    return {
+        "rows": len(view),
+        "requests": view.num_requests,
+        "duplicates": dropped,
+        "dtype": view.dtype,
+        "hidden_size": view.hidden_size,
+        "fingerprint": fingerprint_of(view),
+    }
 
 
 def _versions(groups: Iterable[Group], name: str) -> list[str]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from headgate.consumers.datasets.batches import RowBatch, check_positive
 from headgate.consumers.datasets.reading import Bytes
 from headgate.consumers.datasets.sinks import SinkFilter
-from headgate.consumers.datasets.view import RowView
+from headgate.consumers.datasets.view import RowView, fingerprint_of
 
 DEFAULT_ROWS = 1_000_000
 DEFAULT_REQUESTS = 1000
@@ -41,6 +41,7 @@ class MixedBatches(Iterator[RowBatch]):
         min_rows: Rows that are mixed: the pool takes so many times the bytes of a row at all sites.
         min_requests: Requests that are mixed. Where requests are few and long, the pool grows until it has them.
         epochs: How often the data are gone through, each time in another order; None for ever.
+        first_epoch: The number of the first of them, which its order follows from.
         drop_sinks: Leave out rows whose norm is above 10 times the median at one of the sites; see `SinkFilter`.
         part: ``(i, n)``: the i-th of n disjoint parts, whose union is all rows; for ranks and workers.
 
@@ -57,6 +58,7 @@ class MixedBatches(Iterator[RowBatch]):
         min_rows: int = DEFAULT_ROWS,
         min_requests: int = DEFAULT_REQUESTS,
         epochs: int | None = 1,
+        first_epoch: int = 0,
         drop_sinks: bool = False,
         part: tuple[int, int] = (0, 1),
     ) -> None:
@@ -65,7 +67,7 @@ class MixedBatches(Iterator[RowBatch]):
         if not 0 <= part[0] < part[1]:
             raise ValueError(f"part: expected (i, n) with 0 <= i < n, got {part}")
         self.view = view
-        self.epoch = 0
+        self.epoch = first_epoch
         self.num_sinks = 0
         self._settings = {
             "batch_size": batch_size,
@@ -75,7 +77,8 @@ class MixedBatches(Iterator[RowBatch]):
             "drop_sinks": drop_sinks,
             "part": list(part),
         }
-        self._batch_size, self._seed, self._epochs, self._part = batch_size, seed, epochs, part
+        self._batch_size, self._seed, self._part = batch_size, seed, part
+        self._last_epoch = None if epochs is None else first_epoch + epochs
         self._min_rows, self._min_requests = min_rows, min_requests
         self._block_rows = max(min_rows // (2 * min_requests), 1)
         self._filter = SinkFilter(view, seed) if drop_sinks else None
@@ -86,7 +89,7 @@ class MixedBatches(Iterator[RowBatch]):
         return self
 
     def __next__(self) -> RowBatch:
-        while self._epochs is None or self.epoch < self._epochs:
+        while self._last_epoch is None or self.epoch < self._last_epoch:
             self._fill()
             if self._pool.count:
                 return self._pool.draw(self._random, self._batch_size)
@@ -100,12 +103,12 @@ class MixedBatches(Iterator[RowBatch]):
         """The place in the epoch, to go on from with `load_state_dict`: plain values and one array of row numbers."""
         return {
             "version": STATE_VERSION,
-            "rows": self.view.fingerprint(),
+            "rows": fingerprint_of(self.view),
             "settings": dict(self._settings),
             "epoch": self.epoch,
             "next_block": self._next_block,
             "random": self._random.bit_generator.state,
-            "pool": self._pool.numbers[: self._pool.count].copy(),
+            "pool": self._pool.numbers,
             "num_sinks": self.num_sinks,
         }
 
@@ -119,10 +122,12 @@ class MixedBatches(Iterator[RowBatch]):
             raise ValueError(f"state of version {state.get('version')!r}; this headgate reads version {STATE_VERSION}")
         if state["settings"] != self._settings:
             given, own = state["settings"], self._settings
-            wrong = ", ".join(f"{name} {given.get(name)!r} (here {own[name]!r})" for name in own if given.get(name) != own[name])
+            wrong = ", ".join(
+                f"{key} {given.get(key)!r} (here {own[key]!r})" for key in own if given.get(key) != own[key]
+            )
             raise ValueError(f"the state was saved with other arguments: {wrong}")
-        if state["rows"] != self.view.fingerprint():
-            raise ValueError("the state was saved with other rows: files were added or taken away, or selected otherwise")
+        if state["rows"] != fingerprint_of(self.view):
+            raise ValueError("the state was saved with other rows: files came or went, or others are selected")
         self.epoch = state["epoch"]
         self._begin()
         self._next_block = state["next_block"]
@@ -148,14 +153,12 @@ class MixedBatches(Iterator[RowBatch]):
             start, stop = int(self._starts[self._next_block]), int(self._stops[self._next_block])
             self._next_block += 1
             numbers = np.arange(start, stop, dtype=np.int64)
-            if self._filter is None:
-                self.view.read_into(start, stop, pool.room(len(numbers)))
-                pool.take(numbers)
-                continue
             data = self.view.read(start, stop)
-            kept = self._filter.keeps(data)
-            self.num_sinks += int(np.count_nonzero(~kept))
-            pool.add(numbers[kept], {site: rows[kept] for site, rows in data.items()})
+            if self._filter is not None:
+                kept = self._filter.keeps(data)
+                self.num_sinks += int(np.count_nonzero(~kept))
+                numbers, data = numbers[kept], {site: rows[kept] for site, rows in data.items()}
+            pool.add(numbers, data)
 
 
 def block_order(view: RowView, block_rows: int, random: np.random.Generator) -> tuple[Numbers, Numbers]:
@@ -184,70 +187,78 @@ def block_order(view: RowView, block_rows: int, random: np.random.Generator) -> 
 
 
 class _Pool:
-    """Rows that are mixed at the moment, at the front of arrays that are filled at the back.
+    """Rows that are mixed at the moment. Each lies in a slot; a row that is drawn leaves its slot to a later one.
 
     Attributes:
         count: Rows.
-        numbers: Their numbers in the view, ``[:count]``.
         num_requests: Requests that they are of.
     """
 
     def __init__(self, view: RowView, capacity: int) -> None:
         self._view = view
-        self.numbers = np.empty(capacity, dtype=np.int64)
-        self._rows = {site: np.empty((capacity, view.row_bytes), dtype=np.uint8) for site in view.sites}
+        self._numbers = np.empty(capacity, dtype=np.int64)  # by slot
+        self._rows = {site: _empty_rows(view, capacity) for site in view.sites}  # by slot
+        self._slots = np.arange(capacity)  # those of rows, in the order that draws refer to, then the free ones
         self._per_request = np.zeros(len(view.files.table), dtype=np.int32)
         self.clear()
+
+    @property
+    def numbers(self) -> Numbers:
+        """The rows' numbers in the view, in the order that draws refer to."""
+        return self._numbers[self._slots[: self.count]]
 
     def clear(self) -> None:
         """Take all rows out."""
         self.count = self.num_requests = 0
+        self._slots.sort()
         self._per_request[:] = 0
-
-    def room(self, count: int) -> dict[str, Bytes]:
-        """Memory for `count` more rows, to be filled and then taken over by `take`."""
-        needed = self.count + count
-        if needed > len(self.numbers):
-            size = max(needed, len(self.numbers) * 5 // 4)
-            self.numbers = _grown(self.numbers, self.count, size)
-            self._rows = {site: _grown(rows, self.count, size) for site, rows in self._rows.items()}
-        return {site: rows[self.count : needed] for site, rows in self._rows.items()}
-
-    def take(self, numbers: Numbers) -> None:
-        """Add the rows that were written where `room` said."""
-        self.numbers[self.count : self.count + len(numbers)] = numbers
-        self.count += len(numbers)
-        requests, counts = np.unique(self._view.requests(numbers), return_counts=True)
-        self.num_requests += int(np.count_nonzero(self._per_request[requests] == 0))
-        self._per_request[requests] += counts.astype(np.int32)
 
     def add(self, numbers: Numbers, data: dict[str, Bytes]) -> None:
         """Add rows."""
-        for site, room in self.room(len(numbers)).items():
-            room[:] = data[site]
-        self.take(numbers)
+        needed = self.count + len(numbers)
+        if needed > len(self._slots):
+            self._grow(max(needed, len(self._slots) * 5 // 4))
+        slots = self._slots[self.count : needed]
+        self._numbers[slots] = numbers
+        for site, rows in data.items():
+            self._rows[site][slots] = _as_items(rows)
+        self.count = needed
+        requests, counts = np.unique(self._view.requests(numbers), return_counts=True)
+        self.num_requests += int(np.count_nonzero(self._per_request[requests] == 0))
+        self._per_request[requests] += counts.astype(np.int32)
 
     def draw(self, random: np.random.Generator, count: int) -> RowBatch:
         """Take rows out at random, all if there are not more than `count`."""
         count = min(count, self.count)
         chosen = random.choice(self.count, count, replace=False)
-        numbers = self.numbers[chosen]
-        data = {site: rows[chosen] for site, rows in self._rows.items()}
+        slots = self._slots[chosen]
+        numbers = self._numbers[slots]
+        data = {site: rows.take(slots).view(np.uint8).reshape(count, -1) for site, rows in self._rows.items()}
         left = self.count - count
-        holes = chosen[chosen < left]
         is_taken = np.zeros(count, dtype=np.bool_)
         is_taken[chosen[chosen >= left] - left] = True
-        movers = left + np.flatnonzero(~is_taken)
-        for array in (self.numbers, *self._rows.values()):
-            array[holes] = array[movers]
+        self._slots[chosen[chosen < left]] = self._slots[left : self.count][~is_taken]
+        self._slots[left : self.count] = slots
         self.count = left
         requests, counts = np.unique(self._view.requests(numbers), return_counts=True)
         self._per_request[requests] -= counts.astype(np.int32)
         self.num_requests -= int(np.count_nonzero(self._per_request[requests] == 0))
         return RowBatch(self._view, numbers, data)
 
+    def _grow(self, size: int) -> None:
+        old = len(self._slots)
+        self._slots = np.concatenate([self._slots, np.arange(old, size)])
+        self._numbers = np.concatenate([self._numbers, np.empty(size - old, dtype=np.int64)])
+        for site, rows in self._rows.items():
+            larger = _empty_rows(self._view, size)
+            larger[:old] = rows
+            self._rows[site] = larger
 
-def _grown(array: npt.NDArray[Any], count: int, size: int) -> npt.NDArray[Any]:
-    larger = np.empty((size, *array.shape[1:]), dtype=array.dtype)
-    larger[:count] = array[:count]
-    return larger
+
+def _empty_rows(view: RowView, count: int) -> npt.NDArray[np.void]:
+    return np.empty(count, dtype=np.dtype((np.void, view.row_bytes)))
+
+
+def _as_items(rows: Bytes) -> npt.NDArray[np.void]:
+    """uint8 ``[rows, row_bytes]`` as one item for each row, which numpy copies as a whole."""
+    return rows.view(np.dtype((np.void, rows.shape[1]))).reshape(-1)

@@ -179,7 +179,7 @@ def parse_selection(
         raise ValueError(f"phases: expected any of {', '.join(PHASES)}, got {shown(phases)}")
     selector = None if positions is None else parse_positions(positions, "positions")
     if isinstance(selector, Message):
-        raise ValueError(
+        raise ValueError(  # noqa: TRY004  (its type is right, its value is not)
             f"positions: {shown(positions)} names a message, and files do not say where messages are; select the "
             "message when capturing, or give positions as numbers"
         )

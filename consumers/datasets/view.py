@@ -225,16 +225,6 @@ class RowView:
         begins: Numbers = (self.ends - (self.stops - self.starts))[first]
         return begins
 
-    def fingerprint(self) -> str:
-        """A hash of which rows these are, by request and place: a state fits the rows that it was saved with alone."""
-        columns = self.files.table.columns
-        digest = blake2b(repr((self.sites, self.dtype, self.hidden_size)).encode(), digest_size=16)
-        for name in ("key", "written", "rows"):
-            digest.update(np.ascontiguousarray(columns[name][self.entries[:, 0]]).data)
-        digest.update(np.ascontiguousarray(self.starts).data)
-        digest.update(np.ascontiguousarray(self.stops).data)
-        return digest.hexdigest()
-
     def _locate(self, rows: Numbers) -> tuple[Numbers, Numbers]:
         """The range of each row, and the row's number in its entry."""
         ranges = np.searchsorted(self.ends, rows, side="right")
@@ -252,6 +242,17 @@ class RowView:
             stops[-1] -= self.ends[last - 1] - stop
             starts[0] = self.stops[first] - (self.ends[first] - start)
         return starts, stops, ranges
+
+
+def fingerprint_of(view: RowView) -> str:
+    """A hash of which rows these are, by request and place: a state fits the rows that it was saved with alone."""
+    columns = view.files.table.columns
+    digest = blake2b(repr((view.sites, view.dtype, view.hidden_size)).encode(), digest_size=16)
+    for name in ("key", "written", "rows"):
+        digest.update(np.ascontiguousarray(columns[name][view.entries[:, 0]]).data)
+    digest.update(np.ascontiguousarray(view.starts).data)
+    digest.update(np.ascontiguousarray(view.stops).data)
+    return digest.hexdigest()
 
 
 def _runs(ordered: Numbers) -> Iterator[slice]:

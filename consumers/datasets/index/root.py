@@ -91,7 +91,9 @@ def _updated(source: Source, root: str, units: list[Unit], known: Known | None) 
         kept = {unit.name for unit in units if unit in old}
         chosen = np.array([unit.name in kept for unit in table.units], dtype=np.bool_)
         numbers = np.cumsum(chosen) - 1
-        part = Table(dict(table.columns), table.ids, [u for u in table.units if u.name in kept], table.groups, table.tags)
+        part = Table(
+            dict(table.columns), table.ids, [u for u in table.units if u.name in kept], table.groups, table.tags
+        )
         entries = np.flatnonzero(chosen[table.columns["unit"]])
         part.columns["unit"] = numbers[table.columns["unit"]].astype(np.int32)
         builder.add_table(part, entries)

@@ -1,4 +1,4 @@
-"""What lies in a root: files by name, size and time, and the requests in those that are new."""
+"""Files in a root by name, size and time, and the requests in those that are new."""
 
 from __future__ import annotations
 

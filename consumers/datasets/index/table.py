@@ -147,10 +147,6 @@ class Table:
         """The entry's tag."""
         return self.tags[self.columns["tag"][entry]]
 
-    def is_evenly_spaced(self) -> npt.NDArray[np.bool_]:
-        """bool ``[entries]``: positions follow from ``first`` and ``step``."""
-        return self.columns["step"] > 0
-
     @classmethod
     def merged(cls, tables: Sequence[tuple[Table, npt.NDArray[np.intp] | None]]) -> Table:
         """Entries of several tables, one table after the other; of each those with the given numbers, or all."""
@@ -275,8 +271,7 @@ def _order(part: StoredPart) -> tuple[tuple[str, ...], int]:
     """Tensors in the order of the data, and the entry's ``at``."""
     if part.layout == "raw":
         return tuple(part.tensors), 0
-    if part.layout == "shards":
-        assert isinstance(part.positions, TensorRef)
+    if part.layout == "shards" and isinstance(part.positions, TensorRef):
         return tuple(part.tensors), part.positions.offset // ITEM_SIZES["int64"]
     refs: Mapping[str, Any] = {POSITIONS: part.positions, TOKEN_IDS: part.token_ids, **part.tensors}
     # A file without rows has all its tensors at one place; its own order is as good as any.
