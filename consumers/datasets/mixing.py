@@ -205,7 +205,8 @@ class _Pool:
     @property
     def numbers(self) -> Numbers:
         """The rows' numbers in the view, in the order that draws refer to."""
-        return self._numbers[self._slots[: self.count]]
+        found: Numbers = self._numbers[self._slots[: self.count]]
+        return found
 
     def clear(self) -> None:
         """Take all rows out."""

@@ -55,7 +55,7 @@ class Reader:
             out[:] = np.frombuffer(fetched, dtype=np.uint8)
             return
         file = self._file(unit, name)
-        view, done = memoryview(out), 0
+        view, done = out.data, 0
         while done < len(view):
             count = os.preadv(file, [view[done:]], offset + done)
             if not count:

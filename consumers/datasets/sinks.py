@@ -41,7 +41,8 @@ class SinkFilter:
     def keeps(self, data: dict[str, Bytes]) -> npt.NDArray[np.bool_]:
         """bool ``[rows]``: not a sink at any site. Rows with NaN are kept: they are errors, for the trainer to see."""
         is_sink = [self._norms(rows) > self.thresholds[site] for site, rows in data.items()]
-        return ~np.logical_or.reduce(is_sink)
+        keeps: npt.NDArray[np.bool_] = ~np.logical_or.reduce(is_sink)
+        return keeps
 
     def _norms(self, rows: Bytes) -> npt.NDArray[np.float32]:
         values = typed(rows, self._dtype).astype(np.float32, copy=False)

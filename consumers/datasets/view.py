@@ -182,7 +182,7 @@ class RowView:
         table = self.files.table
         ranges, within = self._locate(rows)
         entries = self.entries[ranges, 0]
-        out = table.columns["first"][entries] + table.columns["step"][entries] * within
+        out: Numbers = table.columns["first"][entries] + table.columns["step"][entries] * within
         for entry in np.unique(entries[table.columns["step"][entries] == 0]):
             mine = entries == entry
             out[mine] = self.files.positions(int(entry))[within[mine]]
@@ -201,7 +201,8 @@ class RowView:
 
     def requests(self, rows: Numbers) -> Numbers:
         """int64 ``[rows]``: a number for the request of each row; `request_id` gives its id."""
-        return self.entries[self._locate(rows)[0], 0]
+        found: Numbers = self.entries[self._locate(rows)[0], 0]
+        return found
 
     def request_id(self, request: int) -> str:
         """The id of a request by its number."""

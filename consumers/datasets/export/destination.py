@@ -8,7 +8,7 @@ from typing import Any
 
 from headgate.consumers.datasets.manifest import store_manifest
 
-MANIFEST = "headgate_manifest.json"
+MANIFEST = "_headgate_manifest.json"  # readers of whole folders pass over names that begin so
 
 
 def new_folder(path: str | os.PathLike[str]) -> Path:

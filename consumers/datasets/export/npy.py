@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.lib.format import open_memmap
 
 from headgate.capture.schema.sites import Site
 from headgate.consumers.datasets.batches import plain_batches
@@ -30,12 +29,10 @@ def export_npy(view: RowView, folder: Path) -> dict[str, Any]:
         raise ValueError("no rows are selected: there is nothing to export")
     kind = np.float16 if view.dtype == "float16" else np.float32
     arrays = {
-        site: open_memmap(folder / f"{site_file(Site.parse(site))}.npy", "w+", kind, (len(view), view.hidden_size))
+        site: _new_array(folder / f"{site_file(Site.parse(site))}.npy", kind, len(view), view.hidden_size)
         for site in view.sites
     }
-    columns = {
-        name: open_memmap(folder / f"{name}.npy", "w+", np.int64, (len(view),)) for name in ("positions", "token_ids")
-    }
+    columns = {name: _new_array(folder / f"{name}.npy", np.int64, len(view)) for name in ("positions", "token_ids")}
     for batch in plain_batches(view, _BATCH_ROWS):
         where = slice(int(batch.numbers[0]), int(batch.numbers[-1]) + 1)
         for site, array in arrays.items():
@@ -49,3 +46,9 @@ def export_npy(view: RowView, folder: Path) -> dict[str, Any]:
             line = {"request_id": view.request_id(request), "tag": view.tag(request), "rows": [first, end]}
             file.write(msgspec.json.encode(line) + b"\n")
     return {"format": "npy", "rows": len(view), "left_out_rows": 0}
+
+
+def _new_array(path: Path, kind: Any, *shape: int) -> np.memmap[Any, Any]:
+    """A file of zeros, mapped for writing."""
+    made: np.memmap[Any, Any] = np.lib.format.open_memmap(path, "w+", kind, shape)  # type: ignore[no-untyped-call]
+    return made

@@ -71,7 +71,7 @@ def write_index(root: str, table: Table, problems: list[Problem]) -> Iterator[by
             num_units=len(table.units),
             groups=table.groups,
             tags=table.tags,
-            problems=[tuple(problem) for problem in problems],
+            problems=[(problem.kind, problem.path, problem.message) for problem in problems],
             places=places,
         )
     )
@@ -86,7 +86,7 @@ def write_index(root: str, table: Table, problems: list[Problem]) -> Iterator[by
 
 def _blocks(arrays: dict[str, npt.NDArray[Any]]) -> Iterator[bytes]:
     for array in arrays.values():
-        data = memoryview(np.ascontiguousarray(array).view(np.uint8)) if array.nbytes else memoryview(b"")
+        data = np.ascontiguousarray(array).view(np.uint8).data if array.nbytes else memoryview(b"")
         for start in range(0, len(data), _CHUNK):
             yield bytes(data[start : start + _CHUNK])
         yield b"\0" * (-array.nbytes % _ALIGN)
@@ -126,7 +126,7 @@ def read_index(data: npt.NDArray[np.uint8], path: str) -> tuple[Table, list[Prob
 def _checksum(data: npt.NDArray[np.uint8]) -> int:
     check = 0
     for start in range(0, len(data), _CHUNK):
-        check = zlib.crc32(memoryview(data[start : start + _CHUNK]), check)
+        check = zlib.crc32(data[start : start + _CHUNK].data, check)
     return check
 
 

@@ -138,12 +138,12 @@ def _parts(source: Source, path: str, unit: Unit) -> Iterator[tuple[StoredPart, 
             start = ref.offset // 8
             yield part, spacing(positions[start : start + part.sidecar.num_rows])
         return
-    part = read_request_file(source, path) if unit.layout == "request" else read_raw_folder(source, path)
-    if part is not None:
-        ref = part.positions
+    found = read_request_file(source, path) if unit.layout == "request" else read_raw_folder(source, path)
+    if found is not None:
+        ref = found.positions
         if not isinstance(ref, np.ndarray):
             ref = np.frombuffer(source.read(ref.path, ref.offset, ref.num_bytes), dtype="<i8")
-        yield part, spacing(ref)
+        yield found, spacing(ref)
 
 
 def _refs(parts: Sequence[StoredPart]) -> Iterator[Any]:

@@ -141,7 +141,8 @@ class Table:
         """The id that the client gave, or the request's own."""
         stop = self.columns["id_stop"]
         start = int(stop[entry - 1]) if entry else 0
-        return self.ids[start : int(stop[entry])].tobytes().decode("utf-8", "surrogatepass")
+        text: bytes = self.ids[start : int(stop[entry])].tobytes()
+        return text.decode("utf-8", "surrogatepass")
 
     def tag(self, entry: int) -> str:
         """The entry's tag."""
