@@ -146,7 +146,7 @@ class Table:
 
     def tag(self, entry: int) -> str:
         """The entry's tag."""
-        return self.tags[self.columns["tag"][entry]]
+        return self.tags[int(self.columns["tag"][entry])]
 
     @classmethod
     def merged(cls, tables: Sequence[tuple[Table, npt.NDArray[np.intp] | None]]) -> Table:
