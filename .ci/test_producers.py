@@ -2,7 +2,7 @@
 
 sae-lens and the others bring two hundred packages, so they get an environment of their own, in .cache/producers. Their
 classes record files and activations anew; the tests of our readers then read those in place of the recorded ones.
-``test_producers.py --keep`` replaces the recorded ones. Data sets are fed to the trainers and read back from exports there.
+``test_producers.py --keep`` replaces the recorded ones. There, too, trainers are fed with data sets and exports read.
 """
 
 from __future__ import annotations
