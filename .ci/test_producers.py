@@ -47,7 +47,7 @@ def main() -> int:
 
 def test_trainers() -> int:
     """Feed data sets to the trainers, in their environment, which has no vLLM and not all that the fixtures need."""
-    command = [ENVIRONMENT / "bin" / "python", "-m", "pytest", "-q", "--noconftest", TRAINERS]
+    command = [str(ENVIRONMENT / "bin" / "python"), "-m", "pytest", "-q", "--noconftest", TRAINERS]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}).returncode
 
 
