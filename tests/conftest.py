@@ -47,7 +47,7 @@ settings.load_profile("headgate")
 def pytest_configure(config: pytest.Config) -> None:
     """Fix the environment before any test module is imported."""
     for name in [name for name in os.environ if name.startswith(("HEADGATE_", "VLLM_"))]:
-        if name != "HEADGATE_CACHE":
+        if name not in ("HEADGATE_CACHE", "HEADGATE_RECORDED"):
             del os.environ[name]
     os.environ.update(ENVIRONMENT)
 

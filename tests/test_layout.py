@@ -59,6 +59,10 @@ LAYERS = {
         ),
         *(["verify"], ["part"]),
     ),
+    "headgate.consumers.datasets": (
+        *(["index"], ["reading", "selection"], ["view"], ["batches", "sinks", "manifest"], ["mixing"], ["dataset"]),
+        ["feeds", "export"],
+    ),
     "headgate.consumers.filesystem": (["storage"], ["formats"], ["params", "writing"], ["consumer"]),
 }
 """Folders and modules of a package from the lowest to the highest. Each imports those before it, and none beside it."""
@@ -76,7 +80,7 @@ HOST_PACKAGES = {
 }
 """Packages that come with the user's own vLLM; the last is for type checkers alone."""
 
-EXTRAS = {"gguf", "httpx", "matplotlib", "pytest", "sklearn"}
+EXTRAS = {"datasets", "gguf", "httpx", "matplotlib", "pyarrow", "pytest", "sklearn"}
 """Packages of the optional dependencies, imported inside the function or the module that needs them."""
 
 IMPORT_NAMES = {"pyyaml": "yaml", "pyzmq": "zmq"}

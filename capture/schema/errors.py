@@ -13,6 +13,7 @@
     ├── SelfTestError        a site did not respond at start-up: refuse to serve (RuntimeError)
     ├── ConsumerError        a consumer failed; goes into the request's result, never into the engine
     └── CaptureFileError     a file of captured rows is partial, damaged or not ours (ValueError)
+        └── NewerFormatError a newer headgate wrote it
 """
 
 from __future__ import annotations
@@ -106,3 +107,7 @@ class ConsumerError(HeadgateError, RuntimeError):
 
 class CaptureFileError(HeadgateError, ValueError):
     """A file of captured rows cannot be read: partial, damaged, or of another format; the message names it."""
+
+
+class NewerFormatError(CaptureFileError):
+    """A file was written by a newer headgate in a format that this one cannot read; the message has both versions."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest
-from headgate.capture.schema.errors import CaptureFileError
+from headgate.capture.schema.errors import CaptureFileError, NewerFormatError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.filesystem.storage.local_store import bytes_of
 from headgate.consumers.filesystem.storage.store import PendingSync, Published, Target
@@ -130,9 +130,12 @@ def read_sidecar(document: Mapping[str, Any], path: str) -> Sidecar:
     """Read a sidecar out of plain values.
 
     Raises:
-        CaptureFileError: If it is of another version or lacks something.
+        NewerFormatError: If it is of a newer version.
+        CaptureFileError: If it is of no version that there was, or lacks something.
     """
     version = document.get("format_version")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise NewerFormatError(f"{path}: format version {version}; this headgate reads version {FORMAT_VERSION}")
     if version != FORMAT_VERSION:
         raise CaptureFileError(f"{path}: format version {version!r}; this headgate reads version {FORMAT_VERSION}")
     try:

@@ -1,0 +1,283 @@
+"""Roots of the filesystem consumer as one data set."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headgate.capture.schema.errors import CaptureFileError
+from headgate.capture.schema.sites import Site, sort_sites
+from headgate.consumers.datasets.batches import RowBatch, plain_batches
+from headgate.consumers.datasets.index.root import IndexedRoot, open_root
+from headgate.consumers.datasets.index.scan import Problem
+from headgate.consumers.datasets.index.table import Table
+from headgate.consumers.datasets.manifest import make_manifest, store_manifest
+from headgate.consumers.datasets.mixing import DEFAULT_REQUESTS, DEFAULT_ROWS, MixedBatches
+from headgate.consumers.datasets.reading import Reader
+from headgate.consumers.datasets.selection import Selection, parse_selection, parse_sites
+from headgate.consumers.datasets.view import Files, RowView
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
+
+Sites = str | Site | Iterable[str | Site]
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Captured rows of one or several roots; made by `open_dataset`.
+
+    Attributes:
+        roots: Those it was opened from.
+        sites: Names of the selected sites that some request has, in the order of the forward pass.
+        problems: Files that give no rows, with the reason.
+    """
+
+    roots: tuple[IndexedRoot, ...]
+    sites: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    _selection: Selection = field(repr=False)
+    _table: Table = field(repr=False)
+    _root_of_unit: Numbers = field(repr=False)
+    _views: dict[tuple[str, ...], tuple[RowView, int]] = field(default_factory=dict, repr=False)
+
+    def rows(self, sites: Sites | None = None) -> RowView:
+        """The rows that have a value at every one of `sites`, by default at all sites of the data set.
+
+        A request that was found before with the same tag, id, sample and sites, in another root, is left out.
+
+        Raises:
+            ValueError: If a site is not in the data set, or no request has all of them.
+            CaptureFileError: If the sites' rows are not all of one dtype and width.
+        """
+        return self._view(self.sites if sites is None else parse_sites(sites))[0]
+
+    def duplicates(self, sites: Sites | None = None) -> int:
+        """Requests that `rows` leaves out because an earlier root has them; by default the sum over all sites."""
+        if sites is not None:
+            return self._view(parse_sites(sites))[1]
+        return sum(self._view((site,))[1] for site in self.sites)
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Rows by site."""
+        return {site: len(self._view((site,))[0]) for site in self.sites}
+
+    def batches(self, sites: Sites | None = None, *, batch_size: int = 4096) -> Iterator[RowBatch]:
+        """All rows in the order of the files, each once; the last batch may be smaller.
+
+        Args:
+            sites: As for `rows`.
+            batch_size: Rows in a batch.
+        """
+        return plain_batches(self.rows(sites), batch_size)
+
+    def mixed(
+        self,
+        sites: Sites | None = None,
+        *,
+        batch_size: int = 4096,
+        seed: int = 0,
+        min_rows: int = DEFAULT_ROWS,
+        min_requests: int = DEFAULT_REQUESTS,
+        epochs: int | None = 1,
+        drop_sinks: bool = False,
+        part: tuple[int, int] = (0, 1),
+    ) -> MixedBatches:
+        """All rows in a random order, each once an epoch; see `MixedBatches`."""
+        return MixedBatches(
+            self.rows(sites),
+            batch_size=batch_size,
+            seed=seed,
+            min_rows=min_rows,
+            min_requests=min_requests,
+            epochs=epochs,
+            drop_sinks=drop_sinks,
+            part=part,
+        )
+
+    def manifest(self, *, revision: str | None = None, tokenizer: str | None = None) -> dict[str, Any]:
+        """JSON values: what the data set is made of; see `write_manifest`."""
+        facts = {site: (self._view((site,))[0], self._view((site,))[1]) for site in self.sites}
+        return make_manifest(self.roots, facts, self._table, self.problems, revision=revision, tokenizer=tokenizer)
+
+    def write_manifest(
+        self, path: str | os.PathLike[str], *, revision: str | None = None, tokenizer: str | None = None
+    ) -> None:
+        """Write `manifest` as a JSON file, in place of an older one.
+
+        Args:
+            path: Where; local.
+            revision: Of the model's weights. Captured files do not say, so it is null unless it is given.
+            tokenizer: Its name. Likewise.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        store_manifest(path, self.manifest(revision=revision, tokenizer=tokenizer))
+
+    def close(self) -> None:
+        """Close all files. They are opened again when rows are read."""
+        for view, _ in self._views.values():
+            view.files.close()
+
+    def _view(self, sites: tuple[str, ...]) -> tuple[RowView, int]:
+        if sites not in self._views:
+            self._views[sites] = self._make_view(sites)
+        return self._views[sites]
+
+    def _make_view(self, sites: tuple[str, ...]) -> tuple[RowView, int]:
+        if missing := [site for site in sites if site not in self.sites]:
+            raise ValueError(f"{', '.join(missing)}: not in the data set, which has {', '.join(self.sites) or 'none'}")
+        table = self._table
+        readers = [Reader(root) for root in self.roots]
+        files = Files(table, readers, self._root_of_unit)
+        entries, num_lacking = _entries_with(table, sites)
+        entries, num_dropped = _without_duplicates(table, entries, self._root_of_unit)
+        if num_lacking:
+            logger.warning("%d requests have some of %s and are left out of rows of all of them", num_lacking, sites)
+        if not len(entries) and num_lacking:
+            raise ValueError(f"no request has all of {', '.join(sites)}; read the sites one by one")
+        dtype, hidden_size = _shape_of(table, entries, sites)
+        index, starts, stops = self._selection.row_ranges(table, entries[:, 0], files.positions)
+        ends = np.cumsum(stops - starts)
+        return RowView(sites, dtype, hidden_size, files, entries[index], starts, stops, ends), num_dropped
+
+
+def open_dataset(
+    roots: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    sites: Sites | None = None,
+    phases: str | Sequence[str] | None = None,
+    positions: object = None,
+    drop_bos: bool = False,
+    tags: str | Iterable[str] | None = None,
+    since: object = None,
+    until: object = None,
+    strict: bool = True,
+    index: bool = True,
+) -> Dataset:
+    """Open roots of the filesystem consumer, of any layouts, as one data set. Rows are read when they are used.
+
+    Args:
+        roots: Folders or fsspec URLs. Where two have one request, the one named first gives its rows.
+        sites: ``"12.post_mlp"``, several, or None for all.
+        phases: ``"prefill"``, ``"decode"``, or both.
+        positions: A selector as in a request: ``"last_prompt"``, ``[0, -1]``, ``{"start": 1}``.
+        drop_bos: Leave out position 0.
+        tags: One, or several.
+        since: A datetime, a date or ISO text, UTC unless it says otherwise: requests written then or later.
+        until: The same: requests written before.
+        strict: Raise on torn files and those of a newer headgate; otherwise leave them out, in `Dataset.problems`.
+        index: Keep an index beside each root (``ROOT.headgate-index``), so that only files that are new or changed are
+            opened the next time.
+
+    Raises:
+        ValueError: If a selector cannot be read.
+        CaptureFileError: If a root is no folder, or, with `strict`, a file is torn.
+        NewerFormatError: With `strict`, if a newer headgate wrote a file.
+    """
+    selection = parse_selection(
+        sites=sites, phases=phases, positions=positions, drop_bos=drop_bos, tags=tags, since=since, until=until
+    )
+    named = [roots] if isinstance(roots, str | os.PathLike) else list(roots)
+    opened = tuple(open_root(root, caches=index) for root in named)
+    problems = tuple(problem for root in opened for problem in root.problems)
+    if strict:
+        _refuse(problems)
+    chosen: list[tuple[Table, Any]] = [(root.table, selection.entries(root.table)) for root in opened]
+    table = Table.merged(chosen)
+    root_of_unit = np.repeat(np.arange(len(opened)), [len(root.table.units) for root in opened])
+    present = {site for number in np.unique(table.columns["group"]) for site in table.groups[number].sites}
+    found = [site.name for site in sort_sites(Site.parse(name) for name in present)]
+    wanted = tuple(site for site in found if selection.sites is None or site in selection.sites)
+    return Dataset(opened, wanted, problems, selection, table, root_of_unit)
+
+
+def _refuse(problems: Sequence[Problem]) -> None:
+    bad = [problem for problem in problems if problem.kind != "foreign"]
+    if bad:
+        more = f" (and {len(bad) - 1} more; strict=False leaves them out)" if len(bad) > 1 else ""
+        raise bad[0].error(more)
+
+
+def _entries_with(table: Table, sites: tuple[str, ...]) -> tuple[Numbers, int]:
+    """``[requests, sites]``, the entry for each site, of requests that have all; and how many have only some."""
+    has = np.array([[site in group.sites for site in sites] for group in table.groups], dtype=np.bool_)
+    if not len(table):
+        return np.empty((0, len(sites)), dtype=np.int64), 0
+    count = has.sum(axis=1)[table.columns["group"]]
+    whole = np.flatnonzero(count == len(sites))
+    entries = np.repeat(whole[:, None], len(sites), axis=1)
+    partial = np.flatnonzero((count > 0) & (count < len(sites)))
+    joined = _joined(table, partial, has)
+    num_lacking = len(partial) - sum(len(set(row)) for row in joined)
+    if not joined:
+        return entries, num_lacking
+    entries = np.concatenate([entries, np.array(joined, dtype=np.int64)])
+    return entries[np.argsort(entries[:, 0], kind="stable")], num_lacking
+
+
+def _joined(table: Table, partial: Numbers, has: npt.NDArray[np.bool_]) -> list[list[int]]:
+    """Requests that several pipeline stages wrote: for each that has all sites together, the entry for each site."""
+    stages: dict[tuple[int, ...], dict[int, int]] = {}
+    seen: dict[tuple[int, int], int] = {}
+    for entry in partial[table.columns["join"][partial] > 0]:
+        join = int(table.columns["join"][entry])
+        group = int(table.columns["group"][entry])
+        rank = table.groups[group].pp_rank
+        # An id that was used twice comes twice from each stage, in the same order.
+        count = seen[join, rank] = seen.get((join, rank), 0) + 1
+        for site in np.flatnonzero(has[group]):
+            stages.setdefault((join, count), {})[int(site)] = int(entry)
+    return [[of[site] for site in range(has.shape[1])] for of in stages.values() if len(of) == has.shape[1]]
+
+
+def _without_duplicates(table: Table, entries: Numbers, root_of_unit: Numbers) -> tuple[Numbers, int]:
+    """`entries` without requests that an earlier root has, and their number."""
+    roots = root_of_unit[table.columns["unit"][entries[:, 0]]] if len(entries) else np.empty(0)
+    if len(np.unique(roots)) < 2:
+        return entries, 0
+    keys = table.columns["key"][entries[:, 0]]
+    order = np.lexsort((roots, keys))
+    is_first = np.concatenate(([True], keys[order][1:] != keys[order][:-1]))
+    first = order[np.flatnonzero(is_first)[np.cumsum(is_first) - 1]]
+    later = roots[order] != roots[first]
+    dropped = [
+        candidate
+        for candidate, earlier in zip(order[later], first[later], strict=True)
+        if _same(table, int(entries[candidate, 0]), int(entries[earlier, 0]))
+    ]
+    kept = np.ones(len(entries), dtype=np.bool_)
+    kept[dropped] = False
+    return entries[kept], len(dropped)
+
+
+def _same(table: Table, one: int, other: int) -> bool:
+    """Whether two entries are of one request; equal hashes alone do not say so."""
+    sample = table.columns["sample"]
+    return (
+        table.request_id(one) == table.request_id(other)
+        and table.tag(one) == table.tag(other)
+        and bool(sample[one] == sample[other])
+    )
+
+
+def _shape_of(table: Table, entries: Numbers, sites: tuple[str, ...]) -> tuple[str, int]:
+    groups = np.unique(table.columns["group"][entries])
+    shapes: Mapping[tuple[str, int], str] = {
+        (table.groups[n].dtype, table.groups[n].hidden_size): table.groups[n].model for n in groups
+    }
+    if len(shapes) > 1:
+        shown = "; ".join(f"{dtype}, width {width} ({model})" for (dtype, width), model in shapes.items())
+        raise CaptureFileError(f"{', '.join(sites)}: rows of different kinds: {shown}; open them apart")
+    return next(iter(shapes), ("float32", 0))

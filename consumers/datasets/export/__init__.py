@@ -1,0 +1,1 @@
+"""Rows in files of other tools."""

@@ -1,0 +1,96 @@
+"""Mixed rows as tensors: what SAELens' trainers, sparsify's coders and loops of one's own take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headgate.consumers.datasets.batches import RowBatch
+from headgate.consumers.datasets.mixing import MixedBatches
+
+
+class TensorBatches(Iterator[Tensor]):
+    """The batches of one site: ``[rows, hidden]``, each in memory of its own.
+
+    It is the `data_provider` of SAELens' `SAETrainer`, and its batches are the input of sparsify's `SparseCoder`.
+
+    Args:
+        batches: Rows of one site, as `Dataset.mixed` gives them; with ``epochs=None`` they never end.
+        dtype: Of the tensors; the model's if None.
+        device: Where they are.
+    """
+
+    def __init__(
+        self, batches: MixedBatches, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        if len(batches.view.sites) != 1:
+            raise ValueError(f"expected rows of one site, got {', '.join(batches.view.sites)}; see TensorsByHook")
+        self.batches = batches
+        self._dtype, self._device = dtype, device
+
+    def __iter__(self) -> TensorBatches:
+        return self
+
+    def __next__(self) -> Tensor:
+        return tensor_of(next(self.batches), None, self._dtype, self._device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `MixedBatches.state_dict`."""
+        return self.batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `MixedBatches.load_state_dict`."""
+        self.batches.load_state_dict(state)
+
+
+class TensorsByHook(Iterator[dict[str, Tensor]]):
+    """The batches of several sites: ``{name: [rows, hidden]}``, whose rows are the same tokens at every site.
+
+    It is the `data_provider` of SAELens' `MultiSAETrainer`.
+
+    Args:
+        batches: Rows of several sites.
+        names: The trainer's name of each site; the sites' own if None.
+        dtype: Of the tensors; the model's if None.
+        device: Where they are.
+
+    Raises:
+        ValueError: If `names` lacks a site.
+    """
+
+    def __init__(
+        self,
+        batches: MixedBatches,
+        names: Mapping[str, str] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._names = dict(names) if names is not None else {site: site for site in batches.view.sites}
+        if self._names.keys() != set(batches.view.sites):
+            raise ValueError(f"names: of {', '.join(self._names)}; the rows are of {', '.join(batches.view.sites)}")
+        self.batches = batches
+        self._dtype, self._device = dtype, device
+
+    def __iter__(self) -> TensorsByHook:
+        return self
+
+    def __next__(self) -> dict[str, Tensor]:
+        batch = next(self.batches)
+        return {name: tensor_of(batch, site, self._dtype, self._device) for site, name in self._names.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `MixedBatches.state_dict`."""
+        return self.batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `MixedBatches.load_state_dict`."""
+        self.batches.load_state_dict(state)
+
+
+def tensor_of(batch: RowBatch, site: str | None, dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
+    """A batch's rows at a site."""
+    return batch.torch(site).to(device=device, dtype=dtype)

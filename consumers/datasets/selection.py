@@ -1,0 +1,222 @@
+"""Which requests and which of their rows a data set has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, timezone
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.positions import Message, Named, PositionSelector, Span, parse_positions
+from headgate.capture.schema.sites import Site, sort_sites
+from headgate.consumers.datasets.index.table import Table
+
+Numbers = npt.NDArray[np.int64]
+PHASES = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A selection of requests and of rows in each; None everywhere selects all.
+
+    Attributes:
+        sites: Names of sites, in the order of the forward pass.
+        phase: ``prefill`` or ``decode``.
+        positions: A selector of positions.
+        drops_bos: Leave out position 0.
+        tags: Tags.
+        since: Only requests written at this time or later, in milliseconds since 1970.
+        until: Only requests written before.
+    """
+
+    sites: tuple[str, ...] | None = None
+    phase: str | None = None
+    positions: PositionSelector | None = None
+    drops_bos: bool = False
+    tags: frozenset[str] | None = None
+    since: int | None = None
+    until: int | None = None
+
+    def entries(self, table: Table) -> npt.NDArray[np.intp] | None:
+        """Numbers of the entries that are selected; None if all are."""
+        mask: npt.NDArray[np.bool_] | None = None
+
+        def also(wanted: npt.NDArray[np.bool_]) -> None:
+            nonlocal mask
+            mask = wanted if mask is None else mask & wanted
+
+        if self.tags is not None:
+            also(np.isin(table.columns["tag"], [n for n, tag in enumerate(table.tags) if tag in self.tags]))
+        if self.since is not None:
+            also(table.columns["written"] >= self.since)
+        if self.until is not None:
+            also(table.columns["written"] < self.until)
+        if self.sites is not None:
+            with_any = [n for n, group in enumerate(table.groups) if set(group.sites) & set(self.sites)]
+            if len(with_any) < len(table.groups):
+                also(np.isin(table.columns["group"], with_any))
+        return None if mask is None else np.flatnonzero(mask)
+
+    def row_ranges(
+        self, table: Table, entries: Numbers, positions_of: Callable[[int], Numbers]
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        """The selected rows of each of `entries` as ranges.
+
+        Args:
+            table: Of the entries.
+            entries: Their numbers.
+            positions_of: Reads the positions of one entry.
+
+        Returns:
+            ``(index, start, stop)``: for each range, none of them empty, which of `entries` it is of, and its rows.
+        """
+        columns = {name: table.columns[name][entries] for name in ("rows", "prefill", "first", "step", "num_prompt")}
+        start = np.zeros(len(entries), dtype=np.int64)
+        stop = columns["rows"].astype(np.int64)
+        if self.drops_bos:
+            start[columns["first"] == 0] = 1
+        if self.phase == "prefill":
+            stop = np.minimum(stop, columns["prefill"])
+        elif self.phase == "decode":
+            start = np.maximum(start, columns["prefill"])
+        index = np.arange(len(entries), dtype=np.int64)
+        if self.positions is None:
+            return _not_empty(index, start, stop)
+        if _is_simple(self.positions):
+            simple = (columns["step"] == 1) | (columns["rows"] == 0)
+        else:
+            simple = np.zeros(len(entries), dtype=np.bool_)
+        first, end = _simple_range(self.positions, columns)
+        start = np.where(simple, np.maximum(start, first), start)
+        stop = np.where(simple, np.minimum(stop, end), stop)
+        return _with_others(self.positions, table, entries, positions_of, (index, start, stop, simple))
+
+
+Ranges = tuple[Numbers, Numbers, Numbers]
+
+
+def _is_simple(selector: PositionSelector) -> bool:
+    return isinstance(selector, Named) or (isinstance(selector, Span) and selector.step == 1)
+
+
+def _simple_range(selector: PositionSelector, columns: dict[str, npt.NDArray[Any]]) -> tuple[Numbers, Numbers]:
+    """Rows of a `Named` or a `Span` in entries whose positions go up one by one."""
+    first, num_prompt = columns["first"].astype(np.int64), columns["num_prompt"].astype(np.int64)
+    end = np.full(len(first), np.iinfo(np.int64).max)
+    if isinstance(selector, Named):
+        start = {"all_generated": num_prompt, "last_prompt": num_prompt - 1}.get(selector.name, np.zeros_like(first))
+        stop = num_prompt if selector.name in ("all_prompt", "last_prompt") else end
+    elif isinstance(selector, Span):
+        start = np.maximum(selector.start + (num_prompt if selector.start < 0 else 0), 0)
+        start = np.broadcast_to(start, first.shape)
+        stop = end
+        if selector.stop is not None:
+            stop = np.maximum(selector.stop + (num_prompt if selector.stop < 0 else 0), 0)
+            stop = np.broadcast_to(stop, first.shape)
+    else:
+        return np.zeros_like(first), end
+    return start - first, np.where(stop == end, end, stop - first)
+
+
+def _with_others(
+    selector: PositionSelector,
+    table: Table,
+    entries: Numbers,
+    positions_of: Callable[[int], Numbers],
+    ranges: tuple[Numbers, Numbers, Numbers, npt.NDArray[np.bool_]],
+) -> Ranges:
+    """Ranges of the simple entries, and those of the others, each read and masked, in the order of the entries."""
+    index, start, stop, simple = ranges
+    found = [(index[simple], start[simple], stop[simple])]
+    for number in np.flatnonzero(~simple):
+        entry = int(entries[number])
+        low, high = int(start[number]), int(stop[number])
+        mask = _mask(selector, positions_of(entry)[low:high], int(table.columns["num_prompt"][entry]))
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
+        starts, stops = edges[::2] + low, edges[1::2] + low
+        found.append((np.full(len(starts), number, dtype=np.int64), starts, stops))
+    index, start, stop = (np.concatenate(column) for column in zip(*found, strict=True))
+    order = np.argsort(index, kind="stable")
+    return _not_empty(index[order], start[order], stop[order])
+
+
+def _mask(selector: PositionSelector, positions: Numbers, num_prompt: int) -> npt.NDArray[np.bool_]:
+    try:
+        resolved = selector.resolve(num_prompt, "positions")
+    except RequestError:  # it selects nothing of a prompt of that length
+        return np.zeros(len(positions), dtype=np.bool_)
+    return resolved.mask(positions, np.full(len(positions), num_prompt, dtype=np.int64))
+
+
+def _not_empty(index: Numbers, start: Numbers, stop: Numbers) -> Ranges:
+    kept = start < stop
+    if kept.all():
+        return index, start, stop
+    return index[kept], start[kept], stop[kept]
+
+
+def parse_selection(
+    *,
+    sites: str | Site | Iterable[str | Site] | None,
+    phases: str | Sequence[str] | None,
+    positions: object,
+    drop_bos: bool,
+    tags: str | Iterable[str] | None,
+    since: object,
+    until: object,
+) -> Selection:
+    """Read what the caller of `open_dataset` wrote.
+
+    Raises:
+        ValueError: Naming the argument, what was given and what is expected.
+    """
+    named = (phases,) if isinstance(phases, str) else tuple(phases or PHASES)
+    if not set(named) <= set(PHASES):
+        raise ValueError(f"phases: expected any of {', '.join(PHASES)}, got {shown(phases)}")
+    selector = None if positions is None else parse_positions(positions, "positions")
+    if isinstance(selector, Message):
+        raise ValueError(  # noqa: TRY004  (its type is right, its value is not)
+            f"positions: {shown(positions)} names a message, and files do not say where messages are; select the "
+            "message when capturing, or give positions as numbers"
+        )
+    return Selection(
+        sites=None if sites is None else parse_sites(sites),
+        phase=None if set(named) == set(PHASES) else named[0],
+        positions=None if selector == Named("all") else selector,
+        drops_bos=drop_bos,
+        tags=None if tags is None else frozenset((tags,) if isinstance(tags, str) else tags),
+        since=_milliseconds(since, "since"),
+        until=_milliseconds(until, "until"),
+    )
+
+
+def parse_sites(sites: str | Site | Iterable[str | Site]) -> tuple[str, ...]:
+    """Names of sites in the order of the forward pass, aliases resolved.
+
+    Raises:
+        ValueError: If one of them is no site.
+    """
+    given = [sites] if isinstance(sites, str | Site) else list(sites)
+    parsed = sort_sites({site if isinstance(site, Site) else Site.parse(site) for site in given})
+    if not parsed:
+        raise ValueError("sites: an empty list selects nothing; leave it out for all sites")
+    return tuple(site.name for site in parsed)
+
+
+def _milliseconds(when: object, field: str) -> int | None:
+    if when is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(when) if isinstance(when, str) else when
+    except ValueError as error:
+        raise ValueError(f"{field}: expected a time such as 2026-01-31T12:00, got {shown(when)}") from error
+    if isinstance(moment, date) and not isinstance(moment, datetime):
+        moment = datetime(moment.year, moment.month, moment.day)
+    if not isinstance(moment, datetime):
+        raise TypeError(f"{field}: expected a datetime, a date or text such as 2026-01-31, got {shown(when)}")
+    zoned = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+    return int(zoned.timestamp() * 1000)

@@ -1,0 +1,276 @@
+"""The selected rows of some sites as one long array ``[rows]``, that is read in ranges and never held.
+
+Row number 0 is the first row of the first request. A row has a value at every site of the view; requests that lack one
+of them are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headgate.capture.schema.errors import CaptureFileError
+from headgate.capture.schema.sites import Site
+from headgate.consumers.datasets.index.table import Table
+from headgate.consumers.datasets.reading import Bytes, Reader
+from headgate.consumers.filesystem.formats.layout import ITEM_SIZES, POSITIONS, TOKEN_IDS
+from headgate.consumers.filesystem.formats.raw_layout import DATA_SUFFIX, SIDECAR_SUFFIX
+from headgate.consumers.filesystem.formats.shard_layout import COLUMN_SUFFIX
+from headgate.consumers.filesystem.storage.store import site_file
+
+Numbers = npt.NDArray[np.int64]
+
+_MAX_GAP, _MAX_READ = 64, 4096
+
+
+class Files:
+    """Tensors of entries in the files of several roots.
+
+    Args:
+        table: The entries of all roots.
+        readers: One for each root.
+        root_of_unit: ``[units]``: the root of each.
+    """
+
+    def __init__(self, table: Table, readers: Sequence[Reader], root_of_unit: Numbers) -> None:
+        self.table = table
+        self._readers = list(readers)
+        self._root_of_unit = root_of_unit
+
+    def positions(self, entry: int) -> Numbers:
+        """int64 ``[rows]`` of one entry."""
+        columns = self.table.columns
+        rows, step = int(columns["rows"][entry]), int(columns["step"][entry])
+        if step > 0:
+            return int(columns["first"][entry]) + step * np.arange(rows, dtype=np.int64)
+        return self.column(entry, POSITIONS, 0, rows)
+
+    def column(self, entry: int, name: str, start: int, stop: int) -> Numbers:
+        """Rows ``start : stop`` of ``positions`` or ``token_ids``."""
+        if self.table.groups[self.table.columns["group"][entry]].layout == "raw":
+            return self._document(entry, name)[start:stop]
+        out = np.empty((stop - start) * ITEM_SIZES["int64"], dtype=np.uint8)
+        self.read(np.array([entry]), np.array([start]), np.array([stop]), name, out)
+        return out.view(np.int64)
+
+    def read(self, entries: Numbers, starts: Numbers, stops: Numbers, tensor: str, out: Bytes) -> None:
+        """Fill `out` with a tensor's rows of several ranges; ranges that touch in a file are read at once."""
+        columns = self.table.columns
+        at, rows, units, groups = (columns[name][entries] for name in ("at", "rows", "unit", "group"))
+        done = 0
+        pending: tuple[int, int, int, int] | None = None  # unit, group, first byte, end
+        for number in range(len(entries)):
+            group = self.table.groups[groups[number]]
+            by_start, by_rows = group.place(tensor)
+            width = group.width(tensor)
+            begin = by_start * int(at[number]) + by_rows * int(rows[number]) + width * int(starts[number])
+            end = begin + width * int(stops[number] - starts[number])
+            if pending is not None and pending[0] == units[number] and pending[3] == begin:
+                pending = (*pending[:3], end)
+                continue
+            if pending is not None:
+                done = self._read(pending, tensor, out, done)
+            pending = int(units[number]), int(groups[number]), begin, end
+        if pending is not None:
+            self._read(pending, tensor, out, done)
+
+    def _read(self, span: tuple[int, int, int, int], tensor: str, out: Bytes, done: int) -> int:
+        unit, group, begin, end = span
+        name = _file_name(self.table.groups[group].layout, tensor)
+        target = out[done : done + end - begin]
+        self._readers[self._root_of_unit[unit]].read_into(self.table.units[unit], name, begin, target)
+        return done + end - begin
+
+    def _document(self, entry: int, name: str) -> Numbers:
+        """A column of a raw folder, which its sidecars hold."""
+        unit = int(self.table.columns["unit"][entry])
+        site = self.table.groups[self.table.columns["group"][entry]].sites[0]
+        file = f"{site_file(Site.parse(site))}{SIDECAR_SUFFIX}"
+        text = self._readers[self._root_of_unit[unit]].read_all(self.table.units[unit], file)
+        try:
+            return np.array(msgspec.json.decode(text)[name], dtype=np.int64)
+        except (msgspec.MsgspecError, KeyError, ValueError) as error:
+            raise CaptureFileError(f"{self.table.units[unit].name}/{file}: damaged: {error!r}") from error
+
+    def close(self) -> None:
+        """Close all files."""
+        for reader in self._readers:
+            reader.close()
+
+
+def _file_name(layout: str, tensor: str) -> str:
+    if layout == "request":
+        return ""
+    if layout == "raw":
+        return f"{site_file(Site.parse(tensor))}{DATA_SUFFIX}"
+    return f"{tensor if tensor in (POSITIONS, TOKEN_IDS) else site_file(Site.parse(tensor))}{COLUMN_SUFFIX}"
+
+
+@dataclass(frozen=True, eq=False)
+class RowView:
+    """Rows of one or several sites.
+
+    Attributes:
+        sites: Their names.
+        dtype: ``bfloat16``, ``float16`` or ``float32``.
+        hidden_size: Width of a row.
+        files: Where they lie.
+        entries: ``[ranges, sites]``: the entry that holds the range, for each site.
+        starts: ``[ranges]``: the first row in its entry.
+        stops: ``[ranges]``: the end.
+        ends: ``[ranges]``: the rows of the view up to and with the range.
+    """
+
+    sites: tuple[str, ...]
+    dtype: str
+    hidden_size: int
+    files: Files
+    entries: Numbers
+    starts: Numbers
+    stops: Numbers
+    ends: Numbers
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of one site."""
+        return self.hidden_size * ITEM_SIZES[self.dtype]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests with rows."""
+        return int(np.count_nonzero(np.diff(self.entries[:, 0], prepend=-1)))
+
+    def read(self, start: int, stop: int) -> dict[str, Bytes]:
+        """Rows ``start : stop``: uint8 ``[rows, row_bytes]`` by site, the caller's own.
+
+        Raises:
+            CaptureFileError: If a file is gone, torn or another one since the data set was opened.
+        """
+        out = {site: np.empty((stop - start, self.row_bytes), dtype=np.uint8) for site in self.sites}
+        self.read_into(start, stop, out)
+        return out
+
+    def read_into(self, start: int, stop: int, out: dict[str, Bytes]) -> None:
+        """The same into memory that is there, uint8 ``[rows, row_bytes]``, contiguous, by site."""
+        starts, stops, ranges = self._cut(start, stop)
+        for number, site in enumerate(self.sites):
+            self.files.read(self.entries[ranges, number], starts, stops, site, out[site].reshape(-1))
+
+    def gather(self, rows: Numbers) -> dict[str, Bytes]:
+        """Rows by number, in any order: uint8 ``[rows, row_bytes]`` by site. Those between near ones are read too."""
+        out = {site: np.empty((len(rows), self.row_bytes), dtype=np.uint8) for site in self.sites}
+        order = np.argsort(rows, kind="stable")
+        ordered = rows[order]
+        for run in _runs(ordered):
+            start = int(ordered[run.start])
+            found = self.read(start, int(ordered[run.stop - 1]) + 1)
+            for site, values in found.items():
+                out[site][order[run]] = values[ordered[run] - start]
+        return out
+
+    def positions(self, rows: Numbers) -> Numbers:
+        """int64 ``[rows]``: the absolute position of each row."""
+        table = self.files.table
+        ranges, within = self._locate(rows)
+        entries = self.entries[ranges, 0]
+        out: Numbers = table.columns["first"][entries] + table.columns["step"][entries] * within
+        for entry in np.unique(entries[table.columns["step"][entries] == 0]):
+            mine = entries == entry
+            out[mine] = self.files.positions(int(entry))[within[mine]]
+        return out
+
+    def token_ids(self, rows: Numbers) -> Numbers:
+        """int64 ``[rows]``: the token whose forward gave each row."""
+        ranges, within = self._locate(rows)
+        entries = self.entries[ranges, 0]
+        out = np.empty(len(rows), dtype=np.int64)
+        for entry in np.unique(entries):
+            mine = np.flatnonzero(entries == entry)
+            low, high = int(within[mine].min()), int(within[mine].max()) + 1
+            out[mine] = self.files.column(int(entry), TOKEN_IDS, low, high)[within[mine] - low]
+        return out
+
+    def requests(self, rows: Numbers) -> Numbers:
+        """int64 ``[rows]``: a number for the request of each row; `request_id` gives its id."""
+        found: Numbers = self.entries[self._locate(rows)[0], 0]
+        return found
+
+    def request_id(self, request: int) -> str:
+        """The id of a request by its number."""
+        return self.files.table.request_id(request)
+
+    def tag(self, request: int) -> str:
+        """The tag of a request by its number."""
+        return self.files.table.tag(request)
+
+    def request_ranges(self) -> Iterator[tuple[int, int, int]]:
+        """``(request, first row, end)`` of every request, in their order."""
+        first = np.flatnonzero(np.diff(self.entries[:, 0], prepend=-1))
+        begins = (self.ends - (self.stops - self.starts))[first]
+        finishes = np.append(begins[1:], len(self)) if len(first) else begins
+        yield from zip(self.entries[first, 0].tolist(), begins.tolist(), finishes.tolist(), strict=True)
+
+    def file_starts(self) -> Numbers:
+        """The first row in each file or folder: where a reader moves on to the next one."""
+        units = self.files.table.columns["unit"][self.entries[:, 0]]
+        first = np.flatnonzero(np.diff(units, prepend=-1))
+        begins: Numbers = (self.ends - (self.stops - self.starts))[first]
+        return begins
+
+    def _locate(self, rows: Numbers) -> tuple[Numbers, Numbers]:
+        """The range of each row, and the row's number in its entry."""
+        ranges = np.searchsorted(self.ends, rows, side="right")
+        return ranges, self.stops[ranges] - (self.ends[ranges] - rows)
+
+    def _cut(self, start: int, stop: int) -> tuple[Numbers, Numbers, slice]:
+        """The ranges that rows ``start : stop`` lie in, the first and the last cut to them."""
+        first = int(np.searchsorted(self.ends, start, side="right"))
+        last = int(np.searchsorted(self.ends, stop, side="left")) + 1
+        if start >= stop:
+            last = first
+        ranges = slice(first, last)
+        starts, stops = self.starts[ranges].copy(), self.stops[ranges].copy()
+        if len(starts):
+            stops[-1] -= self.ends[last - 1] - stop
+            starts[0] = self.stops[first] - (self.ends[first] - start)
+        return starts, stops, ranges
+
+
+def fingerprint_of(view: RowView) -> str:
+    """A hash of which rows these are, by request and place: a state fits the rows that it was saved with alone."""
+    columns = view.files.table.columns
+    digest = blake2b(repr((view.sites, view.dtype, view.hidden_size)).encode(), digest_size=16)
+    for name in ("key", "written", "rows"):
+        digest.update(np.ascontiguousarray(columns[name][view.entries[:, 0]]).data)
+    digest.update(np.ascontiguousarray(view.starts).data)
+    digest.update(np.ascontiguousarray(view.stops).data)
+    return digest.hexdigest()
+
+
+def _runs(ordered: Numbers) -> Iterator[slice]:
+    """Slices of ascending numbers, in each of which no gap is wide and which reach over `_MAX_READ` rows at most."""
+    edges = np.flatnonzero(np.diff(ordered) > _MAX_GAP) + 1
+    bounds = np.concatenate(([0], edges, [len(ordered)]))
+    for first, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        while first < end:
+            stop = first + int(np.searchsorted(ordered[first:end], ordered[first] + _MAX_READ))
+            yield slice(first, stop)
+            first = stop
+
+
+def typed(rows: Bytes, dtype: str) -> npt.NDArray[Any]:
+    """Rows as numpy has them: float16 and float32 as they are, bfloat16 as float32, which holds it exactly."""
+    if dtype != "bfloat16":
+        return rows.view(dtype)
+    wide = rows.view(np.uint16).astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
