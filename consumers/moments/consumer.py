@@ -15,20 +15,27 @@ from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
-    ReportContext,
     RequestInfo,
     RowBlock,
     SpecContext,
     StreamingConsumer,
 )
 from headgate.capture.schema.errors import CaptureFileError, ConfigError
+from headgate.capture.schema.results import ReportContext
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.moments.entry import PHASES, MomentsEntry, MomentsKey, Phase
 from headgate.consumers.moments.held_rows import HOLD_ROWS, RunningRequest, float32_of
 from headgate.consumers.moments.params import parse_global, parse_params, parse_request
 from headgate.consumers.moments.report import report
-from headgate.consumers.moments.state_file import Entries, OwnedFile, encode_state, read_settings, read_state, state_files
+from headgate.consumers.moments.state_file import (
+    Entries,
+    OwnedFile,
+    encode_state,
+    read_settings,
+    read_state,
+    state_files,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -102,6 +102,16 @@ class SiteMoments:
         rows: Float64Array = self._moments.low_rank.rows * scale
         return rows
 
+    def spectrum(self) -> Float64Array:
+        """The eigenvalues of the covariance, largest first: float64 ``[hidden]``, or ``[rank]`` of a sketch.
+
+        Raises:
+            ValueError: If no covariance was kept.
+        """
+        if self.kind == "full":
+            return np.maximum(np.linalg.eigvalsh(self.covariance())[::-1], 0.0)
+        return np.linalg.svd(self.factor(), compute_uv=False) ** 2
+
     def whitening(self, floor: float = 1e-6) -> Float64Array:
         """float64 ``[hidden, hidden]``, symmetric: what makes the covariance of centred rows the identity (ZCA).
 
@@ -171,9 +181,7 @@ class Moments:
             KeyError: If there are none; the message lists what there is.
         """
         name = site.name if isinstance(site, Site) else Site.parse(site).name
-        found = [
-            key for key in self.keys if key.site == name and phase in (None, key.phase) and tag in (None, key.tag)
-        ]
+        found = [key for key in self.keys if key.site == name and phase in (None, key.phase) and tag in (None, key.tag)]
         if not found:
             there = "; ".join(" ".join(key) for key in self.keys[:8]) or "nothing"
             raise KeyError(f"{name}, phase {phase or 'any'}, tag {tag or 'any'}: no such moments; there is {there}")

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.schema.consumer import ReportContext
 from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.results import ReportContext
 from headgate.capture.schema.sites import Site
 from headgate.consumers.moments.entry import PHASES, MomentsKey
 from headgate.consumers.moments.reader import MIN_ROWS, Moments, SiteMoments, open_moments

@@ -21,8 +21,8 @@ _TIERS = ("vectors", "decode_vectors")
 def read_direction(path: Path, site: Site, hidden_size: int) -> Float64Array:
     """Return the direction in a file at unit length: float64 ``[hidden]``.
 
-    Of a file of steering vectors, it is the sum of what acts on generated tokens at `site`: the tensors ``vectors/SITE``
-    (or ``SITE`` alone) and ``decode_vectors/SITE``.
+    Of a file of steering vectors, it is the sum of what acts on generated tokens at `site`: the tensors
+    ``vectors/SITE`` (or ``SITE`` alone) and ``decode_vectors/SITE``.
 
     Raises:
         ConfigError: Naming the file, if it cannot be read or holds no such direction.
