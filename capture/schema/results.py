@@ -118,7 +118,7 @@ class RowKeeper(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportContext:
-    """What a client asks of a consumer whose state spans requests, and how much of it the client may see.
+    """A client's question to a consumer whose state spans requests, and how much of it the client may see.
 
     Attributes:
         params: The consumer's configured parameters.

@@ -1,4 +1,4 @@
-"""What is kept of one site, phase and tag, and how two of them become one."""
+"""The state of one site, phase and tag, and how two of them become one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from headgate.capture.schema.errors import CaptureFileError
 from headgate.consumers.moments.quantiles import QuantileSketch
 from headgate.consumers.moments.running import CovarianceKind, RunningMoments
 
-Float64Array = npt.NDArray[np.float64]
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
@@ -35,9 +34,10 @@ class MomentsKey(NamedTuple):
 
 
 class MomentsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What two states must have in common before they can be merged.
+    """The facts that two states must have in common before they can be merged.
 
     Attributes:
+        consumer: Name of the consumer's instance: two with one root would count the same rows twice.
         model: Name of the model.
         hidden_size: Width of a row.
         covariance: How covariance is kept.
@@ -47,6 +47,7 @@ class MomentsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         max_norm: By site name, or for all sites under ``*``: longer rows were left out as attention sinks.
     """
 
+    consumer: str
     model: str
     hidden_size: int
     covariance: CovarianceKind

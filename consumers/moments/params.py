@@ -69,13 +69,14 @@ class MomentsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Every tag that requests may name."""
         return tuple(dict.fromkeys((self.tag, *self.tags)))
 
-    def settings(self, model: ModelInfo) -> MomentsSettings:
-        """Return what the state of this configuration is made with."""
+    def settings(self, model: ModelInfo, consumer: str) -> MomentsSettings:
+        """Return what the state of this configuration is made with, for the instance of that name."""
         kind = self.covariance
         if kind == "auto":
             kind = "full" if model.hidden_size <= self.full_width else "sketch"
         limits = self.max_norm if isinstance(self.max_norm, dict) else {"*": self.max_norm}
         return MomentsSettings(
+            consumer=consumer,
             model=model.name,
             hidden_size=model.hidden_size,
             covariance=kind,
@@ -88,7 +89,7 @@ class MomentsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def check_size(self, model: ModelInfo) -> None:
         """Raise `ConfigError` if the state could pass `max_bytes`."""
         num_entries = len(model.sites) * len(PHASES) * len(self.all_tags)
-        num_bytes = num_entries * self.settings(model).entry_bytes
+        num_bytes = num_entries * self.settings(model, "").entry_bytes
         if num_bytes > self.max_bytes:
             raise ConfigError(
                 f"moments: the state of {len(model.sites)} sites, {len(PHASES)} phases and {len(self.all_tags)} tags "

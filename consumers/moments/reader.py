@@ -14,14 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from headgate.capture.schema.batch import Float64Array
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.consumers.moments.entry import PHASES, MomentsEntry, MomentsKey, MomentsSettings
 from headgate.consumers.moments.state_file import StoredMoments, merge_states, read_state, state_files
-
-Float64Array = npt.NDArray[np.float64]
 
 MIN_ROWS = 2
 """Rows without which there is no variance."""

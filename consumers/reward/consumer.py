@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.batch import Float64Array, Int64Array
 from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
@@ -24,8 +23,6 @@ from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.reward.directions import read_direction
 from headgate.consumers.reward.params import DIRECTION, RewardParams, parse_params, parse_request
-
-Float64Array = npt.NDArray[np.float64]
 
 
 class RewardConsumer(StreamingConsumer):

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import safetensors
 from safetensors.torch import load_file
 
+from headgate.capture.schema.batch import Float64Array
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import Site
-
-Float64Array = npt.NDArray[np.float64]
 
 _TIERS = ("vectors", "decode_vectors")
 """Tiers of a file of steering vectors that act on generated tokens."""

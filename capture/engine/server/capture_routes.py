@@ -69,7 +69,6 @@ _REPORT_EXAMPLE = {
 def open_routes(services: RouteServices) -> APIRouter:
     """The router of ``/v1/capture``."""
     router = APIRouter(prefix="/v1/capture", tags=["capture"], dependencies=[Depends(services.require_key)])
-    reading = asyncio.Lock()  # one report at a time: a state may be as large as its consumer's max_bytes
 
     @router.get(
         "/consumers",
@@ -85,13 +84,20 @@ def open_routes(services: RouteServices) -> APIRouter:
         """The consumers that the operator configured; their parameters, which may hold secrets, are not told."""
         return described(_front_end(services))
 
+    _add_state(router, services)
+    return router
+
+
+def _add_state(router: APIRouter, services: RouteServices) -> None:
+    reading = asyncio.Lock()  # one at a time: a state may be as large as its consumer's max_bytes
+
     @router.get(
         "/{consumer}",
         summary="State of a consumer that spans requests, such as moments",
         response_model=None,
         responses={
             200: {
-                "description": "What the consumer tells; of `moments` see the guide of consumers.",
+                "description": "The consumer's answer; that of `moments` is described in the guide of consumers.",
                 "content": {"application/json": {"schema": {"type": "object"}, "example": _REPORT_EXAMPLE}},
             },
             400: {"description": "A field of the query is wrong."},
@@ -114,8 +120,6 @@ def open_routes(services: RouteServices) -> APIRouter:
                     return await asyncio.to_thread(make)
             except CaptureFileError as error:
                 raise HTTPException(500, str(error)) from None
-
-    return router
 
 
 def _front_end(services: RouteServices) -> FrontEnd:

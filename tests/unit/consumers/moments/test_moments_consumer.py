@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,6 @@ from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.capture.schema.errors import ConfigError
 from headgate.consumers.feed import EXAMPLE_MODEL, TIMEOUT_S, ExampleRequest, Feed
 from headgate.consumers.moments import MomentsConsumer, SiteMoments, open_moments
-from headgate.consumers.moments import consumer as consumer_module
 from headgate.consumers.moments.held_rows import HOLD_ROWS
 from headgate.consumers.moments.state_file import OwnedFile
 
@@ -234,20 +234,20 @@ def test_held_rows_are_few(tmp_path: Path) -> None:
 
 def test_the_state_is_written_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = request("r", prompt=6, output=3)
-    written = consumer_module.threading.Event()
+    written = threading.Semaphore(0)
     replace = OwnedFile.replace
 
     def noted(self: OwnedFile, content: bytes) -> None:
         replace(self, content)
-        written.set()
+        written.release()
 
-    monkeypatch.setattr(OwnedFile, "replace", noted)
     with feeding(tmp_path, flush_s=0.01) as feed:
-        feed.whole(asked)
-        deadline = iter(range(500))
-        while written.wait(TIMEOUT_S) and open_moments(tmp_path)[SITE].num_rows < len(rows_of(asked)):
-            written.clear()
-            assert next(deadline) >= 0
+        monkeypatch.setattr(OwnedFile, "replace", noted)
+        feed.whole(asked)  # in two parts, between which the state may be written, too
+        for _ in range(2):
+            assert written.acquire(timeout=TIMEOUT_S)
+            if open_moments(tmp_path)[SITE].num_rows == len(rows_of(asked)):
+                break
 
         check(open_moments(tmp_path)[SITE], rows_of(asked))
 
@@ -285,6 +285,13 @@ def test_moments_of_other_settings_are_refused(tmp_path: Path, changed: dict[str
         pass
     with feeding(tmp_path):
         pass  # the lock was given back
+
+
+def test_two_consumers_of_one_root_would_count_twice_and_are_refused(tmp_path: Path) -> None:
+    other = ConsumerContext(instance_name="other", model=EXAMPLE_MODEL)
+
+    with feeding(tmp_path), pytest.raises(ConfigError, match="consumer 'moments', expected 'other'"):
+        MomentsConsumer({"root": str(tmp_path)}, other)
 
 
 def test_a_damaged_file_is_refused_and_stays(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_models_of_any_width_are_kept_by_the_right_kind(tmp_path: Path) -> None:
         width: ModelInfo(name="m", num_layers=1, hidden_size=width, dtype="float32", sites=()) for width in (1024, 1025)
     }
 
-    assert {width: params.settings(model).covariance for width, model in widths.items()} == {
+    assert {width: params.settings(model, "m").covariance for width, model in widths.items()} == {
         1024: "full",
         1025: "sketch",
     }

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.consumers.moments.low_rank import LowRankScatter
 from headgate.consumers.moments.quantiles import QuantileSketch
-from headgate.consumers.moments.running import CovarianceKind, RunningMoments
+from headgate.consumers.moments.running import CovarianceKind, LowRankScatter, RunningMoments
 
 Float64Array = npt.NDArray[np.float64]
 WIDTH = 24
