@@ -57,7 +57,8 @@ if __name__ == "__main__":  # vLLM starts its engine in a process of its own
         if step:
             optimizer.step()
             optimizer.zero_grad()
-            policy.save_pretrained(f"{work.name}/policy")
+            policy.bfloat16().save_pretrained(f"{work.name}/policy")  # both sides round alike
+            policy.float()
             llm.collective_rpc("reload_weights", kwargs={"weights_path": f"{work.name}/policy"})
             llm.reset_prefix_cache()
         for output in llm.chat(CHATS, sampling, use_tqdm=False):
