@@ -52,7 +52,8 @@ def _draw_norms(axes: Any, found: dict[Site, SiteMoments]) -> None:
 
 
 def _draw_spectra(axes: Any, found: list[SiteMoments]) -> None:
-    chosen = np.unique(np.linspace(0, len(found) - 1, MAX_SPECTRA).round().astype(int)) if found else []
+    evenly = np.linspace(0, len(found) - 1, MAX_SPECTRA).round() if found else []
+    chosen = sorted({int(index) for index in evenly})
     for index in chosen:
         one = found[index]
         values = one.spectrum()
@@ -62,5 +63,5 @@ def _draw_spectra(axes: Any, found: list[SiteMoments]) -> None:
             axes.plot(np.arange(1, len(values) + 1), left_out, label=one.site)
     axes.set(xlabel="directions", ylabel="share of variance outside of them", xscale="log", yscale="log")
     axes.set(title="covariance" if found else "no covariance was kept")
-    if len(chosen):
+    if chosen:
         axes.legend()

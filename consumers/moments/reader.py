@@ -107,8 +107,10 @@ class SiteMoments:
             ValueError: If no covariance was kept.
         """
         if self.kind == "full":
-            return np.maximum(np.linalg.eigvalsh(self.covariance())[::-1], 0.0)
-        return np.linalg.svd(self.factor(), compute_uv=False) ** 2
+            values: Float64Array = np.maximum(np.linalg.eigvalsh(self.covariance())[::-1], 0.0)
+        else:
+            values = np.asarray(np.linalg.svd(self.factor(), compute_uv=False) ** 2, dtype=np.float64)
+        return values
 
     def whitening(self, floor: float = 1e-6) -> Float64Array:
         """float64 ``[hidden, hidden]``, symmetric: what makes the covariance of centred rows the identity (ZCA).
