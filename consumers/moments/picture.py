@@ -52,8 +52,8 @@ def _draw_norms(axes: Any, found: dict[Site, SiteMoments]) -> None:
 
 
 def _draw_spectra(axes: Any, found: list[SiteMoments]) -> None:
-    evenly = np.linspace(0, len(found) - 1, MAX_SPECTRA).round() if found else []
-    chosen = sorted({int(index) for index in evenly})
+    evenly = np.linspace(0, len(found) - 1, MAX_SPECTRA if found else 0)
+    chosen = sorted({round(float(index)) for index in evenly})
     for index in chosen:
         one = found[index]
         values = one.spectrum()
