@@ -6,6 +6,8 @@
 `inline`                small captures in the answer itself
 `hidden_states`         the last row of each sample, for ``return_hidden_states``
 `logging`               one line per request
+`moments`               mean, variance, covariance and norms over all requests
+`reward`                a number for each request, from its rows along a direction
 `reader`                ``open_captures(root)``: what `filesystem` wrote, as numpy or torch
 `testing`, `feed`       ``ConsumerContract``: the tests that a consumer must pass
 ======================  =============================================================

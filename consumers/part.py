@@ -1,6 +1,6 @@
 """How the consumers join headgate: entry point ``consumers`` of the group ``headgate.parts``.
 
-Consumers themselves are entry points of the group ``vllm.capture_consumers``; this brings their command alone, and
+Consumers themselves are entry points of the group ``vllm.capture_consumers``; this brings their commands alone, and
 opens the folders that `filesystem` writes for commands of other parts.
 """
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @hookimpl
 def headgate_commands() -> dict[str, str]:
-    """``headgate dump``."""
-    return {"dump": "headgate.consumers.dump:app"}
+    """``headgate dump`` and ``headgate moments``."""
+    return {"dump": "headgate.consumers.dump:app", "moments": "headgate.consumers.moments.commands:app"}
 
 
 @hookimpl

@@ -111,6 +111,19 @@ def test_one_feature_of_an_sae_is_held_at_several_values(model_dir: Path, tmp_pa
     assert len((ROOT / "examples/sae_feature.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.engine
+def test_a_policy_is_trained_on_rewards_while_it_is_served(model_dir: Path) -> None:
+    """Weights that did not reach the engine would leave it 0.3 and more from the trainer."""
+    printed = run_example("examples/reward.py", str(model_dir), "2")
+
+    steps = re.findall(r"step (\d): mean reward ([+-][0-9.]+), engine and trainer differ by ([0-9.]+)", printed)
+    assert [step for step, _, _ in steps] == ["0", "1"]
+    assert all(-1 < float(reward) < 1 for _, reward, _ in steps)
+    assert len({reward for _, reward, _ in steps}) == 2
+    assert all(float(differ) < 0.1 for _, _, differ in steps)
+    assert len((ROOT / "examples/reward.py").read_text().splitlines()) < 80
+
+
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL), ids=lambda text: text[:30])
 def test_python_in_the_readme_parses(block: str) -> None:
     ast.parse(block)

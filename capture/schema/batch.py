@@ -12,6 +12,7 @@ import numpy.typing as npt
 BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
+Float64Array = npt.NDArray[np.float64]
 _INT64 = np.dtype(np.int64)
 
 WIRE_VERSION = 1

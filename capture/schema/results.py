@@ -137,6 +137,40 @@ class RowKeeper(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportContext:
+    """A client's question to a consumer whose state spans requests, and how much of it the client may see.
+
+    Attributes:
+        params: The consumer's configured parameters.
+        query: Fields of the client's query, by name.
+        allows_site: Whether the client's key allows a site; every site without keys.
+        allows_tag: Whether it allows a tag.
+    """
+
+    params: Mapping[str, Any]
+    query: Mapping[str, str]
+    allows_site: Callable[[Site], bool]
+    allows_tag: Callable[[str], bool]
+
+
+@runtime_checkable
+class StateReporter(Protocol):
+    """A class of consumers whose state spans requests, and that tells clients of it: ``GET /v1/capture/INSTANCE``."""
+
+    @classmethod
+    def report(cls, context: ReportContext) -> dict[str, Any]:
+        """Return the state in JSON values. In API servers, which may have no instance of it, on any thread.
+
+        The state is where every instance leaves it, such as files below a root in ``context.params``.
+
+        Raises:
+            RequestError: Naming the field of the query that is wrong.
+            CaptureFileError: If the state cannot be read.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class CaptureResults:
     """All results of one request.

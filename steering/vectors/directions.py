@@ -15,13 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from headgate.capture.schema.batch import Float64Array
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.sites import Site
 from headgate.steering.vectors.phase_vectors import PhaseVectors
-
-Float64Array = npt.NDArray[np.float64]
 
 RowsBySite = Mapping[Site, Any]
 """An array or tensor ``[n, hidden]`` for each site."""

@@ -1,4 +1,7 @@
-"""New weights in a running engine, as RL trainers load them: what is captured and steered afterwards is of those."""
+"""New weights in a running engine, as RL trainers load them: what is captured and steered afterwards is of those.
+
+The consumers that trainers use, `reward` and `moments`, are compared with rows of the same requests here, too.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headgate.capture.schema.sites import HookPoint
+from headgate.consumers.moments import open_moments
 from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import HFReference, relative_error
 from tests.engine.lora_adapter import merge, write_adapter
 from tests.engine.steering_cases import MAX_ERROR, Tiers, check_logprobs, sites_of, vectors
-from tests.engine.tiny_models import tiny_model
+from tests.engine.tiny_models import HIDDEN, tiny_model
 
 HOOKS = [HookPoint.PRE_ATTN, HookPoint.POST_ATTN, HookPoint.POST_MLP, HookPoint.ATTN_OUT, HookPoint.MLP_OUT]
 SITES = {hook.value: "all" for hook in HOOKS} | {"final_norm": "all"}
 ONE = Tiers(base=vectors(sites_of(HookPoint.PRE_ATTN, HookPoint.POST_MLP), 1))
 PROMPT = [3 + (7 * i) % 500 for i in range(69)]
 CACHED = 64
+REWARDED = "1.post_mlp"
+ALONG = np.random.default_rng(5).normal(size=HIDDEN)
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +36,24 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return merge(model, write_adapter(model, folder / "change"), folder / "model")
 
 
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `moments` writes."""
+    return tmp_path_factory.mktemp("moments")
+
+
 @pytest.fixture(scope="module", params=["eager", pytest.param("compiled", marks=pytest.mark.extended)])
-def llm(request: pytest.FixtureRequest, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    capture = {"consumers": [{"name": "memory"}], "sites": SITES}
+def llm(
+    request: pytest.FixtureRequest, trained: Path, root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    np.save(root / "along.npy", ALONG)
+    reward = {"layer": 1, "direction": str(root / "along.npy"), "positions": {"start": 1}, "transform": "tanh"}
+    consumers = [
+        {"name": "memory"},
+        {"name": "reward", "params": {**reward, "scale": 2.0}},
+        {"name": "moments", "params": {"root": str(root / request.param), "skip_positions": 1, "flush_s": 0}},
+    ]
+    capture = {"consumers": consumers, "sites": SITES}
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
         llm = start_llm(
@@ -89,3 +111,41 @@ def test_rows_and_vectors_are_of_the_weights_as_they_are(llm: Any, trained: Path
     old, new = (HFReference(folder, "llama").run(PROMPT, [5]).rows for folder in (tiny_model("llama"), trained))
     site = sites_of(HookPoint.POST_MLP)[0]
     assert relative_error(new[site], old[site]) > 0.1
+
+
+def test_rewards_and_moments_are_those_of_the_rows(llm: Any, trained: Path, root: Path) -> None:
+    """Samples of several prompts in one batch, with new weights in between."""
+    from vllm import SamplingParams
+
+    gathered = []
+    for folder in (trained, tiny_model("llama")):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        llm.reset_prefix_cache()
+        params = SamplingParams(temperature=1.0, n=3, max_tokens=9, ignore_eos=True, detokenize=False)
+        wanted = {"hooks": {"post_mlp": [1]}, "positions": "all"}
+        params.capture = {"memory": wanted, "reward": {}, "moments": wanted}
+        prompts = [{"prompt_token_ids": PROMPT[:length]} for length in (5, 40, 69)]
+        for output in llm.generate(prompts, params, use_tqdm=False):
+            for sample in output.outputs:
+                results = sample.capture_results
+                assert {result.status for result in results.values()} == {"ok"}
+                captured = results["memory"].payload
+                rows = captured[REWARDED].double().numpy()
+                gathered.append(rows[1:])
+                generated = rows[captured.num_prompt_tokens + 1 :]
+                norms = np.linalg.norm(generated, axis=1)
+                cos = (generated @ ALONG / np.linalg.norm(ALONG) / norms).mean()
+                assert results["reward"].payload == {
+                    "reward": pytest.approx(np.tanh(2.0 * cos), abs=1e-6),
+                    "cos": pytest.approx(cos, abs=1e-6),
+                    "act_norm": pytest.approx(norms.mean()),
+                    "num_positions": len(generated),
+                    "status": "ok",
+                }
+
+    rows = np.concatenate(gathered)
+    state = max(root.glob("*/moments-0.safetensors"), key=lambda path: path.stat().st_mtime_ns)  # of this engine
+    found = open_moments(state.parent)[REWARDED]
+    assert (found.num_rows, found.num_skipped) == (len(rows), len(gathered))
+    np.testing.assert_allclose(found.mean, rows.mean(axis=0), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(found.covariance(), np.cov(rows.T), rtol=1e-6, atol=1e-12)

@@ -72,4 +72,5 @@ def test_every_route_is_described(description: Any) -> None:
         "POST /v1/steering/probes/register",
         "POST /v1/steering/probes/unregister",
         "GET /v1/capture/consumers",
+        "GET /v1/capture/{consumer}",
     }

@@ -173,6 +173,14 @@ def test_consumers_are_listed_without_their_parameters(server: Server) -> None:
     assert "size" not in answer.text
 
 
+def test_a_consumer_without_a_state_is_a_404(server: Server) -> None:
+    for name in ("rows", "moments"):
+        answer = get(server, f"/v1/capture/{name}")
+
+        assert answer.status_code == 404
+        assert "those that have one: none" in answer.json()["error"]["message"]
+
+
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "nothing to set": (SET, {}, "vectors"),
     "a module of zeros": (
@@ -285,6 +293,7 @@ def test_the_description_has_every_route_with_examples(server: Server) -> None:
         ("/v1/steering/probes/register", "post"),
         ("/v1/steering/probes/unregister", "post"),
         ("/v1/capture/consumers", "get"),
+        ("/v1/capture/{consumer}", "get"),
     }
     for found in ours.values():
         for operation in found.values():

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends, HTTPException
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Depends, HTTPException, Request
 
 from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.route_part import RouteServices
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
+from headgate.capture.engine.requests.permissions import check_consumer
+from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.registry import load_configured
+from headgate.capture.schema.results import ReportContext, StateReporter
 from headgate.capture.schema.sites import site_map
 
 _TEXT = {"type": "string"}
@@ -50,6 +58,14 @@ _EXAMPLE = {
 }
 
 
+_REPORT_EXAMPLE = {
+    "written_at": "2030-01-01T12:00:00.000+00:00",
+    "settings": {"model": "my/model", "hidden_size": 576, "covariance": "full"},
+    "entries": [{"tag": "default", "site": "12.post_mlp", "phase": "prefill", "num_rows": 4096, "mean_norm": 61.4}],
+    "count": 1,
+}
+
+
 def open_routes(services: RouteServices) -> APIRouter:
     """The router of ``/v1/capture``."""
     router = APIRouter(prefix="/v1/capture", tags=["capture"], dependencies=[Depends(services.require_key)])
@@ -66,15 +82,76 @@ def open_routes(services: RouteServices) -> APIRouter:
     )
     async def consumers() -> dict[str, object]:
         """The consumers that the operator configured; their parameters, which may hold secrets, are not told."""
-        engine = services.engine()
-        front = None if engine is None else front_end_of(engine)
-        if front is None:
-            raise HTTPException(
-                404, "this server was started without capture. Start it with --capture-consumers, such as filesystem"
-            )
-        return described(front)
+        return described(_front_end(services))
 
+    _add_state(router, services)
     return router
+
+
+def _add_state(router: APIRouter, services: RouteServices) -> None:
+    reading = asyncio.Lock()  # one at a time: a state may be as large as its consumer's max_bytes
+
+    @router.get(
+        "/{consumer}",
+        summary="State of a consumer that spans requests, such as moments",
+        response_model=None,
+        responses={
+            200: {
+                "description": "The consumer's answer; that of `moments` is described in the guide of consumers.",
+                "content": {"application/json": {"schema": {"type": "object"}, "example": _REPORT_EXAMPLE}},
+            },
+            400: {"description": "A field of the query is wrong."},
+            403: {"description": "The request lacks the role `capture`, or its key allows other consumers alone."},
+            404: {"description": "The server has no such consumer, or it has no state to tell of."},
+            500: {"description": "The consumer's state cannot be read."},
+        },
+    )
+    async def state(consumer: str, request: Request) -> dict[str, Any]:
+        """The state that a consumer keeps over all requests, as far as the client's key allows.
+
+        `consumer` is what requests call it. The query is the consumer's own.
+        """
+        front = _front_end(services)
+        with services.client_errors():
+            check_consumer(consumer, "consumer")
+            make = partial(_reporter(front, consumer).report, _report_context(front, consumer, request.query_params))
+            try:
+                async with reading:
+                    return await asyncio.to_thread(make)
+            except CaptureFileError as error:
+                raise HTTPException(500, str(error)) from None
+
+
+def _front_end(services: RouteServices) -> FrontEnd:
+    engine = services.engine()
+    front = None if engine is None else front_end_of(engine)
+    if front is None:
+        raise HTTPException(
+            404, "this server was started without capture. Start it with --capture-consumers, such as filesystem"
+        )
+    return front
+
+
+def _reporter(front: FrontEnd, instance: str) -> StateReporter:
+    classes = {spec.instance: load_configured(spec) for spec in front.config.consumers}
+    known = [name for name, found in classes.items() if isinstance(found, StateReporter)]
+    if instance not in known:
+        raise HTTPException(
+            404, f"no consumer {instance!r} with a state of its own; those that have one: {', '.join(known) or 'none'}"
+        )
+    reporter: Any = classes[instance]
+    return reporter  # type: ignore[no-any-return]
+
+
+def _report_context(front: FrontEnd, instance: str, query: Mapping[str, str]) -> ReportContext:
+    params = next(spec.params for spec in front.config.consumers if spec.instance == instance)
+    caller = current_caller()
+    return ReportContext(
+        params=params,
+        query=dict(query),
+        allows_site=(lambda site: True) if caller is None else caller.key.allows_site,
+        allows_tag=(lambda tag: True) if caller is None else caller.key.allows_tag,
+    )
 
 
 def described(front: FrontEnd) -> dict[str, object]:

@@ -1,0 +1,67 @@
+"""Directions from files: steering vectors as safetensors, and arrays of numpy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import safetensors
+from safetensors.torch import load_file
+
+from headgate.capture.schema.batch import Float64Array
+from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.sites import Site
+
+_TIERS = ("vectors", "decode_vectors")
+"""Tiers of a file of steering vectors that act on generated tokens."""
+
+
+def read_direction(path: Path, site: Site, hidden_size: int) -> Float64Array:
+    """Return the direction in a file at unit length: float64 ``[hidden]``.
+
+    Of a file of steering vectors, it is the sum of what acts on generated tokens at `site`: the tensors
+    ``vectors/SITE`` (or ``SITE`` alone) and ``decode_vectors/SITE``.
+
+    Raises:
+        ConfigError: Naming the file, if it cannot be read or holds no such direction.
+    """
+    try:
+        found = _of_array(path) if path.suffix == ".npy" else _of_vectors(path, site)
+    except (OSError, ValueError, EOFError, safetensors.SafetensorError) as error:
+        raise ConfigError(f"reward: direction {path}: {error}") from error
+    if found.shape != (hidden_size,):
+        raise ConfigError(
+            f"reward: direction {path}: its shape is {list(found.shape)}, expected [{hidden_size}], the hidden size"
+        )
+    length = float(np.linalg.norm(found))
+    if not np.isfinite(length) or length == 0.0:
+        raise ConfigError(f"reward: direction {path}: its length is {length}; expected a finite one above 0")
+    return found / length
+
+
+def _of_array(path: Path) -> Float64Array:
+    array = np.load(path, allow_pickle=False)
+    if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, np.floating):
+        raise ValueError("expected an array of floats")
+    return np.asarray(array, dtype=np.float64)
+
+
+def _of_vectors(path: Path, site: Site) -> Float64Array:
+    if path.suffix != ".safetensors":
+        raise ValueError(f"unknown suffix {path.suffix!r}; known: .npy, .safetensors")
+    tensors = load_file(path)
+    parts = [tensor for name, tensor in tensors.items() if _acts_at(name, site)]
+    if not parts:
+        held = ", ".join(sorted(tensors)[:5])
+        raise ValueError(f"there is no vector for generated tokens at {site.name}, but {held or 'nothing'}")
+    return np.asarray(sum(part.double().numpy() for part in parts), dtype=np.float64)
+
+
+def _acts_at(name: str, site: Site) -> bool:
+    tier, slash, place = name.rpartition("/")
+    if slash and tier not in _TIERS:
+        return False
+    try:
+        return Site.parse(place) == site
+    except ValueError:
+        return False
