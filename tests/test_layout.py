@@ -49,6 +49,7 @@ LAYERS = {
             ["vectors", "features"],
             ["probes"],
             ["programs"],
+            ["gates"],
             ["kernels"],
             ["config"],
             ["flags", "requests"],
