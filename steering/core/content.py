@@ -12,7 +12,7 @@ from headgate.steering.core.admission import Demand, Load
 from headgate.steering.programs.codes import CODE, CODE_MASK, NO_ROW, WRITE, Code, is_of_feature
 from headgate.steering.programs.feature_edits import too_many_changes
 from headgate.steering.programs.program import Program
-from headgate.steering.programs.spec import SteeringSpec, content_key_of
+from headgate.steering.spec import SteeringSpec, content_key_of
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import LIMIT, sum_key

@@ -10,7 +10,7 @@ from headgate.steering.core.admission import Demand, Load
 from headgate.steering.core.content import load_of
 from headgate.steering.core.modules import Module
 from headgate.steering.programs.program import Program
-from headgate.steering.programs.spec import SteeringSpec
+from headgate.steering.spec import SteeringSpec
 
 Parts = tuple[tuple[bytes, float], ...]
 """Content keys of modules' vectors or programs, and their scales."""

@@ -28,7 +28,7 @@ from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
-from headgate.steering.programs.spec import SteeringSpec
+from headgate.steering.spec import SteeringSpec
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import TIERS, PhaseVectors, weighted_sum
 from headgate.steering.vectors.sums import merge_over, peak, without

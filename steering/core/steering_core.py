@@ -29,7 +29,7 @@ from headgate.steering.core.state import SteeringState
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import VectorFileError, load
 from headgate.steering.probes.probe import ProbeError
-from headgate.steering.programs.spec import PROGRAM_KEYS, SteeringSpec, from_wire, to_wire
+from headgate.steering.spec import PROGRAM_KEYS, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
 

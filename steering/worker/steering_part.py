@@ -17,7 +17,7 @@ from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import WHERE, SteeringConfig, cross_stages
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.programs.program import Program
-from headgate.steering.programs.spec import PhaseContent, SteeringSpec, from_wire, steered
+from headgate.steering.spec import PhaseContent, SteeringSpec, from_wire, steered
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, sum_of
 from headgate.steering.worker import program_action, site_action
