@@ -84,12 +84,11 @@ class Conditions:
         if isinstance(value, str) and value == "always":
             self._take(NODE_COLUMNS, where)
             return Always()
-        kind = _kind_of(value, where)
+        kind, document = _kind_of(value, where)
         if depth > MAX_DEPTH:
             raise RequestError(where, f"is too deep: conditions stand in each other {MAX_DEPTH} times at most")
-        assert isinstance(value, Mapping)
         if kind in _GROUPS:
-            listed = value[kind]
+            listed = document[kind]
             inner = f"{where}.{kind}"
             if not isinstance(listed, list | tuple) or not listed:
                 raise RequestError(inner, f"expected a non-empty list of conditions, got {shown(listed)}")
@@ -100,9 +99,9 @@ class Conditions:
             )
         if kind == "not":
             self._take(NODE_COLUMNS, where)
-            return Negation(self.read(value[kind], f"{where}.not", depth + 1))
+            return Negation(self.read(document[kind], f"{where}.not", depth + 1))
         self._take(LEAF_COLUMNS, where)
-        return self._leaf(value, kind, where)
+        return self._leaf(document, kind, where)
 
     def _take(self, columns: int, where: str) -> None:
         self._num_columns += columns
@@ -199,8 +198,8 @@ def check_keys(document: Mapping[Any, Any], allowed: Collection[str], where: str
             raise RequestError(f"{where}.{name}", f"unknown key; {what} has {', '.join(allowed)}")
 
 
-def _kind_of(value: object, where: str) -> str:
-    """Return the key of `_KEYS` that tells the kind of a condition."""
+def _kind_of(value: object, where: str) -> tuple[str, Mapping[Any, Any]]:
+    """Return the key of `_KEYS` that tells the kind of a condition, and the condition."""
     if value is None:
         raise RequestError(where, f"is missing; expected {CONDITION_FORM}")
     if not isinstance(value, Mapping) or not 0 < len(value) <= len(_KNOWN):
@@ -213,7 +212,7 @@ def _kind_of(value: object, where: str) -> str:
         raise RequestError(where, f"has none of the keys {', '.join(_KEYS)}; expected {CONDITION_FORM}")
     given = {key: None for key in value if value[key] is not None or key not in _KNOWN}
     check_keys(given, _KEYS[kinds[0]], where, f"a condition with {kinds[0]!r}")
-    return kinds[0]
+    return kinds[0], value
 
 
 def _threshold(document: Mapping[Any, Any], where: str, *, has_own: bool) -> tuple[bool, float | None]:
