@@ -50,6 +50,7 @@ LAYERS = {
             ["probes"],
             ["programs"],
             ["gates"],
+            ["spec"],
             ["kernels"],
             ["config"],
             ["flags", "requests"],
@@ -268,6 +269,15 @@ def test_tests_mirror_the_folders() -> None:
     mirrored = {ROOT / folder.relative_to(ROOT / "tests" / "unit") for folder in tests}
 
     assert mirrored - folders - {ROOT / "benchmarks", ROOT / "capture" / "session", ROOT / "chaos"} == set()
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """Folders of tests are no packages, so pytest refuses a second file of one name in a process."""
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        places[path.name].append(name_of(path))
+
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def test_packages_are_named_after_their_folders() -> None:

@@ -107,7 +107,7 @@ class ModuleThen(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Then:
-    """What a gate turns on: exactly one of these.
+    """The effect of a gate: exactly one of these.
 
     Attributes:
         operations: Operations, vectors among them as `Method.ADDITIVE`; none limited to positions.

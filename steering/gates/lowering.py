@@ -18,6 +18,7 @@ import numpy as np
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import PositionSelector
 from headgate.capture.schema.sites import Site, sort_sites
+from headgate.steering.gates.checks import check_reads, check_this_token, is_reached
 from headgate.steering.gates.gate import Always, Condition, Gate, Leaf, Negation
 from headgate.steering.gates.layout import GateColumn, Layout, layout_of, num_columns
 from headgate.steering.gates.readings import Content, Score, read_score
@@ -26,13 +27,11 @@ from headgate.steering.programs.gate_codes import (
     NODE_COLUMNS,
     Combine,
     GateFlag,
-    Scope,
     gate_field,
 )
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.programs.program import Entry, Program, entries_of
-from headgate.steering.programs.site_order import is_computed_at
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 
@@ -121,7 +120,7 @@ class _Placed:
 
     def is_early(self, site: Site) -> bool:
         """Whether a site is computed before the gate is evaluated, or may be."""
-        return not is_computed_at(self.site, site)
+        return not is_reached(site, self.site)
 
 
 def _reads(gate: Gate, layout: Layout, scores: Mapping[int, Score]) -> tuple[Site, ...]:
@@ -140,12 +139,8 @@ def _check(placed: _Placed, written: Sequence[Site], op_sites: Sequence[Site]) -
                 f"what a gate changes lies at declared sites; {site.name} is none of them: {declared}; the operator "
                 "declares them with --steering-op-sites",
             )
-        if gate.scope is Scope.THIS and placed.is_early(site):
-            raise RequestError(
-                where,
-                f"writes at {site.name}, which is computed before the gate is decided at {placed.site.name}; with the "
-                "scope next_token or rest_of_request it acts there on the rows behind",
-            )
+    check_reads(gate, placed.reads)
+    check_this_token(gate, placed.reads, written)
 
 
 def _then_program(gate: Gate, phase: int, content: Content, dtype: StoredType) -> Program | None:

@@ -39,7 +39,7 @@ from headgate.steering.programs.codes import (
     is_of_feature,
     with_change,
 )
-from headgate.steering.programs.gate_codes import GROUP_MASK
+from headgate.steering.programs.gate_codes import GROUP_MASK, GateFlag
 from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, widen
 from headgate.steering.vectors.sums import round_to
 
@@ -178,6 +178,13 @@ class Program:
     def has_gates(self) -> bool:
         """Whether gates are evaluated."""
         return bool((self.codes[:, CODE] & CODE_MASK == Code.GATE).any())
+
+    @property
+    def is_decided_at_prompt_end(self) -> bool:
+        """Whether a gate is 0 on rows before the last one of the prompt."""
+        codes = self.codes[:, CODE]
+        gates = codes[codes & CODE_MASK == Code.GATE]
+        return bool((gates & GateFlag.FROM_PROMPT_END).any())
 
     @property
     def num_rows(self) -> int:

@@ -11,7 +11,7 @@ from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.sites import Site
 from headgate.steering.programs.program import Program
-from headgate.steering.programs.spec import PhaseContent, SteeringSpec, from_wire, steered
+from headgate.steering.spec import PhaseContent, SteeringSpec, from_wire, steered
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, sum_of
 from headgate.steering.worker.device_tables import DeviceTables
