@@ -202,6 +202,7 @@ class SteeringWire(TypedDict, total=False):
         are_features_shared: True if they are.
         prefill_programs: As `prefill_parts`, for the modules' operations, in the order in which they act.
         decode_programs: The same for the decode phase.
+        trace: True if the request's trace is wanted.
     """
 
     prefill: VectorsWire
@@ -221,6 +222,7 @@ class SteeringWire(TypedDict, total=False):
     are_features_shared: bool
     prefill_programs: list[list[Any]]
     decode_programs: list[list[Any]]
+    trace: bool
 
 
 def to_wire(spec: SteeringSpec) -> SteeringWire:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -30,6 +30,7 @@ from headgate.steering.requests.request_fields import (
     read_modules,
     read_steering,
 )
+from headgate.steering.requests.trace import RETURN_TRACE, TRACE, join_notes, read_asked
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
 from headgate.steering.vectors.sums import LIMIT, peak
@@ -57,7 +58,11 @@ FIELD_DOCS = {
     REQUEST_FEATURES.reconstructions[2]: "SAEs that reconstruct rows at generated positions in addition.",
     "sae_clamp_specs": "Features of SAEs in the form [{module_name, clamps, phase}].",
     "sae_full_reconstruction_specs": "SAEs that reconstruct rows, in the form [{module_name, clamps, phase}].",
+    RETURN_TRACE: "Whether each choice is to come with its trace: what was read and written at its rows.",
 }
+
+ANSWER_FIELDS = {RETURN_TRACE: TRACE}
+"""Fields that ask for something in the answer, each with its name there."""
 
 _VECTORS = (BASE, PREFILL, DECODE)
 _WITH_ROWS = (*_VECTORS, *REQUEST_FIELDS.all)
@@ -65,7 +70,7 @@ _WITH_ROWS = (*_VECTORS, *REQUEST_FIELDS.all)
 
 
 class SteeringReader:
-    """Implements `PartRequestReader` and `SourceReader` of `headgate.capture.engine.contracts.request_part`.
+    """Implements the readers `PartRequestReader`, `SourceReader` and `NotesReader` of `contracts.request_part`.
 
     Args:
         steerable: The model and its limits.
@@ -80,6 +85,13 @@ class SteeringReader:
 
     def read(self, values: Mapping[str, Any]) -> PartRequest | None:
         """Read the fields; the same objects with the same content are read once, and so are equal operations."""
+        if RETURN_TRACE not in values:
+            return self._read_kept(values)
+        others = {field: value for field, value in values.items() if field != RETURN_TRACE}
+        found = self._read_kept(others) if others else None
+        return _traced(found) if read_asked(values[RETURN_TRACE]) else found
+
+    def _read_kept(self, values: Mapping[str, Any]) -> PartRequest | None:
         if not any(field in values for field in _WITH_ROWS):
             return self._read(values)
         # Vectors are read about as fast as they are hashed; operations are not.
@@ -104,7 +116,12 @@ class SteeringReader:
 
     def read_with(self, values: Mapping[str, Any], find: FindKept) -> PartRequest | None:
         """Read the fields with rows of earlier requests, which may be others each time."""
-        return self._read(values, find)
+        found = self._read(values, find)
+        return _traced(found) if read_asked(values.get(RETURN_TRACE)) else found
+
+    def read_notes(self, wanted: PartRequest, notes: Sequence[Any], end: int | None) -> dict[str, Any]:
+        """Make the trace, or a piece of it."""
+        return {TRACE: join_notes(notes, end)}
 
     def _read(self, values: Mapping[str, Any], find: FindKept | None = None) -> PartRequest | None:
         spec, ops = read_steering(values, self.steerable, find)
@@ -153,6 +170,12 @@ class SteeringReader:
                     f"with module {ref.name!r}, the vectors times their scales reach {largest:.4g}; sums for a model "
                     f"in {self.steerable.dtype} stay finite below {limit:.4g}: use smaller vectors or scales",
                 )
+
+
+def _traced(found: PartRequest | None) -> PartRequest:
+    """Return a request, which may steer with nothing of its own, with its trace."""
+    asked = found or PartRequest(wire={}, field=RETURN_TRACE, names={}, content=SteeringSpec())
+    return replace(asked, wire={**asked.wire, "trace": True}, wants_notes=True)
 
 
 def _unknown(name: str, field: str, known: Known) -> RequestError:
