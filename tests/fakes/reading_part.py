@@ -1,4 +1,4 @@
-"""A part that reads the position of every row, and tells each request that asks for it which of its rows were forwarded.
+"""A part that reads the position of every row, and tells requests that ask for it which of their rows were forwarded.
 
 Its worker is `tests.fakes.reading_worker`.
 """
@@ -91,8 +91,11 @@ class RowsReader:
 class ReadingRequests:
     """Implements `RequestPart` and `AnsweringPart`."""
 
-    fields = {"return_rows": "Whether to tell the rows.", "every_row": "Whether none may come from the cache."}
-    answer_fields = {"return_rows": "rows"}
+    fields: Mapping[str, str] = {
+        "return_rows": "Whether to tell the rows.",
+        "every_row": "Whether none may come from the cache.",
+    }
+    answer_fields: Mapping[str, str] = {"return_rows": "rows"}
     how_to_start = "Configure it."
     names_method = "names"
     check_method = "names"

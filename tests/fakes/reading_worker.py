@@ -1,4 +1,4 @@
-"""The model-free worker with readings in its steps: the rows of each request, told as headgate's runner adapter does."""
+"""The model-free worker with readings in its steps: the rows of each request, put on outputs as real workers do."""
 
 from __future__ import annotations
 

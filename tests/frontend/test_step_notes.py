@@ -129,9 +129,17 @@ def test_rows_are_forwarded_where_all_are_wanted_and_otherwise_come_from_the_cac
     assert [output.outputs[0].rows[0] for output in told] == [0, 0, 96]
 
 
-def test_requests_that_preempt_each_other_lose_nothing_and_tell_nothing_twice(llm: Any) -> None:
+def test_requests_that_preempt_each_other_lose_nothing_and_tell_nothing_twice(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = [[index] * 100 for index in range(16)]
-    before = llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler, preempted = llm.llm_engine.engine_core.engine_core.scheduler, []
+    stock = scheduler._preempt_request
+    monkeypatch.setattr(
+        scheduler,
+        "_preempt_request",
+        lambda request, *args, **kw: (preempted.append(request), stock(request, *args, **kw)),
+    )
 
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], sampling(max_tokens=200), use_tqdm=False
@@ -139,8 +147,9 @@ def test_requests_that_preempt_each_other_lose_nothing_and_tell_nothing_twice(ll
 
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].rows == all_rows(prompt, output.outputs[0].token_ids)
-    assert before._headgate_core.notes._kept == {}
-    assert before._headgate_core._part._next == {}
+    assert preempted
+    assert scheduler._headgate_core.notes._kept == {}
+    assert scheduler._headgate_core._part._next == {}
 
 
 class Engine:
@@ -295,11 +304,12 @@ def test_preempted_requests_in_flight_lose_nothing_and_tell_nothing_twice(engine
 
 def test_rows_end_with_the_kept_tokens_where_the_engine_ran_ahead(engine: Engine) -> None:
     script = [*engine.llm.get_tokenizer().encode(" all is well.", add_special_tokens=False), 900, 901, 902]
+    delta = kind("DELTA")
 
     async def many() -> Any:
         return await asyncio.gather(
             *(
-                listed(engine.generate(f"s{index}", script=script, max_tokens=50, stop=["."], output_kind=kind("DELTA")))
+                listed(engine.generate(f"s{index}", script=script, stop=["."], max_tokens=50, output_kind=delta))
                 for index in range(8)
             )
         )
