@@ -208,6 +208,7 @@ class SteeringWire(TypedDict, total=False):
         gates: Gates on the way to the engine core.
         prefill_programs: As `prefill_parts`, for the modules' operations, in the order in which they act.
         decode_programs: The same for the decode phase.
+        trace: True if the request's trace is wanted.
     """
 
     prefill: VectorsWire
@@ -228,6 +229,7 @@ class SteeringWire(TypedDict, total=False):
     gates: GatesWire
     prefill_programs: list[list[Any]]
     decode_programs: list[list[Any]]
+    trace: bool
 
 
 def to_wire(spec: SteeringSpec) -> SteeringWire:

@@ -41,7 +41,7 @@ LAYERS = {
             ["frontends"],
             ["server"],
         ),
-        *(["patch_table", "other_changes"], ["plugin"], ["api", "commands"], ["part"]),
+        *(["server_patches"], ["patch_table", "other_changes"], ["plugin"], ["api", "commands"], ["part"]),
     ),
     "headgate.steering": (
         *(

@@ -28,6 +28,8 @@ from headgate.steering.core.saes import open_sae, warn_of_other_model
 from headgate.steering.core.state import SteeringState
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import VectorFileError, load
+from headgate.steering.gates.layout import layout_of
+from headgate.steering.gates.trace import Note, TraceWriter, rows_of
 from headgate.steering.probes.probe import ProbeError
 from headgate.steering.spec import PROGRAM_KEYS, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.dtypes import StoredType
@@ -68,6 +70,8 @@ class SteeringCore:
         self._operator = OperatorCalls(self._state, self._reservations, services, audit or Audit(), steerable)
         self._resolved: dict[str, Resolved] = {}
         """Of requests that steer, from `accept` until `release`."""
+        self._traces: dict[str, TraceWriter] = {}
+        """Of requests whose trace is wanted, likewise."""
         self._limits = config.wait_limits(is_offline=False)
         self._offline_limits = config.wait_limits(is_offline=True)
         self._clock = clock
@@ -86,6 +90,8 @@ class SteeringCore:
         spec = from_wire(wire)
         resolved = self._state.resolve(req_id, spec, num_prompt)
         self._resolved[req_id] = resolved
+        if wire.get("trace") and spec.gates:
+            self._traces[req_id] = TraceWriter(layout_of(spec.gates))
         taken = {name: self._shared(value) if name in ("prefill", "decode") else value for name, value in wire.items()}
         names = ("prefill_parts", "decode_parts", "prefill_programs", "decode_programs")
         for name, found in zip(names, resolved.parts, strict=True):
@@ -119,8 +125,18 @@ class SteeringCore:
         )
         return keys if any(keys) else None
 
+    def take_readings(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
+        """Return a piece of each request's trace, from what a step read; see `ReadingCore`."""
+        found = {}
+        for rows in rows_of(readings):
+            trace = None if rows.req_id in discarded else self._traces.get(rows.req_id)
+            if trace is not None and (note := trace.note(rows.first, rows.signals)) is not None:
+                found[rows.req_id] = note
+        return found
+
     def forget(self, req_id: str) -> None:
         """Forget a request that was taken."""
+        self._traces.pop(req_id, None)
         if self._resolved.pop(req_id, None) is not None:
             self._state.release(req_id)
 

@@ -33,6 +33,7 @@ from headgate.steering.requests.request_fields import (
     read_modules,
     read_steering,
 )
+from headgate.steering.requests.trace import RETURN_TRACE, TRACE, join_notes, read_asked
 from headgate.steering.spec import ModuleRef, SteeringSpec, to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
@@ -63,7 +64,11 @@ FIELD_DOCS = {
     "sae_full_reconstruction_specs": "SAEs that reconstruct rows, in the form [{module_name, clamps, phase}].",
     GATES: "Gates, which turn steering on by what they read of each row: [{when, then, strength, scope}].",
     PREDECESSOR: "Gates in the form [{when: {kind, probe, threshold, sharpness}, scope, apply: {kind, ...}}].",
+    RETURN_TRACE: "Whether each choice is to come with its trace: what was read and written at its rows.",
 }
+
+ANSWER_FIELDS = {RETURN_TRACE: TRACE}
+"""Fields that ask for something in the answer, each with its name there."""
 
 _VECTORS = (BASE, PREFILL, DECODE)
 _WITH_ROWS = (*_VECTORS, *REQUEST_FIELDS.all, GATES, PREDECESSOR)
@@ -71,7 +76,7 @@ _WITH_ROWS = (*_VECTORS, *REQUEST_FIELDS.all, GATES, PREDECESSOR)
 
 
 class SteeringReader:
-    """Implements `PartRequestReader` and `SourceReader` of `headgate.capture.engine.contracts.request_part`.
+    """Implements the readers `PartRequestReader`, `SourceReader` and `NotesReader` of `contracts.request_part`.
 
     Args:
         steerable: The model and its limits.
@@ -86,6 +91,13 @@ class SteeringReader:
 
     def read(self, values: Mapping[str, Any]) -> PartRequest | None:
         """Read the fields; the same objects with the same content are read once, and so are equal operations."""
+        if RETURN_TRACE not in values:
+            return self._read_kept(values)
+        others = {field: value for field, value in values.items() if field != RETURN_TRACE}
+        found = self._read_kept(others) if others else None
+        return _traced(found) if read_asked(values[RETURN_TRACE]) else found
+
+    def _read_kept(self, values: Mapping[str, Any]) -> PartRequest | None:
         if not any(field in values for field in _WITH_ROWS):
             return self._read(values)
         # Vectors are read about as fast as they are hashed; operations are not.
@@ -110,7 +122,12 @@ class SteeringReader:
 
     def read_with(self, values: Mapping[str, Any], find: FindKept) -> PartRequest | None:
         """Read the fields with rows of earlier requests, which may be others each time."""
-        return self._read(values, find)
+        found = self._read(values, find)
+        return _traced(found) if read_asked(values.get(RETURN_TRACE)) else found
+
+    def read_notes(self, wanted: PartRequest, notes: Sequence[Any], end: int | None) -> dict[str, Any]:
+        """Make the trace, or a piece of it."""
+        return {TRACE: join_notes(notes, end)}
 
     def _read(self, values: Mapping[str, Any], find: FindKept | None = None) -> PartRequest | None:
         spec, ops = read_steering(values, self.steerable, find)
@@ -121,7 +138,13 @@ class SteeringReader:
         features = PhaseFeatures(spec.prefill_features, spec.decode_features)
         of_ops = {} if ops is None else ops.modules
         names = {**names_of(gates), **features.names, **of_ops, **_names(values, spec.modules)}
-        return PartRequest(wire=to_wire(spec), field=next(iter(values)), names=names, content=spec)
+        return PartRequest(
+            wire=to_wire(spec),
+            field=next(iter(values)),
+            names=names,
+            content=spec,
+            reads_every_row=any(gate.has_state for gate in gates),
+        )
 
     def names(self, values: Mapping[str, Any]) -> dict[str, str]:
         """Return the modules that are named, each with the field that names it."""
@@ -162,6 +185,12 @@ class SteeringReader:
                     f"with module {ref.name!r}, the vectors times their scales reach {largest:.4g}; sums for a model "
                     f"in {self.steerable.dtype} stay finite below {limit:.4g}: use smaller vectors or scales",
                 )
+
+
+def _traced(found: PartRequest | None) -> PartRequest:
+    """Return a request, which may steer with nothing of its own, with its trace."""
+    asked = found or PartRequest(wire={}, field=RETURN_TRACE, names={}, content=SteeringSpec())
+    return replace(asked, wire={**asked.wire, "trace": True}, wants_notes=True)
 
 
 def _unknown(name: str, field: str, known: Known) -> RequestError:
