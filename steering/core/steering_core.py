@@ -62,7 +62,8 @@ class SteeringCore:
         clock: Callable[[], float] = time.monotonic,
         steerable: Steerable | None = None,
     ) -> None:
-        self._state = SteeringState(dtype, Limits(2 * config.max_ops_per_site, config.num_features))
+        limits = Limits(2 * config.max_ops_per_site, config.num_features)
+        self._state = SteeringState(dtype, limits, steerable)
         self._reservations: Reservations[str] = Reservations(capacity)
         self._operator = OperatorCalls(self._state, self._reservations, services, audit or Audit(), steerable)
         self._resolved: dict[str, Resolved] = {}
@@ -93,6 +94,9 @@ class SteeringCore:
         if spec.is_to_lower:
             for name in PROGRAM_KEYS:
                 taken.pop(name, None)
+            if resolved.takes_own:
+                for name in ("prefill", "decode", "is_shared"):
+                    taken.pop(name, None)
             prefill, decode = resolved.own
             taken.update(to_wire(SteeringSpec(prefill_program=prefill, decode_program=decode)))
         return taken

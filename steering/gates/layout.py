@@ -14,7 +14,7 @@ from headgate.steering.gates.gate import Condition, Gate, Group, Leaf, NamedProb
 from headgate.steering.programs.gate_codes import GATE_COLUMNS, LEAF_COLUMNS, NODE_COLUMNS, SCORE_COLUMNS
 
 COLUMNS_PER_GATE = 8
-"""Columns that the engine has for each gate of a request, on the average: a gate of one leaf takes 6."""
+"""Columns that the engine has for each gate of a request, on the average: a gate of one leaf takes 7."""
 
 
 class ScoreColumn(NamedTuple):
@@ -36,7 +36,8 @@ class GateColumn(NamedTuple):
 
     Attributes:
         gate: The gate.
-        column: Of the strength that acts; the one that is shown follows.
+        column: Of the strength that acts; the one that is shown follows, then the one that acts on the next row at
+            earlier sites.
         first: First column of its leaves and nodes, which follow one another as `num_columns` counts them.
     """
 

@@ -40,7 +40,7 @@ class Steerable:
         max_sae_features: Features of SAEs that one request may change at one site in one phase; 0 if there are no SAEs.
         max_changes: Features that one request may read at one site and write at others, in one phase; 0 if there can be
             no transcoders.
-        max_gates: Gates of one request; 0 if they are off.
+        max_gates: Gates of one request; 0 if there can be none.
     """
 
     num_layers: int

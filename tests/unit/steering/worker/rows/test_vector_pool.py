@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headgate.capture.schema.batch import Int32Array
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType
-from headgate.steering.worker.vector_pool import ZERO_SLOT, SlotPool
+from headgate.steering.worker.rows.vector_pool import ZERO_SLOT, SlotPool
 
 CAPACITY = 6
 

@@ -21,7 +21,7 @@ from headgate.capture.schema.sites import Site
 from headgate.steering.spec import Steered
 from headgate.steering.vectors.sums import Vectors
 from headgate.steering.worker.placed_programs import ProgramTable, ProgramWrites
-from headgate.steering.worker.vector_pool import (
+from headgate.steering.worker.rows.vector_pool import (
     NO_SUMS,
     UNSTEERED_ROW,
     Phases,
