@@ -386,4 +386,4 @@ def test_front_ends_learn_the_names_of_probes(core: SteeringCore) -> None:
     listed = {found["name"]: found for found in core.call("names", {})}
 
     assert list(listed) == ["calm", probe_key("calm")]
-    assert listed[probe_key("calm")] == {"name": probe_key("calm"), "at": "1.post_mlp", "classes": []}
+    assert listed[probe_key("calm")] == {"name": probe_key("calm"), "at": "1.post_mlp", "classes": ["positive"]}
