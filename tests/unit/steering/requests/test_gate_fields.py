@@ -189,11 +189,11 @@ def test_conditions_are_eight_deep() -> None:
 
 
 def test_gates_fill_their_columns() -> None:
-    listed = [{"probe": f"p{index}", "above": 1} for index in range(5)]  # 5 * (3 + 1) + 4 * 2 and 2 for the gate
+    listed = [{"probe": f"p{index}", "above": 1} for index in range(5)]  # 5 * (3 + 1) + 4 * 2 and 3 for the gate
 
-    assert layout_of(read_gates([gate(when={"any": listed})], gated(max_gates=4))).num_columns == 30
+    assert layout_of(read_gates([gate(when={"any": listed})], gated(max_gates=4))).num_columns == 31
     shared = [*listed, {"probe": "p0", "below": 0}]  # 5 more
-    with pytest.raises(RequestError, match="take 35 numbers for each row, 32 fit") as refused:
+    with pytest.raises(RequestError, match="take 36 numbers for each row, 32 fit") as refused:
         read_gates([gate(when={"any": shared})], gated(max_gates=4))
     assert refused.value.field == "steering_gates"
 
