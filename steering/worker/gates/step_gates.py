@@ -27,7 +27,7 @@ class GateWrites(NamedTuple):
     Attributes:
         tokens: int32 ``[n, 2]``: those of the first batch rows.
         places: int64 ``[k]``: flat places in the signals.
-        strengths: float32 ``[k]``: what they hold before the forward.
+        strengths: float32 ``[k]``: their values before the forward.
     """
 
     tokens: Int32Array
@@ -45,7 +45,7 @@ class StepGates:
         device: Where the forward runs.
 
     Attributes:
-        tensors: What the forward reads and writes.
+        tensors: Read and written by the forward.
     """
 
     def __init__(self, max_tokens: int, max_num_seqs: int, num_columns: int, device: torch.device) -> None:
