@@ -63,6 +63,8 @@ class StepGates:
         self._batch: GatedBatch | None = None
         self._decoded: tuple[GatedBatch, bytes] | None = None
         """Batch and first batch rows of the step before, if each request had one generated row."""
+        self._decoded: tuple[GatedBatch, bytes] | None = None
+        """Batch and first batch rows of the step before, if each request had one generated row."""
         self._rows: GateRows | None = None
         self._index: tuple[bytes, Tensor] | None = None
         """Batch rows of the last step that was read, as bytes, and on the device."""
@@ -104,12 +106,17 @@ class StepGates:
         if not rows.req_ids:
             return None
         self._rows = rows
+        decoded = (batch, rows.starts.tobytes()) if batch.is_decoding(rows) else None
+        if decoded is not None and decoded == self._decoded:
+            return None
+        self._decoded = decoded
+        return self._writes(rows, batch)
+
+    def _writes(self, rows: GateRows, batch: GatedBatch) -> GateWrites | None:
         index, flags = rows.batch_rows, batch.take_flags(rows)
-        replayed = (
-            self._history.strengths(rows, batch, flags) if batch.has_early and len(flags) > len(batch.slots) else []
-        )
-        changed = np.stack([np.repeat(batch.slots, rows.counts), flags], axis=1)
-        assert (SLOT, FLAGS) == (0, 1)  # noqa: S101  (the order of the columns just made)
+        replayed = self._history.strengths(rows, batch, flags) if batch.has_early else []
+        changed = np.empty((len(flags), 2), np.int32)
+        changed[:, SLOT], changed[:, FLAGS] = np.repeat(batch.slots, rows.counts), flags
         if np.array_equal(self._tokens[index], changed) and not replayed:
             return None
         self._tokens[index] = changed
