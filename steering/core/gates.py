@@ -53,6 +53,11 @@ class GateContent:
         return cast("StoredType", self._steerable.dtype)
 
     @property
+    def max_gates(self) -> int:
+        """Gates that a request may have here; 0 if there can be none."""
+        return self._steerable.max_gates
+
+    @property
     def hidden_size(self) -> int:
         """Width of the stream."""
         return self._steerable.hidden_size
@@ -127,6 +132,11 @@ def gated(
     Raises:
         RequestError: Naming the field of a gate.
     """
+    if not content.max_gates:
+        raise RequestError(
+            spec.gates[0].where,
+            "this engine takes no gates: its layers lie on several pipeline stages; start it with tensor parallelism",
+        )
     made = lower_gates(spec.gates, content, content.dtype, _own(spec, static, named), {})
     programs: tuple[Program | None, ...] = (made.prefill, made.decode)
     if not made.takes_own:

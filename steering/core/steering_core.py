@@ -258,6 +258,9 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     steerable = config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)
     audit = Audit(facts.engine, None if config.audit_file is None else Path(config.audit_file))
     capacity = config.num_slots(model.num_layers) - 1
+    if facts.num_stages > 1:
+        # Strengths stay on the stage that computes them, and what is read of stages but the last does not come back.
+        steerable = replace(steerable, max_gates=0)
     core = SteeringCore(cast("StoredType", model.dtype), capacity, services, config, audit, steerable=steerable)
     for name, source in config.saes.items():
         is_encoded = name in config.sae_encode
