@@ -427,11 +427,3 @@ def test_a_response_in_the_background_has_no_place_for_them(server: Server) -> N
 
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "background"
-
-
-def test_tokens_for_tokens_have_no_place_for_them(server: Server) -> None:
-    params = {"max_tokens": 2, "extra_args": {"return_rows": True}}
-    response = server.post("/inference/v1/generate", model="tiny", token_ids=PROMPT, sampling_params=params)
-
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "sampling_params.extra_args.return_rows"
