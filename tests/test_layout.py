@@ -49,6 +49,8 @@ LAYERS = {
             ["vectors", "features"],
             ["probes"],
             ["programs"],
+            ["gates"],
+            ["spec"],
             ["kernels"],
             ["config"],
             ["flags", "requests"],

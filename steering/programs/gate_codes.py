@@ -4,7 +4,8 @@ Entries of gates read a row as it came to the site. They keep numbers for each r
 later entries of the same forward read; and states ``m`` for each request, which its next row finds. The index of such
 an entry (`headgate.steering.programs.codes.change_index`) is its first column, c.
 
-* `SCORE`: ``s[c] = z + p0``; with `ScoreKind.COSINE` ``z / norm(h)``, and 0 for a row of zeros; with
+* `SCORE`: ``s[c] = y + p0`` with ``y = read_scale * (h . u) + write_scale * (h . w)``; `w` is what rounding took from
+  `u`, none where that is nothing. With `ScoreKind.COSINE` ``y / norm(h)``, and 0 for a row of zeros; with
   `ScoreKind.ACTIVATION` the activation of a feature, from the params of a feature.
 * `LEAF`: compares the score ``s[p4]``, pooled over rows of the request (`Pool`, `EMA` with the weight p3), with the
   threshold p0 and the hysteresis p1, by a `Mode` with its number p2. ``s[c]`` is the strength, ``s[c + 1]`` whether it
@@ -12,12 +13,15 @@ an entry (`headgate.steering.programs.codes.change_index`) is its first column, 
   how many rows.
 * `NODE`: ``s[c]`` and ``s[c + 1]`` as of a leaf, from those at p4 and p5, by `Combine`.
 * `GATE`: ``s[c]`` is the strength that acts on this row, ``s[c + 1]`` the one that a trace shows, from the condition at
-  p4, by `Scope`. ``m[c]`` is the strength that acts on the next row at earlier sites, ``m[c + 1]`` the one that it has
-  latched; NaN stands for none. p0 is a strength that is latched from the first generated row on, or NaN.
+  p4, by `Scope`. ``m[c]`` is the strength that acts on the next row at earlier sites, and so is ``s[c + 2]``;
+  ``m[c + 1]`` is the one that it has latched; NaN stands for none. p0 is a strength that is latched from the first
+  generated row on, or NaN.
 * `ATTENUATE`: ``f *= 1 + c * (p0 - 1)`` with the entry's own coefficient c; f is 1 at each site before the first.
 
-An entry with a gate has a coefficient: the gate's ``s[c]``; or, if it acts before the gate is evaluated, ``m[c]`` as it
-was before the forward, on generated rows, and 0 on others (`gate_field`). A state of NaN counts as 0.
+An entry with a gate has a coefficient: the gate's ``s[c]``; or, if it acts before the gate is evaluated (`gate_field`),
+``m[c]`` as it was before the forward on generated rows, and 0 on others. NaN counts as 0. On rows that are replayed,
+``s[c]`` holds that strength before the forward. What an entry adds is multiplied by its coefficient, and by f if it is
+`ATTENUATED`; of a feature in two halves, what the second adds.
 `headgate.steering.worker.gates.reference` is the definition. Standard library only.
 """
 
@@ -98,7 +102,7 @@ class Scope(IntEnum):
 
 COMBINE_MASK = SCOPE_MASK = 3 << 12
 
-LEAF_COLUMNS, NODE_COLUMNS, GATE_COLUMNS, SCORE_COLUMNS = 3, 2, 2, 1
+LEAF_COLUMNS, NODE_COLUMNS, GATE_COLUMNS, SCORE_COLUMNS = 3, 2, 3, 1
 
 GROUP_MASK = 0xFF
 """Of the field `GROUP`: the position group. Above it stands the gate."""

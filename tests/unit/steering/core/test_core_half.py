@@ -18,7 +18,7 @@ from headgate.capture.schema.errors import ConfigError, OverloadedError, Request
 from headgate.steering.config import SteeringConfig, parse_config
 from headgate.steering.core.steering_core import SteeringCore, open_core
 from headgate.steering.files.vector_files import VectorFile, save
-from headgate.steering.programs.spec import ModuleRef, SteeringSpec, from_wire, to_wire
+from headgate.steering.spec import ModuleRef, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.fakes.steering_tables import CONFIGS, HIDDEN, vectors
 
