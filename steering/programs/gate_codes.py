@@ -80,7 +80,7 @@ POOL_MASK = 3 << 14
 
 
 class Combine(IntEnum):
-    """What `Code.NODE` makes of two conditions: bits 12 and 13. `NOT` takes the first alone, `ALWAYS` none."""
+    """How `Code.NODE` makes one of two conditions: bits 12 and 13. `NOT` takes the first alone, `ALWAYS` none."""
 
     ALWAYS = 0 << 12
     ANY = 1 << 12

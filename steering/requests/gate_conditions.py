@@ -23,7 +23,7 @@ from headgate.steering.gates.gate import (
     Reading,
 )
 from headgate.steering.gates.layout import COLUMNS_PER_GATE
-from headgate.steering.programs.gate_codes import LEAF_COLUMNS, NODE_COLUMNS, Combine, Pool
+from headgate.steering.programs.gate_codes import GATE_COLUMNS, LEAF_COLUMNS, NODE_COLUMNS, SCORE_COLUMNS, Combine, Pool
 from headgate.steering.programs.operations import Float32Row, ModuleVector
 from headgate.steering.requests.feature_fields import check_has_saes, read_feature
 from headgate.steering.requests.op_documents import Sites, Vectors, is_reference, read_reference, read_site
@@ -178,11 +178,13 @@ def check_columns(count: int, steerable: Steerable, where: str) -> None:
     """
     limit = COLUMNS_PER_GATE * steerable.max_gates
     if count > limit:
+        alone = SCORE_COLUMNS + LEAF_COLUMNS + GATE_COLUMNS
+        further = SCORE_COLUMNS + LEAF_COLUMNS + NODE_COLUMNS
         raise RequestError(
             where,
             f"with it, the gates of the request take {count} numbers for each row, {limit} fit: {COLUMNS_PER_GATE} for "
-            f"each of {steerable.max_gates} gates, of which a comparison alone takes 6 and each further one 6, or 5 "
-            "where it shares its probe; the operator sets --max-steering-gates",
+            f"each of {steerable.max_gates} gates; a gate of one comparison takes {alone}, each further comparison "
+            f"{further}, and one less where it shares its probe; the operator sets --max-steering-gates",
         )
 
 
