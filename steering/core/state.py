@@ -24,7 +24,7 @@ from headgate.steering.core.content import (
 from headgate.steering.core.gates import GateContent, gated
 from headgate.steering.core.modules import Module, ModuleRegistry
 from headgate.steering.core.probes import ProbeRegistry
-from headgate.steering.core.resolved import Named, Resolved, check_scales, module_programs, resolved_of
+from headgate.steering.core.resolved import Resolved, check_scales, module_programs, resolved_of
 from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Lookup
@@ -274,24 +274,11 @@ class SteeringState:
         if not spec.gates:
             return resolved
         try:
-            return self._gated(spec, resolved, named, modules, num_prompt)
+            content = GateContent(self._steerable, self.probes, self.saes, modules)
+            return gated(spec, resolved, named, content, self._limits, num_prompt)
         except BaseException:
             self.release(req_id)
             raise
-
-    def _gated(
-        self, spec: SteeringSpec, static: Resolved, named: Named, modules: Mapping[str, Module], num_prompt: int
-    ) -> Resolved:
-        """Return a request's steering with its gates; their features may be read from a disk, so without the lock."""
-        if self._steerable is None:
-            raise AssertionError("gates in an engine core that does not know its model")
-        content = GateContent(self._steerable, self.probes, self.saes, modules)
-        resolved = gated(spec, static, named, content, self._dtype, num_prompt)
-        field = spec.gates[0].where
-        brought = ([], []) if resolved.takes_own else module_programs(named)
-        for program, others in zip(resolved.own, brought, strict=True):
-            check_programs([*(one for one, _ in others), *([program] if program else [])], self._limits, field)
-        return resolved
 
     def release(self, req_id: str) -> None:
         """Stop keeping the content of a request that was freed or refused, if it refers to any."""

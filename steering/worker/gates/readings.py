@@ -1,4 +1,4 @@
-"""What gates did in a step, on its way to the host: for the engine core, and for rows that are computed again.
+"""Signals of the gates of a step, on their way to the host: for the engine core, and for rows computed again.
 
 Letters in shape comments: G requests with gates in a step, N their rows, C columns.
 """
