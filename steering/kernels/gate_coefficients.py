@@ -70,10 +70,11 @@ def _coefficient(code, group, gates):
 @triton.jit
 def _strength(group, signals, states, flags):
     """Return the strength of the gate that an entry's field `GROUP` names; 1 if it names none."""
+    flags |= group & 0  # of its shape: Triton's interpreter makes no masks of scalars and blocks
     column = (group >> _GATE_SHIFT & _GATE_COLUMN_MASK) - 1
-    is_carried = (group & _EARLY != 0) & (flags & _IS_REPLAYED == 0)
-    is_known = (column >= 0) & ((is_carried == 0) | (flags & _IS_GENERATED != 0))
-    found = tl.load(tl.where(is_carried, states, signals) + column, mask=is_known, other=0.0)
+    is_of_row = (group & _EARLY == 0) | (flags & _IS_REPLAYED != 0)
+    is_known = (column >= 0) & (is_of_row | (flags & _IS_GENERATED != 0))
+    found = tl.load(tl.where(is_of_row, signals, states) + column, mask=is_known, other=0.0)
     return tl.where(column < 0, 1.0, tl.where(found == found, found, 0.0))
 
 

@@ -68,7 +68,7 @@ def evaluate_gates(codes, params, num_entries, signals, states, flags, index, le
         if op == _LEAF:
             _leaf(code, numbers, signals, column, states + column, resets, flags, index, length, ROWS)
         elif op == _NODE:
-            _node(code, numbers, signals, column, index < length)
+            _node(code, numbers, signals, column, index, length)
         elif op == _GATE:
             _gate(code, numbers, signals, column, states + column, resets, flags, index, length, C, ROWS)
 
@@ -120,7 +120,7 @@ def _store(places, first, second, third, mask):
 @triton.jit
 def _moving_average(score, alpha, before, index, ROWS: tl.constexpr):
     """Return the pooled score of each row: a composition of affine maps."""
-    is_first = (before != before) & (index == 0)
+    is_first = index == tl.where(before == before, -1, 0)
     keep, term = tl.where(is_first, 0.0, 1 - alpha), tl.where(is_first, score, alpha * score)
     if ROWS > 1:
         keep, term = tl.associative_scan((keep, term), 0, _composed)
@@ -152,13 +152,13 @@ def _of_prompt(pool, score, total, count, flags, is_row, ROWS: tl.constexpr):
 def _with_hysteresis(above, hysteresis, fired, index, ROWS: tl.constexpr):
     """Return which rows fire: a row that decides nothing does as the last one before that did."""
     fires = above > 0
-    stays = (hysteresis > 0) & (above >= -hysteresis)
+    stays = above >= tl.where(hysteresis > 0, -hysteresis, float("inf"))
     if ROWS == 1:
         fires = fires | (stays & (fired > 0))
     elif hysteresis > 0:
-        decided = tl.where(fires | (stays == 0), 2 * index + 1 + fires.to(tl.int32), 0)
+        decided = tl.where(fires, 2 * index + 2, tl.where(stays, 0, 2 * index + 1))
         latest = tl.associative_scan(decided, 0, _later)
-        fires = tl.where(latest == 0, fired > 0, latest % 2 == 0)
+        fires = tl.where(latest == 0, fired, (latest % 2 == 0).to(tl.float32)) > 0
     return fires
 
 
@@ -180,16 +180,17 @@ def _strength(mode, above, hysteresis, amount, fires):
 
 
 @triton.jit
-def _node(code, numbers, signals, column, is_row):
+def _node(code, numbers, signals, column, index, length):
     combine = code & _COMBINE_MASK
     one, other = signals + tl.load(numbers + 4).to(tl.int32), signals + tl.load(numbers + 5).to(tl.int32)
-    is_read = is_row & (combine != _ALWAYS)
+    is_one_read = index < tl.where(combine == _ALWAYS, 0, length)
+    is_other_read = index < tl.where((combine == _ALWAYS) | (combine == _NOT), 0, length)
     for at in tl.static_range(2):
-        a = tl.load(one + at, mask=is_read, other=0.0)
-        b = tl.load(other + at, mask=is_read & (combine != _NOT), other=0.0)
+        a = tl.load(one + at, mask=is_one_read, other=0.0)
+        b = tl.load(other + at, mask=is_other_read, other=0.0)
         both = tl.where(combine == _ANY, tl.maximum(a, b), tl.minimum(a, b))
         value = tl.where(combine == _ALWAYS, 1.0, tl.where(combine == _NOT, 1 - a, both))
-        tl.store(signals + column + at, value, mask=is_row)
+        tl.store(signals + column + at, value, mask=index < length)
     tl.debug_barrier()
 
 
@@ -198,7 +199,7 @@ def _gate(code, numbers, signals, column, states, resets, flags, index, length, 
     carried, latched, third = _load_states(states, resets)
     is_row, root, p0 = index < length, signals + tl.load(numbers + 4).to(tl.int32), tl.load(numbers)
     decides = flags & (_ENDS_PROMPT | _IS_GENERATED) != 0
-    counts = is_row & (decides | (code & _FROM_PROMPT_END == 0))
+    counts = tl.where(code & _FROM_PROMPT_END == 0, is_row, is_row & decides)
     strength = tl.load(root, mask=counts, other=0.0)
     fires = tl.load(root + 1, mask=counts, other=0.0) > 0
     scope = code & _SCOPE_MASK
@@ -214,8 +215,8 @@ def _gate(code, numbers, signals, column, states, resets, flags, index, length, 
         latch = _latched(strength, fires, latched, p0, flags & _IS_GENERATED != 0, index, is_row, ROWS)
         acts, is_known = latch, latch == latch
         strength = tl.where(is_known, latch, strength)
-        following = tl.where(is_known | (decides == 0), latch, p0)
-    acts = tl.where((acts == acts) & (code & _OBSERVES == 0), acts, 0.0)
+        following = tl.where(is_known, latch, tl.where(decides, p0, latch))
+    acts = tl.where(code & _OBSERVES == 0, tl.where(acts == acts, acts, 0.0), 0.0)
     tl.debug_barrier()
     _store(signals + column, acts, strength, following, is_row)
     _store(states + index * 0, following, latch, third, index == length - 1)
@@ -225,7 +226,8 @@ def _gate(code, numbers, signals, column, states, resets, flags, index, length, 
 @triton.jit
 def _latched(strength, fires, before, p0, is_generated, index, is_row, ROWS: tl.constexpr):
     """Return the strength that is latched on each row: once there is one, it stays."""
-    latch = tl.where(is_generated & (p0 == p0), p0, tl.where(fires, strength, float("nan")))
+    latch = tl.where(fires, strength, float("nan"))
+    latch = tl.where(p0 == p0, tl.where(is_generated, p0, latch), latch)
     if ROWS > 1:
         first = tl.min(tl.where(is_row & (latch == latch), index, ROWS))
         found = tl.sum(tl.where(index == first, latch, 0.0))

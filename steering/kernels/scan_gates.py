@@ -258,7 +258,7 @@ def _scan_rows(
     counts = tl.load(count_ptr + tokens, mask=tokens < T, other=0)
     table_rows = tl.load(row_ptr + tokens, mask=tokens < T, other=0)
     follows = (_scanned_slots(tokens_ptr, tokens, T) == slot) & ((index == 0) | (flags & _RESETS == 0))
-    follows = follows & (counts == count) & ((table_rows == table_row) | (count == 0))
+    follows = follows & (counts == count) & (tl.where(count == 0, table_row, table_rows) == table_row)
     length = tl.min(tl.where(follows, ROWS, index))
     if count > 0:
         codes = codes_ptr + table_row.to(tl.int64) * E * _NUM_CODES
