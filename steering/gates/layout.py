@@ -36,7 +36,8 @@ class GateColumn(NamedTuple):
 
     Attributes:
         gate: The gate.
-        column: Of the strength that acts; the one that is shown follows, and the one that acts on the next row at earlier sites.
+        column: Of the strength that acts; the one that is shown follows, then the one that acts on the next row at
+            earlier sites.
         first: First column of its leaves and nodes, which follow one another as `num_columns` counts them.
     """
 

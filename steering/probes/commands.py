@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -15,6 +15,9 @@ from headgate.steering.probes.fitting import fit
 from headgate.steering.probes.judging import Evaluation, Rates, judge, named_examples, plot
 from headgate.steering.probes.labels import read_labels
 from headgate.steering.probes.probe import POOLINGS, ProbeError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 app = typer.Typer(help="Make probes from captured rows, and judge them.", no_args_is_help=True, add_completion=False)
 
@@ -32,7 +35,7 @@ def fit_probe(
     captures: Root,
     labels: LabelFile,
     at: Annotated[str, typer.Option(metavar="LAYER.HOOK", help="The site, such as 12.post_mlp.")],
-    method: Annotated[str, typer.Option(help="mean_difference, or logistic (needs headgate[probes]).")] = (
+    method: Annotated[str, typer.Option(help="mean_difference, or logistic (needs the extra 'probes').")] = (
         "mean_difference"
     ),
     pooling: Annotated[str, typer.Option("--pool", help=f"One of {', '.join(POOLINGS)}.")] = "last_prompt",
@@ -54,7 +57,8 @@ def fit_probe(
         save(to, probe)
     except (HeadgateError, OSError) as error:
         fail(error)
-    typer.echo(f"{to}: {probe.site.name}, {probe.kind} of {', '.join(probe.classes)}; {probe.pooling}")
+    named = "class" if len(probe.classes) == 1 else "classes"
+    typer.echo(f"{to}: {probe.site.name}, {probe.kind}, {named} {', '.join(map(repr, probe.classes))}; {probe.pooling}")
     for name, value in probe.metadata.items():
         typer.echo(f"  {name:<20} {value}")
     if probe.threshold is not None:
@@ -69,7 +73,7 @@ def eval_probe(
     fpr: Fpr = 0.01,
     positive: Positive = None,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="ROC curve and scores (needs headgate[plot]).")
+        Path | None, typer.Option(metavar="FILE.png", help="ROC curve and scores (needs the extra 'plot').")
     ] = None,
     to_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="All figures, and the curve.")] = None,
 ) -> None:
@@ -81,10 +85,17 @@ def eval_probe(
         if to_json is not None:
             to_json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
         if picture is not None:
-            plot(probe, examples, found).savefig(picture)
+            _draw(picture, plot(probe, examples, found))
     except (HeadgateError, OSError) as error:
         fail(error)
     _print(found)
+
+
+def _draw(picture: Path, figure: Figure) -> None:
+    try:
+        figure.savefig(picture)
+    except ValueError as error:
+        raise ProbeError(f"--picture {picture}: {error}") from error
 
 
 def _print(found: Evaluation) -> None:

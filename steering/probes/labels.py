@@ -43,7 +43,7 @@ def read_labels(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def _of_json(place: Path, text: str) -> list[tuple[str, str]]:
-    document = json.loads(text)
+    document = _parsed(text, str(place))
     if isinstance(document, dict):
         return [(name, label_of(label, f"{place}: {name!r}")) for name, label in document.items()]
     if not isinstance(document, list):
@@ -52,8 +52,22 @@ def _of_json(place: Path, text: str) -> list[tuple[str, str]]:
 
 
 def _of_lines(place: Path, text: str) -> list[tuple[str, str]]:
-    lines = enumerate(text.splitlines(), 1)
-    return [_entry(json.loads(line), f"{place}: line {number}") for number, line in lines if line.strip()]
+    lines = ((f"{place}: line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip())
+    return [_entry(_parsed(line, where), where) for where, line in lines]
+
+
+def _parsed(text: str, where: str) -> Any:
+    """Read JSON whose objects have each key once; of two, Python's reader keeps the last."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ProbeError(f"{where}: {key!r} stands there twice")
+            found[key] = value
+        return found
+
+    return json.loads(text, object_pairs_hook=unique)
 
 
 def _of_csv(place: Path, text: str) -> list[tuple[str, str]]:

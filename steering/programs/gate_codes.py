@@ -4,7 +4,8 @@ Entries of gates read a row as it came to the site. They keep numbers for each r
 later entries of the same forward read; and states ``m`` for each request, which its next row finds. The index of such
 an entry (`headgate.steering.programs.codes.change_index`) is its first column, c.
 
-* `SCORE`: ``s[c] = z + p0``; with `ScoreKind.COSINE` ``z / norm(h)``, and 0 for a row of zeros; with
+* `SCORE`: ``s[c] = y + p0`` with ``y = read_scale * (h . u) + write_scale * (h . w)``; `w` is what rounding took from
+  `u`, none where that is nothing. With `ScoreKind.COSINE` ``y / norm(h)``, and 0 for a row of zeros; with
   `ScoreKind.ACTIVATION` the activation of a feature, from the params of a feature.
 * `LEAF`: compares the score ``s[p4]``, pooled over rows of the request (`Pool`, `EMA` with the weight p3), with the
   threshold p0 and the hysteresis p1, by a `Mode` with its number p2. ``s[c]`` is the strength, ``s[c + 1]`` whether it
@@ -79,7 +80,7 @@ POOL_MASK = 3 << 14
 
 
 class Combine(IntEnum):
-    """What `Code.NODE` makes of two conditions: bits 12 and 13. `NOT` takes the first alone, `ALWAYS` none."""
+    """How `Code.NODE` makes one of two conditions: bits 12 and 13. `NOT` takes the first alone, `ALWAYS` none."""
 
     ALWAYS = 0 << 12
     ANY = 1 << 12

@@ -7,10 +7,9 @@ entries of a program at the site. Codes and columns: `headgate.steering.programs
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from headgate.steering.programs.codes import (
     GROUP,
     INPUT_NORM_MASK,
     LAYER_NORM_EPS,
+    NO_ROW,
     P0,
     P1,
     P2,
@@ -30,6 +30,8 @@ from headgate.steering.programs.codes import (
     P5,
     READ,
     READ_SCALE,
+    WRITE,
+    WRITE_SCALE,
     Activation,
     Code,
     Flag,
@@ -63,7 +65,7 @@ SLOT, FLAGS = range(2)
 
 
 class GateTensors(NamedTuple):
-    """What gates keep, in the memory of the forward pass.
+    """The numbers that gates keep, in the memory of the forward pass.
 
     Attributes:
         signals: float32 ``[T, C]``: of each batch row. Written at the sites where gates are evaluated.
@@ -106,7 +108,7 @@ def evaluate(
         listed: list[int] = index_N.tolist()
         for fields, numbers in zip(codes[:number], params, strict=False):
             if fields[CODE] & CODE_MASK == Code.SCORE:
-                scores = _scores(x_TD[index_N], pool_SD[fields[READ]].to(x_TD.dtype), fields[CODE], numbers)
+                scores = _scores(x_TD[index_N], pool_SD[[fields[READ], fields[WRITE]]].to(x_TD.dtype), fields, numbers)
                 signals[listed, change_index(fields[CODE])] = scores.float().cpu().numpy()
         rows += [(token, codes[:number], params) for token in listed]
     for token, codes, params in sorted(rows, key=lambda row: row[0]):
@@ -116,8 +118,12 @@ def evaluate(
         gates.states.copy_(torch.from_numpy(states))
 
 
-def _scores(x_ND: Tensor, u_D: Tensor, code: int, params: Sequence[float]) -> Tensor:
-    z_N, kind = params[READ_SCALE] * (x_ND @ u_D), code & SCORE_KIND_MASK
+def _scores(x_ND: Tensor, rows_2D: Tensor, fields: Sequence[int], params: Sequence[float]) -> Tensor:
+    """Return the scores ``[N]`` of an entry that reads the rows u and w."""
+    code = fields[CODE]
+    z_N, kind = params[READ_SCALE] * (x_ND @ rows_2D[0]), code & SCORE_KIND_MASK
+    if fields[WRITE] != NO_ROW:
+        z_N = z_N + params[WRITE_SCALE] * (x_ND @ rows_2D[1])
     if kind == ScoreKind.ACTIVATION:
         return _activations(x_ND, z_N, code, params)
     if kind == ScoreKind.COSINE:
@@ -243,11 +249,11 @@ def _gate(code: int, params: Sequence[float], s: Float32Rows, m: Float32Rows, fl
     s[c + 1], s[c + 2] = strength, following
 
 
-_RUN = {Code.LEAF: _leaf, Code.NODE: _node, Code.GATE: _gate}
+_RUN: dict[int, Callable[..., None]] = {Code.LEAF: _leaf, Code.NODE: _node, Code.GATE: _gate}
 
 
 class Coefficients:
-    """What multiplies the effects of entries on rows that share a program, each ``[N, 1]``.
+    """Factors of the effects of entries on rows that share a program, each ``[N, 1]``.
 
     Args:
         gates: As the forward has them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def test_a_probe_is_fitted_and_judged(captures: Path, tmp_path: Path) -> None:
 
     told = run("fit", captures / "rows", "--labels", labels, "--at", "3.post_mlp", "--fpr", 0.1, "-o", probe)
 
-    assert "3.post_mlp, linear of 1; last_prompt" in told
+    assert "3.post_mlp, linear, class '1'; last_prompt" in told
     assert "held_out_auroc" in told
     made = load(probe)
     assert float(made.weight[0] @ direction()) > 0.9
@@ -89,6 +90,23 @@ def test_errors_are_a_line_and_status_1(captures: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+def test_a_picture_of_another_format_is_refused_by_name(captures: Path, tmp_path: Path) -> None:
+    rows, labels, probe = captures / "rows", captures / "labels.json", tmp_path / "anger.safetensors"
+    run("fit", rows, "--labels", labels, "--at", "3.post_mlp", "-o", probe)
+
+    told = run("eval", probe, rows, "--labels", labels, "--picture", tmp_path / "roc.xyz", code=1)
+
+    assert "roc.xyz: Format 'xyz' is not supported" in told
+
+
+@pytest.mark.parametrize(("command", "extra"), [("fit", "probes"), ("eval", "plot")])
+def test_help_names_the_extra(command: str, extra: str) -> None:
+    """In square brackets, as pip takes it, Typer would read a name as markup, and leave it out."""
+    told = re.sub(r"[\s│]+", " ", run(command, "--help"))
+
+    assert f"needs the extra '{extra}'" in told
+
+
 def test_it_is_a_command_of_headgate(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["probe", "--help"])
@@ -121,6 +139,8 @@ BAD = {
     "another suffix": ("l.txt", "", "expected labels in a file named *.json, *.jsonl, *.csv"),
     "no JSON": ("l.json", "{", "cannot be read"),
     "a number": ("l.json", "3", "expected an object of labels"),
+    "a name twice": ("l.json", '{"a": 1, "b": 0, "a": 0}', "'a' stands there twice"),
+    "a key twice": ("l.jsonl", '{"id": "a", "label": 1, "label": 0}', "line 1: 'label' stands there twice"),
     "an entry of a text": ("l.json", '["a"]', "entry 0: expected an object"),
     "a label of null": ("l.json", '{"a": null}', "'a': expected a label"),
     "no label": ("l.jsonl", '{"id": "a"}', "line 1: expected a label"),
