@@ -59,7 +59,8 @@ def statistics_of_row(norms, h, mean, std, norm, columns, D):
 def amounts_of_features(code, numbers, dots, mean, std, norm, D):
     """Return how often each of some features adds its row; 0 if it does not act."""
     read_scale, write_scale, p0, p1, p2, p3, p4, p5 = numbers
-    z, gain = _normalised(code & INPUT_NORM_MASK, read_scale, p5, dots, mean, std, norm, D)
+    norms = code & INPUT_NORM_MASK
+    z, gain = _normalised(norms, read_scale * dots, read_scale, p5, mean, std, norm, D)
     a = activation(code & _ACTIVATION_MASK, z, p0, p1, p3, p4)
     target = edited(code & _EDIT_MASK, a, p2)
     target = tl.where(code & _IF_ACTIVE == 0, target, tl.where(a > 0, target, a))
@@ -67,9 +68,8 @@ def amounts_of_features(code, numbers, dots, mean, std, norm, D):
 
 
 @triton.jit
-def _normalised(norms, read_scale, p5, dots, mean, std, norm, D):
+def _normalised(norms, z, read_scale, p5, mean, std, norm, D):
     """Return what an encoder reads of a row, and what its decoder's output is multiplied by."""
-    z = read_scale * dots
     rms = norm / tl.sqrt(D.to(tl.float32))
     z = tl.where(norms == _LAYER_NORM, (z - read_scale * p5 * mean) / (std + _LAYER_NORM_EPS), z)
     z = tl.where(norms == _CONSTANT_NORM, tl.where(rms > 0, z / rms, 0.0), z)
@@ -86,15 +86,16 @@ def norms_of_scores(code):
 
 
 @triton.jit
-def scores_of_row(code, numbers, dots, mean, std, norm, D):
-    """Return the scores of some entries `Code.SCORE`."""
-    read_scale, _write_scale, p0, p1, _p2, p3, p4, p5 = numbers
+def scores_of_row(code, numbers, dots, rests, mean, std, norm, D):
+    """Return the scores of some entries `Code.SCORE`; `rests` are products of the row with their second rows."""
+    read_scale, write_scale, p0, p1, _p2, p3, p4, p5 = numbers
+    y = read_scale * dots + write_scale * rests
     kind = code & _SCORE_KIND_MASK
     norms = tl.where(kind == _ACTIVATION, code & INPUT_NORM_MASK, 0)
-    z, _gain = _normalised(norms, read_scale, p5, dots, mean, std, norm, D)
-    cosine = tl.where(norm > 0, z / norm, 0.0)
+    z, _gain = _normalised(norms, y, read_scale, p5, mean, std, norm, D)
+    cosine = tl.where(norm > 0, y / norm, 0.0)
     a = activation(code & _ACTIVATION_MASK, z, p0, p1, p3, p4)
-    return tl.where(kind == _ACTIVATION, a, tl.where(kind == _COSINE, cosine, z) + p0)
+    return tl.where(kind == _ACTIVATION, a, tl.where(kind == _COSINE, cosine, y) + p0)
 
 
 @triton.jit

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -163,6 +166,8 @@ def test_each_score_is_its_formula():
     codes = [ScoreKind.LINEAR, ScoreKind.COSINE]
     codes += [ScoreKind.ACTIVATION | a | n for a in ACTIVATIONS for n in NORMS]
     program = [score(at, code, 1 + at % 8, FEATURE_PARAMS) for at, code in enumerate(codes)]
+    for entry in program[::2]:
+        entry.write = 3
 
     steps = Steps([program], [Request(1, 2, 3, 0)])
     steps.rows[0][1] = 0
@@ -425,3 +430,20 @@ def test_gates_that_do_not_fit_are_refused():
             run(*wrong)
     with pytest.raises(ValueError, match="gates must be contiguous"):
         run(signals.T.contiguous().T, states, tokens)
+
+
+def test_the_kernels_can_be_compiled_for_a_gpu(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_gates"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert names == ["_scores_kernel", "_scan_kernel", "_program_deltas_kernel"]
