@@ -41,7 +41,7 @@ LAYERS = {
             ["frontends"],
             ["server"],
         ),
-        *(["patch_table", "other_changes"], ["plugin"], ["api", "commands"], ["part"]),
+        *(["server_patches"], ["patch_table", "other_changes"], ["plugin"], ["api", "commands"], ["part"]),
     ),
     "headgate.steering": (
         *(
@@ -49,6 +49,8 @@ LAYERS = {
             ["vectors", "features"],
             ["probes"],
             ["programs"],
+            ["gates"],
+            ["spec"],
             ["kernels"],
             ["config"],
             ["flags", "requests"],
@@ -68,6 +70,7 @@ LAYERS = {
 """Folders and modules of a package from the lowest to the highest. Each imports those before it, and none beside it."""
 
 LARGE_CLASSES = {
+    "WorkerHooks": "each method is the specification of one hook",
     "ConsumerContract": "each method is a test that authors of consumers inherit",
     "Client": "one flat method for each call of the server, as users write it",
     "AsyncClient": "the same, awaited",

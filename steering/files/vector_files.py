@@ -31,8 +31,8 @@ from headgate.steering.files import gguf_files, tensor_bytes
 from headgate.steering.files.converters import PICKLE_SUFFIXES, advice
 from headgate.steering.files.foreign_files import FOREIGN_FORMATS, TORCH_SUFFIXES, recognise
 from headgate.steering.files.vector_source import MAX_LAYERS, VectorSource
-from headgate.steering.programs.spec import SteeringSpec
 from headgate.steering.requests.request_fields import MODULE_FIELDS, read_tier, sum_tiers
+from headgate.steering.spec import SteeringSpec
 from headgate.steering.vectors.dtypes import STORAGE, StoredType, widen
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable
 from headgate.steering.vectors.vector_table import vectors_html
