@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from headgate.capture.schema.batch import Float64Array
 from headgate.capture.schema.errors import shown
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.features.tensors import FeatureFileError, LazyTensor, PickledObjectsError, load_torch, tensor_of
 from headgate.steering.files.converters import advice
 from headgate.steering.files.vector_source import MAX_LAYERS, VectorSource
-from headgate.steering.vectors.directions import Float64Array
 
 _CAA_NAME = re.compile(r"vec_layer_(\d{1,6})(?:_(.+))?")
 _PERSONA_NAME = re.compile(r".*_(?:response_avg|prompt_avg|prompt_last)_diff")
