@@ -102,10 +102,9 @@ def _nested(values: Mapping[Site, Any]) -> dict[str, Any]:
 Acting = tuple[str, Site, Mapping[str, Any]]
 """An operation: its phase (``prefill``, ``decode`` or ``both``), its site, and its document with arrays.
 
-The method ``features`` stands for edits of features: its document has an SAE's ``name``, the ``sae`` and ``edits``. The
-method ``transcoder`` stands for those of a transcoder, at the site that it reads: ``name``, ``coder`` and ``edits``.
 The method ``features`` stands for edits of features: its document has an SAE's ``name``, the ``sae`` and ``edits``, and
-``reconstructs`` if the SAE's error is dropped.
+``reconstructs`` if the SAE's error is dropped. The method ``transcoder`` stands for those of a transcoder, at the site
+that it reads: ``name``, ``coder`` and ``edits``.
 """
 
 OP_LAYER = 1

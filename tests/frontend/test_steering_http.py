@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ FLAGS = [
     *("--distributed-executor-backend", "uni", "--max-num-seqs", "16"),
     *("--enable-steering", "--max-steering-configs", "1", "--steering-sites", '{"post_mlp": "all", "pre_attn": "all"}'),
 ]
+PACKED = {"dtype": "float32", "shape": [HIDDEN], "data": base64.b64encode(ROW.astype("<f4").tobytes()).decode()}
 CHAT = [{"role": "user", "content": "Hi"}]
 
 
@@ -132,6 +134,46 @@ def test_bad_features_are_a_400_that_names_the_field(
 
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == field
+
+
+ABLATE = {"at": "3.post_mlp", "method": "ablate", "vector": ROW.tolist()}
+CAP = {"at": {"hook": "post-mlp", "layers": [3]}, "method": "clamp", "vector": "calm", "max": 3.1, "positions": [-1]}
+BOUNDED = {"post_mlp": {"3": [{"vector": ROW.tolist(), "min": -0.5, "max": 1.25, "strength": 1.0}]}}
+GOOD_OPERATIONS: list[dict[str, Any]] = [
+    {"steering_ops": [ABLATE, CAP]},
+    {"steering_ops": [{**ABLATE, "vector": PACKED}], "decode_steering_ops": [{**CAP, "preserve_norm": True}]},
+    {"prefill_steering_ops": [ABLATE], "steering_clamps": BOUNDED},
+    {"prefill_steering_clamps": BOUNDED, "decode_steering_clamps": BOUNDED},
+]
+BAD_OPERATIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"steering_ops": [{**ABLATE, "at": "2.post_mlp"}]}, "steering_ops[0].at", "--steering-op-sites"),
+    ({"steering_ops": [{**ABLATE, "tau": 1}]}, "steering_ops[0].tau", "ablate"),
+    ({"decode_steering_ops": [{**CAP, "vector": "none"}]}, "decode_steering_ops[0].vector", "none"),
+    ({"steering_ops": [ABLATE] * 9}, "steering_ops", "--max-steering-ops-per-site"),
+    ({"steering_clamps": {"post_mlp": {"2": BOUNDED["post_mlp"]["3"]}}}, "steering_clamps", "--steering-op-sites"),
+]
+
+
+@STREAM
+@ROUTES
+def test_requests_with_operations_are_served(server: Server, send: Any, stream: bool) -> None:
+    for fields in GOOD_OPERATIONS:
+        response = send(server, stream=stream, **fields)
+        assert response.status_code == 200, response.text
+        assert "error" not in response.text.replace('"error":null', "")
+
+
+@ROUTES
+@pytest.mark.parametrize(("fields", "field", "reason"), BAD_OPERATIONS)
+def test_bad_operations_are_a_400_that_names_field_and_reason(
+    server: Server, send: Any, fields: Any, field: str, reason: str
+) -> None:
+    response = send(server, **fields)
+
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"].startswith(field)
+    assert reason in error["message"]
 
 
 @pytest.mark.parametrize("send", [complete, chat], ids=["completion", "chat"])

@@ -29,6 +29,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 run_programs = pytest.importorskip("headgate.steering.kernels.run_programs")
+add_rows = pytest.importorskip("headgate.steering.kernels.add_rows").add_rows
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_SLOTS = 9
 NUM_CHANGES = 5
@@ -156,6 +157,19 @@ def test_each_operation_is_its_formula(operation, flags, dtype):
     program = [Entry(entry.code | flags, entry.read, entry.write, entry.params)]
 
     Example([program], [1, 0, 1, 1], width=100, dtype=dtype).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_adding_by_a_program_is_adding_as_vectors_are_added(dtype):
+    example = Example([[OPERATIONS["add"]]], [1, 0, 1], width=100, dtype=dtype)
+    pool, slots = example.tables.pool, 2 * example.tables.rows  # the row of its vector, where the program acts
+
+    as_vectors = add_rows(example.value, pool, slots, OPERATIONS["add"].params[1])
+    no_slots = torch.zeros_like(slots)
+    by_program = add_rows(example.value, pool, no_slots, 1.0, example.run(), example.tables.counts)
+
+    torch.testing.assert_close(by_program, as_vectors, rtol=torch.finfo(dtype).eps, atol=2**-20)
+    assert not torch.equal(as_vectors, example.value)
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.name)

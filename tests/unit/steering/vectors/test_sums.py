@@ -148,6 +148,15 @@ def test_a_sum_has_the_same_bits_and_key_in_any_order(names: list[tuple[int, flo
     assert (bits(forward.float32()) == bits(backward.float32())).all()
 
 
+def test_keys_are_whole_digests() -> None:
+    """Cut to 128 bits, two contents of one key take 2^64 tries: a client could feed the one to users of the other."""
+    config = CONFIGS[2]
+    twice = sum_of([(config, 2.0)])
+
+    assert twice is not None
+    assert (len(config.key), len(twice.key)) == (32, 32)
+
+
 def test_absent_parts_leave_no_trace_in_a_sum() -> None:
     config = CONFIGS[2]
 
