@@ -21,16 +21,17 @@ from headgate.steering.core.content import (
     demand_of,
     described,
 )
+from headgate.steering.core.gates import GateContent, gated
 from headgate.steering.core.modules import Module, ModuleRegistry
 from headgate.steering.core.probes import ProbeRegistry
-from headgate.steering.core.resolved import Resolved, check_scales, module_programs, resolved_of
+from headgate.steering.core.resolved import Named, Resolved, check_scales, module_programs, resolved_of
 from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
-from headgate.steering.programs.spec import SteeringSpec
+from headgate.steering.spec import SteeringSpec
 from headgate.steering.vectors.dtypes import StoredType
-from headgate.steering.vectors.phase_vectors import TIERS, PhaseVectors, weighted_sum
+from headgate.steering.vectors.phase_vectors import TIERS, PhaseVectors, Steerable, weighted_sum
 from headgate.steering.vectors.sums import merge_over, peak, without
 
 Programs = tuple[Program | None, Program | None]
@@ -125,6 +126,7 @@ class SteeringState:
     Args:
         dtype: The model's.
         limits: What a request's programs may hold at one site.
+        steerable: The model; None if there can be no gates.
 
     Attributes:
         saes: The SAEs whose features can be changed.
@@ -135,8 +137,9 @@ class SteeringState:
         global_keys: Content keys of the global vectors, and the version they date from.
     """
 
-    def __init__(self, dtype: StoredType, limits: Limits = NO_ENTRIES) -> None:
+    def __init__(self, dtype: StoredType, limits: Limits = NO_ENTRIES, steerable: Steerable | None = None) -> None:
         self._limits = limits
+        self._steerable = steerable
         self.saes = SaeRegistry(dtype, limits.features)
         self.probes = ProbeRegistry()
         self.tiers = GlobalTiers()
@@ -267,6 +270,27 @@ class SteeringState:
                 check_programs([*(one for one, _ in brought), *([program] if program else [])], self._limits, field)
             parts = frozenset(key for found in resolved.parts for key, _ in found)
             self._registry.hold(req_id, parts)
+            modules = {module.name: module for module in self._registry.all()} if spec.gates else {}
+        if not spec.gates:
+            return resolved
+        try:
+            return self._gated(spec, resolved, named, modules, num_prompt)
+        except BaseException:
+            self.release(req_id)
+            raise
+
+    def _gated(
+        self, spec: SteeringSpec, static: Resolved, named: Named, modules: Mapping[str, Module], num_prompt: int
+    ) -> Resolved:
+        """Return a request's steering with its gates; their features may be read from a disk, so without the lock."""
+        if self._steerable is None:
+            raise AssertionError("gates in an engine core that does not know its model")
+        content = GateContent(self._steerable, self.probes, self.saes, modules)
+        resolved = gated(spec, static, named, content, self._dtype, num_prompt)
+        field = spec.gates[0].where
+        brought = ([], []) if resolved.takes_own else module_programs(named)
+        for program, others in zip(resolved.own, brought, strict=True):
+            check_programs([*(one for one, _ in others), *([program] if program else [])], self._limits, field)
         return resolved
 
     def release(self, req_id: str) -> None:

@@ -28,8 +28,10 @@ from headgate.steering.core.saes import open_sae, warn_of_other_model
 from headgate.steering.core.state import SteeringState
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import VectorFileError, load
+from headgate.steering.gates.layout import layout_of
+from headgate.steering.gates.trace import Note, TraceWriter, rows_of
 from headgate.steering.probes.probe import ProbeError
-from headgate.steering.programs.spec import PROGRAM_KEYS, SteeringSpec, from_wire, to_wire
+from headgate.steering.spec import PROGRAM_KEYS, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
 
@@ -62,11 +64,14 @@ class SteeringCore:
         clock: Callable[[], float] = time.monotonic,
         steerable: Steerable | None = None,
     ) -> None:
-        self._state = SteeringState(dtype, Limits(2 * config.max_ops_per_site, config.num_features))
+        limits = Limits(2 * config.max_ops_per_site, config.num_features)
+        self._state = SteeringState(dtype, limits, steerable)
         self._reservations: Reservations[str] = Reservations(capacity)
         self._operator = OperatorCalls(self._state, self._reservations, services, audit or Audit(), steerable)
         self._resolved: dict[str, Resolved] = {}
         """Of requests that steer, from `accept` until `release`."""
+        self._traces: dict[str, TraceWriter] = {}
+        """Of requests whose trace is wanted, likewise."""
         self._limits = config.wait_limits(is_offline=False)
         self._offline_limits = config.wait_limits(is_offline=True)
         self._clock = clock
@@ -85,6 +90,8 @@ class SteeringCore:
         spec = from_wire(wire)
         resolved = self._state.resolve(req_id, spec, num_prompt)
         self._resolved[req_id] = resolved
+        if wire.get("trace") and spec.gates:
+            self._traces[req_id] = TraceWriter(layout_of(spec.gates))
         taken = {name: self._shared(value) if name in ("prefill", "decode") else value for name, value in wire.items()}
         names = ("prefill_parts", "decode_parts", "prefill_programs", "decode_programs")
         for name, found in zip(names, resolved.parts, strict=True):
@@ -93,6 +100,9 @@ class SteeringCore:
         if spec.is_to_lower:
             for name in PROGRAM_KEYS:
                 taken.pop(name, None)
+            if resolved.takes_own:
+                for name in ("prefill", "decode", "is_shared"):
+                    taken.pop(name, None)
             prefill, decode = resolved.own
             taken.update(to_wire(SteeringSpec(prefill_program=prefill, decode_program=decode)))
         return taken
@@ -115,8 +125,18 @@ class SteeringCore:
         )
         return keys if any(keys) else None
 
+    def take_readings(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
+        """Return a piece of each request's trace, from what a step read; see `ReadingCore`."""
+        found = {}
+        for rows in rows_of(readings):
+            trace = None if rows.req_id in discarded else self._traces.get(rows.req_id)
+            if trace is not None and (note := trace.note(rows.first, rows.signals)) is not None:
+                found[rows.req_id] = note
+        return found
+
     def forget(self, req_id: str) -> None:
         """Forget a request that was taken."""
+        self._traces.pop(req_id, None)
         if self._resolved.pop(req_id, None) is not None:
             self._state.release(req_id)
 

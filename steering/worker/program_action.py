@@ -22,6 +22,7 @@ from headgate.capture.engine.contracts.worker_hooks import SiteValue, WorkerFact
 from headgate.capture.engine.model.forward_wrappers import tensor_prefix
 from headgate.steering.programs.codes import InputNorm
 from headgate.steering.worker import program_ops
+from headgate.steering.worker.rows.vector_pool import ZERO_SLOT
 from headgate.steering.worker.site_action import (
     POOL,
     SLOTS,
@@ -30,18 +31,20 @@ from headgate.steering.worker.site_action import (
     add_excluded,
     register_add_excluded,
 )
-from headgate.steering.worker.vector_pool import ZERO_SLOT
 
 if TYPE_CHECKING:
     from headgate.capture.engine.compiler.inductor import TensorBox
 
 ROWS, ACTIVE, CODES, PARAMS = "program_rows", "program_active", "program_codes", "program_params"
-GROUPS, KEPT, CHANGES = "program_groups", "program_kept", "program_changes"
-_POOL, _SLOTS, _ACTIVE, _KEPT, _CHANGES = (tensor_prefix(name) for name in (POOL, SLOTS, ACTIVE, KEPT, CHANGES))
+GROUPS, KEPT = "program_groups", "program_kept"
+STATE = ("program_changes", "gate_signals", "gate_states", "gate_tokens")
+"""Tensors in which entries hand numbers on."""
+_POOL, _SLOTS, _ACTIVE, _KEPT = (tensor_prefix(name) for name in (POOL, SLOTS, ACTIVE, KEPT))
 SAE = tuple(f"sae_{name}" for name in ("tokens", "num_tokens", "encoder", "decoder", "numbers", "bias"))
 """Tensors of sites whose SAE is encoded, in the order of `headgate.steering.worker.reconstruction.EncodedSae`."""
 _READ = tuple(tensor_prefix(name) for name in (ROWS, ACTIVE, CODES, PARAMS, GROUPS))
 _SAE = tuple(tensor_prefix(name) for name in SAE)
+_STATE = tuple(tensor_prefix(name) for name in STATE)
 
 Norm = InputNorm | None
 """Of the site's encoded SAE; None at sites without one."""
@@ -138,9 +141,9 @@ def reapply_unfused(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
 def _deltas(module: nn.Module, hook: str, site: SiteValue, norm: Norm) -> Tensor:
     """Return by how much the programs move each row: fp32 ``[T, hidden]``, undefined where none is active."""
     tables = [getattr(module, name + hook) for name in (_POOL, *_READ)]
-    changes, sae = getattr(module, _CHANGES + hook), _sae(module, hook, norm)
-    if changes.shape[1]:
-        deltas: Tensor = program_ops.program_deltas_and_changes(site.value, site.addend, *tables, changes, *sae)
+    state, sae = _state(module, hook), _sae(module, hook, norm)
+    if state:
+        deltas: Tensor = program_ops.program_deltas_and_state(site.value, site.addend, *tables, *state, *sae)
         return deltas
     deltas = program_ops.program_deltas(site.value, site.addend, *tables, *sae)
     return deltas
@@ -148,12 +151,18 @@ def _deltas(module: nn.Module, hook: str, site: SiteValue, norm: Norm) -> Tensor
 
 def _steered_rows(module: nn.Module, hook: str, site: SiteValue, norm: Norm) -> Tensor:
     tables = [getattr(module, name + hook) for name in (_POOL, _SLOTS, *_READ)]
-    changes, sae = getattr(module, _CHANGES + hook), _sae(module, hook, norm)
-    if changes.shape[1]:
-        rows: Tensor = steered_rows_and_changes(site.value, site.addend, *tables, changes, *sae)
+    state, sae = _state(module, hook), _sae(module, hook, norm)
+    if state:
+        rows: Tensor = steered_rows_and_state(site.value, site.addend, *tables, *state, *sae)
         return rows
     rows = steered_rows(site.value, site.addend, *tables, *sae)
     return rows
+
+
+def _state(module: nn.Module, hook: str) -> tuple[Tensor, ...]:
+    """Return the tensors in which entries hand numbers on; none where no entry can."""
+    found = tuple(getattr(module, name + hook) for name in _STATE)
+    return found if found[0].shape[1] or found[1].shape[1] else ()
 
 
 def _sae(module: nn.Module, hook: str, norm: Norm) -> tuple[Tensor | int, ...]:
@@ -235,8 +244,8 @@ def steered_rows(
     return _vectors_or(value, pool, slots, active, partial(run, value, addend, pool, *tables, *sae))
 
 
-@torch.library.custom_op("headgate::steered_rows_and_changes", mutates_args=("changes",))
-def steered_rows_and_changes(
+@torch.library.custom_op("headgate::steered_rows_and_state", mutates_args=("changes", "signals", "states"))
+def steered_rows_and_state(
     value: Tensor,
     addend: Tensor | None,
     pool: Tensor,
@@ -247,6 +256,9 @@ def steered_rows_and_changes(
     params: Tensor,
     groups: Tensor,
     changes: Tensor,
+    signals: Tensor,
+    states: Tensor,
+    gate_tokens: Tensor,
     tokens: Tensor | None = None,
     num_tokens: Tensor | None = None,
     encoder: Tensor | None = None,
@@ -255,13 +267,13 @@ def steered_rows_and_changes(
     bias: Tensor | None = None,
     input_norm: int = 0,
 ) -> Tensor:
-    """Return the same where features may be read at one site and written at later ones.
+    """Return the same where entries hand numbers on, to later sites or to the next row of a request.
 
-    `changes` is that of `headgate.steering.worker.program_ops.program_deltas_and_changes`.
+    `changes` and what follows are those of `headgate.steering.worker.program_ops.program_deltas_and_state`.
     """
-    tables = (rows, active, codes, params, groups, changes)
+    tables = (rows, active, codes, params, groups, changes, signals, states, gate_tokens)
     sae = (tokens, num_tokens, encoder, decoder, numbers, bias, input_norm)
-    run = program_ops.program_deltas_and_changes
+    run = program_ops.program_deltas_and_state
     return _vectors_or(value, pool, slots, active, partial(run, value, addend, pool, *tables, *sae))
 
 
@@ -276,7 +288,7 @@ def _vectors_or(value: Tensor, pool: Tensor, slots: Tensor, active: Tensor, delt
 
 
 @steered_rows.register_fake
-@steered_rows_and_changes.register_fake
+@steered_rows_and_state.register_fake
 def _(value: Tensor, addend: Tensor | None, pool: Tensor, *tables: Tensor | int | None) -> Tensor:
     return pool.new_empty(value.shape[-2], pool.shape[1])
 
@@ -334,7 +346,7 @@ def register_program_deltas() -> None:
     Raises:
         UnsupportedError: If this torch has another inductor.
     """
-    for op in (torch.ops.headgate.program_deltas, torch.ops.headgate.program_deltas_and_changes):
+    for op in (torch.ops.headgate.program_deltas, torch.ops.headgate.program_deltas_and_state):
         _register_reader(op.default, is_stored_taken=True)
 
 
@@ -344,7 +356,7 @@ def register_steered_rows() -> None:
     Raises:
         UnsupportedError: If this torch has another inductor.
     """
-    for op in (torch.ops.headgate.steered_rows, torch.ops.headgate.steered_rows_and_changes):
+    for op in (torch.ops.headgate.steered_rows, torch.ops.headgate.steered_rows_and_state):
         _register_reader(op.default, is_stored_taken=False)
 
 
