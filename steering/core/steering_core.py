@@ -91,7 +91,7 @@ class SteeringCore:
         resolved = self._state.resolve(req_id, spec, num_prompt)
         self._resolved[req_id] = resolved
         if wire.get("trace") and spec.gates:
-            self._traces[req_id] = TraceWriter(layout_of(spec.gates))
+            self._traces[req_id] = TraceWriter(layout_of(spec.gates), resolved.own, num_prompt)
         taken = {name: self._shared(value) if name in ("prefill", "decode") else value for name, value in wire.items()}
         names = ("prefill_parts", "decode_parts", "prefill_programs", "decode_programs")
         for name, found in zip(names, resolved.parts, strict=True):
