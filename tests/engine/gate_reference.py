@@ -5,7 +5,8 @@ request is told as its client wrote it. Each token is one forward on top of the 
 before", "sites after the probe's" and "the same forward" mean here what they say.
 
 In doubt, this holds: operations of gates act behind the request's static ones, in the order of the gates; a gate with
-a condition that is pooled over the prompt has the strength 0 before its last row; a gate that has not latched shows 0.
+a condition that is pooled over the prompt has the strength 0 before its last row; a gate that has
+not latched yet shows the strength of its condition.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class GateState:
     @property
     def shown(self) -> float:
         if self.scope == "rest_of_request":
-            return 0.0 if self.latched is None else self.latched
+            return self.now if self.latched is None else self.latched
         return self.now
 
     def _parse(self, when: Any, strength: Any, names: Names) -> Callable[[], tuple[float, bool]]:
