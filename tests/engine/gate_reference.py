@@ -80,6 +80,15 @@ class _Pass:
         self.applied: dict[str, list[float]] = {gate.name: [] for gate in self.gates}
         self.margins: list[float] = []
         self._written: dict[str, list[float]] = {}
+        static = request.static
+        self._touched = {
+            *static.prefill,
+            *static.decode,
+            *(site for _, site, _ in static.operations),
+            *(leaf.site for gate in self.gates for leaf in gate.leaves),
+            *(site for gate in self.gates for site, _ in (*gate.effect.prefill, *gate.effect.decode)),
+        }
+        """Sites that are read or written."""
 
     @property
     def is_prompt(self) -> bool:
@@ -105,6 +114,8 @@ class _Pass:
     def visit(self, site: Site, value: Tensor) -> Tensor | None:
         """Take the pristine row of a site; return by how much it moves, or None."""
         self.rows.setdefault(site, []).append(value.detach().reshape(-1).clone())
+        if site not in self._touched:
+            return None
         row = value.detach().reshape(-1).double().numpy()
         index = self._order.index(site)
         for gate in self.gates:
@@ -231,14 +242,6 @@ class GateReference(HFReference):
         rows = {site: torch.stack(each) for site, each in found.rows.items()}
         return Told(Reference(rows, logits), found.scores, found.strength, found.applied, found.margins)
 
-    def continued(self, prompt: Sequence[int], num_tokens: int) -> Told:
-        """Run a prompt and `num_tokens` greedy tokens behind it, without steering."""
-        output: list[int] = []
-        for _ in range(num_tokens):
-            told = self.tell(Gated(prompt=prompt, output=[*output, 0], gates=[]), Names())
-            output.append(int(told.reference.next_tokens[-1]))
-        return told
-
     @torch.no_grad()
     def _forwards(
         self,
@@ -271,5 +274,11 @@ def plain_rows(
 ) -> list[dict[Site, Tensor]]:
     """Rows of each prompt, and of `num_tokens` greedy tokens behind it, without steering; likewise."""
     torch.set_num_threads(1)
-    model = GateReference(folder, family)
-    return [model.continued(prompt, num_tokens).reference.rows for prompt in prompts]
+    model, found = HFReference(folder, family), []
+    for prompt in prompts:
+        output = [0]
+        for _ in range(num_tokens):
+            reference = model.run(prompt, output)
+            output[-1:] = [int(reference.next_tokens[-1]), 0]
+        found.append(model.run(prompt, output[:-1]).rows)
+    return found
