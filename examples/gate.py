@@ -46,7 +46,7 @@ if __name__ == "__main__":  # vLLM starts its engine in a process of its own
     labels = ["angry"] * len(ANGRY) + ["calm"] * len(CALM)
     probe = probes.fit(rows.astype(np.float32), labels, at=SITE, positive="angry")  # 0 is halfway
     llm.steering.register_probe("anger", probe)
-    print(f"probe at {SITE}: held-out AUROC {probe.metadata['held_out_auroc']}")
+    print(f"probe at {SITE.name}: held-out AUROC {probe.metadata['held_out_auroc']}")
 
     def params(**fields: Any) -> SamplingParams:
         return SamplingParams(temperature=0.0, max_tokens=32, **fields)

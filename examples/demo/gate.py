@@ -126,7 +126,7 @@ def fit_probe(angry: Float64Array, calm: Float64Array) -> probes.Probe:
 
 def calm_down(probe: probes.Probe, vector: PhaseVectors) -> dict[str, Any]:
     """The gate: its condition brings the probe along, since the demo's server has no routes to register one."""
-    reads = {"at": str(probe.site), "weight": probe.weight[0], "bias": float(probe.biases[0])}
+    reads = {"at": probe.site.name, "weight": probe.weight[0], "bias": float(probe.biases[0])}
     return {
         "name": GATE,
         "when": {"probe": reads, "above": THRESHOLD, "pool": "last_prompt"},
