@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
@@ -14,8 +16,9 @@ from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import Named, Resolved, module_programs, resolved_of
 from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.features.sparse_coder import SparseCoder
+from headgate.steering.gates.conversations import Conversation, ConversationLatches, LatchKey
 from headgate.steering.gates.gate import FeatureReading, Gate, ModuleThen, NamedProbe
-from headgate.steering.gates.layout import layout_of
+from headgate.steering.gates.layout import FOLLOWING, layout_of
 from headgate.steering.gates.lowering import Own, lower_gates
 from headgate.steering.gates.trace import Note, TraceWriter, rows_of
 from headgate.steering.probes.probe import Probe
@@ -23,7 +26,7 @@ from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
 from headgate.steering.spec import SteeringSpec
-from headgate.steering.vectors.dtypes import StoredType
+from headgate.steering.vectors.dtypes import Float32Rows, StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, weighted_sum
 
 
@@ -116,8 +119,55 @@ class GateContent:
         return found
 
 
+class Owned(NamedTuple):
+    """A client's conversations.
+
+    Attributes:
+        owner: Name of its key; empty without one.
+        latches: Of all conversations; None if they are not served.
+    """
+
+    owner: str
+    latches: ConversationLatches | None
+
+    def keys(self, gates: Sequence[Gate], content: GateContent) -> dict[str, LatchKey]:
+        """Return the keys of gates that go on in a conversation, by their names.
+
+        Raises:
+            RequestError: If conversations are not served here.
+        """
+        found = {}
+        for gate in gates:
+            if gate.conversation is not None:
+                if self.latches is None:
+                    raise RequestError(
+                        f"{gate.where}.scope",
+                        "conversations are not served with data parallelism: their requests reach engines that know "
+                        "nothing of one another; use rest_of_request",
+                    )
+                alone = lower_gates([gate], content, content.dtype, _NO_OWN, {})
+                digest = hashlib.sha256(alone.prefill.key + alone.decode.key).digest()
+                found[gate.name] = LatchKey(Conversation(self.owner, gate.conversation), digest)
+        return found
+
+    def latched(self, keys: Mapping[str, LatchKey]) -> dict[str, float]:
+        """Return the strengths that were latched before, by the names of gates."""
+        if self.latches is None:
+            return {}
+        return {name: found for name, key in keys.items() if (found := self.latches.find(key)) is not None}
+
+
+_NO_OWN: tuple[Own, Own] = ((None, None), (None, None))
+
+
 def gated(
-    spec: SteeringSpec, static: Resolved, named: Named, content: GateContent, limits: Limits, num_prompt: int
+    spec: SteeringSpec,
+    static: Resolved,
+    named: Named,
+    content: GateContent,
+    limits: Limits,
+    num_prompt: int,
+    owned: Owned,
 ) -> Resolved:
     """Return a request's steering with its gates.
 
@@ -128,6 +178,7 @@ def gated(
         content: Gives probes, modules and SAEs by name.
         limits: Of what its programs hold at one site.
         num_prompt: Tokens of its prompt.
+        owned: The client's conversations.
 
     Raises:
         RequestError: Naming the field of a gate.
@@ -137,7 +188,8 @@ def gated(
             spec.gates[0].where,
             "this engine takes no gates: its layers lie on several pipeline stages; start it with tensor parallelism",
         )
-    made = lower_gates(spec.gates, content, content.dtype, _own(spec, static, named), {})
+    keys = owned.keys(spec.gates, content)
+    made = lower_gates(spec.gates, content, content.dtype, _own(spec, static, named), owned.latched(keys))
     programs: tuple[Program | None, ...] = (made.prefill, made.decode)
     if not made.takes_own:
         pairs = zip(static.own, (made.prefill, made.decode), strict=True)
@@ -145,9 +197,9 @@ def gated(
     brought: Brought = ([], []) if made.takes_own else module_programs(named)
     for program, others in zip(programs, brought, strict=True):
         check_programs([*(one for one, _ in others), *([program] if program else [])], limits, spec.gates[0].where)
-    if made.takes_own:
-        return replace(resolved_of(SteeringSpec(), (programs[0], programs[1]), [], num_prompt), takes_own=True)
-    return resolved_of(spec, (programs[0], programs[1]), named, num_prompt)
+    static_spec, modules = (SteeringSpec(), []) if made.takes_own else (spec, named)
+    resolved = resolved_of(static_spec, (programs[0], programs[1]), modules, num_prompt)
+    return replace(resolved, takes_own=made.takes_own, latch_keys=keys)
 
 
 Brought = tuple[list[tuple[Program, float]], list[tuple[Program, float]]]
@@ -165,25 +217,51 @@ def _own(spec: SteeringSpec, static: Resolved, named: Named) -> tuple[Own, Own]:
     return found[0], found[1]
 
 
-class RequestTraces:
-    """The traces of requests that want theirs. Input thread adds, engine thread does everything else."""
+class _Watched(NamedTuple):
+    """A request whose gates are watched: its trace, if it wants that, and the columns of gates in conversations."""
 
-    def __init__(self) -> None:
-        self._writers: dict[str, TraceWriter] = {}
+    writer: TraceWriter | None
+    latches: Mapping[LatchKey, int]
 
-    def add(self, req_id: str, gates: Sequence[Gate]) -> None:
-        """Add a request with gates."""
-        self._writers[req_id] = TraceWriter(layout_of(gates))
+
+class WatchedRequests:
+    """Requests whose gates are watched. Input thread adds, engine thread does everything else.
+
+    Args:
+        latches: Where gates of conversations are latched; None if there are none.
+    """
+
+    def __init__(self, latches: ConversationLatches | None) -> None:
+        self._latches = latches
+        self._watched: dict[str, _Watched] = {}
+
+    def add(self, req_id: str, gates: Sequence[Gate], keys: Mapping[str, LatchKey], *, is_traced: bool) -> bool:
+        """Add a request with gates if anything is to be known of them; return whether it is."""
+        if not gates or not (is_traced or keys):
+            return False
+        layout = layout_of(gates)
+        columns = {keys[column.gate.name]: column.column for column in layout.gates if column.gate.name in keys}
+        self._watched[req_id] = _Watched(TraceWriter(layout) if is_traced else None, columns)
+        return True
 
     def forget(self, req_id: str) -> None:
         """Forget a request, if it is known."""
-        self._writers.pop(req_id, None)
+        self._watched.pop(req_id, None)
 
-    def take(self, readings: Mapping[str, object], discarded: Collection[str]) -> dict[str, Note]:
+    def take(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
         """Return a piece of each request's trace, from what a step read; see `ReadingCore.take_readings`."""
         found = {}
         for rows in rows_of(readings):
-            writer = None if rows.req_id in discarded else self._writers.get(rows.req_id)
-            if writer is not None and (note := writer.note(rows.first, rows.signals)) is not None:
+            watched = None if rows.req_id in discarded else self._watched.get(rows.req_id)
+            if watched is None or not len(rows.signals):
+                continue
+            self._latch(watched.latches, rows.signals[-1])
+            if watched.writer is not None and (note := watched.writer.note(rows.first, rows.signals)) is not None:
                 found[rows.req_id] = note
         return found
+
+    def _latch(self, columns: Mapping[LatchKey, int], signals: Float32Rows) -> None:
+        """Remember the strengths that go on behind a row: they were latched there, or before."""
+        strengths = {key: float(signals[column + FOLLOWING]) for key, column in columns.items()}
+        if self._latches is not None and strengths:
+            self._latches.latch({key: strength for key, strength in strengths.items() if math.isfinite(strength)})

@@ -21,7 +21,7 @@ from headgate.steering.config import SaeSource, SteeringConfig, parse_config
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import Audit
 from headgate.steering.core.content import Limits
-from headgate.steering.core.gates import RequestTraces
+from headgate.steering.core.gates import WatchedRequests
 from headgate.steering.core.operator_calls import OperatorCalls
 from headgate.steering.core.probes import open_probe
 from headgate.steering.core.resolved import Resolved
@@ -29,6 +29,7 @@ from headgate.steering.core.saes import open_sae, warn_of_other_model
 from headgate.steering.core.state import SteeringState
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import VectorFileError, load
+from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.trace import Note
 from headgate.steering.probes.probe import ProbeError
 from headgate.steering.spec import PROGRAM_KEYS, SteeringSpec, from_wire, to_wire
@@ -66,6 +67,7 @@ class SteeringCore:
         audit: Notes changes of what steers others; one of its own if None.
         clock: Seconds, never going back.
         steerable: The model, for SAEs that are registered; None if none can be.
+        has_conversations: Whether all requests of a conversation come here.
     """
 
     def __init__(
@@ -77,14 +79,17 @@ class SteeringCore:
         audit: Audit | None = None,
         clock: Callable[[], float] = time.monotonic,
         steerable: Steerable | None = None,
+        *,
+        has_conversations: bool = True,
     ) -> None:
         limits = Limits(2 * config.max_ops_per_site, config.num_features)
-        self._state = SteeringState(dtype, limits, steerable)
+        latches = ConversationLatches() if has_conversations else None
+        self._state = SteeringState(dtype, limits, steerable, latches)
         self._reservations: Reservations[str] = Reservations(capacity)
         self._operator = OperatorCalls(self._state, self._reservations, services, audit or Audit(), steerable)
         self._resolved: dict[str, Resolved] = {}
         """Of requests that steer, from `accept` until `release`."""
-        self._traces = RequestTraces()
+        self._watched = WatchedRequests(self._state.latches)
         self._limits = config.wait_limits(is_offline=False)
         self._offline_limits = config.wait_limits(is_offline=True)
         self._clock = clock
@@ -100,14 +105,16 @@ class SteeringCore:
         if req_id in self._resolved:
             raise AssertionError(f"request {req_id!r} was taken already")
         spec = from_wire(wire)
-        resolved = self._state.resolve(req_id, spec, num_prompt)
+        resolved = self._state.resolve(req_id, spec, num_prompt, owner=wire.get("owner", ""))
         self._resolved[req_id] = resolved
-        if wire.get("trace") and spec.gates:
-            self._traces.add(req_id, spec.gates)
+        is_traced = bool(wire.get("trace"))
+        is_watched = self._watched.add(req_id, spec.gates, resolved.latch_keys, is_traced=is_traced)
         taken = {
             name: self._payloads.shared(value) if name in ("prefill", "decode") else value
             for name, value in wire.items()
         }
+        if is_watched:
+            taken["trace"] = True
         names = ("prefill_parts", "decode_parts", "prefill_programs", "decode_programs")
         for name, found in zip(names, resolved.parts, strict=True):
             if found:
@@ -135,11 +142,11 @@ class SteeringCore:
 
     def take_readings(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
         """Return a piece of each request's trace; see `ReadingCore`."""
-        return self._traces.take(readings, discarded)
+        return self._watched.take(readings, discarded)
 
     def forget(self, req_id: str) -> None:
         """Forget a request that was taken."""
-        self._traces.forget(req_id)
+        self._watched.forget(req_id)
         if self._resolved.pop(req_id, None) is not None:
             self._state.release(req_id)
 
@@ -261,7 +268,10 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     if facts.num_stages > 1:
         # Strengths stay on the stage that computes them, and what is read of stages but the last does not come back.
         steerable = replace(steerable, max_gates=0)
-    core = SteeringCore(cast("StoredType", model.dtype), capacity, services, config, audit, steerable=steerable)
+    dtype, has_conversations = cast("StoredType", model.dtype), facts.num_engines == 1
+    core = SteeringCore(
+        dtype, capacity, services, config, audit, steerable=steerable, has_conversations=has_conversations
+    )
     for name, source in config.saes.items():
         is_encoded = name in config.sae_encode
         core.load_sae(name, SaeSource.parse(source), steerable, model.name, is_encoded=is_encoded)

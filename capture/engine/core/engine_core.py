@@ -70,6 +70,7 @@ class EngineCoreAdapter:
             model=model_info(config),
             engine=parallel.data_parallel_index,
             num_stages=parallel.pipeline_parallel_size,
+            num_engines=parallel.data_parallel_size,
         )
         self._part: CorePart = part.core(facts, section(config, part.name), self)
         self.notes = StepNotes(core.scheduler, part.name, self._part)

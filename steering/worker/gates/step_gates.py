@@ -63,8 +63,6 @@ class StepGates:
         self._batch: GatedBatch | None = None
         self._decoded: tuple[GatedBatch, bytes] | None = None
         """Batch and first batch rows of the step before, if each request had one generated row."""
-        self._decoded: tuple[GatedBatch, bytes] | None = None
-        """Batch and first batch rows of the step before, if each request had one generated row."""
         self._rows: GateRows | None = None
         self._index: tuple[bytes, Tensor] | None = None
         """Batch rows of the last step that was read, as bytes, and on the device."""

@@ -12,7 +12,7 @@ from headgate.steering.worker.gates.requests import NO_SLOT, GatedRequest, GateS
 from headgate.steering.worker.gates.step_gates import StepGates
 
 COLUMNS = 4
-RESETS, ENDS, GENERATED, REPLAYED = TokenFlag
+RESETS, ENDS, GENERATED, REPLAYED, SCANNED = TokenFlag
 
 
 def view(*requests: tuple[str, int, int]) -> BatchView:
@@ -45,7 +45,7 @@ def test_rows_are_told_where_the_prompt_begins_and_ends():
     first = gates.step_begins(view(("plain", 3, 1), ("a", 3, 1)))
     later = gates.step_begins(view(("plain", 4, 1), ("a", 4, 1)))
 
-    assert flags(chunk) == [0, 0, RESETS, 0]
+    assert flags(chunk) == [0, 0, RESETS | SCANNED, SCANNED]
     assert chunk.tokens[:, 0].tolist()[:2] == [NO_SLOT, NO_SLOT]
     assert len({slot for slot, _ in chunk.tokens[2:].tolist()} | {rest.tokens[1, 0]}) == 1
     assert flags(rest)[1] == ENDS
@@ -62,7 +62,7 @@ def test_a_request_that_comes_back_to_its_beginning_is_reset_and_a_batch_in_anot
     again = gates.step_begins(view(("b", 0, 2), ("a", 4, 1)))
 
     assert swapped.tokens[:2, 0].tolist() == slots[::-1]
-    assert flags(again) == [RESETS, ENDS, GENERATED]
+    assert flags(again) == [RESETS | SCANNED, ENDS | SCANNED, GENERATED]
 
 
 def test_strengths_at_earlier_sites_act_again_on_rows_that_are_computed_again():
@@ -77,7 +77,8 @@ def test_strengths_at_earlier_sites_act_again_on_rows_that_are_computed_again():
 
     again = gates.step_begins(view(("a", 0, 5)))
 
-    assert flags(again) == [RESETS, ENDS, GENERATED | REPLAYED, GENERATED | REPLAYED, GENERATED | REPLAYED]
+    assert [flag & ~SCANNED for flag in flags(again)] == [RESETS, ENDS, *[GENERATED | REPLAYED] * 3]
+    assert all(flag & SCANNED for flag in flags(again))
     assert again.places.tolist() == [row * COLUMNS + 1 for row in (2, 3, 4)]
     assert again.strengths.tolist() == [handed_on[position] for position in (1, 2, 3)]
 
