@@ -36,7 +36,7 @@ GATE, THRESHOLD, MAX_TOKENS = "calm-down", 0.0, 32
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """What the gate did.
+    """The answers of one batch, with what the gate did.
 
     Attributes:
         answers: By mood: text and trace of the gated answer.

@@ -56,7 +56,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def steering_trace(self) -> dict[str, Any] | None:
-        """What gates read and wrote at the rows of this answer, or chunk, if ``return_steering_trace`` asked for it."""
+        """The trace of this answer, or chunk, as the server sent it; None unless ``return_steering_trace`` asked."""
         found: dict[str, Any] | None = self.raw.get("steering_trace")
         return found
 
