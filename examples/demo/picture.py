@@ -68,8 +68,10 @@ def draw_gate(gated: Gated, model: Path, target: Path) -> None:
         shown = [at for at, position in enumerate(trace["positions"]) if position >= begins - SHOWN_OF_PROMPT]
         tokens = [gated.tokens[mood][trace["positions"][at]] for at in shown]
         axes.plot([gated.scores(mood)[at] for at in shown], marker="o", markersize=3, color="black")
+        decisive = shown.index(begins - 1)
+        axes.plot(decisive, gated.decisive_score(mood), marker="o", markersize=10, color="tab:red", fillstyle="none")
         axes.axhline(THRESHOLD, color="grey", linewidth=0.8)
-        axes.axvline(shown.index(begins) - 0.5, color="grey", linestyle=":")
+        axes.axvline(decisive + 0.5, color="grey", linestyle=":")
         for x, at in enumerate(shown):
             if gated.applied(mood)[at]:
                 axes.axvspan(x - 0.5, x + 0.5, color="tab:green", alpha=0.25, linewidth=0)
@@ -77,8 +79,10 @@ def draw_gate(gated: Gated, model: Path, target: Path) -> None:
         axes.set_xticks(range(len(shown)), labels, rotation=90, fontsize=7, family="monospace")
         axes.set_xlim(-0.5, len(shown) - 0.5)
         axes.set_ylabel("anger")
-        axes.set_title(f"{mood}; dotted: the answer begins; shaded: steered", fontsize=9, loc="left")
-    figure.savefig(target, dpi=80)
+        axes.set_title(
+            f"{mood}: the circled score decides; shaded: steered; dotted: the answer begins", fontsize=9, loc="left"
+        )
+    figure.savefig(target, dpi=66)
     plt.close(figure)
 
 
