@@ -235,13 +235,15 @@ class WatchedRequests:
         self._latches = latches
         self._watched: dict[str, _Watched] = {}
 
-    def add(self, req_id: str, gates: Sequence[Gate], keys: Mapping[str, LatchKey], *, is_traced: bool) -> bool:
+    def add(self, req_id: str, gates: Sequence[Gate], resolved: Resolved, num_prompt: int, *, is_traced: bool) -> bool:
         """Add a request with gates if anything is to be known of them; return whether it is."""
+        keys = resolved.latch_keys
         if not gates or not (is_traced or keys):
             return False
         layout = layout_of(gates)
         columns = {keys[column.gate.name]: column.column for column in layout.gates if column.gate.name in keys}
-        self._watched[req_id] = _Watched(TraceWriter(layout) if is_traced else None, columns)
+        writer = TraceWriter(layout, resolved.own, num_prompt) if is_traced else None
+        self._watched[req_id] = _Watched(writer, columns)
         return True
 
     def forget(self, req_id: str) -> None:

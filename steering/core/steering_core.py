@@ -108,7 +108,7 @@ class SteeringCore:
         resolved = self._state.resolve(req_id, spec, num_prompt, owner=wire.get("owner", ""))
         self._resolved[req_id] = resolved
         is_traced = bool(wire.get("trace"))
-        is_watched = self._watched.add(req_id, spec.gates, resolved.latch_keys, is_traced=is_traced)
+        is_watched = self._watched.add(req_id, spec.gates, resolved, num_prompt, is_traced=is_traced)
         taken = {
             name: self._payloads.shared(value) if name in ("prefill", "decode") else value
             for name, value in wire.items()

@@ -83,8 +83,8 @@ def lower_gates(
         if placed.gate.then.attenuate is not None:
             written = sort_sites({site for vectors, program in own for site in _sites_of(vectors, program)})
             attenuating.append(placed)
-        placed = placed.decided(written, content.op_sites)
         _check(placed, written, content.op_sites)
+        placed = placed.decided(written, content.op_sites)
         if attenuating and attenuating[-1].gate is placed.gate:
             attenuating[-1] = placed
         evaluation = _Evaluation(placed, layout, scores)
@@ -116,8 +116,22 @@ class _Placed:
         return self.decision
 
     def decided(self, written: Sequence[Site], op_sites: Sequence[Site]) -> _Placed:
-        """Return the gate with its decision site: that of `always` is the first that it writes."""
-        return _Placed(self.column, self.reads, self.reads[-1] if self.reads else (*written, *op_sites)[0])
+        """Return the gate with its decision site; that of `always` is the last that reaches all that it writes.
+
+        Raises:
+            RequestError: If there is no such site.
+        """
+        if self.reads:
+            return _Placed(self.column, self.reads, self.reads[-1])
+        reaching = [site for site in sort_sites(op_sites) if all(is_reached(write, site) for write in written)]
+        if not reaching:
+            raise RequestError(
+                f"{self.gate.where}.then",
+                f"writes at {written[0].name} and in the MLP beside it, with no declared site before both where the "
+                "gate could be evaluated; use a gate for each, or the operator declares one with "
+                "--steering-op-sites",
+            )
+        return _Placed(self.column, self.reads, reaching[-1])
 
     def is_early(self, site: Site) -> bool:
         """Whether a site is computed before the gate is evaluated, or may be."""
@@ -291,7 +305,7 @@ class _Entries:
                     self.phases[phase].entries.append(entry._replace(group=field))
 
     def attenuate(self, gates: Sequence[_Placed], own: tuple[Own, Own], dtype: StoredType) -> None:
-        """Add the request's own steering, which gates attenuate."""
+        """Add the request's own steering, which gates attenuate: as without them, it acts before what gates turn on."""
         for phase, (vectors, program) in zip(self.phases, own, strict=True):
             entries = _added(vectors, 1.0, dtype)
             if program is not None:
@@ -299,7 +313,7 @@ class _Entries:
                     raise RequestError(f"{gates[0].gate.where}.then.attenuate", "there is no part of a reconstruction")
                 entries += phase.take(program)
             is_decode = phase is self.phases[DECODE]
-            phase.entries += [entry._replace(code=entry.code | Flag.ATTENUATED) for entry in entries]
+            phase.entries[:0] = [entry._replace(code=entry.code | Flag.ATTENUATED) for entry in entries]
             for site in dict.fromkeys(entry.site for entry in entries):
                 phase.entries += self._attenuations(gates, site, is_decode=is_decode)
 

@@ -8,11 +8,34 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headgate.steering.gates.layout import Layout
+from headgate.steering.gates.layout import FOLLOWING, Layout
+from headgate.steering.programs.codes import GROUP
+from headgate.steering.programs.gate_codes import EARLY, gate_column
+from headgate.steering.programs.program import Program
 from headgate.steering.vectors.dtypes import Float32Rows
 
 Note = dict[str, Any]
 """Positions, scores by probe, and strengths by gate, of the rows of one step; plain values."""
+
+
+class Writes(NamedTuple):
+    """The gates that turn something on in one phase, by their columns.
+
+    Attributes:
+        late: At sites where they are evaluated before.
+        early: At sites where they are evaluated after.
+    """
+
+    late: frozenset[int]
+    early: frozenset[int]
+
+
+def writes_of(program: Program | None) -> Writes:
+    """Return the gates that multiply entries of a phase's program."""
+    fields = set() if program is None else set(program.codes[:, GROUP].tolist())
+    found = {(gate_column(field), bool(field & EARLY)) for field in fields if gate_column(field) >= 0}
+    late, early = (frozenset(column for column, is_early in found if is_early == wanted) for wanted in (False, True))
+    return Writes(late, early)
 
 
 class TraceWriter:
@@ -20,12 +43,18 @@ class TraceWriter:
 
     Args:
         layout: Of its gates.
+        programs: Its own programs, prefill and decode.
+        num_prompt: Tokens of its prompt.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, programs: tuple[Program | None, Program | None], num_prompt: int) -> None:
         self._layout = layout
+        self._prefill, self._decode = map(writes_of, programs)
+        self._num_prompt = num_prompt
         self._end = 0
         """Position behind the last row that was told."""
+        self._last: Float32Rows | None = None
+        """Signals ``[1, columns]`` of that row."""
 
     def note(self, first: int, signals: Float32Rows) -> Note | None:
         """Return the piece of a step's rows; None if all of them were told before: they were computed again.
@@ -39,10 +68,12 @@ class TraceWriter:
         if not len(rows):
             return None
         self._end = first + len(signals)
+        before = np.concatenate([np.zeros_like(rows[:1]) if self._last is None else self._last, rows[:-1]])
+        self._last = rows[-1:].copy()
         strengths = {
             column.gate.name: {
                 "strength": _plain(rows[:, column.column + 1]),
-                "applied": _plain(rows[:, column.column]),
+                "applied": _plain(self._applied(column.column, first + known, rows, before)),
             }
             for column in self._layout.gates
         }
@@ -51,6 +82,17 @@ class TraceWriter:
             "scores": {score.name: _plain(rows[:, score.column]) for score in self._layout.scores},
             "gates": strengths,
         }
+
+    def _applied(self, column: int, first: int, rows: Float32Rows, before: Float32Rows) -> Float32Rows:
+        """Return the strength of a gate that was written on each row, from its signals and those of the row before."""
+        applied = np.zeros(len(rows), np.float32)
+        num_prompt = max(self._num_prompt - first, 0)
+        for writes, part in ((self._prefill, slice(num_prompt)), (self._decode, slice(num_prompt, None))):
+            if column in writes.late:
+                applied[part] = rows[part, column]
+            elif column in writes.early:
+                applied[part] = np.nan_to_num(before[part, column + FOLLOWING], nan=0.0)
+        return applied
 
 
 class StepRows(NamedTuple):

@@ -1,4 +1,4 @@
-"""What gates multiply the effects of a row's entries by: `headgate.steering.programs.gate_codes`.
+"""Factors that gates have for the effects of a row's entries: `headgate.steering.programs.gate_codes`.
 
 `gates` are those of one row: pointers to its signals and to its request's states, its flags, and f; None where nothing
 has a gate. Arguments that are named in the singular may also be blocks.

@@ -1,4 +1,4 @@
-"""What conditions and gates make of scores, for one row or for rows of one request that follow one another.
+"""Values of conditions and gates from scores, for one row or for rows of one request that follow one another.
 
 Formulas: `headgate.steering.programs.gate_codes`; what a row takes from the one before is here found for `ROWS` rows at
 once. `signals` points to the first column of each row, `states` to that of their request. `index` counts the rows;

@@ -1,4 +1,4 @@
-"""What kernels of programs refuse: shapes, dtypes and strides of their arguments. Shape suffixes: `run_programs`."""
+"""Arguments that kernels of programs refuse, by shape, dtype or strides. Shape suffixes: `run_programs`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ def check_rows(value_TD: Tensor, others: list[Tensor]) -> None:
             )
         if tensor.dtype != value_TD.dtype:
             raise ValueError(f"program_deltas: expected rows of {value_TD.dtype}, got {tensor.dtype}")
+
+
+def strides_of(value_TD: Tensor, addend_TD: Tensor | None, pool_SD: Tensor) -> tuple[int, int, int]:
+    """Return the strides of rows."""
+    return value_TD.stride(0), 0 if addend_TD is None else addend_TD.stride(0), pool_SD.stride(0)
 
 
 def check_shift(value_TD: Tensor, shift_TD: Tensor | None) -> None:

@@ -26,6 +26,7 @@ from headgate.steering.kernels.program_arguments import (
     check_shift,
     check_tables,
     num_changes,
+    strides_of,
 )
 from headgate.steering.kernels.program_entries import (
     fields_of_entry,
@@ -118,33 +119,18 @@ def program_deltas(
     num_tokens, hidden_size, num_entries = *value_TD.shape, codes_REC.shape[1]
     check_lengths(num_tokens, rows=row_T, counts=count_T, addend=addend_TD, groups=groups_T, changes=changes_TK)
     check_shift(value_TD, shift_TD)
-    delta_TD = torch.empty((num_tokens, hidden_size), dtype=torch.float32, device=value_TD.device)
     if gates is not None:
         check_gates(num_tokens, gates)
+    delta_TD = torch.empty((num_tokens, hidden_size), dtype=torch.float32, device=value_TD.device)
     if num_tokens:
         grid = (max(min(num_tokens, _MAX_PROGRAMS), triton.cdiv(num_tokens, _TOKENS)),)
         options = _launch_options(num_entries, hidden_size)
+        rows, tables = (value_TD, addend_TD, pool_SD), (row_T, count_T, codes_REC, params_REP)
         if gates is not None and scans:
-            tables = (row_T, count_T, codes_REC, params_REP)
-            scan_gates((value_TD, addend_TD, pool_SD), tables, gates, grid, options)
+            scan_gates(rows, tables, gates, grid, options)
         _program_deltas_kernel[grid](
-            value_TD,
-            addend_TD,
-            pool_SD,
-            row_T,
-            count_T,
-            codes_REC,
-            params_REP,
-            groups_T,
-            changes_TK,
-            shift_TD,
-            *(gates or (None, None, None)),
-            delta_TD,
-            value_TD.stride(0),
-            0 if addend_TD is None else addend_TD.stride(0),
-            pool_SD.stride(0),
-            *(num_tokens, num_entries),
-            num_changes(changes_TK),
+            *(*rows, *tables, groups_T, changes_TK, shift_TD, *(gates or (None, None, None)), delta_TD),
+            *(*strides_of(*rows), num_tokens, num_entries, num_changes(changes_TK)),
             None if gates is None else gates[0].shape[1],
             hidden_size,
             **options,
@@ -166,33 +152,10 @@ def _launch_options(num_entries: int, hidden_size: int) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=["T"])
 def _program_deltas_kernel(
-    value_ptr,
-    addend_ptr,
-    pool_ptr,
-    row_ptr,
-    count_ptr,
-    codes_ptr,
-    params_ptr,
-    groups_ptr,
-    changes_ptr,
-    shift_ptr,
-    signals_ptr,
-    states_ptr,
-    tokens_ptr,
-    out_ptr,
-    value_stride,
-    addend_stride,
-    pool_stride,
-    T,
-    E,
-    K,
-    C,
-    D,
-    TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    value_ptr, addend_ptr, pool_ptr, row_ptr, count_ptr, codes_ptr, params_ptr, groups_ptr, changes_ptr, shift_ptr,
+    signals_ptr, states_ptr, tokens_ptr, out_ptr, value_stride, addend_stride, pool_stride, T, E, K, C, D,
+    TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     if _num_entries(count_ptr, T, TOKENS) == 0:
         return
     columns = tl.arange(0, BLOCK_D)
@@ -207,9 +170,9 @@ def _program_deltas_kernel(
             gates, first = None, 0
             if signals_ptr is not None:
                 gates, first = gates_of_row(
-                    *(h, codes, params, count, token, signals_ptr, states_ptr, tokens_ptr, C),
-                    *(pool_ptr, pool_stride, columns, D, TILE, BLOCK_E),
-                )
+                    h, codes, params, count, token, signals_ptr, states_ptr, tokens_ptr, C,
+                    pool_ptr, pool_stride, columns, D, TILE, BLOCK_E,
+                )  # fmt: skip
             h, first = _run_operations(
                 h, codes, params, first, count, groups, gates, pool_ptr, pool_stride, columns, D, BLOCK_E
             )

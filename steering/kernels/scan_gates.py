@@ -15,7 +15,7 @@ from torch import Tensor
 from headgate.steering.kernels.feature_values import norms_of_scores, scores_of_row, statistics_of_row
 from headgate.steering.kernels.gate_coefficients import attenuation
 from headgate.steering.kernels.gate_values import evaluate_gates
-from headgate.steering.kernels.program_arguments import Gates
+from headgate.steering.kernels.program_arguments import Gates, strides_of
 from headgate.steering.kernels.program_entries import numbers_of_features, rows_of_entries, stream_row
 from headgate.steering.programs import codes as program_codes
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS, Code
@@ -56,12 +56,10 @@ def scan_gates(
         grid: Of a launch with a part of the tokens for each Triton program.
         options: What that launch is compiled for.
     """
-    value_TD, addend_TD, pool_SD = rows
-    (num_tokens, hidden_size), num_entries, num_columns = value_TD.shape, tables[2].shape[1], gates[0].shape[1]
-    strides = (value_TD.stride(0), 0 if addend_TD is None else addend_TD.stride(0), pool_SD.stride(0))
+    (num_tokens, hidden_size), num_entries, num_columns = rows[0].shape, tables[2].shape[1], gates[0].shape[1]
     signals_TC, states_QC, tokens_T2 = gates
     sizes = (num_tokens, num_entries, num_columns)
-    _scores_kernel[grid](*rows, *tables, signals_TC, tokens_T2, *strides, *sizes, hidden_size, **options)
+    _scores_kernel[grid](*rows, *tables, signals_TC, tokens_T2, *strides_of(*rows), *sizes, hidden_size, **options)
     _scan_kernel[(triton.cdiv(num_tokens, _TOKENS),)](
         *(*tables, signals_TC, states_QC, tokens_T2, *sizes),
         TOKENS=_TOKENS,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
+from copy import copy
 from functools import wraps
 
 from headgate.capture.engine.contracts.core_part import CoreAnswer, CoreFacts, CorePart
@@ -82,8 +83,10 @@ class EngineCoreAdapter:
         parts = wire.get("parts", {})
         ours = self._part.accept(request.request_id, parts.get(self._name), _prompt_length(request))
         if params is not None and ours is not None:
-            # Samples of one prompt share their parameters, so nothing of them is changed in place.
+            # Samples of one prompt share their parameters, so nothing of them is changed in place: where the front end
+            # is in this process, the next sample would come with the answer for this one.
             changed: RequestWire = {**wire, "parts": {**parts, self._name: ours}}
+            request.sampling_params = params = copy(params)
             params.extra_args = {**(params.extra_args or {}), WIRE_KEY: changed}
 
     def make_request(self, original: Callable[[], Made], request: EngineCoreRequest) -> Made:

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.gates.gate import Always, Condition, Gate, Group, InlineProbe, Leaf, NamedProbe, Negation, Then
-from headgate.steering.gates.layout import layout_of, num_columns
+from headgate.steering.gates.layout import FOLLOWING, layout_of, num_columns
 from headgate.steering.gates.trace import TraceWriter, rows_of
-from headgate.steering.programs.gate_codes import Combine
+from headgate.steering.programs.codes import EVERYWHERE, Code
+from headgate.steering.programs.gate_codes import Combine, gate_field
+from headgate.steering.programs.program import Entry, Program
 
 SITE = Site(1, HookPoint.POST_MLP)
 
@@ -62,24 +64,30 @@ def test_a_named_probe_has_one_score_and_inline_ones_are_named_after_their_gate(
 
 def test_a_trace_tells_each_row_once_and_numbers_that_json_lacks_as_null():
     layout = layout_of([gate("g", leaf("anger"))])
-    writer = TraceWriter(layout)
+    column = layout.gates[0].column
+    zeros = np.zeros(4, np.float32)
+    late, early = (
+        Program.from_entries(
+            [Entry(SITE, Code.ADD, None, zeros, (), gate_field(EVERYWHERE, column, is_early=is_early))], "float32"
+        )
+        for is_early in (False, True)
+    )
+    writer = TraceWriter(layout, (late, early), num_prompt=5)
     signals = np.arange(3 * layout.num_columns, dtype=np.float32).reshape(3, -1)
     signals[1, layout.scores[0].column] = np.nan
 
     first, again = writer.note(4, signals), writer.note(4, signals[:2])
     behind = writer.note(6, signals[1:])
 
-    column = layout.gates[0].column
     assert first is not None
     assert first["positions"] == [4, 5, 6]
     assert first["scores"] == {"anger": [0.0, None, float(2 * layout.num_columns)]}
-    assert first["gates"]["g"] == {
-        "strength": signals[:, column + 1].tolist(),
-        "applied": signals[:, column].tolist(),
-    }
+    written = [signals[0, column], signals[0, column + FOLLOWING], signals[1, column + FOLLOWING]]
+    assert first["gates"]["g"] == {"strength": signals[:, column + 1].tolist(), "applied": written}
     assert again is None
     assert behind is not None
     assert behind["positions"] == [7]
+    assert behind["gates"]["g"]["applied"] == [signals[2, column + FOLLOWING]]
 
 
 def test_readings_are_parted_by_request():

@@ -1,0 +1,157 @@
+"""Gates on a real engine are what the specification says: rows, logprobs and traces equal Hugging Face's, row by row.
+
+One engine with few KV blocks. Prompts are cut into chunks of at most 16 tokens, and of one where others need the rest.
+`gate_reference` says what is right; `gate_cases` are the requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import stop_llm
+from tests.engine.gate_cases import NUM_OUTPUT, PROMPTS, GateCase, names
+from tests.engine.gate_reference import told
+from tests.engine.gate_runs import BLOCK, FAMILY, Run, captured_of, check, generate, made_cases, serve, start, told_of
+from tests.engine.hf_reference import own_process, relative_error
+from tests.engine.steering_cases import MAX_ERROR, logprobs_of
+from tests.engine.tiny_models import tiny_model
+
+LONG_OUTPUT = 45
+PREEMPTED = ("early, ", "attenuate early", "at the end", "{'ema': 0.3}", "many", "named", "neighbour")
+"""Of the cases that are short of blocks together."""
+CONTINUED = {
+    "early, next_token, 1, False": (0, 0),
+    "attenuate early, rest_of_request, 1": (0, 0),
+    "this_token, {'ema': 0.3}": (0, 0),
+    "a module on the very token": (0, 2 * BLOCK),
+    "operations in part": (0, 2 * BLOCK),
+    "neighbour 3": (2 * BLOCK, 2 * BLOCK),
+}
+"""Tokens from the cache for an answer that came back as a prompt, and for that prompt again: none with states."""
+REPLAYED = ("early", "attenuate", "rest_of_request", "operations", "many")
+
+
+@pytest.fixture(scope="module")
+def references() -> Iterator[ProcessPoolExecutor]:
+    with own_process() as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def cases(references: ProcessPoolExecutor) -> list[GateCase]:
+    return made_cases(references)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory, cases: list[GateCase]) -> Iterator[Any]:
+    llm = start(tmp_path_factory.mktemp("saes"))
+    yield llm
+    stop_llm(llm)
+
+
+@pytest.fixture(scope="module")
+def run(llm: Any, cases: list[GateCase], references: ProcessPoolExecutor) -> Run:
+    return serve(llm, cases, references)
+
+
+def test_the_cases_are_hard(run):
+    """Gates of each case act, on some rows and not on all, in prompts and answers."""
+    acts = {"prompt": 0, "answer": 0, "in part": 0}
+    for request, expected in zip(run.requests, run.expected, strict=True):
+        for applied in map(np.array, expected.applied.values()):
+            num_prompt = len(request.prompt)
+            acts["prompt"] += 0 < np.count_nonzero(applied[:num_prompt]) < num_prompt
+            acts["answer"] += bool(applied[num_prompt:].any())
+            acts["in part"] += bool(((applied > 0) & (applied < 1)).any())
+    assert min(acts.values()) > 20, acts
+
+
+def test_rows_logprobs_and_traces_equal_hugging_face(run):
+    check(run, captures=True)
+
+
+def test_a_replay_of_what_was_applied_gives_the_same_logprobs(run, references):
+    every = zip(run.cases, run.requests, run.samples, strict=True)
+    some = [(request, sample) for case, request, sample in every if any(name in case.name for name in REPLAYED)]
+    replayed = [
+        replace(request, applied={name: gate["applied"] for name, gate in sample.steering_trace["gates"].items()})
+        for request, sample in some
+    ]
+    samples = [sample for _, sample in some]
+
+    found = references.submit(told, tiny_model(FAMILY), FAMILY, replayed, names()).result()
+
+    for request, sample, expected in zip(replayed, samples, found, strict=True):
+        logits = expected.reference.logits[len(request.prompt) - 1 :].float().log_softmax(-1)
+        assert relative_error(logprobs_of(sample.logprobs), logits) <= MAX_ERROR, request.gates
+
+
+def test_scores_of_captured_rows_are_those_of_the_trace(run):
+    num_probes = 0
+    for case, output, sample in zip(run.cases, run.outputs, run.samples, strict=True):
+        captured = captured_of(output, sample, case)
+        for gate in case.gates:
+            probe = gate["when"].get("probe") if isinstance(gate["when"], dict) else None
+            if isinstance(probe, dict):
+                name = gate.get("name", f"gate{case.gates.index(gate)}")
+                (site,) = (site for site in captured.sites if site.name == probe["at"])
+                scores = captured[site].double() @ torch.tensor(probe["weight"]).double() + probe["bias"]
+                got = torch.tensor(sample.steering_trace["scores"][name])
+                assert relative_error(got, scores) <= MAX_ERROR, (case.name, name)
+                num_probes += 1
+    assert num_probes > 50
+
+
+def test_neighbours_have_the_answers_that_they_have_alone(llm, run):
+    pairs = [(case, sample) for case, sample in zip(run.cases, run.samples, strict=True) if not case.gates]
+    assert len(pairs) == 3
+    for case, sample in pairs:
+        (alone,) = generate(llm, [case], [PROMPTS[case.prompt]], NUM_OUTPUT)
+        assert list(alone.outputs[0].token_ids) == list(sample.token_ids)
+        assert relative_error(logprobs_of(sample.logprobs), logprobs_of(alone.outputs[0].logprobs)) <= 1e-5
+        assert sample.steering_trace is None
+
+
+def chosen(cases: Sequence[GateCase], wanted: Sequence[str]) -> list[GateCase]:
+    return [case for case in cases if case.n == 1 and any(name in case.name for name in wanted)]
+
+
+def test_preempted_requests_go_on_as_they_began(llm, cases, references, monkeypatch):
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    preempt, preempted = scheduler._preempt_request, {}
+
+    def count(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted[int(request.request_id.split("-")[0])] = request.num_output_tokens
+        return preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", count)
+    some = chosen(cases, PREEMPTED)
+
+    outputs = generate(llm, some, [PROMPTS[case.prompt] for case in some], LONG_OUTPUT)
+
+    first = min(int(output.request_id.split("-")[0]) for output in outputs)
+    names = {some[index - first].name for index, num_output in preempted.items() if num_output > 1}
+    assert len(names) >= 5, names
+    assert any(name.startswith(("early", "attenuate early")) for name in names), names
+    check(told_of(some, outputs, references))
+
+
+def test_continuations_and_repetitions_equal_a_fresh_engine(llm, cases, references):
+    llm.reset_prefix_cache()
+    some, outputs, cached = chosen(cases, tuple(CONTINUED)), [], {}
+    for case in some:
+        (first,) = generate(llm, [case], [PROMPTS[case.prompt]], LONG_OUTPUT)
+        prompt = [*first.prompt_token_ids, *first.outputs[0].token_ids, 7, 8]
+        again = [generate(llm, [case], [prompt], 3)[0] for _ in range(2)]
+        cached[case.name] = tuple(output.num_cached_tokens for output in again)
+        outputs += again
+
+    assert cached == CONTINUED
+    check(told_of([case for case in some for _ in range(2)], outputs, references))
