@@ -70,7 +70,8 @@ class Gated:
 
     def decisive_score(self, mood: str) -> float:
         """The score of the prompt's last row."""
-        return self.scores(mood)[self.trace(mood)["positions"].index(self.begins[mood] - 1)]
+        row: int = self.trace(mood)["positions"].index(self.begins[mood] - 1)
+        return self.scores(mood)[row]
 
 
 async def ask_in_two_moods(url: str, model: str, captures: Path) -> Gated:
