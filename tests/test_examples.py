@@ -46,9 +46,14 @@ def test_the_demo_captures_what_hugging_face_computes(model_dir: Path, tmp_path:
     assert "joy ablated" in printed
     assert (tmp_path / "steering.png").read_bytes().startswith(b"\x89PNG")
     assert load(tmp_path / "joy.safetensors").vectors is not None
+    assert "only the angry one is calmed; their plain neighbour has the tokens that it had alone" in printed
+    assert (tmp_path / "gate.png").read_bytes().startswith(b"\x89PNG")
     captures = open_captures(tmp_path / "captures")
     assert Counter(capture.tag for capture in captures) >= Counter(
-        {"contrast-glad": 12, "contrast-sad": 12, "ablated-glad": 12, "ablated-sad": 12, "steered": 4}
+        {
+            **{"contrast-glad": 12, "contrast-sad": 12, "ablated-glad": 12, "ablated-sad": 12, "steered": 4},
+            **{"mood-angry": 8, "mood-calm": 8},
+        }
     )
     found = {capture.name: capture for capture in captures if capture.tag in ("default", "probe")}
     assert sorted(found) == ["branches", "capital", "every-fourth", "probe-fire", "probe-japan", "sea", "user-turn"]
@@ -109,6 +114,17 @@ def test_one_feature_of_an_sae_is_held_at_several_values(model_dir: Path, tmp_pa
     assert [line.split()[0] for line in (plain, off, held)] == ["as", "0", "4000"]
     assert plain.split("  ")[-1] != held.split("  ")[-1]
     assert len((ROOT / "examples/sae_feature.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.engine
+def test_a_gate_acts_on_the_angry_user_alone(model_dir: Path) -> None:
+    printed = run_example("examples/gate.py", str(model_dir))
+
+    (angry, calm) = re.findall(r"score +([+-][0-9.]+): (fires|quiet)", printed)
+    assert (angry[1], calm[1]) == ("fires", "quiet")
+    assert float(calm[0]) < 0 < float(angry[0])
+    assert re.findall(r"^ +(the same|other) tokens$", printed, re.MULTILINE) == ["other", "the same", "the same"]
+    assert len((ROOT / "examples/gate.py").read_text().splitlines()) < 80
 
 
 @pytest.mark.engine

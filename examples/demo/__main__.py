@@ -13,7 +13,17 @@ import sys
 import time
 from pathlib import Path
 
-from examples.demo.account import console, section, show_ablated, show_check, show_files, show_requests, show_steered
+from examples.demo import gate
+from examples.demo.account import (
+    console,
+    section,
+    show_ablated,
+    show_check,
+    show_files,
+    show_gated,
+    show_requests,
+    show_steered,
+)
 from examples.demo.requests import ASKS, EVERY_HOOK, Answer, send_all
 from examples.demo.server import Server, ServerError
 from examples.demo.steer import LAYER, OP_SITES, Apart, Steered, SteeringDemoError, steer
@@ -45,7 +55,7 @@ def run(model: Path, out: Path, dtype: str) -> int:
     captures = out / "captures"
     shutil.rmtree(captures, ignore_errors=True)
     captures.mkdir(parents=True)
-    answers, steered, apart = serve_and_ask(model, out, captures, dtype)
+    answers, steered, apart, gated = serve_and_ask(model, out, captures, dtype)
     folder = open_captures(captures)
     show_requests(answers)
     show_files(folder, captures)
@@ -55,7 +65,7 @@ def run(model: Path, out: Path, dtype: str) -> int:
     if failed:
         return 1
     from examples.demo.check import compare  # torch and transformers take seconds to import: not before they are needed
-    from examples.demo.picture import draw, draw_moods
+    from examples.demo.picture import draw, draw_gate, draw_moods
 
     section("Check", "the request 'capital' again in Hugging Face transformers, with forward hooks")
     errors = compare(model, folder["capital"], dtype)
@@ -68,11 +78,17 @@ def run(model: Path, out: Path, dtype: str) -> int:
     is_ablated = show_ablated(apart)
     draw_moods(steered, LAYER, out / "steering.png")
     console.print(f"{out / 'steering.png'}: the same layer by layer; {out / 'joy.safetensors'}: the vector")
-    return 0 if is_right and has_shifted and is_ablated else 1
+    section("Gate", f"a probe of anger at {gate.LAYER}.post_mlp decides who is steered; all in one batch")
+    has_gated = show_gated(gated)
+    draw_gate(gated, model, out / "gate.png")
+    console.print(f"{out / 'gate.png'}: the score token by token")
+    return 0 if is_right and has_shifted and is_ablated and has_gated else 1
 
 
-def serve_and_ask(model: Path, out: Path, captures: Path, dtype: str) -> tuple[list[Answer], list[Steered], Apart]:
-    """Start the server, send the requests, steer, stop the server."""
+def serve_and_ask(
+    model: Path, out: Path, captures: Path, dtype: str
+) -> tuple[list[Answer], list[Steered], Apart, gate.Gated]:
+    """Start the server, send the requests, steer, gate, stop the server."""
     capture = {
         "consumers": [{"name": "filesystem", "params": {"root": str(captures.resolve())}}],
         "sites": EVERY_HOOK,
@@ -89,11 +105,13 @@ def serve_and_ask(model: Path, out: Path, captures: Path, dtype: str) -> tuple[l
         took = time.monotonic() - asked
         console.print("making a vector of 24 contrast prompts and steering with it ...")
         vector, steered, apart = asyncio.run(steer(server.url, model.name, captures))
+        console.print("asking in two moods, with a gate ...")
+        gated = asyncio.run(gate.ask_in_two_moods(server.url, model.name, captures))
     num_prompt = sum(answer.num_prompt_tokens for answer in answers)
     num_answer = sum(answer.num_answer_tokens for answer in answers)
     console.print(f"served {num_prompt} prompt tokens and {num_answer} answer tokens in {took:.1f} s")
     vector_files.save(out / "joy.safetensors", vector)
-    return answers, steered, apart
+    return answers, steered, apart, gated
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from examples.demo.requests import Answer
 
 if TYPE_CHECKING:
     from examples.demo.check import HookError
+    from examples.demo.gate import Gated
     from examples.demo.steer import Apart, Steered
     from headgate.consumers.reader import CaptureFolder
 
@@ -63,7 +64,7 @@ def show_files(folder: CaptureFolder, root: Path) -> None:
     table = table_of("file", ">sites", ">rows", "dtype", ">size")
     num_vectors = num_bytes = 0
     for capture in folder:
-        if capture.tag.startswith(("contrast", "ablated", "steered")):
+        if capture.tag.startswith(("contrast", "ablated", "steered", "mood")):
             continue
         name = Path(capture.paths[0]).relative_to(root.resolve())
         if capture.layout == "raw":
@@ -114,6 +115,21 @@ def show_ablated(apart: Apart) -> bool:
         f"direction taken out of every layer before, {ablated:.2f}"
     )
     return is_gone
+
+
+def show_gated(gated: Gated) -> bool:
+    """Scores, answers and whether the gate fired; returns whether it did for the angry question alone."""
+    table = table_of("mood", "answer", ">anger", "gate")
+    table.add_row("angry", shorten(gated.ungated, 78), "", "none")
+    for mood, answer in gated.answers.items():
+        score, has_fired = f"{gated.decisive_score(mood):+.2f}", any(gated.applied(mood))
+        table.add_row(mood, shorten(answer.text, 78), score, "fired" if has_fired else "quiet")
+    console.print(table)
+    is_right = any(gated.applied("angry")) and not any(gated.applied("calm")) and gated.is_plain_untouched
+    verdict = "[green]only the angry one is calmed[/green]" if is_right else "[red]NOT ONLY THE ANGRY ONE[/red]"
+    same = "the tokens" if gated.is_plain_untouched else "OTHER TOKENS than those"
+    console.print(f"{verdict}; their plain neighbour has {same} that it had alone")
+    return is_right
 
 
 def shorten(text: str, width: int = 52) -> str:

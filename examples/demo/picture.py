@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import AutoTokenizer
 
+from examples.demo.gate import THRESHOLD, Gated
 from examples.demo.steer import Steered
 from headgate.consumers.reader import StoredCapture
 
@@ -18,6 +19,9 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 Float64Array = npt.NDArray[np.float64]
+
+SHOWN_OF_PROMPT = 22
+"""Rows of the prompt in the picture of the gate: the user's message and what ends it."""
 
 
 def draw(capture: StoredCapture, model: Path, target: Path) -> None:
@@ -49,6 +53,36 @@ def draw_moods(steered: Sequence[Steered], layer: int, target: Path) -> None:
     axes.set_title(f"One question, steered at layer {layer} with one vector in four strengths, in one batch")
     axes.legend(title="strength")
     figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
+def draw_gate(gated: Gated, model: Path, target: Path) -> None:
+    """Draw the scores of both gated answers by token into the PNG file `target`, shaded where the vector acted."""
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    figure, panels = plt.subplots(
+        len(gated.answers), 1, figsize=(12, 6.4), sharey=True, layout="constrained", facecolor="white"
+    )
+    figure.suptitle("One question in two moods, with one gate, in one batch: the probe's score at each token")
+    for axes, mood in zip(panels, gated.answers, strict=True):
+        trace, begins = gated.trace(mood), gated.begins[mood]
+        shown = [at for at, position in enumerate(trace["positions"]) if position >= begins - SHOWN_OF_PROMPT]
+        tokens = [gated.tokens[mood][trace["positions"][at]] for at in shown]
+        axes.plot([gated.scores(mood)[at] for at in shown], marker="o", markersize=3, color="black")
+        decisive = shown.index(begins - 1)
+        axes.plot(decisive, gated.decisive_score(mood), marker="o", markersize=10, color="tab:red", fillstyle="none")
+        axes.axhline(THRESHOLD, color="grey", linewidth=0.8)
+        axes.axvline(decisive + 0.5, color="grey", linestyle=":")
+        for x, at in enumerate(shown):
+            if gated.applied(mood)[at]:
+                axes.axvspan(x - 0.5, x + 0.5, color="tab:green", alpha=0.25, linewidth=0)
+        labels = visible(tokenizer.batch_decode([[token] for token in tokens]))
+        axes.set_xticks(range(len(shown)), labels, rotation=90, fontsize=7, family="monospace")
+        axes.set_xlim(-0.5, len(shown) - 0.5)
+        axes.set_ylabel("anger")
+        axes.set_title(
+            f"{mood}: the circled score decides; shaded: steered; dotted: the answer begins", fontsize=9, loc="left"
+        )
+    figure.savefig(target, dpi=66)
     plt.close(figure)
 
 
@@ -85,4 +119,9 @@ def token_labels(capture: StoredCapture, model: Path) -> list[str]:
     """The text of each row's token, with spaces and line breaks made visible."""
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     texts = tokenizer.batch_decode([[token] for token in capture.token_ids.tolist()])
+    return visible(texts)
+
+
+def visible(texts: Sequence[str]) -> list[str]:
+    """Texts of tokens with spaces and line breaks made visible."""
     return [text.replace("\n", "\\n").replace(" ", "\u2423") for text in texts]

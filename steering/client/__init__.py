@@ -55,7 +55,7 @@ def extra_body(**fields: Any) -> dict[str, Any]:
 
     Args:
         fields: ``steering_vectors`` and its like as arrays, tensors or `PhaseVectors`, ``steering_ops`` and its like
-            with arrays or tensors, and any others, which stay as they are.
+            with arrays or tensors, ``steering_gates`` with any of these, and any others, which stay as they are.
 
     Raises:
         RequestError: If vectors cannot be read.

@@ -54,6 +54,12 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         """
         return hidden_state(self.raw.get("hidden_states"))
 
+    @property
+    def steering_trace(self) -> dict[str, Any] | None:
+        """The trace of this answer, or chunk, as the server sent it; None unless ``return_steering_trace`` asked."""
+        found: dict[str, Any] | None = self.raw.get("steering_trace")
+        return found
+
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """A completion, or a chunk of one that is streamed.

@@ -22,7 +22,7 @@ from headgate.steering.client.answers import (
     read_answer,
     read_status,
 )
-from headgate.steering.client.packing import pack, pack_arrays
+from headgate.steering.client.packing import pack, pack_arrays, pack_gates
 from headgate.steering.control.operations import ModuleStatus, SaeStatus, SteeringStatus
 from headgate.steering.control.probes.operations import ProbeSource, ProbeStatus
 from headgate.steering.files.vector_files import load
@@ -33,8 +33,10 @@ from headgate.steering.requests.request_fields import (
     BASE,
     DECODE,
     DOCUMENT_FIELDS,
+    GATES,
     MODULE_DOCUMENT_FIELDS,
     MODULE_FIELDS,
+    PREDECESSOR,
     PREFILL,
     ModuleDocument,
     SteeringDocument,
@@ -47,7 +49,7 @@ KEY_HEADER = "X-Headgate-Key"
 MSGPACK = "application/msgpack"
 
 _VECTORS = (BASE, PREFILL, DECODE, *MODULE_FIELDS)
-_OPERATIONS = (*REQUEST_FIELDS.all, *DOCUMENT_FIELDS[len(MODULE_FIELDS) :])
+_OPERATIONS = (*REQUEST_FIELDS.all, *DOCUMENT_FIELDS[len(MODULE_FIELDS) :], PREDECESSOR)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +180,8 @@ def packed_fields(fields: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]
     for name in _OPERATIONS:
         if name in given:
             given[name] = pack_arrays(given[name], name, as_text=as_text)
+    if GATES in given:
+        given[GATES] = pack_gates(given[GATES], GATES, as_text=as_text)
     return given
 
 

@@ -40,7 +40,7 @@ class Client(Session):
         Args:
             prompt: As /v1/completions has it: a text, a list of texts, token ids, ...
             fields: Everything else of the body: ``max_tokens``, ``capture``, ``steering_vectors``, ``steering_ops``,
-                ``steering_name``, ... Vectors may be arrays, tensors or `PhaseVectors`.
+                ``steering_gates``, ``steering_name``, ... Vectors may be arrays, tensors or `PhaseVectors`.
         """
         return self._send(calls.completion(self._access, self.model(), prompt, fields, stream=False))
 

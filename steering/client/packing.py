@@ -75,6 +75,29 @@ def pack_arrays(value: Any, where: str, *, as_text: bool, key: str = "") -> Any:
     return {"dtype": dtype, "shape": [len(row)], "data": _travelling(row.tobytes(), as_text)}
 
 
+def pack_gates(gates: Any, where: str, *, as_text: bool) -> Any:
+    """Return gates with their arrays, tensors and `PhaseVectors` packed, and all else as it is.
+
+    Args:
+        gates: Gates of a request; what is no list of objects is left to the server.
+        where: Name of the field, for errors.
+        as_text: The bytes become base64, for a JSON body.
+
+    Raises:
+        RequestError: If vectors cannot be read; the message names them.
+    """
+    if not isinstance(gates, list | tuple):
+        return gates
+    packed = []
+    for index, gate in enumerate(gates):
+        then = gate.get("then") if isinstance(gate, Mapping) else None
+        if isinstance(then, Mapping) and then.get("vectors") is not None:
+            vectors = pack(then["vectors"], f"{where}[{index}].then.vectors", as_text=as_text)
+            gate = {**gate, "then": {**then, "vectors": vectors}}
+        packed.append(gate)
+    return pack_arrays(packed, where, as_text=as_text)
+
+
 def _pack_hook(given: Any, name: Any, where: str, as_text: bool) -> Packed:
     if isinstance(given, Mapping) and "data" in given:
         data = given["data"]

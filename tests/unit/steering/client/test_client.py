@@ -347,6 +347,15 @@ def test_the_hidden_state_of_a_choice_is_an_array(dtype: torch.dtype) -> None:
         _ = Choice(index=0, text="", finish_reason=None, raw={"hidden_states": "x"}).hidden_state
 
 
+def test_the_trace_of_a_choice_is_as_the_server_sent_it() -> None:
+    trace = {"positions": [3], "scores": {"anger": [0.5]}, "gates": {}, "actions": []}
+
+    choice = Choice(index=0, text="", finish_reason=None, raw={"steering_trace": trace})
+
+    assert choice.steering_trace == trace
+    assert Choice(index=0, text="", finish_reason=None, raw={}).steering_trace is None
+
+
 def test_the_client_needs_neither_vllm_nor_torch_nor_fastapi() -> None:
     program = (
         "import sys\n"

@@ -17,7 +17,10 @@ from headgate.steering import ops
 from headgate.steering.client import extra_body
 from headgate.steering.client.calls import packed_fields
 from headgate.steering.client.packing import pack
+from headgate.steering.requests.gate_fields import read_gate_fields
 from headgate.steering.requests.request_fields import BASE, read_tier
+from tests.fakes.gate_forms import PACKED, gate, gated, old_gate, plain
+from tests.fakes.op_fields import V, W
 from tests.fakes.vector_forms import HIDDEN, Rows, exact_rows, forms, model
 
 
@@ -118,3 +121,50 @@ def test_an_array_that_is_no_vector_is_named() -> None:
         packed_fields({"ops": [ops.ablate(np.ones((2, HIDDEN)), "1.post_mlp")]}, as_text=True)
 
     assert caught.value.field == "ops[0].vector"
+
+
+ROW = np.array(V, np.float32)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "steering_gates": [
+                gate(when={"probe": {"at": "1.post_mlp", "weight": ROW, "bias": np.float32(1)}, "above": 1})
+            ]
+        },
+        {
+            "steering_gates": [
+                gate(when={"any": ["always", {"cosine": torch.from_numpy(ROW), "at": "0.post_mlp", "below": 0}]})
+            ]
+        },
+        {"steering_gates": [gate(then={"vectors": {"post_mlp": {1: ROW, 2: {"vector": np.array(W), "scale": 2}}}})]},
+        {"steering_gates": (gate(then={"vectors": read_tier({"post_mlp": {1: V}}, gated(), BASE)}), gate())},
+        {"steering_gates": [gate(then={"ops": [ops.ablate(ROW, "1.post_mlp")]}), gate(then="observe")]},
+        {"steering": [old_gate(apply={"kind": "add", "steer": {"kind": "inline", "packed": {"post_mlp": PACKED}}})]},
+    ],
+    ids=["probe", "cosine", "vectors", "phase-vectors", "ops", "predecessor"],
+)
+def test_gates_with_arrays_read_back_as_the_same_gates(fields: dict[str, Any]) -> None:
+    expected = plain(read_gate_fields(fields, gated()))
+
+    text = json.loads(json.dumps(packed_fields(fields, as_text=True)))
+    binary = msgspec.msgpack.decode(msgspec.msgpack.encode(packed_fields(fields, as_text=False)))
+
+    assert plain(read_gate_fields(text, gated())) == expected
+    assert plain(read_gate_fields(binary, gated())) == expected
+
+
+@pytest.mark.parametrize(
+    "gates", ["calm", {"when": "always"}, [None], [gate(then="observe")], [{"then": {"vectors": None}}]]
+)
+def test_gates_that_are_none_are_left_to_the_server(gates: Any) -> None:
+    assert packed_fields({"steering_gates": gates}, as_text=True) == {"steering_gates": gates}
+
+
+def test_vectors_of_a_gate_that_cannot_be_read_are_named() -> None:
+    with pytest.raises(RequestError) as caught:
+        packed_fields({"steering_gates": [gate(), gate(then={"vectors": [1.0]})]}, as_text=True)
+
+    assert caught.value.field == "steering_gates[1].then.vectors"
