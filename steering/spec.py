@@ -209,6 +209,7 @@ class SteeringWire(TypedDict, total=False):
         prefill_programs: As `prefill_parts`, for the modules' operations, in the order in which they act.
         decode_programs: The same for the decode phase.
         trace: True if the request's trace is wanted.
+        owner: Name of the client's key, if its gates go on in a conversation; absent without a key.
     """
 
     prefill: VectorsWire
@@ -230,6 +231,7 @@ class SteeringWire(TypedDict, total=False):
     prefill_programs: list[list[Any]]
     decode_programs: list[list[Any]]
     trace: bool
+    owner: str
 
 
 def to_wire(spec: SteeringSpec) -> SteeringWire:

@@ -66,6 +66,7 @@ LAYERS = {
 """Folders and modules of a package from the lowest to the highest. Each imports those before it, and none beside it."""
 
 LARGE_CLASSES = {
+    "WorkerHooks": "each method is the specification of one hook",
     "ConsumerContract": "each method is a test that authors of consumers inherit",
     "Client": "one flat method for each call of the server, as users write it",
     "AsyncClient": "the same, awaited",

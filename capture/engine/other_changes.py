@@ -36,6 +36,8 @@ _FRONT = "headgate.capture.engine.frontends"
 _INPUT = "headgate.capture.engine.frontends.input_processor"
 _RESULTS = "headgate.capture.engine.requests.capture_frontend"
 _ANSWERS = "headgate.capture.engine.server.answers"
+_NOTED = "headgate.capture.engine.frontends.noted_outputs"
+_READINGS = "headgate.capture.engine.worker.step_readings"
 _PARAMS = "headgate.capture.engine.requests.sampling_params"
 
 CHANGES = (
@@ -109,12 +111,19 @@ CHANGES = (
     Change("Scheduler._headgate_core", "attribute", f"{_CORE}.core_startup", "the same, for calls of the scheduler"),
     Change("Scheduler._headgate_ends", "attribute", f"{_CORE}.request_endings", "requests whose end the worker awaits"),
     Change("SchedulerOutput.headgate_final", "attribute", f"{_CORE}.request_endings", "how requests ended"),
+    Change("ModelRunnerOutput.headgate_readings", "attribute", _READINGS, "what the parts read in a step"),
+    Change("{Async}._headgate_step", "attribute", _READINGS, "the same, for an output that is not on the host yet"),
+    Change("{Async}.__class__", "instance", _READINGS, "a subclass whose get_output completes what it returns"),
     Change("SamplingParams._headgate_block_keys", "attribute", f"{_CORE}.block_keys", "keys of blocks to be hashed"),
     Change("Request._headgate_hashed_with", "attribute", f"{_CORE}.block_keys", "keys of blocks that are hashed"),
     Change("InputProcessor._headgate_front_end", "attribute", _INPUT, "capture where requests are made"),
     Change("InputProcessor._headgate_reader", "attribute", _INPUT, "reads the fields of requests"),
     Change("InputProcessor._headgate_chat", "attribute", _INPUT, "the conversation behind the next prompt"),
     Change("OutputProcessor._headgate_watched", "attribute", f"{_FRONT}.output_processor", "requests that capture"),
+    Change("OutputProcessor._headgate_is_noted", "attribute", _NOTED, "whether notes are to be taken out"),
+    Change("RequestState._headgate_notes", "attribute", _NOTED, "notes about a sample that its next output takes"),
+    Change("CompletionOutput._headgate_notes", "attribute", _NOTED, "those of an output, until it is handed out"),
+    Change("CompletionOutput.steering_trace", "attribute", _NOTED, "what return_steering_trace asks for; else None"),
     Change("LLMEngine._headgate_desk", "attribute", f"{_FRONT}.llm", "results that wait for their request's output"),
     Change("{Client}._headgate_front_end", "attribute", f"{_FRONT}.llm", "closed with the engine core's client"),
     Change("RequestOutput.capture_results", "attribute", _RESULTS, "results of its captures; the class has none"),
@@ -123,6 +132,8 @@ CHANGES = (
     Change("{Response}.capture_results", "attribute", _ANSWERS, "the same in answers of the server"),
     Change("{Response}.hidden_states", "attribute", _ANSWERS, "the same in answers of the server"),
     Change("{Choice}.hidden_states", "attribute", _ANSWERS, "the same in answers of the server"),
+    Change("{Response}.steering_trace", "attribute", _ANSWERS, "the same in answers of the server"),
+    Change("{Choice}.steering_trace", "attribute", _ANSWERS, "the same in answers of the server"),
     Change("GraphLowering.headgate_excluded", "attribute", _INDUCTOR, "buffers that are left out of the heuristics"),
     Change("TritonKernel.headgate_excluded", "attribute", _INDUCTOR, "those among them that a kernel reads"),
     Change(

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
+from headgate.steering.core.content import Limits, check_programs
 from headgate.steering.core.modules import Module
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import Named, Resolved, module_programs, resolved_of
 from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.features.sparse_coder import SparseCoder
-from headgate.steering.gates.gate import FeatureReading, ModuleThen, NamedProbe
+from headgate.steering.gates.conversations import Conversation, ConversationLatches, LatchKey
+from headgate.steering.gates.gate import FeatureReading, Gate, ModuleThen, NamedProbe
+from headgate.steering.gates.layout import FOLLOWING, layout_of
 from headgate.steering.gates.lowering import Own, lower_gates
+from headgate.steering.gates.trace import Note, TraceWriter, rows_of
 from headgate.steering.probes.probe import Probe
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
 from headgate.steering.spec import SteeringSpec
-from headgate.steering.vectors.dtypes import StoredType
+from headgate.steering.vectors.dtypes import Float32Rows, StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, weighted_sum
 
 
@@ -27,19 +34,31 @@ class GateContent:
     """Implements `headgate.steering.gates.readings.Content` for one request.
 
     Args:
-        steerable: The model.
+        steerable: The model; None if there can be no gates.
         probes: Of the engine core.
         saes: Likewise.
         modules: By name, as they are when the request is taken in.
     """
 
     def __init__(
-        self, steerable: Steerable, probes: ProbeRegistry, saes: SaeRegistry, modules: Mapping[str, Module]
+        self, steerable: Steerable | None, probes: ProbeRegistry, saes: SaeRegistry, modules: Mapping[str, Module]
     ) -> None:
+        if steerable is None:
+            raise AssertionError("gates in an engine core that does not know its model")
         self._steerable = steerable
         self._probes = probes
         self._saes = saes
         self._modules = modules
+
+    @property
+    def dtype(self) -> StoredType:
+        """The model's."""
+        return cast("StoredType", self._steerable.dtype)
+
+    @property
+    def max_gates(self) -> int:
+        """Gates that a request may have here; 0 if there can be none."""
+        return self._steerable.max_gates
 
     @property
     def hidden_size(self) -> int:
@@ -100,8 +119,55 @@ class GateContent:
         return found
 
 
+class Owned(NamedTuple):
+    """A client's conversations.
+
+    Attributes:
+        owner: Name of its key; empty without one.
+        latches: Of all conversations; None if they are not served.
+    """
+
+    owner: str
+    latches: ConversationLatches | None
+
+    def keys(self, gates: Sequence[Gate], content: GateContent) -> dict[str, LatchKey]:
+        """Return the keys of gates that go on in a conversation, by their names.
+
+        Raises:
+            RequestError: If conversations are not served here.
+        """
+        found = {}
+        for gate in gates:
+            if gate.conversation is not None:
+                if self.latches is None:
+                    raise RequestError(
+                        f"{gate.where}.scope",
+                        "conversations are not served with data parallelism: their requests reach engines that know "
+                        "nothing of one another; use rest_of_request",
+                    )
+                alone = lower_gates([gate], content, content.dtype, _NO_OWN, {})
+                digest = hashlib.sha256(alone.prefill.key + alone.decode.key).digest()
+                found[gate.name] = LatchKey(Conversation(self.owner, gate.conversation), digest)
+        return found
+
+    def latched(self, keys: Mapping[str, LatchKey]) -> dict[str, float]:
+        """Return the strengths that were latched before, by the names of gates."""
+        if self.latches is None:
+            return {}
+        return {name: found for name, key in keys.items() if (found := self.latches.find(key)) is not None}
+
+
+_NO_OWN: tuple[Own, Own] = ((None, None), (None, None))
+
+
 def gated(
-    spec: SteeringSpec, static: Resolved, named: Named, content: GateContent, dtype: StoredType, num_prompt: int
+    spec: SteeringSpec,
+    static: Resolved,
+    named: Named,
+    content: GateContent,
+    limits: Limits,
+    num_prompt: int,
+    owned: Owned,
 ) -> Resolved:
     """Return a request's steering with its gates.
 
@@ -109,20 +175,34 @@ def gated(
         spec: The request's, with gates.
         static: The same without them.
         named: Modules that it names, with the scale of each.
-        content: What names in the gates stand for.
-        dtype: The model's.
+        content: Gives probes, modules and SAEs by name.
+        limits: Of what its programs hold at one site.
         num_prompt: Tokens of its prompt.
+        owned: The client's conversations.
 
     Raises:
         RequestError: Naming the field of a gate.
     """
-    made = lower_gates(spec.gates, content, dtype, _own(spec, static, named), {})
-    programs = (made.prefill, made.decode)
-    if made.takes_own:
-        return replace(resolved_of(SteeringSpec(), programs, [], num_prompt), takes_own=True)
-    pairs = zip(static.own, programs, strict=True)
-    prefill, decode = (program if own is None else joined([own, program]) for own, program in pairs)
-    return resolved_of(spec, (prefill, decode), named, num_prompt)
+    if not content.max_gates:
+        raise RequestError(
+            spec.gates[0].where,
+            "this engine takes no gates: its layers lie on several pipeline stages; start it with tensor parallelism",
+        )
+    keys = owned.keys(spec.gates, content)
+    made = lower_gates(spec.gates, content, content.dtype, _own(spec, static, named), owned.latched(keys))
+    programs: tuple[Program | None, ...] = (made.prefill, made.decode)
+    if not made.takes_own:
+        pairs = zip(static.own, (made.prefill, made.decode), strict=True)
+        programs = tuple(program if own is None else joined([own, program]) for own, program in pairs)
+    brought: Brought = ([], []) if made.takes_own else module_programs(named)
+    for program, others in zip(programs, brought, strict=True):
+        check_programs([*(one for one, _ in others), *([program] if program else [])], limits, spec.gates[0].where)
+    static_spec, modules = (SteeringSpec(), []) if made.takes_own else (spec, named)
+    resolved = resolved_of(static_spec, (programs[0], programs[1]), modules, num_prompt)
+    return replace(resolved, takes_own=made.takes_own, latch_keys=keys)
+
+
+Brought = tuple[list[tuple[Program, float]], list[tuple[Program, float]]]
 
 
 def _own(spec: SteeringSpec, static: Resolved, named: Named) -> tuple[Own, Own]:
@@ -135,3 +215,55 @@ def _own(spec: SteeringSpec, static: Resolved, named: Named) -> tuple[Own, Own]:
         programs += [] if (own := static.own[phase]) is None else [own]
         found.append((weighted_sum([(vectors, 1.0), *parts]), joined(programs) if programs else None))
     return found[0], found[1]
+
+
+class _Watched(NamedTuple):
+    """A request whose gates are watched: its trace, if it wants that, and the columns of gates in conversations."""
+
+    writer: TraceWriter | None
+    latches: Mapping[LatchKey, int]
+
+
+class WatchedRequests:
+    """Requests whose gates are watched. Input thread adds, engine thread does everything else.
+
+    Args:
+        latches: Where gates of conversations are latched; None if there are none.
+    """
+
+    def __init__(self, latches: ConversationLatches | None) -> None:
+        self._latches = latches
+        self._watched: dict[str, _Watched] = {}
+
+    def add(self, req_id: str, gates: Sequence[Gate], resolved: Resolved, num_prompt: int, *, is_traced: bool) -> bool:
+        """Add a request with gates if anything is to be known of them; return whether it is."""
+        keys = resolved.latch_keys
+        if not gates or not (is_traced or keys):
+            return False
+        layout = layout_of(gates)
+        columns = {keys[column.gate.name]: column.column for column in layout.gates if column.gate.name in keys}
+        writer = TraceWriter(layout, resolved.own, num_prompt) if is_traced else None
+        self._watched[req_id] = _Watched(writer, columns)
+        return True
+
+    def forget(self, req_id: str) -> None:
+        """Forget a request, if it is known."""
+        self._watched.pop(req_id, None)
+
+    def take(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
+        """Return a piece of each request's trace, from what a step read; see `ReadingCore.take_readings`."""
+        found = {}
+        for rows in rows_of(readings):
+            watched = None if rows.req_id in discarded else self._watched.get(rows.req_id)
+            if watched is None or not len(rows.signals):
+                continue
+            self._latch(watched.latches, rows.signals[-1])
+            if watched.writer is not None and (note := watched.writer.note(rows.first, rows.signals)) is not None:
+                found[rows.req_id] = note
+        return found
+
+    def _latch(self, columns: Mapping[LatchKey, int], signals: Float32Rows) -> None:
+        """Remember the strengths that go on behind a row: they were latched there, or before."""
+        strengths = {key: float(signals[column + FOLLOWING]) for key, column in columns.items()}
+        if self._latches is not None and strengths:
+            self._latches.latch({key: strength for key, strength in strengths.items() if math.isfinite(strength)})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Demand, Load
 from headgate.steering.core.content import load_of
 from headgate.steering.core.modules import Module
+from headgate.steering.gates.conversations import LatchKey
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import SteeringSpec
 
@@ -30,6 +32,7 @@ class Resolved:
         decode_programs: The same for the decode phase.
         own: Its inline programs, with the names of modules resolved.
         takes_own: Whether its vectors, and what its modules bring, are in its programs: a gate attenuates them.
+        latch_keys: Of its gates that go on in a conversation, by their names.
     """
 
     prefill: bytes | None
@@ -41,6 +44,7 @@ class Resolved:
     decode_programs: Parts = ()
     own: tuple[Program | None, Program | None] = (None, None)
     takes_own: bool = False
+    latch_keys: Mapping[str, LatchKey] = field(default_factory=dict)
 
     @property
     def parts(self) -> tuple[Parts, Parts, Parts, Parts]:

@@ -21,11 +21,12 @@ from headgate.steering.core.content import (
     demand_of,
     described,
 )
-from headgate.steering.core.gates import GateContent, gated
+from headgate.steering.core.gates import GateContent, Owned, gated
 from headgate.steering.core.modules import Module, ModuleRegistry
 from headgate.steering.core.probes import ProbeRegistry
-from headgate.steering.core.resolved import Named, Resolved, check_scales, module_programs, resolved_of
+from headgate.steering.core.resolved import Resolved, check_scales, module_programs, resolved_of
 from headgate.steering.core.saes import SaeRegistry
+from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
@@ -127,21 +128,30 @@ class SteeringState:
         dtype: The model's.
         limits: What a request's programs may hold at one site.
         steerable: The model; None if there can be no gates.
+        latches: Of gates in conversations; None if these are not served.
 
     Attributes:
         saes: The SAEs whose features can be changed.
         probes: The probes that gates can name.
+        latches: As given.
         tiers: The global vectors.
         shared: The sums of `tiers` that act in each phase.
         version: Counts changes, of global vectors and of modules.
         global_keys: Content keys of the global vectors, and the version they date from.
     """
 
-    def __init__(self, dtype: StoredType, limits: Limits = NO_ENTRIES, steerable: Steerable | None = None) -> None:
+    def __init__(
+        self,
+        dtype: StoredType,
+        limits: Limits = NO_ENTRIES,
+        steerable: Steerable | None = None,
+        latches: ConversationLatches | None = None,
+    ) -> None:
         self._limits = limits
         self._steerable = steerable
         self.saes = SaeRegistry(dtype, limits.features)
         self.probes = ProbeRegistry()
+        self.latches = latches
         self.tiers = GlobalTiers()
         self.shared = SteeringSpec()
         self.version = 0
@@ -245,7 +255,14 @@ class SteeringState:
         with self._registry.lock:
             return self._registry.find(name, field)
 
-    def resolve(self, req_id: str, spec: SteeringSpec, num_prompt: int, field: str = "steering_module_ref") -> Resolved:
+    def resolve(
+        self,
+        req_id: str,
+        spec: SteeringSpec,
+        num_prompt: int,
+        field: str = "steering_module_ref",
+        owner: str = "",
+    ) -> Resolved:
         """Resolve the names in a request's spec to content, and keep that content until `release`.
 
         Args:
@@ -253,6 +270,7 @@ class SteeringState:
             spec: With names.
             num_prompt: Length of its prompt, for positions of operations.
             field: The name that errors about modules tell.
+            owner: Name of the client's key; empty without one. Conversations of gates are its own.
 
         Raises:
             RequestError: On an unknown name, if the sum could leave what the model's dtype can hold, on operations that
@@ -274,24 +292,12 @@ class SteeringState:
         if not spec.gates:
             return resolved
         try:
-            return self._gated(spec, resolved, named, modules, num_prompt)
+            content = GateContent(self._steerable, self.probes, self.saes, modules)
+            owned = Owned(owner, self.latches)
+            return gated(spec, resolved, named, content, self._limits, num_prompt, owned)
         except BaseException:
             self.release(req_id)
             raise
-
-    def _gated(
-        self, spec: SteeringSpec, static: Resolved, named: Named, modules: Mapping[str, Module], num_prompt: int
-    ) -> Resolved:
-        """Return a request's steering with its gates; their features may be read from a disk, so without the lock."""
-        if self._steerable is None:
-            raise AssertionError("gates in an engine core that does not know its model")
-        content = GateContent(self._steerable, self.probes, self.saes, modules)
-        resolved = gated(spec, static, named, content, self._dtype, num_prompt)
-        field = spec.gates[0].where
-        brought = ([], []) if resolved.takes_own else module_programs(named)
-        for program, others in zip(resolved.own, brought, strict=True):
-            check_programs([*(one for one, _ in others), *([program] if program else [])], self._limits, field)
-        return resolved
 
     def release(self, req_id: str) -> None:
         """Stop keeping the content of a request that was freed or refused, if it refers to any."""

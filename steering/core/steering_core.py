@@ -21,6 +21,7 @@ from headgate.steering.config import SaeSource, SteeringConfig, parse_config
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import Audit
 from headgate.steering.core.content import Limits
+from headgate.steering.core.gates import WatchedRequests
 from headgate.steering.core.operator_calls import OperatorCalls
 from headgate.steering.core.probes import open_probe
 from headgate.steering.core.resolved import Resolved
@@ -28,14 +29,28 @@ from headgate.steering.core.saes import open_sae, warn_of_other_model
 from headgate.steering.core.state import SteeringState
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import VectorFileError, load
-from headgate.steering.gates.layout import layout_of
-from headgate.steering.gates.trace import Note, TraceWriter, rows_of
+from headgate.steering.gates.conversations import ConversationLatches
+from headgate.steering.gates.trace import Note
 from headgate.steering.probes.probe import ProbeError
 from headgate.steering.spec import PROGRAM_KEYS, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
 
 logger = logging.getLogger("headgate")
+
+
+class LivePayloads:
+    """The inline vectors of live requests, by content key. Input thread only."""
+
+    def __init__(self) -> None:
+        self._payloads: WeakValueDictionary[bytes, np.ndarray[Any, Any]] = WeakValueDictionary()
+
+    def shared(self, vectors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return vectors with the payload of an earlier request that has the same and lives: one copy serves all."""
+        payload = vectors["payload"]
+        if not isinstance(payload, np.ndarray):  # short ones are bytes
+            return vectors
+        return {**vectors, "payload": self._payloads.setdefault(vectors["key"], payload)}
 
 
 class SteeringCore:
@@ -52,6 +67,7 @@ class SteeringCore:
         audit: Notes changes of what steers others; one of its own if None.
         clock: Seconds, never going back.
         steerable: The model, for SAEs that are registered; None if none can be.
+        has_conversations: Whether all requests of a conversation come here.
     """
 
     def __init__(
@@ -63,22 +79,23 @@ class SteeringCore:
         audit: Audit | None = None,
         clock: Callable[[], float] = time.monotonic,
         steerable: Steerable | None = None,
+        *,
+        has_conversations: bool = True,
     ) -> None:
         limits = Limits(2 * config.max_ops_per_site, config.num_features)
-        self._state = SteeringState(dtype, limits, steerable)
+        latches = ConversationLatches() if has_conversations else None
+        self._state = SteeringState(dtype, limits, steerable, latches)
         self._reservations: Reservations[str] = Reservations(capacity)
         self._operator = OperatorCalls(self._state, self._reservations, services, audit or Audit(), steerable)
         self._resolved: dict[str, Resolved] = {}
         """Of requests that steer, from `accept` until `release`."""
-        self._traces: dict[str, TraceWriter] = {}
-        """Of requests whose trace is wanted, likewise."""
+        self._watched = WatchedRequests(self._state.latches)
         self._limits = config.wait_limits(is_offline=False)
         self._offline_limits = config.wait_limits(is_offline=True)
         self._clock = clock
         self._waiting_since: dict[str, float] = {}
         """Of requests whose wait is limited, in the order of their arrival."""
-        self._payloads: WeakValueDictionary[bytes, np.ndarray[Any, Any]] = WeakValueDictionary()
-        """Inline vectors of live requests, by content key. Input thread only."""
+        self._payloads = LivePayloads()
         self._log = SparseLog("steering")
 
     def accept(self, req_id: str, wire: Mapping[str, Any] | None, num_prompt: int) -> dict[str, Any] | None:
@@ -88,11 +105,16 @@ class SteeringCore:
         if req_id in self._resolved:
             raise AssertionError(f"request {req_id!r} was taken already")
         spec = from_wire(wire)
-        resolved = self._state.resolve(req_id, spec, num_prompt)
+        resolved = self._state.resolve(req_id, spec, num_prompt, owner=wire.get("owner", ""))
         self._resolved[req_id] = resolved
-        if wire.get("trace") and spec.gates:
-            self._traces[req_id] = TraceWriter(layout_of(spec.gates), resolved.own, num_prompt)
-        taken = {name: self._shared(value) if name in ("prefill", "decode") else value for name, value in wire.items()}
+        is_traced = bool(wire.get("trace"))
+        is_watched = self._watched.add(req_id, spec.gates, resolved, num_prompt, is_traced=is_traced)
+        taken = {
+            name: self._payloads.shared(value) if name in ("prefill", "decode") else value
+            for name, value in wire.items()
+        }
+        if is_watched:
+            taken["trace"] = True
         names = ("prefill_parts", "decode_parts", "prefill_programs", "decode_programs")
         for name, found in zip(names, resolved.parts, strict=True):
             if found:
@@ -107,13 +129,6 @@ class SteeringCore:
             taken.update(to_wire(SteeringSpec(prefill_program=prefill, decode_program=decode)))
         return taken
 
-    def _shared(self, vectors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return vectors with the payload of an earlier request that has the same and lives: one copy serves all."""
-        payload = vectors["payload"]
-        if not isinstance(payload, np.ndarray):  # short ones are bytes
-            return vectors
-        return {**vectors, "payload": self._payloads.setdefault(vectors["key"], payload)}
-
     def block_keys(self, req_id: str) -> SteeredBlocks | None:
         """Return the block keys of the request under the present global vectors; None if nothing acts on it."""
         shared, own = self._state.global_keys, self._resolved.get(req_id)
@@ -126,17 +141,12 @@ class SteeringCore:
         return keys if any(keys) else None
 
     def take_readings(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
-        """Return a piece of each request's trace, from what a step read; see `ReadingCore`."""
-        found = {}
-        for rows in rows_of(readings):
-            trace = None if rows.req_id in discarded else self._traces.get(rows.req_id)
-            if trace is not None and (note := trace.note(rows.first, rows.signals)) is not None:
-                found[rows.req_id] = note
-        return found
+        """Return a piece of each request's trace; see `ReadingCore`."""
+        return self._watched.take(readings, discarded)
 
     def forget(self, req_id: str) -> None:
         """Forget a request that was taken."""
-        self._traces.pop(req_id, None)
+        self._watched.forget(req_id)
         if self._resolved.pop(req_id, None) is not None:
             self._state.release(req_id)
 
@@ -255,7 +265,13 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     steerable = config.steerable(num_layers=model.num_layers, hidden_size=model.hidden_size, dtype=model.dtype)
     audit = Audit(facts.engine, None if config.audit_file is None else Path(config.audit_file))
     capacity = config.num_slots(model.num_layers) - 1
-    core = SteeringCore(cast("StoredType", model.dtype), capacity, services, config, audit, steerable=steerable)
+    if facts.num_stages > 1:
+        # Strengths stay on the stage that computes them, and what is read of stages but the last does not come back.
+        steerable = replace(steerable, max_gates=0)
+    dtype, has_conversations = cast("StoredType", model.dtype), facts.num_engines == 1
+    core = SteeringCore(
+        dtype, capacity, services, config, audit, steerable=steerable, has_conversations=has_conversations
+    )
     for name, source in config.saes.items():
         is_encoded = name in config.sae_encode
         core.load_sae(name, SaeSource.parse(source), steerable, model.name, is_encoded=is_encoded)

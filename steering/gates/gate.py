@@ -131,7 +131,7 @@ class Gate:
     Attributes:
         name: Unique in its request, at most `headgate.steering.vectors.phase_vectors.MAX_NAME` characters.
         when: The condition.
-        then: What it turns on.
+        then: The steering that it turns on.
         mode: How the strength of each leaf follows from its score.
         amount: Gain of `Mode.PROPORTIONAL`, sharpness of `Mode.SIGMOID`; 1 for `Mode.BINARY`.
         scope: On which rows it acts.

@@ -17,6 +17,10 @@ COLUMNS_PER_GATE = 8
 """Columns that the engine has for each gate of a request, on the average: a gate of one leaf takes 7."""
 
 
+FOLLOWING = 2
+"""Of a gate's columns, the strength that acts on the next row at earlier sites."""
+
+
 class ScoreColumn(NamedTuple):
     """A score's column.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +61,7 @@ def lower_gates(
 
     Args:
         gates: Of one request.
-        content: What the names in them stand for.
+        content: Gives probes, modules and SAEs by name.
         dtype: The model's.
         own: The request's static steering by phase; it is looked at if a gate attenuates it.
         latched: Strengths that conversations have latched, by the names of gates.
@@ -88,7 +87,9 @@ def lower_gates(
         placed = placed.decided(written, content.op_sites)
         if attenuating and attenuating[-1].gate is placed.gate:
             attenuating[-1] = placed
-        made.evaluate(placed, _evaluation(placed, layout, scores, content.hidden_size, latched))
+        evaluation = _Evaluation(placed, layout, scores)
+        root = evaluation.put(placed.gate.when)
+        made.evaluate(evaluation.finish(root, latched.get(placed.gate.name, math.nan), content.hidden_size))
         made.write(placed, thens)
     if attenuating:
         made.attenuate(attenuating, own, dtype)
@@ -198,50 +199,54 @@ def _sites_of(vectors: PhaseVectors | None, program: Program | None) -> tuple[Si
     return (*(vectors.sites if vectors is not None else ()), *(program.sites if program is not None else ()))
 
 
-def _evaluation(
-    placed: _Placed, layout: Layout, scores: Mapping[int, Score], hidden_size: int, latched: Mapping[str, float]
-) -> list[Entry]:
-    """Return the entries that evaluate a gate at its decision site, in their order."""
-    gate, columns = placed.gate, count(placed.column.first, 1)
-    entries: list[Entry] = []
+class _Evaluation:
+    """Makes the entries that evaluate a gate at its decision site, in their order."""
 
-    def take(number: int) -> int:
-        first = next(columns)
-        for _ in range(number - 1):
-            next(columns)
-        return first
+    def __init__(self, placed: _Placed, layout: Layout, scores: Mapping[int, Score]) -> None:
+        self.entries: list[Entry] = []
+        self._placed = placed
+        self._layout = layout
+        self._scores = scores
+        self._next = placed.column.first
 
-    def put(condition: Condition) -> int:
-        """Add the entries of a condition; return its column."""
+    def put(self, condition: Condition) -> int:
+        """Add the entries of a condition; return its first column."""
         if isinstance(condition, Leaf):
-            column = take(num_columns(condition))
-            score = layout.score_column(condition.reading)
-            entries.append(_leaf(gate, condition, column, score, scores[score], placed.site))
+            column, score = self._take(condition), self._layout.score_column(condition.reading)
+            entry = _leaf(self._placed.gate, condition, column, score, self._scores[score], self._placed.site)
+            self.entries.append(entry)
             return column
         if isinstance(condition, Always):
-            return node(Combine.ALWAYS, 0, 0)
+            return self._node(Combine.ALWAYS, 0, 0)
         if isinstance(condition, Negation):
-            return node(Combine.NOT, put(condition.condition), 0)
-        found = put(condition.conditions[0])
+            return self._node(Combine.NOT, self.put(condition.condition), 0)
+        found = self.put(condition.conditions[0])
         for other in condition.conditions[1:]:
-            found = node(condition.combine, found, put(other))
+            found = self._node(condition.combine, found, self.put(other))
         return found
 
-    def node(combine: Combine, one: int, other: int) -> int:
-        column = take(NODE_COLUMNS)
+    def finish(self, root: int, latched: float, hidden_size: int) -> list[Entry]:
+        """Add the entry of the gate, whose condition is at column `root`; return all."""
+        gate = self._placed.gate
+        code = Code.GATE | gate.scope
+        code |= GateFlag.FROM_PROMPT_END if gate.is_pooled_over_prompt else 0
+        code |= GateFlag.OBSERVES if gate.then.observes else 0
+        params = (0.0, 0.0, latched, 0.0, 0.0, 0.0, float(root), 0.0)
+        zeros = np.zeros(hidden_size, np.float32)  # It writes zeros: a program has rows.
+        column = self._placed.column.column
+        return [*self.entries, Entry(self._placed.site, with_change(code, column), None, zeros, params)]
+
+    def _node(self, combine: Combine, one: int, other: int) -> int:
+        column = self._next
+        self._next += NODE_COLUMNS
         params = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, float(one), float(other))
-        entries.append(Entry(placed.site, with_change(Code.NODE | combine, column), None, None, params))
+        self.entries.append(Entry(self._placed.site, with_change(Code.NODE | combine, column), None, None, params))
         return column
 
-    root = put(gate.when)
-    flags = (GateFlag.FROM_PROMPT_END if gate.is_pooled_over_prompt else 0) | (
-        GateFlag.OBSERVES if gate.then.observes else 0
-    )
-    code = with_change(Code.GATE | gate.scope | flags, placed.column.column)
-    params = (0.0, 0.0, latched.get(gate.name, math.nan), 0.0, 0.0, 0.0, float(root), 0.0)
-    # It writes zeros: a program has rows.
-    entries.append(Entry(placed.site, code, None, np.zeros(hidden_size, np.float32), params))
-    return entries
+    def _take(self, condition: Leaf) -> int:
+        column = self._next
+        self._next += num_columns(condition)
+        return column
 
 
 def _leaf(gate: Gate, leaf: Leaf, column: int, score: int, read: Score, site: Site) -> Entry:
@@ -281,7 +286,7 @@ class _Entries:
         for phase in self.phases:
             phase.entries.append(entry)
 
-    def evaluate(self, placed: _Placed, entries: Sequence[Entry]) -> None:
+    def evaluate(self, entries: Sequence[Entry]) -> None:
         """Add the evaluation of a gate to both phases: states of one go on in the other."""
         for entry in entries:
             self.add(entry)

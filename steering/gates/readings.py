@@ -24,7 +24,7 @@ from headgate.steering.vectors.phase_vectors import PhaseVectors
 
 
 class Content(Protocol):
-    """What the names in gates stand for, in an engine core.
+    """The content that names in gates stand for, in an engine core.
 
     Attributes:
         hidden_size: Width of the stream.
@@ -91,7 +91,7 @@ def read_score(reading: Reading, content: Content, dtype: StoredType) -> Score:
 
     Args:
         reading: Of a gate.
-        content: What names stand for.
+        content: Gives probes, modules and SAEs by name.
         dtype: The model's. Where it is narrower than float32, a weight is stored as two rows: the rounded one, and
             what rounding took from it.
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headgate.steering.gates.layout import Layout
+from headgate.steering.gates.layout import FOLLOWING, Layout
 from headgate.steering.programs.codes import GROUP
 from headgate.steering.programs.gate_codes import EARLY, gate_column
 from headgate.steering.programs.program import Program
@@ -16,10 +16,6 @@ from headgate.steering.vectors.dtypes import Float32Rows
 
 Note = dict[str, Any]
 """Positions, scores by probe, and strengths by gate, of the rows of one step; plain values."""
-
-
-_FOLLOWING = 2
-"""From a gate's column to that of the strength which acts on the next row, at sites where it is evaluated after."""
 
 
 class Writes(NamedTuple):
@@ -95,7 +91,7 @@ class TraceWriter:
             if column in writes.late:
                 applied[part] = rows[part, column]
             elif column in writes.early:
-                applied[part] = np.nan_to_num(before[part, column + _FOLLOWING], nan=0.0)
+                applied[part] = np.nan_to_num(before[part, column + FOLLOWING], nan=0.0)
         return applied
 
 

@@ -1,6 +1,7 @@
-"""Activations of features of sparse autoencoders, and how far an edit moves a row of the stream along them.
+"""Activations of features of sparse autoencoders, how far an edit moves a row of the stream along them, and scores.
 
-Formulas: `headgate.steering.programs.codes`. Arguments that are named in the singular may also be blocks.
+Formulas: `headgate.steering.programs.codes`, and `gate_codes` for scores. Arguments that are named in the singular may
+also be blocks.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import triton
 import triton.language as tl
 
 from headgate.steering.programs import codes as program_codes
+from headgate.steering.programs import gate_codes
 from headgate.steering.programs.codes import Activation, Code, Edit, Flag, InputNorm
+from headgate.steering.programs.gate_codes import ScoreKind
 
 _CODE_MASK = tl.constexpr(program_codes.CODE_MASK)
 _READ_FEATURE = tl.constexpr(int(Code.READ_FEATURE))
@@ -29,6 +32,9 @@ _PLUS = tl.constexpr(int(Edit.PLUS))
 _TIMES = tl.constexpr(int(Edit.TIMES))
 _AT_LEAST = tl.constexpr(int(Edit.AT_LEAST))
 _AT_MOST = tl.constexpr(int(Edit.AT_MOST))
+_SCORE_KIND_MASK = tl.constexpr(gate_codes.SCORE_KIND_MASK)
+_COSINE = tl.constexpr(int(ScoreKind.COSINE))
+_ACTIVATION = tl.constexpr(int(ScoreKind.ACTIVATION))
 
 
 @triton.jit
@@ -54,15 +60,42 @@ def amounts_of_features(code, numbers, dots, mean, std, norm, D):
     """Return how often each of some features adds its row; 0 if it does not act."""
     read_scale, write_scale, p0, p1, p2, p3, p4, p5 = numbers
     norms = code & INPUT_NORM_MASK
-    z = read_scale * dots
-    rms = norm / tl.sqrt(D.to(tl.float32))
-    z = tl.where(norms == _LAYER_NORM, (z - read_scale * p5 * mean) / (std + _LAYER_NORM_EPS), z)
-    z = tl.where(norms == _CONSTANT_NORM, tl.where(rms > 0, z / rms, 0.0), z)
-    gain = tl.where(norms == _LAYER_NORM, std, tl.where(norms == _CONSTANT_NORM, rms, 1.0))
+    z, gain = _normalised(norms, read_scale * dots, read_scale, p5, mean, std, norm, D)
     a = activation(code & _ACTIVATION_MASK, z, p0, p1, p3, p4)
     target = edited(code & _EDIT_MASK, a, p2)
     target = tl.where(code & _IF_ACTIVE == 0, target, tl.where(a > 0, target, a))
     return tl.where(code == 0, 0.0, write_scale * gain * (target - a))
+
+
+@triton.jit
+def _normalised(norms, z, read_scale, p5, mean, std, norm, D):
+    """Return what an encoder reads of a row, and what its decoder's output is multiplied by."""
+    rms = norm / tl.sqrt(D.to(tl.float32))
+    z = tl.where(norms == _LAYER_NORM, (z - read_scale * p5 * mean) / (std + _LAYER_NORM_EPS), z)
+    z = tl.where(norms == _CONSTANT_NORM, tl.where(rms > 0, z / rms, 0.0), z)
+    gain = tl.where(norms == _LAYER_NORM, std, tl.where(norms == _CONSTANT_NORM, rms, 1.0))
+    return z, gain
+
+
+@triton.jit
+def norms_of_scores(code):
+    """Return the `InputNorm` of which entries `Code.SCORE` need a row's statistics."""
+    kind = code & _SCORE_KIND_MASK
+    norms = tl.where(kind == _ACTIVATION, code & INPUT_NORM_MASK, 0)
+    return tl.where(kind == _COSINE, _CONSTANT_NORM, norms)
+
+
+@triton.jit
+def scores_of_row(code, numbers, dots, rests, mean, std, norm, D):
+    """Return the scores of some entries `Code.SCORE`; `rests` are products of the row with their second rows."""
+    read_scale, write_scale, p0, p1, _p2, p3, p4, p5 = numbers
+    y = read_scale * dots + write_scale * rests
+    kind = code & _SCORE_KIND_MASK
+    norms = tl.where(kind == _ACTIVATION, code & INPUT_NORM_MASK, 0)
+    z, _gain = _normalised(norms, y, read_scale, p5, mean, std, norm, D)
+    cosine = tl.where(norm > 0, y / norm, 0.0)
+    a = activation(code & _ACTIVATION_MASK, z, p0, p1, p3, p4)
+    return tl.where(kind == _ACTIVATION, a, tl.where(kind == _COSINE, cosine, y) + p0)
 
 
 @triton.jit

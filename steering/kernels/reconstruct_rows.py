@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headgate.steering.kernels.coder_tiles import decode_kernel, encode_kernel, store_parts
 from headgate.steering.kernels.feature_values import norm_of_row
-from headgate.steering.kernels.run_programs import stream_row
+from headgate.steering.kernels.program_entries import stream_row
 from headgate.steering.programs import codes as program_codes
 from headgate.steering.programs.codes import NUM_NUMBERS, InputNorm
 

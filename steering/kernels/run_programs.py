@@ -18,18 +18,31 @@ from headgate.steering.kernels.feature_values import (
     norm_of_row,
     statistics_of_row,
 )
+from headgate.steering.kernels.program_arguments import (
+    Gates,
+    check_gates,
+    check_lengths,
+    check_rows,
+    check_shift,
+    check_tables,
+    num_changes,
+    strides_of,
+)
+from headgate.steering.kernels.program_entries import (
+    fields_of_entry,
+    numbers_of_features,
+    numbers_of_operation,
+    row_of_entry,
+    rows_of_entries,
+    stream_row,
+)
+from headgate.steering.kernels.scan_gates import gates_of_row, scan_gates
 from headgate.steering.programs import codes as program_codes
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS, Code, Flag
 
 _CODE_MASK = tl.constexpr(program_codes.CODE_MASK)
 _NUM_CODES = tl.constexpr(NUM_CODES)
 _NUM_PARAMS = tl.constexpr(NUM_PARAMS)
-_READ = tl.constexpr(program_codes.READ)
-_WRITE = tl.constexpr(program_codes.WRITE)
-_GROUP = tl.constexpr(program_codes.GROUP)
-_READ_SCALE = tl.constexpr(program_codes.READ_SCALE)
-_WRITE_SCALE = tl.constexpr(program_codes.WRITE_SCALE)
-_P0 = tl.constexpr(program_codes.P0)
 
 _LINEAR = tl.constexpr(int(Code.LINEAR))
 _CLAMP = tl.constexpr(int(Code.CLAMP))
@@ -66,6 +79,9 @@ def program_deltas(
     groups_T: Tensor | None = None,
     changes_TK: Tensor | None = None,
     shift_TD: Tensor | None = None,
+    *,
+    gates: Gates | None = None,
+    scans: bool = True,
 ) -> Tensor:
     """Return what the program of each row of the stream adds to it: float32 ``[T, D]``.
 
@@ -89,36 +105,35 @@ def program_deltas(
             Other changes are neither read nor written. None if no entry is of that kind.
         shift_TD: float32, contiguous, written as the result is: the part of it that is not of features. None where
             nobody asks for it.
+        gates: None if no entry is of a gate or has one. Otherwise float32 signals ``[T, C]`` and states ``[Q, C]``, and
+            int32 ``[T, 2]``: slot of each token's request, in [0, Q), and `TokenFlag`; all contiguous
+            (`headgate.steering.worker.gates.reference.GateTensors`). Gates of the site are evaluated, which writes
+            signals and states. Several rows of one request must lie one behind the other, and have `IS_SCANNED`.
+        scans: False if no row has that flag, as in a step of one row for each request: two launches are left out.
 
     Raises:
         ValueError: If shapes or dtypes differ, or a row is not contiguous.
     """
-    _check_rows(value_TD, [pool_SD] if addend_TD is None else [pool_SD, addend_TD])
-    _check_tables(codes_REC, params_REP, row_T, count_T)
+    check_rows(value_TD, [pool_SD] if addend_TD is None else [pool_SD, addend_TD])
+    check_tables(codes_REC, params_REP, row_T, count_T)
     num_tokens, hidden_size, num_entries = *value_TD.shape, codes_REC.shape[1]
-    _check_lengths(num_tokens, rows=row_T, counts=count_T, addend=addend_TD, groups=groups_T, changes=changes_TK)
-    _check_shift(value_TD, shift_TD)
+    check_lengths(num_tokens, rows=row_T, counts=count_T, addend=addend_TD, groups=groups_T, changes=changes_TK)
+    check_shift(value_TD, shift_TD)
+    if gates is not None:
+        check_gates(num_tokens, gates)
     delta_TD = torch.empty((num_tokens, hidden_size), dtype=torch.float32, device=value_TD.device)
     if num_tokens:
-        _program_deltas_kernel[(max(min(num_tokens, _MAX_PROGRAMS), triton.cdiv(num_tokens, _TOKENS)),)](
-            value_TD,
-            addend_TD,
-            pool_SD,
-            row_T,
-            count_T,
-            codes_REC,
-            params_REP,
-            groups_T,
-            changes_TK,
-            shift_TD,
-            delta_TD,
-            value_TD.stride(0),
-            0 if addend_TD is None else addend_TD.stride(0),
-            pool_SD.stride(0),
-            *(num_tokens, num_entries),
-            _num_changes(changes_TK),
+        grid = (max(min(num_tokens, _MAX_PROGRAMS), triton.cdiv(num_tokens, _TOKENS)),)
+        options = _launch_options(num_entries, hidden_size)
+        rows, tables = (value_TD, addend_TD, pool_SD), (row_T, count_T, codes_REC, params_REP)
+        if gates is not None and scans:
+            scan_gates(rows, tables, gates, grid, options)
+        _program_deltas_kernel[grid](
+            *(*rows, *tables, groups_T, changes_TK, shift_TD, *(gates or (None, None, None)), delta_TD),
+            *(*strides_of(*rows), num_tokens, num_entries, num_changes(changes_TK)),
+            None if gates is None else gates[0].shape[1],
             hidden_size,
-            **_launch_options(num_entries, hidden_size),
+            **options,
         )
     return delta_TD
 
@@ -135,77 +150,12 @@ def _launch_options(num_entries: int, hidden_size: int) -> dict[str, int]:
     }
 
 
-def _check_lengths(num_tokens: int, **tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape[0] != num_tokens:
-            raise ValueError(f"program_deltas: expected {name} of {num_tokens} tokens, got {tuple(tensor.shape)}")
-
-
-def _num_changes(changes_TK: Tensor | None) -> int:
-    if changes_TK is None:
-        return 0
-    if changes_TK.dtype != torch.float32 or not changes_TK.is_contiguous():
-        raise ValueError("program_deltas: the changes must be contiguous, in float32")
-    return changes_TK.shape[1]
-
-
-def _check_rows(value_TD: Tensor, others: list[Tensor]) -> None:
-    for tensor in (value_TD, *others):
-        if tensor.dim() != 2 or tensor.shape[1] != value_TD.shape[1] or tensor.stride(1) != 1:
-            raise ValueError(
-                f"program_deltas: rows must be contiguous and {value_TD.shape[-1]} wide, got {tuple(tensor.shape)} "
-                f"with strides {tensor.stride()}"
-            )
-        if tensor.dtype != value_TD.dtype:
-            raise ValueError(f"program_deltas: expected rows of {value_TD.dtype}, got {tensor.dtype}")
-
-
-def _check_shift(value_TD: Tensor, shift_TD: Tensor | None) -> None:
-    if shift_TD is not None and (
-        shift_TD.shape != value_TD.shape or shift_TD.dtype != torch.float32 or not shift_TD.is_contiguous()
-    ):
-        raise ValueError(
-            f"program_deltas: expected a contiguous float32 shift {tuple(value_TD.shape)}, got {tuple(shift_TD.shape)} "
-            f"of {shift_TD.dtype}"
-        )
-
-
-def _check_tables(codes_REC: Tensor, params_REP: Tensor, *tokens: Tensor) -> None:
-    num_rows, num_entries = codes_REC.shape[:2]
-    if codes_REC.shape != (num_rows, num_entries, NUM_CODES) or params_REP.shape != (num_rows, num_entries, NUM_PARAMS):
-        raise ValueError(
-            f"program_deltas: tables of {tuple(codes_REC.shape)} and {tuple(params_REP.shape)}, "
-            f"expected [R, E, {NUM_CODES}] and [R, E, {NUM_PARAMS}]"
-        )
-    if not all(tensor.is_contiguous() for tensor in (codes_REC, params_REP, *tokens)):
-        raise ValueError("program_deltas: the tables must be contiguous")
-
-
 @triton.jit(do_not_specialize=["T"])
 def _program_deltas_kernel(
-    value_ptr,
-    addend_ptr,
-    pool_ptr,
-    row_ptr,
-    count_ptr,
-    codes_ptr,
-    params_ptr,
-    groups_ptr,
-    changes_ptr,
-    shift_ptr,
-    out_ptr,
-    value_stride,
-    addend_stride,
-    pool_stride,
-    T,
-    E,
-    K,
-    D,
-    TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    value_ptr, addend_ptr, pool_ptr, row_ptr, count_ptr, codes_ptr, params_ptr, groups_ptr, changes_ptr, shift_ptr,
+    signals_ptr, states_ptr, tokens_ptr, out_ptr, value_stride, addend_stride, pool_stride, T, E, K, C, D,
+    TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     if _num_entries(count_ptr, T, TOKENS) == 0:
         return
     columns = tl.arange(0, BLOCK_D)
@@ -217,10 +167,20 @@ def _program_deltas_kernel(
             groups = tl.load(groups_ptr + token) if groups_ptr is not None else -1
             codes, params = codes_ptr + table_row * E * _NUM_CODES, params_ptr + table_row * E * _NUM_PARAMS
             h = stream_row(value_ptr, addend_ptr, token, value_stride, addend_stride, columns, columns < D)
-            h, first = _run_operations(h, codes, params, count, groups, pool_ptr, pool_stride, columns, D, BLOCK_E)
+            gates, first = None, 0
+            if signals_ptr is not None:
+                gates, first = gates_of_row(
+                    h, codes, params, count, token, signals_ptr, states_ptr, tokens_ptr, C,
+                    pool_ptr, pool_stride, columns, D, TILE, BLOCK_E,
+                )  # fmt: skip
+            h, first = _run_operations(
+                h, codes, params, first, count, groups, gates, pool_ptr, pool_stride, columns, D, BLOCK_E
+            )
             _store_change(shift_ptr, h, value_ptr, addend_ptr, token, value_stride, addend_stride, columns, D)
             changes = changes_ptr + token * K if changes_ptr is not None else None
-            h = _add_features(h, codes, params, first, count, groups, changes, pool_ptr, pool_stride, columns, D, TILE)
+            h = _add_features(
+                h, codes, params, first, count, groups, gates, changes, pool_ptr, pool_stride, columns, D, TILE
+            )
             _store_change(out_ptr, h, value_ptr, addend_ptr, token, value_stride, addend_stride, columns, D)
 
 
@@ -241,72 +201,33 @@ def _num_entries(count_ptr, T, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def stream_row(value_ptr, addend_ptr, token, value_stride, addend_stride, columns, mask):
-    """Return one row of the stream."""
-    x = tl.load(value_ptr + token * value_stride + columns, mask=mask, other=0.0)
-    if addend_ptr is not None:
-        addend = tl.load(addend_ptr + token * addend_stride + columns, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + addend.to(tl.float32)).to(x.dtype)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _run_operations(h, codes, params, count, groups, pool_ptr, pool_stride, columns, D, BLOCK_E: tl.constexpr):
-    """Return `h` after the entries that are no features, and how many those are.
+def _run_operations(
+    h, codes, params, first, count, groups, gates, pool_ptr, pool_stride, columns, D, BLOCK_E: tl.constexpr
+):
+    """Return `h` after the entries that are no features, from `first` on, and the number of the one behind them.
 
     What an entry needs is on its way while the reductions of the one before it wait for one another.
     """
-    code, read, write = _fields(codes, 0, count, groups)
-    next_code, next_read, next_write = _fields(codes, 1, count, groups)
+    code, read, write = fields_of_entry(codes, first, count, groups, gates)
+    next_code, next_read, next_write = fields_of_entry(codes, first + 1, count, groups, gates)
     entries = tl.arange(0, BLOCK_E)
     all_codes = tl.load(codes + entries * _NUM_CODES, mask=entries < count, other=_FEATURE)
-    u, w = _row(pool_ptr, pool_stride, code, read, columns, D), _row(pool_ptr, pool_stride, code, write, columns, D)
-    numbers = _numbers(params, code)
+    u = row_of_entry(pool_ptr, pool_stride, code, read, columns, D)
+    w = row_of_entry(pool_ptr, pool_stride, code, write, columns, D)
+    numbers = numbers_of_operation(codes, params, first, code, gates)
     num_operations = tl.sum((all_codes & _CODE_MASK < _FEATURE).to(tl.int32))
     remembered = -1.0
-    for index in range(num_operations):
-        next_u = _row(pool_ptr, pool_stride, next_code, next_read, columns, D)
-        next_w = _row(pool_ptr, pool_stride, next_code, next_write, columns, D)
-        next_numbers = _numbers(params + (index + 1) * _NUM_PARAMS, next_code)
-        later_code, later_read, later_write = _fields(codes, index + 2, count, groups)
+    for at in range(num_operations):
+        index = first + at
+        next_u = row_of_entry(pool_ptr, pool_stride, next_code, next_read, columns, D)
+        next_w = row_of_entry(pool_ptr, pool_stride, next_code, next_write, columns, D)
+        next_numbers = numbers_of_operation(codes, params, index + 1, next_code, gates)
+        later_code, later_read, later_write = fields_of_entry(codes, index + 2, count, groups, gates)
         if code != 0:
             h, remembered = _operation(code, read, numbers, h, u, w, remembered)
         code, read, u, w, numbers = next_code, next_read, next_u, next_w, next_numbers
         next_code, next_read, next_write = later_code, later_read, later_write
-    return h, num_operations
-
-
-@triton.jit
-def _row(pool_ptr, pool_stride, code, slot, columns, D):
-    """Return a row of the pool as it is stored; zeros for slot 0, of features, and of entries that do not act."""
-    op = code & _CODE_MASK
-    width = tl.where(op == 0, 0, tl.where(op >= _FEATURE, 0, tl.where(slot == 0, 0, D)))
-    return tl.load(pool_ptr + slot * pool_stride + columns, mask=columns < width, other=0.0)
-
-
-@triton.jit
-def _numbers(params, code):
-    """Return `read_scale`, `write_scale` and p0 to p2 of an entry, or of each of a block of entries."""
-    acts = code != 0
-    return (
-        tl.load(params + _READ_SCALE, mask=acts, other=0.0),
-        tl.load(params + _WRITE_SCALE, mask=acts, other=0.0),
-        tl.load(params + _P0, mask=acts, other=0.0),
-        tl.load(params + _P0 + 1, mask=acts, other=0.0),
-        tl.load(params + _P0 + 2, mask=acts, other=0.0),
-    )
-
-
-@triton.jit
-def _fields(codes, index, count, groups):
-    """Return code, 0 if it does not act, and slots of an entry, or of each of a block of entries."""
-    fields = codes + index * _NUM_CODES
-    code = tl.load(fields, mask=index < count, other=0)
-    read = tl.load(fields + _READ, mask=index < count, other=0).to(tl.int64)
-    write = tl.load(fields + _WRITE, mask=index < count, other=0).to(tl.int64)
-    group = tl.load(fields + _GROUP, mask=index < count, other=0)
-    bit = groups >> (tl.maximum(group, 1) - 1).to(tl.int64) & 1
-    return tl.where(group == 0, code, tl.where(bit == 0, 0, code)), read, write
+    return h, first + num_operations
 
 
 @triton.jit
@@ -352,7 +273,7 @@ def _amount(op, read_scale, p0, p1, p2, h, u):
 
 @triton.jit
 def _add_features(
-    h, codes, params, first, count, groups, changes, pool_ptr, pool_stride, columns, D, TILE: tl.constexpr
+    h, codes, params, first, count, groups, gates, changes, pool_ptr, pool_stride, columns, D, TILE: tl.constexpr
 ):
     """Return `h` with what the features add that are its last entries, from `first` on; `TILE` are read at once.
 
@@ -360,13 +281,13 @@ def _add_features(
     """
     d = tl.zeros_like(h)
     mean, std, norm = 0.0, -1.0, -1.0  # of h; negative until a feature needs them
-    code, read, write = _fields(codes, first + tl.arange(0, TILE), count, groups)
+    code, read, write = fields_of_entry(codes, first + tl.arange(0, TILE), count, groups, gates)
     for start in range(first, count, TILE):
         index = start + tl.arange(0, TILE)
-        u = _rows_of_entries(pool_ptr, pool_stride, tl.where(code == 0, 0, read), columns, D)
-        w = _rows_of_entries(pool_ptr, pool_stride, tl.where(code == 0, 0, write), columns, D)
-        numbers = _numbers_of_features(params + index * _NUM_PARAMS, code)
-        next_code, next_read, next_write = _fields(codes, index + TILE, count, groups)
+        u = rows_of_entries(pool_ptr, pool_stride, tl.where(code == 0, 0, read), columns, D)
+        w = rows_of_entries(pool_ptr, pool_stride, tl.where(code == 0, 0, write), columns, D)
+        numbers = numbers_of_features(codes, params, index, code, gates)
+        next_code, next_read, next_write = fields_of_entry(codes, index + TILE, count, groups, gates)
         mean, std, norm = statistics_of_row(code & INPUT_NORM_MASK, h, mean, std, norm, columns, D)
         dots = tl.sum(h[None, :] * u.to(tl.float32), axis=1)
         amounts = amounts_of_features(code, numbers, dots, mean, std, norm, D)
@@ -375,22 +296,3 @@ def _add_features(
         d += tl.sum(amounts[:, None] * w.to(tl.float32), axis=0)
         code, read, write = next_code, next_read, next_write
     return h + d
-
-
-@triton.jit
-def _rows_of_entries(pool_ptr, pool_stride, slots, columns, D):
-    """Return a row of the pool for each of `slots`, as it is stored; zeros for slot 0."""
-    row_ptrs = pool_ptr + slots[:, None] * pool_stride
-    mask = tl.where(slots[:, None] == 0, False, columns[None, :] < D)
-    return tl.load(row_ptrs + columns[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _numbers_of_features(params, code):
-    """Return the params of a block of features; zeros of those that do not act."""
-    acts = code != 0
-    read_scale, write_scale, p0, p1, p2 = _numbers(params, code)
-    p3 = tl.load(params + _P0 + 3, mask=acts, other=0.0)
-    p4 = tl.load(params + _P0 + 4, mask=acts, other=0.0)
-    p5 = tl.load(params + _P0 + 5, mask=acts, other=0.0)
-    return read_scale, write_scale, p0, p1, p2, p3, p4, p5

@@ -145,3 +145,5 @@ class TokenFlag(IntFlag):
     """Position P or above."""
     IS_REPLAYED = 8
     """Strengths of entries that are early are those of an earlier computation of the row."""
+    IS_SCANNED = 16
+    """The request has several rows in the step, which lie one behind the other and all have this flag."""

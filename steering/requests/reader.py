@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
+from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.request_part import Known, PartRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError
@@ -92,9 +93,9 @@ class SteeringReader:
     def read(self, values: Mapping[str, Any]) -> PartRequest | None:
         """Read the fields; the same objects with the same content are read once, and so are equal operations."""
         if RETURN_TRACE not in values:
-            return self._read_kept(values)
+            return _owned(self._read_kept(values))
         others = {field: value for field, value in values.items() if field != RETURN_TRACE}
-        found = self._read_kept(others) if others else None
+        found = _owned(self._read_kept(others)) if others else None
         return _traced(found) if read_asked(values[RETURN_TRACE]) else found
 
     def _read_kept(self, values: Mapping[str, Any]) -> PartRequest | None:
@@ -122,7 +123,7 @@ class SteeringReader:
 
     def read_with(self, values: Mapping[str, Any], find: FindKept) -> PartRequest | None:
         """Read the fields with rows of earlier requests, which may be others each time."""
-        found = self._read(values, find)
+        found = _owned(self._read(values, find))
         return _traced(found) if read_asked(values.get(RETURN_TRACE)) else found
 
     def read_notes(self, wanted: PartRequest, notes: Sequence[Any], end: int | None) -> dict[str, Any]:
@@ -185,6 +186,16 @@ class SteeringReader:
                     f"with module {ref.name!r}, the vectors times their scales reach {largest:.4g}; sums for a model "
                     f"in {self.steerable.dtype} stay finite below {limit:.4g}: use smaller vectors or scales",
                 )
+
+
+def _owned(found: PartRequest | None) -> PartRequest | None:
+    """Return a request with the name of its client's key, if its gates go on in a conversation of that client."""
+    caller = current_caller()
+    if found is None or caller is None or not isinstance(found.content, SteeringSpec):
+        return found
+    if not any(gate.conversation is not None for gate in found.content.gates):
+        return found
+    return replace(found, wire={**found.wire, "owner": caller.key.name})
 
 
 def _traced(found: PartRequest | None) -> PartRequest:

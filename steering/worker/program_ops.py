@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -12,6 +12,26 @@ from headgate.steering.programs.codes import InputNorm
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.program_reference import program_deltas_reference
 from headgate.steering.worker.reconstruction import SaeTensors, Tables, reconstructed_deltas_reference
+
+
+def _unknown() -> bool:
+    return False
+
+
+_has_one_row_each: Callable[[], bool] = _unknown
+
+
+def ask_forwards(has_one_row_each: Callable[[], bool]) -> None:
+    """Let operations ask, in this process, whether each request of the forward has one row.
+
+    Then gates need no launches for rows behind one another. Asked while a forward is launched or recorded.
+    """
+    global _has_one_row_each
+    _has_one_row_each = has_one_row_each
+
+
+def _scans() -> bool:
+    return not _has_one_row_each()
 
 
 @torch.library.custom_op("headgate::program_deltas", mutates_args=())
@@ -105,11 +125,11 @@ def _run(
     from headgate.steering.kernels.run_programs import program_deltas as run
 
     if of_sae[0] is None:
-        return run(value_TD, addend_TD, *tables[:-1], gates=gates)
+        return run(value_TD, addend_TD, *tables[:-1], gates=gates, scans=_scans())
     from headgate.steering.kernels.reconstruct_rows import reconstruction_deltas
 
     shift_TD = torch.empty(value_TD.shape, dtype=torch.float32, device=value.device)
-    delta_TD = run(value_TD, addend_TD, *tables[:-1], shift_TD, gates=gates)
+    delta_TD = run(value_TD, addend_TD, *tables[:-1], shift_TD, gates=gates, scans=_scans())
     return reconstruction_deltas(value_TD, addend_TD, shift_TD, *sae, InputNorm(norm), delta_TD)
 
 

@@ -16,7 +16,7 @@ from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import WHERE, SteeringConfig, cross_stages
 from headgate.steering.features.sparse_coder import SparseCoder
-from headgate.steering.worker import program_action, site_action
+from headgate.steering.worker import program_action, program_ops, site_action
 from headgate.steering.worker.device_tables import DeviceTables
 from headgate.steering.worker.gates.readings import SignalReadings
 from headgate.steering.worker.gates.step_gates import no_gates
@@ -53,10 +53,11 @@ class SteeringPart:
         self._num_slots = self._config.num_slots(model.num_layers)
         encoded = self._config.encoded_saes(model.hidden_size)
         coders = {index: encoded[site] for index, site in enumerate(self._op_sites) if site in encoded}
-        self._check_memory(facts, coders.values())
+        _check_memory(self._num_slots, facts, coders.values())
         _check_stages(self._config, facts)
         self._num_changes = self._config.num_changes
         saes = {index: load_sae(coder, facts) for index, coder in coders.items()}
+        program_ops.ask_forwards(facts.has_one_row_each)
         limits = EntryLimits(self._config.max_entries, self._num_changes, self._config.num_columns)
         self._state = WorkerSteering(self._num_slots, self._sites, facts, self._op_sites, limits, saes)
         logger.info(
@@ -73,7 +74,9 @@ class SteeringPart:
     @hookimpl
     def headgate_actions(self, facts: WorkerFacts) -> dict[Site, SiteAction]:
         """Declare the steering action of every site of this worker."""
-        return self._make_actions(facts, self._allocated().tables)
+        if self._config.fire_counter:
+            self._run_counts = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
+        return _make_actions(self._sites, self._op_sites, facts, self._allocated().tables, self._run_counts)
 
     @hookimpl
     def headgate_graph_key(self) -> dict[str, Any]:
@@ -157,58 +160,66 @@ class SteeringPart:
             raise AssertionError("steering: the worker was used before its tables were allocated")
         return self._state
 
-    def _check_memory(self, facts: WorkerFacts, coders: Iterable[SparseCoder]) -> None:
-        num_slots, row_bytes = self._num_slots, facts.model.hidden_size * facts.dtype.itemsize
-        if facts.device.type != "cuda":
-            return
-        free, _ = torch.cuda.mem_get_info(facts.device)
-        if num_slots * row_bytes > free:
-            raise ConfigError(
-                f"steering.max_steering_slots: {num_slots} vectors of {row_bytes} bytes are "
-                f"{num_slots * row_bytes / 2**20:.1f} MiB, but {free / 2**20:.1f} MiB are free; lower it"
-            )
-        free -= num_slots * row_bytes
-        for coder in coders:
-            taken = weight_bytes(coder, facts)
-            if taken > free:
-                raise ConfigError(
-                    f"steering.sae_encode (--sae-encode): the weights of SAE {coder.name!r} are "
-                    f"{taken / 2**20:.1f} MiB ({coder.num_features} features of width {coder.width}), but "
-                    f"{free / 2**20:.1f} MiB are free; encode a smaller SAE, or fewer"
-                )
-            free -= taken
 
-    def _make_actions(self, facts: WorkerFacts, tables: DeviceTables) -> dict[Site, SiteAction]:
-        plain = site_action.addition(facts)
-        operations = program_action.operation(facts) if self._op_sites else plain
-        if self._config.fire_counter:
-            self._run_counts = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
-        op_tensors = _op_tensors(self._op_sites, facts, tables)
-        norms = {self._op_sites[index]: sae.norm for index, sae in tables.saes.items()}
-        actions = {}
-        for index, site in enumerate(self._sites):
-            tensors = {
-                site_action.POOL: tables.pool,
-                site_action.SLOTS: tables.slots[index],
-                **op_tensors.get(site, {}),
-            }
-            ways = operations if site in op_tensors else plain
-            reapply = ways.reapply or ways.run
-            if site in norms:
-                ways = program_action.reconstructing(ways, norms[site])
-            if self._run_counts is not None:
-                tensors[site_action.RUN_COUNTS] = torch.utils.dlpack.from_dlpack(self._run_counts[index : index + 1])
-                ways = ways.counted()
-            actions[site] = SiteAction(
-                run=ways.run,
-                before_attention=ways.before_attention,
-                unfused=ways.unfused,
-                reapply_to_residual=reapply,
-                run_and_keep=ways.run_and_keep,
-                tensors=tensors,
-                order=20,
+def _check_memory(num_slots: int, facts: WorkerFacts, coders: Iterable[SparseCoder]) -> None:
+    """Refuse vectors and weights that do not fit the device."""
+    row_bytes = facts.model.hidden_size * facts.dtype.itemsize
+    if facts.device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(facts.device)
+    if num_slots * row_bytes > free:
+        raise ConfigError(
+            f"steering.max_steering_slots: {num_slots} vectors of {row_bytes} bytes are "
+            f"{num_slots * row_bytes / 2**20:.1f} MiB, but {free / 2**20:.1f} MiB are free; lower it"
+        )
+    free -= num_slots * row_bytes
+    for coder in coders:
+        taken = weight_bytes(coder, facts)
+        if taken > free:
+            raise ConfigError(
+                f"steering.sae_encode (--sae-encode): the weights of SAE {coder.name!r} are "
+                f"{taken / 2**20:.1f} MiB ({coder.num_features} features of width {coder.width}), but "
+                f"{free / 2**20:.1f} MiB are free; encode a smaller SAE, or fewer"
             )
-        return actions
+        free -= taken
+
+
+def _make_actions(
+    sites: Sequence[Site],
+    op_sites: Sequence[Site],
+    facts: WorkerFacts,
+    tables: DeviceTables,
+    run_counts: Tensor | None,
+) -> dict[Site, SiteAction]:
+    """Return the action of each site; `run_counts`, int64 ``[S]``, counts how often each ran."""
+    plain = site_action.addition(facts)
+    operations = program_action.operation(facts) if op_sites else plain
+    op_tensors = _op_tensors(op_sites, facts, tables)
+    norms = {op_sites[index]: sae.norm for index, sae in tables.saes.items()}
+    actions = {}
+    for index, site in enumerate(sites):
+        tensors = {
+            site_action.POOL: tables.pool,
+            site_action.SLOTS: tables.slots[index],
+            **op_tensors.get(site, {}),
+        }
+        ways = operations if site in op_tensors else plain
+        reapply = ways.reapply or ways.run
+        if site in norms:
+            ways = program_action.reconstructing(ways, norms[site])
+        if run_counts is not None:
+            tensors[site_action.RUN_COUNTS] = torch.utils.dlpack.from_dlpack(run_counts[index : index + 1])
+            ways = ways.counted()
+        actions[site] = SiteAction(
+            run=ways.run,
+            before_attention=ways.before_attention,
+            unfused=ways.unfused,
+            reapply_to_residual=reapply,
+            run_and_keep=ways.run_and_keep,
+            tensors=tensors,
+            order=20,
+        )
+    return actions
 
 
 def _op_tensors(op_sites: Sequence[Site], facts: WorkerFacts, tables: DeviceTables) -> dict[Site, dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""What one worker steers: requests, modules, global vectors and gates, with the tables of the forward."""
+"""Requests, modules, global vectors and gates of one worker, and the tables of the forward that follow them."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
 Microseconds of one launch of `program_deltas`, from CUDA graphs of launches one behind the other, as a forward has
 them, beside two floors: what a launch takes that does nothing, and what the bytes take that it must move, at the
 bandwidth of a copy. Each launch has rows and vectors of its own, together more than the L2 cache holds, so what is read
-comes from memory, as between the layers of a model. Prints the table and one line of JSON. Needs a GPU with torch and
-Triton, and no engine.
+comes from memory, as between the layers of a model. Cases with gates have servers where gates are enabled: idle, with a
+gate for each row, and with one gate for all rows of a prompt, which takes three launches. Prints the table and one line
+of JSON. Needs a GPU with torch and Triton, and no engine.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from headgate.steering.programs.codes import (
     GROUP,
     NUM_CODES,
     NUM_PARAMS,
+    P4,
     READ,
     WRITE,
     Activation,
@@ -33,7 +35,9 @@ from headgate.steering.programs.codes import (
     Edit,
     Flag,
     InputNorm,
+    with_change,
 )
+from headgate.steering.programs.gate_codes import TokenFlag, gate_field
 
 CACHE_BYTES = 128 * 2**20
 COPIED_BYTES = 2**30
@@ -41,6 +45,10 @@ MIN_LAUNCHES, MAX_LAUNCHES = 2, 64
 TIMED_LAUNCHES = 256
 REPLAYS = 7
 ROWS = (1, 16, 64, 256, 2048)
+GATE_ENTRIES = (with_change(Code.SCORE, 0), with_change(Code.LEAF, 1), with_change(Code.GATE, 4))
+"""A score, compared with a threshold that it passes, and the gate of that."""
+GATE_NUMBERS = ((1.0, 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, -1e9, 0.0, 1.0), (0.0, 0.0, float("nan"), 0.0, 0.0))
+GATE_COLUMN, GATE_COLUMNS = 4, 64
 
 
 class Case(NamedTuple):
@@ -48,9 +56,11 @@ class Case(NamedTuple):
 
     Attributes:
         tokens: Rows of the stream.
-        entries: Of each row's program; 0 is idle.
+        entries: Of each row's program, without those of gates; 0 is idle.
         code: Of every entry.
         is_shared: Whether all rows have one program, as those of a prompt have.
+        has_gates: Whether gates are enabled; then each program has one, and its other entries have that.
+        is_scanned: Whether all rows are those of one request.
     """
 
     name: str
@@ -58,6 +68,8 @@ class Case(NamedTuple):
     entries: int
     code: int = Code.LINEAR
     is_shared: bool = False
+    has_gates: bool = False
+    is_scanned: bool = False
 
 
 JUMP_RELU = Code.FEATURE | Activation.JUMP_RELU | Edit.SET
@@ -76,21 +88,31 @@ CASES = (
     Case("LINEAR, one program", 2048, 4, is_shared=True),
     Case("FEATURE, one program", 2048, 16, JUMP_RELU, is_shared=True),
     Case("FEATURE, one program", 2048, 64, JUMP_RELU, is_shared=True),
+    *(Case("idle, gates", rows, 0, has_gates=True) for rows in (64, 8192)),
+    *(Case("LINEAR, gated", rows, 1, has_gates=True) for rows in (1, 64, 256)),
+    Case("LINEAR, one program", 8192, 1, is_shared=True),
+    Case("LINEAR, gated prompt", 8192, 1, is_shared=True, has_gates=True, is_scanned=True),
 )
 
 Launch = Callable[[], Tensor]
 
 
 def num_slots_of(case: Case) -> int:
-    """Vectors that one launch reads."""
-    return 2 * (1 if case.is_shared else case.tokens) * case.entries
+    """Vectors that one launch reads; of an entry of gates there are two, though a score reads one, and others none."""
+    return 2 * (1 if case.is_shared else case.tokens) * num_entries_of(case)
+
+
+def num_entries_of(case: Case) -> int:
+    """Entries of each program, those of gates included."""
+    return case.entries + (len(GATE_ENTRIES) if case.has_gates and case.entries else 0)
 
 
 def moved_bytes(case: Case, width: int, dtype: torch.dtype, has_addend: bool) -> int:
     """Bytes that one launch has to read or write: vectors, rows of the stream, and fp32 deltas."""
     if not case.entries:
         return 4 * case.tokens
-    rows = case.tokens * (1 + has_addend) + num_slots_of(case)
+    num_programs = 1 if case.is_shared else case.tokens
+    rows = case.tokens * (1 + has_addend) + num_programs * (2 * case.entries + case.has_gates)
     return width * (rows * dtype.itemsize + 4 * case.tokens)
 
 
@@ -104,21 +126,40 @@ def launches(case: Case, width: int, dtype: torch.dtype, has_addend: bool) -> li
     rows = torch.zeros(case.tokens, dtype=torch.int32, device="cuda")
     if case.entries:
         rows += 1 if case.is_shared else torch.randperm(case.tokens, device="cuda").int() + 1
-    capacity = max(case.entries, 8)
+    num_entries = num_entries_of(case)
+    capacity = max(num_entries, 8)
     params = torch.full((num_programs + 1, capacity, NUM_PARAMS), 0.5, device="cuda")
     groups = torch.zeros(case.tokens, dtype=torch.int64, device="cuda")
 
     def launch(index: int) -> Launch:
-        counts = torch.full((case.tokens,), case.entries, dtype=torch.int32, device="cuda")
+        counts = torch.full((case.tokens,), num_entries, dtype=torch.int32, device="cuda")
         codes = torch.zeros(num_programs + 1, capacity, NUM_CODES, dtype=torch.int32, device="cuda")
-        slots = torch.randperm(num_slots, device="cuda").int().view(num_programs, case.entries, 2)
-        codes[1:, : case.entries, [READ, WRITE]] = slots + 1 + index * num_slots
+        slots = torch.randperm(num_slots, device="cuda").int().view(num_programs, num_entries, 2)
+        codes[1:, :num_entries, [READ, WRITE]] = slots + 1 + index * num_slots
         codes[..., CODE], codes[..., GROUP] = case.code, 0
+        gates = with_gates(case, codes, params) if case.has_gates else None
         value = torch.randn(case.tokens, width, device="cuda", dtype=dtype)
         addend = torch.randn_like(value) if has_addend else None
-        return lambda: program_deltas(value, addend, pool, rows, counts, codes, params, groups)
+        tables = (pool, rows, counts, codes, params, groups)
+        return lambda: program_deltas(value, addend, *tables, gates=gates, scans=case.is_scanned)
 
     return [launch(index) for index in range(count)]
+
+
+def with_gates(case: Case, codes: Tensor, params: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Write the entries of gates into programs, in front of all others; return signals, states and tokens."""
+    if case.entries:
+        codes[1:, :, GROUP] = gate_field(0, GATE_COLUMN, is_early=False)
+        for at, (code, numbers) in enumerate(zip(GATE_ENTRIES, GATE_NUMBERS, strict=True)):
+            codes[1:, at, CODE], codes[1:, at, WRITE] = code, 0
+            params[1:, at] = 0
+            params[1:, at, : len(numbers)] = torch.tensor(numbers, device="cuda")
+        params[1:, 2, P4] = 1  # the gate is that of the leaf
+    tokens = torch.zeros(case.tokens, 2, dtype=torch.int32, device="cuda")
+    tokens[:, 0] = 0 if case.is_scanned else torch.arange(case.tokens, device="cuda")
+    tokens[:, 1] = TokenFlag.IS_SCANNED if case.is_scanned else TokenFlag.IS_GENERATED
+    signals = torch.zeros(case.tokens, GATE_COLUMNS, device="cuda")
+    return signals, torch.zeros_like(signals), tokens
 
 
 def microseconds(calls: Sequence[Launch]) -> float:

@@ -5,7 +5,11 @@ Its worker is `tests.fakes.reading_worker`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from headgate.capture.engine.contracts.request_part import PartRequest
@@ -13,10 +17,40 @@ from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.part_hooks import hookimpl
 
 PART = "reading"
+WORKER = "tests.fakes.reading_worker.ReadingWorker"
 ENTRY_POINTS = f"""
 [headgate.parts]
 {PART} = tests.fakes.reading_part
 """
+
+
+@contextmanager
+def installed(site: Path) -> Iterator[None]:
+    """Publish the part by a package in the empty folder `site`, for this process and those that it starts."""
+    info = site / "headgate_reading-0.0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: headgate-reading\nVersion: 0.0.1\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    before = os.environ.get("PYTHONPATH", "")
+    sys.path.insert(0, str(site))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(site), *([before] if before else [])])
+    forget_parts()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(site))
+        os.environ["PYTHONPATH"] = before
+        forget_parts()
+
+
+def forget_parts() -> None:
+    """Let this process look for parts anew."""
+    from headgate.capture.engine.contracts import parts
+    from headgate.capture.engine.requests import sampling_params
+
+    for cached in (parts.request_parts, parts.core_part_names, sampling_params.all_fields):
+        cached.cache_clear()
+    sampling_params.answer_fields.cache_clear()
 
 
 class ReadingCore:

@@ -149,6 +149,7 @@ def test_batches_of_chats_are_steered_and_not_captured(server: Server) -> None:
     assert send(steering_name="calm").status_code == 200
     assert send(steering_name="nobody").status_code == 400
     assert_refused(send(capture={"rows": HOOKS}), "capture")
+    assert_refused(send(return_steering_trace=True), "return_steering_trace")
 
 
 def test_invocations_are_served_as_what_they_are(server: Server) -> None:
@@ -172,6 +173,10 @@ PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
     "among them": ({"sampling_params": {"steering_name": "calm"}}, "sampling_params.steering_name"),
     "unknown": ({"sampling_params": {"extra_args": {"sae_of_tomorrow": [1]}}}, "extra_args.sae_of_tomorrow"),
     "wrong": ({"sampling_params": {"extra_args": {"steering_name": 7}}}, "steering_name"),
+    "without a place in the answer": (
+        {"sampling_params": {"extra_args": {"return_steering_trace": True}}},
+        "sampling_params.extra_args.return_steering_trace",
+    ),
 }
 
 

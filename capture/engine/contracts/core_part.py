@@ -22,10 +22,14 @@ class CoreFacts:
     Attributes:
         model: The whole model, as configured.
         engine: Its index among the engine cores of a server with data parallelism.
+        num_stages: Pipeline stages that the model lies on.
+        num_engines: Engine cores of the server with data parallelism.
     """
 
     model: ModelInfo
     engine: int = 0
+    num_stages: int = 1
+    num_engines: int = 1
 
 
 class BlockKeys(Protocol):

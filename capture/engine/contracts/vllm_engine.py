@@ -72,9 +72,16 @@ class SchedulerConfig(Protocol):
     max_num_seqs: int
 
 
+class GraphMode(Protocol):
+    """``vllm.config.CUDAGraphMode``."""
+
+    def mixed_mode(self) -> object: ...
+
+
 class CompilationConfig(Protocol):
     """``vllm.config.CompilationConfig``."""
 
+    cudagraph_mode: GraphMode | None
     mode: object
     pass_config: object
     cudagraph_capture_sizes: Sequence[int] | None

@@ -40,6 +40,8 @@ class WorkerFacts:
         pp_rank: Pipeline stage.
         pp_size: Number of stages.
         reapplies_mid: Whether layers carry the stream alone, so that `SiteAction.reapply_to_residual` is called.
+        has_one_row_each: Tells operations, while a forward is launched or recorded, whether each request has one row in
+            it; False if that is not certain.
     """
 
     model: ModelInfo
@@ -53,6 +55,7 @@ class WorkerFacts:
     pp_rank: int = 0
     pp_size: int = 1
     reapplies_mid: bool = False
+    has_one_row_each: Callable[[], bool] = lambda: False
 
     @property
     def is_last_stage(self) -> bool:

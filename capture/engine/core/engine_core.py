@@ -66,7 +66,13 @@ class EngineCoreAdapter:
         self._entering: str | None = None
         self._goes_by_priority = core.vllm_config.scheduler_config.policy == "priority"
         config = core.vllm_config
-        facts = CoreFacts(model=model_info(config), engine=config.parallel_config.data_parallel_index)
+        parallel = config.parallel_config
+        facts = CoreFacts(
+            model=model_info(config),
+            engine=parallel.data_parallel_index,
+            num_stages=parallel.pipeline_parallel_size,
+            num_engines=parallel.data_parallel_size,
+        )
         self._part: CorePart = part.core(facts, section(config, part.name), self)
         self.notes = StepNotes(core.scheduler, part.name, self._part)
 

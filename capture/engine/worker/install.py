@@ -25,6 +25,7 @@ from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_laye
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
 from headgate.capture.engine.setup.settings import compiler_config, model_info, section, sections
+from headgate.capture.engine.worker import forward_shape
 from headgate.capture.engine.worker.runner import RunnerAdapter
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import UnsupportedError
@@ -270,10 +271,13 @@ def reapplies_mid(layers: Sequence[tuple[int, nn.Module]]) -> bool:
 
 
 def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int], is_mid_reapplied: bool) -> WorkerFacts:
-    from vllm.config import CompilationMode
+    from vllm.config import CompilationMode, CUDAGraphMode
     from vllm.distributed import get_pp_group, get_tp_group
 
     config = worker.vllm_config
+    mode = config.compilation_config.cudagraph_mode
+    # Whole forwards that are recorded for any batch tell nothing of the batches that they will be replayed for.
+    knows_steps = mode is None or mode.mixed_mode() != CUDAGraphMode.FULL
     sizes = config.compilation_config.cudagraph_capture_sizes or [0]
     return WorkerFacts(
         model=model,
@@ -287,6 +291,7 @@ def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int], is_mid_rea
         pp_rank=get_pp_group().rank_in_group,
         pp_size=get_pp_group().world_size,
         reapplies_mid=is_mid_reapplied,
+        has_one_row_each=forward_shape.has_one_row_each if knows_steps else lambda: False,
     )
 
 

@@ -1,4 +1,4 @@
-"""What gates did in a step, on its way to the host: for the engine core, and for rows that are computed again.
+"""Signals of the gates of a step, on their way to the host: for the engine core, and for rows computed again.
 
 Letters in shape comments: G requests with gates in a step, N their rows, C columns.
 """
@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from headgate.capture.schema.batch import BoolArray, Int32Array
+from headgate.steering.gates.layout import FOLLOWING
 from headgate.steering.programs.gate_codes import TokenFlag
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.requests import GatedBatch, GateRows
-
-_FOLLOWING = 2
-"""Of a gate's columns, the strength that acts on the next row at earlier sites."""
 
 
 class StepSignals:
@@ -133,7 +131,7 @@ class GateHistory:
                     raise AssertionError(f"request {req_id}: nothing is known of its gates at position {before}")
                 values = known[before]
                 found += [
-                    (int(rows.starts[at]) + index, column, float(values[column + _FOLLOWING]))
+                    (int(rows.starts[at]) + index, column, float(values[column + FOLLOWING]))
                     for column in request.early
                 ]
         return found

@@ -7,7 +7,7 @@ entries of a program at the site. Codes and columns: `headgate.steering.programs
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,7 +65,7 @@ SLOT, FLAGS = range(2)
 
 
 class GateTensors(NamedTuple):
-    """What gates keep, in the memory of the forward pass.
+    """The numbers that gates keep, in the memory of the forward pass.
 
     Attributes:
         signals: float32 ``[T, C]``: of each batch row. Written at the sites where gates are evaluated.
@@ -249,11 +249,11 @@ def _gate(code: int, params: Sequence[float], s: Float32Rows, m: Float32Rows, fl
     s[c + 1], s[c + 2] = strength, following
 
 
-_RUN = {Code.LEAF: _leaf, Code.NODE: _node, Code.GATE: _gate}
+_RUN: dict[int, Callable[..., None]] = {Code.LEAF: _leaf, Code.NODE: _node, Code.GATE: _gate}
 
 
 class Coefficients:
-    """What multiplies the effects of entries on rows that share a program, each ``[N, 1]``.
+    """Factors of the effects of entries on rows that share a program, each ``[N, 1]``.
 
     Args:
         gates: As the forward has them.

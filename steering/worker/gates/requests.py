@@ -142,6 +142,7 @@ def flags_of(rows: GateRows, num_prompt: Int64Array, is_new: BoolArray) -> Int32
         | TokenFlag.ENDS_PROMPT * (positions == lengths - 1)
         | TokenFlag.IS_GENERATED * is_generated
         | TokenFlag.IS_REPLAYED * (is_generated & behind)
+        | TokenFlag.IS_SCANNED * np.repeat(rows.counts > 1, rows.counts)
     )
     return np.asarray(flags, np.int32)
 

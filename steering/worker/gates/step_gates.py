@@ -27,7 +27,7 @@ class GateWrites(NamedTuple):
     Attributes:
         tokens: int32 ``[n, 2]``: those of the first batch rows.
         places: int64 ``[k]``: flat places in the signals.
-        strengths: float32 ``[k]``: what they hold before the forward.
+        strengths: float32 ``[k]``: their values before the forward.
     """
 
     tokens: Int32Array
@@ -45,7 +45,7 @@ class StepGates:
         device: Where the forward runs.
 
     Attributes:
-        tensors: What the forward reads and writes.
+        tensors: Read and written by the forward.
     """
 
     def __init__(self, max_tokens: int, max_num_seqs: int, num_columns: int, device: torch.device) -> None:
@@ -104,12 +104,17 @@ class StepGates:
         if not rows.req_ids:
             return None
         self._rows = rows
+        decoded = (batch, rows.starts.tobytes()) if batch.is_decoding(rows) else None
+        if decoded is not None and decoded == self._decoded:
+            return None
+        self._decoded = decoded
+        return self._writes(rows, batch)
+
+    def _writes(self, rows: GateRows, batch: GatedBatch) -> GateWrites | None:
         index, flags = rows.batch_rows, batch.take_flags(rows)
-        replayed = (
-            self._history.strengths(rows, batch, flags) if batch.has_early and len(flags) > len(batch.slots) else []
-        )
-        changed = np.stack([np.repeat(batch.slots, rows.counts), flags], axis=1)
-        assert (SLOT, FLAGS) == (0, 1)  # noqa: S101  (the order of the columns just made)
+        replayed = self._history.strengths(rows, batch, flags) if batch.has_early else []
+        changed = np.empty((len(flags), 2), np.int32)
+        changed[:, SLOT], changed[:, FLAGS] = np.repeat(batch.slots, rows.counts), flags
         if np.array_equal(self._tokens[index], changed) and not replayed:
             return None
         self._tokens[index] = changed

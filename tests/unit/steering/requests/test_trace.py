@@ -11,7 +11,7 @@ from headgate.capture.schema.errors import RequestError
 from headgate.steering.requests.reader import open_reader
 from headgate.steering.requests.trace import join_notes
 
-MODEL = ModelInfo(name="m", num_layers=4, hidden_size=2, dtype="float32")
+MODEL = ModelInfo(name="m", num_layers=4, hidden_size=2, dtype="float32", sites=())
 VECTORS = {"post_mlp": {1: [1.0, 2.0]}}
 
 

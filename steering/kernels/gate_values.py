@@ -1,0 +1,235 @@
+"""Values of conditions and gates from scores, for one row or for rows of one request that follow one another.
+
+Formulas: `headgate.steering.programs.gate_codes`; what a row takes from the one before is here found for `ROWS` rows at
+once. `signals` points to the first column of each row, `states` to that of their request. `index` counts the rows;
+those from `length` on, of which there are none if `ROWS` is 1, are neither read nor written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headgate.steering.programs import codes as program_codes
+from headgate.steering.programs import gate_codes
+from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS, Code
+from headgate.steering.programs.gate_codes import Combine, GateFlag, Mode, Pool, Scope, TokenFlag
+
+_CODE_MASK = tl.constexpr(program_codes.CODE_MASK)
+_NUM_CODES = tl.constexpr(NUM_CODES)
+_NUM_PARAMS = tl.constexpr(NUM_PARAMS)
+_P0 = tl.constexpr(program_codes.P0)
+_CHANGE_SHIFT = tl.constexpr(program_codes.CHANGE_SHIFT)
+_CHANGE_MASK = tl.constexpr(program_codes.CHANGE_MASK)
+_LEAF = tl.constexpr(int(Code.LEAF))
+_NODE = tl.constexpr(int(Code.NODE))
+_GATE = tl.constexpr(int(Code.GATE))
+
+_BELOW = tl.constexpr(int(GateFlag.BELOW))
+_FROM_PROMPT_END = tl.constexpr(int(GateFlag.FROM_PROMPT_END))
+_OBSERVES = tl.constexpr(int(GateFlag.OBSERVES))
+_MODE_MASK = tl.constexpr(gate_codes.MODE_MASK)
+_PROPORTIONAL = tl.constexpr(int(Mode.PROPORTIONAL))
+_SIGMOID = tl.constexpr(int(Mode.SIGMOID))
+_POOL_MASK = tl.constexpr(gate_codes.POOL_MASK)
+_EMA = tl.constexpr(int(Pool.EMA))
+_LAST_PROMPT = tl.constexpr(int(Pool.LAST_PROMPT))
+_PROMPT_MEAN = tl.constexpr(int(Pool.PROMPT_MEAN))
+_COMBINE_MASK = tl.constexpr(gate_codes.COMBINE_MASK)
+_ALWAYS = tl.constexpr(int(Combine.ALWAYS))
+_ANY = tl.constexpr(int(Combine.ANY))
+_NOT = tl.constexpr(int(Combine.NOT))
+_SCOPE_MASK = tl.constexpr(gate_codes.SCOPE_MASK)
+_NEXT = tl.constexpr(int(Scope.NEXT))
+_REST = tl.constexpr(int(Scope.REST))
+
+_RESETS = tl.constexpr(int(TokenFlag.RESETS))
+_ENDS_PROMPT = tl.constexpr(int(TokenFlag.ENDS_PROMPT))
+_IS_GENERATED = tl.constexpr(int(TokenFlag.IS_GENERATED))
+
+_LEAST = tl.constexpr(1e-8)
+"""Hysteresis that a proportional strength divides by, at least."""
+
+
+@triton.jit
+def evaluate_gates(codes, params, num_entries, signals, states, flags, index, length, C, ROWS: tl.constexpr):
+    """Run the entries of gates on rows whose scores are there; the first row alone may be one that resets.
+
+    Barriers stand between what a thread writes and what another reads of it, both ways.
+    """
+    resets = flags & _RESETS
+    if ROWS > 1:
+        resets = tl.sum(tl.where(index == 0, resets, 0))
+    for at in range(num_entries):
+        code = tl.load(codes + at * _NUM_CODES)
+        op = code & _CODE_MASK
+        numbers = params + at * _NUM_PARAMS + _P0
+        column = code >> _CHANGE_SHIFT & _CHANGE_MASK
+        if op == _LEAF:
+            _leaf(code, numbers, signals, column, states + column, resets, flags, index, length, ROWS)
+        elif op == _NODE:
+            _node(code, numbers, signals, column, index, length)
+        elif op == _GATE:
+            _gate(code, numbers, signals, column, states + column, resets, flags, index, length, C, ROWS)
+
+
+@triton.jit
+def _leaf(code, numbers, signals, column, states, resets, flags, index, length, ROWS: tl.constexpr):
+    fired, before, count = _load_states(states, resets)
+    is_row = index < length
+    score = tl.load(signals + tl.load(numbers + 4).to(tl.int32), mask=is_row, other=0.0)
+    pool, value = code & _POOL_MASK, score
+    total = tl.where(is_row, before, 0.0)  # of each row
+    if pool == _EMA:
+        total = _moving_average(score, tl.load(numbers + 3), before, index, ROWS)
+        value = total
+    elif pool != 0:
+        before, count = _of_prompt(pool, score, before, count, flags, is_row, ROWS)
+        total = tl.where(is_row, before, 0.0)
+        value = tl.where(flags & (_ENDS_PROMPT | _IS_GENERATED) != 0, total, float("nan"))
+    threshold, hysteresis = tl.load(numbers), tl.load(numbers + 1)
+    above = tl.where(code & _BELOW != 0, threshold - value, value - threshold)
+    fires = _with_hysteresis(above, hysteresis, fired, index, ROWS)
+    strength = _strength(code & _MODE_MASK, above, hysteresis, tl.load(numbers + 2), fires)
+    fires = fires.to(tl.float32)
+    tl.debug_barrier()
+    _store(signals + column, strength, fires, value, is_row)
+    _store(states + index * 0, fires, total, count, index == length - 1)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _load_states(states, resets):
+    """Return three states of a request, NaN where they are forgotten."""
+    is_kept = resets == 0
+    return (
+        tl.load(states, mask=is_kept, other=float("nan")),
+        tl.load(states + 1, mask=is_kept, other=float("nan")),
+        tl.load(states + 2, mask=is_kept, other=float("nan")),
+    )
+
+
+@triton.jit
+def _store(places, first, second, third, mask):
+    """Store three columns that follow one another."""
+    tl.store(places, first, mask=mask)
+    tl.store(places + 1, second, mask=mask)
+    tl.store(places + 2, third, mask=mask)
+
+
+@triton.jit
+def _moving_average(score, alpha, before, index, ROWS: tl.constexpr):
+    """Return the pooled score of each row: a composition of affine maps."""
+    is_first = index == tl.where(before == before, -1, 0)
+    keep, term = tl.where(is_first, 0.0, 1 - alpha), tl.where(is_first, score, alpha * score)
+    if ROWS > 1:
+        keep, term = tl.associative_scan((keep, term), 0, _composed)
+    return keep * tl.where(before == before, before, 0.0) + term
+
+
+@triton.jit
+def _composed(keep, term, later_keep, later_term):
+    return keep * later_keep, later_keep * term + later_term
+
+
+@triton.jit
+def _of_prompt(pool, score, total, count, flags, is_row, ROWS: tl.constexpr):
+    """Return the two states of a leaf that pools a prompt, behind the rows."""
+    is_last = is_row & (flags & _ENDS_PROMPT != 0)
+    is_counted = is_row & tl.where(pool == _PROMPT_MEAN, flags & _IS_GENERATED == 0, is_last)
+    added, number, ends = tl.where(is_counted, score, 0.0), is_counted.to(tl.float32), is_last.to(tl.int32)
+    if ROWS > 1:
+        added, number, ends = tl.sum(added), tl.sum(number), tl.sum(ends)
+    if pool == _PROMPT_MEAN:
+        added += tl.where(total == total, total, 0.0)
+        later = number + tl.where(count == count, count, 0.0)
+        count = tl.where(number > 0, later, count)
+        added = tl.where(ends > 0, added / tl.maximum(later, 1.0), added)
+    return tl.where(number > 0, added, total), count
+
+
+@triton.jit
+def _with_hysteresis(above, hysteresis, fired, index, ROWS: tl.constexpr):
+    """Return which rows fire: a row that decides nothing does as the last one before that did."""
+    fires = above > 0
+    stays = above >= tl.where(hysteresis > 0, -hysteresis, float("inf"))
+    if ROWS == 1:
+        fires = fires | (stays & (fired > 0))
+    elif hysteresis > 0:
+        decided = tl.where(fires, 2 * index + 2, tl.where(stays, 0, 2 * index + 1))
+        latest = tl.associative_scan(decided, 0, _later)
+        fires = tl.where(latest == 0, fired, (latest % 2 == 0).to(tl.float32)) > 0
+    return fires
+
+
+@triton.jit
+def _later(one, other):
+    return tl.maximum(one, other)
+
+
+@triton.jit
+def _strength(mode, above, hysteresis, amount, fires):
+    """Return the strength of a leaf; `above` is NaN where nothing is known yet."""
+    ramp = (above + hysteresis) / tl.maximum(hysteresis, _LEAST)
+    ramp = amount * tl.minimum(tl.maximum(ramp, 0.0), 1.0)
+    x = amount * above
+    e = tl.exp(-tl.abs(x))
+    sigmoid = tl.where(x > 0, 1.0, e) / (1 + e)
+    strength = tl.where(mode == _PROPORTIONAL, ramp, tl.where(mode == _SIGMOID, sigmoid, fires.to(tl.float32)))
+    return tl.where(above == above, strength, 0.0)
+
+
+@triton.jit
+def _node(code, numbers, signals, column, index, length):
+    combine = code & _COMBINE_MASK
+    one, other = signals + tl.load(numbers + 4).to(tl.int32), signals + tl.load(numbers + 5).to(tl.int32)
+    is_one_read = index < tl.where(combine == _ALWAYS, 0, length)
+    is_other_read = index < tl.where((combine == _ALWAYS) | (combine == _NOT), 0, length)
+    for at in tl.static_range(2):
+        a = tl.load(one + at, mask=is_one_read, other=0.0)
+        b = tl.load(other + at, mask=is_other_read, other=0.0)
+        both = tl.where(combine == _ANY, tl.maximum(a, b), tl.minimum(a, b))
+        value = tl.where(combine == _ALWAYS, 1.0, tl.where(combine == _NOT, 1 - a, both))
+        tl.store(signals + column + at, value, mask=index < length)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _gate(code, numbers, signals, column, states, resets, flags, index, length, C, ROWS: tl.constexpr):
+    carried, latched, third = _load_states(states, resets)
+    is_row, root, p0 = index < length, signals + tl.load(numbers + 4).to(tl.int32), tl.load(numbers)
+    decides = flags & (_ENDS_PROMPT | _IS_GENERATED) != 0
+    counts = tl.where(code & _FROM_PROMPT_END == 0, is_row, is_row & decides)
+    strength = tl.load(root, mask=counts, other=0.0)
+    fires = tl.load(root + 1, mask=counts, other=0.0) > 0
+    scope = code & _SCOPE_MASK
+    acts, latch, following = strength, tl.where(is_row, latched, 0.0), tl.where(is_row, float("nan"), 0.0)
+    if scope == _NEXT:
+        acts, following = tl.where(index == 0, carried, 0.0), strength
+        if ROWS > 1:
+            tl.store(signals + column + 2, following, mask=is_row)
+            tl.debug_barrier()
+            acts = tl.load(signals - C + column + 2, mask=is_row & (index > 0), other=0.0)
+            acts = tl.where(index == 0, carried, acts)
+    elif scope == _REST:
+        latch = _latched(strength, fires, latched, p0, flags & _IS_GENERATED != 0, index, is_row, ROWS)
+        acts, is_known = latch, latch == latch
+        strength = tl.where(is_known, latch, strength)
+        following = tl.where(is_known, latch, tl.where(decides, p0, latch))
+    acts = tl.where(code & _OBSERVES == 0, tl.where(acts == acts, acts, 0.0), 0.0)
+    tl.debug_barrier()
+    _store(signals + column, acts, strength, following, is_row)
+    _store(states + index * 0, following, latch, third, index == length - 1)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _latched(strength, fires, before, p0, is_generated, index, is_row, ROWS: tl.constexpr):
+    """Return the strength that is latched on each row: once there is one, it stays."""
+    latch = tl.where(fires, strength, float("nan"))
+    latch = tl.where(p0 == p0, tl.where(is_generated, p0, latch), latch)
+    if ROWS > 1:
+        first = tl.min(tl.where(is_row & (latch == latch), index, ROWS))
+        found = tl.sum(tl.where(index == first, latch, 0.0))
+        latch = tl.where(index < first, float("nan"), found)
+    return tl.where(before == before, before, latch)

@@ -1,0 +1,69 @@
+"""Compiles the kernels of programs with gates for sm_90, without a GPU: ``python -m tests.kernels.compile_gates``.
+
+Prints a line for each: its name and the instructions that it was compiled to. Triton's interpreter, under which the
+other tests run, knows nothing of the types and layouts that a compiler wants.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from headgate.steering.kernels import run_programs, scan_gates
+from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS
+
+TOKENS, WIDTH, ENTRIES, COLUMNS = 64, 256, 16, 64
+
+
+class Driver:
+    """Stands for Triton's driver of an H100; whatever else is asked of it is 0."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: 0
+
+
+class Compiled:
+    """Stands for a kernel, and compiles it where it would be launched."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def compile_only(*args: Any, **options: Any) -> None:
+            made = self._kernel.run(*args, grid=grid, warmup=True, **options)
+            print(made.name, made.asm["ptx"].count(";"), flush=True)
+
+        return compile_only
+
+
+def run() -> None:
+    """Compile what `program_deltas` launches with every optional argument."""
+    value = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16)
+    numbers = torch.zeros(TOKENS, dtype=torch.int32)
+    tables = (torch.zeros(4, ENTRIES, NUM_CODES, dtype=torch.int32), torch.zeros(4, ENTRIES, NUM_PARAMS))
+    optional = (torch.zeros(TOKENS, dtype=torch.int64), torch.zeros(TOKENS, 8), torch.zeros(TOKENS, WIDTH))
+    gates = (torch.zeros(TOKENS, COLUMNS), torch.zeros(TOKENS, COLUMNS), torch.zeros(TOKENS, 2, dtype=torch.int32))
+    run_programs.program_deltas(*(value, value, value, numbers, numbers, *tables, *optional), gates=gates, scans=True)
+
+
+def main() -> int:
+    """Compile all; returns the exit status."""
+    driver.set_active(Driver())
+    run_programs._program_deltas_kernel = Compiled(run_programs._program_deltas_kernel)
+    for name in ("_scores_kernel", "_scan_kernel"):
+        setattr(scan_gates, name, Compiled(getattr(scan_gates, name)))
+    run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

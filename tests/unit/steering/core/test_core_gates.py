@@ -1,0 +1,227 @@
+"""Gates in an engine core: names become content, keys of blocks follow, traces and conversations are told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.config import parse_config
+from headgate.steering.core.steering_core import SteeringCore
+from headgate.steering.gates.gate import FeatureReading, Gate, InlineProbe, Leaf, ModuleThen, NamedProbe, Then
+from headgate.steering.gates.layout import FOLLOWING, layout_of
+from headgate.steering.probes.probe import Probe
+from headgate.steering.programs.codes import CODE, CODE_MASK, Code
+from headgate.steering.programs.gate_codes import Pool, Scope
+from headgate.steering.programs.operations import Method, Operation
+from headgate.steering.spec import SteeringSpec, from_wire, to_wire
+from headgate.steering.vectors.phase_vectors import PhaseVectors
+
+HIDDEN = 4
+READ, LATE, UNDECLARED = Site(1, HookPoint.POST_MLP), Site(2, HookPoint.POST_MLP), Site(3, HookPoint.POST_MLP)
+CONFIG = parse_config({"op_sites": {"post_mlp": [1, 2]}})
+STEERABLE = CONFIG.steerable(num_layers=4, hidden_size=HIDDEN, dtype="float32")
+WEIGHT = np.array([1, 0, 0, 0], np.float32)
+
+
+class NoWorkers:
+    def call_workers(self, method: str, args: Any) -> list[object]:
+        return []
+
+    def check_restart(self, field: str) -> None: ...
+
+    def restart_running(self) -> None: ...
+
+    def fail(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+def core_with(**settings: Any) -> SteeringCore:
+    core = SteeringCore("float32", 64, NoWorkers(), CONFIG, **{"steerable": STEERABLE, **settings})
+    core._state.probes.put("anger", Probe(site=READ, weight=WEIGHT[None], threshold=0.25))
+    return core
+
+
+def adding(site: Site = LATE) -> Then:
+    vectors = {"vector": np.ones(HIDDEN, np.float32)}
+    return Then(operations=(Operation(method=Method.ADDITIVE, site=site, vectors=vectors, numbers={"scale": 1.0}),))
+
+
+def gate(reading: Any = None, **settings: Any) -> Gate:
+    leaf = {"reading": reading or NamedProbe("anger", "steering_gates[0].when.probe"), "threshold": None}
+    leaf |= {name: settings.pop(name) for name in ("threshold", "pool") if name in settings}
+    return Gate(**{"name": "g", "when": Leaf(**leaf), "then": adding(), "where": "steering_gates[0]", **settings})
+
+
+def accepted(core: SteeringCore, req_id: str, *gates: Gate, num_prompt: int = 5, **wire: Any) -> SteeringSpec:
+    """The spec that the workers get."""
+    spec = SteeringSpec(gates=gates)
+    taken = core.accept(req_id, {**to_wire(spec), **wire}, num_prompt)
+    assert taken is not None
+    assert "gates" not in taken
+    return from_wire(taken)
+
+
+def codes_of(spec: SteeringSpec) -> list[int]:
+    assert spec.decode_program is not None
+    return (spec.decode_program.codes[:, CODE] & CODE_MASK).tolist()
+
+
+def test_a_probe_by_name_becomes_what_it_was_when_the_request_came():
+    core = core_with()
+
+    first = accepted(core, "a", gate())
+    core._state.probes.put("anger", Probe(site=READ, weight=2 * WEIGHT[None], threshold=0.25))
+    second = accepted(core, "b", gate())
+
+    assert codes_of(first) == [Code.SCORE, Code.LEAF, Code.GATE, Code.ADD]
+    assert first.decode_program is not None
+    assert second.decode_program is not None
+    assert first.decode_program.key != second.decode_program.key
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "message"),
+    [
+        (gate(NamedProbe("joy", "here")), "here", "unknown probe 'joy'; registered: anger"),
+        (gate(FeatureReading("sae", 3, "here"), threshold=1.0), "here", "unknown SAE 'sae'; registered: none"),
+        (gate(InlineProbe(site=UNDECLARED, weight=WEIGHT, where="here"), threshold=1.0), "here", "3.post_mlp"),
+        (gate(InlineProbe(site=READ, weight=WEIGHT)), "steering_gates", "no threshold of its own"),
+        (gate(then=adding(UNDECLARED)), "steering_gates[0].then", "--steering-op-sites"),
+        (gate(InlineProbe(site=LATE, weight=WEIGHT), threshold=1.0, then=adding(READ)), "steering_gates[0].scope", "n"),
+        (gate(then=Then(module=ModuleThen("calm", where="here"))), "here", "unknown steering module 'calm'"),
+    ],
+)
+def test_a_gate_that_cannot_be_is_refused_and_leaves_nothing(given, field, message):
+    core = core_with()
+
+    with pytest.raises(RequestError, match=message) as caught:
+        accepted(core, "a", given)
+
+    assert caught.value.field == field
+    accepted(core, "a", gate())
+
+
+def test_a_probe_of_several_classes_cannot_decide():
+    core = core_with()
+    core._state.probes.put("mood", Probe(site=READ, weight=np.eye(2, HIDDEN), classes=("glad", "sad")))
+
+    with pytest.raises(RequestError, match="has 2 classes"):
+        accepted(core, "a", gate(NamedProbe("mood"), threshold=0.0))
+
+
+def test_an_engine_of_several_stages_takes_no_gates():
+    core = core_with(steerable=replace(STEERABLE, max_gates=0))
+
+    with pytest.raises(RequestError, match="pipeline stages"):
+        accepted(core, "a", gate())
+
+
+def keys(core: SteeringCore, req_id: str, *gates: Gate, num_prompt: int = 5) -> tuple[str, str]:
+    accepted(core, req_id, *gates, num_prompt=num_prompt)
+    found = core.block_keys(req_id)
+    assert found is not None
+    assert found.prefill is not None
+    assert found.decode is not None
+    return found.prefill, found.decode
+
+
+def test_blocks_are_keyed_by_what_their_rows_depend_on():
+    core = core_with()
+    plain, longer = keys(core, "a", gate()), keys(core, "b", gate(), num_prompt=6)
+    pooled = keys(core, "c", gate(pool=Pool.LAST_PROMPT)), keys(core, "d", gate(pool=Pool.LAST_PROMPT), num_prompt=6)
+
+    assert keys(core, "e", gate(name="other")) == plain
+    assert plain[0] == longer[0]
+    assert len({*plain, longer[1]}) == 3
+    assert len({*pooled[0], *pooled[1], *plain}) == 6
+    assert keys(core, "f", gate(threshold=0.5)) != plain
+
+
+def readings(req_id: str, first: int, signals: np.ndarray) -> dict[str, Any]:
+    return {
+        "ids": [req_id],
+        "firsts": np.array([first]).tobytes(),
+        "counts": np.array([len(signals)]).tobytes(),
+        "columns": signals.shape[1],
+        "values": signals.astype(np.float32).tobytes(),
+    }
+
+
+def test_the_trace_of_a_request_that_wants_one_is_told():
+    core = core_with()
+    accepted(core, "a", gate(), trace=True)
+    layout = layout_of([gate()])
+    signals = np.zeros((2, layout.num_columns))
+    signals[:, layout.scores[0].column] = [0.5, -0.5]
+    signals[0, layout.gates[0].column : layout.gates[0].column + 2] = 1
+
+    told = core.take_readings(readings("a", 3, signals), ())
+    discarded = core.take_readings(readings("a", 5, signals), {"a"})
+    core.release("a")
+
+    assert told == {
+        "a": {
+            "positions": [3, 4],
+            "scores": {"anger": [0.5, -0.5]},
+            "gates": {"g": {"strength": [1.0, 0.0], "applied": [1.0, 0.0]}},
+        }
+    }
+    assert discarded == {}
+    assert core.take_readings(readings("a", 5, signals), ()) == {}
+
+
+def latched(spec: SteeringSpec) -> float:
+    assert spec.decode_program is not None
+    codes, params = spec.decode_program.codes, spec.decode_program.params
+    return float(params[np.flatnonzero(codes[:, CODE] & CODE_MASK == Code.GATE)[0], 2])
+
+
+def test_a_latch_goes_on_in_the_conversation_of_its_client_and_no_other():
+    core = core_with()
+    talk = {"scope": Scope.REST, "conversation": "c"}
+    first = accepted(core, "a", gate(**talk), owner="alice")
+    column = layout_of([gate()]).gates[0].column
+    signals = np.full((1, layout_of([gate()]).num_columns), np.nan)
+    before = core.take_readings(readings("a", 0, signals), ())
+    unlatched = latched(accepted(core, "b", gate(**talk), owner="alice"))
+    signals[0, column + FOLLOWING] = 0.75
+    core.take_readings(readings("a", 1, signals), ())
+
+    assert before == {}
+    assert np.isnan([latched(first), unlatched]).all()
+    assert latched(accepted(core, "c", gate(name="renamed", **talk), owner="alice")) == 0.75
+    others = [
+        accepted(core, "d", gate(**talk), owner="bob"),
+        accepted(core, "e", gate(**talk)),
+        accepted(core, "f", gate(scope=Scope.REST, conversation="other"), owner="alice"),
+        accepted(core, "g", gate(threshold=0.5, **talk), owner="alice"),
+        accepted(core, "h", gate(scope=Scope.REST), owner="alice"),
+    ]
+    assert np.isnan([latched(each) for each in others]).all()
+
+
+def test_conversations_are_refused_where_their_requests_may_go_elsewhere():
+    core = core_with(has_conversations=False)
+
+    with pytest.raises(RequestError, match="data parallelism") as caught:
+        accepted(core, "a", gate(scope=Scope.REST, conversation="c"))
+
+    assert caught.value.field == "steering_gates[0].scope"
+
+
+def test_a_gate_that_attenuates_takes_the_requests_own_vectors_in():
+    core = core_with()
+    vectors = PhaseVectors.from_rows({LATE: np.ones(HIDDEN, np.float32)})
+    spec = SteeringSpec(prefill=vectors, decode=vectors, gates=(gate(then=Then(attenuate=0.5)),))
+
+    taken = core.accept("a", to_wire(spec), 5)
+
+    assert taken is not None
+    workers = from_wire(taken)
+    assert (workers.prefill, workers.decode) == (None, None)
+    assert codes_of(workers) == [Code.SCORE, Code.LEAF, Code.GATE, Code.ATTENUATE, Code.ADD]

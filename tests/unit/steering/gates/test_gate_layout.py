@@ -1,0 +1,105 @@
+"""Columns of gates: every number has its own, and traces name them as clients do."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.gates.gate import Always, Condition, Gate, Group, InlineProbe, Leaf, NamedProbe, Negation, Then
+from headgate.steering.gates.layout import FOLLOWING, layout_of, num_columns
+from headgate.steering.gates.trace import TraceWriter, rows_of
+from headgate.steering.programs.codes import EVERYWHERE, Code
+from headgate.steering.programs.gate_codes import Combine, gate_field
+from headgate.steering.programs.program import Entry, Program
+
+SITE = Site(1, HookPoint.POST_MLP)
+
+
+def leaf(name: str | None = None) -> Leaf:
+    weight = np.ones(4, np.float32)
+    return Leaf(reading=InlineProbe(site=SITE, weight=weight) if name is None else NamedProbe(name), threshold=0.0)
+
+
+def gate(name: str, when: Condition) -> Gate:
+    return Gate(name=name, when=when, then=Then(observes=True))
+
+
+leaves = st.sampled_from([None, "anger", "joy"]).map(leaf) | st.just(Always())
+conditions = st.recursive(
+    leaves,
+    lambda inner: (
+        st.builds(
+            lambda combine, found: Group(combine, tuple(found)),
+            st.sampled_from([Combine.ANY, Combine.ALL]),
+            st.lists(inner, min_size=1, max_size=3),
+        )
+        | inner.map(Negation)
+    ),
+    max_leaves=5,
+)
+
+
+@given(st.lists(conditions, min_size=1, max_size=4), st.integers(0, 9))
+def test_no_two_numbers_share_a_column(given_conditions, first):
+    gates = [gate(f"g{at}", when) for at, when in enumerate(given_conditions)]
+
+    layout = layout_of(gates, first)
+
+    taken = [score.column for score in layout.scores]
+    for column in layout.gates:
+        taken += range(column.first, column.first + num_columns(column.gate.when))
+        taken += range(column.column, column.column + 3)
+    assert sorted(taken) == list(range(first, first + layout.num_columns))
+
+
+def test_a_named_probe_has_one_score_and_inline_ones_are_named_after_their_gate():
+    two = Group(Combine.ANY, (leaf(), leaf("anger"), leaf()))
+
+    layout = layout_of([gate("a", two), gate("b", Group(Combine.ALL, (leaf("anger"), leaf())))])
+
+    assert [score.name for score in layout.scores] == ["a", "anger", "a.1", "b"]
+
+
+def test_a_trace_tells_each_row_once_and_numbers_that_json_lacks_as_null():
+    layout = layout_of([gate("g", leaf("anger"))])
+    column = layout.gates[0].column
+    zeros = np.zeros(4, np.float32)
+    late, early = (
+        Program.from_entries(
+            [Entry(SITE, Code.ADD, None, zeros, (), gate_field(EVERYWHERE, column, is_early=is_early))], "float32"
+        )
+        for is_early in (False, True)
+    )
+    writer = TraceWriter(layout, (late, early), num_prompt=5)
+    signals = np.arange(3 * layout.num_columns, dtype=np.float32).reshape(3, -1)
+    signals[1, layout.scores[0].column] = np.nan
+
+    first, again = writer.note(4, signals), writer.note(4, signals[:2])
+    behind = writer.note(6, signals[1:])
+
+    assert first is not None
+    assert first["positions"] == [4, 5, 6]
+    assert first["scores"] == {"anger": [0.0, None, float(2 * layout.num_columns)]}
+    written = [signals[0, column], signals[0, column + FOLLOWING], signals[1, column + FOLLOWING]]
+    assert first["gates"]["g"] == {"strength": signals[:, column + 1].tolist(), "applied": written}
+    assert again is None
+    assert behind is not None
+    assert behind["positions"] == [7]
+    assert behind["gates"]["g"]["applied"] == [signals[2, column + FOLLOWING]]
+
+
+def test_readings_are_parted_by_request():
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+    readings = {
+        "ids": ["a", "b"],
+        "firsts": np.array([7, 0]).tobytes(),
+        "counts": np.array([1, 2]).tobytes(),
+        "columns": 2,
+        "values": values.tobytes(),
+    }
+
+    found = [(rows.req_id, rows.first, rows.signals.tolist()) for rows in rows_of(readings)]
+
+    assert found == [("a", 7, [[0, 1]]), ("b", 0, [[2, 3], [4, 5]])]

@@ -1,0 +1,188 @@
+"""Gates on rows: the same however a prompt is cut, row after row as the guide says, and nobody else's rows move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.gates.gate import Always, Gate, Group, InlineProbe, Leaf, Negation, Then
+from headgate.steering.gates.layout import layout_of
+from headgate.steering.gates.lowering import lower_gates
+from headgate.steering.programs.gate_codes import Combine, Mode, Pool, Scope, TokenFlag
+from headgate.steering.programs.operations import Method, Operation
+from headgate.steering.vectors.phase_vectors import PhaseVectors
+from headgate.steering.worker.gates.reference import GateTensors
+from headgate.steering.worker.placed_programs import place
+from headgate.steering.worker.program_reference import program_deltas_reference
+
+HIDDEN = 4
+EARLY, READ, LATE = (Site(layer, HookPoint.POST_MLP) for layer in (0, 1, 2))
+SITES = (EARLY, READ, LATE)
+NO_OWN = ((None, None), (None, None))
+PROBE = np.array([1, 0, 0, 0], np.float32)
+ADDED = np.array([0, 0, 0, 1], np.float32)
+
+
+class NoNames:
+    """`Content` without any registered name."""
+
+    hidden_size = HIDDEN
+    op_sites = SITES
+
+    def vectors(self, phase: int):
+        return lambda name, site: None
+
+
+def leaf(threshold: float = 0.0, **settings) -> Leaf:
+    return Leaf(reading=InlineProbe(site=READ, weight=PROBE), threshold=threshold, **settings)
+
+
+def adding(*sites: Site) -> Then:
+    vectors = {"vector": ADDED}
+    return Then(
+        operations=tuple(
+            Operation(method=Method.ADDITIVE, site=site, vectors=vectors, numbers={"scale": 1.0}) for site in sites
+        )
+    )
+
+
+def run(gates: Sequence[Gate], scores: Sequence[float], num_prompt: int, chunks: Sequence[int], own=NO_OWN):
+    """What is added in the last column at each site, ``[3, rows]``; rows have the scores that the probe reads."""
+    made = lower_gates(gates, NoNames(), "float32", own, {})
+    columns = layout_of(gates).num_columns
+    added, states, start = [], torch.full((2, columns), math.nan), 0
+    for count in chunks:
+        positions = np.arange(start, start + count)
+        rows = torch.zeros(count, HIDDEN)
+        rows[:, 0] = torch.tensor(scores[start : start + count])
+        tokens = torch.ones(count, 2, dtype=torch.int32)
+        tokens[:, 1] = torch.from_numpy(
+            TokenFlag.RESETS * (positions == 0)
+            | TokenFlag.ENDS_PROMPT * (positions == num_prompt - 1)
+            | TokenFlag.IS_GENERATED * (positions >= num_prompt)
+        )
+        tensors = GateTensors(torch.full((count, columns), math.nan), states, tokens)
+        is_decode = torch.from_numpy(positions >= num_prompt).int()
+        added.append(torch.stack([_at(site, made, rows, is_decode, tensors) for site in SITES]))
+        start += count
+    return torch.cat(added, dim=1)
+
+
+def _at(site: Site, made, rows, is_decode, tensors) -> torch.Tensor:
+    """What both phases' programs add at a site: table row 0 is the prompt's, 1 that of generated rows."""
+    codes, params, counts, pool = [], [], [], [torch.zeros(1, HIDDEN)]
+    for program in (made.prefill, made.decode):
+        slots = np.arange(program.num_rows, dtype=np.int32) + sum(map(len, pool))
+        pool.append(torch.from_numpy(program.rows.copy()))
+        placed = place(program, slots, {site: 0})
+        codes.append(placed.codes)
+        params.append(placed.params)
+        counts.append(len(placed.codes))
+    longest = max(*counts, 1)
+    codes_table = torch.zeros(2, longest, 4, dtype=torch.int32)
+    params_table = torch.zeros(2, longest, 8)
+    for phase in (0, 1):
+        codes_table[phase, : counts[phase]] = torch.from_numpy(codes[phase].copy())
+        params_table[phase, : counts[phase]] = torch.from_numpy(params[phase].copy())
+    active = torch.tensor(counts, dtype=torch.int32)[is_decode.long()]
+    tables = (torch.cat(pool), is_decode, active, codes_table, params_table, None, None, tensors)
+    return program_deltas_reference(rows, None, *tables, dtype=torch.float32)[:, 3]
+
+
+pools = st.sampled_from([*Pool])
+numbers = st.floats(-2, 2, width=16)
+leaves = st.builds(
+    leaf,
+    numbers,
+    is_below=st.booleans(),
+    hysteresis=st.sampled_from([0.0, 0.5]),
+    pool=pools,
+    alpha=st.just(0.25),
+)
+conditions = (
+    leaves
+    | st.builds(lambda one, other: Group(Combine.ANY, (one, other)), leaves, leaves)
+    | st.builds(lambda one, other: Group(Combine.ALL, (one, Negation(other))), leaves, leaves)
+)
+modes = st.sampled_from([Mode.BINARY, Mode.PROPORTIONAL, Mode.SIGMOID])
+
+
+@settings(max_examples=60, deadline=None)
+@given(conditions, modes, st.sampled_from([*Scope]), st.data())
+def test_a_prompt_gives_the_same_however_it_is_cut(when, mode, scope, data):
+    num_prompt, num_rows = data.draw(st.integers(1, 6)), 9
+    scores = data.draw(st.lists(numbers, min_size=num_rows, max_size=num_rows))
+    cuts = sorted(data.draw(st.sets(st.integers(1, num_prompt), max_size=3)) - {num_prompt})
+    chunks = np.diff([0, *cuts, num_prompt]).tolist()
+    sites = (READ, LATE) if scope is Scope.THIS else SITES
+    gates = [Gate(name="g", when=when, then=adding(*sites), mode=mode, amount=2.0, scope=scope)]
+    decode = [1] * (num_rows - num_prompt)
+
+    whole = run(gates, scores, num_prompt, [num_prompt, *decode])
+    cut = run(gates, scores, num_prompt, [*chunks, *decode])
+
+    torch.testing.assert_close(cut, whole, rtol=0, atol=0)
+    assert torch.equal(whole[1], whole[2])
+
+
+SCORES = [-1.0, 2.0, -1.0, 3.0, -1.0, -1.0]
+"""Rows 0 to 3 are the prompt, 4 and 5 are generated; the threshold is 0."""
+
+
+@pytest.mark.parametrize(
+    ("scope", "sites", "early", "late"),
+    [
+        (Scope.THIS, (READ, LATE), [0] * 6, [0, 1, 0, 1, 0, 0]),
+        (Scope.NEXT, SITES, [0, 0, 0, 0, 1, 0], [0, 0, 1, 0, 1, 0]),
+        (Scope.REST, SITES, [0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_each_scope_acts_where_it_says(scope, sites, early, late):
+    found = run([Gate(name="g", when=leaf(), then=adding(*sites), scope=scope)], SCORES, 4, [4, 1, 1])
+
+    assert found.tolist() == [early, late, late]
+
+
+@pytest.mark.parametrize(
+    ("pool", "scores", "late"),
+    [
+        (Pool.LAST_PROMPT, [5.0, 1.0, -9.0], [0, 1, 1]),
+        (Pool.LAST_PROMPT, [5.0, -1.0, 9.0], [0, 0, 0]),
+        (Pool.PROMPT_MEAN, [5.0, -1.0, -9.0], [0, 1, 1]),
+        (Pool.PROMPT_MEAN, [1.0, -3.0, 9.0], [0, 0, 0]),
+    ],
+)
+def test_a_pooled_prompt_decides_at_its_last_row(pool, scores, late):
+    gate = Gate(name="g", when=Negation(Negation(leaf(pool=pool))), then=adding(LATE))
+
+    assert run([gate], scores, 2, [1, 1, 1])[2].tolist() == late
+
+
+def test_hysteresis_holds_on_until_the_other_side():
+    gate = Gate(name="g", when=leaf(1.0, hysteresis=0.5), then=adding(LATE))
+
+    assert run([gate], [0.75, 1.25, 0.75, 0.5, 0.25, 0.75], 6, [6])[2].tolist() == [0, 1, 1, 1, 0, 0]
+
+
+def test_attenuation_multiplies_what_the_request_adds_by_itself():
+    vectors = PhaseVectors.from_rows({LATE: 2 * ADDED})
+    gate = Gate(name="g", when=leaf(), then=Then(attenuate=0.25))
+
+    found = run([gate], [-1.0, 1.0, 1.0], 2, [2, 1], own=((vectors, None), (vectors, None)))
+
+    assert found[2].tolist() == [2, 0.5, 0.5]
+
+
+def test_what_only_observes_adds_nothing_and_always_acts_on_every_row():
+    observing = Gate(name="o", when=leaf(), then=Then(observes=True))
+    acting = Gate(name="a", when=Always(), then=adding(EARLY, LATE))
+
+    assert run([observing], [1.0, 1.0], 1, [1, 1]).abs().sum() == 0
+    assert run([observing, acting], [1.0, 1.0], 1, [1, 1])[[0, 2]].tolist() == [[1, 1], [1, 1]]

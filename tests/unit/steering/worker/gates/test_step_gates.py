@@ -1,0 +1,128 @@
+"""Requests with gates through the steps of a worker: slots, flags, and strengths of rows that are computed again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from headgate.capture.schema.batch import BatchView
+from headgate.steering.programs.gate_codes import TokenFlag
+from headgate.steering.worker.gates.requests import NO_SLOT, GatedRequest, GateSlots
+from headgate.steering.worker.gates.step_gates import StepGates
+
+COLUMNS = 4
+RESETS, ENDS, GENERATED, REPLAYED, SCANNED = TokenFlag
+
+
+def view(*requests: tuple[str, int, int]) -> BatchView:
+    """Requests by id, position of the first row, and number of rows, one behind the other."""
+    counts = np.array([count for _, _, count in requests], np.int64)
+    return BatchView(
+        req_ids=tuple(req_id for req_id, _, _ in requests),
+        starts=np.cumsum(counts) - counts,
+        num_scheduled=counts,
+        num_computed=np.array([first for _, first, _ in requests], np.int64),
+    )
+
+
+def gates_with(*requests: tuple[str, GatedRequest]) -> StepGates:
+    gates = StepGates(max_tokens=16, max_num_seqs=4, num_columns=COLUMNS, device=torch.device("cpu"))
+    for req_id, request in requests:
+        gates.add(req_id, request)
+    return gates
+
+
+def flags(writes) -> list[int]:
+    return writes.tokens[:, 1].tolist()
+
+
+def test_rows_are_told_where_the_prompt_begins_and_ends():
+    gates = gates_with(("a", GatedRequest(3, (), is_read=False)))
+
+    chunk = gates.step_begins(view(("plain", 0, 2), ("a", 0, 2)))
+    rest = gates.step_begins(view(("plain", 2, 1), ("a", 2, 1)))
+    first = gates.step_begins(view(("plain", 3, 1), ("a", 3, 1)))
+    later = gates.step_begins(view(("plain", 4, 1), ("a", 4, 1)))
+
+    assert flags(chunk) == [0, 0, RESETS | SCANNED, SCANNED]
+    assert chunk.tokens[:, 0].tolist()[:2] == [NO_SLOT, NO_SLOT]
+    assert len({slot for slot, _ in chunk.tokens[2:].tolist()} | {rest.tokens[1, 0]}) == 1
+    assert flags(rest)[1] == ENDS
+    assert flags(first)[1] == GENERATED
+    assert later is None
+
+
+def test_a_request_that_comes_back_to_its_beginning_is_reset_and_a_batch_in_another_order_is_told():
+    gates = gates_with(*((name, GatedRequest(2, (), is_read=False)) for name in "ab"))
+    gates.step_begins(view(("a", 0, 2), ("b", 0, 2)))
+    slots = gates.step_begins(view(("a", 2, 1), ("b", 2, 1))).tokens[:, 0].tolist()
+
+    swapped = gates.step_begins(view(("b", 3, 1), ("a", 3, 1)))
+    again = gates.step_begins(view(("b", 0, 2), ("a", 4, 1)))
+
+    assert swapped.tokens[:2, 0].tolist() == slots[::-1]
+    assert flags(again) == [RESETS | SCANNED, ENDS | SCANNED, GENERATED]
+
+
+def test_strengths_at_earlier_sites_act_again_on_rows_that_are_computed_again():
+    gates = gates_with(("a", GatedRequest(2, (1,), is_read=False)))
+    handed_on = {}
+    for first, count in ((0, 2), (2, 1), (3, 1)):
+        gates.step_begins(view(("a", first, count)))
+        gates.tensors.signals[:count] = torch.arange(first * 10.0, first * 10.0 + count * COLUMNS).view(count, -1)
+        for row in range(count):
+            handed_on[first + row] = float(gates.tensors.signals[row, 1 + 2])
+        gates.step_ends()
+
+    again = gates.step_begins(view(("a", 0, 5)))
+
+    assert [flag & ~SCANNED for flag in flags(again)] == [RESETS, ENDS, *[GENERATED | REPLAYED] * 3]
+    assert all(flag & SCANNED for flag in flags(again))
+    assert again.places.tolist() == [row * COLUMNS + 1 for row in (2, 3, 4)]
+    assert again.strengths.tolist() == [handed_on[position] for position in (1, 2, 3)]
+
+
+def test_a_replayed_row_that_was_never_computed_is_a_bug_that_is_told():
+    gates = gates_with(("a", GatedRequest(2, (1,), is_read=False)))
+
+    with pytest.raises(AssertionError, match="nothing is known of its gates at position 1"):
+        gates.step_begins(view(("a", 0, 3)))
+
+
+def test_what_is_read_is_of_the_requests_that_want_it():
+    wanted = GatedRequest(2, (), is_read=True)
+    gates = gates_with(("a", GatedRequest(2, (), is_read=False)), ("b", wanted))
+    gates.step_begins(view(("a", 0, 2), ("b", 1, 1)))
+    gates.tensors.signals[:3] = torch.arange(3.0)[:, None]
+    gates.step_ends()
+
+    readings = gates.readings()
+    assert readings is not None
+    found = readings.collect()
+
+    assert found["ids"] == ["b"]
+    assert np.frombuffer(found["firsts"], np.int64).tolist() == [1]
+    assert np.frombuffer(found["values"], np.float32).tolist() == [2.0] * COLUMNS
+
+
+def test_nothing_is_read_if_nobody_asks():
+    gates = gates_with(("a", GatedRequest(2, (), is_read=False)))
+    gates.step_begins(view(("a", 0, 2)))
+    gates.step_ends()
+
+    assert gates.readings() is None
+
+
+def test_slots_go_to_those_that_had_a_step_last():
+    slots = GateSlots(3)
+
+    first, second = slots.take("a"), slots.take("b")
+    again = slots.take("a")
+    third = slots.take("c")
+
+    assert (first[1], second[1], again) == (True, True, (first[0], False))
+    assert third == (second[0], True)
+    slots.release("a")
+    assert slots.take("b") == (first[0], True)
+    assert slots.num_used == 2
