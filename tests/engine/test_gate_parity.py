@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.conftest import stop_llm
-from tests.engine.gate_cases import NUM_OUTPUT, PROMPTS, GateCase, names
+from tests.engine.gate_making import NUM_OUTPUT, PROMPTS, GateCase, names
 from tests.engine.gate_reference import told
 from tests.engine.gate_runs import BLOCK, FAMILY, Run, captured_of, check, generate, made_cases, serve, start, told_of
 from tests.engine.hf_reference import own_process, relative_error
