@@ -176,12 +176,23 @@ class _Pass:
             return 0.0
         strength = gate.strength_at(is_early=is_early, is_prompt=self.is_prompt)
         self._written.setdefault(gate.name, []).append(strength)
-        if self._request.applied is not None:
-            # At the row where a latch engages, sites before the probe's have been passed already.
-            frozen = self._request.applied[gate.name]
-            engages = gate.scope == "rest_of_request" and not (self.position and frozen[self.position - 1])
-            return 0.0 if is_early and engages and not gate.held else frozen[self.position]
-        return strength
+        return strength if self._request.applied is None else self._replayed(gate, is_early=is_early)
+
+    def _replayed(self, gate: GateState, *, is_early: bool) -> float:
+        """The strength at a site by the trace: where a latch engages, earlier sites have been passed already."""
+        assert self._request.applied is not None
+        applied, index = self._request.applied[gate.name], self.position
+        sites = [site for site, _ in gate.effect.at(self.is_prompt)]
+        if isinstance(gate.then, Mapping) and "attenuate" in gate.then:
+            sites = self._static_sites(self.is_prompt)
+        is_late_too = any(self._order.index(site) >= gate.decided_at for site in sites)
+        return applied[index - 1 if is_early and is_late_too and gate.scope == "rest_of_request" else index]
+
+    def _static_sites(self, is_prompt: bool) -> list[Site]:
+        static = self._request.static
+        phases = ("both", "prefill" if is_prompt else "decode")
+        vectors = static.prefill if is_prompt else static.decode
+        return [*vectors, *(site for phase, site, _ in static.operations if phase in phases)]
 
 
 def _partly(document: Mapping[str, Any], row: Row, strength: float) -> Row:

@@ -11,7 +11,8 @@ import numpy as np
 
 from headgate.capture.schema.sites import HookPoint
 from tests.conftest import start_llm
-from tests.engine.gate_cases import MODULE, NUM_OUTPUT, PROMPTS, SAE, SAE_SITE, GateCase, cases_of, named_probes, names
+from tests.engine.gate_cases import cases_of
+from tests.engine.gate_making import MODULE, NUM_OUTPUT, PROMPTS, SAE, SAE_SITE, GateCase, named_probes, names
 from tests.engine.gate_reference import Gated, Told, plain_rows, told
 from tests.engine.hf_reference import relative_error
 from tests.engine.steering_cases import MAX_ERROR, logprobs_of

@@ -16,23 +16,23 @@ import pytest
 import torch
 
 from tests.conftest import stop_llm
-from tests.engine.gate_cases import NUM_OUTPUT, PROMPTS, GateCase, names
+from tests.engine.gate_making import NUM_OUTPUT, PROMPTS, GateCase, names
 from tests.engine.gate_reference import told
 from tests.engine.gate_runs import BLOCK, FAMILY, Run, captured_of, check, generate, made_cases, serve, start, told_of
 from tests.engine.hf_reference import own_process, relative_error
 from tests.engine.steering_cases import MAX_ERROR, logprobs_of
 from tests.engine.tiny_models import tiny_model
 
-LONG_OUTPUT = 45
-PREEMPTED = ("early, ", "attenuate early", "at the end", "{'ema': 0.3}", "many", "named", "neighbour")
+SHORT_OUTPUT, LONG_OUTPUT = 20, 45
+PREEMPTED = ("early, ", "attenuate early", "at the end", "next_token, {'ema'", "many", "named", "neighbour")
 """Of the cases that are short of blocks together."""
 CONTINUED = {
     "early, next_token, 1, False": (0, 0),
     "attenuate early, rest_of_request, 1": (0, 0),
     "this_token, {'ema': 0.3}": (0, 0),
-    "a module on the very token": (0, 2 * BLOCK),
-    "operations in part": (0, 2 * BLOCK),
-    "neighbour 3": (2 * BLOCK, 2 * BLOCK),
+    "a module on the very token": (0, BLOCK),
+    "operations in part": (0, BLOCK),
+    "neighbour 3": (BLOCK, BLOCK),
 }
 """Tokens from the cache for an answer that came back as a prompt, and for that prompt again: none with states."""
 REPLAYED = ("early", "attenuate", "rest_of_request", "operations", "many")
@@ -147,7 +147,7 @@ def test_continuations_and_repetitions_equal_a_fresh_engine(llm, cases, referenc
     llm.reset_prefix_cache()
     some, outputs, cached = chosen(cases, tuple(CONTINUED)), [], {}
     for case in some:
-        (first,) = generate(llm, [case], [PROMPTS[case.prompt]], LONG_OUTPUT)
+        (first,) = generate(llm, [case], [PROMPTS[case.prompt]], SHORT_OUTPUT)
         prompt = [*first.prompt_token_ids, *first.outputs[0].token_ids, 7, 8]
         again = [generate(llm, [case], [prompt], 3)[0] for _ in range(2)]
         cached[case.name] = tuple(output.num_cached_tokens for output in again)
