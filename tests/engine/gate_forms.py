@@ -140,39 +140,27 @@ def features(make: Maker) -> Iterator[GateCase]:
     )
 
 
+_LATER = (
+    *("1.post_attn", "1.mlp_in", "1.mlp_out", "1.post_mlp"),
+    *("2.pre_attn", "2.attn_out", "2.post_attn", "2.post_mlp", "final_norm"),
+)
+_EVERYWHERE = (
+    *("0.pre_attn", "0.post_mlp", "1.mlp_out", "1.post_mlp", "0.post_attn"),
+    *("2.attn_out", "1.attn_in", "2.post_mlp", "final_norm"),
+)
+
+
 def operations(make: Maker) -> Iterator[GateCase]:
     """Operations of all methods, in part and in full."""
-    later = [
-        "1.post_attn",
-        "1.mlp_in",
-        "1.mlp_out",
-        "1.post_mlp",
-        "2.pre_attn",
-        "2.attn_out",
-        "2.post_attn",
-        "2.post_mlp",
-        "final_norm",
-    ]
-    everywhere = [
-        "0.pre_attn",
-        "0.post_mlp",
-        "1.mlp_out",
-        "1.post_mlp",
-        "0.post_attn",
-        "2.attn_out",
-        "1.attn_in",
-        "2.post_mlp",
-        "final_norm",
-    ]
     yield GateCase(
         name="operations",
-        gates=[{"when": make.when(q=0.5), "then": {"ops": _ops(make, *later)}}],
+        gates=[{"when": make.when(q=0.5), "then": {"ops": _ops(make, *_LATER)}}],
     )
     yield GateCase(
         name="operations in part",
         prompt=SHORT,
         gates=[
-            {"when": make.when(prompt=SHORT, q=0.5), "then": {"ops": _ops(make, *later)}, "strength": {"sigmoid": 0.5}}
+            {"when": make.when(prompt=SHORT, q=0.5), "then": {"ops": _ops(make, *_LATER)}, "strength": {"sigmoid": 0.5}}
         ],
     )
     for scope in ("next_token", "rest_of_request"):
@@ -182,7 +170,7 @@ def operations(make: Maker) -> Iterator[GateCase]:
             gates=[
                 {
                     "when": make.when(prompt=SHORT, q=0.6),
-                    "then": {"ops": _ops(make, *everywhere)},
+                    "then": {"ops": _ops(make, *_EVERYWHERE)},
                     "strength": {"sigmoid": 1.0},
                     "scope": scope,
                 }

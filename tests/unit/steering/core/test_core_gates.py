@@ -14,6 +14,7 @@ from headgate.steering.config import parse_config
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.gates.gate import FeatureReading, Gate, InlineProbe, Leaf, ModuleThen, NamedProbe, Then
 from headgate.steering.gates.layout import FOLLOWING, layout_of
+from headgate.steering.gates.names import probe_key
 from headgate.steering.probes.probe import Probe
 from headgate.steering.programs.codes import CODE, CODE_MASK, Code
 from headgate.steering.programs.gate_codes import Pool, Scope
@@ -225,3 +226,14 @@ def test_a_gate_that_attenuates_takes_the_requests_own_vectors_in():
     workers = from_wire(taken)
     assert (workers.prefill, workers.decode) == (None, None)
     assert codes_of(workers) == [Code.SCORE, Code.LEAF, Code.GATE, Code.ATTENUATE, Code.ADD]
+
+
+def test_front_ends_learn_the_names_of_probes() -> None:
+    core = core_with()
+    vectors = PhaseVectors.from_rows({LATE: np.ones(HIDDEN, np.float32)})
+    core.call("register", {"name": "anger", "spec": to_wire(SteeringSpec(decode=vectors))})
+
+    listed = {found["name"]: found for found in core.call("names", {})}
+
+    assert list(listed) == ["anger", probe_key("anger")]
+    assert listed[probe_key("anger")] == {"name": probe_key("anger"), "at": "1.post_mlp", "classes": ["positive"]}
