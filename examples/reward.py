@@ -21,7 +21,7 @@ CHATS = [[{"role": "user", "content": text}] for text in ("How was your day?", "
 JOY, SORROW = "I feel wonderful and full of joy today.", "I feel terrible and full of sorrow today."
 
 
-def direction(policy: Any, tokenizer: Any) -> np.ndarray:
+def direction(policy: Any, tokenizer: Any) -> Any:
     """The difference of two sentences' last rows, at the site ``LAYER.post_mlp``."""
     rows = []
     for text in (JOY, SORROW):
@@ -31,7 +31,7 @@ def direction(policy: Any, tokenizer: Any) -> np.ndarray:
     return rows[0] - rows[1]
 
 
-def logprobs(policy: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
+def logprobs(policy: Any, prompt: list[int], answer: list[int]) -> Any:
     """Logprobs of the tokens of an answer."""
     logits = policy(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].float()
     return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
@@ -40,9 +40,8 @@ def logprobs(policy: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
 if __name__ == "__main__":  # vLLM starts its engine in a process of its own
     folder, steps = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 8
     tokenizer, policy = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    trained = (
-        policy.float().requires_grad_(False).model.layers[-4:].requires_grad_(True)
-    )  # above LAYER: to choose other tokens is all it can learn
+    # Above LAYER: to choose other tokens is all it can learn.
+    trained = policy.float().requires_grad_(False).model.layers[-4:].requires_grad_(True)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=RATE, weight_decay=0.0)
     work = tempfile.TemporaryDirectory()
     np.save(f"{work.name}/joy.npy", direction(policy, tokenizer))
@@ -53,7 +52,8 @@ if __name__ == "__main__":  # vLLM starts its engine in a process of its own
     llm = LLM(folder, capture_consumers=[{"name": "reward", "params": params}], capture_sites=sites, **settings)
     sampling = SamplingParams(n=GROUP, max_tokens=12, seed=0, logprobs=0, capture={"reward": {}})
     for step in range(steps):
-        found, off = [], []
+        found: list[float] = []
+        off: list[float] = []
         if step:
             optimizer.step()
             optimizer.zero_grad()

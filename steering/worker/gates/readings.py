@@ -5,6 +5,7 @@ Letters in shape comments: G requests with gates in a step, N their rows, C colu
 
 from __future__ import annotations
 
+from collections import deque
 from threading import Lock
 from typing import Any
 
@@ -16,7 +17,7 @@ from headgate.capture.schema.batch import BoolArray, Int32Array
 from headgate.steering.gates.layout import FOLLOWING
 from headgate.steering.programs.gate_codes import TokenFlag
 from headgate.steering.vectors.dtypes import Float32Rows
-from headgate.steering.worker.gates.requests import GatedBatch, GateRows
+from headgate.steering.worker.gates.requests import GatedBatch, GatedRequest, GateRows
 
 
 class StepSignals:
@@ -87,6 +88,42 @@ class SignalReadings:
         }
 
 
+_UNREAD = 4
+"""Steps whose signals wait before they are read: their copies are long done, so that reading them waits for nothing."""
+
+
+class _Strengths:
+    """Strengths that rows of one request hand on, from the last row of its prompt.
+
+    Args:
+        request: The request.
+    """
+
+    def __init__(self, request: GatedRequest) -> None:
+        self.columns = np.array(request.early, np.int64)
+        self._first = request.num_prompt - 1
+        self._values = np.empty((_ROWS_AT_FIRST, len(self.columns)), np.float32)
+        self._count = 0
+
+    def put(self, first: int, signals: Float32Rows) -> None:
+        """Put the rows from position `first` on, by their signals ``[n, C]``; rows come in their order."""
+        begin = max(first, self._first)
+        values = signals[begin - first :, self.columns + FOLLOWING]
+        start, end = begin - self._first, begin - self._first + len(values)
+        if end > len(self._values):
+            self._values = np.concatenate([self._values, np.empty((end, self._values.shape[1]), np.float32)])
+        self._values[start:end] = values
+        self._count = max(self._count, end)
+
+    def at(self, position: int) -> list[float] | None:
+        """Return the strengths of the row at a position, one for each of `columns`; None if it is not known."""
+        at = position - self._first
+        return self._values[at].tolist() if 0 <= at < self._count else None
+
+
+_ROWS_AT_FIRST = 64
+
+
 class GateHistory:
     """Strengths that acted at sites before their gates, of requests that run: rows may be computed again.
 
@@ -95,18 +132,29 @@ class GateHistory:
     """
 
     def __init__(self) -> None:
-        self._steps: dict[str, list[StepSignals]] = {}
+        self._unread: deque[tuple[StepSignals, dict[str, GatedRequest]]] = deque()
+        self._strengths: dict[str, _Strengths] = {}
 
     def keep(self, signals: StepSignals, batch: GatedBatch) -> None:
         """Keep what a step's rows hand on, of requests with gates that act early."""
         ends = (signals.rows.firsts + signals.rows.counts).tolist()
-        for req_id, request, end in zip(signals.rows.req_ids, batch.requests, ends, strict=True):
-            if request.early and end >= request.num_prompt:
-                self._steps.setdefault(req_id, []).append(signals)
+        kept = {
+            req_id: request
+            for req_id, request, end in zip(signals.rows.req_ids, batch.requests, ends, strict=True)
+            if request.early and end >= request.num_prompt
+        }
+        for req_id, request in kept.items():
+            if req_id not in self._strengths:
+                self._strengths[req_id] = _Strengths(request)
+        if kept:
+            self._unread.append((signals, kept))
+            self._read(_UNREAD)
 
     def forget(self, req_id: str) -> None:
         """Forget a request that ended."""
-        self._steps.pop(req_id, None)
+        self._strengths.pop(req_id, None)
+        for _, kept in self._unread:
+            kept.pop(req_id, None)
 
     def strengths(self, rows: GateRows, batch: GatedBatch, flags: Int32Array) -> list[tuple[int, int, float]]:
         """Return the strengths that act again on replayed rows: batch row, column and value of each.
@@ -119,26 +167,29 @@ class GateHistory:
         Raises:
             AssertionError: If a row was not computed before.
         """
+        if not (flags & TokenFlag.IS_REPLAYED).any():
+            return []
+        self._read(0)
         found: list[tuple[int, int, float]] = []
         end = 0
         for at, (req_id, request) in enumerate(zip(rows.req_ids, batch.requests, strict=True)):
             start, end = end, end + int(rows.counts[at])
-            replayed = np.flatnonzero(flags[start:end] & TokenFlag.IS_REPLAYED).tolist() if request.early else []
-            known = self._known(req_id) if replayed else {}
-            for index in replayed:
-                before = int(rows.firsts[at]) + index - 1
-                if before not in known:
-                    raise AssertionError(f"request {req_id}: nothing is known of its gates at position {before}")
-                values = known[before]
-                found += [
-                    (int(rows.starts[at]) + index, column, float(values[column + FOLLOWING]))
-                    for column in request.early
-                ]
+            for index in np.flatnonzero(flags[start:end] & TokenFlag.IS_REPLAYED).tolist() if request.early else ():
+                values = self._at(req_id, int(rows.firsts[at]) + index - 1)
+                row = int(rows.starts[at]) + index
+                found += [(row, column, value) for column, value in zip(request.early, values, strict=True)]
         return found
 
-    def _known(self, req_id: str) -> dict[int, Any]:
-        known: dict[int, Any] = {}
-        for step in self._steps.get(req_id, ()):
-            first, values = step.of(req_id)
-            known.update(enumerate(values, first))
-        return known
+    def _at(self, req_id: str, position: int) -> list[float]:
+        known = self._strengths.get(req_id)
+        values = None if known is None else known.at(position)
+        if values is None:
+            raise AssertionError(f"request {req_id}: nothing is known of its gates at position {position}")
+        return values
+
+    def _read(self, num_left: int) -> None:
+        """Read the signals of all steps but the last `num_left`."""
+        while len(self._unread) > num_left:
+            signals, kept = self._unread.popleft()
+            for req_id in kept:
+                self._strengths[req_id].put(*signals.of(req_id))

@@ -83,6 +83,19 @@ def test_strengths_at_earlier_sites_act_again_on_rows_that_are_computed_again():
     assert again.strengths.tolist() == [handed_on[position] for position in (1, 2, 3)]
 
 
+def test_of_a_long_answer_every_row_is_known_again():
+    gates = gates_with(("a", GatedRequest(2, (1,), is_read=False)))
+    for position in range(0, 200, 1):
+        gates.step_begins(view(("a", position, 1)))
+        gates.tensors.signals[0, 1 + 2] = position
+        gates.step_ends()
+
+    again = [gates.step_begins(view(("a", first, 10))) for first in range(0, 200, 10)]
+
+    told = [value for writes in again for value in writes.strengths.tolist()]
+    assert told == [position - 1 for position in range(2, 200) if position % 10]
+
+
 def test_a_replayed_row_that_was_never_computed_is_a_bug_that_is_told():
     gates = gates_with(("a", GatedRequest(2, (1,), is_read=False)))
 
