@@ -11,7 +11,7 @@ from headgate.capture.engine.requests.stray_fields import find_ignored, refuse_u
 from headgate.capture.schema.errors import RequestError
 
 UNKNOWN = (
-    "steering",
+    "steerings",
     "steering_of_tomorrow",
     "prefill_steering_vector",
     "decode_steering_",
