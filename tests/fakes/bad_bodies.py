@@ -169,7 +169,7 @@ _ONE = {"post_mlp": {"3": VECTOR}}
 ROUTES: dict[str, tuple[str, Fields, str]] = {
     "set: nothing": (_SET, {}, "vectors"),
     "set: null": (_SET, {"vectors": None}, "vectors"),
-    "set: a field of requests": (_SET, {"steering_vectors": _ONE}, "steering_vectors"),
+    "set: a field of requests": (_SET, {"steering_gates": []}, "steering_gates"),
     "set: replace that is a text": (_SET, {"vectors": _ONE, "replace": "yes"}, "replace"),
     "set: a wrong width": (_SET, {"vectors": {"post_mlp": {"3": [1.0]}}}, "vectors.post_mlp.3"),
     "set: an unknown hook": (_SET, {"decode_vectors": {"x": {"3": VECTOR}}}, "decode_vectors.x"),

@@ -92,7 +92,7 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 STRAY: dict[str, tuple[dict[str, Any], str]] = {
     "clamps": ({"steering_of_tomorrow": [{"feature": 1, "value": 2.0}]}, "steering_of_tomorrow"),
-    "steering": ({"steering": {"layer": 3}}, "steering"),
+    "a word that we lack": ({"steerings": {"layer": 3}}, "steerings"),
     "features": ({"sae_of_tomorrow": [1]}, "sae_of_tomorrow"),
     "a misspelt field": ({"capture_waits": True}, "capture_waits"),
     "in xargs": ({"vllm_xargs": {"steering_of_tomorrow": "x"}}, "vllm_xargs.steering_of_tomorrow"),
