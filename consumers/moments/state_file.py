@@ -29,6 +29,8 @@ from headgate.consumers.moments.entry import MomentsEntry, MomentsKey, MomentsSe
 
 FORMAT = "1"
 _FORMAT_KEY = "headgate.moments"
+_NUM_ENTRIES = "num_entries"
+"""A tensor that every file has: safetensors 0.4.3 does not read a file without one."""
 Entries = dict[MomentsKey, MomentsEntry]
 
 
@@ -71,7 +73,7 @@ class StoredMoments(msgspec.Struct, frozen=True, kw_only=True):
 
 def encode_state(settings: MomentsSettings, entries: Mapping[MomentsKey, MomentsEntry]) -> bytes:
     """Return the content of a file; entries are settled first."""
-    headers, tensors = [], {}
+    headers, tensors = [], {_NUM_ENTRIES: np.array([len(entries)])}
     for index, (key, entry) in enumerate(entries.items()):
         entry.settle()
         headers.append(_header_of(key, entry))
