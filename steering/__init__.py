@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from headgate.steering.config import SteeringConfig
     from headgate.steering.control.handle import AsyncSteering, Steering
     from headgate.steering.files.vector_files import VectorFile, VectorFileError, load, save
-    from headgate.steering.programs.spec import ModuleRef
+    from headgate.steering.spec import ModuleRef
     from headgate.steering.vectors.directions import captured_rows, contrast, mean_difference, pca
     from headgate.steering.vectors.phase_vectors import PhaseVectors, weighted_sum
 
@@ -81,7 +81,7 @@ _WHERE = {
     "headgate.steering.vectors.directions": ("captured_rows", "contrast", "mean_difference", "pca"),
     "headgate.steering.files.vector_files": ("VectorFile", "VectorFileError", "load", "save"),
     "headgate.steering.control.handle": ("AsyncSteering", "Steering"),
-    "headgate.steering.programs.spec": ("ModuleRef",),
+    "headgate.steering.spec": ("ModuleRef",),
     "headgate.steering.vectors.phase_vectors": ("PhaseVectors", "weighted_sum"),
 }
 _LATE = {name: module for module, names in _WHERE.items() for name in names}

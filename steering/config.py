@@ -22,6 +22,7 @@ from headgate.capture.schema.sites import HookPoint, Site, parse_sites, sort_sit
 from headgate.steering.features.importing import open_coder
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
+from headgate.steering.gates.layout import COLUMNS_PER_GATE
 from headgate.steering.probes.files import load as load_probe
 from headgate.steering.probes.probe import ProbeError
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
@@ -36,6 +37,10 @@ DEFAULT_OPS = 8
 MAX_OPS = 256
 DEFAULT_FEATURES = 64
 MAX_FEATURES = 1024
+DEFAULT_GATES = 8
+MAX_GATES = 64
+ENTRIES_PER_GATE = 5
+"""Entries of a gate at one site, on the average; one is the attenuation that it may be."""
 MAX_WAITING = 1024
 MAX_WAIT_S = 120.0
 
@@ -93,6 +98,9 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         max_sae_features: Features of one request that may be changed at one site in one phase, its modules' included.
             Each takes two slots; one that is only added to takes one. A transcoder's feature counts at every site that
             it reads or writes, and takes a slot for each; of those that are read, so many may be changed in all.
+        max_gates: Gates of one request; 0 for none. Where there are op sites, gates take
+            ``4 * 8 * max_gates`` bytes of device memory for each batch row and twice that for each of `max_num_seqs`
+            requests, and ``(2 * max_num_seqs + 3) * 5 * max_gates * 48`` bytes at each op site.
         probes: ``{name: path}`` of probes that gates can name (``.safetensors``). The site of each is an op site by
             that.
         modules: ``{name: path}`` of named modules to load at start (``.safetensors``, ``.json``, ``.gguf``). Each
@@ -115,6 +123,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sae_encode: list[str] = msgspec.field(default_factory=list)
     sae_root: str | None = None
     max_sae_features: int = DEFAULT_FEATURES
+    max_gates: int = DEFAULT_GATES
     probes: dict[str, str] = msgspec.field(default_factory=dict)
     modules: dict[str, str] = msgspec.field(default_factory=dict)
     audit_file: str | None = None
@@ -140,6 +149,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             max_ops_per_site=self.max_ops_per_site,
             max_sae_features=self.num_features,
             max_changes=self.num_changes,
+            max_gates=self.max_gates,
         )
 
     @property
@@ -170,9 +180,15 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Entries of a program at one site.
 
         Two for each operation, of a request's and of the global ones, one for its vectors, and one for each feature;
-        one for a reconstruction if there can be one.
+        one for a reconstruction if there can be one; and those that evaluate gates.
         """
-        return 4 * self.max_ops_per_site + 1 + self.num_features + bool(self.sae_encode)
+        of_gates = ENTRIES_PER_GATE * self.max_gates
+        return 4 * self.max_ops_per_site + 1 + self.num_features + bool(self.sae_encode) + of_gates
+
+    @property
+    def num_columns(self) -> int:
+        """Numbers that gates keep for each row."""
+        return COLUMNS_PER_GATE * self.max_gates
 
     def encoded_saes(self, hidden_size: int) -> dict[Site, SparseCoder]:
         """Open the SAEs of `sae_encode`, by site.
@@ -339,6 +355,8 @@ def _check(config: SteeringConfig) -> None:
         )
     if not 0 < config.max_ops_per_site <= MAX_OPS:
         raise ConfigError(f"{WHERE}: max_ops_per_site must be from 1 to {MAX_OPS}, got {config.max_ops_per_site}")
+    if not 0 <= config.max_gates <= MAX_GATES:
+        raise ConfigError(f"{WHERE}: max_gates must be from 0 to {MAX_GATES}, got {config.max_gates}")
     if config.max_waiting is not None and config.max_waiting < 0:
         raise ConfigError(f"{WHERE}: max_waiting must be at least 0, got {config.max_waiting}")
     if config.max_wait_s is not None and not config.max_wait_s > 0:

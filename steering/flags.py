@@ -11,11 +11,14 @@ from headgate.capture.engine.contracts.request_part import FlagGroup
 from headgate.capture.engine.setup.cli_flags import add_repeatable_flag, json_object
 from headgate.capture.engine.setup.server_args import take_flag
 from headgate.capture.schema.errors import ConfigError
-from headgate.steering.config import DEFAULT_FEATURES, DEFAULT_OPS
+from headgate.steering.config import DEFAULT_FEATURES, DEFAULT_GATES, DEFAULT_OPS
 
 _SIZES = ("max_steering_slots", "max_steering_configs")
 _WAITS = {"max_steering_waiting": "max_waiting", "max_steering_wait_s": "max_wait_s"}
-_SAME = {"steering_sites": "sites", "steering_op_sites": "op_sites", "max_steering_ops_per_site": "max_ops_per_site"}
+_SAME = {
+    **{"steering_sites": "sites", "steering_op_sites": "op_sites", "max_steering_ops_per_site": "max_ops_per_site"},
+    "max_steering_gates": "max_gates",
+}
 _SAES = ("sae_root", "max_sae_features")
 _NAMED = {"steering_modules": "modules", "saes": "saes", "probes": "probes"}
 _FLAGS = ("enable_steering", *_SIZES, *_WAITS, *_SAME, *_SAES, *_NAMED, "sae_encode", "steering_audit")
@@ -73,6 +76,12 @@ _VALUED: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
         int,
         "N",
         f"Operations of one request at one site and in one phase (default {DEFAULT_OPS}).",
+    ),
+    (
+        "--max-steering-gates",
+        int,
+        "N",
+        f"Gates of one request (default {DEFAULT_GATES}); 0 for none.",
     ),
     (
         "--sae-root",

@@ -41,7 +41,7 @@ LAYERS = {
             ["frontends"],
             ["server"],
         ),
-        *(["patch_table", "other_changes"], ["plugin"], ["api", "commands"], ["part"]),
+        *(["server_patches"], ["patch_table", "other_changes"], ["plugin"], ["api", "commands"], ["part"]),
     ),
     "headgate.steering": (
         *(
@@ -49,6 +49,8 @@ LAYERS = {
             ["vectors", "features"],
             ["probes"],
             ["programs"],
+            ["gates"],
+            ["spec"],
             ["kernels"],
             ["config"],
             ["flags", "requests"],

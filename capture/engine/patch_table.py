@@ -11,12 +11,13 @@ from headgate.capture.engine.frontends import (
     closing_time,
     input_processor,
     llm,
+    noted_outputs,
     output_processor,
     startup,
     unsent_renderings,
 )
 from headgate.capture.engine.requests import sampling_params
-from headgate.capture.engine.server import missing_routes, openai_routes
+from headgate.capture.engine.server_patches import SERVER_PATCHES
 from headgate.capture.engine.setup import cli_flags, startup_checks
 from headgate.capture.engine.setup.patch_set import Patch
 
@@ -25,8 +26,6 @@ _OUTPUT = "vllm.v1.engine.output_processor"
 _CLIENT = "vllm.v1.engine.core_client"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _SERIAL = "vllm.v1.serial_utils"
-_CHAT = "vllm.entrypoints.openai.chat_completion"
-_COMPLETION = "vllm.entrypoints.openai.completion"
 _CORE = "vllm.v1.engine.core"
 _EXTRA_KEYS = ("request", "start_token_idx", "end_token_idx", "start_mm_idx")
 
@@ -65,6 +64,13 @@ PATCHES = (
         wrap=engine_core.finish_requests,
         why="aborts reach the requests that wait outside",
         parameters=("self", "request_ids", "finished_status"),
+    ),
+    Patch(
+        module=_SCHEDULER,
+        target="Scheduler.update_from_output",
+        wrap=engine_core.update_from_output,
+        why="the part takes what a step read before its tokens are; its notes leave with the requests' outputs",
+        parameters=("self", "scheduler_output", "model_runner_output"),
     ),
     Patch(
         module="vllm.v1.core.kv_cache_utils",
@@ -249,9 +255,23 @@ PATCHES = (
     ),
     Patch(
         module=_OUTPUT,
+        target="RequestState._new_completion_output",
+        wrap=noted_outputs.new_completion_output,
+        why="gives an output the notes about its tokens",
+        parameters=("self", "token_ids", "finish_reason", "stop_reason"),
+    ),
+    Patch(
+        module="vllm.outputs",
+        target="RequestOutput.add",
+        wrap=noted_outputs.add_output,
+        why="outputs that are merged, since their reader is slow, keep the notes of both",
+        parameters=("self", "next_output", "aggregate"),
+    ),
+    Patch(
+        module=_OUTPUT,
         target="OutputProcessor.process_outputs",
         wrap=output_processor.process_outputs,
-        why="tells the engine how many tokens were kept up to a stop string; it would capture too many",
+        why="tells the engine how many tokens were kept up to a stop string; keeps notes until there is an output",
         parameters=("self", "engine_core_outputs"),
     ),
     Patch(
@@ -327,73 +347,5 @@ PATCHES = (
         why="an idle engine takes one more step while a note is still to be sent",
         parameters=("self",),
     ),
-    *(
-        Patch(
-            module=f"{module}.protocol",
-            target=f"{request}.to_sampling_params",
-            wrap=openai_routes.to_sampling_params,
-            why="takes our fields from the body of the request",
-            parameters=("self", "max_tokens", "default_sampling_params"),
-        )
-        for module, request in ((_COMPLETION, "CompletionRequest"), (_CHAT, "ChatCompletionRequest"))
-    ),
-    Patch(
-        module="vllm.entrypoints.openai.responses.protocol",
-        target="ResponsesRequest.to_sampling_params",
-        wrap=openai_routes.to_sampling_params,
-        why="takes our fields from the body of /v1/responses",
-        parameters=("self", "default_max_tokens", "default_sampling_params"),
-    ),
-    Patch(
-        module="vllm.entrypoints.openai.responses.serving",
-        target="OpenAIServingResponses.create_responses",
-        wrap=openai_routes.create_responses,
-        why="checks those fields before a stream has begun, for a real HTTP 400; puts results into the response",
-        parameters=("self", "request", "raw_request"),
-    ),
-    Patch(
-        module="vllm.entrypoints.openai.responses.serving",
-        target="OpenAIServingResponses._generate_with_builtin_tools",
-        wrap=openai_routes.generate_response,
-        why="checks there what is to be captured of the prompt, for the same reason",
-        parameters=("self", "request_id", "engine_input", "sampling_params"),
-    ),
-    *(
-        Patch(
-            module=f"vllm.entrypoints.speech_to_text.{task}.serving",
-            target=f"OpenAIServing{task.title()}.create_{task}",
-            wrap=openai_routes.create_from_audio,
-            why=f"refuses our fields in the form of /v1/audio/{task}s, where they would be ignored",
-            parameters=("self", "audio_data", "request"),
-        )
-        for task in ("transcription", "translation")
-    ),
-    Patch(
-        module="vllm.entrypoints.scale_out.token_in_token_out.serving",
-        target="ServingTokens.serve_tokens",
-        wrap=openai_routes.serve_tokens,
-        why="asks clients of /inference/v1/generate for a key to capture, as everywhere",
-        parameters=("self", "request", "raw_request"),
-    ),
-    Patch(
-        module="vllm.plugins",
-        target="load_endpoint_plugins",
-        wrap=missing_routes.load_endpoint_plugins,
-        why="where VLLM_PLUGINS keeps our routes out, says so to those who call them",
-        parameters=("supported_tasks",),
-    ),
-    Patch(
-        module=f"{_COMPLETION}.serving",
-        target="OpenAIServingCompletion.create_completion",
-        wrap=openai_routes.create_completion,
-        why="puts 'capture_results' into the response; looks up registered names before a stream has begun",
-        parameters=("self", "request", "raw_request"),
-    ),
-    Patch(
-        module=f"{_CHAT}.serving",
-        target="OpenAIServingChat.create_chat_completion",
-        wrap=openai_routes.create_chat_completion,
-        why="the same, and finds the messages of the chat for selectors",
-        parameters=("self", "request", "raw_request"),
-    ),
+    *SERVER_PATCHES,
 )

@@ -95,12 +95,14 @@ class RequestWire(TypedDict, total=False):
         capture: If it captures.
         parts: Of every other part that it asks something of, by its section.
         offline: True if an `LLM` makes it; else absent.
+        notes: True if a part's notes about its steps come with its outputs; else absent.
         fan_out: Only on the way of a sample to an engine core: the key of what the samples of its prompt share, and
             whether it is here. If not, nothing else is.
     """
 
     v: int
     offline: bool
+    notes: bool
     fan_out: tuple[str, bool]
     capture: CaptureWire
     parts: dict[str, Mapping[str, Any]]

@@ -21,7 +21,6 @@ from headgate.steering.core.sae_calls import NO_SAES
 from headgate.steering.core.saes import open_sae
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import load
-from headgate.steering.programs.spec import SteeringSpec, to_wire
 from headgate.steering.requests.op_documents import read_site
 from headgate.steering.requests.request_fields import (
     MODULE_FIELDS,
@@ -30,6 +29,7 @@ from headgate.steering.requests.request_fields import (
     read_update,
     sum_tiers,
 )
+from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.vectors.phase_vectors import TIERS, Steerable, check_name
 
 _ATTEMPTS = 3

@@ -119,7 +119,7 @@ class Reservations(Generic[R]):
     """Slots of one engine core's pool, and the requests that wait for them. One thread: the engine core's.
 
     Args:
-        capacity: `headgate.steering.worker.vector_pool.SlotPool.capacity` of the workers.
+        capacity: `headgate.steering.worker.rows.vector_pool.SlotPool.capacity` of the workers.
     """
 
     def __init__(self, capacity: int) -> None:

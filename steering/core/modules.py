@@ -13,7 +13,7 @@ from headgate.steering.core.admission import Demand
 from headgate.steering.core.content import demand_of, described
 from headgate.steering.programs.operations import Float32Row
 from headgate.steering.programs.program import Program
-from headgate.steering.programs.spec import SteeringSpec
+from headgate.steering.spec import SteeringSpec
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 
 

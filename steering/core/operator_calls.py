@@ -15,7 +15,7 @@ from headgate.steering.core.modules import Module
 from headgate.steering.core.probes import ProbeCalls
 from headgate.steering.core.sae_calls import SaeCalls
 from headgate.steering.core.state import GlobalTiers, SteeringState
-from headgate.steering.programs.spec import SteeringSpec, SteeringWire, from_wire, to_wire
+from headgate.steering.spec import SteeringSpec, SteeringWire, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import TIERS, Steerable, check_name
 
 _PROBE = "headgate-probe"
@@ -199,9 +199,9 @@ class OperatorCalls:
         return [module.described() for module in self._state.modules()]
 
     def _names(self) -> list[dict[str, Any]]:
-        """Return the names of modules, each with its largest magnitude as ``peak``, and the SAEs, for front ends."""
+        """Return the names of modules, each with its largest magnitude as ``peak``, SAEs and probes, for front ends."""
         modules = [{"name": module.name, "peak": module.peak} for module in self._state.modules()]
-        return [*modules, *self._state.saes.names()]
+        return [*modules, *self._state.saes.names(), *self._state.probes.names()]
 
     def _export_global(self) -> dict[str, Any]:
         """Return the tiers as ``set_global`` takes them, to set them again."""

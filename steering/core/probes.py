@@ -8,6 +8,7 @@ from threading import Lock
 from typing import Any
 
 from headgate.capture.schema.errors import RequestError
+from headgate.steering.gates.names import probe_key
 from headgate.steering.probes.files import load
 from headgate.steering.probes.probe import Probe, ProbeError
 from headgate.steering.probes.wire import ProbeWire, check_kind, from_wire, to_wire
@@ -53,6 +54,13 @@ class ProbeRegistry:
     def all(self) -> dict[str, Probe]:
         """Return all probes by name, in the order of the names."""
         return dict(sorted(self._probes.items()))
+
+    def names(self) -> list[dict[str, Any]]:
+        """Return plain values of all probes for front ends, each with its key among registered names as ``name``."""
+        return [
+            {"name": probe_key(name), "at": probe.site.name, "classes": list(probe.classes)}
+            for name, probe in self.all().items()
+        ]
 
 
 def open_probe(path: Path, steerable: Steerable) -> Probe:

@@ -10,7 +10,7 @@ from headgate.steering.core.admission import Demand, Load
 from headgate.steering.core.content import load_of
 from headgate.steering.core.modules import Module
 from headgate.steering.programs.program import Program
-from headgate.steering.programs.spec import SteeringSpec
+from headgate.steering.spec import SteeringSpec
 
 Parts = tuple[tuple[bytes, float], ...]
 """Content keys of modules' vectors or programs, and their scales."""
@@ -29,6 +29,7 @@ class Resolved:
         prefill_programs: Modules' programs that act before its inline prefill program.
         decode_programs: The same for the decode phase.
         own: Its inline programs, with the names of modules resolved.
+        takes_own: Whether its vectors, and what its modules bring, are in its programs: a gate attenuates them.
     """
 
     prefill: bytes | None
@@ -39,6 +40,7 @@ class Resolved:
     prefill_programs: Parts = ()
     decode_programs: Parts = ()
     own: tuple[Program | None, Program | None] = (None, None)
+    takes_own: bool = False
 
     @property
     def parts(self) -> tuple[Parts, Parts, Parts, Parts]:
@@ -69,7 +71,10 @@ def resolved_of(
             (spec.prefill, spec.decode), own, (prefill, decode), programs, strict=True
         )
     ]
-    block_keys = [_block_key(load, program, num_prompt) for load, program in zip(loads, own, strict=True)]
+    block_keys = [
+        _block_key(load, program, num_prompt, is_decode=phase == 1)
+        for phase, (load, program) in enumerate(zip(loads, own, strict=True))
+    ]
     return Resolved(
         prefill=block_keys[0],
         decode=block_keys[1],
@@ -105,10 +110,17 @@ def module_programs(named: Named) -> tuple[list[tuple[Program, float]], list[tup
     )
 
 
-def _block_key(load: Load | None, program: Program | None, num_prompt: int) -> bytes | None:
-    """Return the key of the KV that a phase makes. Positions count from the prompt's end, so its length tells too."""
-    if load is None or program is None or not program.groups:
+def _block_key(load: Load | None, program: Program | None, num_prompt: int, *, is_decode: bool) -> bytes | None:
+    """Return the key of the KV that a phase makes.
+
+    Positions count from the prompt's end, so its length tells too; and so it does for gates that are decided there, and
+    on generated rows, where gates act at sites at which they do not act in prompts.
+    """
+    if load is None or program is None:
         return None if load is None else load.key
     for selector in program.groups:
         selector.resolve(num_prompt, "steering_ops.positions")
-    return hashlib.sha256(load.key + num_prompt.to_bytes(8, "little")).digest()
+    if not (program.groups or program.is_decided_at_prompt_end or (is_decode and program.has_gates)):
+        return load.key
+    phase = b"decode" if is_decode and program.has_gates else b""
+    return hashlib.sha256(load.key + num_prompt.to_bytes(8, "little") + phase).digest()

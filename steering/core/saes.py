@@ -15,11 +15,12 @@ from threading import Lock
 from typing import Any
 
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.sites import HookPoint, Site, sort_sites
+from headgate.capture.schema.sites import Site
 from headgate.steering.config import sae_site
 from headgate.steering.features.importing import open_coder
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
+from headgate.steering.gates.checks import is_reached
 from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, sae_key
 from headgate.steering.programs.feature_lowering import feature_entries
 from headgate.steering.programs.program import Entry, Program
@@ -120,17 +121,11 @@ def open_sae(name: str, path: Path, site: Site | None, steerable: Steerable, sha
 def _check_order(path: Path, read_site: Site, write_sites: Sequence[Site]) -> None:
     """Refuse a transcoder that writes where the forward has been when it reads."""
     for site in write_sites:
-        is_beside = read_site.layer == site.layer and read_site.hook in _ATTENTION and site.hook in _MLP
-        if is_beside or sort_sites((read_site, site))[0] == site:
+        if site == read_site or not is_reached(site, read_site):
             raise FeatureFileError(
                 f"{path}: a transcoder that reads at {read_site.name} and writes at {site.name} cannot be used: it "
                 "must write at later sites, and not from a layer's attention into the MLP beside it"
             )
-
-
-_ATTENTION = (HookPoint.ATTN_IN, HookPoint.HOOK_Z, HookPoint.ATTN_OUT)
-_MLP = (HookPoint.MLP_IN, HookPoint.MLP_OUT)
-"""Branches that some models compute side by side, in an order of their own."""
 
 
 class SaeRegistry:

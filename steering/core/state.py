@@ -21,6 +21,7 @@ from headgate.steering.core.content import (
     demand_of,
     described,
 )
+from headgate.steering.core.gates import GateContent, gated
 from headgate.steering.core.modules import Module, ModuleRegistry
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import Resolved, check_scales, module_programs, resolved_of
@@ -28,9 +29,9 @@ from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
-from headgate.steering.programs.spec import SteeringSpec
+from headgate.steering.spec import SteeringSpec
 from headgate.steering.vectors.dtypes import StoredType
-from headgate.steering.vectors.phase_vectors import TIERS, PhaseVectors, weighted_sum
+from headgate.steering.vectors.phase_vectors import TIERS, PhaseVectors, Steerable, weighted_sum
 from headgate.steering.vectors.sums import merge_over, peak, without
 
 Programs = tuple[Program | None, Program | None]
@@ -125,6 +126,7 @@ class SteeringState:
     Args:
         dtype: The model's.
         limits: What a request's programs may hold at one site.
+        steerable: The model; None if there can be no gates.
 
     Attributes:
         saes: The SAEs whose features can be changed.
@@ -135,8 +137,9 @@ class SteeringState:
         global_keys: Content keys of the global vectors, and the version they date from.
     """
 
-    def __init__(self, dtype: StoredType, limits: Limits = NO_ENTRIES) -> None:
+    def __init__(self, dtype: StoredType, limits: Limits = NO_ENTRIES, steerable: Steerable | None = None) -> None:
         self._limits = limits
+        self._steerable = steerable
         self.saes = SaeRegistry(dtype, limits.features)
         self.probes = ProbeRegistry()
         self.tiers = GlobalTiers()
@@ -267,7 +270,15 @@ class SteeringState:
                 check_programs([*(one for one, _ in brought), *([program] if program else [])], self._limits, field)
             parts = frozenset(key for found in resolved.parts for key, _ in found)
             self._registry.hold(req_id, parts)
-        return resolved
+            modules = {module.name: module for module in self._registry.all()} if spec.gates else {}
+        if not spec.gates:
+            return resolved
+        try:
+            content = GateContent(self._steerable, self.probes, self.saes, modules)
+            return gated(spec, resolved, named, content, self._limits, num_prompt)
+        except BaseException:
+            self.release(req_id)
+            raise
 
     def release(self, req_id: str) -> None:
         """Stop keeping the content of a request that was freed or refused, if it refers to any."""

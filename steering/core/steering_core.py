@@ -21,6 +21,7 @@ from headgate.steering.config import SaeSource, SteeringConfig, parse_config
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import Audit
 from headgate.steering.core.content import Limits
+from headgate.steering.core.gates import RequestTraces
 from headgate.steering.core.operator_calls import OperatorCalls
 from headgate.steering.core.probes import open_probe
 from headgate.steering.core.resolved import Resolved
@@ -28,12 +29,27 @@ from headgate.steering.core.saes import open_sae, warn_of_other_model
 from headgate.steering.core.state import SteeringState
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import VectorFileError, load
+from headgate.steering.gates.trace import Note
 from headgate.steering.probes.probe import ProbeError
-from headgate.steering.programs.spec import PROGRAM_KEYS, SteeringSpec, from_wire, to_wire
+from headgate.steering.spec import PROGRAM_KEYS, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
 
 logger = logging.getLogger("headgate")
+
+
+class LivePayloads:
+    """The inline vectors of live requests, by content key. Input thread only."""
+
+    def __init__(self) -> None:
+        self._payloads: WeakValueDictionary[bytes, np.ndarray[Any, Any]] = WeakValueDictionary()
+
+    def shared(self, vectors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return vectors with the payload of an earlier request that has the same and lives: one copy serves all."""
+        payload = vectors["payload"]
+        if not isinstance(payload, np.ndarray):  # short ones are bytes
+            return vectors
+        return {**vectors, "payload": self._payloads.setdefault(vectors["key"], payload)}
 
 
 class SteeringCore:
@@ -62,18 +78,19 @@ class SteeringCore:
         clock: Callable[[], float] = time.monotonic,
         steerable: Steerable | None = None,
     ) -> None:
-        self._state = SteeringState(dtype, Limits(2 * config.max_ops_per_site, config.num_features))
+        limits = Limits(2 * config.max_ops_per_site, config.num_features)
+        self._state = SteeringState(dtype, limits, steerable)
         self._reservations: Reservations[str] = Reservations(capacity)
         self._operator = OperatorCalls(self._state, self._reservations, services, audit or Audit(), steerable)
         self._resolved: dict[str, Resolved] = {}
         """Of requests that steer, from `accept` until `release`."""
+        self._traces = RequestTraces()
         self._limits = config.wait_limits(is_offline=False)
         self._offline_limits = config.wait_limits(is_offline=True)
         self._clock = clock
         self._waiting_since: dict[str, float] = {}
         """Of requests whose wait is limited, in the order of their arrival."""
-        self._payloads: WeakValueDictionary[bytes, np.ndarray[Any, Any]] = WeakValueDictionary()
-        """Inline vectors of live requests, by content key. Input thread only."""
+        self._payloads = LivePayloads()
         self._log = SparseLog("steering")
 
     def accept(self, req_id: str, wire: Mapping[str, Any] | None, num_prompt: int) -> dict[str, Any] | None:
@@ -85,7 +102,12 @@ class SteeringCore:
         spec = from_wire(wire)
         resolved = self._state.resolve(req_id, spec, num_prompt)
         self._resolved[req_id] = resolved
-        taken = {name: self._shared(value) if name in ("prefill", "decode") else value for name, value in wire.items()}
+        if wire.get("trace") and spec.gates:
+            self._traces.add(req_id, spec.gates)
+        taken = {
+            name: self._payloads.shared(value) if name in ("prefill", "decode") else value
+            for name, value in wire.items()
+        }
         names = ("prefill_parts", "decode_parts", "prefill_programs", "decode_programs")
         for name, found in zip(names, resolved.parts, strict=True):
             if found:
@@ -93,16 +115,12 @@ class SteeringCore:
         if spec.is_to_lower:
             for name in PROGRAM_KEYS:
                 taken.pop(name, None)
+            if resolved.takes_own:
+                for name in ("prefill", "decode", "is_shared"):
+                    taken.pop(name, None)
             prefill, decode = resolved.own
             taken.update(to_wire(SteeringSpec(prefill_program=prefill, decode_program=decode)))
         return taken
-
-    def _shared(self, vectors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return vectors with the payload of an earlier request that has the same and lives: one copy serves all."""
-        payload = vectors["payload"]
-        if not isinstance(payload, np.ndarray):  # short ones are bytes
-            return vectors
-        return {**vectors, "payload": self._payloads.setdefault(vectors["key"], payload)}
 
     def block_keys(self, req_id: str) -> SteeredBlocks | None:
         """Return the block keys of the request under the present global vectors; None if nothing acts on it."""
@@ -115,8 +133,13 @@ class SteeringCore:
         )
         return keys if any(keys) else None
 
+    def take_readings(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
+        """Return a piece of each request's trace; see `ReadingCore`."""
+        return self._traces.take(readings, discarded)
+
     def forget(self, req_id: str) -> None:
         """Forget a request that was taken."""
+        self._traces.forget(req_id)
         if self._resolved.pop(req_id, None) is not None:
             self._state.release(req_id)
 

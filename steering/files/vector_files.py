@@ -27,8 +27,8 @@ import numpy as np
 from headgate.capture.schema.errors import HeadgateError
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HOOK_NAMES, HookPoint, Site, sort_sites
 from headgate.steering.files import gguf_files, tensor_bytes
-from headgate.steering.programs.spec import SteeringSpec
 from headgate.steering.requests.request_fields import MODULE_FIELDS, read_tier, sum_tiers
+from headgate.steering.spec import SteeringSpec
 from headgate.steering.vectors.dtypes import STORAGE, StoredType, widen
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable
 

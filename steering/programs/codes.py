@@ -29,6 +29,9 @@ A feature's activation ``a`` and its target ``t``:
 * ``t`` by the edit: `SET` p2, `PLUS` a + p2, `TIMES` a * p2, `AT_LEAST` max(a, p2), `AT_MOST` min(a, p2). With
   `IF_ACTIVE`, ``t = a`` unless ``a > 0``.
 
+Entries of gates stand before all others (`headgate.steering.programs.gate_codes`). An entry may have a gate: then what
+it adds to ``h`` or ``d`` is multiplied by the gate's strength, and with `ATTENUATED` by ``f``.
+
 `KEEP_NORM_FROM` remembers ``norm(h)`` before its entry; `KEEP_NORM_TO` scales `h` after its entry to have that norm
 again (a row of zeros stays). Features have neither. An entry with a position group acts on the rows of that group
 alone.
@@ -71,7 +74,13 @@ class Code(IntEnum):
     FEATURE = 8
     READ_FEATURE = 9
     WRITE_FEATURE = 10
-    """This and the two before are the codes of features: no code is above."""
+    """This and the two before are the codes of features."""
+    SCORE = 11
+    """This and the following are the codes of gates: no code is above."""
+    LEAF = 12
+    NODE = 13
+    GATE = 14
+    ATTENUATE = 15
 
 
 CODE_MASK = 0xFF
@@ -79,7 +88,12 @@ CODE_MASK = 0xFF
 
 def is_of_feature(code: int) -> bool:
     """Whether an entry is a feature, or a half of one."""
-    return code & CODE_MASK >= Code.FEATURE
+    return Code.FEATURE <= code & CODE_MASK <= Code.WRITE_FEATURE
+
+
+def is_of_gate(code: int) -> bool:
+    """Whether an entry evaluates a gate, or multiplies others by one."""
+    return code & CODE_MASK >= Code.SCORE
 
 
 class Flag(IntFlag):
@@ -91,6 +105,8 @@ class Flag(IntFlag):
     """Of `Code.ROTATE`: only rows with ``z > 0``."""
     IF_ACTIVE = 1 << 11
     """Of a feature that is read: only rows with ``a > 0``."""
+    ATTENUATED = 1 << 30
+    """Of every code but those of gates: its effect is multiplied by f."""
 
 
 class Activation(IntEnum):
@@ -137,12 +153,12 @@ CHANGE_MASK = MAX_CHANGES - 1
 
 
 def change_index(code: int) -> int:
-    """Return which change an entry of `Code.READ_FEATURE` or `Code.WRITE_FEATURE` makes or adds."""
+    """Return which change an entry of `Code.READ_FEATURE` or `Code.WRITE_FEATURE` makes or adds; a gate's column."""
     return code >> CHANGE_SHIFT & CHANGE_MASK
 
 
 def with_change(code: int, index: int) -> int:
-    """Return the code of such an entry with another index.
+    """Return the code of an entry with another index of its change, or another first column.
 
     Raises:
         AssertionError: If it is not below `MAX_CHANGES`.

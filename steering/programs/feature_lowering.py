@@ -111,6 +111,25 @@ def _feature_entries(
     return entries
 
 
+def reading_entry(coder: SparseCoder, site: Site, feature: int, dtype: StoredType) -> Entry:
+    """Return an entry that reads a feature's activation, without a code: its bits of activation and norm alone.
+
+    Args:
+        coder: The feature is read from its file.
+        site: Where it reads.
+        feature: Below `SparseCoder.num_features`.
+        dtype: The model's.
+
+    Raises:
+        FeatureFileError: If a row of the file is not finite.
+    """
+    rows = coder.rows([feature])
+    read, scales = _stored(rows.encoder, dtype)
+    params = _params(rows, np.zeros(1), scales, read)[0]
+    params[WRITE_SCALE] = 0.0
+    return Entry(site, INPUT_NORMS[coder.norm] | _ACTIVATIONS[coder.kind], read[0], None, params.tolist())
+
+
 class _Write(NamedTuple):
     """A decoder row of a feature as it is stored, and the power of two that it must be multiplied by."""
 

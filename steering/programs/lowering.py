@@ -79,6 +79,23 @@ def _flagged(parts: list[_Part], operation: Operation) -> list[_Part]:
     return parts
 
 
+class StoredRow(NamedTuple):
+    """A row as it is stored, float32 ``[hidden]``: the vector is ``factor * row``."""
+
+    row: Float32Row
+    factor: float
+
+
+def split_row(values: Float32Row, dtype: StoredType) -> tuple[StoredRow, StoredRow | None]:
+    """Return a vector as it is stored in `dtype`, and what rounding took from it, if that is anything."""
+    whole = _store(values[None], dtype)[0]
+    rest = values.astype(np.float64) - whole.factor * whole.row.astype(np.float64)
+    if not rest.any():
+        return StoredRow(whole.row, whole.factor), None
+    lower = _store(rest[None], dtype)[0]
+    return StoredRow(whole.row, whole.factor), StoredRow(lower.row, lower.factor)
+
+
 class _Part(NamedTuple):
     """An entry without its site."""
 

@@ -39,6 +39,7 @@ from headgate.steering.programs.codes import (
     is_of_feature,
     with_change,
 )
+from headgate.steering.programs.gate_codes import GROUP_MASK, GateFlag
 from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, widen
 from headgate.steering.vectors.sums import round_to
 
@@ -57,17 +58,22 @@ _WEIGHTS: dict[int, tuple[int, ...]] = {
     Code.READ_FEATURE: (),
     Code.WRITE_FEATURE: (WRITE_SCALE,),
     Code.RECONSTRUCT: (),
+    **dict.fromkeys((Code.SCORE, Code.LEAF, Code.NODE, Code.GATE, Code.ATTENUATE), ()),
 }
 """Params of each code that its effect is proportional to."""
 
-NUM_PASSES = 4
-_PASSES: dict[int, int] = {Code.REPLACE: 0, Code.RECONSTRUCT: 2}
-"""Replacements act before the additive vectors, SAEs after all operations; others between, in their order."""
+NUM_PASSES = 7
+_PASSES: dict[int, int] = {
+    **{Code.SCORE: 0, Code.LEAF: 1, Code.NODE: 1, Code.GATE: 1, Code.ATTENUATE: 2},
+    **{Code.REPLACE: 3, Code.RECONSTRUCT: 5},
+}
+"""Gates are evaluated first. Replacements act before the additive vectors, SAEs after all operations; others between,
+in their order."""
 
 
 def pass_of(code: int) -> int:
-    """Return when an entry acts: 0 before the additive vectors, 1 behind them, 2 and 3 after all operations."""
-    return 3 if is_of_feature(code) else _PASSES.get(code & CODE_MASK, 1)
+    """Return when an entry acts: 0 to 3 before the additive vectors, 4 behind them, 5 and 6 after all operations."""
+    return 6 if is_of_feature(code) else _PASSES.get(code & CODE_MASK, 4)
 
 
 class Entry(NamedTuple):
@@ -79,7 +85,8 @@ class Entry(NamedTuple):
         read: float32 ``[hidden]``, a row of `Program.rows` widened; None if none is read.
         write: The same for the row that is written.
         params: Up to `NUM_PARAMS` numbers, `read_scale` and `write_scale` first; the others are 0.
-        group: Index of a selector, counted from 1, or `EVERYWHERE`.
+        group: Index of a selector, counted from 1, or `EVERYWHERE`; with the entry's gate, if it has one
+            (`headgate.steering.programs.gate_codes.gate_field`).
     """
 
     site: Site
@@ -166,6 +173,18 @@ class Program:
         codes = self.codes[:, CODE]
         read = codes[codes & CODE_MASK == Code.READ_FEATURE].tolist()
         return max(map(change_index, read), default=-1) + 1
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether gates are evaluated."""
+        return bool((self.codes[:, CODE] & CODE_MASK == Code.GATE).any())
+
+    @property
+    def is_decided_at_prompt_end(self) -> bool:
+        """Whether a gate is 0 on rows before the last one of the prompt."""
+        codes = self.codes[:, CODE]
+        gates = codes[codes & CODE_MASK == Code.GATE]
+        return bool((gates & GateFlag.FROM_PROMPT_END).any())
 
     @property
     def num_rows(self) -> int:
@@ -272,7 +291,7 @@ def entries_of(program: Program, first_group: int = 0, first_change: int = 0) ->
             row(read),
             row(write),
             params,
-            group + first_group if group else EVERYWHERE,
+            group + first_group if group & GROUP_MASK else group,
         )
         for site, (code, read, write, group), params in zip(
             program.sites, program.codes.tolist(), program.params.tolist(), strict=True

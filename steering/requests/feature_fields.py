@@ -108,8 +108,7 @@ def read_features(
     given = [name for name in names.all if fields.get(name) is not None]
     if not given:
         return PhaseFeatures()
-    if not steerable.max_sae_features:
-        raise RequestError(given[0], "this server has no SAEs; the operator starts it with --saes or --sae-root")
+    check_has_saes(steerable, given[0])
     tiers: list[list[FeatureEdit]] = [[], [], []]
     for read, fields_of_tiers in ((_listed, names.features), (_reconstructions, names.reconstructions)):
         for tier, name in zip(tiers, fields_of_tiers, strict=True):
@@ -121,6 +120,26 @@ def read_features(
                 tiers[tier_index].append(edit)
     prefill = _phase([*tiers[0], *tiers[1]])
     return PhaseFeatures(prefill, prefill if not tiers[1] and not tiers[2] else _phase([*tiers[0], *tiers[2]]))
+
+
+def read_edits(value: object, steerable: Steerable, field: str) -> tuple[FeatureEdit, ...]:
+    """Read one list of edits.
+
+    Raises:
+        RequestError: Naming the field that is wrong.
+    """
+    check_has_saes(steerable, field)
+    return _phase(list(_listed(value, steerable, field)))
+
+
+def check_has_saes(steerable: Steerable, field: str) -> None:
+    """Refuse `field` where there are no SAEs.
+
+    Raises:
+        RequestError: If there can be none.
+    """
+    if not steerable.max_sae_features:
+        raise RequestError(field, "this server has no SAEs; the operator starts it with --saes or --sae-root")
 
 
 def _phase(edits: Sequence[FeatureEdit]) -> tuple[FeatureEdit, ...]:
@@ -185,7 +204,7 @@ def _edit(document: object, where: str) -> FeatureEdit:
     edit = _EDITS[edits[0]]
     return FeatureEdit(
         sae=check_name(given["sae"], f"{where}.sae", "an SAE"),
-        feature=_feature(given["feature"], f"{where}.feature"),
+        feature=read_feature(given["feature"], f"{where}.feature"),
         edit=edit,
         value=check_scale(given[edits[0]], f"{where}.{edits[0]}"),
         is_relative=_is_relative(given.get("unit", "raw"), edit, f"{where}.unit"),
@@ -196,7 +215,12 @@ def _edit(document: object, where: str) -> FeatureEdit:
     )
 
 
-def _feature(value: object, where: str) -> int:
+def read_feature(value: object, where: str) -> int:
+    """Read the index of a feature.
+
+    Raises:
+        RequestError: If it is none.
+    """
     if type(value) is not int or not 0 <= value < _MAX_FEATURE:
         raise RequestError(where, f"expected the index of a feature, from 0 on; got {shown(value)}")
     return value
@@ -268,7 +292,7 @@ def _spec_edit(entry: object, name: str, site: Site, where: str, sae_at: str) ->
         raise RequestError(f"{where}.kind", f"expected one of {', '.join(_KINDS)}, got {shown(kind)}")
     return FeatureEdit(
         sae=name,
-        feature=_feature(entry["feature_idx"], f"{where}.feature_idx"),
+        feature=read_feature(entry["feature_idx"], f"{where}.feature_idx"),
         edit=_KINDS[kind],
         value=check_scale(entry["value"], f"{where}.value"),
         only_if_active=_flag(entry.get("only_if_active", False), f"{where}.only_if_active"),

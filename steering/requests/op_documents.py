@@ -207,7 +207,7 @@ def read_operation(
     positions = _positions(given.get("positions"), f"{where}.positions")
     mask = _mask(given["mask"], steerable.hidden_size, f"{where}.mask") if "mask" in given else None
     named = _named_vectors(given, where)
-    read = {key: None if _is_reference(value) else vectors.read(value, f"{where}.{key}") for key, value in named}
+    read = {key: None if is_reference(value) else vectors.read(value, f"{where}.{key}") for key, value in named}
     source = read_source(given["source"], f"{where}.source") if "source" in given else None
     taken = {} if source is None else {site: vectors.kept.row(source, site, f"{where}.source") for site in sites}
     shared = {key: row for key, row in read.items() if row is not None}
@@ -218,7 +218,7 @@ def read_operation(
             vectors=shared
             if len(shared) == len(named) and not taken
             else {
-                key: _reference(value, site, f"{where}.{key}") if (row := read[key]) is None else row
+                key: read_reference(value, site, f"{where}.{key}") if (row := read[key]) is None else row
                 for key, value in named
             }
             | ({"vector": taken[site]} if site in taken else {}),
@@ -309,11 +309,17 @@ def _named_vectors(given: Mapping[str, Any], where: str) -> list[tuple[str, obje
     return [(f"plane[{index}]", vector) for index, vector in enumerate(plane)]
 
 
-def _is_reference(value: object) -> bool:
+def is_reference(value: object) -> bool:
+    """Whether a vector is given by the name of a module."""
     return isinstance(value, str) or (isinstance(value, Mapping) and "module" in value)
 
 
-def _reference(value: Any, site: Site, where: str) -> ModuleVector:
+def read_reference(value: Any, site: Site, where: str) -> ModuleVector:
+    """Read a name, or ``{"module", "site"}``, where no site stands for `site`.
+
+    Raises:
+        RequestError: If it is something else.
+    """
     if isinstance(value, str):
         return ModuleVector(check_name(value, where), site)
     if not set(value) <= {"module", "site"}:

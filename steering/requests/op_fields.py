@@ -129,6 +129,40 @@ def read_ops(
     return PhaseOps(prefill=prefill, decode=decode, modules=modules)
 
 
+def read_gated(value: object, steerable: Steerable, vectors: Vectors, field: str) -> tuple[Operation, ...]:
+    """Read the operations of a gate, which says on which rows they act: without positions, and without kept rows.
+
+    Args:
+        value: A list of operations.
+        steerable: The model and its limits.
+        vectors: Of the request.
+        field: Path of the list.
+
+    Raises:
+        RequestError: Naming the field that is wrong.
+    """
+    sites = Sites(steerable.op_sites, steerable.max_ops_per_site)
+    given = list(_listed_ops(value, steerable, sites, field))
+    for one in given:
+        if one.document.get("positions") is not None:
+            raise RequestError(f"{one.where}.positions", "is not for a gate: its condition and scope say where it acts")
+        if one.document.get("source") is not None:
+            raise RequestError(f"{one.where}.source", "is not for a gate: give the row itself as 'vector'")
+    _check_counts(given, steerable.max_ops_per_site)
+    operations = [op for one in given for op in read_operation(one.document, one.sites, steerable, vectors, one.where)]
+    check_lowers(operations, steerable)
+    return tuple(operations)
+
+
+def check_lowers(operations: Sequence[Operation], steerable: Steerable) -> None:
+    """Check what only the numbers of the vectors tell; those that name modules are left to the engine core.
+
+    Raises:
+        RequestError: Naming the field, such as that of a vector without a direction.
+    """
+    lower([one for one in operations if not one.references], cast("StoredType", steerable.dtype))
+
+
 def has_sources(fields: Mapping[str, Any]) -> bool:
     """Whether operations of a request name kept rows; nothing else of them is read."""
     listed = [fields.get(name) for name in REQUEST_FIELDS.ops]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -16,20 +16,25 @@ from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.results import FindKept
 from headgate.steering.config import parse_config
+from headgate.steering.gates.names import names_of, probe_key
 from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, sae_key
-from headgate.steering.programs.spec import ModuleRef, SteeringSpec, to_wire
 from headgate.steering.requests.content_cache import ContentCache, ContentKey, content_of
 from headgate.steering.requests.feature_fields import REQUEST_FEATURES, PhaseFeatures
+from headgate.steering.requests.gate_fields import read_gate_fields
 from headgate.steering.requests.op_fields import REQUEST_FIELDS, has_sources
 from headgate.steering.requests.request_fields import (
     BASE,
     DECODE,
+    GATES,
     MODULE_REF,
     NAME,
+    PREDECESSOR,
     PREFILL,
     read_modules,
     read_steering,
 )
+from headgate.steering.requests.trace import RETURN_TRACE, TRACE, join_notes, read_asked
+from headgate.steering.spec import ModuleRef, SteeringSpec, to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
 from headgate.steering.vectors.sums import LIMIT, peak
@@ -57,15 +62,21 @@ FIELD_DOCS = {
     REQUEST_FEATURES.reconstructions[2]: "SAEs that reconstruct rows at generated positions in addition.",
     "sae_clamp_specs": "Features of SAEs in the form [{module_name, clamps, phase}].",
     "sae_full_reconstruction_specs": "SAEs that reconstruct rows, in the form [{module_name, clamps, phase}].",
+    GATES: "Gates, which turn steering on by what they read of each row: [{when, then, strength, scope}].",
+    PREDECESSOR: "Gates in the form [{when: {kind, probe, threshold, sharpness}, scope, apply: {kind, ...}}].",
+    RETURN_TRACE: "Whether each choice is to come with its trace: what was read and written at its rows.",
 }
 
+ANSWER_FIELDS = {RETURN_TRACE: TRACE}
+"""Fields that ask for something in the answer, each with its name there."""
+
 _VECTORS = (BASE, PREFILL, DECODE)
-_WITH_ROWS = (*_VECTORS, *REQUEST_FIELDS.all)
+_WITH_ROWS = (*_VECTORS, *REQUEST_FIELDS.all, GATES, PREDECESSOR)
 """Fields whose values may be long."""
 
 
 class SteeringReader:
-    """Implements `PartRequestReader` and `SourceReader` of `headgate.capture.engine.contracts.request_part`.
+    """Implements the readers `PartRequestReader`, `SourceReader` and `NotesReader` of `contracts.request_part`.
 
     Args:
         steerable: The model and its limits.
@@ -80,6 +91,13 @@ class SteeringReader:
 
     def read(self, values: Mapping[str, Any]) -> PartRequest | None:
         """Read the fields; the same objects with the same content are read once, and so are equal operations."""
+        if RETURN_TRACE not in values:
+            return self._read_kept(values)
+        others = {field: value for field, value in values.items() if field != RETURN_TRACE}
+        found = self._read_kept(others) if others else None
+        return _traced(found) if read_asked(values[RETURN_TRACE]) else found
+
+    def _read_kept(self, values: Mapping[str, Any]) -> PartRequest | None:
         if not any(field in values for field in _WITH_ROWS):
             return self._read(values)
         # Vectors are read about as fast as they are hashed; operations are not.
@@ -104,15 +122,29 @@ class SteeringReader:
 
     def read_with(self, values: Mapping[str, Any], find: FindKept) -> PartRequest | None:
         """Read the fields with rows of earlier requests, which may be others each time."""
-        return self._read(values, find)
+        found = self._read(values, find)
+        return _traced(found) if read_asked(values.get(RETURN_TRACE)) else found
+
+    def read_notes(self, wanted: PartRequest, notes: Sequence[Any], end: int | None) -> dict[str, Any]:
+        """Make the trace, or a piece of it."""
+        return {TRACE: join_notes(notes, end)}
 
     def _read(self, values: Mapping[str, Any], find: FindKept | None = None) -> PartRequest | None:
         spec, ops = read_steering(values, self.steerable, find)
+        if gates := read_gate_fields(values, self.steerable):
+            spec = replace(spec or SteeringSpec(), gates=gates)
         if spec is None:
             return None
         features = PhaseFeatures(spec.prefill_features, spec.decode_features)
-        names = {**features.names, **({} if ops is None else ops.modules), **_names(values, spec.modules)}
-        return PartRequest(wire=to_wire(spec), field=next(iter(values)), names=names, content=spec)
+        of_ops = {} if ops is None else ops.modules
+        names = {**names_of(gates), **features.names, **of_ops, **_names(values, spec.modules)}
+        return PartRequest(
+            wire=to_wire(spec),
+            field=next(iter(values)),
+            names=names,
+            content=spec,
+            reads_every_row=any(gate.has_state for gate in gates),
+        )
 
     def names(self, values: Mapping[str, Any]) -> dict[str, str]:
         """Return the modules that are named, each with the field that names it."""
@@ -121,7 +153,7 @@ class SteeringReader:
         return _names(values, read_modules(values.get(NAME), values.get(MODULE_REF)))
 
     def check(self, wanted: PartRequest, known: Known) -> None:
-        """Check that modules and SAEs exist, features too, and that sums with modules stay within the model's dtype."""
+        """Check that modules, SAEs, features and probes exist, and that sums with modules fit the model's dtype."""
         for name, field in wanted.names.items():
             if name not in known:
                 raise _unknown(name, field, known)
@@ -139,7 +171,7 @@ class SteeringReader:
         def facts_of(edit: FeatureEdit) -> SaeFacts:
             return SaeFacts.from_plain(known[sae_key(edit.sae)])
 
-        for edits in (spec.prefill_features, spec.decode_features):
+        for edits in (spec.prefill_features, spec.decode_features, *(gate.then.features for gate in spec.gates)):
             check_edits(edits, facts_of, self.steerable.max_sae_features)
 
     def _check_sum(self, spec: SteeringSpec, fields: Mapping[str, str], known: Known) -> None:
@@ -155,14 +187,24 @@ class SteeringReader:
                 )
 
 
+def _traced(found: PartRequest | None) -> PartRequest:
+    """Return a request, which may steer with nothing of its own, with its trace."""
+    asked = found or PartRequest(wire={}, field=RETURN_TRACE, names={}, content=SteeringSpec())
+    return replace(asked, wire={**asked.wire, "trace": True}, wants_notes=True)
+
+
 def _unknown(name: str, field: str, known: Known) -> RequestError:
     """Make the error about a name that is not registered."""
-    _, _, sae = name.partition("\n")
-    is_sae = sae_key(sae) == name
-    others = sorted(other for other in known if (sae_key(other.partition("\n")[2]) == other) == is_sae)
-    names = ", ".join(other.partition("\n")[2] if is_sae else other for other in others) or "none"
-    what = f"unknown SAE {sae!r}" if is_sae else f"unknown steering module {name!r}"
-    return RequestError(field, f"{what}; registered: {names}")
+    kind, own = _kind_of(name)
+    others = sorted(other for found, other in map(_kind_of, known) if found == kind)
+    return RequestError(field, f"unknown {kind} {own!r}; registered: {', '.join(others) or 'none'}")
+
+
+def _kind_of(key: str) -> tuple[str, str]:
+    """Return the kind of a registered name, for people, and the name itself."""
+    name = key.partition("\n")[2]
+    kind = {sae_key(name): "SAE", probe_key(name): "probe"}.get(key)
+    return ("steering module", key) if kind is None else (kind, name)
 
 
 def _names(values: Mapping[str, Any], refs: Sequence[ModuleRef]) -> dict[str, str]:

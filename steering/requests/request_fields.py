@@ -23,18 +23,19 @@ from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.results import FindKept
 from headgate.capture.schema.sites import Site, parse_hook
 from headgate.steering.programs.program import Program
-from headgate.steering.programs.spec import ModuleRef, SteeringSpec
 from headgate.steering.requests.feature_fields import MODULE_FEATURES, REQUEST_FEATURES, read_features
 from headgate.steering.requests.op_fields import MODULE_FIELDS as MODULE_OPS
 from headgate.steering.requests.op_fields import REQUEST_FIELDS, PhaseOps, read_ops
 from headgate.steering.requests.vector_forms import Entry, check_scale, entries
+from headgate.steering.spec import ModuleRef, SteeringSpec
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType, peaks, widen
 from headgate.steering.vectors.phase_vectors import MAX_NAME, TIERS, PhaseVectors, Steerable, check_name, weighted_sum
 
 BASE, PREFILL, DECODE = "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"
 NAME, MODULE_REF = "steering_name", "steering_module_ref"
+GATES, PREDECESSOR = "steering_gates", "steering"
 
-FIELDS = (BASE, PREFILL, DECODE, NAME, MODULE_REF, *REQUEST_FIELDS.all, *REQUEST_FEATURES.all)
+FIELDS = (BASE, PREFILL, DECODE, NAME, MODULE_REF, *REQUEST_FIELDS.all, *REQUEST_FEATURES.all, GATES, PREDECESSOR)
 """The steering fields of a request."""
 
 MODULE_FIELDS = ("vectors", "prefill_vectors", "decode_vectors")

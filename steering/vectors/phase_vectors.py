@@ -40,6 +40,7 @@ class Steerable:
         max_sae_features: Features of SAEs that one request may change at one site in one phase; 0 if there are no SAEs.
         max_changes: Features that one request may read at one site and write at others, in one phase; 0 if there can be
             no transcoders.
+        max_gates: Gates of one request; 0 if there can be none.
     """
 
     num_layers: int
@@ -51,6 +52,7 @@ class Steerable:
     max_ops_per_site: int = 0
     max_sae_features: int = 0
     max_changes: int = 0
+    max_gates: int = 0
     ranks: Mapping[HookPoint, Sequence[int]] = field(init=False, repr=False, compare=False)
     """Per hook point, each layer's index into `sites`; -1 where it cannot be steered."""
 

@@ -7,6 +7,7 @@ E entries of a program at a site, K changes of a batch row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -18,10 +19,12 @@ from torch import Tensor
 from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.capture.schema.config import MIB
 from headgate.steering.programs.codes import CODE, CODE_MASK, NUM_CODES, NUM_PARAMS, Code
+from headgate.steering.worker.gates.reference import GateTensors
+from headgate.steering.worker.gates.step_gates import GateWrites
 from headgate.steering.worker.placed_programs import ProgramWrites
 from headgate.steering.worker.reconstruction import EncodedSae
-from headgate.steering.worker.row_table import TableWrites
-from headgate.steering.worker.step_rows import StepRows
+from headgate.steering.worker.rows.row_table import TableWrites
+from headgate.steering.worker.rows.step_rows import StepRows
 
 UPLOAD_BYTES = 4 * MIB
 NUM_UPLOADS = 4
@@ -228,6 +231,7 @@ class DeviceTables:
         max_entries: E.
         num_changes: K.
         saes: Encoded SAEs, by the index of the op site.
+        gates: The gates' tensors; None where there can be no gates.
 
     Attributes:
         pool: ``[P, D]``: the vectors; slot 0 stays zero.
@@ -235,6 +239,7 @@ class DeviceTables:
         rows: int32 ``[T]``: table row of each batch row.
         programs: The programs; None without op sites.
         saes: As given.
+        gates: As given.
     """
 
     def __init__(
@@ -251,6 +256,7 @@ class DeviceTables:
         max_entries: int = 0,
         num_changes: int = 0,
         saes: Mapping[int, EncodedSae] = _NO_SAES,
+        gates: GateTensors | None = None,
     ) -> None:
         self.pool = torch.zeros(num_slots, hidden_size, dtype=dtype, device=device)
         # Programs' counts lie behind the slots, in both tables, so that one launch resolves both.
@@ -261,7 +267,7 @@ class DeviceTables:
         self._extent = 0
         row_bytes = hidden_size * dtype.itemsize
         columns = (8 + self._map.element_size() * len(self._map)) * num_rows
-        self._limit = max(UPLOAD_BYTES, row_bytes + 8, 8 * max_tokens, columns) + 4 * _ALIGNMENT
+        self._limit = max(UPLOAD_BYTES, row_bytes + 8, 16 * max_tokens, columns) + 4 * _ALIGNMENT
         self._upload: Upload = CudaUpload(device, self._limit) if device.type == "cuda" else HostUpload()
         self._vectors_at_once = max(UPLOAD_BYTES // (row_bytes + 8), 1)
         self.programs: ProgramTables | None = None
@@ -269,6 +275,7 @@ class DeviceTables:
             counts, active = self._map[num_sites:], self._resolved[num_sites:]
             self.programs = ProgramTables(counts, active, max_entries, num_changes)
         self.saes = saes
+        self.gates = gates
         self._reconstructed = ReconstructedRows(saes, num_rows, max_entries)
 
     @property
@@ -276,15 +283,16 @@ class DeviceTables:
         """Bytes of device memory that all tables take."""
         own = sum(tensor.nbytes for tensor in (self.pool, self._resolved, self._map, self.rows))
         own += sum(sae.device_bytes for sae in self.saes.values())
+        own += sum(tensor.nbytes for tensor in self.gates or ())
         return own if self.programs is None else own + self.programs.device_bytes
 
-    def update(self, writes: TableWrites | None, step: StepRows) -> None:
+    def update(self, writes: TableWrites | None, step: StepRows, gates: GateWrites | None = None) -> None:
         """Bring pool and map up to date and resolve the slots of a step, before its forward.
 
-        Unchanged tables are left alone: while a batch decodes, this costs two comparisons.
+        Unchanged tables are left alone: while a batch decodes, this costs a few comparisons.
         """
         count, is_stale = step.num_changed, writes is not None and len(writes.rows) > 0
-        if not count and writes is None and step.groups is None:
+        if not count and writes is None and step.groups is None and gates is None:
             return
         made: list[_Write] = []
         if count:
@@ -296,6 +304,8 @@ class DeviceTables:
             made.append(self.programs.write_groups(step.groups))
         if count or is_stale:
             made += self._reconstructed.writes(step.rows[: self._extent])
+        if gates is not None and self.gates is not None:
+            made += _gate_writes(gates, self.gates)
         self._apply(made)
         if count or is_stale:
             extent = self._extent
@@ -341,3 +351,12 @@ class DeviceTables:
 
     def _write_columns(self, rows: Tensor, columns: Tensor) -> None:
         self._map.index_copy_(1, rows, columns)
+
+
+def _gate_writes(changed: GateWrites, gates: GateTensors) -> list[_Write]:
+    made = [_Write(gates.tokens[: len(changed.tokens)].copy_, (changed.tokens,))]
+    for start in range(0, len(changed.places), _ENTRIES):
+        chunk = slice(start, start + _ENTRIES)
+        write = partial(gates.signals.view(-1).index_copy_, 0)
+        made.append(_Write(write, (changed.places[chunk], changed.strengths[chunk])))
+    return made

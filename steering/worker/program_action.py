@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from headgate.capture.engine.compiler.inductor import Inductor
-from headgate.capture.engine.compiler.inductor_heuristics import exclude_buffers, install_exclusion
 from headgate.capture.engine.contracts.worker_hooks import SiteValue, WorkerFacts
 from headgate.capture.engine.model.forward_wrappers import tensor_prefix
 from headgate.steering.programs.codes import InputNorm
 from headgate.steering.worker import program_ops
+from headgate.steering.worker.program_fusion import (
+    register_add_selected,
+    register_program_deltas,
+    register_steered_rows,
+)
 from headgate.steering.worker.site_action import (
     POOL,
     SLOTS,
@@ -30,18 +32,17 @@ from headgate.steering.worker.site_action import (
     add_excluded,
     register_add_excluded,
 )
-from headgate.steering.worker.vector_pool import ZERO_SLOT
-
-if TYPE_CHECKING:
-    from headgate.capture.engine.compiler.inductor import TensorBox
 
 ROWS, ACTIVE, CODES, PARAMS = "program_rows", "program_active", "program_codes", "program_params"
-GROUPS, KEPT, CHANGES = "program_groups", "program_kept", "program_changes"
-_POOL, _SLOTS, _ACTIVE, _KEPT, _CHANGES = (tensor_prefix(name) for name in (POOL, SLOTS, ACTIVE, KEPT, CHANGES))
+GROUPS, KEPT = "program_groups", "program_kept"
+STATE = ("program_changes", "gate_signals", "gate_states", "gate_tokens")
+"""Tensors in which entries hand numbers on."""
+_POOL, _SLOTS, _ACTIVE, _KEPT = (tensor_prefix(name) for name in (POOL, SLOTS, ACTIVE, KEPT))
 SAE = tuple(f"sae_{name}" for name in ("tokens", "num_tokens", "encoder", "decoder", "numbers", "bias"))
 """Tensors of sites whose SAE is encoded, in the order of `headgate.steering.worker.reconstruction.EncodedSae`."""
 _READ = tuple(tensor_prefix(name) for name in (ROWS, ACTIVE, CODES, PARAMS, GROUPS))
 _SAE = tuple(tensor_prefix(name) for name in SAE)
+_STATE = tuple(tensor_prefix(name) for name in STATE)
 
 Norm = InputNorm | None
 """Of the site's encoded SAE; None at sites without one."""
@@ -138,9 +139,9 @@ def reapply_unfused(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
 def _deltas(module: nn.Module, hook: str, site: SiteValue, norm: Norm) -> Tensor:
     """Return by how much the programs move each row: fp32 ``[T, hidden]``, undefined where none is active."""
     tables = [getattr(module, name + hook) for name in (_POOL, *_READ)]
-    changes, sae = getattr(module, _CHANGES + hook), _sae(module, hook, norm)
-    if changes.shape[1]:
-        deltas: Tensor = program_ops.program_deltas_and_changes(site.value, site.addend, *tables, changes, *sae)
+    state, sae = _state(module, hook), _sae(module, hook, norm)
+    if state:
+        deltas: Tensor = program_ops.program_deltas_and_state(site.value, site.addend, *tables, *state, *sae)
         return deltas
     deltas = program_ops.program_deltas(site.value, site.addend, *tables, *sae)
     return deltas
@@ -148,12 +149,18 @@ def _deltas(module: nn.Module, hook: str, site: SiteValue, norm: Norm) -> Tensor
 
 def _steered_rows(module: nn.Module, hook: str, site: SiteValue, norm: Norm) -> Tensor:
     tables = [getattr(module, name + hook) for name in (_POOL, _SLOTS, *_READ)]
-    changes, sae = getattr(module, _CHANGES + hook), _sae(module, hook, norm)
-    if changes.shape[1]:
-        rows: Tensor = steered_rows_and_changes(site.value, site.addend, *tables, changes, *sae)
+    state, sae = _state(module, hook), _sae(module, hook, norm)
+    if state:
+        rows: Tensor = steered_rows_and_state(site.value, site.addend, *tables, *state, *sae)
         return rows
     rows = steered_rows(site.value, site.addend, *tables, *sae)
     return rows
+
+
+def _state(module: nn.Module, hook: str) -> tuple[Tensor, ...]:
+    """Return the tensors in which entries hand numbers on; none where no entry can."""
+    found = tuple(getattr(module, name + hook) for name in _STATE)
+    return found if found[0].shape[1] or found[1].shape[1] else ()
 
 
 def _sae(module: nn.Module, hook: str, norm: Norm) -> tuple[Tensor | int, ...]:
@@ -235,8 +242,8 @@ def steered_rows(
     return _vectors_or(value, pool, slots, active, partial(run, value, addend, pool, *tables, *sae))
 
 
-@torch.library.custom_op("headgate::steered_rows_and_changes", mutates_args=("changes",))
-def steered_rows_and_changes(
+@torch.library.custom_op("headgate::steered_rows_and_state", mutates_args=("changes", "signals", "states"))
+def steered_rows_and_state(
     value: Tensor,
     addend: Tensor | None,
     pool: Tensor,
@@ -247,6 +254,9 @@ def steered_rows_and_changes(
     params: Tensor,
     groups: Tensor,
     changes: Tensor,
+    signals: Tensor,
+    states: Tensor,
+    gate_tokens: Tensor,
     tokens: Tensor | None = None,
     num_tokens: Tensor | None = None,
     encoder: Tensor | None = None,
@@ -255,13 +265,13 @@ def steered_rows_and_changes(
     bias: Tensor | None = None,
     input_norm: int = 0,
 ) -> Tensor:
-    """Return the same where features may be read at one site and written at later ones.
+    """Return the same where entries hand numbers on, to later sites or to the next row of a request.
 
-    `changes` is that of `headgate.steering.worker.program_ops.program_deltas_and_changes`.
+    `changes` and what follows are those of `headgate.steering.worker.program_ops.program_deltas_and_state`.
     """
-    tables = (rows, active, codes, params, groups, changes)
+    tables = (rows, active, codes, params, groups, changes, signals, states, gate_tokens)
     sae = (tokens, num_tokens, encoder, decoder, numbers, bias, input_norm)
-    run = program_ops.program_deltas_and_changes
+    run = program_ops.program_deltas_and_state
     return _vectors_or(value, pool, slots, active, partial(run, value, addend, pool, *tables, *sae))
 
 
@@ -276,7 +286,7 @@ def _vectors_or(value: Tensor, pool: Tensor, slots: Tensor, active: Tensor, delt
 
 
 @steered_rows.register_fake
-@steered_rows_and_changes.register_fake
+@steered_rows_and_state.register_fake
 def _(value: Tensor, addend: Tensor | None, pool: Tensor, *tables: Tensor | int | None) -> Tensor:
     return pool.new_empty(value.shape[-2], pool.shape[1])
 
@@ -326,71 +336,3 @@ def add_selected_unfused(
 @add_selected_unfused.register_fake
 def _(carry: Tensor, deltas: Tensor, active: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
     return torch.empty_like(carry)
-
-
-def register_program_deltas() -> None:
-    """Let inductor, in this process, hand `program_deltas` what is stored anyway, and compute all else once more.
-
-    Raises:
-        UnsupportedError: If this torch has another inductor.
-    """
-    for op in (torch.ops.headgate.program_deltas, torch.ops.headgate.program_deltas_and_changes):
-        _register_reader(op.default, is_stored_taken=True)
-
-
-def register_steered_rows() -> None:
-    """Let inductor, in this process, hand `steered_rows` copies of the value: storing it would change a norm's bits.
-
-    Raises:
-        UnsupportedError: If this torch has another inductor.
-    """
-    for op in (torch.ops.headgate.steered_rows, torch.ops.headgate.steered_rows_and_changes):
-        _register_reader(op.default, is_stored_taken=False)
-
-
-def _register_reader(op: Any, *, is_stored_taken: bool) -> None:
-    inductor = Inductor("steering")
-    call = inductor.fallback_handler(op, add_to_fallback_set=False)
-    taken = inductor.stored_or_apart if is_stored_taken else inductor.computed_again
-
-    @inductor.register_lowering(op, type_promotion_kind=None)
-    def lower(value: TensorBox, addend: TensorBox | None, *tables: TensorBox | int | None) -> TensorBox:
-        if inductor.is_first_argument_of(torch.ops.headgate.add_selected_unfused.default):
-            value.realize()  # will be stored for that, so it is here, too
-        return call(taken(value), None if addend is None else taken(addend), *tables)
-
-
-def register_add_selected() -> None:
-    """Let inductor, in this process, fuse `add_selected` into kernels whose blocks stay as they are without it.
-
-    Raises:
-        UnsupportedError: If this torch has another inductor.
-    """
-    inductor = Inductor("steering")
-    install_exclusion("steering")
-    ops = inductor.ops
-
-    @inductor.register_lowering(torch.ops.headgate.add_selected.default, type_promotion_kind=None)
-    def lower(
-        carry: TensorBox, deltas: TensorBox, active: TensorBox, pool: TensorBox, slots: TensorBox, scale: float
-    ) -> TensorBox:
-        deltas.realize()
-        value_at, delta_at, count_at, vector_at, slot_at = (
-            one.make_loader() for one in (carry, deltas, active, pool, slots)
-        )
-        exclude_buffers(deltas, active, pool, slots)
-
-        def steered(index: Any) -> Any:
-            *_, token, column = index
-            count, slot = count_at([token]), slot_at([token])
-            row = ops.indirect_indexing(slot, pool.get_size()[0], check=False, wrap_neg=False)
-            is_active = ops.ne(count, ops.constant(0, active.get_dtype()))
-            has_vector = ops.ne(slot, ops.constant(ZERO_SLOT, slots.get_dtype()))
-            delta = ops.masked(is_active, lambda: delta_at([token, column]), 0.0)  # type: ignore[arg-type]
-            vector = ops.masked(has_vector, lambda: vector_at([row, column]), 0.0)  # type: ignore[arg-type]
-            added = ops.where(is_active, delta, vector)
-            if scale != 1:
-                added = ops.mul(added, ops.constant(scale, torch.float32))
-            return ops.add(value_at(index), added)
-
-        return inductor.counted_as(carry, steered)

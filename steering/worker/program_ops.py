@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headgate.steering.programs.codes import InputNorm
+from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.program_reference import program_deltas_reference
 from headgate.steering.worker.reconstruction import SaeTensors, Tables, reconstructed_deltas_reference
 
@@ -39,14 +40,14 @@ def program_deltas(
     without a program are zero on a CPU, and not written on a GPU. The tables are those of
     `headgate.steering.kernels.run_programs.program_deltas`; `tokens` and what follows are
     `headgate.steering.worker.reconstruction.EncodedSae.tensors` and an `InputNorm`, all of them or none. No feature is
-    read at one site and written at another.
+    read at one site and written at another, and nothing has a gate.
     """
     sae = (tokens, num_tokens, encoder, decoder, numbers, bias)
-    return _run(value, addend, (pool, rows, counts, codes, params, groups, None), sae, input_norm)
+    return _run(value, addend, (pool, rows, counts, codes, params, groups, None), sae, input_norm, None)
 
 
-@torch.library.custom_op("headgate::program_deltas_and_changes", mutates_args=("changes",))
-def program_deltas_and_changes(
+@torch.library.custom_op("headgate::program_deltas_and_state", mutates_args=("changes", "signals", "states"))
+def program_deltas_and_state(
     value: Tensor,
     addend: Tensor | None,
     pool: Tensor,
@@ -56,6 +57,9 @@ def program_deltas_and_changes(
     params: Tensor,
     groups: Tensor | None,
     changes: Tensor,
+    signals: Tensor,
+    states: Tensor,
+    gate_tokens: Tensor,
     tokens: Tensor | None = None,
     num_tokens: Tensor | None = None,
     encoder: Tensor | None = None,
@@ -64,23 +68,35 @@ def program_deltas_and_changes(
     bias: Tensor | None = None,
     input_norm: int = 0,
 ) -> Tensor:
-    """Return the same where features may be read at one site and written at later ones.
+    """Return the same where entries hand numbers on, to later sites or to the next row of a request.
 
-    `changes`, float32 ``[at least num_tokens, K]``, carries what they change from the first site to the others.
+    `changes`, float32 ``[at least num_tokens, K]``, carries what features change that are read at one site and written
+    at later ones; K is 0 where there are none. `signals`, `states` and `gate_tokens` are
+    `headgate.steering.worker.gates.reference.GateTensors`, without columns where there are no gates.
     """
     sae = (tokens, num_tokens, encoder, decoder, numbers, bias)
-    return _run(value, addend, (pool, rows, counts, codes, params, groups, changes), sae, input_norm)
+    gates = GateTensors(signals, states, gate_tokens)
+    return _run(value, addend, (pool, rows, counts, codes, params, groups, changes), sae, input_norm, gates)
 
 
 def _run(
-    value: Tensor, addend: Tensor | None, given: Sequence[Tensor | None], of_sae: Sequence[Tensor | None], norm: int
+    value: Tensor,
+    addend: Tensor | None,
+    given: Sequence[Tensor | None],
+    of_sae: Sequence[Tensor | None],
+    norm: int,
+    of_gates: GateTensors | None,
 ) -> Tensor:
     value_TD = value.reshape(-1, value.shape[-1])
     addend_TD = None if addend is None else addend.reshape(value_TD.shape)
     used = slice(value_TD.shape[0])
     pool, rows, counts, codes, params, groups, changes = given
+    changes = None if changes is None or not changes.shape[1] else changes
     of_tokens = [None if table is None else table[used] for table in (rows, counts, groups, changes)]
-    tables = cast("Tables", (pool, *of_tokens[:2], codes, params, *of_tokens[2:]))
+    gates = None
+    if of_gates is not None and of_gates.signals.shape[1]:
+        gates = GateTensors(of_gates.signals[used], of_gates.states, of_gates.tokens[used])
+    tables = cast("Tables", (pool, *of_tokens[:2], codes, params, *of_tokens[2:], gates))
     sae = cast("SaeTensors", of_sae)
     if value.device.type != "cuda":
         if of_sae[0] is None:
@@ -89,15 +105,15 @@ def _run(
     from headgate.steering.kernels.run_programs import program_deltas as run
 
     if of_sae[0] is None:
-        return run(value_TD, addend_TD, *tables)
+        return run(value_TD, addend_TD, *tables[:-1], gates=gates)
     from headgate.steering.kernels.reconstruct_rows import reconstruction_deltas
 
     shift_TD = torch.empty(value_TD.shape, dtype=torch.float32, device=value.device)
-    delta_TD = run(value_TD, addend_TD, *tables, shift_TD)
+    delta_TD = run(value_TD, addend_TD, *tables[:-1], shift_TD, gates=gates)
     return reconstruction_deltas(value_TD, addend_TD, shift_TD, *sae, InputNorm(norm), delta_TD)
 
 
 @program_deltas.register_fake
-@program_deltas_and_changes.register_fake
+@program_deltas_and_state.register_fake
 def _(value: Tensor, addend: Tensor | None, pool: Tensor, *tables: Tensor | int | None) -> Tensor:
     return value.new_empty(value.shape[-2], value.shape[-1], dtype=torch.float32)

@@ -40,7 +40,10 @@ from headgate.steering.programs.codes import (
     InputNorm,
     change_index,
     is_of_feature,
+    is_of_gate,
 )
+from headgate.steering.programs.gate_codes import GROUP_MASK
+from headgate.steering.worker.gates.reference import Coefficients, GateTensors, evaluate, gate_entries
 
 
 def program_deltas_reference(
@@ -53,25 +56,33 @@ def program_deltas_reference(
     params_REP: Tensor,
     groups_T: Tensor | None = None,
     changes_TK: Tensor | None = None,
+    gates: GateTensors | None = None,
     dtype: torch.dtype = torch.float64,
     *,
     has_features: bool = True,
 ) -> Tensor:
     """Compute the result of `headgate.steering.kernels.run_programs.program_deltas` in `dtype`, as ``[T, D]``.
 
-    Rows without a program are zero. `changes_TK` is read, and written to. Without `has_features` no feature acts. Waits
-    for the device.
+    Rows without a program are zero. `changes_TK` and `gates` are read, and written to. Without `has_features` no
+    feature acts, and gates stay as they were evaluated before. Waits for the device.
     """
     x_TD = value_TD if addend_TD is None else (value_TD.float() + addend_TD.float()).to(value_TD.dtype)
     delta_TD = torch.zeros(x_TD.shape, dtype=dtype, device=x_TD.device)
+    programs = []
     for row in sorted(set(row_T[count_T > 0].tolist())):
         tokens_N = ((row_T == row) & (count_T > 0)).nonzero()[:, 0]
+        programs.append((tokens_N, codes_REC[row, : count_T[tokens_N[0]]].tolist(), params_REP[row].tolist()))
+    gated = [program for program in programs if gate_entries(program[1])]
+    if gated and gates is not None and has_features:
+        evaluate(x_TD.to(dtype), pool_SD, gated, gates)
+    for tokens_N, codes, params in programs:
         bits_N = None if groups_T is None else groups_T[tokens_N]
-        codes, params = codes_REC[row, : count_T[tokens_N[0]]].tolist(), params_REP[row].tolist()
         if not has_features:
             codes = [fields for fields in codes if not is_of_feature(fields[CODE])]  # the last ones
         changes_NK = None if changes_TK is None else changes_TK[tokens_N]
-        delta_TD[tokens_N] = _delta(x_TD[tokens_N].to(dtype), pool_SD, codes, params, bits_N, changes_NK)
+        coefficients = None if gates is None else Coefficients(gates, tokens_N, dtype)
+        rows_ND = x_TD[tokens_N].to(dtype)
+        delta_TD[tokens_N] = _delta(rows_ND, pool_SD, codes, params, bits_N, changes_NK, coefficients)
         if changes_TK is not None and changes_NK is not None:
             changes_TK[tokens_N] = changes_NK
     return delta_TD
@@ -110,12 +121,17 @@ def _delta(
     params: Sequence[Sequence[float]],
     bits_N: Tensor | None,
     changes_NK: Tensor | None,
+    coefficients: Coefficients | None,
 ) -> Tensor:
     """Run one program on the rows that share it; `changes_NK` is written to."""
     h, d = x_ND, torch.zeros_like(x_ND)
     remembered = torch.full_like(x_ND[:, :1], -1)
     for fields, numbers in zip(codes, params, strict=False):
-        code, group = fields[CODE], fields[GROUP]
+        code, group = fields[CODE], fields[GROUP] & GROUP_MASK
+        if is_of_gate(code):
+            if code & CODE_MASK == Code.ATTENUATE and coefficients is not None:
+                coefficients.attenuate(fields, numbers)
+            continue
         acts = torch.ones_like(remembered, dtype=torch.bool)
         if group != EVERYWHERE and bits_N is not None:
             acts = (bits_N[:, None] >> (group - 1) & 1) != 0
@@ -129,6 +145,8 @@ def _delta(
             entry.change.copy_(torch.where(acts, _amount(entry), entry.change))
             continue
         change = torch.where(acts, _CHANGES[code & CODE_MASK](entry), 0)
+        if coefficients is not None:
+            change = coefficients.of(fields) * change
         if is_of_feature(code):
             d = d + change
         else:

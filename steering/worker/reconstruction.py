@@ -25,10 +25,11 @@ from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.programs.codes import LAYER_NORM_EPS, NUM_NUMBERS, InputNorm
 from headgate.steering.programs.feature_lowering import INPUT_NORMS
+from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.program_reference import program_deltas_reference
 
 SaeTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, GateTensors | None]
 
 
 class EncodedSae(NamedTuple):
@@ -117,7 +118,7 @@ def reconstructed_deltas_reference(
     Args:
         value_TD: As `headgate.steering.worker.program_reference.program_deltas_reference` takes it.
         addend_TD: Likewise.
-        tables: Likewise: pool, table rows, counts, codes, params, groups and changes.
+        tables: Likewise: pool, table rows, counts, codes, params, groups, changes and gates.
         sae: `EncodedSae.tensors`; a listed row has an entry `Code.RECONSTRUCT`.
         input_norm: The SAE's.
     """

@@ -25,7 +25,7 @@ from headgate.capture.engine.compiler.inductor import Inductor
 from headgate.capture.engine.compiler.inductor_heuristics import exclude_buffers, install_exclusion
 from headgate.capture.engine.contracts.worker_hooks import SiteValue, WorkerFacts
 from headgate.capture.engine.model.forward_wrappers import tensor_prefix
-from headgate.steering.worker.vector_pool import ZERO_SLOT
+from headgate.steering.worker.rows.vector_pool import ZERO_SLOT
 
 if TYPE_CHECKING:
     from headgate.capture.engine.compiler.inductor import TensorBox

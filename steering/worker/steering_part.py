@@ -16,17 +16,13 @@ from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import WHERE, SteeringConfig, cross_stages
 from headgate.steering.features.sparse_coder import SparseCoder
-from headgate.steering.programs.program import Program
-from headgate.steering.programs.spec import PhaseContent, SteeringSpec, from_wire, steered
-from headgate.steering.vectors.phase_vectors import PhaseVectors
-from headgate.steering.vectors.sums import Vectors, sum_of
 from headgate.steering.worker import program_action, site_action
 from headgate.steering.worker.device_tables import DeviceTables
-from headgate.steering.worker.reconstruction import EncodedSae, load_sae, weight_bytes
-from headgate.steering.worker.row_table import RowTable, rows_needed
+from headgate.steering.worker.gates.readings import SignalReadings
+from headgate.steering.worker.gates.step_gates import no_gates
+from headgate.steering.worker.reconstruction import load_sae, weight_bytes
 from headgate.steering.worker.self_test import check_steering
-from headgate.steering.worker.step_rows import RowResolver
-from headgate.steering.worker.vector_pool import SlotPool
+from headgate.steering.worker.worker_steering import METHODS, EntryLimits, WorkerSteering, is_in_one_stage
 
 logger = logging.getLogger("headgate")
 
@@ -61,8 +57,8 @@ class SteeringPart:
         _check_stages(self._config, facts)
         self._num_changes = self._config.num_changes
         saes = {index: load_sae(coder, facts) for index, coder in coders.items()}
-        limits = self._config.max_entries, self._num_changes
-        self._state = WorkerSteering(self._num_slots, self._sites, facts, self._op_sites, *limits, saes)
+        limits = EntryLimits(self._config.max_entries, self._num_changes, self._config.num_columns)
+        self._state = WorkerSteering(self._num_slots, self._sites, facts, self._op_sites, limits, saes)
         logger.info(
             "steering: %d sites, %d of them for operations, %d encoded SAEs, %d slots, %.1f MiB of %s memory",
             len(self._sites),
@@ -87,7 +83,7 @@ class SteeringPart:
         if self._op_sites:
             entries = self._config.max_entries
             key |= {"op_sites": [site.name for site in self._op_sites], "entries": entries}
-            key["changes"] = self._num_changes
+            key["changes"], key["gate_columns"] = self._num_changes, self._config.num_columns
         if saes := self._allocated().tables.saes:
             key["saes"] = [
                 [index, int(sae.norm), str(sae.encoder.dtype), *sae.encoder.shape] for index, sae in saes.items()
@@ -108,7 +104,7 @@ class SteeringPart:
     @hookimpl
     def headgate_request_stopped(self, req_id: str) -> None:
         """Remove a request."""
-        self._allocated().table.remove(req_id)
+        self._allocated().remove(req_id)
 
     @hookimpl
     def headgate_needs_plain_steps(self) -> bool:
@@ -119,6 +115,16 @@ class SteeringPart:
     def headgate_step_begins(self, view: BatchView | None) -> None:
         """Aim the tables at the step."""
         self._allocated().step_begins(view)
+
+    @hookimpl
+    def headgate_step_ends(self) -> None:
+        """Copy what gates did in the step to the host."""
+        self._allocated().step_ends()
+
+    @hookimpl
+    def headgate_step_readings(self) -> SignalReadings | None:
+        """Return what the engine core is told of the step."""
+        return self._allocated().readings()
 
     @hookimpl
     def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], Sequence[Tensor]]) -> None:
@@ -132,9 +138,9 @@ class SteeringPart:
         """Run a method of `WorkerSteering` that the engine core called by name."""
         if part != PART:
             return None
-        call = _METHODS.get(method)
+        call = METHODS.get(method)
         if call is None:
-            raise AssertionError(f"steering: workers have no method {method!r}; known: {', '.join(sorted(_METHODS))}")
+            raise AssertionError(f"steering: workers have no method {method!r}; known: {', '.join(sorted(METHODS))}")
         return call(self._allocated(), **args)
 
     @hookimpl
@@ -210,6 +216,8 @@ def _op_tensors(op_sites: Sequence[Site], facts: WorkerFacts, tables: DeviceTabl
     programs = tables.programs
     if programs is None:
         return {}
+    gates = tables.gates or no_gates(facts.device)
+    state = dict(zip(program_action.STATE, (programs.changes, *gates), strict=True))
     made = {
         site: {
             program_action.ROWS: tables.rows,
@@ -217,7 +225,7 @@ def _op_tensors(op_sites: Sequence[Site], facts: WorkerFacts, tables: DeviceTabl
             program_action.PARAMS: programs.params[index],
             program_action.ACTIVE: programs.active[index],
             program_action.GROUPS: programs.groups,
-            program_action.CHANGES: programs.changes,
+            **state,
         }
         for index, site in enumerate(op_sites)
     }
@@ -236,157 +244,3 @@ def _check_stages(config: SteeringConfig, facts: WorkerFacts) -> None:
     for name, sites in config.transcoders().items():
         if not is_in_one_stage(sites, facts):
             raise ConfigError(f"{WHERE}.saes.{name} (--saes): {cross_stages(sites)}")
-
-
-def is_in_one_stage(sites: Sequence[Site], facts: WorkerFacts) -> bool:
-    """Whether a worker owns all of some sites, or none."""
-    return len({facts.owns(site) for site in sites}) == 1
-
-
-class WorkerSteering:
-    """Requests, modules and global vectors of one worker, and the tables that follow them. Step thread only.
-
-    Args:
-        num_slots: Size of the pool, slot 0 included.
-        sites: This worker's, in the order of the forward pass.
-        facts: This worker's.
-        op_sites: Those of `sites` where operations act, in the same order.
-        max_entries: Entries of a program at a site, at most.
-        num_changes: Features of a program that are read at one site and written at others, at most.
-        saes: Encoded SAEs, by the index of their op site.
-
-    Attributes:
-        table: Requests and rows, on the host.
-        tables: The memory that the forward reads.
-    """
-
-    def __init__(
-        self,
-        num_slots: int,
-        sites: Sequence[Site],
-        facts: WorkerFacts,
-        op_sites: Sequence[Site] = (),
-        max_entries: int = 0,
-        num_changes: int = 0,
-        saes: Mapping[int, EncodedSae] | None = None,
-    ) -> None:
-        self._facts = facts
-        dtype: Any = str(facts.dtype).removeprefix("torch.")
-        num_rows = rows_needed(facts.max_num_seqs)
-        pool = SlotPool(num_slots, facts.model.hidden_size, dtype)
-        self.table = RowTable(sites=sites, num_rows=num_rows, pool=pool, op_sites=op_sites, max_entries=max_entries)
-        self.tables = DeviceTables(
-            num_sites=len(sites),
-            num_slots=num_slots,
-            num_rows=num_rows,
-            max_tokens=facts.max_tokens,
-            hidden_size=facts.model.hidden_size,
-            dtype=facts.dtype,
-            device=facts.device,
-            num_op_sites=len(op_sites),
-            max_entries=max_entries,
-            num_changes=num_changes,
-            saes=saes or {},
-        )
-        self._resolver = RowResolver(self.table, facts.max_tokens)
-        self._contents: dict[bytes, PhaseVectors] = {}
-        """Vectors of modules by their content keys, until `forget`."""
-        self._programs: dict[bytes, Program] = {}
-        """Programs of modules, likewise."""
-        self._modules: set[str] = set()
-
-    def add(self, req_id: str, num_prompt: int, wire: Mapping[str, Any] | None) -> None:
-        """Add a request with its `SteeringWire`, in which the core resolved the modules; None if it is not steered."""
-        if wire is None:
-            self.table.add(req_id, num_prompt)
-            return
-        own = from_wire(wire)
-        prefill, decode = (
-            (wire.get(f"{phase}_parts", ()), wire.get(f"{phase}_programs", ()), content)
-            for phase, content in zip(("prefill", "decode"), own.phases, strict=True)
-        )
-        acting = self._acting(*prefill)
-        self.table.add(req_id, num_prompt, acting, acting if decode == prefill else self._acting(*decode))
-
-    def step_begins(self, view: BatchView | None) -> None:
-        """Aim the tables at a step; None for dummy and idle steps."""
-        step = self._resolver.resolve(view)
-        with torch.inference_mode():
-            self.tables.update(self.table.take_writes(), step)
-
-    def set_global(self, spec: Mapping[str, Any]) -> None:
-        """RPC: set the phases of a `SteeringWire` as the global vectors; an empty one clears them."""
-        self.table.set_global(*_content(from_wire(spec)))
-
-    def keep_module(self, name: str, spec: Mapping[str, Any]) -> None:
-        """RPC: keep the vectors of a registered module, in place of an earlier one of its name."""
-        if name in self._modules:
-            self.release_module(name)
-        read = from_wire(spec)
-        self._contents.update({vectors.key: vectors for vectors, _ in read.phases if vectors is not None})
-        self._programs.update({program.key: program for _, program in read.phases if program is not None})
-        self.table.keep_module(name, *_content(read))
-        self._modules.add(name)
-
-    def release_module(self, name: str) -> None:
-        """RPC: release an unregistered module; requests that use it keep its vectors.
-
-        A module that is not kept is passed over: where `keep_module` failed in one worker, it is undone in all.
-        """
-        if name in self._modules:
-            self._modules.remove(name)
-            self.table.release_module(name)
-
-    def forget(self, keys: Sequence[bytes]) -> None:
-        """RPC: forget the contents of modules that no request refers to any more, by their content keys."""
-        for key in keys:
-            self._contents.pop(key, None)
-            self._programs.pop(key, None)
-
-    def is_in_one_stage(self, sites: Sequence[str]) -> bool:
-        """RPC: return whether this worker owns all of some sites, by their names, or none."""
-        return is_in_one_stage([Site.parse(name) for name in sites], self._facts)
-
-    def checksum(self) -> int:
-        """RPC: return the state as a number, equal on all tensor-parallel ranks."""
-        return self.table.checksum()
-
-    def stats(self) -> dict[str, Any]:
-        """Return plain counters."""
-        return {
-            "slots_live": self.table.num_live_slots,
-            "slots_used": self.table.num_slots_used,
-            "modules": len(self._modules),
-        }
-
-    def _acting(self, parts: Sequence[Part], programs: Sequence[Part], own: PhaseContent) -> Vectors | None:
-        """Return what acts on a request in one phase: the modules that it names, and its own."""
-        vectors, program = own
-        try:
-            named: list[tuple[PhaseVectors | None, float]] = [(self._contents[key], scale) for key, scale in parts]
-            acting = [(self._programs[key], scale) for key, scale in programs]
-        except KeyError as error:
-            raise AssertionError(f"steering: no module has the content {error.args[0]!r}") from None
-        return steered(sum_of([*named, (vectors, 1.0)]), acting + ([] if program is None else [(program, 1.0)]))
-
-
-Part = tuple[bytes, float]
-"""Content key of a module's vectors or program, and its scale."""
-
-
-def _content(spec: SteeringSpec) -> tuple[Vectors | None, Vectors | None]:
-    """Return what a spec without modules has for the two phases."""
-    prefill, decode = (
-        steered(vectors, [] if program is None else [(program, 1.0)]) for vectors, program in spec.phases
-    )
-    return prefill, decode
-
-
-_METHODS: dict[str, Callable[..., Any]] = {
-    "set_global": WorkerSteering.set_global,
-    "keep_module": WorkerSteering.keep_module,
-    "release_module": WorkerSteering.release_module,
-    "forget": WorkerSteering.forget,
-    "checksum": WorkerSteering.checksum,
-    "is_in_one_stage": WorkerSteering.is_in_one_stage,
-}

@@ -43,8 +43,8 @@ from headgate.steering.config import SteeringConfig
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.requests.op_fields import REQUEST_FIELDS
 from headgate.steering.requests.reader import SteeringReader
-from headgate.steering.worker.steering_part import WorkerSteering
-from headgate.steering.worker.step_rows import RowResolver
+from headgate.steering.worker.rows.step_rows import RowResolver
+from headgate.steering.worker.worker_steering import EntryLimits, WorkerSteering
 from tests.benchmarks.models import ModelSize
 from tests.benchmarks.operations import encoded_operations, op_sites
 
@@ -201,7 +201,7 @@ def opened_worker() -> WorkerSteering:
         is_compiled=False,
     )
     num_slots = CONFIG.num_slots(SIZE.num_layers)
-    return WorkerSteering(num_slots, STEERABLE.sites, facts, STEERABLE.op_sites, CONFIG.max_entries)
+    return WorkerSteering(num_slots, STEERABLE.sites, facts, STEERABLE.op_sites, EntryLimits(CONFIG.max_entries))
 
 
 class Steps:

@@ -30,7 +30,7 @@ from headgate.capture.session import open_session
 from headgate.capture.staging.ring import StagingRing
 from headgate.steering.config import SteeringConfig
 from headgate.steering.core.steering_core import SteeringCore
-from headgate.steering.programs.spec import SteeringSpec, to_wire
+from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 
 HIDDEN, NUM_MODULES, REPEATS = 64, 100, 200

@@ -16,9 +16,9 @@ from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, WeightedSum
-from headgate.steering.worker.row_table import RowTable, rows_needed
-from headgate.steering.worker.step_rows import RowResolver
-from headgate.steering.worker.vector_pool import SlotPool
+from headgate.steering.worker.rows.row_table import RowTable, rows_needed
+from headgate.steering.worker.rows.step_rows import RowResolver
+from headgate.steering.worker.rows.vector_pool import SlotPool
 
 HIDDEN = 2560
 HOOKS = (HookPoint.PRE_ATTN, HookPoint.POST_ATTN, HookPoint.POST_MLP)

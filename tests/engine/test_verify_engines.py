@@ -34,7 +34,7 @@ import numpy as np
 
 
 def install():
-    from headgate.steering.worker import row_table
+    from headgate.steering.worker.rows import row_table
 
     right = row_table._spread
     row_table._spread = lambda view, batch: np.roll(right(view, batch), 1)

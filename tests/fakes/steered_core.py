@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.programs.spec import ModuleRef, SteeringSpec, to_wire
+from headgate.steering.spec import ModuleRef, SteeringSpec, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.frontend.conftest import ENGINE
 

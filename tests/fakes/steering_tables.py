@@ -11,8 +11,8 @@ from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, widen
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, sum_of
-from headgate.steering.worker.row_table import RowTable
-from headgate.steering.worker.vector_pool import SlotPool
+from headgate.steering.worker.rows.row_table import RowTable
+from headgate.steering.worker.rows.vector_pool import SlotPool
 
 HIDDEN = 4
 SITES = tuple(

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from headgate.capture.schema.errors import RequestError, UnsupportedError
-from headgate.steering.programs.spec import SteeringSpec, to_wire
+from headgate.steering.spec import SteeringSpec, to_wire
 from tests.fakes.steered_core import BLOCK, Core, engine_request, naming
 
 pytestmark = pytest.mark.engine

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from headgate.capture.schema.errors import RequestError
-from headgate.steering.programs.spec import from_wire, to_wire
 from headgate.steering.requests.request_fields import read_steering
+from headgate.steering.spec import from_wire, to_wire
 from tests.fakes.saes import TinySae
 from tests.fakes.steering_forms import BAD, GOOD, HIDDEN, LAYERS, ROW, listed
 from tests.frontend.conftest import ENGINE, capture_settings, stop

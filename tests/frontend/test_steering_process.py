@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headgate.capture.engine.core import frames
-from headgate.steering.programs.spec import SteeringSpec, from_wire, to_wire
+from headgate.steering.spec import SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.sums import peak
 from tests.fakes.steered_core import PART, engine_config, engine_request, naming, vectors
 

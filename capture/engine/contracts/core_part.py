@@ -7,9 +7,9 @@ and the engine thread does everything else, between two steps unless it is said 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import Protocol, TypedDict, runtime_checkable
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.consumer import ModelInfo
@@ -174,5 +174,25 @@ class CorePart(Protocol):
 
         Raises:
             RequestError: If it cannot be done; nothing has changed.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadingCore(Protocol):
+    """A `CorePart` whose half in the workers reads steps (`worker_hooks.WorkerHooks.headgate_step_readings`)."""
+
+    def take_readings(self, readings: Document, discarded: Collection[str]) -> Mapping[str, object]:
+        """Take what one step read. Engine thread, in the order of the steps, before its tokens are looked at.
+
+        Args:
+            readings: The part's own document of that step, as the worker collected it.
+            discarded: Requests of the step for which it does not count: they have ended, or were restarted and will
+                compute its rows again. Rows that other requests compute again, after a preemption, come a second time.
+
+        Returns:
+            A note for each request that the front end is to be told something of: plain values and bytes, by id. They
+            come with the request's next output, and reach its `request_part.NotesReader`; notes of requests whose
+            `request_part.PartRequest` does not want them are dropped.
         """
         ...

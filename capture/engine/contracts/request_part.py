@@ -40,12 +40,16 @@ class PartRequest:
         field: A field of the part that the request set, for errors that concern all of it.
         names: Registered names that it refers to, each with the field that names it.
         content: The same as `wire`, as the part itself knows it.
+        wants_notes: The part's notes about the request's steps come with its outputs; its reader is a `NotesReader`.
+        reads_every_row: Every row of the prompt is to be forwarded: blocks in the prefix cache are not read.
     """
 
     wire: Document
     field: str
     names: Mapping[str, str]
     content: object = None
+    wants_notes: bool = False
+    reads_every_row: bool = False
 
 
 class PartRequestReader(Protocol):
@@ -89,6 +93,24 @@ class SourceReader(Protocol):
 
         Raises:
             RequestError: Naming the field that is wrong.
+        """
+        ...
+
+
+@runtime_checkable
+class NotesReader(Protocol):
+    """A `PartRequestReader` that makes values for a request's outputs of the notes that came from the engine core."""
+
+    def read_notes(self, wanted: PartRequest, notes: Sequence[Any], end: int | None) -> Document:
+        """Return values by name, each a name of `AnsweringPart.answer_fields`: of JSON, so that servers can write them.
+
+        Args:
+            wanted: The request.
+            notes: About one of its samples, in order, as `core_part.ReadingCore` returned them; tuples may have become
+                lists. Of an output of new tokens alone those since the last such output, of other outputs all; none
+                if there are no new ones.
+            end: Tokens of the prompt and of the output that were kept, if the output is the sample's last; else None.
+                Rows at positions from ``end - 1`` on belong to no token that was kept.
         """
         ...
 
@@ -142,6 +164,19 @@ class AsyncEngineCores(Protocol):
     async def run(self, operation: Operation[Result]) -> Result:
         """See `EngineCores.run`."""
         ...
+
+
+@runtime_checkable
+class AnsweringPart(Protocol):
+    """A `RequestPart` with fields that ask for something in the answer.
+
+    Attributes:
+        answer_fields: Those fields, each with the name that the answer has for it: of an attribute of each sample's
+            ``CompletionOutput``, and of a key of each choice. False is as good as absent in them.
+    """
+
+    @property
+    def answer_fields(self) -> Mapping[str, str]: ...
 
 
 class RequestPart(Protocol):

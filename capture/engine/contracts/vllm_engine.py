@@ -6,7 +6,7 @@ loads CUDA. An attribute that only some supported releases have is not listed; w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headgate.capture.engine.contracts.plain_values import Document
@@ -124,6 +124,9 @@ class Request(Protocol):
     block_hashes: list[object]
     num_output_placeholders: int
     async_tokens_to_discard: int
+    num_in_flight_tokens: int
+    num_stale_output_tokens: int
+    drop_stale_output: bool
 
     def update_block_hashes(self) -> None: ...
 
@@ -144,6 +147,19 @@ class Scheduler(Protocol):
     def add_request(self, request: Request) -> None: ...
 
     def _preempt_request(self, request: Request, timestamp: float, **options: bool) -> None: ...
+
+
+class CoreOutput(Protocol):
+    """``vllm.v1.engine.EngineCoreOutput``: new tokens of one request, on their way to its front end."""
+
+    request_id: str
+    kv_transfer_params: dict[str, object] | None
+
+
+class CoreOutputs(Protocol):
+    """``vllm.v1.engine.EngineCoreOutputs``: those of one step that go to one front end."""
+
+    outputs: Sequence[CoreOutput]
 
 
 class Executor(Protocol):
@@ -201,7 +217,20 @@ class SchedulerOutput(Protocol):
     """``vllm.v1.core.sched.output.SchedulerOutput``: one step."""
 
     finished_req_ids: set[str]
+    num_scheduled_tokens: Mapping[str, int]
     scheduled_new_reqs: Sequence[NewRequestData]
+
+
+class RunnerOutput(Protocol):
+    """``vllm.v1.outputs.ModelRunnerOutput``: a worker's output of one step. headgate sets ``headgate_readings``."""
+
+    req_ids: Sequence[str]
+
+
+class AsyncRunnerOutput(Protocol):
+    """``vllm.v1.outputs.AsyncModelRunnerOutput``: the same, on its way to the host. Called once, on any thread."""
+
+    def get_output(self) -> RunnerOutput: ...
 
 
 class HostAndDevice(Protocol):

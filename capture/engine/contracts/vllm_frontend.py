@@ -87,12 +87,14 @@ class RequestState(Protocol):
 
     prompt_len: int
     detokenizer: Detokenizer
+    output_kind: OutputKind
 
 
 class EngineCoreOutput(Protocol):
     """``vllm.v1.engine.EngineCoreOutput``."""
 
     request_id: str
+    kv_transfer_params: dict[str, object] | None
 
 
 class ProcessedOutputs(Protocol):

@@ -16,12 +16,25 @@ WIRE_KEY = "headgate"
 CAPTURE = "capture"
 """Key of capture's section in the `RequestWire`; also the field of `SamplingParams` that asks for it."""
 
+READINGS_ATTRIBUTE = "headgate_readings"
+"""Attribute of a worker's ``ModelRunnerOutput``: ``{part: document}``, what the parts read in that step; absent if
+nothing. It is no field of the class, and travels with its pickle."""
+NOTES_KEY = "headgate_notes"
+"""Key of a request's notes in the ``kv_transfer_params`` of an ``EngineCoreOutput``: ``{part: [note, ...]}``, in the
+order of the steps. The field is a free dict that only KV connectors use, which are refused; the front end takes the
+notes out before vLLM looks at it."""
+
 
 def wire_of(params: RequestParams | None) -> RequestWire | None:
     """Return the `RequestWire` of a request in the engine; None if the request asks for nothing."""
     if params is None or not params.extra_args:
         return None
     return cast("RequestWire | None", params.extra_args.get(WIRE_KEY))
+
+
+def wants_notes(params: RequestParams | None) -> bool:
+    """Whether notes about a request in the engine come with its outputs."""
+    return "notes" in (wire_of(params) or ())
 
 
 def is_captured(params: RequestParams | None) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 import pluggy
 import torch
@@ -58,6 +58,11 @@ class WorkerFacts:
     def is_last_stage(self) -> bool:
         """Whether this is the last stage, which owns the final norm."""
         return self.pp_rank == self.pp_size - 1
+
+    @property
+    def is_output_rank(self) -> bool:
+        """Whether the scheduler gets this worker's output: the first tensor-parallel rank of the last stage."""
+        return self.is_last_stage and self.tp_rank == 0
 
     def owns(self, site: Site) -> bool:
         """Whether `site` lies on this pipeline stage."""
@@ -116,6 +121,18 @@ class SiteAction:
     run_and_keep: SiteRun | None = None
     before_attention: SiteRun | None = None
     unfused: SiteRun | None = None
+
+
+class StepReadings(Protocol):
+    """Values that a part read in one step, on their way to the host."""
+
+    def collect(self) -> Document:
+        """Return them as plain values and bytes, which are pickled.
+
+        Called once, when the step's output is on the host, on the thread that makes the output; steps that follow may
+        have been launched meanwhile. If the values were copied on another stream than the forward's, it waits for them.
+        """
+        ...
 
 
 class WorkerHooks:
@@ -190,6 +207,15 @@ class WorkerHooks:
         """Follow up a step whose forward was launched."""
 
     @hookspec
+    def headgate_step_readings(self) -> StepReadings | None:
+        """Return what the step read that `headgate_step_ends` has just followed up, for the part's half in the engine
+        core; None if nothing. Start its copy to the host here.
+
+        Asked of the worker with ``facts.is_output_rank`` alone: the output of others goes nowhere. With pipeline
+        parallelism the readings of all stages but the last do not travel: a part refuses what would need them.
+        """
+
+    @hookspec
     def headgate_self_test(self, facts: WorkerFacts, run: Callable[[int], Sequence[Tensor]]) -> None:
         """Prove, before serving, that every site responds.
 
@@ -224,6 +250,18 @@ def make_hooks(plugins: Mapping[str, object]) -> pluggy.PluginManager:
         pluggy.PluginValidationError: If a plugin implements a hook that does not exist, or with other arguments.
     """
     return checked_hooks(WorkerHooks, plugins)
+
+
+def direct_readers(hook: pluggy.HookCaller) -> dict[str, Callable[[], StepReadings | None]]:
+    """Return the implementations of `hook`, which takes no arguments, by the names of their parts.
+
+    Raises:
+        AssertionError: If one is a wrapper.
+    """
+    found = hook.get_hookimpls()
+    if any(one.wrapper or one.hookwrapper for one in found):
+        raise AssertionError(f"{hook.name} cannot be called without pluggy: {found}")
+    return {one.plugin_name: cast("Callable[[], StepReadings | None]", one.function) for one in found}
 
 
 def direct_calls(hook: pluggy.HookCaller) -> Callable[..., None]:

@@ -15,6 +15,7 @@ from headgate.capture.engine.contracts.vllm_engine import EngineCore, Function, 
 from headgate.capture.engine.core import block_keys, restart
 from headgate.capture.engine.core.engine_core import CORE_ADAPTER, EngineCoreAdapter
 from headgate.capture.engine.core.overload import after_step
+from headgate.capture.engine.core.step_notes import check_carrier
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import sections
 from headgate.capture.engine.setup.startup_checks import check_servable
@@ -73,6 +74,7 @@ def _open(core: EngineCore, names: list[str]) -> None:
         raise UnsupportedError(f"an engine core has room for one part, but {', '.join(names)} are configured")
     speak_through_vllm()
     restart.check_support(core.scheduler)
+    check_carrier()
     block_keys.verify_block_keys(core.request_block_hasher, core.scheduler.hash_block_size)
     adapter = EngineCoreAdapter(core, load_part(names[0]))
     core.headgate_call = adapter.call

@@ -20,12 +20,15 @@ from headgate.capture.engine.contracts.vllm_engine import (
     Function,
     Request,
     RequestType,
+    RunnerOutput,
     Scheduler,
+    SchedulerOutput,
 )
 from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
 from headgate.capture.engine.core import block_keys, restart
 from headgate.capture.engine.core.fan_out import SharedWires
 from headgate.capture.engine.core.overload import SentAway, send_away
+from headgate.capture.engine.core.step_notes import StepNotes
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.settings import model_info, section
 from headgate.capture.schema.batch import WIRE_VERSION, RequestWire
@@ -49,6 +52,7 @@ class EngineCoreAdapter:
 
     Attributes:
         shared_wires: Of samples on their way here.
+        notes: About requests, on their way to the front end.
     """
 
     def __init__(self, core: EngineCore, part: Part) -> None:
@@ -63,6 +67,7 @@ class EngineCoreAdapter:
         config = core.vllm_config
         facts = CoreFacts(model=model_info(config), engine=config.parallel_config.data_parallel_index)
         self._part: CorePart = part.core(facts, section(config, part.name), self)
+        self.notes = StepNotes(core.scheduler, part.name, self._part)
 
     def accept(self, request: EngineCoreRequest) -> None:
         """Take an ``EngineCoreRequest`` in: the part's answer for the workers is written into it. Input thread."""
@@ -122,6 +127,7 @@ class EngineCoreAdapter:
     def release(self, req_id: str) -> None:
         """Follow the scheduler, which freed a request: others may enter."""
         self._part.release(req_id)
+        self.notes.release(req_id)
         self.admit_waiting()
 
     def withdraw(self, req_ids: Collection[str] | None, status: object) -> list[Request]:
@@ -188,6 +194,7 @@ class EngineCoreAdapter:
 
     def restart_running(self) -> None:
         """Implement `CoreServices`."""
+        self.notes.restarted()
         restart.restart_running(self._scheduler)
         for req_id, request in (*self._scheduler.requests.items(), *self._waiting.items()):
             if not request.is_finished():
@@ -312,5 +319,18 @@ def finish_requests(original: Function) -> Function:
         finished = original(self, request_ids, finished_status)
         adapter.admit_waiting()
         return [*finished, *withdrawn]
+
+    return wrapped
+
+
+def update_from_output(original: Function) -> Function:
+    """Wrap ``Scheduler.update_from_output``: the part takes what was read, and its notes leave with the outputs."""
+
+    @wraps(original)
+    def wrapped(self: Scheduler, scheduler_output: SchedulerOutput, model_runner_output: RunnerOutput) -> object:
+        adapter = adapter_of(self)
+        if adapter is None:
+            return original(self, scheduler_output, model_runner_output)
+        return adapter.notes.update(original, scheduler_output, model_runner_output)
 
     return wrapped

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 
-from headgate.capture.engine.contracts.vllm_engine import EngineCore, Scheduler
+from headgate.capture.engine.contracts.vllm_engine import EngineCore, Request, Scheduler
 from headgate.capture.engine.setup.versions import WORKS_WITH
 from headgate.capture.schema.errors import RequestError, UnsupportedError
 
@@ -77,6 +77,13 @@ def restart_running(scheduler: Scheduler) -> None:
             request.async_tokens_to_discard, request.num_output_placeholders = num_in_flight, 0
     # Resumed in the very next step: the model runner is to take them for requests that were not in the last one.
     scheduler.prev_step_scheduled_req_ids.clear()
+
+
+def awaits_stale_output(request: Request) -> bool:
+    """Whether the scheduler drops what the next step in flight brings for a request that was restarted."""
+    if hasattr(request, "num_stale_output_tokens"):
+        return request.drop_stale_output and request.num_stale_output_tokens > 0
+    return request.async_tokens_to_discard > 0
 
 
 def _drops_stale_output(scheduler: Scheduler) -> bool:

@@ -11,6 +11,7 @@ from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOut
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.core.fan_out import fan_out_async
 from headgate.capture.engine.frontends.metering import Meter, metered, open_meter
+from headgate.capture.engine.frontends.noted_outputs import with_values
 from headgate.capture.engine.frontends.unsent_renderings import forget_unsent
 from headgate.capture.engine.requests.call_context import Call, Slot, current_call, current_client, noting_refusals
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, attach_results, front_end_of
@@ -77,8 +78,12 @@ def _checked(original: Function) -> Function:
         outputs = original(self, prompt, attach(sampling_params, headgate_request), request_id, *args, **kwargs)
         if headgate_request.parts:
             outputs = _with_refusals(outputs, self, prompt, headgate_request)
+        captures = headgate_request.capture is not None
+        slot = call.expect() if call is not None and (captures or headgate_request.wants_notes) else None
+        if headgate_request.wants_notes:
+            outputs = with_values(outputs, reader, headgate_request, sampling_params.output_kind, slot)
         if headgate_request.capture is not None and reader.capture is not None:
-            outputs = _with_results(outputs, reader.capture, headgate_request.capture, call.expect() if call else None)
+            outputs = _with_results(outputs, reader.capture, headgate_request.capture, slot)
         return outputs if meter is None else metered(outputs, meter)
 
     return wrapped

@@ -14,6 +14,7 @@ from headgate.capture.engine.contracts.vllm_frontend import LLM, LLMEngine, Requ
 from headgate.capture.engine.core.fan_out import fan_out
 from headgate.capture.engine.frontends import input_processor
 from headgate.capture.engine.frontends.last_words import shut_down_before_errors
+from headgate.capture.engine.frontends.noted_outputs import put_values
 from headgate.capture.engine.frontends.unsent_renderings import forget_unsent, looking_up
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, attach_results, front_end_of
 from headgate.capture.engine.requests.chat_messages import LLMChat, Tokens
@@ -158,7 +159,11 @@ def step(original: Callable[[LLMEngine], Sequence[RequestOutput]]) -> Function:
         if pending is None or not pending.asks:
             return outputs
         for output in outputs:
-            if output.finished and output.request_id in pending.asks:
+            if (headgate_request := pending.asks.get(output.request_id)) is None:
+                continue
+            if headgate_request.wants_notes:
+                put_values(output, pending.reader, headgate_request)
+            if output.finished:
                 pending.take(output)
         if pending.finished and not pending.is_run_by_llm:
             _collect(self, pending, pending.front.patience_s())

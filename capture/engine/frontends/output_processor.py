@@ -1,4 +1,7 @@
-"""Tells the engine core how many tokens the front end kept of requests that it ended itself; see `scheduler`."""
+"""Tells the engine core how many tokens the front end kept of requests that it ended itself; see `scheduler`.
+
+Notes that come with the engine core's outputs are taken out on the way; see `noted_outputs`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from headgate.capture.engine.contracts.vllm_frontend import (
     RequestState,
 )
 from headgate.capture.engine.contracts.wire_format import is_captured
+from headgate.capture.engine.frontends.noted_outputs import expect_notes, take_notes
 
 _WATCHED = "_headgate_watched"
 """Attribute of `OutputProcessor`: the `RequestState` of each capturing request that runs, and whether it has stop
@@ -21,12 +25,13 @@ strings."""
 
 
 def add_request(original: Function) -> Function:
-    """Wrap ``OutputProcessor.add_request``: remember requests that capture."""
+    """Wrap ``OutputProcessor.add_request``: remember requests that capture, and those whose notes are wanted."""
 
     @wraps(original)
     def wrapped(self: OutputProcessor, request: EngineCoreRequest, *args: object, **kwargs: object) -> object:
         result = original(self, request, *args, **kwargs)
         params = request.sampling_params
+        expect_notes(self, request)
         if params is not None and is_captured(params):
             state = self.request_states[request.request_id]
             vars(self).setdefault(_WATCHED, {})[request.request_id] = (state, bool(params.stop))
@@ -42,6 +47,7 @@ def process_outputs(original: Callable[..., ProcessedOutputs]) -> Function:
     def wrapped(
         self: OutputProcessor, engine_core_outputs: Sequence[EngineCoreOutput], *args: object, **kwargs: object
     ) -> ProcessedOutputs:
+        take_notes(self, engine_core_outputs)
         processed = original(self, engine_core_outputs, *args, **kwargs)
         if watched := vars(self).get(_WATCHED):
             for output in engine_core_outputs:

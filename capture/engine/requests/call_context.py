@@ -19,6 +19,7 @@ from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.requests.chat_messages import RenderedMessage, Tokens
 from headgate.capture.engine.requests.hidden_states import Form
+from headgate.capture.engine.requests.notes import UntoldNotes
 from headgate.capture.schema.errors import OverloadedError, RequestError
 from headgate.capture.schema.limits import CaptureUse
 from headgate.capture.schema.positions import Message, Span
@@ -30,9 +31,15 @@ _call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("headgate_ht
 
 @dataclass(slots=True)
 class Slot:
-    """Results of one engine request of a call; None until it has finished."""
+    """One engine request of a call.
+
+    Attributes:
+        results: Of its captures; None until it has finished.
+        notes: About its samples; None if none are wanted.
+    """
 
     results: CaptureResults | None = None
+    notes: UntoldNotes | None = None
 
 
 @dataclass(slots=True)
@@ -42,6 +49,7 @@ class Call:
     Attributes:
         form: How the answer writes hidden states; None if they are not wanted.
         states: The consumer that keeps them.
+        num_samples: Choices of each prompt.
         chat_messages: Messages of the chat that selectors of this call mean.
         slots: One for each prompt, in the order of the body; of /v1/responses, one for each turn with a tool.
         use: What its prompts so far could capture at most.
@@ -52,6 +60,7 @@ class Call:
 
     form: Form | None = None
     states: str | None = None
+    num_samples: int = 1
     chat_messages: dict[Message, RenderedMessage] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
     use: CaptureUse = field(default_factory=CaptureUse)

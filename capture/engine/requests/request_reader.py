@@ -12,6 +12,7 @@ from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import (
     Known,
+    NotesReader,
     PartRequest,
     PartRequestReader,
     RequestPart,
@@ -24,6 +25,7 @@ from headgate.capture.engine.core.frames import lift
 from headgate.capture.engine.requests.call_context import taken
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.engine.requests.capture_request import refuse_unconfigured
+from headgate.capture.engine.requests.notes import Notes
 from headgate.capture.engine.requests.sampling_params import (
     CaptureRequest,
     HeadgateRequest,
@@ -259,6 +261,18 @@ class RequestReader:
 
 def _has_sources(reader: PartRequestReader, values: Document) -> bool:
     return isinstance(reader, SourceReader) and reader.has_sources(values)
+
+
+def read_notes(reader: RequestReader, headgate_request: HeadgateRequest, notes: Notes) -> Document:
+    """Return the values that a request gets of the notes that an output of one of its samples brings, by name."""
+    values: dict[str, object] = {}
+    for name, wanted in headgate_request.parts.items():
+        if wanted.wants_notes:
+            part_reader = reader.parts[name].reader
+            if not isinstance(part_reader, NotesReader):
+                raise AssertionError(f"part {name!r} wants notes, and its reader has no method read_notes")
+            values.update(part_reader.read_notes(wanted, notes.by_part.get(name, []), notes.end))
+    return values
 
 
 def is_refused(output: RequestOutput) -> bool:

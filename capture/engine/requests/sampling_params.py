@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import NoReturn, TypeGuard
 
 from headgate.capture.engine.contracts.parts import request_parts
-from headgate.capture.engine.contracts.request_part import PartRequest
+from headgate.capture.engine.contracts.request_part import AnsweringPart, PartRequest
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import NewRequest, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY
@@ -43,6 +43,13 @@ REQUEST_KEY = "headgate_request"
 def all_fields() -> tuple[str, ...]:
     """Capture's fields and those of every other part."""
     return *CAPTURE_FIELDS, *(name for part in request_parts().values() for name in part.fields)
+
+
+@cache
+def answer_fields() -> Mapping[str, str]:
+    """Fields of parts that ask for something in the answer, each with its name there."""
+    parts = [part for part in request_parts().values() if isinstance(part, AnsweringPart)]
+    return {field: name for part in parts for field, name in part.answer_fields.items()}
 
 
 def add_properties(module: ModuleType) -> None:
@@ -98,7 +105,7 @@ def _read(early: Mapping[str, object], extra: Mapping[str, object], name: str) -
 
 def none_if_default(name: str, value: object) -> object:
     """`value`, or None if it says nothing: some clients send every field that they know with its default."""
-    return None if name == RETURN_HIDDEN_STATES and value is False else value
+    return None if value is False and (name == RETURN_HIDDEN_STATES or name in answer_fields()) else value
 
 
 def read_fields(params: SamplingParams, names: Iterable[str]) -> dict[str, object]:
@@ -179,6 +186,11 @@ class HeadgateRequest:
         return next((wanted.field for wanted in self.parts.values()), CAPTURE)
 
     @property
+    def wants_notes(self) -> bool:
+        """Whether notes of a part come with its outputs."""
+        return any(wanted.wants_notes for wanted in self.parts.values())
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing is asked."""
         return self.capture is None and not self.parts
@@ -229,6 +241,10 @@ def fold(request: NewRequest, headgate_request: HeadgateRequest, request_id: str
     if headgate_request.parts:
         # Copies, since requests may share what is wanted, and the engine adds to its own.
         wire["parts"] = {section: dict(wanted.wire) for section, wanted in headgate_request.parts.items()}
+        if any(wanted.reads_every_row for wanted in headgate_request.parts.values()):
+            params.skip_reading_prefix_cache = True
+    if headgate_request.wants_notes:
+        wire["notes"] = True
     if headgate_request.is_offline:
         wire["offline"] = True
     params.extra_args = {**(params.extra_args or {}), WIRE_KEY: wire}

@@ -22,7 +22,7 @@ from headgate.capture.schema.errors import RequestError
 
 PREFIXES = (
     *("steering", "prefill_steering", "decode_steering", "sae_", "prefill_sae_", "decode_sae_"),
-    *(CAPTURE, RETURN_HIDDEN_STATES),
+    *(CAPTURE, RETURN_HIDDEN_STATES, "return_steering"),
 )
 EXTRA_ARGS, SAMPLING_PARAMS, VLLM_XARGS = "extra_args", "sampling_params", "vllm_xargs"
 _CONTAINERS = (VLLM_XARGS, EXTRA_ARGS, SAMPLING_PARAMS)

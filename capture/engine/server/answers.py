@@ -1,15 +1,15 @@
-"""``capture_results`` and ``hidden_states`` in the answers of OpenAI-compatible requests.
+"""``capture_results``, ``hidden_states`` and values of parts in the answers of OpenAI-compatible requests.
 
-A response gets ``capture_results``, and each of its choices ``hidden_states``. A stream of chunks gets one more chunk,
-before ``[DONE]``; a stream of events gets them in the response of its last event. vLLM's response models write fields
-that they do not know.
+A response gets ``capture_results``, and each of its choices ``hidden_states`` and the values. A stream of chunks gets
+one more chunk, before ``[DONE]``; values come with the chunks of their choice, as they are made. A stream of events
+gets them in the response of its last event. vLLM's response models write fields that they do not know.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -40,6 +40,8 @@ def answer_choices(answer: object, call: Call) -> object:
     for choice in answer.choices:
         if choice.index in states:
             setattr(choice, ATTRIBUTE, states[choice.index])
+        for name, value in _values_of(call, choice.index).items():
+            setattr(choice, name, value)
     return answer
 
 
@@ -57,6 +59,9 @@ def _complete_response(response: object, call: Call) -> None:
         setattr(response, RESULTS, results)
     if states := states_of(call):
         setattr(response, ATTRIBUTE, states[-1][1])
+    told = [_plain_values(slot.notes.take(0)) for slot in call.slots if slot.notes is not None]
+    for name in told[0] if told else ():
+        setattr(response, name, told[0][name] if len(told) == 1 else [values[name] for values in told])
 
 
 async def _stream_events(
@@ -77,7 +82,8 @@ async def _stream_chunks(chunks: AsyncGenerator[str, None], call: Call) -> Async
     try:
         async for chunk in chunks:
             if first is None and chunk.startswith("data: {"):
-                first, _ = json.JSONDecoder().raw_decode(chunk, len("data: "))
+                first = _content(chunk)
+            chunk = _with_values(chunk, call)
             if chunk.startswith("data: [DONE]") and (last := _last_chunk(first or {}, call)) is not None:
                 yield f"data: {json.dumps(last)}\n\n"
             yield chunk
@@ -85,12 +91,55 @@ async def _stream_chunks(chunks: AsyncGenerator[str, None], call: Call) -> Async
         await chunks.aclose()
 
 
+def _content(chunk: str) -> dict[str, Any]:
+    found: dict[str, Any]
+    found, _ = json.JSONDecoder().raw_decode(chunk, len("data: "))
+    return found
+
+
+def _with_values(chunk: str, call: Call) -> str:
+    """Return a chunk with the values that are there for its choices."""
+    untold = set(_untold(call))
+    if not untold or not chunk.startswith("data: {"):
+        return chunk
+    content = _content(chunk)
+    choices = [choice for choice in content.get("choices") or () if choice.get("index") in untold]
+    for choice in choices:
+        choice.update(_values_of(call, choice["index"]))
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n" if choices else chunk
+
+
+def _untold(call: Call) -> list[int]:
+    """Return the choices that there are untold values for."""
+    return [
+        number * call.num_samples + index
+        for number, slot in enumerate(call.slots)
+        if slot.notes is not None
+        for index in slot.notes.samples()
+    ]
+
+
+def _values_of(call: Call, choice: int) -> dict[str, Any]:
+    """Return the values of parts for a choice, by name, once."""
+    prompt, index = divmod(choice, call.num_samples)
+    notes = call.slots[prompt].notes if prompt < len(call.slots) else None
+    return {} if notes is None else _plain_values(notes.take(index))
+
+
+def _plain_values(values: Document) -> dict[str, Any]:
+    """Return values as JSON has them: without NaN and infinity."""
+    return msgspec.json.decode(msgspec.json.encode(values))  # type: ignore[no-any-return]
+
+
 def _last_chunk(first: Document, call: Call) -> Document | None:
-    results, states = plain_results(call), states_of(call)
-    if results is None and not states:
+    results = plain_results(call)
+    told: dict[int, dict[str, object]] = {index: {ATTRIBUTE: state} for index, state in states_of(call)}
+    for index in _untold(call):
+        told.setdefault(index, {}).update(_values_of(call, index))
+    if results is None and not told:
         return None
     empty: dict[str, object] = {"delta": {}} if str(first.get("object")).startswith("chat") else {"text": ""}
-    choices = [{"index": index, **empty, "finish_reason": None, ATTRIBUTE: state} for index, state in states]
+    choices = [{"index": index, **empty, "finish_reason": None, **told[index]} for index in sorted(told)]
     chunk = {**{name: first.get(name) for name in ("id", "object", "created", "model")}, "choices": choices}
     return chunk if results is None else {**chunk, RESULTS: results}
 

@@ -35,6 +35,7 @@ from headgate.capture.engine.requests.sampling_params import (
     CAPTURE_FIELDS,
     RETURN_HIDDEN_STATES,
     all_fields,
+    answer_fields,
     none_if_default,
     read_fields,
 )
@@ -68,9 +69,9 @@ def to_sampling_params(original: Function) -> Function:
     def wrapped(self: Body, *args: object, **kwargs: object) -> SamplingParams:
         given = _given(self)
         if given and current_call() is None:
-            _refuse_capture(given)
+            _refuse_unanswered(given)
         params: SamplingParams = original(self, *args, **kwargs)
-        for name in read_fields(params, CAPTURE_FIELDS):
+        for name in read_fields(params, _answered_fields()):
             # Its answer would have no place for results, and nobody has asked for a key.
             with as_client_error():
                 raise RequestError(f"vllm_xargs.{name}", f"give {name!r} as a field of the body")
@@ -115,11 +116,21 @@ def _captures(given: Document) -> bool:
     return not given.keys().isdisjoint(CAPTURE_FIELDS)
 
 
-def _refuse_capture(given: Document) -> None:
-    for name in CAPTURE_FIELDS:
+def _answered_fields() -> tuple[str, ...]:
+    """Fields that ask for something in the answer."""
+    return *CAPTURE_FIELDS, *answer_fields()
+
+
+def _is_answered(given: Document) -> bool:
+    return not given.keys().isdisjoint(_answered_fields())
+
+
+def _refuse_unanswered(given: Document) -> None:
+    for name in _answered_fields():
         if name in given:
+            use = "use /v1/completions, /v1/chat/completions or /v1/responses"
             with as_client_error():
-                raise RequestError(name, "use /v1/completions, /v1/chat/completions or /v1/responses to capture")
+                raise RequestError(name, f"{use} to capture" if name in CAPTURE_FIELDS else f"{use} to get it")
 
 
 def create_completion(original: Function) -> Function:
@@ -132,9 +143,9 @@ def create_completion(original: Function) -> Function:
         given = _given(request)
         if given:
             await _check_early(given, self, request, raw_request)
-        if not _captures(given):
+        if not _is_answered(given):
             return await _serve(original, given, self, request, raw_request, *args, **kwargs)
-        call = _begin_call(self, given)
+        call = _begin_call(self, request, given)
         return answer_choices(await _serve(original, given, self, request, raw_request, *args, **kwargs), call)
 
     return wrapped
@@ -150,10 +161,11 @@ def create_chat_completion(original: Function) -> Function:
         given = _given(request)
         if given:
             await _check_early(given, self, request, raw_request)
-        if not _captures(given):
+        if not _is_answered(given):
             return await _serve(original, given, self, request, raw_request, *args, **kwargs)
-        call = _begin_call(self, given)
-        call.chat_messages = await _find_chat_messages(self, request)
+        call = _begin_call(self, request, given)
+        if _captures(given):
+            call.chat_messages = await _find_chat_messages(self, request)
         return answer_choices(await _serve(original, given, self, request, raw_request, *args, **kwargs), call)
 
     return wrapped
@@ -189,16 +201,16 @@ def create_responses(original: Function) -> Function:
         if not given:
             return await original(self, request, raw_request, *args, **kwargs)
         await _check_early(given, self, request, raw_request)
-        call = _begin_call(self, given)
+        call = _begin_call(self, request, given)
         with as_client_error():
-            if _captures(given) and request.background:
+            if _is_answered(given) and request.background:
                 raise RequestError("background", "a response in the background has no answer that could carry results")
             params = request.to_sampling_params(1, self.default_sampling_params)
             headgate_request = reader_of(self.engine_client).read(params, request.request_id)
             if headgate_request is not None:
                 await reader_of(self.engine_client).confirm_async(headgate_request, self.engine_client.engine_core)
         answer = await _serve(original, given, self, request, raw_request, *args, **kwargs)
-        return answer_response(answer, call) if _captures(given) else answer
+        return answer_response(answer, call) if _is_answered(given) else answer
 
     return wrapped
 
@@ -268,17 +280,23 @@ def serve_tokens(original: Function) -> Function:
     ) -> object:
         if raw_request is not None and read_fields(request.sampling_params, CAPTURE_FIELDS):
             require_role(CAPTURE, raw_request)
+        with as_client_error():
+            for name in read_fields(request.sampling_params, answer_fields()):
+                raise RequestError(
+                    f"sampling_params.extra_args.{name}", "the answers of this route have no place for it"
+                )
         return await original(self, request, raw_request, *args, **kwargs)
 
     return wrapped
 
 
-def _begin_call(handler: Handler, given: Document) -> Call:
+def _begin_call(handler: Handler, request: Body, given: Document) -> Call:
     """Handle a call in this task, whose answer will have a place for what is captured."""
     with as_client_error():
         form = read_form(given.get(RETURN_HIDDEN_STATES))
     front = front_end_of(handler.engine_client)
-    call = Call(form=form, states=None if front is None else front.capture_reader.hidden_states)
+    states = None if front is None else front.capture_reader.hidden_states
+    call = Call(form=form, states=states, num_samples=getattr(request, "n", None) or 1)
     enter(call)
     return call
 

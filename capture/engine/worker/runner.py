@@ -28,7 +28,8 @@ from headgate.capture.engine.contracts.vllm_engine import (
     StepBatch,
 )
 from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
-from headgate.capture.engine.contracts.worker_hooks import direct_calls
+from headgate.capture.engine.contracts.worker_hooks import StepReadings, direct_calls, direct_readers
+from headgate.capture.engine.worker.step_readings import with_readings
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest, RequestWire
 from headgate.capture.schema.errors import UnsupportedError
 
@@ -107,9 +108,12 @@ class RunnerAdapter:
         runner: vLLM's model runner.
         hooks: The worker parts.
         has_token_ids: Whether `runner` knows the tokens of its batch: only on the first pipeline stage.
+        is_output_rank: Whether the scheduler gets the outputs of `runner`; only then the parts' readings are asked for.
     """
 
-    def __init__(self, runner: ModelRunner, hooks: pluggy.PluginManager, *, has_token_ids: bool) -> None:
+    def __init__(
+        self, runner: ModelRunner, hooks: pluggy.PluginManager, *, has_token_ids: bool, is_output_rank: bool = True
+    ) -> None:
         self._runner = runner
         self._has_token_ids = has_token_ids
         self._hook = hooks.hook
@@ -118,6 +122,9 @@ class RunnerAdapter:
         self._request_added = direct_calls(hooks.hook.headgate_request_added)
         self._request_stopped = direct_calls(hooks.hook.headgate_request_stopped)
         self._request_finished = direct_calls(hooks.hook.headgate_request_finished)
+        self._readers = direct_readers(hooks.hook.headgate_step_readings) if is_output_rank else {}
+        self._readings: dict[str, StepReadings] | None = None
+        """Of the step that was launched last, until its output is there."""
         self._layout = layout_of(runner)
         self._live: set[str] = set()
         self._ended: set[str] = set()
@@ -130,6 +137,8 @@ class RunnerAdapter:
         self._watch("execute_model", self._execute_model)
         self._watch("_dummy_run", self._dummy_run)
         self._watch(self._layout.method, self._lay_out)
+        if self._readers:
+            self._watch("sample_tokens", self._sample_tokens)
         # The V1 runner leaves attention out of dummy steps, and its output uninitialised, unless it is told not to.
         takes = inspect.signature(runner._dummy_run).parameters
         self._with_attention = {"force_attention": True} if "force_attention" in takes else {}
@@ -169,10 +178,28 @@ class RunnerAdapter:
             return original(scheduler_output, *args, **kwargs)
         self._follow(scheduler_output)
         self._is_laid_out = False
+        self._readings = None
         result = original(scheduler_output, *args, **kwargs)
-        if self._is_laid_out:
-            self._step_ends()
-        return result
+        if not self._is_laid_out:
+            return result
+        self._step_ends()
+        if self._readers:
+            self._readings = self._read()
+        return result if result is None else self._complete(result)
+
+    def _sample_tokens(self, original: Function, *args: object, **kwargs: object) -> object:
+        """Follow `execute_model`, which returns None and leaves the output of its step to this method."""
+        return self._complete(original(*args, **kwargs))
+
+    def _complete(self, output: object) -> object:
+        if self._readings is None:
+            return output
+        readings, self._readings = self._readings, None
+        return with_readings(output, readings)
+
+    def _read(self) -> dict[str, StepReadings] | None:
+        found = {part: readings for part, read in self._readers.items() if (readings := read()) is not None}
+        return found or None
 
     def _dummy_run(self, original: Function, *args: object, **kwargs: object) -> object:
         if not self._in_self_test:

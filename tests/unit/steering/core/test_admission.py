@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Demand, Load, Reservations
 from headgate.steering.vectors.phase_vectors import PhaseVectors
-from headgate.steering.worker.row_table import rows_needed
+from headgate.steering.worker.rows.row_table import rows_needed
 from tests.fakes.steering_tables import CONFIGS, Device, expected, table
 
 CAPACITY = 20

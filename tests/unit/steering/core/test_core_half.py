@@ -18,7 +18,10 @@ from headgate.capture.schema.errors import ConfigError, OverloadedError, Request
 from headgate.steering.config import SteeringConfig, parse_config
 from headgate.steering.core.steering_core import SteeringCore, open_core
 from headgate.steering.files.vector_files import VectorFile, save
-from headgate.steering.programs.spec import ModuleRef, SteeringSpec, from_wire, to_wire
+from headgate.steering.gates.names import probe_key
+from headgate.steering.probes import from_direction
+from headgate.steering.probes.wire import to_wire as probe_to_wire
+from headgate.steering.spec import ModuleRef, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.fakes.steering_tables import CONFIGS, HIDDEN, vectors
 
@@ -373,3 +376,14 @@ def test_by_default_an_llm_waits_as_long_as_it_takes(workers: Workers, is_offlin
     else:
         with pytest.raises(OverloadedError):
             core.offer("one more", priority=0, is_session=False, is_offline=False)
+
+
+def test_front_ends_learn_the_names_of_probes(core: SteeringCore) -> None:
+    probe = from_direction(range(HIDDEN), at="1.post_mlp")
+    core.call("register_probe", {"name": "calm", "probe": probe_to_wire(probe)})
+    core.call("register", {"name": "calm", "spec": to_wire(SteeringSpec(decode=CONFIGS[1]))})
+
+    listed = {found["name"]: found for found in core.call("names", {})}
+
+    assert list(listed) == ["calm", probe_key("calm")]
+    assert listed[probe_key("calm")] == {"name": probe_key("calm"), "at": "1.post_mlp", "classes": ["positive"]}

@@ -17,8 +17,8 @@ from headgate.steering.control.operations import SaeStatus
 from headgate.steering.core.steering_core import SteeringCore, open_core
 from headgate.steering.programs.codes import CODE, CODE_MASK, Code
 from headgate.steering.programs.program import Program
-from headgate.steering.programs.spec import from_wire, to_wire
 from headgate.steering.requests.request_fields import read_module, read_steering
+from headgate.steering.spec import from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import Steerable
 from tests.fakes.programs import run
 from tests.fakes.saes import TinySae

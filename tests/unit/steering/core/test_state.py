@@ -12,7 +12,7 @@ from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.core.admission import Demand, Load
 from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.state import GlobalKeys, GlobalTiers, SteeringState
-from headgate.steering.programs.spec import ModuleRef, SteeringSpec
+from headgate.steering.spec import ModuleRef, SteeringSpec
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import sum_of
 from tests.fakes.steering_tables import CONFIGS, HIDDEN, SITES, vectors

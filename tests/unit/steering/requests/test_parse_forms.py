@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, sort_sites
-from headgate.steering.programs.spec import ModuleRef, SteeringSpec, from_wire, to_wire
 from headgate.steering.requests.request_fields import (
     BASE,
     DECODE,
@@ -23,6 +22,7 @@ from headgate.steering.requests.request_fields import (
     read_tier,
     read_update,
 )
+from headgate.steering.spec import ModuleRef, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from tests.fakes.vector_forms import ALL_SITES, HIDDEN, Rows, bits_of, exact_rows, forms, model, nested
 

@@ -5,8 +5,11 @@ import torch
 from tqdm import tqdm
 
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS, Code, Edit, with_change
-from headgate.steering.worker.program_action import steered_rows_and_changes
-from headgate.steering.worker.program_ops import program_deltas, program_deltas_and_changes
+from headgate.steering.worker.gates.step_gates import no_gates
+from headgate.steering.worker.program_action import steered_rows_and_state
+from headgate.steering.worker.program_ops import program_deltas, program_deltas_and_state
+
+NO_GATES = no_gates(torch.device("cpu"))
 
 
 def tables():
@@ -91,8 +94,8 @@ def test_what_a_feature_changes_is_added_at_a_later_site(shape):
     changes = torch.full((4, 3), torch.nan)
     value = torch.arange(6.0).reshape(shape)
 
-    none = program_deltas_and_changes(value, None, pool, rows, rows, *reads, groups, changes)
-    delta = program_deltas_and_changes(-value, None, pool, rows, rows, *writes, groups, changes)
+    none = program_deltas_and_state(value, None, pool, rows, rows, *reads, groups, changes, *NO_GATES)
+    delta = program_deltas_and_state(-value, None, pool, rows, rows, *writes, groups, changes, *NO_GATES)
 
     assert not none.any()
     assert delta.tolist() == [[0, 0.5 * (10 - 1)], [0, 0], [0, 0.5 * (10 - 5)]]
@@ -106,8 +109,11 @@ def test_the_compiler_is_told_that_changes_are_written():
     value, changes = torch.ones(1, 3, 2), torch.zeros(4, 3)
 
     torch.library.opcheck(
-        program_deltas_and_changes, (value, None, pool, rows, rows, *reads, groups, changes), rtol=0, atol=0
+        program_deltas_and_state, (value, None, pool, rows, rows, *reads, groups, changes, *NO_GATES), rtol=0, atol=0
     )
     torch.library.opcheck(
-        steered_rows_and_changes, (value, None, pool, 0 * rows, rows, rows, *reads, groups, changes), rtol=0, atol=0
+        steered_rows_and_state,
+        (value, None, pool, 0 * rows, rows, rows, *reads, groups, changes, *NO_GATES),
+        rtol=0,
+        atol=0,
     )

@@ -23,8 +23,8 @@ from headgate.steering.core.saes import SaeRegistry, open_sae
 from headgate.steering.features.source_coder import Kind, Norm
 from headgate.steering.features.sparse_coder import coder_of
 from headgate.steering.programs.codes import CODE, NUM_CODES, NUM_PARAMS, Activation, Code, Edit, InputNorm
-from headgate.steering.programs.spec import SteeringSpec, to_wire
 from headgate.steering.requests.request_fields import read_steering
+from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.worker.program_ops import program_deltas
 from headgate.steering.worker.program_reference import program_deltas_reference
 from headgate.steering.worker.reconstruction import reconstructed_deltas_reference, reconstruction_deltas_reference

@@ -10,9 +10,9 @@ from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS
 from headgate.steering.worker import device_tables
 from headgate.steering.worker.device_tables import DeviceTables, pack, packed_size, unpack
 from headgate.steering.worker.placed_programs import ProgramWrites
-from headgate.steering.worker.row_table import TableWrites
-from headgate.steering.worker.step_rows import StepRows
-from headgate.steering.worker.vector_pool import SlotWrites
+from headgate.steering.worker.rows.row_table import TableWrites
+from headgate.steering.worker.rows.step_rows import StepRows
+from headgate.steering.worker.rows.vector_pool import SlotWrites
 
 RNG = np.random.default_rng(0)
 

@@ -16,7 +16,7 @@ from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, SelfTestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import parse_config
-from headgate.steering.programs.spec import SteeringSpec, to_wire
+from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors, weighted_sum
 from headgate.steering.worker import site_action
 from headgate.steering.worker.device_tables import DeviceTables

@@ -14,6 +14,8 @@ from functools import lru_cache
 from typing import Any, TypedDict
 
 from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
+from headgate.steering.gates.gate import Gate
+from headgate.steering.gates.wire import GatesWire, gates_from_wire, gates_to_wire
 from headgate.steering.programs.feature_edits import FeatureEdit, FeatureEditsWire, edits_from_wire, edits_to_wire
 from headgate.steering.programs.operations import (
     Operation,
@@ -51,6 +53,7 @@ class SteeringSpec:
         prefill_features: Edits of features at positions of the prompt, which act behind all operations; the engine
             core, which has the SAEs, lowers them.
         decode_features: The same at generated positions.
+        gates: Conditions, and what they turn on; the engine core, which has the probes, lowers them.
     """
 
     prefill: PhaseVectors | None = None
@@ -62,6 +65,7 @@ class SteeringSpec:
     decode_ops: tuple[Operation, ...] = ()
     prefill_features: tuple[FeatureEdit, ...] = ()
     decode_features: tuple[FeatureEdit, ...] = ()
+    gates: tuple[Gate, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -71,7 +75,8 @@ class SteeringSpec:
     @property
     def is_to_lower(self) -> bool:
         """Whether the engine core has to make its programs."""
-        return bool(self.prefill_ops or self.decode_ops or self.prefill_features or self.decode_features)
+        named = self.prefill_ops or self.decode_ops or self.prefill_features or self.decode_features
+        return bool(named or self.gates)
 
     @property
     def phases(self) -> tuple[PhaseContent, PhaseContent]:
@@ -200,8 +205,10 @@ class SteeringWire(TypedDict, total=False):
         prefill_features: Edits of features on the way to the engine core, which puts them into `prefill_program`.
         decode_features: The same for the decode phase, unless they are those of the prefill phase.
         are_features_shared: True if they are.
+        gates: Gates on the way to the engine core.
         prefill_programs: As `prefill_parts`, for the modules' operations, in the order in which they act.
         decode_programs: The same for the decode phase.
+        trace: True if the request's trace is wanted.
     """
 
     prefill: VectorsWire
@@ -219,8 +226,10 @@ class SteeringWire(TypedDict, total=False):
     prefill_features: FeatureEditsWire
     decode_features: FeatureEditsWire
     are_features_shared: bool
+    gates: GatesWire
     prefill_programs: list[list[Any]]
     decode_programs: list[list[Any]]
+    trace: bool
 
 
 def to_wire(spec: SteeringSpec) -> SteeringWire:
@@ -253,12 +262,14 @@ def to_wire(spec: SteeringSpec) -> SteeringWire:
         wire["are_features_shared"] = True
     elif spec.decode_features:
         wire["decode_features"] = edits_to_wire(spec.decode_features)
+    if spec.gates:
+        wire["gates"] = gates_to_wire(spec.gates)
     return wire
 
 
 PROGRAM_KEYS = (
     *("prefill_program", "decode_program", "is_program_shared", "prefill_ops", "decode_ops", "are_ops_shared"),
-    *("prefill_features", "decode_features", "are_features_shared"),
+    *("prefill_features", "decode_features", "are_features_shared", "gates"),
 )
 """Keys of a `SteeringWire` that the engine core replaces where it makes the programs."""
 
@@ -284,6 +295,7 @@ def from_wire(wire: Mapping[str, Any]) -> SteeringSpec:
         decode_ops=prefill_ops if wire.get("are_ops_shared") else decode_ops,
         prefill_features=prefill_features,
         decode_features=prefill_features if wire.get("are_features_shared") else decode_features,
+        gates=gates_from_wire(wire.get("gates", ())),
     )
 
 

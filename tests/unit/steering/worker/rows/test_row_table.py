@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from headgate.steering.vectors.sums import Vectors
-from headgate.steering.worker.row_table import RowTable, rows_needed
-from headgate.steering.worker.vector_pool import SlotPool
+from headgate.steering.worker.rows.row_table import RowTable, rows_needed
+from headgate.steering.worker.rows.vector_pool import SlotPool
 from tests.fakes.steering_tables import CONFIGS, HIDDEN, SITES, Device, expected, summed, table
 
 MAX_NUM_SEQS = 4

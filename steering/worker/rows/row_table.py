@@ -18,10 +18,10 @@ import numpy as np
 from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.capture.schema.positions import PositionSelector
 from headgate.capture.schema.sites import Site
-from headgate.steering.programs.spec import Steered
+from headgate.steering.spec import Steered
 from headgate.steering.vectors.sums import Vectors
 from headgate.steering.worker.placed_programs import ProgramTable, ProgramWrites
-from headgate.steering.worker.vector_pool import (
+from headgate.steering.worker.rows.vector_pool import (
     NO_SUMS,
     UNSTEERED_ROW,
     Phases,

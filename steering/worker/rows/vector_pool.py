@@ -16,7 +16,7 @@ import numpy as np
 from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.capture.schema.sites import Site
 from headgate.steering.programs.program import Program
-from headgate.steering.programs.spec import Steered
+from headgate.steering.spec import Steered
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType
 from headgate.steering.vectors.sums import Vectors, effective, is_zero
 from headgate.steering.worker.placed_programs import PlacedProgram, place

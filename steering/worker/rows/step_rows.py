@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
-from headgate.steering.worker.row_table import BatchRows, RowTable
-from headgate.steering.worker.vector_pool import UNSTEERED_ROW
+from headgate.steering.worker.rows.row_table import BatchRows, RowTable
+from headgate.steering.worker.rows.vector_pool import UNSTEERED_ROW
 
 _Array = TypeVar("_Array", Int32Array, Int64Array)
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headgate.capture.schema.batch import Int32Array
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType
-from headgate.steering.worker.vector_pool import ZERO_SLOT, SlotPool
+from headgate.steering.worker.rows.vector_pool import ZERO_SLOT, SlotPool
 
 CAPACITY = 6
 
@@ -153,7 +153,7 @@ def test_the_checksum_is_the_same_in_every_process() -> None:
     pool = SlotPool(8, 2, "float16")
     acquire(pool, [3, 4, 5])
     program = (
-        "from tests.unit.steering.worker.test_vector_pool import *\n"
+        "from tests.unit.steering.worker.rows.test_vector_pool import *\n"
         "pool = SlotPool(8, 2, 'float16'); acquire(pool, [3, 4, 5]); print(pool.checksum())"
     )
 

@@ -1,0 +1,117 @@
+"""Notes of a part about requests, from the steps that they are of to the outputs that they leave with.
+
+A step of a prompt's chunk has readings and no output, so notes are kept until their request has one. They are put into
+a field of vLLM's that is free here; see `NOTES_KEY`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from headgate.capture.engine.contracts.core_part import CorePart, ReadingCore
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import (
+    CoreOutputs,
+    Function,
+    RunnerOutput,
+    Scheduler,
+    SchedulerOutput,
+)
+from headgate.capture.engine.contracts.wire_format import NOTES_KEY, READINGS_ATTRIBUTE, wants_notes
+from headgate.capture.engine.core import restart
+from headgate.capture.engine.setup.versions import WORKS_WITH
+from headgate.capture.schema.errors import UnsupportedError
+
+
+def check_carrier() -> None:
+    """Refuse a vLLM whose outputs have no place for notes.
+
+    Raises:
+        UnsupportedError: Naming the field.
+    """
+    from vllm.v1.engine import EngineCoreOutput
+
+    if "kv_transfer_params" not in EngineCoreOutput.__struct_fields__:
+        raise UnsupportedError(f"EngineCoreOutput has no field 'kv_transfer_params'. {WORKS_WITH}")
+
+
+class StepNotes:
+    """Notes about the requests of one scheduler. Engine thread only.
+
+    Args:
+        scheduler: vLLM's.
+        name: The part's.
+        part: Its half in the engine core.
+    """
+
+    def __init__(self, scheduler: Scheduler, name: str, part: CorePart) -> None:
+        self._scheduler = scheduler
+        self._name = name
+        self._part = part if isinstance(part, ReadingCore) else None
+        self._kept: dict[str, list[object]] = {}
+        """In order, by request."""
+        self._stale: dict[str, int] = {}
+        """Tokens in flight of restarted requests, which the scheduler drops."""
+        self._is_in_step = False
+
+    def update(
+        self, original: Function, scheduler_output: SchedulerOutput, output: RunnerOutput
+    ) -> Mapping[int, CoreOutputs]:
+        """Let the scheduler make the outputs of a step, and complete them with its notes and earlier ones."""
+        readings: Mapping[str, Document] | None = getattr(output, READINGS_ATTRIBUTE, None)
+        if readings is not None or self._stale:
+            discarded = self._discarded(scheduler_output.num_scheduled_tokens)
+            self._take(readings or {}, discarded)
+        if not self._kept:
+            return original(self._scheduler, scheduler_output, output)  # type: ignore[no-any-return]
+        self._is_in_step = True
+        try:
+            made: Mapping[int, CoreOutputs] = original(self._scheduler, scheduler_output, output)
+            self._attach(made.values())
+        finally:
+            self._is_in_step = False
+        for req_id in [known for known in self._kept if known not in self._scheduler.requests]:
+            del self._kept[req_id]
+        return made
+
+    def release(self, req_id: str) -> None:
+        """Forget a request that was freed; in the middle of a step its last output is yet to be made."""
+        if not self._is_in_step:
+            self._kept.pop(req_id, None)
+
+    def restarted(self) -> None:
+        """Follow a restart of whatever runs: steps that were launched before count for no request."""
+        in_flight = {req_id: request.num_in_flight_tokens for req_id, request in self._scheduler.requests.items()}
+        self._stale = {req_id: num_tokens for req_id, num_tokens in in_flight.items() if num_tokens}
+
+    def _take(self, readings: Mapping[str, Document], discarded: Collection[str]) -> None:
+        for name, document in readings.items():
+            if name != self._name or self._part is None:
+                raise AssertionError(f"nothing in this engine core takes the readings of part {name!r}")
+            for req_id, note in self._part.take_readings(document, discarded).items():
+                request = self._scheduler.requests.get(req_id)
+                if req_id not in discarded and request is not None and wants_notes(request.sampling_params):
+                    self._kept.setdefault(req_id, []).append(note)
+
+    def _discarded(self, num_scheduled: Mapping[str, int]) -> set[str]:
+        """Return the requests of a step that the scheduler will take nothing of it for."""
+        found = set()
+        for req_id, num_tokens in num_scheduled.items():
+            request = self._scheduler.requests.get(req_id)
+            is_stale = self._is_stale(req_id, num_tokens)
+            if is_stale or request is None or request.is_finished() or restart.awaits_stale_output(request):
+                found.add(req_id)
+        return found
+
+    def _is_stale(self, req_id: str, num_tokens: int) -> bool:
+        num_left = self._stale.pop(req_id, 0)
+        if num_left > num_tokens:
+            self._stale[req_id] = num_left - num_tokens
+        return num_left > 0
+
+    def _attach(self, made: Iterable[CoreOutputs]) -> None:
+        for outputs in made:
+            for output in outputs.outputs:
+                if (notes := self._kept.pop(output.request_id, None)) is not None:
+                    others = output.kv_transfer_params or {}
+                    output.kv_transfer_params = {**others, NOTES_KEY: {self._name: notes}}

@@ -1,0 +1,179 @@
+"""Gates of requests in an engine core: what the names in them stand for, and the programs that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.sites import Site
+from headgate.steering.core.content import Limits, check_programs
+from headgate.steering.core.modules import Module
+from headgate.steering.core.probes import ProbeRegistry
+from headgate.steering.core.resolved import Named, Resolved, module_programs, resolved_of
+from headgate.steering.core.saes import SaeRegistry
+from headgate.steering.features.sparse_coder import SparseCoder
+from headgate.steering.gates.gate import FeatureReading, Gate, ModuleThen, NamedProbe
+from headgate.steering.gates.layout import layout_of
+from headgate.steering.gates.lowering import Own, lower_gates
+from headgate.steering.gates.trace import Note, TraceWriter, rows_of
+from headgate.steering.probes.probe import Probe
+from headgate.steering.programs.feature_edits import FeatureEdit
+from headgate.steering.programs.operations import Lookup
+from headgate.steering.programs.program import Program, joined
+from headgate.steering.spec import SteeringSpec
+from headgate.steering.vectors.dtypes import StoredType
+from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, weighted_sum
+
+
+class GateContent:
+    """Implements `headgate.steering.gates.readings.Content` for one request.
+
+    Args:
+        steerable: The model; None if there can be no gates.
+        probes: Of the engine core.
+        saes: Likewise.
+        modules: By name, as they are when the request is taken in.
+    """
+
+    def __init__(
+        self, steerable: Steerable | None, probes: ProbeRegistry, saes: SaeRegistry, modules: Mapping[str, Module]
+    ) -> None:
+        if steerable is None:
+            raise AssertionError("gates in an engine core that does not know its model")
+        self._steerable = steerable
+        self._probes = probes
+        self._saes = saes
+        self._modules = modules
+
+    @property
+    def dtype(self) -> StoredType:
+        """The model's."""
+        return cast("StoredType", self._steerable.dtype)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the stream."""
+        return self._steerable.hidden_size
+
+    @property
+    def op_sites(self) -> Sequence[Site]:
+        """Declared sites, in the order of the forward pass."""
+        return self._steerable.op_sites
+
+    def probe(self, reading: NamedProbe) -> Probe:
+        """See `Content.probe`."""
+        found = self._probes.find(reading.name)
+        if found is None:
+            known = ", ".join(self._probes.all()) or "none"
+            raise RequestError(reading.where, f"unknown probe {reading.name!r}; registered: {known}")
+        return found
+
+    def coder(self, reading: FeatureReading) -> tuple[SparseCoder, Site]:
+        """See `Content.coder`."""
+        sae = self._saes.find(reading.sae)
+        if sae is None:
+            known = ", ".join(each.name for each in self._saes.all()) or "none"
+            raise RequestError(reading.where, f"unknown SAE {reading.sae!r}; registered: {known}")
+        facts = sae.facts
+        if reading.feature >= facts.num_features:
+            raise RequestError(
+                reading.where,
+                f"SAE {sae.name!r} has the features 0 to {facts.num_features - 1}, got {reading.feature}",
+            )
+        if facts.decision == "none":
+            raise RequestError(
+                reading.where,
+                f"SAE {sae.name!r} selects the largest activations of a row (top-k) and has no threshold, so one "
+                "feature's activation is not known without all others; import it with --threshold",
+            )
+        return sae.coder, sae.site
+
+    def vectors(self, phase: int) -> Lookup:
+        """See `Content.vectors`."""
+        return lambda name, site: self._module(name, "steering_gates").vector_at(site, is_decode=phase == 1)
+
+    def module(self, then: ModuleThen, phase: int) -> tuple[PhaseVectors | None, Program | None]:
+        """See `Content.module`."""
+        found = self._module(then.name, then.where)
+        return (found.decode, found.decode_program) if phase else (found.prefill, found.prefill_program)
+
+    def features(self, edits: Sequence[FeatureEdit]) -> Program | None:
+        """See `Content.features`."""
+        return self._saes.program(edits)
+
+    def _module(self, name: str, field: str) -> Module:
+        found = self._modules.get(name)
+        if found is None:
+            known = ", ".join(sorted(self._modules)) or "none"
+            raise RequestError(field, f"unknown steering module {name!r}; registered: {known}")
+        return found
+
+
+def gated(
+    spec: SteeringSpec, static: Resolved, named: Named, content: GateContent, limits: Limits, num_prompt: int
+) -> Resolved:
+    """Return a request's steering with its gates.
+
+    Args:
+        spec: The request's, with gates.
+        static: The same without them.
+        named: Modules that it names, with the scale of each.
+        content: Gives probes, modules and SAEs by name.
+        limits: Of what its programs hold at one site.
+        num_prompt: Tokens of its prompt.
+
+    Raises:
+        RequestError: Naming the field of a gate.
+    """
+    made = lower_gates(spec.gates, content, content.dtype, _own(spec, static, named), {})
+    programs: tuple[Program | None, ...] = (made.prefill, made.decode)
+    if not made.takes_own:
+        pairs = zip(static.own, (made.prefill, made.decode), strict=True)
+        programs = tuple(program if own is None else joined([own, program]) for own, program in pairs)
+    brought: Brought = ([], []) if made.takes_own else module_programs(named)
+    for program, others in zip(programs, brought, strict=True):
+        check_programs([*(one for one, _ in others), *([program] if program else [])], limits, spec.gates[0].where)
+    if made.takes_own:
+        return replace(resolved_of(SteeringSpec(), (programs[0], programs[1]), [], num_prompt), takes_own=True)
+    return resolved_of(spec, (programs[0], programs[1]), named, num_prompt)
+
+
+Brought = tuple[list[tuple[Program, float]], list[tuple[Program, float]]]
+
+
+def _own(spec: SteeringSpec, static: Resolved, named: Named) -> tuple[Own, Own]:
+    """Return a request's static steering by phase, with that of the modules that it names."""
+    brought = module_programs(named)
+    found = []
+    for phase, vectors in enumerate((spec.prefill, spec.decode)):
+        parts = [((module.prefill, module.decode)[phase], scale) for module, scale in named]
+        programs = [one for program, scale in brought[phase] if (one := program.scaled(scale)) is not None]
+        programs += [] if (own := static.own[phase]) is None else [own]
+        found.append((weighted_sum([(vectors, 1.0), *parts]), joined(programs) if programs else None))
+    return found[0], found[1]
+
+
+class RequestTraces:
+    """The traces of requests that want theirs. Input thread adds, engine thread does everything else."""
+
+    def __init__(self) -> None:
+        self._writers: dict[str, TraceWriter] = {}
+
+    def add(self, req_id: str, gates: Sequence[Gate]) -> None:
+        """Add a request with gates."""
+        self._writers[req_id] = TraceWriter(layout_of(gates))
+
+    def forget(self, req_id: str) -> None:
+        """Forget a request, if it is known."""
+        self._writers.pop(req_id, None)
+
+    def take(self, readings: Mapping[str, object], discarded: Collection[str]) -> dict[str, Note]:
+        """Return a piece of each request's trace, from what a step read; see `ReadingCore.take_readings`."""
+        found = {}
+        for rows in rows_of(readings):
+            writer = None if rows.req_id in discarded else self._writers.get(rows.req_id)
+            if writer is not None and (note := writer.note(rows.first, rows.signals)) is not None:
+                found[rows.req_id] = note
+        return found

@@ -1,0 +1,312 @@
+"""Gates become entries of a request's program. Numpy only.
+
+A gate is evaluated at its decision site: the last of those that it reads, in the order of the forward. What it turns on
+there and later acts on the same row; at earlier sites it acts on rows behind, and on generated ones alone, since rows
+of a prompt may share a forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.positions import PositionSelector
+from headgate.capture.schema.sites import Site, sort_sites
+from headgate.steering.gates.checks import check_reads, check_this_token, is_reached
+from headgate.steering.gates.gate import Always, Condition, Gate, Leaf, Negation
+from headgate.steering.gates.layout import GateColumn, Layout, layout_of, num_columns
+from headgate.steering.gates.readings import Content, Score, read_score
+from headgate.steering.programs.codes import EVERYWHERE, Code, Flag, with_change
+from headgate.steering.programs.gate_codes import (
+    NODE_COLUMNS,
+    Combine,
+    GateFlag,
+    gate_field,
+)
+from headgate.steering.programs.lowering import lower
+from headgate.steering.programs.operations import Method, Operation
+from headgate.steering.programs.program import Entry, Program, entries_of
+from headgate.steering.vectors.dtypes import StoredType
+from headgate.steering.vectors.phase_vectors import PhaseVectors
+
+PREFILL, DECODE = range(2)
+
+Own = tuple[PhaseVectors | None, Program | None]
+"""A request's static vectors and operations in one phase, modules' included."""
+
+
+class GatedPrograms(NamedTuple):
+    """The programs of a request with gates.
+
+    Attributes:
+        prefill: At prompt positions; also if nothing acts there, gates are evaluated.
+        decode: At generated positions.
+        takes_own: Whether the request's own vectors and operations are among them: a gate attenuates these.
+    """
+
+    prefill: Program
+    decode: Program
+    takes_own: bool
+
+
+def lower_gates(
+    gates: Sequence[Gate], content: Content, dtype: StoredType, own: tuple[Own, Own], latched: Mapping[str, float]
+) -> GatedPrograms:
+    """Return the programs of gates, at least one.
+
+    Args:
+        gates: Of one request.
+        content: Gives probes, modules and SAEs by name.
+        dtype: The model's.
+        own: The request's static steering by phase; it is looked at if a gate attenuates it.
+        latched: Strengths that conversations have latched, by the names of gates.
+
+    Raises:
+        RequestError: Naming the field of a gate: a name that is not registered, a site that is not declared, a scope
+            that cannot act where the gate writes, a vector that cannot be used, too large a change.
+    """
+    layout = layout_of(gates)
+    scores = {score.column: read_score(score.reading, content, dtype) for score in layout.scores}
+    made = _Entries(content)
+    for column, score in scores.items():
+        made.add(score.entry._replace(code=with_change(score.entry.code, column)))
+    attenuating: list[_Placed] = []
+    for gate_column in layout.gates:
+        placed = _Placed(gate_column, _reads(gate_column.gate, layout, scores))
+        thens = [_then_program(placed.gate, phase, content, dtype) for phase in (PREFILL, DECODE)]
+        written = sort_sites({site for then in thens if then is not None for site in then.sites})
+        if placed.gate.then.attenuate is not None:
+            written = sort_sites({site for vectors, program in own for site in _sites_of(vectors, program)})
+            attenuating.append(placed)
+        placed = placed.decided(written, content.op_sites)
+        _check(placed, written, content.op_sites)
+        if attenuating and attenuating[-1].gate is placed.gate:
+            attenuating[-1] = placed
+        evaluation = _Evaluation(placed, layout, scores)
+        root = evaluation.put(placed.gate.when)
+        made.evaluate(evaluation.finish(root, latched.get(placed.gate.name, math.nan), content.hidden_size))
+        made.write(placed, thens)
+    if attenuating:
+        made.attenuate(attenuating, own, dtype)
+    prefill, decode = (Program.from_entries(each.entries, dtype, each.groups) for each in made.phases)
+    return GatedPrograms(prefill, decode, bool(attenuating))
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A gate, the sites that it reads, and where it is evaluated."""
+
+    column: GateColumn
+    reads: tuple[Site, ...]
+    decision: Site | None = None
+
+    @property
+    def gate(self) -> Gate:
+        return self.column.gate
+
+    @property
+    def site(self) -> Site:
+        if self.decision is None:
+            raise AssertionError(f"gate {self.gate.name!r} has no site yet")
+        return self.decision
+
+    def decided(self, written: Sequence[Site], op_sites: Sequence[Site]) -> _Placed:
+        """Return the gate with its decision site: that of `always` is the first that it writes."""
+        return _Placed(self.column, self.reads, self.reads[-1] if self.reads else (*written, *op_sites)[0])
+
+    def is_early(self, site: Site) -> bool:
+        """Whether a site is computed before the gate is evaluated, or may be."""
+        return not is_reached(site, self.site)
+
+
+def _reads(gate: Gate, layout: Layout, scores: Mapping[int, Score]) -> tuple[Site, ...]:
+    return sort_sites({scores[layout.score_column(leaf.reading)].entry.site for leaf in gate.leaves})
+
+
+def _check(placed: _Placed, written: Sequence[Site], op_sites: Sequence[Site]) -> None:
+    """Refuse sites that are not declared, and rows that are gone when the gate is evaluated."""
+    gate = placed.gate
+    where = f"{gate.where}.then"
+    for site in written:
+        if site not in op_sites:
+            declared = ", ".join(each.name for each in op_sites) or "none"
+            raise RequestError(
+                where,
+                f"what a gate changes lies at declared sites; {site.name} is none of them: {declared}; the operator "
+                "declares them with --steering-op-sites",
+            )
+    check_reads(gate, placed.reads)
+    check_this_token(gate, placed.reads, written)
+
+
+def _then_program(gate: Gate, phase: int, content: Content, dtype: StoredType) -> Program | None:
+    """Return what a gate turns on in a phase, at full strength."""
+    then = gate.then
+    if then.operations:
+        return lower(then.operations, dtype, content.vectors(phase))
+    if then.features:
+        return content.features(then.features)
+    if then.module is None:
+        return None
+    vectors, program = content.module(then.module, phase)
+    return _joined_entries(vectors, program, then.module.scale, dtype)
+
+
+def _joined_entries(
+    vectors: PhaseVectors | None, program: Program | None, scale: float, dtype: StoredType
+) -> Program | None:
+    """Return vectors and a program as one program, times `scale`."""
+    entries = _added(vectors, scale, dtype)
+    scaled = None if program is None else program.scaled(scale)
+    if scaled is not None:
+        entries += entries_of(scaled)
+    return Program.from_entries(entries, dtype, () if scaled is None else scaled.groups) if entries else None
+
+
+def _added(vectors: PhaseVectors | None, scale: float, dtype: StoredType) -> list[Entry]:
+    """Return the entries that add vectors."""
+    if vectors is None or scale == 0:
+        return []
+    rows = vectors.float32()
+    operations = [
+        Operation(method=Method.ADDITIVE, site=site, vectors={"vector": row}, numbers={"scale": scale})
+        for site, row in zip(vectors.sites, rows, strict=True)
+    ]
+    program = lower(operations, dtype)
+    return [] if program is None else entries_of(program)
+
+
+def _sites_of(vectors: PhaseVectors | None, program: Program | None) -> tuple[Site, ...]:
+    return (*(vectors.sites if vectors is not None else ()), *(program.sites if program is not None else ()))
+
+
+class _Evaluation:
+    """Makes the entries that evaluate a gate at its decision site, in their order."""
+
+    def __init__(self, placed: _Placed, layout: Layout, scores: Mapping[int, Score]) -> None:
+        self.entries: list[Entry] = []
+        self._placed = placed
+        self._layout = layout
+        self._scores = scores
+        self._next = placed.column.first
+
+    def put(self, condition: Condition) -> int:
+        """Add the entries of a condition; return its first column."""
+        if isinstance(condition, Leaf):
+            column, score = self._take(condition), self._layout.score_column(condition.reading)
+            entry = _leaf(self._placed.gate, condition, column, score, self._scores[score], self._placed.site)
+            self.entries.append(entry)
+            return column
+        if isinstance(condition, Always):
+            return self._node(Combine.ALWAYS, 0, 0)
+        if isinstance(condition, Negation):
+            return self._node(Combine.NOT, self.put(condition.condition), 0)
+        found = self.put(condition.conditions[0])
+        for other in condition.conditions[1:]:
+            found = self._node(condition.combine, found, self.put(other))
+        return found
+
+    def finish(self, root: int, latched: float, hidden_size: int) -> list[Entry]:
+        """Add the entry of the gate, whose condition is at column `root`; return all."""
+        gate = self._placed.gate
+        code = Code.GATE | gate.scope
+        code |= GateFlag.FROM_PROMPT_END if gate.is_pooled_over_prompt else 0
+        code |= GateFlag.OBSERVES if gate.then.observes else 0
+        params = (0.0, 0.0, latched, 0.0, 0.0, 0.0, float(root), 0.0)
+        zeros = np.zeros(hidden_size, np.float32)  # It writes zeros: a program has rows.
+        column = self._placed.column.column
+        return [*self.entries, Entry(self._placed.site, with_change(code, column), None, zeros, params)]
+
+    def _node(self, combine: Combine, one: int, other: int) -> int:
+        column = self._next
+        self._next += NODE_COLUMNS
+        params = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, float(one), float(other))
+        self.entries.append(Entry(self._placed.site, with_change(Code.NODE | combine, column), None, None, params))
+        return column
+
+    def _take(self, condition: Leaf) -> int:
+        column = self._next
+        self._next += num_columns(condition)
+        return column
+
+
+def _leaf(gate: Gate, leaf: Leaf, column: int, score: int, read: Score, site: Site) -> Entry:
+    threshold = leaf.threshold if leaf.threshold is not None else read.threshold
+    if threshold is None:
+        raise RequestError(leaf.where, "the probe has no threshold of its own; give 'above' or 'below'")
+    code = Code.LEAF | gate.mode | leaf.pool | (GateFlag.BELOW if leaf.is_below else 0)
+    params = (0.0, 0.0, threshold, leaf.hysteresis, gate.amount, leaf.alpha, float(score))
+    return Entry(site, with_change(code, column), None, None, params)
+
+
+class _Phase:
+    """The entries of one phase."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.groups: list[PositionSelector] = []
+        self.num_changes = 0
+
+    def take(self, program: Program) -> list[Entry]:
+        """Return the entries of a program, with its groups and changes counted behind those that are here."""
+        entries = entries_of(program, len(self.groups), self.num_changes)
+        self.groups.extend(program.groups)
+        self.num_changes += program.num_changes
+        return entries
+
+
+class _Entries:
+    """The entries of gates, by phase."""
+
+    def __init__(self, content: Content) -> None:
+        self._content = content
+        self.phases = (_Phase(), _Phase())
+
+    def add(self, entry: Entry) -> None:
+        """Add an entry to both phases."""
+        for phase in self.phases:
+            phase.entries.append(entry)
+
+    def evaluate(self, entries: Sequence[Entry]) -> None:
+        """Add the evaluation of a gate to both phases: states of one go on in the other."""
+        for entry in entries:
+            self.add(entry)
+
+    def write(self, placed: _Placed, thens: Sequence[Program | None]) -> None:
+        """Add what a gate turns on."""
+        for phase, program in enumerate(thens):
+            if program is None:
+                continue
+            if program.reconstructs:
+                raise RequestError(f"{placed.gate.where}.then", "a gate cannot turn a reconstruction on in part")
+            for entry in self.phases[phase].take(program):
+                is_early = placed.is_early(entry.site)
+                if phase == DECODE or not is_early:
+                    field = gate_field(entry.group, placed.column.column, is_early=is_early)
+                    self.phases[phase].entries.append(entry._replace(group=field))
+
+    def attenuate(self, gates: Sequence[_Placed], own: tuple[Own, Own], dtype: StoredType) -> None:
+        """Add the request's own steering, which gates attenuate."""
+        for phase, (vectors, program) in zip(self.phases, own, strict=True):
+            entries = _added(vectors, 1.0, dtype)
+            if program is not None:
+                if program.reconstructs:
+                    raise RequestError(f"{gates[0].gate.where}.then.attenuate", "there is no part of a reconstruction")
+                entries += phase.take(program)
+            is_decode = phase is self.phases[DECODE]
+            phase.entries += [entry._replace(code=entry.code | Flag.ATTENUATED) for entry in entries]
+            for site in dict.fromkeys(entry.site for entry in entries):
+                phase.entries += self._attenuations(gates, site, is_decode=is_decode)
+
+    def _attenuations(self, gates: Sequence[_Placed], site: Site, *, is_decode: bool) -> Iterator[Entry]:
+        for placed in gates:
+            is_early = placed.is_early(site)
+            if is_decode or not is_early:
+                field = gate_field(EVERYWHERE, placed.column.column, is_early=is_early)
+                factor = placed.gate.then.attenuate
+                yield Entry(site, Code.ATTENUATE, None, None, (0.0, 0.0, 1.0 if factor is None else factor), field)

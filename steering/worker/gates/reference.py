@@ -1,0 +1,288 @@
+"""The definition of gates on rows of the stream, in plain PyTorch: what a forward on a CPU runs, too.
+
+Shape suffixes: T tokens of the step, N tokens that share a program, C columns, Q slots of requests, D hidden size, E
+entries of a program at the site. Codes and columns: `headgate.steering.programs.gate_codes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headgate.capture.schema.batch import Int32Array
+from headgate.steering.programs.codes import (
+    ACTIVATION_MASK,
+    CODE,
+    CODE_MASK,
+    GROUP,
+    INPUT_NORM_MASK,
+    LAYER_NORM_EPS,
+    NO_ROW,
+    P0,
+    P1,
+    P2,
+    P3,
+    P4,
+    P5,
+    READ,
+    READ_SCALE,
+    WRITE,
+    WRITE_SCALE,
+    Activation,
+    Code,
+    Flag,
+    InputNorm,
+    change_index,
+    is_of_gate,
+)
+from headgate.steering.programs.gate_codes import (
+    COMBINE_MASK,
+    EARLY,
+    MODE_MASK,
+    POOL_MASK,
+    SCOPE_MASK,
+    SCORE_KIND_MASK,
+    Combine,
+    GateFlag,
+    Mode,
+    Pool,
+    Scope,
+    ScoreKind,
+    TokenFlag,
+    gate_column,
+)
+from headgate.steering.vectors.dtypes import Float32Rows
+
+_LEAST = 1e-8
+"""Hysteresis that a proportional strength divides by, at least."""
+
+SLOT, FLAGS = range(2)
+"""Columns of `GateTensors.tokens`."""
+
+
+class GateTensors(NamedTuple):
+    """The numbers that gates keep, in the memory of the forward pass.
+
+    Attributes:
+        signals: float32 ``[T, C]``: of each batch row. Written at the sites where gates are evaluated.
+        states: float32 ``[Q, C]``: of each request. A request's rows are computed in their order.
+        tokens: int32 ``[T, 2]``: slot of each batch row's request, and `TokenFlag`. Rows whose program has no gates may
+            have any slot below Q.
+    """
+
+    signals: Tensor
+    states: Tensor
+    tokens: Tensor
+
+
+Entries = Sequence[Sequence[int]]
+Params = Sequence[Sequence[float]]
+
+
+def gate_entries(codes: Entries) -> int:
+    """Return how many entries, from the first on, are of gates."""
+    return next((at for at, fields in enumerate(codes) if not is_of_gate(fields[CODE])), len(codes))
+
+
+def evaluate(
+    x_TD: Tensor, pool_SD: Tensor, tokens_of: Sequence[tuple[Tensor, Entries, Params]], gates: GateTensors
+) -> None:
+    """Evaluate the gates of one site: write signals and states.
+
+    Args:
+        x_TD: The rows as they came, in the dtype to compute in.
+        pool_SD: The vector pool.
+        tokens_of: For each program with gates at the site: its batch rows, int64 ``[N]``, ascending; its entries; and
+            their params.
+        gates: As the forward has them; on any device.
+    """
+    signals, states = gates.signals.cpu().numpy(), gates.states.cpu().numpy()
+    tokens = gates.tokens.cpu().numpy()
+    rows: list[tuple[int, Entries, Params]] = []
+    for index_N, codes, params in tokens_of:
+        number = gate_entries(codes)
+        listed: list[int] = index_N.tolist()
+        for fields, numbers in zip(codes[:number], params, strict=False):
+            if fields[CODE] & CODE_MASK == Code.SCORE:
+                scores = _scores(x_TD[index_N], pool_SD[[fields[READ], fields[WRITE]]].to(x_TD.dtype), fields, numbers)
+                signals[listed, change_index(fields[CODE])] = scores.float().cpu().numpy()
+        rows += [(token, codes[:number], params) for token in listed]
+    for token, codes, params in sorted(rows, key=lambda row: row[0]):
+        _evaluate_row(codes, params, signals[token], states, tokens[token])
+    if gates.signals.device.type != "cpu":
+        gates.signals.copy_(torch.from_numpy(signals))
+        gates.states.copy_(torch.from_numpy(states))
+
+
+def _scores(x_ND: Tensor, rows_2D: Tensor, fields: Sequence[int], params: Sequence[float]) -> Tensor:
+    """Return the scores ``[N]`` of an entry that reads the rows u and w."""
+    code = fields[CODE]
+    z_N, kind = params[READ_SCALE] * (x_ND @ rows_2D[0]), code & SCORE_KIND_MASK
+    if fields[WRITE] != NO_ROW:
+        z_N = z_N + params[WRITE_SCALE] * (x_ND @ rows_2D[1])
+    if kind == ScoreKind.ACTIVATION:
+        return _activations(x_ND, z_N, code, params)
+    if kind == ScoreKind.COSINE:
+        norm_N = x_ND.square().sum(-1).sqrt()
+        z_N = torch.where(norm_N > 0, z_N / norm_N, 0)
+    return z_N + params[P0]
+
+
+def _activations(x_ND: Tensor, z_N: Tensor, code: int, params: Sequence[float]) -> Tensor:
+    norm = code & INPUT_NORM_MASK
+    if norm == InputNorm.LAYER_NORM:
+        std_N = x_ND.std(-1)
+        z_N = (z_N - params[READ_SCALE] * params[P5] * x_ND.mean(-1)) / (std_N + LAYER_NORM_EPS)
+    elif norm == InputNorm.CONSTANT_NORM:
+        gain_N = x_ND.square().sum(-1).sqrt() / x_ND.shape[-1] ** 0.5
+        z_N = torch.where(gain_N > 0, z_N / gain_N, 0)
+    kind, q_N = code & ACTIVATION_MASK, z_N + params[P0]
+    if kind == Activation.GATED:
+        return torch.where(q_N > 0, (params[P3] * z_N + params[P4]).clamp(min=0), 0)
+    return torch.where(q_N > params[P1], q_N, 0) if kind == Activation.JUMP_RELU else q_N.clamp(min=0)
+
+
+def _evaluate_row(codes: Entries, params: Params, s: Float32Rows, states: Float32Rows, token: Int32Array) -> None:
+    """Run the entries of gates on one row: `s` are its signals, ``[C]``."""
+    m, flags = states[token[SLOT]], int(token[FLAGS])
+    columns = _columns_at_site(codes)
+    if flags & TokenFlag.RESETS:
+        m[columns] = math.nan
+    for fields, numbers in zip(codes, params, strict=False):
+        run = _RUN.get(fields[CODE] & CODE_MASK)
+        if run is not None:
+            run(fields[CODE], numbers, s, m, flags)
+
+
+def _columns_at_site(codes: Entries) -> list[int]:
+    """Return the columns of states that entries at a site write: those of leaves and gates."""
+    found = []
+    for fields in codes:
+        if fields[CODE] & CODE_MASK in (Code.LEAF, Code.GATE):
+            first = change_index(fields[CODE])
+            found += [first, first + 1, first + 2]
+    return found
+
+
+def _leaf(code: int, params: Sequence[float], s: Float32Rows, m: Float32Rows, flags: int) -> None:
+    c = change_index(code)
+    value = _pooled(code & POOL_MASK, float(s[int(params[P4])]), params[P3], m[c + 1 : c + 3], flags)
+    sign = -1.0 if code & GateFlag.BELOW else 1.0
+    threshold, hysteresis = params[P0], params[P1]
+    above = sign * (value - threshold)  # NaN if nothing is known yet: then nothing fires
+    fires = above > 0 or (hysteresis > 0 and m[c] > 0 and above >= -hysteresis)
+    mode = code & MODE_MASK
+    if math.isnan(above):
+        strength = 0.0
+    elif mode == Mode.PROPORTIONAL:
+        strength = params[P2] * min(max((above + hysteresis) / max(hysteresis, _LEAST), 0.0), 1.0)
+    elif mode == Mode.SIGMOID:
+        strength = _sigmoid(params[P2] * above)
+    else:
+        strength = float(fires)
+    m[c] = fires
+    s[c], s[c + 1], s[c + 2] = strength, fires, value
+
+
+def _pooled(pool: int, score: float, alpha: float, kept: Float32Rows, flags: int) -> float:
+    """Return the pooled score of a row, NaN if there is none yet; `kept` are a leaf's sum and count, ``[2]``."""
+    before, count = float(kept[0]), float(kept[1])
+    if pool == Pool.TOKEN:
+        return score
+    if pool == Pool.EMA:
+        kept[0] = score if math.isnan(before) else (1 - alpha) * before + alpha * score
+        return float(kept[0])
+    is_last, is_generated = bool(flags & TokenFlag.ENDS_PROMPT), bool(flags & TokenFlag.IS_GENERATED)
+    if pool == Pool.LAST_PROMPT:
+        if is_last:
+            kept[0] = score
+    elif not is_generated:
+        kept[1] = 1 if math.isnan(count) else count + 1
+        kept[0] = score if math.isnan(before) else before + score
+        if is_last:
+            kept[0] /= kept[1]
+    return float(kept[0]) if is_last or is_generated else math.nan
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > 0 else math.exp(max(x, -700.0)) / (1 + math.exp(max(x, -700.0)))
+
+
+def _node(code: int, params: Sequence[float], s: Float32Rows, m: Float32Rows, flags: int) -> None:
+    c, combine = change_index(code), code & COMBINE_MASK
+    one, other = int(params[P4]), int(params[P5])
+    for at in (0, 1):
+        if combine == Combine.ALWAYS:
+            s[c + at] = 1
+        elif combine == Combine.NOT:
+            s[c + at] = 1 - s[one + at]
+        else:
+            pick = max if combine == Combine.ANY else min
+            s[c + at] = pick(s[one + at], s[other + at])
+
+
+def _gate(code: int, params: Sequence[float], s: Float32Rows, m: Float32Rows, flags: int) -> None:
+    c, root, scope = change_index(code), int(params[P4]), code & SCOPE_MASK
+    strength, fires = float(s[root]), s[root + 1] > 0
+    is_generated = bool(flags & TokenFlag.IS_GENERATED)
+    decides = bool(flags & TokenFlag.ENDS_PROMPT) or is_generated
+    if code & GateFlag.FROM_PROMPT_END and not decides:
+        strength, fires = 0.0, False
+    acts, following = strength, math.nan
+    if scope == Scope.NEXT:
+        acts, following = float(m[c]), strength
+    elif scope == Scope.REST:
+        latched = float(m[c + 1])
+        if math.isnan(latched) and is_generated:
+            latched = params[P0]
+        if math.isnan(latched) and fires:
+            latched = strength
+        m[c + 1] = acts = latched
+        strength = strength if math.isnan(latched) else latched
+        following = params[P0] if math.isnan(latched) and decides else latched
+    m[c] = following
+    s[c] = 0 if math.isnan(acts) or code & GateFlag.OBSERVES else acts
+    s[c + 1], s[c + 2] = strength, following
+
+
+_RUN: dict[int, Callable[..., None]] = {Code.LEAF: _leaf, Code.NODE: _node, Code.GATE: _gate}
+
+
+class Coefficients:
+    """Factors of the effects of entries on rows that share a program, each ``[N, 1]``.
+
+    Args:
+        gates: As the forward has them.
+        index_N: The batch rows, int64.
+        dtype: To compute in.
+    """
+
+    def __init__(self, gates: GateTensors, index_N: Tensor, dtype: torch.dtype) -> None:
+        tokens_N2 = gates.tokens[index_N].long()
+        self._signals = gates.signals[index_N].to(dtype)
+        self._states = gates.states[tokens_N2[:, SLOT]].to(dtype)
+        self._flags = tokens_N2[:, FLAGS, None]
+        self._attenuation = torch.ones_like(self._signals[:, :1])
+
+    def attenuate(self, fields: Sequence[int], params: Sequence[float]) -> None:
+        """Run an entry `Code.ATTENUATE`."""
+        self._attenuation = self._attenuation * (1 + self._of_gate(fields[GROUP]) * (params[P0] - 1))
+
+    def of(self, fields: Sequence[int]) -> Tensor:
+        """Return the coefficient of an entry."""
+        found = self._of_gate(fields[GROUP])
+        return found * self._attenuation if fields[CODE] & Flag.ATTENUATED else found
+
+    def _of_gate(self, field: int) -> Tensor:
+        column = gate_column(field)
+        if column < 0:
+            return torch.ones_like(self._attenuation)
+        found = self._signals[:, column, None]
+        if field & EARLY:
+            carried = torch.where(self._flags & TokenFlag.IS_GENERATED != 0, self._states[:, column, None], 0)
+            found = torch.where(self._flags & TokenFlag.IS_REPLAYED != 0, found, carried)
+        return found.nan_to_num(0.0)

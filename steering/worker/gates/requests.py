@@ -1,0 +1,184 @@
+"""The requests of a worker whose programs have gates: their slots of states, and where each batch row lies. Numpy only.
+
+Letters in shape comments: G requests with gates in a step, N their rows, T batch rows.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from headgate.capture.schema.batch import BatchView, BoolArray, Int32Array, Int64Array
+from headgate.steering.programs.codes import GROUP
+from headgate.steering.programs.gate_codes import EARLY, TokenFlag, gate_column
+from headgate.steering.programs.program import Program
+
+NO_SLOT = 0
+"""Slot of batch rows without gates."""
+
+
+def slots_needed(max_num_seqs: int) -> int:
+    """Return the number of slots with which requests that run keep theirs, also beside preempted ones."""
+    return 2 * max_num_seqs + 1
+
+
+@dataclass(frozen=True, slots=True)
+class GatedRequest:
+    """A request with gates.
+
+    Attributes:
+        num_prompt: Tokens of its prompt.
+        early: First columns of gates that act at sites before they are evaluated.
+        is_read: Whether the engine core is told what its gates do.
+    """
+
+    num_prompt: int
+    early: tuple[int, ...]
+    is_read: bool
+
+
+def gated_request(programs: Iterable[Program], num_prompt: int, *, is_read: bool) -> GatedRequest | None:
+    """Return what a request's programs of both phases say about its gates; None if they have none."""
+    gated = [program for program in programs if program.has_gates]
+    if not gated:
+        return None
+    fields = {field for program in gated for field in program.codes[:, GROUP].tolist() if field & EARLY}
+    return GatedRequest(num_prompt, tuple(sorted({gate_column(field) for field in fields})), is_read)
+
+
+class GateRows(NamedTuple):
+    """The batch rows of the requests with gates in a step, one request after the other.
+
+    Attributes:
+        req_ids: The requests, G.
+        starts: int64 ``[G]``: first batch row of each.
+        firsts: int64 ``[G]``: position of that row.
+        counts: int64 ``[G]``: rows of each.
+    """
+
+    req_ids: tuple[str, ...]
+    starts: Int64Array
+    firsts: Int64Array
+    counts: Int64Array
+
+    @property
+    def batch_rows(self) -> Int64Array:
+        """The batch row of each of their rows, int64 ``[N]``."""
+        return self._spread(self.starts)
+
+    @property
+    def positions(self) -> Int64Array:
+        """The position of each of their rows, int64 ``[N]``."""
+        return self._spread(self.firsts)
+
+    @property
+    def is_behind(self) -> BoolArray:
+        """Whether each of their rows, ``[N]``, follows another one of its request in this step."""
+        behind: BoolArray = self._spread(np.zeros_like(self.starts)) > 0
+        return behind
+
+    def _spread(self, firsts: Int64Array) -> Int64Array:
+        before = np.cumsum(self.counts) - self.counts
+        spread: Int64Array = np.repeat(firsts - before, self.counts) + np.arange(int(self.counts.sum()))
+        return spread
+
+
+class GateSlots:
+    """Which request has which slot. Step thread only.
+
+    A request has a slot from its first step on. One that has no step for long is preempted and begins anew; so where
+    slots are short, the one that had no step for the longest time loses its.
+
+    Args:
+        num_slots: `NO_SLOT` included.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots - 1, NO_SLOT, -1))
+        self._slots: OrderedDict[str, int] = OrderedDict()
+        """The one that had no step for the longest time first."""
+
+    def take(self, req_id: str) -> tuple[int, bool]:
+        """Return the slot of a request that has a step, and whether it is a new one."""
+        if (slot := self._slots.get(req_id)) is not None:
+            self._slots.move_to_end(req_id)
+            return slot, False
+        if not self._free:
+            _, given_back = self._slots.popitem(last=False)
+            self._free.append(given_back)
+        self._slots[req_id] = self._free.pop()
+        return self._slots[req_id], True
+
+    def release(self, req_id: str) -> None:
+        """Free the slot of a request, if it has one."""
+        if (slot := self._slots.pop(req_id, None)) is not None:
+            self._free.append(slot)
+
+    @property
+    def num_used(self) -> int:
+        """Requests that have a slot."""
+        return len(self._slots)
+
+
+def flags_of(rows: GateRows, num_prompt: Int64Array, is_new: BoolArray) -> Int32Array:
+    """Return the `TokenFlag` of each row of a step, int32 ``[N]``.
+
+    Args:
+        rows: The rows.
+        num_prompt: int64 ``[G]``: tokens of each request's prompt.
+        is_new: ``[G]``: requests that got a slot for this step.
+    """
+    positions, behind = rows.positions, rows.is_behind
+    lengths = np.repeat(num_prompt, rows.counts)
+    is_generated = positions >= lengths
+    begins = ~behind & np.repeat(is_new | (rows.firsts == 0), rows.counts)
+    # The states that rows behind the first would find are made by this very forward, too late for earlier sites.
+    flags = (
+        TokenFlag.RESETS * begins
+        | TokenFlag.ENDS_PROMPT * (positions == lengths - 1)
+        | TokenFlag.IS_GENERATED * is_generated
+        | TokenFlag.IS_REPLAYED * (is_generated & behind)
+    )
+    return np.asarray(flags, np.int32)
+
+
+class GatedBatch:
+    """The requests with gates of one batch, while its composition stays.
+
+    Args:
+        req_ids: Requests of the batch, in its order.
+        requests: Those with gates, by id.
+        slots: Requests get slots from it.
+    """
+
+    def __init__(self, req_ids: tuple[str, ...], requests: dict[str, GatedRequest], slots: GateSlots) -> None:
+        self.req_ids = req_ids
+        places = [at for at, req_id in enumerate(req_ids) if req_id in requests]
+        self._ids = tuple(req_ids[at] for at in places)
+        self._places = np.array(places, np.int64)
+        taken = [slots.take(req_id) for req_id in self._ids]
+        self.slots = np.array([slot for slot, _ in taken], np.int32)
+        self._is_new = np.array([is_new for _, is_new in taken], np.bool_)
+        self.requests = tuple(requests[req_id] for req_id in self._ids)
+        self._num_prompt = np.array([request.num_prompt for request in self.requests], np.int64)
+        self.read = np.array([request.is_read for request in self.requests], np.bool_)
+        self.has_early = any(request.early for request in self.requests)
+
+    def rows(self, view: BatchView) -> GateRows:
+        """Return the rows of a step of this batch."""
+        at = self._places
+        return GateRows(self._ids, view.starts[at], view.num_computed[at], view.num_scheduled[at])
+
+    def is_decoding(self, rows: GateRows) -> bool:
+        """Whether each request has one generated row that goes on from its states."""
+        return not self._is_new.any() and bool((rows.counts == 1).all() and (rows.firsts >= self._num_prompt).all())
+
+    def take_flags(self, rows: GateRows) -> Int32Array:
+        """Return the flags of a step's rows, int32 ``[N]``; new slots count as known from here on."""
+        flags = flags_of(rows, self._num_prompt, self._is_new)
+        self._is_new = np.zeros_like(self._is_new)
+        return flags

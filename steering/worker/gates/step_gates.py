@@ -1,0 +1,153 @@
+"""The gates of each step of one worker: before its forward, and after. Step thread only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
+from headgate.steering.vectors.dtypes import Float32Rows
+from headgate.steering.worker.gates.readings import GateHistory, SignalReadings, StepSignals
+from headgate.steering.worker.gates.reference import FLAGS, SLOT, GateTensors
+from headgate.steering.worker.gates.requests import (
+    GatedBatch,
+    GatedRequest,
+    GateRows,
+    GateSlots,
+    slots_needed,
+)
+
+
+class GateWrites(NamedTuple):
+    """Changes of the gates' tensors, to write before the next forward.
+
+    Attributes:
+        tokens: int32 ``[n, 2]``: those of the first batch rows.
+        places: int64 ``[k]``: flat places in the signals.
+        strengths: float32 ``[k]``: their values before the forward.
+    """
+
+    tokens: Int32Array
+    places: Int64Array
+    strengths: Float32Rows
+
+
+class StepGates:
+    """Follows the requests with gates of one worker through its steps.
+
+    Args:
+        max_tokens: Upper limit of batch rows in one forward.
+        max_num_seqs: Upper limit of requests in one forward.
+        num_columns: Of signals and states.
+        device: Where the forward runs.
+
+    Attributes:
+        tensors: Read and written by the forward.
+    """
+
+    def __init__(self, max_tokens: int, max_num_seqs: int, num_columns: int, device: torch.device) -> None:
+        num_slots = slots_needed(max_num_seqs)
+        self.tensors = GateTensors(
+            signals=torch.zeros(max_tokens, num_columns, device=device),
+            states=torch.full((num_slots, num_columns), torch.nan, device=device),
+            tokens=torch.zeros(max_tokens, 2, dtype=torch.int32, device=device),
+        )
+        self._requests: dict[str, GatedRequest] = {}
+        self._slots = GateSlots(num_slots)
+        self._history = GateHistory()
+        self._tokens = np.zeros((max_tokens, 2), np.int32)
+        """As the device has them after the writes."""
+        self._batch: GatedBatch | None = None
+        self._decoded: tuple[GatedBatch, bytes] | None = None
+        """Batch and first batch rows of the step before, if each request had one generated row."""
+        self._decoded: tuple[GatedBatch, bytes] | None = None
+        """Batch and first batch rows of the step before, if each request had one generated row."""
+        self._rows: GateRows | None = None
+        self._index: tuple[bytes, Tensor] | None = None
+        """Batch rows of the last step that was read, as bytes, and on the device."""
+        self._signals: StepSignals | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests with gates."""
+        return len(self._requests)
+
+    def add(self, req_id: str, request: GatedRequest | None) -> None:
+        """Add a request, or start a known id afresh; None if it has no gates."""
+        self.remove(req_id)
+        if request is not None:
+            self._requests[req_id] = request
+            self._batch = None
+
+    def remove(self, req_id: str) -> None:
+        """Remove a request, if it is known."""
+        if self._requests.pop(req_id, None) is not None:
+            self._slots.release(req_id)
+            self._history.forget(req_id)
+            self._batch = None
+
+    def step_begins(self, view: BatchView | None) -> GateWrites | None:
+        """Return what to write before the forward of a step; None if nothing changes, or nothing has gates."""
+        self._rows = self._signals = None
+        if view is None or not self._requests:
+            return None
+        if self._batch is None or self._batch.req_ids != view.req_ids:
+            self._batch = GatedBatch(view.req_ids, self._requests, self._slots)
+        batch = self._batch
+        rows = batch.rows(view)
+        if not rows.req_ids:
+            return None
+        self._rows = rows
+        decoded = (batch, rows.starts.tobytes()) if batch.is_decoding(rows) else None
+        if decoded is not None and decoded == self._decoded:
+            return None
+        self._decoded = decoded
+        return self._writes(rows, batch)
+
+    def _writes(self, rows: GateRows, batch: GatedBatch) -> GateWrites | None:
+        index, flags = rows.batch_rows, batch.take_flags(rows)
+        replayed = self._history.strengths(rows, batch, flags) if batch.has_early else []
+        changed = np.empty((len(flags), 2), np.int32)
+        changed[:, SLOT], changed[:, FLAGS] = np.repeat(batch.slots, rows.counts), flags
+        if np.array_equal(self._tokens[index], changed) and not replayed:
+            return None
+        self._tokens[index] = changed
+        places = np.array([row * self.tensors.signals.shape[1] + column for row, column, _ in replayed], np.int64)
+        strengths = np.array([value for _, _, value in replayed], np.float32)
+        return GateWrites(self._tokens[: int(index.max()) + 1].copy(), places, strengths)
+
+    def step_ends(self) -> None:
+        """Copy what the gates of the step did, if anybody wants to know, behind its forward."""
+        rows, batch = self._rows, self._batch
+        if rows is None or batch is None or not (batch.has_early or batch.read.any()):
+            return
+        index = rows.batch_rows
+        key = index.tobytes()
+        if self._index is None or self._index[0] != key:
+            self._index = key, torch.from_numpy(index).to(self.tensors.signals.device)
+        self._signals = StepSignals(self.tensors.signals, rows, self._index[1])
+        if batch.has_early:
+            self._history.keep(self._signals, batch)
+
+    def readings(self) -> SignalReadings | None:
+        """Return what the engine core is told of the step that ended; None if nothing."""
+        if self._signals is None or self._batch is None or not self._batch.read.any():
+            return None
+        return SignalReadings(self._signals, self._batch.read)
+
+
+def no_gates(device: torch.device) -> GateTensors:
+    """Return the tensors of a worker where there can be no gates: they have no columns."""
+    return GateTensors(
+        torch.zeros(1, 0, device=device),
+        torch.zeros(1, 0, device=device),
+        torch.zeros(1, 2, dtype=torch.int32, device=device),
+    )

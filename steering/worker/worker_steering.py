@@ -1,0 +1,220 @@
+"""Requests, modules, global vectors and gates of one worker, and the tables of the forward that follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
+from headgate.capture.schema.batch import BatchView
+from headgate.capture.schema.sites import Site
+from headgate.steering.programs.program import Program
+from headgate.steering.spec import PhaseContent, SteeringSpec, from_wire, steered
+from headgate.steering.vectors.phase_vectors import PhaseVectors
+from headgate.steering.vectors.sums import Vectors, sum_of
+from headgate.steering.worker.device_tables import DeviceTables
+from headgate.steering.worker.gates.readings import SignalReadings
+from headgate.steering.worker.gates.requests import gated_request
+from headgate.steering.worker.gates.step_gates import StepGates
+from headgate.steering.worker.reconstruction import EncodedSae
+from headgate.steering.worker.rows.row_table import RowTable, rows_needed
+from headgate.steering.worker.rows.step_rows import RowResolver
+from headgate.steering.worker.rows.vector_pool import SlotPool
+
+
+def is_in_one_stage(sites: Sequence[Site], facts: WorkerFacts) -> bool:
+    """Whether a worker owns all of some sites, or none."""
+    return len({facts.owns(site) for site in sites}) == 1
+
+
+class EntryLimits(NamedTuple):
+    """How much memory programs have on the device.
+
+    Attributes:
+        entries: Entries of a program at a site, at most.
+        changes: Features of a program that are read at one site and written at others, at most.
+        columns: Numbers that gates keep for each row; 0 where there can be no gates.
+    """
+
+    entries: int = 0
+    changes: int = 0
+    columns: int = 0
+
+
+NO_ENTRIES = EntryLimits()
+
+
+class WorkerSteering:
+    """Requests, modules and global vectors of one worker, and the tables that follow them. Step thread only.
+
+    Args:
+        num_slots: Size of the pool, slot 0 included.
+        sites: This worker's, in the order of the forward pass.
+        facts: This worker's.
+        op_sites: Those of `sites` where operations act, in the same order.
+        limits: Of programs.
+        saes: Encoded SAEs, by the index of their op site.
+
+    Attributes:
+        table: Requests and rows, on the host.
+        tables: The memory that the forward reads.
+        gates: Requests with gates; None where there can be none.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        sites: Sequence[Site],
+        facts: WorkerFacts,
+        op_sites: Sequence[Site] = (),
+        limits: EntryLimits = NO_ENTRIES,
+        saes: Mapping[int, EncodedSae] | None = None,
+    ) -> None:
+        self._facts = facts
+        dtype: Any = str(facts.dtype).removeprefix("torch.")
+        num_rows = rows_needed(facts.max_num_seqs)
+        pool = SlotPool(num_slots, facts.model.hidden_size, dtype)
+        max_entries = limits.entries
+        self.table = RowTable(sites=sites, num_rows=num_rows, pool=pool, op_sites=op_sites, max_entries=max_entries)
+        self.gates: StepGates | None = None
+        if limits.columns and op_sites:
+            self.gates = StepGates(facts.max_tokens, facts.max_num_seqs, limits.columns, facts.device)
+        self.tables = DeviceTables(
+            num_sites=len(sites),
+            num_slots=num_slots,
+            num_rows=num_rows,
+            max_tokens=facts.max_tokens,
+            hidden_size=facts.model.hidden_size,
+            dtype=facts.dtype,
+            device=facts.device,
+            num_op_sites=len(op_sites),
+            max_entries=max_entries,
+            num_changes=limits.changes,
+            saes=saes or {},
+            gates=None if self.gates is None else self.gates.tensors,
+        )
+        self._resolver = RowResolver(self.table, facts.max_tokens)
+        self._contents: dict[bytes, PhaseVectors] = {}
+        """Vectors of modules by their content keys, until `forget`."""
+        self._programs: dict[bytes, Program] = {}
+        """Programs of modules, likewise."""
+        self._modules: set[str] = set()
+
+    def add(self, req_id: str, num_prompt: int, wire: Mapping[str, Any] | None) -> None:
+        """Add a request with its `SteeringWire`, in which the core resolved the modules; None if it is not steered."""
+        if wire is None:
+            self.table.add(req_id, num_prompt)
+            return
+        own = from_wire(wire)
+        prefill, decode = (
+            (wire.get(f"{phase}_parts", ()), wire.get(f"{phase}_programs", ()), content)
+            for phase, content in zip(("prefill", "decode"), own.phases, strict=True)
+        )
+        acting = self._acting(*prefill)
+        self.table.add(req_id, num_prompt, acting, acting if decode == prefill else self._acting(*decode))
+        if self.gates is not None:
+            programs = [program for program in (own.prefill_program, own.decode_program) if program is not None]
+            is_read = bool(wire.get("trace"))
+            self.gates.add(req_id, gated_request(programs, num_prompt, is_read=is_read))
+
+    def remove(self, req_id: str) -> None:
+        """Remove a request."""
+        self.table.remove(req_id)
+        if self.gates is not None:
+            self.gates.remove(req_id)
+
+    def step_begins(self, view: BatchView | None) -> None:
+        """Aim the tables at a step; None for dummy and idle steps."""
+        step = self._resolver.resolve(view)
+        gates = None if self.gates is None else self.gates.step_begins(view)
+        with torch.inference_mode():
+            self.tables.update(self.table.take_writes(), step, gates)
+
+    def step_ends(self) -> None:
+        """Follow up a step whose forward was launched."""
+        if self.gates is not None:
+            with torch.inference_mode():
+                self.gates.step_ends()
+
+    def readings(self) -> SignalReadings | None:
+        """Return what the engine core is told of the step that ended; None if nothing."""
+        return None if self.gates is None else self.gates.readings()
+
+    def set_global(self, spec: Mapping[str, Any]) -> None:
+        """RPC: set the phases of a `SteeringWire` as the global vectors; an empty one clears them."""
+        self.table.set_global(*_content(from_wire(spec)))
+
+    def keep_module(self, name: str, spec: Mapping[str, Any]) -> None:
+        """RPC: keep the vectors of a registered module, in place of an earlier one of its name."""
+        if name in self._modules:
+            self.release_module(name)
+        read = from_wire(spec)
+        self._contents.update({vectors.key: vectors for vectors, _ in read.phases if vectors is not None})
+        self._programs.update({program.key: program for _, program in read.phases if program is not None})
+        self.table.keep_module(name, *_content(read))
+        self._modules.add(name)
+
+    def release_module(self, name: str) -> None:
+        """RPC: release an unregistered module; requests that use it keep its vectors.
+
+        A module that is not kept is passed over: where `keep_module` failed in one worker, it is undone in all.
+        """
+        if name in self._modules:
+            self._modules.remove(name)
+            self.table.release_module(name)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """RPC: forget the contents of modules that no request refers to any more, by their content keys."""
+        for key in keys:
+            self._contents.pop(key, None)
+            self._programs.pop(key, None)
+
+    def is_in_one_stage(self, sites: Sequence[str]) -> bool:
+        """RPC: return whether this worker owns all of some sites, by their names, or none."""
+        return is_in_one_stage([Site.parse(name) for name in sites], self._facts)
+
+    def checksum(self) -> int:
+        """RPC: return the state as a number, equal on all tensor-parallel ranks."""
+        return self.table.checksum()
+
+    def stats(self) -> dict[str, Any]:
+        """Return plain counters."""
+        return {
+            "slots_live": self.table.num_live_slots,
+            "slots_used": self.table.num_slots_used,
+            "modules": len(self._modules),
+        }
+
+    def _acting(self, parts: Sequence[Part], programs: Sequence[Part], own: PhaseContent) -> Vectors | None:
+        """Return what acts on a request in one phase: the modules that it names, and its own."""
+        vectors, program = own
+        try:
+            named: list[tuple[PhaseVectors | None, float]] = [(self._contents[key], scale) for key, scale in parts]
+            acting = [(self._programs[key], scale) for key, scale in programs]
+        except KeyError as error:
+            raise AssertionError(f"steering: no module has the content {error.args[0]!r}") from None
+        return steered(sum_of([*named, (vectors, 1.0)]), acting + ([] if program is None else [(program, 1.0)]))
+
+
+Part = tuple[bytes, float]
+"""Content key of a module's vectors or program, and its scale."""
+
+
+def _content(spec: SteeringSpec) -> tuple[Vectors | None, Vectors | None]:
+    """Return what a spec without modules has for the two phases."""
+    prefill, decode = (
+        steered(vectors, [] if program is None else [(program, 1.0)]) for vectors, program in spec.phases
+    )
+    return prefill, decode
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "set_global": WorkerSteering.set_global,
+    "keep_module": WorkerSteering.keep_module,
+    "release_module": WorkerSteering.release_module,
+    "forget": WorkerSteering.forget,
+    "checksum": WorkerSteering.checksum,
+    "is_in_one_stage": WorkerSteering.is_in_one_stage,
+}

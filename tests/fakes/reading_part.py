@@ -1,0 +1,135 @@
+"""A part that reads the position of every row, and tells requests that ask for it which of their rows were forwarded.
+
+Its worker is `tests.fakes.reading_worker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from headgate.capture.engine.contracts.request_part import PartRequest
+from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.part_hooks import hookimpl
+
+PART = "reading"
+ENTRY_POINTS = f"""
+[headgate.parts]
+{PART} = tests.fakes.reading_part
+"""
+
+
+class ReadingCore:
+    """Implements `CorePart` and `ReadingCore`: every request may run, and no row is told twice."""
+
+    def __init__(self) -> None:
+        self._next: dict[str, int] = {}
+
+    def accept(self, req_id: str, wire: Any, num_prompt: int) -> Any:
+        return wire
+
+    def block_keys(self, req_id: str) -> None:
+        return None
+
+    def forget(self, req_id: str) -> None:
+        self.release(req_id)
+
+    def offer(self, req_id: str, *, priority: int, is_session: bool, is_offline: bool) -> bool:
+        return True
+
+    def overdue(self) -> dict[str, str]:
+        return {}
+
+    def release(self, req_id: str) -> None:
+        self._next.pop(req_id, None)
+
+    def withdraw(self, req_ids: Collection[str] | None) -> list[str]:
+        return []
+
+    def admit(self) -> list[str]:
+        return []
+
+    def call(self, method: str, args: Mapping[str, object]) -> object:
+        return {"names": [], "known": sorted(self._next)}[method]
+
+    def take_readings(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, object]:
+        notes: dict[str, object] = {}
+        for req_id, (start, end) in readings["rows"].items():
+            first = max(self._next.get(req_id, 0), start)
+            if req_id not in discarded:
+                self._next[req_id] = max(first, end)
+                notes[req_id] = {"rows": list(range(first, end))}
+        return notes
+
+
+class RowsReader:
+    """Implements `PartRequestReader` and `NotesReader`."""
+
+    def read(self, values: Mapping[str, Any]) -> PartRequest | None:
+        asked = values.get("return_rows", False)
+        if not isinstance(asked, bool):
+            raise RequestError("return_rows", f"expected true or false, got {asked!r}")
+        return PartRequest(
+            wire={},
+            field=next(iter(values)),
+            names={},
+            wants_notes=asked,
+            reads_every_row=values.get("every_row", True),
+        )
+
+    def names(self, values: Mapping[str, Any]) -> Mapping[str, str]:
+        return {}
+
+    def check(self, wanted: PartRequest, known: Any) -> None:
+        pass
+
+    def read_notes(self, wanted: PartRequest, notes: Sequence[Any], end: int | None) -> dict[str, object]:
+        rows = [row for note in notes for row in note["rows"]]
+        return {"rows": [row for row in rows if end is None or row < end - 1]}
+
+
+class ReadingRequests:
+    """Implements `RequestPart` and `AnsweringPart`."""
+
+    fields: Mapping[str, str] = {
+        "return_rows": "Whether to tell the rows.",
+        "every_row": "Whether none may come from the cache.",
+    }
+    answer_fields: Mapping[str, str] = {"return_rows": "rows"}
+    how_to_start = "Configure it."
+    names_method = "names"
+    check_method = "names"
+
+    def open(self, section: Any, model: Any) -> RowsReader:
+        return RowsReader()
+
+    def handle(self, cores: Any, reader: Any) -> Any:
+        return cores
+
+    def async_handle(self, cores: Any, reader: Any) -> Any:
+        return cores
+
+    def check_section(self, section: Any) -> None:
+        pass
+
+    def add_flags(self, group: Any) -> None:
+        pass
+
+    def read_flags(self, args: Any, section: Any) -> Any:
+        return section
+
+
+@hookimpl
+def headgate_worker(section: Any) -> None:
+    """The tests' worker reads by itself."""
+    return None
+
+
+@hookimpl
+def headgate_core(facts: Any, section: Any, services: Any) -> ReadingCore:
+    return ReadingCore()
+
+
+@hookimpl
+def headgate_requests() -> ReadingRequests:
+    return ReadingRequests()

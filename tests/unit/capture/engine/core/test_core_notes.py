@@ -1,0 +1,215 @@
+"""Notes about requests, kept in the engine core until their request has an output."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine import EngineCoreOutput
+
+from headgate.capture.engine.core.step_notes import StepNotes, check_carrier
+from headgate.capture.schema.errors import UnsupportedError
+
+
+class Part:
+    """Notes for each request of a step the number that the worker read; it writes down who was discarded."""
+
+    def __init__(self) -> None:
+        self.discarded: list[set[str]] = []
+
+    def take_readings(self, readings: Any, discarded: Any) -> Any:
+        self.discarded.append(set(discarded))
+        return dict(readings)
+
+
+class Scheduler:
+    """The scheduler as `StepNotes` sees it; `ends` are the requests that end in the next step."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Any] = {}
+        self.ends: set[str] = set()
+        self.silent: set[str] = set()
+        self.part = Part()
+        self.notes = StepNotes(self, "reading", self.part)  # type: ignore[arg-type]
+
+    def add(self, req_id: str, **attributes: Any) -> None:
+        wire = attributes.pop("wire", {"v": 1, "notes": True})
+        self.requests[req_id] = SimpleNamespace(
+            sampling_params=SimpleNamespace(extra_args={"headgate": wire} if wire else None),
+            is_finished=lambda: False,
+            num_in_flight_tokens=0,
+            **{"num_stale_output_tokens": 0, "drop_stale_output": False, **attributes},
+        )
+
+    def free(self, req_id: str) -> None:
+        del self.requests[req_id]
+        self.notes.release(req_id)
+
+    def step(self, *req_ids: str, readings: Any = None, part: str = "reading", num_tokens: int = 1) -> dict[str, Any]:
+        """Run a step; return the ``kv_transfer_params`` of its outputs."""
+        scheduled = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(req_ids, num_tokens))
+        output = SimpleNamespace(**({} if readings is None else {"headgate_readings": {part: readings}}))
+
+        def original(scheduler: Any, scheduler_output: Any, runner_output: Any) -> Any:
+            made = [EngineCoreOutput(req_id, [1]) for req_id in req_ids if req_id not in self.silent]
+            for req_id in sorted(self.ends):
+                self.free(req_id)
+            self.ends = set()
+            return {0: SimpleNamespace(outputs=made)}
+
+        made = self.notes.update(original, scheduled, output)  # type: ignore[arg-type]
+        return {one.request_id: one.kv_transfer_params for one in made[0].outputs}
+
+
+def noted(*notes: object) -> dict[str, Any]:
+    return {"headgate_notes": {"reading": list(notes)}}
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler()
+
+
+def test_notes_leave_with_the_output_of_their_step(scheduler: Scheduler) -> None:
+    scheduler.add("a")
+    scheduler.add("b")
+
+    assert scheduler.step("a", "b", readings={"a": 1}) == {"a": noted(1), "b": None}
+    assert scheduler.step("a", "b", readings={"b": 2}) == {"a": None, "b": noted(2)}
+
+
+def test_notes_of_a_prompts_chunks_wait_for_its_first_output_in_order(scheduler: Scheduler) -> None:
+    scheduler.add("a")
+    scheduler.silent = {"a"}
+    assert scheduler.step("a", readings={"a": 1}) == {}
+    assert scheduler.step("a", readings={"a": 2}) == {}
+    scheduler.silent = set()
+
+    assert scheduler.step("a", readings={"a": 3}) == {"a": noted(1, 2, 3)}
+    assert scheduler.step("a") == {"a": None}
+
+
+def test_the_last_output_has_them_too(scheduler: Scheduler) -> None:
+    scheduler.add("a")
+    scheduler.ends = {"a"}
+
+    assert scheduler.step("a", readings={"a": 1}) == {"a": noted(1)}
+
+
+def test_what_is_left_of_a_request_that_ended_is_not_told_to_the_next_of_its_name(scheduler: Scheduler) -> None:
+    for ends_in_a_step in (True, False):
+        scheduler.add("a")
+        scheduler.silent = {"a"}
+        scheduler.step("a", readings={"a": 1})
+        if ends_in_a_step:
+            scheduler.ends = {"a"}
+            scheduler.step()
+        else:
+            scheduler.free("a")
+        scheduler.silent = set()
+        scheduler.add("a")
+
+        assert scheduler.step("a") == {"a": None}
+        scheduler.free("a")
+
+
+def test_notes_that_nobody_wants_are_dropped(scheduler: Scheduler) -> None:
+    scheduler.add("steered", wire={"v": 1})
+    scheduler.add("plain", wire=None)
+
+    told = scheduler.step("steered", "plain", "gone", readings={"steered": 1, "plain": 2, "gone": 3})
+
+    assert told == {"steered": None, "plain": None, "gone": None}
+
+
+def test_other_things_in_the_field_stay(scheduler: Scheduler) -> None:
+    scheduler.add("a")
+    output = EngineCoreOutput("a", [1], kv_transfer_params={"theirs": 1})
+    scheduler.notes.update(
+        lambda *args: {0: SimpleNamespace(outputs=[output])},
+        SimpleNamespace(num_scheduled_tokens={"a": 1}),  # type: ignore[arg-type]
+        SimpleNamespace(headgate_readings={"reading": {"a": 7}}),  # type: ignore[arg-type]
+    )
+
+    assert output.kv_transfer_params == {"theirs": 1, **noted(7)}
+
+
+STALE = {
+    "restarted, vLLM 0.32": {"num_stale_output_tokens": 1, "drop_stale_output": True},
+    "ended": {"is_over": True},
+}
+
+
+@pytest.mark.parametrize("attributes", STALE.values(), ids=STALE.keys())
+def test_steps_that_do_not_count_for_a_request_are_told_to_the_part(scheduler: Scheduler, attributes: Any) -> None:
+    is_over = attributes.pop("is_over", False) if "is_over" in attributes else False
+    scheduler.add("a", **attributes)
+    scheduler.requests["a"].is_finished = lambda: is_over
+    scheduler.add("b")
+
+    told = scheduler.step("a", "b", "gone", readings={"a": 1, "b": 2})
+
+    assert scheduler.part.discarded == [{"a", "gone"}]
+    assert told["a"] is None
+    assert told["b"] == noted(2)
+
+
+def test_preempted_requests_whose_output_is_delivered_count(scheduler: Scheduler) -> None:
+    scheduler.add("a", num_stale_output_tokens=1, drop_stale_output=False)
+
+    assert scheduler.step("a", readings={"a": 1}) == {"a": noted(1)}
+
+
+def test_before_vllm_032_outputs_to_discard_are_counted(scheduler: Scheduler) -> None:
+    scheduler.add("a")
+    request = scheduler.requests["a"]
+    del request.num_stale_output_tokens
+    request.async_tokens_to_discard = 1
+
+    assert scheduler.step("a", readings={"a": 1}) == {"a": None}
+    request.async_tokens_to_discard = 0
+    assert scheduler.step("a", readings={"a": 2}) == {"a": noted(2)}
+
+
+def test_steps_in_flight_at_a_restart_do_not_count(scheduler: Scheduler) -> None:
+    """Also those of a prompt's chunks, which vLLM before 0.32 does not know for stale."""
+    scheduler.add("a")
+    scheduler.requests["a"].num_in_flight_tokens = 5
+    scheduler.notes.restarted()
+
+    told = [scheduler.step("a", readings={"a": step}, num_tokens=num) for step, num in enumerate((4, 1, 4))]
+
+    assert told == [{"a": None}, {"a": None}, {"a": noted(2)}]
+
+
+def test_stale_steps_are_counted_off_where_nothing_was_read(scheduler: Scheduler) -> None:
+    scheduler.add("a")
+    scheduler.requests["a"].num_in_flight_tokens = 1
+    scheduler.notes.restarted()
+    scheduler.step("a")
+
+    assert scheduler.step("a", readings={"a": 1}) == {"a": noted(1)}
+
+
+def test_readings_that_nothing_takes_are_a_bug(scheduler: Scheduler) -> None:
+    with pytest.raises(AssertionError, match="takes the readings of part 'other'"):
+        scheduler.step("a", readings={"a": 1}, part="other")
+
+    silent = StepNotes(scheduler, "reading", SimpleNamespace())  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="takes the readings of part 'reading'"):
+        silent.update(
+            lambda *args: {},
+            SimpleNamespace(num_scheduled_tokens={}),  # type: ignore[arg-type]
+            SimpleNamespace(headgate_readings={"reading": {}}),  # type: ignore[arg-type]
+        )
+
+
+def test_a_vllm_without_the_field_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.v1.engine
+
+    check_carrier()
+    monkeypatch.setattr(vllm.v1.engine, "EngineCoreOutput", SimpleNamespace(__struct_fields__=("request_id",)))
+
+    with pytest.raises(UnsupportedError, match="no field 'kv_transfer_params'"):
+        check_carrier()

@@ -1,0 +1,194 @@
+"""Notes in a front end: taken out of the engine core's outputs, carried by vLLM's, made into values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine import EngineCoreOutput
+
+from headgate.capture.engine.contracts.request_part import PartRequest
+from headgate.capture.engine.frontends import noted_outputs
+from headgate.capture.engine.frontends.noted_outputs import add_values, expect_notes, put_values, take_notes
+from headgate.capture.engine.requests import sampling_params
+from headgate.capture.engine.requests.request_reader import OpenPart, RequestReader
+from headgate.capture.engine.requests.sampling_params import HeadgateRequest, fold
+
+merge = noted_outputs.add_output(RequestOutput.add)
+
+
+class Reader:
+    """Makes the notes, and the end, the value."""
+
+    def read_notes(self, wanted: PartRequest, notes: Sequence[Any], end: int | None) -> Mapping[str, object]:
+        return {"told": (list(notes), end)}
+
+
+PART: Any = SimpleNamespace()
+READER = RequestReader(None, {"reading": OpenPart("reading", PART, Reader())})  # type: ignore[arg-type]
+ASKS = HeadgateRequest(parts={"reading": PartRequest(wire={}, field="f", names={}, wants_notes=True)})
+
+
+def processor(*req_ids: str, kind: str = "DELTA") -> Any:
+    """An output processor with running requests of which notes are wanted."""
+    made = SimpleNamespace(request_states={req_id: state(kind) for req_id in req_ids})
+    expect_notes(made, core_request({"v": 1, "notes": True}))
+    return made
+
+
+def core_request(wire: Any) -> Any:
+    return SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"headgate": wire} if wire else None))
+
+
+def state(kind: str) -> Any:
+    detokenizer = SimpleNamespace(num_output_tokens=lambda: 3)
+    return SimpleNamespace(prompt_len=10, detokenizer=detokenizer, output_kind=SimpleNamespace(name=kind))
+
+
+def noted(req_id: str, *notes: object, **others: Any) -> EngineCoreOutput:
+    params = {**others, "headgate_notes": {"reading": list(notes)}} if notes else None
+    return EngineCoreOutput(req_id, [1], kv_transfer_params=params)
+
+
+def completion(index: int = 0, reason: str | None = None) -> CompletionOutput:
+    return CompletionOutput(index, "", [1], None, None, finish_reason=reason)
+
+
+def output_of(request_state: Any, index: int = 0, reason: str | None = None) -> CompletionOutput:
+    make = noted_outputs.new_completion_output(lambda state, tokens, why, stop: completion(index, why))
+    made: CompletionOutput = make(request_state, [1], reason, None)
+    return made
+
+
+def request_output(*samples: CompletionOutput) -> RequestOutput:
+    return RequestOutput("r", None, [1], None, list(samples), False)
+
+
+def told(output: RequestOutput) -> list[Any]:
+    put_values(output, READER, ASKS)
+    return [sample.told for sample in output.outputs]
+
+
+def test_vllm_does_not_see_the_notes() -> None:
+    outputs = [noted("a", 1), noted("b", 2, theirs=3), noted("unknown", 4), noted("c")]
+
+    take_notes(processor("a", "b", "c"), outputs)
+
+    assert [output.kv_transfer_params for output in outputs] == [None, {"theirs": 3}, None, None]
+
+
+def test_a_processor_none_of_whose_requests_asked_does_not_look() -> None:
+    idle: Any = SimpleNamespace(request_states={})
+    for wire in (None, {"v": 1}):
+        expect_notes(idle, core_request(wire))
+
+    take_notes(idle, [object()])  # type: ignore[list-item]  # nothing of it is read
+
+
+def test_deltas_have_the_notes_since_the_last() -> None:
+    front = processor("a")
+    take_notes(front, [noted("a", 1)])
+    take_notes(front, [noted("a", 2)])
+    first = output_of(front.request_states["a"])
+    quiet = output_of(front.request_states["a"])
+    take_notes(front, [noted("a", 3)])
+    last = output_of(front.request_states["a"], reason="length")
+
+    assert told(request_output(first)) == [([1, 2], None)]
+    assert told(request_output(quiet)) == [([], None)]
+    assert told(request_output(last)) == [([3], 13)]
+
+
+@pytest.mark.parametrize("kind", ["CUMULATIVE", "FINAL_ONLY"])
+def test_other_outputs_have_all_and_keep_them(kind: str) -> None:
+    front = processor("a", kind=kind)
+    take_notes(front, [noted("a", 1)])
+    first = output_of(front.request_states["a"])
+    take_notes(front, [noted("a", 2)])
+    second = output_of(front.request_states["a"], reason="stop")
+
+    assert told(request_output(first)) == [([1], None)]
+    assert told(request_output(second)) == [([1, 2], 13)]
+
+
+def test_merged_deltas_have_the_notes_of_both() -> None:
+    front = processor("a", "b")
+    states = front.request_states
+    take_notes(front, [noted("a", 1)])
+    waiting = request_output(output_of(states["a"]))
+    take_notes(front, [noted("a", 2), noted("b", 3)])
+    merge(waiting, request_output(output_of(states["a"])), aggregate=True)
+    merge(waiting, request_output(output_of(states["b"], index=1)), aggregate=True)
+    merge(waiting, request_output(output_of(states["a"])), aggregate=True)
+    take_notes(front, [noted("b", 4)])
+    merge(waiting, request_output(output_of(states["b"], index=1, reason="stop")), aggregate=True)
+
+    assert told(waiting) == [([1, 2], None), ([3, 4], 13)]
+
+
+def test_a_delta_without_notes_takes_those_of_the_next_in() -> None:
+    front = processor("a")
+    waiting = request_output(output_of(front.request_states["a"]))
+    take_notes(front, [noted("a", 1)])
+    merge(waiting, request_output(output_of(front.request_states["a"])), aggregate=True)
+
+    assert told(waiting) == [([1], None)]
+
+
+def test_a_cumulative_output_takes_the_place_of_the_one_before() -> None:
+    front = processor("a", kind="CUMULATIVE")
+    take_notes(front, [noted("a", 1)])
+    waiting = request_output(output_of(front.request_states["a"]))
+    take_notes(front, [noted("a", 2)])
+    merge(waiting, request_output(output_of(front.request_states["a"])), aggregate=False)
+
+    assert told(waiting) == [([1, 2], None)]
+
+
+def test_a_part_that_wants_notes_and_cannot_read_them_is_a_bug() -> None:
+    parts: Any = {"reading": OpenPart("reading", PART, SimpleNamespace())}  # type: ignore[arg-type]
+
+    with pytest.raises(AssertionError, match="no method read_notes"):
+        put_values(request_output(completion()), RequestReader(None, parts), ASKS)
+
+
+def test_outputs_have_none_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Output:
+        """vLLM's class."""
+
+    monkeypatch.setattr(noted_outputs, "answer_fields", lambda: {"return_told": "told"})
+    module: Any = SimpleNamespace(CompletionOutput=Output)
+
+    add_values(module)
+    add_values(module)
+
+    assert Output.told is None  # type: ignore[attr-defined]
+    Output.told = "vLLM's"  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="'told' of its own"):
+        add_values(module)
+
+
+@pytest.mark.parametrize("wants_notes", [False, True])
+@pytest.mark.parametrize("reads_every_row", [False, True])
+def test_a_request_says_on_its_way_that_notes_are_wanted_and_rows_are_read(
+    wants_notes: bool, reads_every_row: bool
+) -> None:
+    wanted = PartRequest(wire={}, field="f", names={}, wants_notes=wants_notes, reads_every_row=reads_every_row)
+    params = SimpleNamespace(extra_args={}, n=1, skip_reading_prefix_cache=None)
+    request: Any = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2], prompt_embeds=None, resumable=False)
+
+    fold(request, HeadgateRequest(parts={"reading": wanted}), "r")
+
+    assert params.extra_args["headgate"].get("notes", False) is wants_notes
+    assert params.skip_reading_prefix_cache is (True if reads_every_row else None)
+
+
+def test_false_is_as_good_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_params, "answer_fields", lambda: {"return_told": "told"})
+
+    assert sampling_params.none_if_default("return_told", False) is None
+    assert sampling_params.none_if_default("return_told", True) is True
+    assert sampling_params.none_if_default("steering_name", False) is False
