@@ -12,11 +12,13 @@ from headgate.steering.core.content import Limits, check_programs
 from headgate.steering.core.modules import Module
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import Named, Resolved, module_programs, resolved_of
+from headgate.steering.core.rules.registry import KeptRule, kept_rule
 from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.gates.gate import FeatureReading, Gate, ModuleThen, NamedProbe
 from headgate.steering.gates.layout import layout_of
 from headgate.steering.gates.lowering import Own, lower_gates
+from headgate.steering.gates.rule import Rule
 from headgate.steering.gates.trace import Note, TraceWriter, rows_of
 from headgate.steering.probes.probe import Probe
 from headgate.steering.programs.feature_edits import FeatureEdit
@@ -138,6 +140,40 @@ def gated(
     if made.takes_own:
         return replace(resolved_of(SteeringSpec(), (programs[0], programs[1]), [], num_prompt), takes_own=True)
     return resolved_of(spec, (programs[0], programs[1]), named, num_prompt)
+
+
+def lowered_rule(
+    rule: Rule, content: GateContent, limits: Limits, first: int, others: Collection[KeptRule]
+) -> KeptRule:
+    """Return a rule with its programs.
+
+    Args:
+        rule: As it was read.
+        content: Gives probes, modules and SAEs by name.
+        limits: Of what all rules together turn on at one site.
+        first: The first of its columns.
+        others: The other rules.
+
+    Raises:
+        RequestError: Naming the field of the rule.
+    """
+    nothing: tuple[Own, Own] = ((None, None), (None, None))
+    pairs = []
+    for column in (first, 0):
+        made = lower_gates([rule.gate], content, content.dtype, nothing, {}, column)
+        pairs.append((made.prefill, made.decode))
+    if any(program.num_changes for program in pairs[0]):
+        raise RequestError(
+            "then",
+            "changes features of a transcoder, whose places on the device belong to requests; use vectors or ops",
+        )
+    for program, known in zip(pairs[0], ([one.prefill for one in others], [one.decode for one in others]), strict=True):
+        try:
+            check_programs([*known, program], limits, "then")
+        except RequestError as error:
+            message = str(error).removeprefix("then: ").replace("modules", "other rules")
+            raise RequestError("then", message) from error
+    return kept_rule(rule, pairs[0], pairs[1], first)
 
 
 Brought = tuple[list[tuple[Program, float]], list[tuple[Program, float]]]

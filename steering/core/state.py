@@ -21,11 +21,14 @@ from headgate.steering.core.content import (
     demand_of,
     described,
 )
-from headgate.steering.core.gates import GateContent, gated
+from headgate.steering.core.gates import GateContent, gated, lowered_rule
 from headgate.steering.core.modules import Module, ModuleRegistry
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import Resolved, check_scales, module_programs, resolved_of
+from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
 from headgate.steering.core.saes import SaeRegistry
+from headgate.steering.gates.layout import COLUMNS_PER_GATE
+from headgate.steering.gates.rule import Rule, fields_of_rule
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
@@ -131,6 +134,7 @@ class SteeringState:
     Attributes:
         saes: The SAEs whose features can be changed.
         probes: The probes that gates can name.
+        rules: Gates that act on requests which did not ask.
         tiers: The global vectors.
         shared: The sums of `tiers` that act in each phase.
         version: Counts changes, of global vectors and of modules.
@@ -142,6 +146,7 @@ class SteeringState:
         self._steerable = steerable
         self.saes = SaeRegistry(dtype, limits.features)
         self.probes = ProbeRegistry()
+        self.rules = _rule_registry(steerable)
         self.tiers = GlobalTiers()
         self.shared = SteeringSpec()
         self.version = 0
@@ -280,6 +285,24 @@ class SteeringState:
             self.release(req_id)
             raise
 
+    def read_rule(self, rule: Rule, others: Collection[KeptRule]) -> KeptRule:
+        """Return a rule with its programs, to reserve its slots before it is registered beside `others`.
+
+        Raises:
+            RequestError: If something that it names is not there, or there is no room for its columns or entries.
+        """
+        first = self.rules.place(rule)
+        with self._registry.lock:
+            modules = {module.name: module for module in self._registry.all()}
+        with fields_of_rule():
+            content = GateContent(self._steerable, self.probes, self.saes, modules)
+            return lowered_rule(rule, content, self._limits, first, others)
+
+    def count_change(self) -> None:
+        """Count a change of something else than vectors and modules."""
+        with self._registry.lock:
+            self.version += 1
+
     def release(self, req_id: str) -> None:
         """Stop keeping the content of a request that was freed or refused, if it refers to any."""
         with self._registry.lock:
@@ -308,3 +331,11 @@ class SteeringState:
         own = zip((prefill, decode), features, strict=True)
         first, second = ([program for program in pair if program is not None] for pair in own)
         return joined(first) if first else None, joined(second) if second else None
+
+
+def _rule_registry(steerable: Steerable | None) -> RuleRegistry:
+    """Return the registry of an engine core's rules, whose columns lie behind those of requests."""
+    if steerable is None or not steerable.op_sites:
+        return RuleRegistry()
+    max_rules = steerable.max_rules
+    return RuleRegistry(COLUMNS_PER_GATE * steerable.max_gates, COLUMNS_PER_GATE * max_rules, max_rules)

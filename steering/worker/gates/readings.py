@@ -15,7 +15,7 @@ from torch import Tensor
 from headgate.capture.schema.batch import BoolArray, Int32Array
 from headgate.steering.programs.gate_codes import TokenFlag
 from headgate.steering.vectors.dtypes import Float32Rows
-from headgate.steering.worker.gates.requests import GatedBatch, GateRows
+from headgate.steering.worker.gates.requests import GatedBatch, GatedRequest, GateRows
 
 _FOLLOWING = 2
 """Of a gate's columns, the strength that acts on the next row at earlier sites."""
@@ -97,14 +97,23 @@ class GateHistory:
     """
 
     def __init__(self) -> None:
-        self._steps: dict[str, list[StepSignals]] = {}
+        self._steps: dict[str, list[tuple[int, StepSignals]]] = {}
+        """By request, each with its number."""
+        self._num_kept = 0
+        self._since: dict[int, int] = {}
+        """Number of the first step in which a column of a rule means what it does now."""
+
+    def begin_columns(self, first: int, end: int) -> None:
+        """Let the columns ``first : end`` belong to another rule from the next step on."""
+        self._since.update(dict.fromkeys(range(first, end), self._num_kept))
 
     def keep(self, signals: StepSignals, batch: GatedBatch) -> None:
         """Keep what a step's rows hand on, of requests with gates that act early."""
         ends = (signals.rows.firsts + signals.rows.counts).tolist()
         for req_id, request, end in zip(signals.rows.req_ids, batch.requests, ends, strict=True):
             if request.early and end >= request.num_prompt:
-                self._steps.setdefault(req_id, []).append(signals)
+                self._steps.setdefault(req_id, []).append((self._num_kept, signals))
+        self._num_kept += 1
 
     def forget(self, req_id: str) -> None:
         """Forget a request that ended."""
@@ -129,18 +138,23 @@ class GateHistory:
             known = self._known(req_id) if replayed else {}
             for index in replayed:
                 before = int(rows.firsts[at]) + index - 1
-                if before not in known:
-                    raise AssertionError(f"request {req_id}: nothing is known of its gates at position {before}")
-                values = known[before]
-                found += [
-                    (int(rows.starts[at]) + index, column, float(values[column + _FOLLOWING]))
-                    for column in request.early
-                ]
+                row = int(rows.starts[at]) + index
+                for column in request.early:
+                    found.append((row, column, self._strength(req_id, request, known, before, column)))
         return found
+
+    def _strength(self, req_id: str, request: GatedRequest, known: dict[int, Any], position: int, column: int) -> float:
+        """Return the strength that the row at `position` hands on; 0 if the gate is of a rule that came later."""
+        number, values = known.get(position, (-1, None))
+        if column in request.of_rules and number < self._since.get(column, 0):
+            return 0.0
+        if values is None:
+            raise AssertionError(f"request {req_id}: nothing is known of its gates at position {position}")
+        return float(values[column + _FOLLOWING])
 
     def _known(self, req_id: str) -> dict[int, Any]:
         known: dict[int, Any] = {}
-        for step in self._steps.get(req_id, ()):
+        for number, step in self._steps.get(req_id, ()):
             first, values = step.of(req_id)
-            known.update(enumerate(values, first))
+            known.update((first + index, (number, row)) for index, row in enumerate(values))
         return known

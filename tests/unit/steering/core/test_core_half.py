@@ -57,6 +57,12 @@ class Workers:
         if not self.is_restartable:
             raise RequestError(field, "not now")
 
+    def check_rekey(self, field: str) -> None:
+        pass
+
+    def rekey_running(self) -> dict[str, int]:
+        return {}
+
     def restart_running(self) -> None:
         self.restarts += 1
 

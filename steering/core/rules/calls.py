@@ -1,0 +1,115 @@
+"""The operator's calls about rules. Each change reserves slots first, then tells the workers, and last takes effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+from headgate.capture.engine.contracts.core_part import CoreServices
+from headgate.capture.schema.errors import RequestError
+from headgate.steering.core.admission import Reservations
+from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
+from headgate.steering.gates.rule import Rule, rule_key
+from headgate.steering.vectors.phase_vectors import check_name
+
+Tell = Callable[[str, Mapping[str, Any], Mapping[str, Any]], None]
+"""Has all workers do a method with arguments, or undo it with others."""
+
+
+class RuleState(Protocol):
+    """As much of `headgate.steering.core.state.SteeringState` as is used here."""
+
+    rules: RuleRegistry
+    version: int
+
+    def read_rule(self, rule: Rule, others: Collection[KeptRule]) -> KeptRule: ...
+
+    def count_change(self) -> None: ...
+
+
+class RuleCalls:
+    """The methods that front ends call by name. Engine thread only.
+
+    Args:
+        state: Of the engine core.
+        reservations: Of the slots.
+        services: Asks for block keys anew.
+        tell: Tells the workers.
+    """
+
+    def __init__(self, state: RuleState, reservations: Reservations[str], services: CoreServices, tell: Tell) -> None:
+        self._state = state
+        self._reservations = reservations
+        self._services = services
+        self._tell = tell
+
+    @property
+    def methods(self) -> Mapping[str, Callable[..., Any]]:
+        """The methods by their names."""
+        return {
+            "register_rule": self._register,
+            "unregister_rule": self._unregister,
+            "rules": lambda: [rule.described() for rule in self._state.rules.all()],
+            "export_rule": self._export,
+        }
+
+    def register(self, rule: Rule) -> KeptRule:
+        """Register a rule, in place of an earlier one of its name.
+
+        Raises:
+            RequestError: If something that it names is not there, or there is no room. Nothing has changed.
+            Exception: What a worker raised. Nothing has changed.
+        """
+        rules, name = self._state.rules, rule.name
+        self._services.check_rekey("name")
+        others = [each for each in rules.all() if each.name != name]
+        made, earlier = self._state.read_rule(rule, others), rules.find(name)
+        key = rule_key(name)
+        self._reservations.keep_module(key, made.demand, "then")
+        try:
+            self._change(rules.with_rule(made))
+        except BaseException:
+            if earlier is None:
+                self._reservations.release_module(key)
+            else:
+                self._reservations.keep_module(key, earlier.demand, "then")
+            raise
+        return made
+
+    def _register(self, name: str, rule: dict[str, Any]) -> dict[str, Any]:
+        """Register what `Rule.to_wire` made; requests that run are steered by it from their next row on."""
+        read = Rule.from_wire(rule)
+        if read.name != check_name(name, "name", "a rule"):
+            raise AssertionError(f"a rule {read.name!r} as {name!r}")
+        return self._audited(self.register(read))
+
+    def _unregister(self, name: str) -> dict[str, Any]:
+        """Forget a rule; it acts on nothing from the next step on."""
+        rules = self._state.rules
+        found = rules.find(name)
+        if found is None:
+            known = ", ".join(rule.name for rule in rules.all()) or "none"
+            raise RequestError("name", f"unknown rule {name!r}; registered: {known}")
+        self._change(rules.without(name))
+        self._reservations.release_module(rule_key(name))
+        return self._audited(found)
+
+    def _change(self, rules: Mapping[str, KeptRule]) -> None:
+        """Have the workers and the state change to `rules`, between two steps."""
+        self._tell("set_rules", _to_workers(rules.values()), _to_workers(self._state.rules.all()))
+        self._state.rules.put(rules)
+        self._state.count_change()
+        self._services.rekey_running()
+
+    def _export(self, name: str) -> dict[str, Any] | None:
+        """Return a rule as ``register_rule`` takes it, to register it again; None if there is none of that name."""
+        found = self._state.rules.find(name)
+        return None if found is None else found.rule.to_wire()
+
+    def _audited(self, rule: KeptRule) -> dict[str, Any]:
+        hashes = {"prefill": rule.sha256, "decode": rule.sha256}
+        return {**rule.described(), "hash": hashes, "version": self._state.version}
+
+
+def _to_workers(rules: Collection[KeptRule]) -> dict[str, Any]:
+    return {"rules": [rule.to_worker() for rule in rules]}
