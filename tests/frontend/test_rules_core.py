@@ -1,4 +1,4 @@
-"""Rules in the real engine core and scheduler: whose KV is shared with whom, and what a change does to those who run."""
+"""Rules in the real engine core and scheduler: whose KV is shared with whom, and what a change does to who runs."""
 
 from __future__ import annotations
 
