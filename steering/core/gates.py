@@ -15,11 +15,9 @@ from headgate.steering.core.resolved import Named, Resolved, module_programs, re
 from headgate.steering.core.rules.registry import KeptRule, kept_rule
 from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.features.sparse_coder import SparseCoder
-from headgate.steering.gates.gate import FeatureReading, Gate, ModuleThen, NamedProbe
-from headgate.steering.gates.layout import layout_of
+from headgate.steering.gates.gate import FeatureReading, ModuleThen, NamedProbe
 from headgate.steering.gates.lowering import Own, lower_gates
 from headgate.steering.gates.rule import Rule
-from headgate.steering.gates.trace import Note, TraceWriter, rows_of
 from headgate.steering.probes.probe import Probe
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.operations import Lookup
@@ -189,27 +187,3 @@ def _own(spec: SteeringSpec, static: Resolved, named: Named) -> tuple[Own, Own]:
         programs += [] if (own := static.own[phase]) is None else [own]
         found.append((weighted_sum([(vectors, 1.0), *parts]), joined(programs) if programs else None))
     return found[0], found[1]
-
-
-class RequestTraces:
-    """The traces of requests that want theirs. Input thread adds, engine thread does everything else."""
-
-    def __init__(self) -> None:
-        self._writers: dict[str, TraceWriter] = {}
-
-    def add(self, req_id: str, gates: Sequence[Gate]) -> None:
-        """Add a request with gates."""
-        self._writers[req_id] = TraceWriter(layout_of(gates))
-
-    def forget(self, req_id: str) -> None:
-        """Forget a request, if it is known."""
-        self._writers.pop(req_id, None)
-
-    def take(self, readings: Mapping[str, object], discarded: Collection[str]) -> dict[str, Note]:
-        """Return a piece of each request's trace, from what a step read; see `ReadingCore.take_readings`."""
-        found = {}
-        for rows in rows_of(readings):
-            writer = None if rows.req_id in discarded else self._writers.get(rows.req_id)
-            if writer is not None and (note := writer.note(rows.first, rows.signals)) is not None:
-                found[rows.req_id] = note
-        return found

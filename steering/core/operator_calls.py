@@ -14,6 +14,7 @@ from headgate.steering.core.content import demand_of
 from headgate.steering.core.modules import Module
 from headgate.steering.core.probes import ProbeCalls
 from headgate.steering.core.rules.calls import RuleCalls
+from headgate.steering.core.rules.step_readings import StepReadings
 from headgate.steering.core.sae_calls import SaeCalls
 from headgate.steering.core.state import GlobalTiers, SteeringState
 from headgate.steering.spec import SteeringSpec, SteeringWire, from_wire, to_wire
@@ -45,6 +46,7 @@ class OperatorCalls:
         services: Calls the workers and restarts requests.
         audit: Notes the changes.
         steerable: The model, for SAEs that are registered; None if none can be.
+        readings: Of steps; of its own if None.
 
     Attributes:
         rules: The calls about rules.
@@ -57,7 +59,9 @@ class OperatorCalls:
         services: CoreServices,
         audit: Audit,
         steerable: Steerable | None = None,
+        readings: StepReadings | None = None,
     ) -> None:
+        self._readings = StepReadings(state.rules) if readings is None else readings
         self._audit = audit
         self._state = state
         self._reservations = reservations
@@ -80,7 +84,11 @@ class OperatorCalls:
             **ProbeCalls(state.probes, lambda: state.version).methods,
         }
         self.rules = RuleCalls(
-            state, reservations, services, lambda name, do, undo: self._tell_workers((name, do), undo=(name, undo))
+            state,
+            reservations,
+            services,
+            lambda name, do, undo: self._tell_workers((name, do), undo=(name, undo)),
+            self._readings,
         )
         self._methods.update(self.rules.methods)
 
@@ -234,7 +242,7 @@ class OperatorCalls:
             "waiting": self._reservations.num_waiting,
         }
 
-    def _counts(self) -> dict[str, int]:
+    def _counts(self) -> dict[str, Any]:
         """Return the numbers of the metrics page, without lists: they are asked for while the engine waits."""
         shared = self._state.shared
         return {
@@ -244,6 +252,8 @@ class OperatorCalls:
             "requests_running": self._reservations.num_admitted,
             "requests_waiting": self._reservations.num_waiting,
             "modules": len(self._state.modules()),
+            "rule_rows": self.rules.rule_rows(),
+            "gate_rows": dict(self._readings.counts.gates),
             "global_vectors": sum(len(vectors.sites) for vectors in (shared.prefill, shared.decode) if vectors),
         }
 

@@ -21,11 +21,11 @@ from headgate.steering.config import SaeSource, SteeringConfig, parse_config
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import Audit
 from headgate.steering.core.content import Limits
-from headgate.steering.core.gates import RequestTraces
 from headgate.steering.core.operator_calls import OperatorCalls
 from headgate.steering.core.probes import open_probe
 from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.rules.registry import NO_RULES, RuleKeys
+from headgate.steering.core.rules.step_readings import StepReadings
 from headgate.steering.core.saes import open_sae, warn_of_other_model
 from headgate.steering.core.state import SteeringState
 from headgate.steering.features.tensors import FeatureFileError
@@ -83,10 +83,12 @@ class SteeringCore:
         limits = Limits(2 * config.max_ops_per_site, config.num_features)
         self._state = SteeringState(dtype, limits, steerable)
         self._reservations: Reservations[str] = Reservations(capacity)
-        self._operator = OperatorCalls(self._state, self._reservations, services, audit or Audit(), steerable)
+        self._readings = StepReadings(self._state.rules)
+        self._operator = OperatorCalls(
+            self._state, self._reservations, services, audit or Audit(), steerable, self._readings
+        )
         self._resolved: dict[str, Resolved] = {}
         """Of requests that steer, from `accept` until `release`."""
-        self._traces = RequestTraces()
         self._limits = config.wait_limits(is_offline=False)
         self._offline_limits = config.wait_limits(is_offline=True)
         self._clock = clock
@@ -110,8 +112,7 @@ class SteeringCore:
             self._state.rules.forget(req_id)
             raise
         self._resolved[req_id] = resolved
-        if wire.get("trace") and spec.gates:
-            self._traces.add(req_id, spec.gates)
+        self._readings.add(req_id, spec.gates, is_traced=bool(wire.get("trace")))
         taken = {
             name: self._payloads.shared(value) if name in ("prefill", "decode") else value
             for name, value in wire.items()
@@ -145,11 +146,11 @@ class SteeringCore:
 
     def take_readings(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
         """Return a piece of each request's trace; see `ReadingCore`."""
-        return self._traces.take(readings, discarded)
+        return self._readings.take(readings, discarded)
 
     def forget(self, req_id: str) -> None:
         """Forget a request that was taken."""
-        self._traces.forget(req_id)
+        self._readings.forget(req_id)
         self._state.rules.forget(req_id)
         if self._resolved.pop(req_id, None) is not None:
             self._state.release(req_id)
@@ -164,6 +165,7 @@ class SteeringCore:
                 "streaming-input sessions cannot be steered, nor run while global vectors or rules act: their prompt "
                 "grows into what was generated; send the whole prompt at once",
             )
+        self._readings.begin(req_id)
         if resolved is None:
             return True
         self._operator.forget_unused()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from headgate.steering.gates.gate import NamedProbe
 from headgate.steering.gates.layout import Layout
 from headgate.steering.vectors.dtypes import Float32Rows
 
@@ -15,17 +16,30 @@ Note = dict[str, Any]
 """Positions, scores by probe, and strengths by gate, of the rows of one step; plain values."""
 
 
+class _Era(NamedTuple):
+    """The rules that act on rows from a position on, by their columns."""
+
+    since: int
+    layouts: tuple[Layout, ...]
+
+
 class TraceWriter:
     """Writes the trace of one request, step by step.
 
     Args:
-        layout: Of its gates.
+        own: Columns of its own gates; without gates if it has none.
+        rules: Columns of each rule that acts on it.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, own: Layout, rules: Sequence[Layout] = ()) -> None:
+        self._own = own
+        self._eras = [_Era(0, tuple(rules))]
         self._end = 0
         """Position behind the last row that was told."""
+
+    def change_rules(self, since: int, rules: Sequence[Layout]) -> None:
+        """Let other rules act on the rows from a position on."""
+        self._eras = [*(era for era in self._eras if era.since < since), _Era(since, tuple(rules))]
 
     def note(self, first: int, signals: Float32Rows) -> Note | None:
         """Return the piece of a step's rows; None if all of them were told before: they were computed again.
@@ -34,23 +48,51 @@ class TraceWriter:
             first: Position of the first row.
             signals: float32 ``[rows, columns]``.
         """
-        known = max(self._end - first, 0)
-        rows = signals[known:]
-        if not len(rows):
+        start = max(self._end, first)
+        self._end = max(self._end, first + len(signals))
+        if start >= self._end:
             return None
-        self._end = first + len(signals)
-        strengths = {
-            column.gate.name: {
-                "strength": _plain(rows[:, column.column + 1]),
-                "applied": _plain(rows[:, column.column]),
-            }
-            for column in self._layout.gates
-        }
-        return {
-            "positions": list(range(first + known, self._end)),
-            "scores": {score.name: _plain(rows[:, score.column]) for score in self._layout.scores},
-            "gates": strengths,
-        }
+        note: Note = {"positions": list(range(start, self._end)), "scores": {}, "gates": {}}
+        ends = [*(era.since for era in self._eras[1:]), self._end]
+        for era, end in zip(self._eras, ends, strict=True):
+            begin, end = max(era.since, start), min(end, self._end)
+            if begin < end:
+                self._fill(note, era, signals[begin - first : end - first], begin - start)
+        return note
+
+    def _fill(self, note: Note, era: _Era, rows: Float32Rows, at: int) -> None:
+        """Write the rows of an era into a note, from its row `at` on."""
+        num_rows = len(note["positions"])
+        for name, column in _score_columns(self._own, era.layouts).items():
+            _put(note["scores"].setdefault(name, [None] * num_rows), at, rows[:, column])
+        for name, column in _gate_columns(self._own, era.layouts).items():
+            told = note["gates"].setdefault(name, {"strength": [None] * num_rows, "applied": [None] * num_rows})
+            _put(told["strength"], at, rows[:, column + 1])
+            _put(told["applied"], at, rows[:, column])
+
+
+def _score_columns(own: Layout, rules: Iterable[Layout]) -> dict[str, int]:
+    """Return the columns of scores by their names: a probe that is read twice stands once, the request's own first."""
+    found = {score.name: score for score in own.scores}
+    for score in (score for layout in rules for score in layout.scores):
+        known = found.get(score.name)
+        if known is not None and isinstance(known.reading, NamedProbe) and isinstance(score.reading, NamedProbe):
+            continue
+        found[score.name if known is None else f"{score.name} (rule)"] = score
+    return {name: score.column for name, score in found.items()}
+
+
+def _gate_columns(own: Layout, rules: Iterable[Layout]) -> dict[str, int]:
+    """Return the columns of gates by their names; a rule whose name a gate of the request has is told apart."""
+    found = {column.gate.name: column.column for column in own.gates}
+    for column in (column for layout in rules for column in layout.gates):
+        name = column.gate.name
+        found[f"{name} (rule)" if name in found else name] = column.column
+    return found
+
+
+def _put(column: list[float | None], at: int, values: Float32Rows) -> None:
+    column[at : at + len(values)] = _plain(values)
 
 
 class StepRows(NamedTuple):

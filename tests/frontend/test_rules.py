@@ -13,9 +13,11 @@ import pytest
 import yaml
 
 from headgate.capture.engine.access.access_key import digest_of
+from headgate.capture.monitoring.metrics import EngineStats
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.client import calls
 from headgate.steering.client.calls import Access
+from headgate.steering.control.metrics import families
 from tests.frontend.test_app import VECTOR, Server, conforms, starter
 
 pytestmark = pytest.mark.engine
@@ -245,3 +247,25 @@ def test_the_client_calls_the_routes(started: Callable[..., Server], is_binary: 
     assert status.name == "calm"
     forget = calls.unregister_rule(access, "calm")
     assert server.post(forget.path, **forget.body).status_code == 200
+
+
+def test_what_gates_and_rules_do_is_shown_and_counted(started: Callable[..., Server]) -> None:
+    server = started()
+    server.post(REGISTER, **CALM)
+    for core in server.engine.engine_core.cores.values():
+        core._readings.counts.rules["calm"] += 2
+        core._readings.counts.gates["gate0"] += 3
+
+    answer = server.get("/v1/steering/dynamic").json()
+
+    rule = {"name": "calm", "applies_to": "all", "observes": False, "rows": 4}
+    assert answer == {"probes": [], "rules": [rule], "gates": {"gate0": 6}, "requests_with_gates": 0}
+    (about,) = server.app.openapi()["paths"]["/v1/steering/dynamic"].values()
+    conforms(answer, about["responses"]["200"]["content"]["application/json"]["schema"], "dynamic")
+    cores = [core.call("counts", {}) for core in server.engine.engine_core.cores.values()]
+    found = {
+        family.name: {sample.labels: sample.value for sample in family.samples}
+        for family in families([EngineStats(workers=(), core=core) for core in cores])
+    }
+    assert found["headgate_steering_rule_rows"] == {("0", "calm"): 2, ("1", "calm"): 2}
+    assert found["headgate_steering_gate_rows"] == {("0", "gate0"): 3, ("1", "gate0"): 3}

@@ -6,7 +6,7 @@ from typing import Any
 
 from headgate.capture.engine.contracts.request_part import AsyncEngineCores, EngineCores
 from headgate.steering.control.rules import operations
-from headgate.steering.control.rules.operations import RuleStatus
+from headgate.steering.control.rules.operations import DynamicStatus, RuleStatus
 from headgate.steering.core.audit import OPERATOR, Actor
 from headgate.steering.vectors.phase_vectors import Steerable
 
@@ -55,6 +55,10 @@ class Rules:
         """Return the registered rules, by name."""
         return self._cores.run(operations.rules())
 
+    def dynamic(self) -> DynamicStatus:
+        """Return probes, rules and gates, with the rows that they wrote so far."""
+        return self._cores.run(operations.dynamic())
+
 
 class AsyncRules:
     """Rules of an `AsyncLLM`. Changes are noted as those of `by`."""
@@ -77,3 +81,7 @@ class AsyncRules:
     async def rules(self) -> dict[str, RuleStatus]:
         """See `Rules.rules`."""
         return await self._cores.run(operations.rules())
+
+    async def dynamic(self) -> DynamicStatus:
+        """See `Rules.dynamic`."""
+        return await self._cores.run(operations.dynamic())

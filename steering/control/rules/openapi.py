@@ -1,4 +1,4 @@
-"""The OpenAPI description of ``/v1/steering/rules``. Plain data."""
+"""The OpenAPI description of ``/v1/steering/rules`` and ``/v1/steering/dynamic``. Plain data."""
 
 from __future__ import annotations
 
@@ -109,5 +109,34 @@ UNREGISTER: dict[str, Any] = {
         object_of({"status": STATUS_OK, "name": TEXT}, required=("status", "name")),
         {"status": "ok", "name": "calm-down"},
         *(400, 403, 404, 415),
+    ),
+}
+_ACTIVITY: Schema = {
+    "name": TEXT,
+    "applies_to": _APPLIES_TO,
+    "observes": {"type": "boolean"},
+    "rows": {**COUNT, "description": "That it wrote; if it observes, on which it would have."},
+}
+_DYNAMIC: Schema = {
+    "probes": list_of(TEXT),
+    "rules": list_of(object_of(_ACTIVITY, required=tuple(_ACTIVITY))),
+    "gates": {
+        "type": "object",
+        "additionalProperties": COUNT,
+        "description": "Rows that gates of requests wrote, by name, where a trace was wanted or rules acted.",
+    },
+    "requests_with_gates": COUNT,
+}
+DYNAMIC: dict[str, Any] = {
+    "summary": "What is read of requests, and what that turned on",
+    "responses": answers_of(
+        object_of(_DYNAMIC, required=tuple(_DYNAMIC)),
+        {
+            "probes": ["anger"],
+            "rules": [{"name": "calm-down", "applies_to": "all", "observes": False, "rows": 12}],
+            "gates": {"gate0": 3},
+            "requests_with_gates": 1,
+        },
+        404,
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -42,6 +43,62 @@ class RuleStatus:
         """Make it from an engine core's description, which may say more."""
         values = {field.name: described[field.name] for field in fields(cls)}
         return cls(**{**values, "probes": tuple(described["probes"]), "sites": tuple(described["sites"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuleActivity:
+    """A registered rule, and the rows that it wrote so far.
+
+    Attributes:
+        name: The rule's.
+        applies_to: ``all``, ``opt_in`` or ``opt_out``.
+        observes: Whether nothing acts.
+        rows: Rows that it wrote; if it observes, rows on which it would have.
+    """
+
+    name: str
+    applies_to: str
+    observes: bool
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicStatus:
+    """What is read of requests, and what that turned on, over all engine cores.
+
+    Attributes:
+        probes: Names of registered probes.
+        rules: Registered rules.
+        gates: Rows that gates of requests wrote, by their names, where a trace was wanted or rules acted; beyond 256
+            names all others are counted as ``(others)``.
+        requests_with_gates: Requests with gates of their own, now.
+    """
+
+    probes: tuple[str, ...]
+    rules: tuple[RuleActivity, ...]
+    gates: Mapping[str, int]
+    requests_with_gates: int
+
+
+def dynamic() -> Operation[DynamicStatus]:
+    """Ask what gates and rules do."""
+    answers: Sequence[Mapping[str, Any]] = yield CoreCall(method="dynamic", args={})
+    rows, gates = Counter[str](), Counter[str]()
+    for answer in answers:
+        rows.update({rule["name"]: rule["rows"] for rule in answer["rules"]})
+        gates.update(answer["gates"])
+    rules = tuple(
+        RuleActivity(
+            name=rule["name"], applies_to=rule["applies_to"], observes=rule["observes"], rows=rows[rule["name"]]
+        )
+        for rule in answers[0]["rules"]
+    )
+    return DynamicStatus(
+        probes=tuple(answers[0]["probes"]),
+        rules=rules,
+        gates=dict(gates),
+        requests_with_gates=sum(answer["requests_with_gates"] for answer in answers),
+    )
 
 
 def register_rule(

@@ -1,4 +1,4 @@
-"""HTTP routes ``/v1/steering/rules``; servers alone load this module."""
+"""HTTP routes ``/v1/steering/rules`` and ``/v1/steering/dynamic``; servers alone load this module."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from headgate.steering.vectors.phase_vectors import check_name
 
 
 def open_rule_routes(services: RouteServices) -> APIRouter:
-    """Return the router of ``/v1/steering/rules``."""
+    """Return the router of ``/v1/steering/rules`` and ``/v1/steering/dynamic``."""
     routes = RuleRoutes(services)
-    router = APIRouter(prefix="/v1/steering/rules", tags=["steering"])
+    router = APIRouter(prefix="/v1/steering", tags=["steering"])
     keyed = [Depends(services.require_key)]
     for path, answer, about in (
-        ("/register", routes.register, openapi.REGISTER),
-        ("/unregister", routes.unregister, openapi.UNREGISTER),
+        ("/rules/register", routes.register, openapi.REGISTER),
+        ("/rules/unregister", routes.unregister, openapi.UNREGISTER),
     ):
         router.add_api_route(path, answer, methods=["POST"], dependencies=keyed, response_model=None, **about)
-    router.add_api_route("", routes.rules, methods=["GET"], response_model=None, **openapi.RULES)
+    router.add_api_route("/rules", routes.rules, methods=["GET"], response_model=None, **openapi.RULES)
+    router.add_api_route("/dynamic", routes.dynamic, methods=["GET"], response_model=None, **openapi.DYNAMIC)
     return router
 
 
@@ -62,6 +63,10 @@ class RuleRoutes:
         """Return the registered rules."""
         found = await self._handle().rules()
         return {"rules": [dataclasses.asdict(rule) for rule in found.values()], "count": len(found)}
+
+    async def dynamic(self) -> dict[str, Any]:
+        """Return probes, rules and gates, with the rows that they wrote so far."""
+        return dataclasses.asdict(await self._handle().dynamic())
 
     def _handle(self) -> AsyncSteering:
         return cast("AsyncSteering", self._services.handle())

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Reservations
+from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
+from headgate.steering.core.rules.step_readings import StepReadings
 from headgate.steering.gates.rule import Rule, rule_key
 from headgate.steering.vectors.phase_vectors import check_name
 
@@ -20,6 +22,7 @@ class RuleState(Protocol):
     """As much of `headgate.steering.core.state.SteeringState` as is used here."""
 
     rules: RuleRegistry
+    probes: ProbeRegistry
     version: int
 
     def read_rule(self, rule: Rule, others: Collection[KeptRule]) -> KeptRule: ...
@@ -35,9 +38,18 @@ class RuleCalls:
         reservations: Of the slots.
         services: Asks for block keys anew.
         tell: Tells the workers.
+        readings: Of steps, for which a change counts from the next step on.
     """
 
-    def __init__(self, state: RuleState, reservations: Reservations[str], services: CoreServices, tell: Tell) -> None:
+    def __init__(
+        self,
+        state: RuleState,
+        reservations: Reservations[str],
+        services: CoreServices,
+        tell: Tell,
+        readings: StepReadings,
+    ) -> None:
+        self._readings = readings
         self._state = state
         self._reservations = reservations
         self._services = services
@@ -51,6 +63,7 @@ class RuleCalls:
             "unregister_rule": self._unregister,
             "rules": lambda: [rule.described() for rule in self._state.rules.all()],
             "export_rule": self._export,
+            "dynamic": self._dynamic,
         }
 
     def register(self, rule: Rule) -> KeptRule:
@@ -99,7 +112,22 @@ class RuleCalls:
         self._tell("set_rules", _to_workers(rules.values()), _to_workers(self._state.rules.all()))
         self._state.rules.put(rules)
         self._state.count_change()
-        self._services.rekey_running()
+        self._readings.change_rules(self._services.rekey_running())
+
+    def rule_rows(self) -> dict[str, int]:
+        """Return the rows that each rule wrote, those of rules that are off now included."""
+        known = dict.fromkeys((rule.name for rule in self._state.rules.all()), 0)
+        return {**known, **self._readings.counts.rules}
+
+    def _dynamic(self) -> dict[str, Any]:
+        """Return what reads and acts now, with the rows that it wrote so far."""
+        rows = self.rule_rows()
+        return {
+            "probes": list(self._state.probes.all()),
+            "rules": [{**rule.described(), "rows": rows[rule.name]} for rule in self._state.rules.all()],
+            "gates": dict(self._readings.counts.gates),
+            "requests_with_gates": self._readings.num_gated,
+        }
 
     def _export(self, name: str) -> dict[str, Any] | None:
         """Return a rule as ``register_rule`` takes it, to register it again; None if there is none of that name."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Demand, Load
 from headgate.steering.gates.layout import Layout, layout_of
-from headgate.steering.gates.rule import Rule, Selection, rule_key
+from headgate.steering.gates.rule import Rule, rule_key
 from headgate.steering.programs.gate_codes import Mode, Scope
 from headgate.steering.programs.program import Program
 
@@ -53,6 +53,12 @@ class KeptRule:
     def end(self) -> int:
         """The column behind its last one."""
         return self.first + self.layout.num_columns
+
+    @property
+    def counted_column(self) -> int:
+        """Column of the strength whose rows are counted: that which was written, or of a rule that observes, shown."""
+        (gate,) = self.layout.gates
+        return gate.column + self.rule.gate.then.observes
 
     @property
     def demand(self) -> Demand:
@@ -136,8 +142,20 @@ class RuleKeys(NamedTuple):
 NO_RULES = RuleKeys()
 
 
+class _Rules(NamedTuple):
+    """The rules of one moment.
+
+    Attributes:
+        by_name: In the order of the names.
+        by_selection: Those that act on requests with a selection, as far as anybody asked.
+    """
+
+    by_name: Mapping[str, KeptRule]
+    by_selection: dict[tuple[str, ...] | None, tuple[KeptRule, ...]]
+
+
 class _Request(NamedTuple):
-    selection: Selection
+    selection: tuple[str, ...] | None
     num_prompt: int
 
 
@@ -154,17 +172,16 @@ class RuleRegistry:
         self._first = first_column
         self._num_columns = num_columns
         self._max_rules = max_rules
-        self._rules: Mapping[str, KeptRule] = {}
-        """In the order of the names; replaced as a whole by each change."""
+        self._now = _Rules({}, {})
         self._requests: dict[str, _Request] = {}
 
     def all(self) -> tuple[KeptRule, ...]:
         """Return all rules, in the order of their names, in which they act."""
-        return tuple(self._rules.values())
+        return tuple(self._now.by_name.values())
 
     def find(self, name: str) -> KeptRule | None:
         """Return the rule of that name, if there is one."""
-        return self._rules.get(name)
+        return self._now.by_name.get(name)
 
     def place(self, rule: Rule) -> int:
         """Return the first of the columns that a rule can have: other rules keep theirs.
@@ -193,29 +210,29 @@ class RuleRegistry:
 
     def with_rule(self, rule: KeptRule) -> dict[str, KeptRule]:
         """Return the rules with one, in place of an earlier one of its name, for `put`."""
-        return dict(sorted({**self._rules, rule.name: rule}.items()))
+        return dict(sorted({**self._now.by_name, rule.name: rule}.items()))
 
     def without(self, name: str) -> dict[str, KeptRule]:
         """Return the rules without one, for `put`."""
-        return {other: rule for other, rule in self._rules.items() if other != name}
+        return {other: rule for other, rule in self._now.by_name.items() if other != name}
 
     def put(self, rules: Mapping[str, KeptRule]) -> None:
         """Make `rules` the registered ones."""
-        self._rules = rules
+        self._now = _Rules(rules, {})
 
     def names(self) -> list[dict[str, Any]]:
         """Return plain values for front ends, each with the rule's key among registered names as ``name``."""
-        return [{"name": rule_key(name)} for name in self._rules]
+        return [{"name": rule_key(name)} for name in self._now.by_name]
 
-    def add(self, req_id: str, selection: Selection, num_prompt: int) -> None:
+    def add(self, req_id: str, selection: tuple[str, ...] | None, num_prompt: int) -> None:
         """Add a request, whether anything steers it or not.
 
         Raises:
             RequestError: If it names a rule that is not there.
         """
         for index, name in enumerate(selection or ()):
-            if name not in self._rules:
-                known = ", ".join(self._rules) or "none"
+            if name not in self._now.by_name:
+                known = ", ".join(self._now.by_name) or "none"
                 raise RequestError(f"steering_rules[{index}]", f"unknown rule {name!r}; registered: {known}")
         if self._max_rules:
             self._requests[req_id] = _Request(selection, num_prompt)
@@ -226,9 +243,15 @@ class RuleRegistry:
 
     def acting(self, req_id: str) -> tuple[KeptRule, ...]:
         """Return the rules that act on a request now, in the order in which they do."""
-        if not self._rules or (request := self._requests.get(req_id)) is None:
+        now = self._now
+        if not now.by_name or (request := self._requests.get(req_id)) is None:
             return ()
-        return tuple(each for each in self.all() if each.rule.applies_to.acts(each.name, request.selection))
+        found = now.by_selection.get(request.selection)
+        if found is None:
+            rules = now.by_name.values()
+            found = tuple(each for each in rules if each.rule.applies_to.acts(each.name, request.selection))
+            now.by_selection[request.selection] = found
+        return found
 
     def keys(self, req_id: str) -> RuleKeys:
         """Return the content keys of the rules that act on a request now."""
