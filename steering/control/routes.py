@@ -18,7 +18,7 @@ from headgate.capture.engine.contracts.route_part import RouteServices
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site, parse_hook
 from headgate.steering.control import openapi, openapi_saes
-from headgate.steering.control.bodies import actor_of, name_in, read_fields
+from headgate.steering.control.bodies import actor_of, name_in, read_fields, read_steering, short_names
 from headgate.steering.control.handle import AsyncSteering
 from headgate.steering.control.operations import SteeringStatus
 from headgate.steering.core.audit import SIZE, Actor
@@ -85,8 +85,8 @@ class SteeringRoutes:
         the same tier, and an empty list takes them back. With `replace` everything else is removed.
         """
         handle = self._handle()
-        with self._services.client_errors():
-            document = await self._read(request, (*DOCUMENT_FIELDS, "replace"))
+        services, known = self._services, (*DOCUMENT_FIELDS, "replace")
+        with services.client_errors(), short_names(await read_steering(services, request, known)) as document:
             replace = document.get("replace") or False
             if not isinstance(replace, bool):
                 raise RequestError("replace", f"expected true or false, got {shown(replace)}")
@@ -113,8 +113,8 @@ class SteeringRoutes:
         Requests that run already keep the content that the name had when they were made.
         """
         handle = self._handle()
-        with self._services.client_errors():
-            document = await self._read(request, ("name", *MODULE_DOCUMENT_FIELDS))
+        services, known = self._services, ("name", *MODULE_DOCUMENT_FIELDS)
+        with services.client_errors(), short_names(await read_steering(services, request, known)) as document:
             tiers = await asyncio.to_thread(read_tiers, document, handle.steerable)
             others = {**tiers, **operations_in(document, MODULE_DOCUMENT_FIELDS)}
             vectors = others.pop("vectors")

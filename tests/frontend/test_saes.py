@@ -183,3 +183,39 @@ def test_modules_may_hold_features_and_reconstructions(started: Callable[..., Se
     assert (other.status_code, other.json()["error"]["param"]) == (400, "sae_reconstruction[0]")
     assert [sae["is_encoded"] for sae in server.get(SAES).json()["saes"]] == [True]
     assert (both.status_code, both.json()["error"]["param"]) == (400, "features")
+
+
+def test_fields_may_have_their_names_in_requests(started: Callable[..., Server]) -> None:
+    server = started()
+    vectors = {"post_mlp": {"2": [1.0] * WIDTH}}
+    ablate = {"at": "2.post_mlp", "method": "ablate", "vector": [2.0] * WIDTH}
+    short = {"vectors": vectors, "prefill_ops": [ablate], "decode_features": [EDIT]}
+    long = {"steering_vectors": vectors, "prefill_steering_ops": [ablate], "decode_steering_features": [EDIT]}
+
+    first, second = (server.post(MODULE, name="m", **fields) for fields in (short, long))
+    done = server.post("/v1/steering/set", steering_ops=[ablate], decode_steering_vectors=vectors)
+
+    assert second.json() == {**first.json(), "version": 2}
+    assert first.json()["decode"]["op_sites"] == first.json()["prefill"]["op_sites"] == ["2.post_mlp"]
+    assert done.json() == {"status": "ok", "hook_points": ["post_mlp"], "layers_updated": [2]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"steering_ops": [{"at": "2.post_mlp", "method": "bend"}]}, "steering_ops[0].method"),
+        ({"steering_vectors": {"post_mlp": {"2": [1.0]}}}, "steering_vectors.post_mlp.2"),
+        ({"steering_ops": [], "ops": []}, "ops"),
+        ({"steering_name": "m"}, "steering_name"),
+    ],
+)
+def test_errors_have_the_names_that_the_client_wrote(
+    started: Callable[..., Server], fields: dict[str, Any], field: str
+) -> None:
+    server = started()
+
+    for path, more in ((MODULE, {"name": "n"}), ("/v1/steering/set", {})):
+        answer = server.post(path, **more, **fields)
+
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        assert answer.json()["error"]["message"].startswith(f"{field}: ")
