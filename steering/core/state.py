@@ -21,14 +21,13 @@ from headgate.steering.core.content import (
     demand_of,
     described,
 )
-from headgate.steering.core.gates import GateContent, gated, lowered_rule
+from headgate.steering.core.gates import GateContent, gated
 from headgate.steering.core.modules import Module, ModuleRegistry
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import Resolved, check_scales, module_programs, resolved_of
-from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
+from headgate.steering.core.rules.registry import RuleRegistry
 from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.gates.layout import COLUMNS_PER_GATE
-from headgate.steering.gates.rule import Rule, fields_of_rule
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
@@ -132,6 +131,8 @@ class SteeringState:
         steerable: The model; None if there can be no gates.
 
     Attributes:
+        limits: As given.
+        steerable: As given.
         saes: The SAEs whose features can be changed.
         probes: The probes that gates can name.
         rules: Gates that act on requests which did not ask.
@@ -142,8 +143,8 @@ class SteeringState:
     """
 
     def __init__(self, dtype: StoredType, limits: Limits = NO_ENTRIES, steerable: Steerable | None = None) -> None:
-        self._limits = limits
-        self._steerable = steerable
+        self.limits = limits
+        self.steerable = steerable
         self.saes = SaeRegistry(dtype, limits.features)
         self.probes = ProbeRegistry()
         self.rules = _rule_registry(steerable)
@@ -162,7 +163,7 @@ class SteeringState:
         """
         spec = tiers.phases(self._dtype, field)
         for program in (spec.prefill_program, spec.decode_program):
-            check_shared([program] if program else [], self._limits, "the global state", field)
+            check_shared([program] if program else [], self.limits, "the global state", field)
         return spec
 
     def lowered(self, spec: SteeringSpec) -> Programs:
@@ -206,7 +207,7 @@ class SteeringState:
         if not any((spec.prefill, spec.decode, *programs)):
             raise RequestError(field, f"module {name!r} has no vector other than zero, no operation and no feature")
         for program in programs:
-            check_shared([program] if program else [], self._limits, f"module {name!r}", field)
+            check_shared([program] if program else [], self.limits, f"module {name!r}", field)
         largest = max(peak(spec.prefill), peak(spec.decode))
         check_limit(largest, self._dtype, field)
         return Module(
@@ -272,36 +273,18 @@ class SteeringState:
             check_scales(named, field)
             resolved = resolved_of(spec, self._programs(spec, features), named, num_prompt)
             for program, brought in zip(resolved.own, module_programs(named), strict=True):
-                check_programs([*(one for one, _ in brought), *([program] if program else [])], self._limits, field)
+                check_programs([*(one for one, _ in brought), *([program] if program else [])], self.limits, field)
             parts = frozenset(key for found in resolved.parts for key, _ in found)
             self._registry.hold(req_id, parts)
             modules = {module.name: module for module in self._registry.all()} if spec.gates else {}
         if not spec.gates:
             return resolved
         try:
-            content = GateContent(self._steerable, self.probes, self.saes, modules)
-            return gated(spec, resolved, named, content, self._limits, num_prompt)
+            content = GateContent(self.steerable, self.probes, self.saes, modules)
+            return gated(spec, resolved, named, content, self.limits, num_prompt)
         except BaseException:
             self.release(req_id)
             raise
-
-    def read_rule(self, rule: Rule, others: Collection[KeptRule]) -> KeptRule:
-        """Return a rule with its programs, to reserve its slots before it is registered beside `others`.
-
-        Raises:
-            RequestError: If something that it names is not there, or there is no room for its columns or entries.
-        """
-        first = self.rules.place(rule)
-        with self._registry.lock:
-            modules = {module.name: module for module in self._registry.all()}
-        with fields_of_rule():
-            content = GateContent(self._steerable, self.probes, self.saes, modules)
-            return lowered_rule(rule, content, self._limits, first, others)
-
-    def count_change(self) -> None:
-        """Count a change of something else than vectors and modules."""
-        with self._registry.lock:
-            self.version += 1
 
     def release(self, req_id: str) -> None:
         """Stop keeping the content of a request that was freed or refused, if it refers to any."""

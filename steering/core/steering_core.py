@@ -17,7 +17,7 @@ import numpy as np
 from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
 from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.schema.errors import ConfigError, RequestError
-from headgate.steering.config import SaeSource, SteeringConfig, parse_config
+from headgate.steering.config import WHERE, SaeSource, SteeringConfig, parse_config
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import Audit
 from headgate.steering.core.content import Limits
@@ -258,22 +258,6 @@ class SteeringCore:
         except (ProbeError, RequestError, OSError) as error:
             raise ConfigError(f"additional_config['headgate']['steering'].probes.{name} (--probes): {error}") from error
 
-    def load_rules(self, path: str | None, steerable: Steerable) -> None:
-        """Register the rules of the configuration's file, if there is one.
-
-        Raises:
-            ConfigError: If it cannot be read, something that a rule names is not there, or there is no room.
-        """
-        for rule in () if path is None else load_rules(Path(path), steerable):
-            try:
-                self._operator.rules.register(rule)
-            except RequestError as error:
-                raise ConfigError(
-                    f"additional_config['headgate']['steering'].rules_file (--steering-rules): {path}: rule "
-                    f"{rule.name!r}: {error}"
-                ) from error
-            logger.info("steering: rule %s, for %s", rule.name, rule.applies_to.value)
-
     def room(self) -> str:
         """Return a line on the slots for the log."""
         names = ", ".join(module.name for module in self._state.modules()) or "none"
@@ -296,9 +280,23 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
         core.load(name, path, steerable)
     for name, path in config.probes.items():
         core.load_probe(name, path, steerable)
-    core.load_rules(config.rules_file, steerable)
+    _load_rules(core, config.rules_file, steerable)
     logger.info("steering: %s", core.room())
     return core
+
+
+def _load_rules(core: SteeringCore, path: str | None, steerable: Steerable) -> None:
+    """Register the rules of the configuration's file, if there is one.
+
+    Raises:
+        ConfigError: If it cannot be read, something that a rule names is not there, or there is no room.
+    """
+    for rule in () if path is None else load_rules(Path(path), steerable):
+        try:
+            core.call("register_rule", {"name": rule.name, "rule": rule.to_wire()})
+        except RequestError as error:
+            raise ConfigError(f"{WHERE}.rules_file (--steering-rules): {path}: rule {rule.name!r}: {error}") from error
+        logger.info("steering: rule %s, for %s", rule.name, rule.applies_to.value)
 
 
 BLOCK_KEY_TAG = "headgate"

@@ -107,7 +107,8 @@ class WorkerSteering:
         """Add a request with its `SteeringWire`, in which the core resolved the modules; None if it is not steered."""
         if wire is None:
             self.table.add(req_id, num_prompt)
-            self._add_gates(req_id, OwnGates(num_prompt))
+            if self.gates is not None:
+                self.gates.add(req_id, OwnGates(num_prompt))
             return
         own = from_wire(wire)
         prefill, decode = (
@@ -118,11 +119,8 @@ class WorkerSteering:
         acting_later = acting if decode == prefill else self._acting(*decode)
         self.table.add(req_id, num_prompt, acting, acting_later, own.rules)
         programs = tuple(program for program in (own.prefill_program, own.decode_program) if program is not None)
-        self._add_gates(req_id, OwnGates(num_prompt, programs, own.rules, bool(wire.get("trace"))))
-
-    def _add_gates(self, req_id: str, own: OwnGates) -> None:
         if self.gates is not None:
-            self.gates.add(req_id, own)
+            self.gates.add(req_id, OwnGates(num_prompt, programs, own.rules, bool(wire.get("trace"))))
 
     def remove(self, req_id: str) -> None:
         """Remove a request."""

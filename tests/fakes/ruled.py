@@ -8,6 +8,7 @@ import numpy as np
 
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.core.content import Limits
+from headgate.steering.core.rules.calls import made_rule
 from headgate.steering.core.rules.registry import KeptRule
 from headgate.steering.core.state import SteeringState
 from headgate.steering.requests.rules.rule_fields import read_rule
@@ -53,8 +54,7 @@ class Rules:
     def on(self, name: str, **fields: Any) -> list[dict[str, Any]]:
         """Register a rule; returns all, as workers are told."""
         registry = self.state.rules
-        others = [each for each in registry.all() if each.name != name]
-        made = self.state.read_rule(read_rule(name, document(**fields), STEERABLE), others)
+        made = made_rule(self.state, read_rule(name, document(**fields), STEERABLE))
         return self.put(registry.with_rule(made))
 
     def off(self, name: str) -> list[dict[str, Any]]:

@@ -128,7 +128,7 @@ _DYNAMIC: Schema = {
     "requests_with_gates": COUNT,
 }
 DYNAMIC: dict[str, Any] = {
-    "summary": "What is read of requests, and what that turned on",
+    "summary": "Probes, gates and rules, with the rows that these wrote",
     "responses": answers_of(
         object_of(_DYNAMIC, required=tuple(_DYNAMIC)),
         {

@@ -64,7 +64,7 @@ class RuleActivity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicStatus:
-    """What is read of requests, and what that turned on, over all engine cores.
+    """Probes, gates and rules of all engine cores, with the rows that these wrote.
 
     Attributes:
         probes: Names of registered probes.

@@ -8,11 +8,15 @@ from typing import Any, Protocol
 from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Reservations
+from headgate.steering.core.content import Limits
+from headgate.steering.core.gates import GateContent, lowered_rule
+from headgate.steering.core.modules import Module
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
 from headgate.steering.core.rules.step_readings import StepReadings
-from headgate.steering.gates.rule import Rule, rule_key
-from headgate.steering.vectors.phase_vectors import check_name
+from headgate.steering.core.saes import SaeRegistry
+from headgate.steering.gates.rule import Rule, fields_of_rule, rule_key
+from headgate.steering.vectors.phase_vectors import Steerable, check_name
 
 Tell = Callable[[str, Mapping[str, Any], Mapping[str, Any]], None]
 """Has all workers do a method with arguments, or undo it with others."""
@@ -23,11 +27,26 @@ class RuleState(Protocol):
 
     rules: RuleRegistry
     probes: ProbeRegistry
+    saes: SaeRegistry
+    limits: Limits
+    steerable: Steerable | None
     version: int
 
-    def read_rule(self, rule: Rule, others: Collection[KeptRule]) -> KeptRule: ...
+    def modules(self) -> tuple[Module, ...]: ...
 
-    def count_change(self) -> None: ...
+
+def made_rule(state: RuleState, rule: Rule) -> KeptRule:
+    """Return a rule with its programs, to reserve its slots before it is registered.
+
+    Raises:
+        RequestError: If something that it names is not there, or there is no room for its columns or entries.
+    """
+    first = state.rules.place(rule)
+    others = [each for each in state.rules.all() if each.name != rule.name]
+    modules = {module.name: module for module in state.modules()}
+    with fields_of_rule():
+        content = GateContent(state.steerable, state.probes, state.saes, modules)
+        return lowered_rule(rule, content, state.limits, first, others)
 
 
 class RuleCalls:
@@ -75,8 +94,7 @@ class RuleCalls:
         """
         rules, name = self._state.rules, rule.name
         self._services.check_rekey("name")
-        others = [each for each in rules.all() if each.name != name]
-        made, earlier = self._state.read_rule(rule, others), rules.find(name)
+        made, earlier = made_rule(self._state, rule), rules.find(name)
         key = rule_key(name)
         self._reservations.keep_module(key, made.demand, "then")
         try:
@@ -111,7 +129,7 @@ class RuleCalls:
         """Have the workers and the state change to `rules`, between two steps."""
         self._tell("set_rules", _to_workers(rules.values()), _to_workers(self._state.rules.all()))
         self._state.rules.put(rules)
-        self._state.count_change()
+        self._state.version += 1
         self._readings.change_rules(self._services.rekey_running())
 
     def rule_rows(self) -> dict[str, int]:

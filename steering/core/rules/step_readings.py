@@ -1,4 +1,4 @@
-"""What gates and rules did, from the readings of steps: the traces of requests, and counts of rows."""
+"""Readings of steps become the traces of requests, and counts of the rows that gates and rules wrote."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def slots_needed(max_num_seqs: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OwnGates:
-    """What a request brings with respect to gates; it may have none.
+    """A request with respect to gates; it may have none.
 
     Attributes:
         num_prompt: Tokens of its prompt.
@@ -207,7 +207,8 @@ class GatedBatch:
 
     def cleared(self, rows: GateRows) -> Int32Array:
         """Return the slots of requests that begin, or begin anew, in a step: nothing of before may be found there."""
-        return self.slots[self._is_new | (rows.firsts == 0)]
+        cleared: Int32Array = self.slots[self._is_new | (rows.firsts == 0)]
+        return cleared
 
     def is_decoding(self, rows: GateRows) -> bool:
         """Whether each request has one generated row that goes on from its states."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 
 import numpy as np
@@ -291,13 +292,26 @@ class RowTable:
         They are called between steps, when the worker may not know yet which requests have finished; so the slots wait
         for the next `add` or `batch`, which come after that is known. Calling this earlier is right where it is known.
         """
+        changes: list[Callable[[], None]] = []
         if self._new_global is not None:
-            shared, self._new_global = self._new_global, None
-            self._recompute(lambda: self._sums.change_global(shared))
+            changes.append(partial(self._sums.change_global, self._new_global))
         if self._new_rules is not None:
-            rules, self._new_rules = self._new_rules, None
-            self._rules = rules
-            self._recompute(lambda: self._sums.change_rules(rules))
+            self._rules = self._new_rules
+            changes.append(partial(self._sums.change_rules, self._rules))
+        self._new_global = self._new_rules = None
+        if changes:
+            # Every sum in use is computed anew, in one set of writes. All slots are released before new ones are
+            # acquired, so the pool needs no room for old and new side by side.
+            modules = [self._modules[name] for name in self._modules if name not in self._new_modules]
+            holders = [(holder, holder.own) for holder in (*modules, *self._requests.values())]
+            for holder, _ in holders:
+                self._sums.release(holder.sums)
+            for change in changes:
+                change()
+            for at, (holder, own) in enumerate(holders):
+                rules = () if at < len(modules) else acting_of(self._rules, holder.selection)
+                holder.sums = self._sums.acquire(own, rules)
+            self._num_steered = self._sums.has_global + sum(one.sums != NO_SUMS for one in self._requests.values())
         while self._new_modules:
             name, vectors = self._new_modules.popitem()
             self._modules[name].sums = self._sums.acquire(vectors)
@@ -341,22 +355,6 @@ class RowTable:
     def checksum(self) -> int:
         """Return the state as a number, equal on tensor-parallel ranks. For debugging; see `SlotPool.checksum`."""
         return self._rows.checksum(self._pool.checksum())
-
-    def _recompute(self, change: Callable[[], None]) -> None:
-        """Change what acts on everybody, and compute every sum in use anew, in one set of writes.
-
-        All slots are released before new ones are acquired, so the pool needs no room for old and new side by side.
-        """
-        modules = [self._modules[name] for name in self._modules if name not in self._new_modules]
-        holders = [(holder, holder.own) for holder in (*modules, *self._requests.values())]
-        for holder, _ in holders:
-            self._sums.release(holder.sums)
-        change()
-        for holder, own in holders[: len(modules)]:
-            holder.sums = self._sums.acquire(own)
-        for holder, own in holders[len(modules) :]:
-            holder.sums = self._sums.acquire(own, acting_of(self._rules, holder.selection))
-        self._num_steered = self._sums.has_global + sum(one.sums != NO_SUMS for one in self._requests.values())
 
 
 def _groups_of(acting: Vectors | None, num_prompt: int) -> tuple[PositionSelector, ...]:

@@ -33,7 +33,7 @@ class Ruled(Worker):
         self.call("set_rules", rules=self.rules.off(name))
 
     def ran(self, first_values: list[float], *requests: tuple[str, int, int]) -> list[float]:
-        """What a step adds along ``unit(1)`` to rows whose first value is given."""
+        """The values that a step adds along ``unit(1)`` to rows whose first value is given."""
         self.step(*requests)
         x = torch.zeros(len(first_values), HIDDEN)
         x[:, 0] = torch.tensor(first_values)

@@ -18,7 +18,7 @@ COLUMNS = 40
 
 
 def readings(*rows: tuple[str, int, list[dict[int, float]]]) -> dict[str, Any]:
-    """What a worker tells: of each request the position of its first row, and some columns of each row."""
+    """As a worker tells: of each request the position of its first row, and some columns of each row."""
     values = np.full((sum(len(told) for *_, told in rows), COLUMNS), 7.0, np.float32)  # stale but where told
     listed = [each for *_, told in rows for each in told]
     for value, each in zip(values, listed, strict=True):
