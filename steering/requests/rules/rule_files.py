@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from headgate.capture.schema.errors import ConfigError, RequestError, shown
 from headgate.steering.gates.rule import Rule
