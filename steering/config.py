@@ -39,6 +39,8 @@ DEFAULT_FEATURES = 64
 MAX_FEATURES = 1024
 DEFAULT_GATES = 8
 MAX_GATES = 64
+DEFAULT_RULES = 8
+MAX_RULES = 64
 ENTRIES_PER_GATE = 5
 """Entries of a gate at one site, on the average; one is the attenuation that it may be."""
 MAX_WAITING = 1024
@@ -101,6 +103,9 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         max_gates: Gates of one request; 0 for none. Where there are op sites, gates take
             ``4 * 8 * max_gates`` bytes of device memory for each batch row and twice that for each of `max_num_seqs`
             requests, and ``(2 * max_num_seqs + 3) * 5 * max_gates * 48`` bytes at each op site.
+        max_rules: Rules that can be registered at a time; 0 for none. They take as much memory as gates do, and
+            ``(2 * max_num_seqs + 3) * (2 * max_ops_per_site + max_sae_features) * 48`` bytes at each op site beside.
+        rules_file: File of rules to register at start, a list in YAML or JSON; none if None.
         probes: ``{name: path}`` of probes that gates can name (``.safetensors``). The site of each is an op site by
             that.
         modules: ``{name: path}`` of named modules to load at start, from files of every format that
@@ -125,6 +130,8 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sae_root: str | None = None
     max_sae_features: int = DEFAULT_FEATURES
     max_gates: int = DEFAULT_GATES
+    max_rules: int = DEFAULT_RULES
+    rules_file: str | None = None
     probes: dict[str, str] = msgspec.field(default_factory=dict)
     modules: dict[str, str] = msgspec.field(default_factory=dict)
     audit_file: str | None = None
@@ -151,6 +158,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             max_sae_features=self.num_features,
             max_changes=self.num_changes,
             max_gates=self.max_gates,
+            max_rules=self.max_rules,
         )
 
     @property
@@ -181,15 +189,16 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Entries of a program at one site.
 
         Two for each operation, of a request's and of the global ones, one for its vectors, and one for each feature;
-        one for a reconstruction if there can be one; and those that evaluate gates.
+        one for a reconstruction if there can be one; those that evaluate gates; and those of rules.
         """
-        of_gates = ENTRIES_PER_GATE * self.max_gates
+        of_gates = ENTRIES_PER_GATE * (self.max_gates + self.max_rules)
+        of_gates += (2 * self.max_ops_per_site + self.num_features) * bool(self.max_rules)
         return 4 * self.max_ops_per_site + 1 + self.num_features + bool(self.sae_encode) + of_gates
 
     @property
     def num_columns(self) -> int:
-        """Numbers that gates keep for each row."""
-        return COLUMNS_PER_GATE * self.max_gates
+        """Numbers that gates keep for each row: those of requests first, those of rules behind them."""
+        return COLUMNS_PER_GATE * (self.max_gates + self.max_rules)
 
     def encoded_saes(self, hidden_size: int) -> dict[Site, SparseCoder]:
         """Open the SAEs of `sae_encode`, by site.
@@ -358,6 +367,8 @@ def _check(config: SteeringConfig) -> None:
         raise ConfigError(f"{WHERE}: max_ops_per_site must be from 1 to {MAX_OPS}, got {config.max_ops_per_site}")
     if not 0 <= config.max_gates <= MAX_GATES:
         raise ConfigError(f"{WHERE}: max_gates must be from 0 to {MAX_GATES}, got {config.max_gates}")
+    if not 0 <= config.max_rules <= MAX_RULES:
+        raise ConfigError(f"{WHERE}: max_rules must be from 0 to {MAX_RULES}, got {config.max_rules}")
     if config.max_waiting is not None and config.max_waiting < 0:
         raise ConfigError(f"{WHERE}: max_waiting must be at least 0, got {config.max_waiting}")
     if config.max_wait_s is not None and not config.max_wait_s > 0:

@@ -11,13 +11,15 @@ from headgate.capture.engine.contracts.request_part import FlagGroup
 from headgate.capture.engine.setup.cli_flags import add_repeatable_flag, json_object
 from headgate.capture.engine.setup.server_args import take_flag
 from headgate.capture.schema.errors import ConfigError
-from headgate.steering.config import DEFAULT_FEATURES, DEFAULT_GATES, DEFAULT_OPS
+from headgate.steering.config import DEFAULT_FEATURES, DEFAULT_GATES, DEFAULT_OPS, DEFAULT_RULES
 
 _SIZES = ("max_steering_slots", "max_steering_configs")
 _WAITS = {"max_steering_waiting": "max_waiting", "max_steering_wait_s": "max_wait_s"}
 _SAME = {
     **{"steering_sites": "sites", "steering_op_sites": "op_sites", "max_steering_ops_per_site": "max_ops_per_site"},
     "max_steering_gates": "max_gates",
+    "max_steering_rules": "max_rules",
+    "steering_rules": "rules_file",
 }
 _SAES = ("sae_root", "max_sae_features")
 _NAMED = {"steering_modules": "modules", "saes": "saes", "probes": "probes"}
@@ -82,6 +84,18 @@ _VALUED: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
         int,
         "N",
         f"Gates of one request (default {DEFAULT_GATES}); 0 for none.",
+    ),
+    (
+        "--steering-rules",
+        os.path.abspath,
+        "FILE",
+        "Rules to register at start, a list in YAML or JSON: gates that act on requests which did not ask.",
+    ),
+    (
+        "--max-steering-rules",
+        int,
+        "N",
+        f"Rules at a time (default {DEFAULT_RULES}); 0 for none.",
     ),
     (
         "--sae-root",

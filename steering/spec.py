@@ -54,6 +54,7 @@ class SteeringSpec:
             core, which has the SAEs, lowers them.
         decode_features: The same at generated positions.
         gates: Conditions, and what they turn on; the engine core, which has the probes, lowers them.
+        rules: Names of the rules that act beside those for all; None if those that one can opt out of do.
     """
 
     prefill: PhaseVectors | None = None
@@ -66,11 +67,14 @@ class SteeringSpec:
     prefill_features: tuple[FeatureEdit, ...] = ()
     decode_features: tuple[FeatureEdit, ...] = ()
     gates: tuple[Gate, ...] = ()
+    rules: tuple[str, ...] | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing acts and no module is named."""
-        return not (self.modules or self.is_to_lower or any(any(phase) for phase in self.phases))
+        return not (
+            self.modules or self.rules is not None or self.is_to_lower or any(any(phase) for phase in self.phases)
+        )
 
     @property
     def is_to_lower(self) -> bool:
@@ -206,6 +210,7 @@ class SteeringWire(TypedDict, total=False):
         decode_features: The same for the decode phase, unless they are those of the prefill phase.
         are_features_shared: True if they are.
         gates: Gates on the way to the engine core.
+        rules: Names of rules, as of the spec.
         prefill_programs: As `prefill_parts`, for the modules' operations, in the order in which they act.
         decode_programs: The same for the decode phase.
         trace: True if the request's trace is wanted.
@@ -228,6 +233,7 @@ class SteeringWire(TypedDict, total=False):
     decode_features: FeatureEditsWire
     are_features_shared: bool
     gates: GatesWire
+    rules: list[str]
     prefill_programs: list[list[Any]]
     decode_programs: list[list[Any]]
     trace: bool
@@ -266,6 +272,8 @@ def to_wire(spec: SteeringSpec) -> SteeringWire:
         wire["decode_features"] = edits_to_wire(spec.decode_features)
     if spec.gates:
         wire["gates"] = gates_to_wire(spec.gates)
+    if spec.rules is not None:
+        wire["rules"] = list(spec.rules)
     return wire
 
 
@@ -298,6 +306,7 @@ def from_wire(wire: Mapping[str, Any]) -> SteeringSpec:
         prefill_features=prefill_features,
         decode_features=prefill_features if wire.get("are_features_shared") else decode_features,
         gates=gates_from_wire(wire.get("gates", ())),
+        rules=tuple(wire["rules"]) if "rules" in wire else None,
     )
 
 

@@ -5,7 +5,15 @@
 
 from __future__ import annotations
 
-from headgate.capture.engine.core import block_keys, core_startup, engine_core, fan_out, frames, request_endings
+from headgate.capture.engine.core import (
+    block_keys,
+    core_startup,
+    engine_core,
+    fan_out,
+    frames,
+    part_services,
+    request_endings,
+)
 from headgate.capture.engine.frontends import (
     async_llm,
     closing_time,
@@ -64,6 +72,13 @@ PATCHES = (
         wrap=engine_core.finish_requests,
         why="aborts reach the requests that wait outside",
         parameters=("self", "request_ids", "finished_status"),
+    ),
+    Patch(
+        module=_SCHEDULER,
+        target="Scheduler._preempt_request",
+        wrap=part_services.preempt_request,
+        why="rows of a request that ran while block keys changed are computed again under the present ones",
+        parameters=("self", "request", "timestamp"),
     ),
     Patch(
         module=_SCHEDULER,

@@ -26,6 +26,7 @@ from headgate.steering.client.rows import inline_rows
 from headgate.steering.client.sweep import Cell, PatchSweep
 from headgate.steering.control.operations import ModuleStatus, SaeStatus, SteeringStatus
 from headgate.steering.control.probes.operations import ProbeStatus
+from headgate.steering.control.rules.operations import RuleStatus
 
 __all__ = [
     "Answer",
@@ -42,6 +43,7 @@ __all__ = [
     "PatchSweep",
     "ProbeStatus",
     "RequestError",
+    "RuleStatus",
     "SaeStatus",
     "ServerError",
     "SteeringStatus",

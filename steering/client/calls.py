@@ -25,6 +25,7 @@ from headgate.steering.client.answers import (
 from headgate.steering.client.packing import pack, pack_arrays, pack_gates
 from headgate.steering.control.operations import ModuleStatus, SaeStatus, SteeringStatus
 from headgate.steering.control.probes.operations import ProbeSource, ProbeStatus
+from headgate.steering.control.rules.operations import RuleStatus
 from headgate.steering.files.vector_files import load
 from headgate.steering.probes.files import load as load_probe
 from headgate.steering.requests.op_fields import REQUEST_FIELDS, has_sources
@@ -295,6 +296,25 @@ def probes() -> Call[list[ProbeStatus]]:
     """Return the call for the probes that gates can name."""
     read = _reader(list[ProbeStatus])
     return Call(path="/v1/steering/probes", body=None, read=lambda document: read(document["probes"]))
+
+
+def register_rule(access: Access, name: str, rule: Mapping[str, Any]) -> Call[RuleStatus]:
+    """Return the call that registers a rule, given by its fields."""
+    is_text = not access.is_binary
+    packed = {key: pack_arrays(rule[key], key, as_text=is_text) for key in ("when", "then") if key in rule}
+    body = {"name": name, **rule, **packed}
+    return Call(path="/v1/steering/rules/register", body=body, read=_reader(RuleStatus), key=access.steering_key)
+
+
+def unregister_rule(access: Access, name: str) -> Call[None]:
+    """Return the call that forgets a rule."""
+    return Call(path="/v1/steering/rules/unregister", body={"name": name}, read=_nothing, key=access.steering_key)
+
+
+def rules() -> Call[list[RuleStatus]]:
+    """Return the call for the registered rules."""
+    read = _reader(list[RuleStatus])
+    return Call(path="/v1/steering/rules", body=None, read=lambda document: read(document["rules"]))
 
 
 def modules() -> Call[list[str]]:

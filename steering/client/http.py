@@ -12,6 +12,7 @@ from headgate.steering.client.session import AsyncSession, Session
 from headgate.steering.client.sweep import PatchSweep, SweepOptions, check_kept, collect, plan_sweep
 from headgate.steering.control.operations import ModuleStatus, SaeStatus, SteeringStatus
 from headgate.steering.control.probes.operations import ProbeSource, ProbeStatus
+from headgate.steering.control.rules.operations import RuleStatus
 from headgate.steering.requests.request_fields import ModuleDocument, SteeringDocument
 
 if TYPE_CHECKING:
@@ -131,6 +132,24 @@ class Client(Session):
         """Return the probes that gates can name."""
         return self._send(calls.probes())
 
+    def register_rule(self, name: str, **rule: Any) -> RuleStatus:
+        """Register a rule: a gate that acts on requests which did not ask; an earlier one of the name is replaced.
+
+        Args:
+            name: 1 to 256 printable characters.
+            rule: ``applies_to`` (``"all"``, ``"opt_in"`` or ``"opt_out"``), ``when``, ``then``, ``strength`` and
+                ``scope``, as of a gate in ``steering_gates``.
+        """
+        return self._send(calls.register_rule(self._access, name, rule))
+
+    def unregister_rule(self, name: str) -> None:
+        """Forget a rule; it acts on nothing from the next step on."""
+        self._send(calls.unregister_rule(self._access, name))
+
+    def rules(self) -> list[RuleStatus]:
+        """Return the registered rules."""
+        return self._send(calls.rules())
+
     def modules(self) -> list[str]:
         """Return the names of the registered modules."""
         return self._send(calls.modules())
@@ -230,6 +249,18 @@ class AsyncClient(AsyncSession):
     async def probes(self) -> list[ProbeStatus]:
         """See `Client.probes`."""
         return await self._send(calls.probes())
+
+    async def register_rule(self, name: str, **rule: Any) -> RuleStatus:
+        """See `Client.register_rule`."""
+        return await self._send(calls.register_rule(self._access, name, rule))
+
+    async def unregister_rule(self, name: str) -> None:
+        """See `Client.unregister_rule`."""
+        await self._send(calls.unregister_rule(self._access, name))
+
+    async def rules(self) -> list[RuleStatus]:
+        """See `Client.rules`."""
+        return await self._send(calls.rules())
 
     async def modules(self) -> list[str]:
         """See `Client.modules`."""

@@ -11,6 +11,7 @@ from headgate.steering.control import operations
 from headgate.steering.control.operations import ModuleStatus, SaeStatus, SteeringStatus
 from headgate.steering.control.probes import operations as probe_operations
 from headgate.steering.control.probes.operations import ProbeSource, ProbeStatus
+from headgate.steering.control.rules.handle import AsyncRules, Rules
 from headgate.steering.core.audit import OPERATOR, Actor, AuditEntry
 from headgate.steering.requests.request_fields import (
     DOCUMENT_FIELDS,
@@ -58,7 +59,7 @@ class _Described(Generic[Cores]):
         return f"<steering of {len(about.sites)} sites of {about.hidden_size} values in {', '.join(self.layers())}>"
 
 
-class Steering(_Described[EngineCores]):
+class Steering(_Described[EngineCores], Rules):
     """Global vectors and named modules of an `LLM`; any thread that may use the `LLM`.
 
     Vectors are given in every form that a request's ``steering_vectors`` may have, and as `PhaseVectors`. Errors are
@@ -198,11 +199,11 @@ class Steering(_Described[EngineCores]):
         return self._cores.run(probe_operations.probes())
 
     def audit(self) -> list[AuditEntry]:
-        """Return the last 1000 changes of global vectors, modules, SAEs and probes, the newest last."""
+        """Return the last 1000 changes of global vectors, modules, SAEs, probes and rules, the newest last."""
         return self._cores.run(operations.audit())
 
 
-class AsyncSteering(_Described[AsyncEngineCores]):
+class AsyncSteering(_Described[AsyncEngineCores], AsyncRules):
     """Global vectors and named modules of an `AsyncLLM`, on its event loop: every call is awaited.
 
     Vectors and files are read on a thread beside the loop; changes take effect in the order of the calls. With data

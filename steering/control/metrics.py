@@ -15,6 +15,10 @@ _CORE = (
     ("modules", "Named modules that are registered."),
     ("global_vectors", "Global vectors that are set, over both phases."),
 )
+_ROWS = (
+    ("gate_rows", "gate", "Rows that gates of requests wrote, where a trace is wanted or rules act."),
+    ("rule_rows", "rule", "Rows that rules wrote; of one that observes, on which it would have."),
+)
 _WORKERS = (
     ("slots_live", "Slots whose vectors act on requests now."),
     ("slots_used", "Slots in use, those that are kept for later included."),
@@ -37,6 +41,12 @@ def families(engines: Sequence[EngineStats]) -> Iterator[Family]:
     for name, about in _CORE:
         found = tuple(Sample(labels=where, value=core[name]) for where, core in cores)
         yield Family(name=f"headgate_steering_{name}", kind="gauge", about=about, labels=("engine",), samples=found)
+    for name, label, about in _ROWS:
+        rows = tuple(
+            Sample(labels=(*where, key), value=count) for where, core in cores for key, count in core[name].items()
+        )
+        labels = ("engine", label)
+        yield Family(name=f"headgate_steering_{name}", kind="counter", about=about, labels=labels, samples=rows)
     workers = list(each_worker(engines))
     for name, about in _WORKERS:
         found = tuple(Sample(labels=where, value=counted[name]) for where, counted in workers)

@@ -343,7 +343,7 @@ def _status(answers: Sequence[Mapping[str, Any]]) -> SteeringStatus:
 
 def _identity(answer: Mapping[str, Any]) -> tuple[Any, ...]:
     hashes = {module["name"]: module["hash"] for module in answer["modules"]}
-    return answer["global"]["hash"], hashes, answer["saes"], answer["probes"]
+    return answer["global"]["hash"], hashes, answer["saes"], answer["probes"], answer["rules"]
 
 
 def _by_name(described: Sequence[Mapping[str, Any]]) -> dict[str, ModuleStatus]:

@@ -25,11 +25,13 @@ BY = "by"
 _ACTIONS = {
     **{"set_global": "set", "clear_global": "clear", "register": "register", "unregister": "unregister"},
     **{name: name for name in ("register_sae", "unregister_sae", "register_probe", "unregister_probe")},
+    **{name: name for name in ("register_rule", "unregister_rule")},
 }
 """Methods of an engine core that change what acts on others, as the audit calls them."""
 OWNED = {
     **dict.fromkeys(("register", "unregister"), "module"),
     **dict.fromkeys(("register_probe", "unregister_probe"), "probe"),
+    **dict.fromkeys(("register_rule", "unregister_rule"), "rule"),
 }
 """Methods that change what belongs to the client that registered it, with what that is."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -14,19 +13,19 @@ from headgate.steering.core.content import Limits, check_programs
 from headgate.steering.core.modules import Module
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import Named, Resolved, module_programs, resolved_of
+from headgate.steering.core.rules.registry import KeptRule, kept_rule
 from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.gates.conversations import Conversation, ConversationLatches, LatchKey
 from headgate.steering.gates.gate import FeatureReading, Gate, ModuleThen, NamedProbe
-from headgate.steering.gates.layout import FOLLOWING, layout_of
 from headgate.steering.gates.lowering import Own, lower_gates
-from headgate.steering.gates.trace import Note, TraceWriter, rows_of
+from headgate.steering.gates.rule import Rule
 from headgate.steering.probes.probe import Probe
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
 from headgate.steering.spec import SteeringSpec
-from headgate.steering.vectors.dtypes import Float32Rows, StoredType
+from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, weighted_sum
 
 
@@ -202,6 +201,40 @@ def gated(
     return replace(resolved, takes_own=made.takes_own, latch_keys=keys)
 
 
+def lowered_rule(
+    rule: Rule, content: GateContent, limits: Limits, first: int, others: Collection[KeptRule]
+) -> KeptRule:
+    """Return a rule with its programs.
+
+    Args:
+        rule: As it was read.
+        content: Gives probes, modules and SAEs by name.
+        limits: Of what all rules together turn on at one site.
+        first: The first of its columns.
+        others: The other rules.
+
+    Raises:
+        RequestError: Naming the field of the rule.
+    """
+    nothing: tuple[Own, Own] = ((None, None), (None, None))
+    pairs = []
+    for column in (first, 0):
+        made = lower_gates([rule.gate], content, content.dtype, nothing, {}, column)
+        pairs.append((made.prefill, made.decode))
+    if any(program.num_changes for program in pairs[0]):
+        raise RequestError(
+            "then",
+            "changes features of a transcoder, whose places on the device belong to requests; use vectors or ops",
+        )
+    for program, known in zip(pairs[0], ([one.prefill for one in others], [one.decode for one in others]), strict=True):
+        try:
+            check_programs([*known, program], limits, "then")
+        except RequestError as error:
+            message = str(error).removeprefix("then: ").replace("modules", "other rules")
+            raise RequestError("then", message) from error
+    return kept_rule(rule, pairs[0], pairs[1], first)
+
+
 Brought = tuple[list[tuple[Program, float]], list[tuple[Program, float]]]
 
 
@@ -215,55 +248,3 @@ def _own(spec: SteeringSpec, static: Resolved, named: Named) -> tuple[Own, Own]:
         programs += [] if (own := static.own[phase]) is None else [own]
         found.append((weighted_sum([(vectors, 1.0), *parts]), joined(programs) if programs else None))
     return found[0], found[1]
-
-
-class _Watched(NamedTuple):
-    """A request whose gates are watched: its trace, if it wants that, and the columns of gates in conversations."""
-
-    writer: TraceWriter | None
-    latches: Mapping[LatchKey, int]
-
-
-class WatchedRequests:
-    """Requests whose gates are watched. Input thread adds, engine thread does everything else.
-
-    Args:
-        latches: Where gates of conversations are latched; None if there are none.
-    """
-
-    def __init__(self, latches: ConversationLatches | None) -> None:
-        self._latches = latches
-        self._watched: dict[str, _Watched] = {}
-
-    def add(self, req_id: str, gates: Sequence[Gate], resolved: Resolved, num_prompt: int, *, is_traced: bool) -> bool:
-        """Add a request with gates if anything is to be known of them; return whether it is."""
-        keys = resolved.latch_keys
-        if not gates or not (is_traced or keys):
-            return False
-        layout = layout_of(gates)
-        columns = {keys[column.gate.name]: column.column for column in layout.gates if column.gate.name in keys}
-        writer = TraceWriter(layout, resolved.own, num_prompt) if is_traced else None
-        self._watched[req_id] = _Watched(writer, columns)
-        return True
-
-    def forget(self, req_id: str) -> None:
-        """Forget a request, if it is known."""
-        self._watched.pop(req_id, None)
-
-    def take(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
-        """Return a piece of each request's trace, from what a step read; see `ReadingCore.take_readings`."""
-        found = {}
-        for rows in rows_of(readings):
-            watched = None if rows.req_id in discarded else self._watched.get(rows.req_id)
-            if watched is None or not len(rows.signals):
-                continue
-            self._latch(watched.latches, rows.signals[-1])
-            if watched.writer is not None and (note := watched.writer.note(rows.first, rows.signals)) is not None:
-                found[rows.req_id] = note
-        return found
-
-    def _latch(self, columns: Mapping[LatchKey, int], signals: Float32Rows) -> None:
-        """Remember the strengths that go on behind a row: they were latched there, or before."""
-        strengths = {key: float(signals[column + FOLLOWING]) for key, column in columns.items()}
-        if self._latches is not None and strengths:
-            self._latches.latch({key: strength for key, strength in strengths.items() if math.isfinite(strength)})

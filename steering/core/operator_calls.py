@@ -13,6 +13,8 @@ from headgate.steering.core.audit import BY, OPERATOR, OWNED, Actor, Audit
 from headgate.steering.core.content import demand_of
 from headgate.steering.core.modules import Module
 from headgate.steering.core.probes import ProbeCalls
+from headgate.steering.core.rules.calls import RuleCalls
+from headgate.steering.core.rules.step_readings import StepReadings
 from headgate.steering.core.sae_calls import SaeCalls
 from headgate.steering.core.state import GlobalTiers, SteeringState
 from headgate.steering.spec import SteeringSpec, SteeringWire, from_wire, to_wire
@@ -44,6 +46,10 @@ class OperatorCalls:
         services: Calls the workers and restarts requests.
         audit: Notes the changes.
         steerable: The model, for SAEs that are registered; None if none can be.
+        readings: Of steps; of its own if None.
+
+    Attributes:
+        rules: The calls about rules.
     """
 
     def __init__(
@@ -53,7 +59,9 @@ class OperatorCalls:
         services: CoreServices,
         audit: Audit,
         steerable: Steerable | None = None,
+        readings: StepReadings | None = None,
     ) -> None:
+        self._readings = StepReadings(state.rules) if readings is None else readings
         self._audit = audit
         self._state = state
         self._reservations = reservations
@@ -75,6 +83,14 @@ class OperatorCalls:
             **SaeCalls(state.saes, steerable, services, lambda: state.version).methods,
             **ProbeCalls(state.probes, lambda: state.version).methods,
         }
+        self.rules = RuleCalls(
+            state,
+            reservations,
+            services,
+            lambda name, do, undo: self._tell_workers((name, do), undo=(name, undo)),
+            self._readings,
+        )
+        self._methods.update(self.rules.methods)
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any:
         """Run one of the methods by its name, such as ``register``; plain values and bytes go in and come out.
@@ -199,9 +215,9 @@ class OperatorCalls:
         return [module.described() for module in self._state.modules()]
 
     def _names(self) -> list[dict[str, Any]]:
-        """Return the names of modules, each with its largest magnitude as ``peak``, SAEs and probes, for front ends."""
+        """Return names for front ends: modules, each with its largest magnitude as ``peak``, SAEs, probes and rules."""
         modules = [{"name": module.name, "peak": module.peak} for module in self._state.modules()]
-        return [*modules, *self._state.saes.names(), *self._state.probes.names()]
+        return [*modules, *self._state.saes.names(), *self._state.probes.names(), *self._state.rules.names()]
 
     def _export_global(self) -> dict[str, Any]:
         """Return the tiers as ``set_global`` takes them, to set them again."""
@@ -219,13 +235,14 @@ class OperatorCalls:
             "modules": self._modules(),
             "saes": {sae.name: sae.sha256 for sae in self._state.saes.all()},
             "probes": {name: probe.sha256 for name, probe in self._state.probes.all().items()},
+            "rules": {rule.name: rule.sha256 for rule in self._state.rules.all()},
             "slots": {"capacity": self._reservations.capacity, "reserved": self._reservations.num_reserved},
             "configs": self._reservations.num_configs,
             "running": self._reservations.num_admitted,
             "waiting": self._reservations.num_waiting,
         }
 
-    def _counts(self) -> dict[str, int]:
+    def _counts(self) -> dict[str, Any]:
         """Return the numbers of the metrics page, without lists: they are asked for while the engine waits."""
         shared = self._state.shared
         return {
@@ -235,6 +252,8 @@ class OperatorCalls:
             "requests_running": self._reservations.num_admitted,
             "requests_waiting": self._reservations.num_waiting,
             "modules": len(self._state.modules()),
+            "rule_rows": self.rules.rule_rows(),
+            "gate_rows": dict(self._readings.counts.gates),
             "global_vectors": sum(len(vectors.sites) for vectors in (shared.prefill, shared.decode) if vectors),
         }
 
@@ -243,6 +262,8 @@ def _is_registered(state: SteeringState, method: str, name: Any) -> bool:
     """Whether a method that changes what belongs to a client finds it there."""
     if OWNED.get(method) == "probe":
         return state.probes.find(name) is not None
+    if OWNED.get(method) == "rule":
+        return state.rules.find(name) is not None
     return any(module.name == name for module in state.modules())
 
 

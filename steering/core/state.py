@@ -25,8 +25,10 @@ from headgate.steering.core.gates import GateContent, Owned, gated
 from headgate.steering.core.modules import Module, ModuleRegistry
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import Resolved, check_scales, module_programs, resolved_of
+from headgate.steering.core.rules.registry import RuleRegistry
 from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.gates.conversations import ConversationLatches
+from headgate.steering.gates.layout import COLUMNS_PER_GATE
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
@@ -131,9 +133,12 @@ class SteeringState:
         latches: Of gates in conversations; None if these are not served.
 
     Attributes:
+        limits: As given.
+        steerable: As given.
         saes: The SAEs whose features can be changed.
         probes: The probes that gates can name.
         latches: As given.
+        rules: Gates that act on requests which did not ask.
         tiers: The global vectors.
         shared: The sums of `tiers` that act in each phase.
         version: Counts changes, of global vectors and of modules.
@@ -147,11 +152,12 @@ class SteeringState:
         steerable: Steerable | None = None,
         latches: ConversationLatches | None = None,
     ) -> None:
-        self._limits = limits
-        self._steerable = steerable
+        self.limits = limits
+        self.steerable = steerable
         self.saes = SaeRegistry(dtype, limits.features)
         self.probes = ProbeRegistry()
         self.latches = latches
+        self.rules = _rule_registry(steerable)
         self.tiers = GlobalTiers()
         self.shared = SteeringSpec()
         self.version = 0
@@ -167,7 +173,7 @@ class SteeringState:
         """
         spec = tiers.phases(self._dtype, field)
         for program in (spec.prefill_program, spec.decode_program):
-            check_shared([program] if program else [], self._limits, "the global state", field)
+            check_shared([program] if program else [], self.limits, "the global state", field)
         return spec
 
     def lowered(self, spec: SteeringSpec) -> Programs:
@@ -211,7 +217,7 @@ class SteeringState:
         if not any((spec.prefill, spec.decode, *programs)):
             raise RequestError(field, f"module {name!r} has no vector other than zero, no operation and no feature")
         for program in programs:
-            check_shared([program] if program else [], self._limits, f"module {name!r}", field)
+            check_shared([program] if program else [], self.limits, f"module {name!r}", field)
         largest = max(peak(spec.prefill), peak(spec.decode))
         check_limit(largest, self._dtype, field)
         return Module(
@@ -285,16 +291,16 @@ class SteeringState:
             check_scales(named, field)
             resolved = resolved_of(spec, self._programs(spec, features), named, num_prompt)
             for program, brought in zip(resolved.own, module_programs(named), strict=True):
-                check_programs([*(one for one, _ in brought), *([program] if program else [])], self._limits, field)
+                check_programs([*(one for one, _ in brought), *([program] if program else [])], self.limits, field)
             parts = frozenset(key for found in resolved.parts for key, _ in found)
             self._registry.hold(req_id, parts)
             modules = {module.name: module for module in self._registry.all()} if spec.gates else {}
         if not spec.gates:
             return resolved
         try:
-            content = GateContent(self._steerable, self.probes, self.saes, modules)
+            content = GateContent(self.steerable, self.probes, self.saes, modules)
             owned = Owned(owner, self.latches)
-            return gated(spec, resolved, named, content, self._limits, num_prompt, owned)
+            return gated(spec, resolved, named, content, self.limits, num_prompt, owned)
         except BaseException:
             self.release(req_id)
             raise
@@ -327,3 +333,11 @@ class SteeringState:
         own = zip((prefill, decode), features, strict=True)
         first, second = ([program for program in pair if program is not None] for pair in own)
         return joined(first) if first else None, joined(second) if second else None
+
+
+def _rule_registry(steerable: Steerable | None) -> RuleRegistry:
+    """Return the registry of an engine core's rules, whose columns lie behind those of requests."""
+    if steerable is None or not steerable.op_sites:
+        return RuleRegistry()
+    max_rules = steerable.max_rules
+    return RuleRegistry(COLUMNS_PER_GATE * steerable.max_gates, COLUMNS_PER_GATE * max_rules, max_rules)

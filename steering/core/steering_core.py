@@ -17,14 +17,15 @@ import numpy as np
 from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
 from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.schema.errors import ConfigError, RequestError
-from headgate.steering.config import SaeSource, SteeringConfig, parse_config
+from headgate.steering.config import WHERE, SaeSource, SteeringConfig, parse_config
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import Audit
 from headgate.steering.core.content import Limits
-from headgate.steering.core.gates import WatchedRequests
 from headgate.steering.core.operator_calls import OperatorCalls
 from headgate.steering.core.probes import open_probe
 from headgate.steering.core.resolved import Resolved
+from headgate.steering.core.rules.registry import NO_RULES, RuleKeys
+from headgate.steering.core.rules.step_readings import StepReadings
 from headgate.steering.core.saes import open_sae, warn_of_other_model
 from headgate.steering.core.state import SteeringState
 from headgate.steering.features.tensors import FeatureFileError
@@ -32,6 +33,7 @@ from headgate.steering.files.vector_files import VectorFileError, load
 from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.trace import Note
 from headgate.steering.probes.probe import ProbeError
+from headgate.steering.requests.rules.rule_files import load_rules
 from headgate.steering.spec import PROGRAM_KEYS, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
@@ -86,10 +88,12 @@ class SteeringCore:
         latches = ConversationLatches() if has_conversations else None
         self._state = SteeringState(dtype, limits, steerable, latches)
         self._reservations: Reservations[str] = Reservations(capacity)
-        self._operator = OperatorCalls(self._state, self._reservations, services, audit or Audit(), steerable)
+        self._readings = StepReadings(self._state.rules, latches)
+        self._operator = OperatorCalls(
+            self._state, self._reservations, services, audit or Audit(), steerable, self._readings
+        )
         self._resolved: dict[str, Resolved] = {}
         """Of requests that steer, from `accept` until `release`."""
-        self._watched = WatchedRequests(self._state.latches)
         self._limits = config.wait_limits(is_offline=False)
         self._offline_limits = config.wait_limits(is_offline=True)
         self._clock = clock
@@ -101,20 +105,23 @@ class SteeringCore:
     def accept(self, req_id: str, wire: Mapping[str, Any] | None, num_prompt: int) -> dict[str, Any] | None:
         """Resolve a request's modules to content; returns its `SteeringWire` with the content keys and scales."""
         if wire is None:
+            self._state.rules.add(req_id, None, num_prompt)
             return None
         if req_id in self._resolved:
             raise AssertionError(f"request {req_id!r} was taken already")
         spec = from_wire(wire)
-        resolved = self._state.resolve(req_id, spec, num_prompt, owner=wire.get("owner", ""))
+        self._state.rules.add(req_id, spec.rules, num_prompt)
+        try:
+            resolved = self._state.resolve(req_id, spec, num_prompt, owner=wire.get("owner", ""))
+        except BaseException:
+            self._state.rules.forget(req_id)
+            raise
         self._resolved[req_id] = resolved
-        is_traced = bool(wire.get("trace"))
-        is_watched = self._watched.add(req_id, spec.gates, resolved, num_prompt, is_traced=is_traced)
+        self._readings.add(req_id, spec.gates, resolved, num_prompt, is_traced=bool(wire.get("trace")))
         taken = {
             name: self._payloads.shared(value) if name in ("prefill", "decode") else value
             for name, value in wire.items()
         }
-        if is_watched:
-            taken["trace"] = True
         names = ("prefill_parts", "decode_parts", "prefill_programs", "decode_programs")
         for name, found in zip(names, resolved.parts, strict=True):
             if found:
@@ -132,33 +139,38 @@ class SteeringCore:
     def block_keys(self, req_id: str) -> SteeredBlocks | None:
         """Return the block keys of the request under the present global vectors; None if nothing acts on it."""
         shared, own = self._state.global_keys, self._resolved.get(req_id)
+        rules = self._state.rules.keys(req_id)
         keys = SteeredBlocks.join(
             global_prefill=shared.prefill,
             global_decode=shared.decode,
             prefill=own.prefill if own else None,
             decode=own.decode if own else None,
+            rules=rules,
         )
         return keys if any(keys) else None
 
     def take_readings(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
         """Return a piece of each request's trace; see `ReadingCore`."""
-        return self._watched.take(readings, discarded)
+        return self._readings.take(readings, discarded)
 
     def forget(self, req_id: str) -> None:
         """Forget a request that was taken."""
-        self._watched.forget(req_id)
+        self._readings.forget(req_id)
+        self._state.rules.forget(req_id)
         if self._resolved.pop(req_id, None) is not None:
             self._state.release(req_id)
 
     def offer(self, req_id: str, *, priority: int, is_session: bool, is_offline: bool) -> bool:
         """Reserve the request's slots, or let it wait for them."""
         resolved = self._resolved.get(req_id)
-        if is_session and (resolved is not None or any(self._state.global_keys[1:])):
+        acts = resolved is not None or any(self._state.global_keys[1:]) or self._state.rules.acting(req_id)
+        if is_session and acts:
             raise RequestError(
                 "prompt",
-                "streaming-input sessions cannot be steered, nor run while global vectors are set: their prompt grows "
-                "into what was generated; send the whole prompt at once",
+                "streaming-input sessions cannot be steered, nor run while global vectors or rules act: their prompt "
+                "grows into what was generated; send the whole prompt at once",
             )
+        self._readings.begin(req_id)
         if resolved is None:
             return True
         self._operator.forget_unused()
@@ -279,8 +291,23 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
         core.load(name, path, steerable)
     for name, path in config.probes.items():
         core.load_probe(name, path, steerable)
+    _load_rules(core, config.rules_file, steerable)
     logger.info("steering: %s", core.room())
     return core
+
+
+def _load_rules(core: SteeringCore, path: str | None, steerable: Steerable) -> None:
+    """Register the rules of the configuration's file, if there is one.
+
+    Raises:
+        ConfigError: If it cannot be read, something that a rule names is not there, or there is no room.
+    """
+    for rule in () if path is None else load_rules(Path(path), steerable):
+        try:
+            core.call("register_rule", {"name": rule.name, "rule": rule.to_wire()})
+        except RequestError as error:
+            raise ConfigError(f"{WHERE}.rules_file (--steering-rules): {path}: rule {rule.name!r}: {error}") from error
+        logger.info("steering: rule %s, for %s", rule.name, rule.applies_to.value)
 
 
 BLOCK_KEY_TAG = "headgate"
@@ -297,17 +324,29 @@ class SteeredBlocks(NamedTuple):
     Attributes:
         prefill: Name of the content that acts in the prefill phase; None if nothing does.
         decode: The same for the decode phase.
+        skips_reading: See `BlockKeys`.
     """
 
     prefill: str | None
     decode: str | None
+    skips_reading: bool = False
 
     @classmethod
     def join(
-        cls, *, global_prefill: bytes | None, global_decode: bytes | None, prefill: bytes | None, decode: bytes | None
+        cls,
+        *,
+        global_prefill: bytes | None,
+        global_decode: bytes | None,
+        prefill: bytes | None,
+        decode: bytes | None,
+        rules: RuleKeys = NO_RULES,
     ) -> SteeredBlocks:
-        """Join the content keys of global vectors and of a request's own, phase by phase."""
-        return cls(_joined(global_prefill, prefill), _joined(global_decode, decode))
+        """Join the content keys of global vectors, of rules and of a request's own, phase by phase."""
+        return cls(
+            _joined(global_prefill, rules.prefill, prefill),
+            _joined(global_decode, rules.decode, decode),
+            rules.has_state,
+        )
 
     def of_block(self, start: int, end: int, num_prompt: int) -> tuple[tuple[str, str], ...]:
         """Return the extra keys of the block of tokens ``start : end``: none, or one pair of a tag and a name.
@@ -326,7 +365,7 @@ class SteeredBlocks(NamedTuple):
         return ((BLOCK_KEY_TAG, name),) if name else ()
 
 
-def _joined(shared: bytes | None, own: bytes | None) -> str | None:
-    """Return the name of both; one alone has the same name wherever it comes from: equal vectors make equal KV."""
-    names = [key.hex() for key in (shared, own) if key]
+def _joined(*acting: bytes | None) -> str | None:
+    """Return the name of all; one alone has the same name wherever it comes from: equal vectors make equal KV."""
+    names = [key.hex() for key in acting if key]
     return "+".join(names) or None

@@ -55,7 +55,12 @@ class GatedPrograms(NamedTuple):
 
 
 def lower_gates(
-    gates: Sequence[Gate], content: Content, dtype: StoredType, own: tuple[Own, Own], latched: Mapping[str, float]
+    gates: Sequence[Gate],
+    content: Content,
+    dtype: StoredType,
+    own: tuple[Own, Own],
+    latched: Mapping[str, float],
+    first: int = 0,
 ) -> GatedPrograms:
     """Return the programs of gates, at least one.
 
@@ -65,12 +70,13 @@ def lower_gates(
         dtype: The model's.
         own: The request's static steering by phase; it is looked at if a gate attenuates it.
         latched: Strengths that conversations have latched, by the names of gates.
+        first: First of their columns.
 
     Raises:
         RequestError: Naming the field of a gate: a name that is not registered, a site that is not declared, a scope
             that cannot act where the gate writes, a vector that cannot be used, too large a change.
     """
-    layout = layout_of(gates)
+    layout = layout_of(gates, first)
     scores = {score.column: read_score(score.reading, content, dtype) for score in layout.scores}
     made = _Entries(content)
     for column, score in scores.items():

@@ -18,6 +18,7 @@ from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.results import FindKept
 from headgate.steering.config import parse_config
 from headgate.steering.gates.names import names_of, probe_key
+from headgate.steering.gates.rule import rule_key
 from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, sae_key
 from headgate.steering.requests.content_cache import ContentCache, ContentKey, content_of
 from headgate.steering.requests.feature_fields import REQUEST_FEATURES, PhaseFeatures
@@ -34,6 +35,7 @@ from headgate.steering.requests.request_fields import (
     read_modules,
     read_steering,
 )
+from headgate.steering.requests.rules.rule_fields import RULES, read_selection
 from headgate.steering.requests.trace import RETURN_TRACE, TRACE, join_notes, read_asked
 from headgate.steering.spec import ModuleRef, SteeringSpec, to_wire
 from headgate.steering.vectors.dtypes import StoredType
@@ -65,6 +67,7 @@ FIELD_DOCS = {
     "sae_full_reconstruction_specs": "SAEs that reconstruct rows, in the form [{module_name, clamps, phase}].",
     GATES: "Gates, which turn steering on by what they read of each row: [{when, then, strength, scope}].",
     PREDECESSOR: "Gates in the form [{when: {kind, probe, threshold, sharpness}, scope, apply: {kind, ...}}].",
+    RULES: "Rules to act beside those for all requests: [name]; [] for none of those one can opt out of.",
     RETURN_TRACE: "Whether each choice is to come with its trace: what was read and written at its rows.",
 }
 
@@ -134,11 +137,14 @@ class SteeringReader:
         spec, ops = read_steering(values, self.steerable, find)
         if gates := read_gate_fields(values, self.steerable):
             spec = replace(spec or SteeringSpec(), gates=gates)
+        if (rules := read_selection(values.get(RULES))) is not None:
+            spec = replace(spec or SteeringSpec(), rules=rules)
         if spec is None:
             return None
         features = PhaseFeatures(spec.prefill_features, spec.decode_features)
         of_ops = {} if ops is None else ops.modules
         names = {**names_of(gates), **features.names, **of_ops, **_names(values, spec.modules)}
+        names.update({rule_key(name): RULES for name in rules or ()})
         return PartRequest(
             wire=to_wire(spec),
             field=next(iter(values)),
@@ -154,7 +160,7 @@ class SteeringReader:
         return _names(values, read_modules(values.get(NAME), values.get(MODULE_REF)))
 
     def check(self, wanted: PartRequest, known: Known) -> None:
-        """Check that modules, SAEs, features and probes exist, and that sums with modules fit the model's dtype."""
+        """Check that what is named exists, and that sums with modules fit the model's dtype."""
         for name, field in wanted.names.items():
             if name not in known:
                 raise _unknown(name, field, known)
@@ -214,7 +220,7 @@ def _unknown(name: str, field: str, known: Known) -> RequestError:
 def _kind_of(key: str) -> tuple[str, str]:
     """Return the kind of a registered name, for people, and the name itself."""
     name = key.partition("\n")[2]
-    kind = {sae_key(name): "SAE", probe_key(name): "probe"}.get(key)
+    kind = {sae_key(name): "SAE", probe_key(name): "probe", rule_key(name): "rule"}.get(key)
     return ("steering module", key) if kind is None else (kind, name)
 
 

@@ -42,6 +42,7 @@ class Steerable:
         max_changes: Features that one request may read at one site and write at others, in one phase; 0 if there can be
             no transcoders.
         max_gates: Gates of one request; 0 if there can be none.
+        max_rules: Rules that can be registered; 0 if there can be none.
     """
 
     num_layers: int
@@ -54,6 +55,7 @@ class Steerable:
     max_sae_features: int = 0
     max_changes: int = 0
     max_gates: int = 0
+    max_rules: int = 0
     ranks: Mapping[HookPoint, Sequence[int]] = field(init=False, repr=False, compare=False)
     """Per hook point, each layer's index into `sites`; -1 where it cannot be steered."""
 

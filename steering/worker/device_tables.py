@@ -6,6 +6,7 @@ E entries of a program at a site, K changes of a batch row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -354,9 +355,17 @@ class DeviceTables:
 
 
 def _gate_writes(changed: GateWrites, gates: GateTensors) -> list[_Write]:
+    for first, end in changed.columns:
+        gates.states[:, first:end] = math.nan
     made = [_Write(gates.tokens[: len(changed.tokens)].copy_, (changed.tokens,))]
+    if len(changed.cleared):
+        made.append(_Write(partial(_clear_rows, gates.states), (changed.cleared,)))
     for start in range(0, len(changed.places), _ENTRIES):
         chunk = slice(start, start + _ENTRIES)
         write = partial(gates.signals.view(-1).index_copy_, 0)
         made.append(_Write(write, (changed.places[chunk], changed.strengths[chunk])))
     return made
+
+
+def _clear_rows(states: Tensor, slots: Tensor) -> None:
+    states.index_fill_(0, slots.long(), math.nan)

@@ -16,10 +16,11 @@ from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, sum_of
 from headgate.steering.worker.device_tables import DeviceTables
 from headgate.steering.worker.gates.readings import SignalReadings
-from headgate.steering.worker.gates.requests import gated_request
+from headgate.steering.worker.gates.requests import OwnGates
 from headgate.steering.worker.gates.step_gates import StepGates
 from headgate.steering.worker.reconstruction import EncodedSae
 from headgate.steering.worker.rows.row_table import RowTable, rows_needed
+from headgate.steering.worker.rows.rule_programs import ActingRule
 from headgate.steering.worker.rows.step_rows import RowResolver
 from headgate.steering.worker.rows.vector_pool import SlotPool
 
@@ -106,6 +107,8 @@ class WorkerSteering:
         """Add a request with its `SteeringWire`, in which the core resolved the modules; None if it is not steered."""
         if wire is None:
             self.table.add(req_id, num_prompt)
+            if self.gates is not None:
+                self.gates.add(req_id, OwnGates(num_prompt))
             return
         own = from_wire(wire)
         prefill, decode = (
@@ -113,11 +116,11 @@ class WorkerSteering:
             for phase, content in zip(("prefill", "decode"), own.phases, strict=True)
         )
         acting = self._acting(*prefill)
-        self.table.add(req_id, num_prompt, acting, acting if decode == prefill else self._acting(*decode))
+        acting_later = acting if decode == prefill else self._acting(*decode)
+        self.table.add(req_id, num_prompt, acting, acting_later, own.rules)
+        programs = tuple(program for program in (own.prefill_program, own.decode_program) if program is not None)
         if self.gates is not None:
-            programs = [program for program in (own.prefill_program, own.decode_program) if program is not None]
-            is_read = bool(wire.get("trace"))
-            self.gates.add(req_id, gated_request(programs, num_prompt, is_read=is_read))
+            self.gates.add(req_id, OwnGates(num_prompt, programs, own.rules))
 
     def remove(self, req_id: str) -> None:
         """Remove a request."""
@@ -145,6 +148,13 @@ class WorkerSteering:
     def set_global(self, spec: Mapping[str, Any]) -> None:
         """RPC: set the phases of a `SteeringWire` as the global vectors; an empty one clears them."""
         self.table.set_global(*_content(from_wire(spec)))
+
+    def set_rules(self, rules: Sequence[Mapping[str, Any]]) -> None:
+        """RPC: make `rules` the ones that act, on requests that run too; each as `ActingRule.from_wire` reads it."""
+        read = tuple(ActingRule.from_wire(rule) for rule in rules)
+        self.table.set_rules(read)
+        if self.gates is not None:
+            self.gates.set_rules(read)
 
     def keep_module(self, name: str, spec: Mapping[str, Any]) -> None:
         """RPC: keep the vectors of a registered module, in place of an earlier one of its name."""
@@ -212,6 +222,7 @@ def _content(spec: SteeringSpec) -> tuple[Vectors | None, Vectors | None]:
 
 METHODS: dict[str, Callable[..., Any]] = {
     "set_global": WorkerSteering.set_global,
+    "set_rules": WorkerSteering.set_rules,
     "keep_module": WorkerSteering.keep_module,
     "release_module": WorkerSteering.release_module,
     "forget": WorkerSteering.forget,

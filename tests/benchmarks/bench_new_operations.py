@@ -145,6 +145,12 @@ class NoWorkers:
     def check_restart(self, field: str) -> None:
         raise AssertionError(field)
 
+    def check_rekey(self, field: str) -> None:
+        pass
+
+    def rekey_running(self) -> dict[str, int]:
+        return {}
+
     def restart_running(self) -> None:
         raise AssertionError
 

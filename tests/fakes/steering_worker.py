@@ -19,6 +19,7 @@ from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.engine.setup.settings import model_info, section
 from headgate.capture.schema.batch import NewRequest
 from headgate.steering.config import parse_config
+from headgate.steering.gates.rule import AppliesTo
 from headgate.steering.spec import from_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import sum_of
@@ -55,6 +56,8 @@ class SteeringWorker(FakeWorker):
         self._programs: set[bytes] = set()
         self._modules: dict[str, Phases] = {}
         self._shared: Phases = (None, None)
+        self._rules: list[Mapping[str, Any]] = []
+        self._selections: dict[str, Any] = {}
         self._own: dict[str, Phases] = {}
         self._blocks: dict[str, list[int]] = {}
         self._kv: dict[tuple[int, int], bytes] = {}
@@ -79,6 +82,8 @@ class SteeringWorker(FakeWorker):
                 self._modules[args["name"]] = keys
                 self._contents.update({found.key: found for found in (spec.prefill, spec.decode) if found})
                 self._programs |= {program.key for _, program in spec.phases if program}
+        elif method == "set_rules":
+            self._rules = args["rules"]
         elif method == "release_module":
             del self._modules[args["name"]]
         elif method == "forget":
@@ -111,6 +116,7 @@ class SteeringWorker(FakeWorker):
             (blocks,) = cached.new_block_ids[index] or ([],)
             if req_id in cached.resumed_req_ids:
                 self._blocks[req_id] = []
+                self._chains.pop(req_id, None)
                 # What it sampled in steps whose output was dropped does not count.
                 request = self._requests[req_id]
                 request.num_known = len(request.prompt) + cached.num_output_tokens[index]
@@ -124,6 +130,7 @@ class SteeringWorker(FakeWorker):
             self._requests[new.req_id].wire = None  # nobody answers
         steering = wire.get("parts", {}).get("steering")
         prompt = np.asarray(new.prompt_token_ids)
+        self._selections[new.req_id] = (steering or {}).get("rules")
         if steering is None:
             self._part.headgate_plain_request_added(new.req_id, len(prompt))
             self._own[new.req_id] = (None, None)
@@ -166,7 +173,18 @@ class SteeringWorker(FakeWorker):
             script = request.script
             token = request.prompt[position] if generated < 0 else script[min(generated, len(script) - 1)]
             # Vectors that act alone act alike, whoever set them.
-            acting = repr((token, [key for key in (self._shared[phase], own[phase]) if key])).encode()
+            acting = repr(
+                (token, [key for key in (self._shared[phase], own[phase]) if key], *self._acting(req_id))
+            ).encode()
             chain.append(hashlib.blake2b(acting, key=chain[-1] if chain else b"", digest_size=16).digest())
         self._chains[req_id] = (self._shared, chain)
         return chain
+
+    def _acting(self, req_id: str) -> list[str]:
+        """The names of the rules that change the rows of a request; those of names like ``watch`` observe."""
+        selection = self._selections[req_id]
+        return [
+            rule["name"]
+            for rule in self._rules
+            if AppliesTo(rule["applies_to"]).acts(rule["name"], selection) and "watch" not in rule["name"]
+        ]

@@ -52,6 +52,12 @@ class Services:
     def check_restart(self, field: str) -> None:
         pass
 
+    def check_rekey(self, field: str) -> None:
+        pass
+
+    def rekey_running(self) -> dict[str, int]:
+        return {}
+
     def restart_running(self) -> None:
         self.calls.append("restart")
 

@@ -68,9 +68,13 @@ def test_every_route_is_described(description: Any) -> None:
         "GET /v1/steering/modules",
         "GET /v1/steering/saes",
         "POST /v1/steering/saes/register",
+        "GET /v1/steering/dynamic",
         "GET /v1/steering/probes",
         "POST /v1/steering/probes/register",
         "POST /v1/steering/probes/unregister",
+        "GET /v1/steering/rules",
+        "POST /v1/steering/rules/register",
+        "POST /v1/steering/rules/unregister",
         "GET /v1/capture/consumers",
         "GET /v1/capture/{consumer}",
     }

@@ -289,9 +289,13 @@ def test_the_description_has_every_route_with_examples(server: Server) -> None:
         ("/v1/steering/modules/unregister", "post"),
         ("/v1/steering/saes", "get"),
         ("/v1/steering/saes/register", "post"),
+        ("/v1/steering/dynamic", "get"),
         ("/v1/steering/probes", "get"),
         ("/v1/steering/probes/register", "post"),
         ("/v1/steering/probes/unregister", "post"),
+        ("/v1/steering/rules", "get"),
+        ("/v1/steering/rules/register", "post"),
+        ("/v1/steering/rules/unregister", "post"),
         ("/v1/capture/consumers", "get"),
         ("/v1/capture/{consumer}", "get"),
     }

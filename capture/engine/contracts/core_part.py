@@ -33,7 +33,14 @@ class CoreFacts:
 
 
 class BlockKeys(Protocol):
-    """Whatever a request's KV blocks depend on beside their tokens. Immutable; equal ones make equal keys."""
+    """Whatever a request's KV blocks depend on beside their tokens. Immutable; equal ones make equal keys.
+
+    Attributes:
+        skips_reading: Whether every row is to be computed: no block is read from the cache.
+    """
+
+    @property
+    def skips_reading(self) -> bool: ...
 
     def of_block(self, start: int, end: int, num_prompt: int) -> tuple[tuple[str, str], ...]:
         """Return pairs of a tag and a name that enter the hash of the block of tokens ``start : end``.
@@ -81,6 +88,29 @@ class CoreServices(Protocol):
         """Ask for the block keys of every request anew, and compute its KV anew under them.
 
         Requests keep the tokens they have generated; blocks that are cached under the new keys are used.
+        """
+        ...
+
+    def check_rekey(self, field: str) -> None:
+        """Refuse if `rekey_running` cannot be called now.
+
+        Args:
+            field: The field that the client is told.
+
+        Raises:
+            RequestError: If a streaming-input session is open.
+        """
+        ...
+
+    def rekey_running(self) -> Mapping[str, int]:
+        """Ask for the block keys of every request anew, for the blocks that later steps complete.
+
+        Nothing is computed anew.
+
+        Where keys change while a request runs, its blocks from there on are found by no other request.
+
+        Returns:
+            The first position of each request whose row no launched step computes.
         """
         ...
 

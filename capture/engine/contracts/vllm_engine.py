@@ -127,6 +127,8 @@ class Request(Protocol):
     status: object
     sampling_params: RequestParams
     num_prompt_tokens: int
+    num_computed_tokens: int
+    skip_reading_prefix_cache: bool
     all_token_ids: Sequence[int]
     block_hashes: list[object]
     num_output_placeholders: int

@@ -7,6 +7,7 @@ one lookup while the request is constructed, and neither copies nor messages nor
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 
 from headgate.capture.engine.contracts.core_part import BlockKeys
@@ -28,7 +29,19 @@ def attach_keys(sampling_params: RequestParams | None, keys: BlockKeys | None) -
 def note_hashed(request: Request, keys: BlockKeys | None) -> None:
     """Remember the keys that the blocks of vLLM's `request` were hashed with. Samples of a prompt share parameters."""
     if keys is not None:
-        setattr(request, _HASHED_WITH, keys)
+        _follow(request, keys)
+
+
+def unsalted(request: Request) -> BlockKeys | None:
+    """Return the keys that the blocks of `request` were hashed with last, without their salt."""
+    keys: BlockKeys | None = vars(request).get(_HASHED_WITH)
+    return keys.keys if isinstance(keys, SaltedKeys) else keys
+
+
+def _follow(request: Request, keys: BlockKeys | None) -> None:
+    setattr(request, _HASHED_WITH, keys)
+    if keys is not None and keys.skips_reading:
+        request.skip_reading_prefix_cache = True
 
 
 def rehash(request: Request, keys: BlockKeys | None) -> None:
@@ -40,10 +53,46 @@ def rehash(request: Request, keys: BlockKeys | None) -> None:
     """
     if vars(request).get(_HASHED_WITH) == keys:
         return
-    attach_keys(request.sampling_params, keys)
-    setattr(request, _HASHED_WITH, keys)
-    request.block_hashes.clear()
+    rehash_from(request, keys, 0, 1)
+
+
+def rehash_from(request: Request, keys: BlockKeys | None, num_computed: int, block_size: int) -> None:
+    """Hash the blocks of vLLM's `request` that end behind its computed tokens with `keys`; others stay as they are.
+
+    Args:
+        request: May run: a block that is not full is not in use under a hash.
+        keys: The block keys as of now.
+        num_computed: Tokens whose rows are computed, or whose steps were launched.
+        block_size: Tokens of one hash.
+    """
+    # Not to its parameters, which other samples of its prompt may have, too.
+    setattr(request, _KEYS, keys)
+    _follow(request, keys)
+    del request.block_hashes[num_computed // block_size :]
     request.update_block_hashes()
+
+
+@dataclass(frozen=True, slots=True)
+class SaltedKeys:
+    """Block keys of one request whose earlier rows were computed under others: no other request has the same.
+
+    Attributes:
+        keys: As of now.
+        salt: Unique.
+    """
+
+    keys: BlockKeys | None
+    salt: str
+
+    @property
+    def skips_reading(self) -> bool:
+        """See `BlockKeys`."""
+        return self.keys is not None and self.keys.skips_reading
+
+    def of_block(self, start: int, end: int, num_prompt: int) -> tuple[tuple[str, str], ...]:
+        """See `BlockKeys.of_block`."""
+        found = () if self.keys is None else self.keys.of_block(start, end, num_prompt)
+        return (*found, ("headgate-salt", self.salt))
 
 
 def extra_keys(original: Function) -> Function:
@@ -54,7 +103,8 @@ def extra_keys(original: Function) -> Function:
         request: Request, start_token_idx: int, end_token_idx: int, start_mm_idx: int
     ) -> tuple[tuple[object, ...] | None, int]:
         found, next_mm_idx = original(request, start_token_idx, end_token_idx, start_mm_idx)
-        keys: BlockKeys | None = getattr(request.sampling_params, _KEYS, None)
+        own = vars(request)
+        keys: BlockKeys | None = own[_KEYS] if _KEYS in own else getattr(request.sampling_params, _KEYS, None)
         if keys is not None and (ours := keys.of_block(start_token_idx, end_token_idx, request.num_prompt_tokens)):
             return (*(found or ()), *ours), next_mm_idx
         return found, next_mm_idx
@@ -75,6 +125,8 @@ def follow_extra_keys(original: Function) -> Function:
 
 
 class _Probe:
+    skips_reading = False
+
     def of_block(self, start: int, end: int, num_prompt: int) -> tuple[tuple[str, str], ...]:
         return (("headgate", "probe"),)
 

@@ -26,9 +26,10 @@ from headgate.capture.engine.contracts.vllm_engine import (
     SchedulerOutput,
 )
 from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
-from headgate.capture.engine.core import block_keys, restart
+from headgate.capture.engine.core import block_keys
 from headgate.capture.engine.core.fan_out import SharedWires
 from headgate.capture.engine.core.overload import SentAway, send_away
+from headgate.capture.engine.core.part_services import SERVICES, PartServices
 from headgate.capture.engine.core.step_notes import StepNotes
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.settings import model_info, section
@@ -45,7 +46,7 @@ Made = tuple[Request, int]
 
 
 class EngineCoreAdapter:
-    """Joins an engine core and a part; the part's `CoreServices`.
+    """Joins an engine core and a part.
 
     Args:
         core: vLLM's ``EngineCore``, constructed.
@@ -73,8 +74,11 @@ class EngineCoreAdapter:
             num_stages=parallel.pipeline_parallel_size,
             num_engines=parallel.data_parallel_size,
         )
-        self._part: CorePart = part.core(facts, section(config, part.name), self)
+        self._services = PartServices(core, part.name, self._waiting)
+        self._part: CorePart = part.core(facts, section(config, part.name), self._services)
         self.notes = StepNotes(core.scheduler, part.name, self._part)
+        self._services.open(self._part, self.notes)
+        setattr(core.scheduler, SERVICES, self._services)
 
     def accept(self, request: EngineCoreRequest) -> None:
         """Take an ``EngineCoreRequest`` in: the part's answer for the workers is written into it. Input thread."""
@@ -136,6 +140,7 @@ class EngineCoreAdapter:
     def release(self, req_id: str) -> None:
         """Follow the scheduler, which freed a request: others may enter."""
         self._part.release(req_id)
+        self._services.release(req_id)
         self.notes.release(req_id)
         self.admit_waiting()
 
@@ -191,32 +196,6 @@ class EngineCoreAdapter:
     def _check_part(self, part: str) -> None:
         if part != self._name:
             raise RequestError("part", f"no part {part!r} is open in this engine; open: {self._name}")
-
-    def call_workers(self, method: str, args: Document) -> list[object]:
-        """Implement `CoreServices`."""
-        answers = self._core.model_executor.collective_rpc("headgate_call", args=(self._name, method, args))
-        return list(answers)
-
-    def check_restart(self, field: str) -> None:
-        """Implement `CoreServices`."""
-        restart.check_restart(self._core, field)
-
-    def restart_running(self) -> None:
-        """Implement `CoreServices`."""
-        self.notes.restarted()
-        restart.restart_running(self._scheduler)
-        for req_id, request in (*self._scheduler.requests.items(), *self._waiting.items()):
-            if not request.is_finished():
-                block_keys.rehash(request, self._part.block_keys(req_id))
-
-    def fail(self, reason: str) -> None:
-        """Implement `CoreServices`."""
-        logger.critical("headgate: %s; the engine ends", reason)
-
-        def step() -> None:
-            raise RuntimeError(f"headgate: {reason}")
-
-        self._core.step_fn = step
 
 
 def adapter_of(owner: EngineCore | Scheduler) -> EngineCoreAdapter | None:

@@ -47,19 +47,28 @@ def check_restart(core: EngineCore, field: str) -> None:
     Raises:
         RequestError: If a request is there that cannot be restarted.
     """
-    for request in core.scheduler.requests.values():
-        if request.resumable:
-            raise RequestError(
-                field,
-                f"the streaming-input session {request.request_id} is open, and cannot be computed anew under other "
-                "global vectors; try again when it has ended",
-            )
+    check_sessions(core, field)
     if core.batch_queue and not core.async_scheduling and not _drops_stale_output(core.scheduler):
         raise RequestError(
             field,
             "vLLM before 0.32 cannot restart requests while steps are in the pipeline, unless it schedules "
             "asynchronously; try again when no request runs, or start with --async-scheduling",
         )
+
+
+def check_sessions(core: EngineCore, field: str) -> None:
+    """Refuse a change of what acts on requests while a session is open.
+
+    Raises:
+        RequestError: Naming `field` and the session.
+    """
+    for request in core.scheduler.requests.values():
+        if request.resumable:
+            raise RequestError(
+                field,
+                f"the streaming-input session {request.request_id} is open, and cannot be computed anew under other "
+                "global vectors, nor go on under other rules; try again when it has ended",
+            )
 
 
 def restart_running(scheduler: Scheduler) -> None:

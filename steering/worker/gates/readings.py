@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headgate.capture.schema.batch import BoolArray, Int32Array
+from headgate.capture.schema.batch import Int32Array
 from headgate.steering.gates.layout import FOLLOWING
 from headgate.steering.programs.gate_codes import TokenFlag
 from headgate.steering.vectors.dtypes import Float32Rows
@@ -63,26 +63,21 @@ class SignalReadings:
 
     Args:
         signals: Of the step.
-        read: ``[G]``: the requests that are told of.
     """
 
-    def __init__(self, signals: StepSignals, read: BoolArray) -> None:
+    def __init__(self, signals: StepSignals) -> None:
         self._signals = signals
-        self._read = read
 
     def collect(self) -> dict[str, Any]:
         """Return the requests, the position of the first row and the number of rows of each, and their signals.
 
         ``ids`` are a list; ``firsts`` and ``counts`` int64, ``values`` float32 ``[rows, columns]``, as bytes.
         """
-        rows, read = self._signals.rows, self._read
-        values = self._signals.values()
-        if not read.all():
-            values = values[np.repeat(read, rows.counts)]
+        rows, values = self._signals.rows, self._signals.values()
         return {
-            "ids": [req_id for req_id, is_read in zip(rows.req_ids, read.tolist(), strict=True) if is_read],
-            "firsts": rows.firsts[read].tobytes(),
-            "counts": rows.counts[read].tobytes(),
+            "ids": list(rows.req_ids),
+            "firsts": rows.firsts.tobytes(),
+            "counts": rows.counts.tobytes(),
             "columns": values.shape[1],
             "values": values.tobytes(),
         }
@@ -100,25 +95,42 @@ class _Strengths:
     """
 
     def __init__(self, request: GatedRequest) -> None:
-        self.columns = np.array(request.early, np.int64)
+        self._columns = np.array(request.early, np.int64)
+        self._of_rules = request.of_rules
         self._first = request.num_prompt - 1
-        self._values = np.empty((_ROWS_AT_FIRST, len(self.columns)), np.float32)
+        self._values = np.zeros((_ROWS_AT_FIRST, len(self._columns)), np.float32)
         self._count = 0
+
+    def follow(self, request: GatedRequest) -> None:
+        """Keep the columns that `request` has now; on rows that were computed before, new ones handed nothing on."""
+        values = np.zeros((len(self._values), len(request.early)), np.float32)
+        known = {column: at for at, column in enumerate(self._columns.tolist())}
+        for at, column in enumerate(request.early):
+            if column in known:
+                values[:, at] = self._values[:, known[column]]
+        self._columns, self._of_rules, self._values = np.array(request.early, np.int64), request.of_rules, values
+
+    def clear(self, first: int, end: int) -> None:
+        """Let the columns ``first : end`` have handed nothing on so far: they were another rule's."""
+        self._values[:, (self._columns >= first) & (self._columns < end)] = 0.0
 
     def put(self, first: int, signals: Float32Rows) -> None:
         """Put the rows from position `first` on, by their signals ``[n, C]``; rows come in their order."""
         begin = max(first, self._first)
-        values = signals[begin - first :, self.columns + FOLLOWING]
+        values = signals[begin - first :, self._columns + FOLLOWING]
         start, end = begin - self._first, begin - self._first + len(values)
         if end > len(self._values):
-            self._values = np.concatenate([self._values, np.empty((end, self._values.shape[1]), np.float32)])
+            self._values = np.concatenate([self._values, np.zeros((end, self._values.shape[1]), np.float32)])
         self._values[start:end] = values
         self._count = max(self._count, end)
 
     def at(self, position: int) -> list[float] | None:
-        """Return the strengths of the row at a position, one for each of `columns`; None if it is not known."""
+        """Return the strengths of the row at a position, one for each of its columns; None if it is not known."""
         at = position - self._first
-        return self._values[at].tolist() if 0 <= at < self._count else None
+        if 0 <= at < self._count:
+            return cast("list[float]", self._values[at].tolist())
+        # A row of which nothing is known was computed before its rules were there.
+        return [0.0] * len(self._columns) if self._of_rules.issuperset(self._columns.tolist()) else None
 
 
 _ROWS_AT_FIRST = 64
@@ -134,6 +146,18 @@ class GateHistory:
     def __init__(self) -> None:
         self._unread: deque[tuple[StepSignals, dict[str, GatedRequest]]] = deque()
         self._strengths: dict[str, _Strengths] = {}
+
+    def follow(self, req_id: str, request: GatedRequest) -> None:
+        """Follow a request on which other rules act from the next step on."""
+        self._read(0)  # as long as the columns are those of the steps
+        if (known := self._strengths.get(req_id)) is not None:
+            known.follow(request)
+
+    def clear(self, first: int, end: int) -> None:
+        """Let the columns ``first : end`` belong to another rule from the next step on."""
+        self._read(0)
+        for known in self._strengths.values():
+            known.clear(first, end)
 
     def keep(self, signals: StepSignals, batch: GatedBatch) -> None:
         """Keep what a step's rows hand on, of requests with gates that act early."""
@@ -175,15 +199,16 @@ class GateHistory:
         for at, (req_id, request) in enumerate(zip(rows.req_ids, batch.requests, strict=True)):
             start, end = end, end + int(rows.counts[at])
             for index in np.flatnonzero(flags[start:end] & TokenFlag.IS_REPLAYED).tolist() if request.early else ():
-                values = self._at(req_id, int(rows.firsts[at]) + index - 1)
+                values = self._at(req_id, request, int(rows.firsts[at]) + index - 1)
                 row = int(rows.starts[at]) + index
                 found += [(row, column, value) for column, value in zip(request.early, values, strict=True)]
         return found
 
-    def _at(self, req_id: str, position: int) -> list[float]:
+    def _at(self, req_id: str, request: GatedRequest, position: int) -> list[float]:
         known = self._strengths.get(req_id)
-        values = None if known is None else known.at(position)
-        if values is None:
+        if known is None:
+            known = self._strengths[req_id] = _Strengths(request)
+        if (values := known.at(position)) is None:
             raise AssertionError(f"request {req_id}: nothing is known of its gates at position {position}")
         return values
 

@@ -6,16 +6,18 @@ Letters in shape comments: G requests with gates in a step, N their rows, T batc
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from headgate.capture.schema.batch import BatchView, BoolArray, Int32Array, Int64Array
+from headgate.steering.gates.rule import Selection
 from headgate.steering.programs.codes import GROUP
 from headgate.steering.programs.gate_codes import EARLY, TokenFlag, gate_column
 from headgate.steering.programs.program import Program
+from headgate.steering.worker.rows.rule_programs import ActingRule
 
 NO_SLOT = 0
 """Slot of batch rows without gates."""
@@ -27,27 +29,52 @@ def slots_needed(max_num_seqs: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnGates:
+    """A request with respect to gates; it may have none.
+
+    Attributes:
+        num_prompt: Tokens of its prompt.
+        programs: Its own, of both phases.
+        selection: Of rules.
+    """
+
+    num_prompt: int
+    programs: tuple[Program, ...] = ()
+    selection: Selection = None
+
+
+@dataclass(frozen=True, slots=True)
 class GatedRequest:
-    """A request with gates.
+    """A request with gates, of its own or of rules.
 
     Attributes:
         num_prompt: Tokens of its prompt.
         early: First columns of gates that act at sites before they are evaluated.
-        is_read: Whether the engine core is told what its gates do.
+        of_rules: Those of `early` that belong to rules: they may not have been there on earlier rows.
     """
 
     num_prompt: int
     early: tuple[int, ...]
-    is_read: bool
+    of_rules: frozenset[int] = frozenset()
 
 
-def gated_request(programs: Iterable[Program], num_prompt: int, *, is_read: bool) -> GatedRequest | None:
-    """Return what a request's programs of both phases say about its gates; None if they have none."""
-    gated = [program for program in programs if program.has_gates]
-    if not gated:
+def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | None:
+    """Return what the programs that act on a request say about its gates; None if there are none.
+
+    Args:
+        own: The request's.
+        rules: Those that act on it.
+    """
+    gated = [program for program in own.programs if program.has_gates]
+    if not gated and not rules:
         return None
-    fields = {field for program in gated for field in program.codes[:, GROUP].tolist() if field & EARLY}
-    return GatedRequest(num_prompt, tuple(sorted({gate_column(field) for field in fields})), is_read)
+    early, of_rules = _early(gated), _early(program for rule in rules for program in rule.programs)
+    return GatedRequest(own.num_prompt, tuple(sorted(early | of_rules)), of_rules)
+
+
+def _early(programs: Iterable[Program]) -> frozenset[int]:
+    fields = {field for program in programs for field in program.codes[:, GROUP].tolist() if field & EARLY}
+    return frozenset(gate_column(field) for field in fields)
 
 
 class GateRows(NamedTuple):
@@ -166,13 +193,17 @@ class GatedBatch:
         self._is_new = np.array([is_new for _, is_new in taken], np.bool_)
         self.requests = tuple(requests[req_id] for req_id in self._ids)
         self._num_prompt = np.array([request.num_prompt for request in self.requests], np.int64)
-        self.read = np.array([request.is_read for request in self.requests], np.bool_)
         self.has_early = any(request.early for request in self.requests)
 
     def rows(self, view: BatchView) -> GateRows:
         """Return the rows of a step of this batch."""
         at = self._places
         return GateRows(self._ids, view.starts[at], view.num_computed[at], view.num_scheduled[at])
+
+    def cleared(self, rows: GateRows) -> Int32Array:
+        """Return the slots of requests that begin, or begin anew, in a step: nothing of before may be found there."""
+        cleared: Int32Array = self.slots[self._is_new | (rows.firsts == 0)]
+        return cleared
 
     def is_decoding(self, rows: GateRows) -> bool:
         """Whether each request has one generated row that goes on from its states."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +18,11 @@ from headgate.steering.worker.gates.requests import (
     GatedRequest,
     GateRows,
     GateSlots,
+    OwnGates,
+    gated_request,
     slots_needed,
 )
+from headgate.steering.worker.rows.rule_programs import ActingRule, acting_of
 
 
 class GateWrites(NamedTuple):
@@ -28,11 +32,15 @@ class GateWrites(NamedTuple):
         tokens: int32 ``[n, 2]``: those of the first batch rows.
         places: int64 ``[k]``: flat places in the signals.
         strengths: float32 ``[k]``: their values before the forward.
+        cleared: int32 ``[m]``: slots whose states are to be NaN.
+        columns: Columns whose states are to be NaN for all: first, and behind the last.
     """
 
     tokens: Int32Array
     places: Int64Array
     strengths: Float32Rows
+    cleared: Int32Array
+    columns: tuple[tuple[int, int], ...] = ()
 
 
 class StepGates:
@@ -56,6 +64,10 @@ class StepGates:
             tokens=torch.zeros(max_tokens, 2, dtype=torch.int32, device=device),
         )
         self._requests: dict[str, GatedRequest] = {}
+        self._own: dict[str, OwnGates] = {}
+        """Of all requests."""
+        self._rules: Sequence[ActingRule] = ()
+        self._new_columns: list[tuple[int, int]] = []
         self._slots = GateSlots(num_slots)
         self._history = GateHistory()
         self._tokens = np.zeros((max_tokens, 2), np.int32)
@@ -78,15 +90,38 @@ class StepGates:
         """Requests with gates."""
         return len(self._requests)
 
-    def add(self, req_id: str, request: GatedRequest | None) -> None:
-        """Add a request, or start a known id afresh; None if it has no gates."""
+    def add(self, req_id: str, own: OwnGates) -> None:
+        """Add a request, with or without gates, or start a known id afresh."""
         self.remove(req_id)
-        if request is not None:
+        self._own[req_id] = own
+        self._follow(req_id, own)
+
+    def set_rules(self, rules: Sequence[ActingRule]) -> None:
+        """Make `rules` the ones that act, from the next step on. Columns of those that stay keep their states."""
+        before = {rule.columns: tuple(program.key for program in rule.programs) for rule in self._rules}
+        self._rules = rules
+        for rule in rules:
+            if before.get(rule.columns) != tuple(program.key for program in rule.programs):
+                self._new_columns.append(rule.columns)
+                self._history.clear(*rule.columns)
+        for req_id, own in self._own.items():
+            self._follow(req_id, own)
+
+    def _follow(self, req_id: str, own: OwnGates) -> None:
+        request = gated_request(own, acting_of(self._rules, own.selection))
+        if request is None:
+            self._leave(req_id)
+        elif self._requests.get(req_id) != request:
             self._requests[req_id] = request
+            self._history.follow(req_id, request)
             self._batch = None
 
     def remove(self, req_id: str) -> None:
         """Remove a request, if it is known."""
+        self._own.pop(req_id, None)
+        self._leave(req_id)
+
+    def _leave(self, req_id: str) -> None:
         if self._requests.pop(req_id, None) is not None:
             self._slots.release(req_id)
             self._history.forget(req_id)
@@ -105,27 +140,29 @@ class StepGates:
             return None
         self._rows = rows
         decoded = (batch, rows.starts.tobytes()) if batch.is_decoding(rows) else None
-        if decoded is not None and decoded == self._decoded:
+        if decoded is not None and decoded == self._decoded and not self._new_columns:
             return None
         self._decoded = decoded
         return self._writes(rows, batch)
 
     def _writes(self, rows: GateRows, batch: GatedBatch) -> GateWrites | None:
+        columns, self._new_columns = tuple(self._new_columns), []
+        cleared = batch.cleared(rows)
         index, flags = rows.batch_rows, batch.take_flags(rows)
         replayed = self._history.strengths(rows, batch, flags) if batch.has_early else []
         changed = np.empty((len(flags), 2), np.int32)
         changed[:, SLOT], changed[:, FLAGS] = np.repeat(batch.slots, rows.counts), flags
-        if np.array_equal(self._tokens[index], changed) and not replayed:
+        if np.array_equal(self._tokens[index], changed) and not (replayed or len(cleared) or columns):
             return None
         self._tokens[index] = changed
         places = np.array([row * self.tensors.signals.shape[1] + column for row, column, _ in replayed], np.int64)
         strengths = np.array([value for _, _, value in replayed], np.float32)
-        return GateWrites(self._tokens[: int(index.max()) + 1].copy(), places, strengths)
+        return GateWrites(self._tokens[: int(index.max()) + 1].copy(), places, strengths, cleared, columns)
 
     def step_ends(self) -> None:
-        """Copy what the gates of the step did, if anybody wants to know, behind its forward."""
+        """Copy what the gates of the step did, behind its forward."""
         rows, batch = self._rows, self._batch
-        if rows is None or batch is None or not (batch.has_early or batch.read.any()):
+        if rows is None or batch is None:
             return
         index = rows.batch_rows
         key = index.tobytes()
@@ -137,9 +174,7 @@ class StepGates:
 
     def readings(self) -> SignalReadings | None:
         """Return what the engine core is told of the step that ended; None if nothing."""
-        if self._signals is None or self._batch is None or not self._batch.read.any():
-            return None
-        return SignalReadings(self._signals, self._batch.read)
+        return None if self._signals is None else SignalReadings(self._signals)
 
 
 def no_gates(device: torch.device) -> GateTensors:

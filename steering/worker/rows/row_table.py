@@ -9,8 +9,9 @@ Letters in shape comments: B requests of the step, T batch rows, S sites of this
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 
 import numpy as np
@@ -18,9 +19,11 @@ import numpy as np
 from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.capture.schema.positions import PositionSelector
 from headgate.capture.schema.sites import Site
+from headgate.steering.gates.rule import Selection
 from headgate.steering.spec import Steered
 from headgate.steering.vectors.sums import Vectors
 from headgate.steering.worker.placed_programs import ProgramTable, ProgramWrites
+from headgate.steering.worker.rows.rule_programs import ActingRule, acting_of
 from headgate.steering.worker.rows.vector_pool import (
     NO_SUMS,
     UNSTEERED_ROW,
@@ -161,6 +164,7 @@ class _Holder:
     num_prompt: int
     sums: SumPair
     groups: PhaseGroups = _NO_GROUPS
+    selection: Selection = None
 
     @property
     def own(self) -> Phases:
@@ -209,12 +213,14 @@ class RowTable:
         self._modules: dict[str, _Holder] = {}
         self._new_modules: dict[str, Phases] = {}
         self._new_global: Phases | None = None
+        self._rules: Sequence[ActingRule] = ()
+        self._new_rules: Sequence[ActingRule] | None = None
         self._num_steered = 0
 
     @property
     def is_idle(self) -> bool:
         """Whether nobody is steered: no request, and no global vectors."""
-        return not self._num_steered and self._new_global is None
+        return not self._num_steered and self._new_global is None and self._new_rules is None
 
     @property
     def num_live_slots(self) -> int:
@@ -226,13 +232,21 @@ class RowTable:
         """Slots in use, those that are kept for later included."""
         return self._pool.num_used
 
-    def add(self, req_id: str, num_prompt: int, prefill: Vectors | None = None, decode: Vectors | None = None) -> None:
-        """Add a request, or start a known id afresh. Unsteered ones too: global vectors act on them."""
+    def add(
+        self,
+        req_id: str,
+        num_prompt: int,
+        prefill: Vectors | None = None,
+        decode: Vectors | None = None,
+        selection: Selection = None,
+    ) -> None:
+        """Add a request, or start a known id afresh. Unsteered ones too: global vectors and rules act on them."""
         if req_id in self._requests:
             self.remove(req_id)
         self.apply_changes()
         groups = (_groups_of(prefill, num_prompt), _groups_of(decode, num_prompt))
-        request = _Holder(num_prompt, self._sums.acquire((prefill, decode)), groups)
+        sums = self._sums.acquire((prefill, decode), acting_of(self._rules, selection))
+        request = _Holder(num_prompt, sums, groups, selection)
         self._requests[req_id] = request
         self._num_steered += request.sums != NO_SUMS
         self.version += 1
@@ -247,6 +261,11 @@ class RowTable:
     def set_global(self, prefill: Vectors | None, decode: Vectors | None) -> None:
         """Change the global vectors of both phases; `apply_changes` computes every sum in use anew."""
         self._new_global = (prefill, decode)
+        self.version += 1
+
+    def set_rules(self, rules: Sequence[ActingRule]) -> None:
+        """Change the rules, in the order in which they act; `apply_changes` computes every sum in use anew."""
+        self._new_rules = rules
         self.version += 1
 
     def keep_module(self, name: str, prefill: Vectors | None, decode: Vectors | None) -> None:
@@ -268,13 +287,31 @@ class RowTable:
         self._new_modules.pop(name, None)
 
     def apply_changes(self) -> None:
-        """Acquire slots for the vectors that `set_global` and `keep_module` were told since.
+        """Acquire slots for the vectors that `set_global`, `set_rules` and `keep_module` were told since.
 
         They are called between steps, when the worker may not know yet which requests have finished; so the slots wait
         for the next `add` or `batch`, which come after that is known. Calling this earlier is right where it is known.
         """
+        changes: list[Callable[[], None]] = []
         if self._new_global is not None:
-            self._apply_global(self._new_global)
+            changes.append(partial(self._sums.change_global, self._new_global))
+        if self._new_rules is not None:
+            self._rules = self._new_rules
+            changes.append(partial(self._sums.change_rules, self._rules))
+        self._new_global = self._new_rules = None
+        if changes:
+            # Every sum in use is computed anew, in one set of writes. All slots are released before new ones are
+            # acquired, so the pool needs no room for old and new side by side.
+            modules = [self._modules[name] for name in self._modules if name not in self._new_modules]
+            holders = [(holder, holder.own) for holder in (*modules, *self._requests.values())]
+            for holder, _ in holders:
+                self._sums.release(holder.sums)
+            for change in changes:
+                change()
+            for at, (holder, own) in enumerate(holders):
+                rules = () if at < len(modules) else acting_of(self._rules, holder.selection)
+                holder.sums = self._sums.acquire(own, rules)
+            self._num_steered = self._sums.has_global + sum(one.sums != NO_SUMS for one in self._requests.values())
         while self._new_modules:
             name, vectors = self._new_modules.popitem()
             self._modules[name].sums = self._sums.acquire(vectors)
@@ -318,21 +355,6 @@ class RowTable:
     def checksum(self) -> int:
         """Return the state as a number, equal on tensor-parallel ranks. For debugging; see `SlotPool.checksum`."""
         return self._rows.checksum(self._pool.checksum())
-
-    def _apply_global(self, shared: Phases) -> None:
-        """Compute every sum in use anew, in one set of writes.
-
-        All slots are released before new ones are acquired, so the pool needs no room for old and new side by side.
-        """
-        modules = [self._modules[name] for name in self._modules if name not in self._new_modules]
-        holders = [(holder, holder.own) for holder in (*modules, *self._requests.values())]
-        for holder, _ in holders:
-            self._sums.release(holder.sums)
-        self._sums.change_global(shared)
-        self._new_global = None
-        for holder, own in holders:
-            holder.sums = self._sums.acquire(own)
-        self._num_steered = self._sums.has_global + sum(one.sums != NO_SUMS for one in self._requests.values())
 
 
 def _groups_of(acting: Vectors | None, num_prompt: int) -> tuple[PositionSelector, ...]:

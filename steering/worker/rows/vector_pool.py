@@ -8,6 +8,7 @@ Allocation depends on the calls alone, so every rank that is told the same uses 
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from headgate.steering.spec import Steered
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType
 from headgate.steering.vectors.sums import Vectors, effective, is_zero
 from headgate.steering.worker.placed_programs import PlacedProgram, place
+from headgate.steering.worker.rows.rule_programs import ActingRule, RulePrograms, key_of
 
 ZERO_SLOT = 0
 """Holds the zero vector for ever."""
@@ -164,10 +166,10 @@ class SlotPool:
 
 _NO_IDS: Int64Array = np.empty(0, dtype=np.int64)
 
-SumKey = tuple[bytes, bytes]
-"""Content keys of the global vectors and of a request's own in one phase; empty where there are none."""
+SumKey = tuple[bytes, bytes, bytes]
+"""Content keys of the global vectors, of a request's own, and of its rules in one phase; empty where there are none."""
 
-_NO_VECTORS: SumKey = (b"", b"")
+_NO_VECTORS: SumKey = (b"", b"", b"")
 
 Phases = tuple[Vectors | None, Vectors | None]
 """Vectors of the prefill and of the decode phase; None where nothing acts."""
@@ -182,15 +184,16 @@ class PooledSum:
     """Effective vectors and programs of one phase, with their rows in the pool.
 
     Attributes:
-        key: Of the global vectors and the request's own.
+        key: Of the global vectors, the request's own, and its rules.
         own: The request's own, kept to compute the sum anew under other global vectors.
         column: Slot at each site, int32 ``[num_sites]``.
         slots: The slots of `column` that this sum acquired; where only global vectors act, the slot is that of the
             global phase.
-        programs: The global program and the request's own, as far as there are any.
+        programs: The global program, those of rules, and the request's own, as far as there are any.
         program_slots: The slots that the request's own program acquired.
         users: Requests, modules and the global phases that use it.
         row: The table row that stands for it; `UNSTEERED_ROW` while none does.
+        base: With rules: the sum without them, whose slots are used; None if nothing acts then.
     """
 
     key: SumKey
@@ -201,6 +204,7 @@ class PooledSum:
     program_slots: Int32Array = field(default_factory=_no_slots)
     users: int = 0
     row: int = UNSTEERED_ROW
+    base: PooledSum | None = None
 
 
 SumPair = tuple[PooledSum | None, PooledSum | None]
@@ -240,6 +244,7 @@ class PooledSums:
         """Sums without users, the longest unused first."""
         self._global: Phases = (None, None)
         self._global_sums: SumPair = NO_SUMS
+        self._rules = RulePrograms(pool, self._op_sites)
 
     @property
     def has_global(self) -> bool:
@@ -249,13 +254,14 @@ class PooledSums:
     @property
     def num_live_slots(self) -> int:
         """Slots of sums that have users; the pool may hold more."""
-        live = [found for found in self._sums.values() if found.users]
-        columns = [slots for found in live for slots in (found.column, found.program_slots)]
+        held = Counter(id(self._sums[key].base) for key in self._unused)
+        live = [found for found in self._sums.values() if found.users > held[id(found)]]
+        columns = [slots for found in live for slots in (found.column, found.program_slots)] + self._rules.slots
         return len(set(np.concatenate(columns).tolist()) - {ZERO_SLOT}) if columns else 0
 
-    def acquire(self, own: Phases) -> SumPair:
-        """Become a user of the sums of a request's own vectors and the global ones; None where nothing acts."""
-        return self._acquire_phase(0, own[0]), self._acquire_phase(1, own[1])
+    def acquire(self, own: Phases, rules: Sequence[ActingRule] = ()) -> SumPair:
+        """Become a user of the sums of a request's own vectors, the global ones and rules; None where nothing acts."""
+        return self._acquire_phase(0, own[0], rules), self._acquire_phase(1, own[1], rules)
 
     def release(self, sums: SumPair) -> None:
         """Stop being a user of sums that `acquire` returned."""
@@ -272,22 +278,38 @@ class PooledSums:
         self._global = shared
         self._global_sums = self.acquire((None, None))
 
+    def change_rules(self, rules: Sequence[ActingRule]) -> None:
+        """Replace the rules; every user must have released its sums before, to acquire them anew after."""
+        self.drop_unused()
+        self._rules.change(rules)
+
     def drop_unused(self) -> None:
         """Free the slots of sums without users."""
         while self._unused:
             self._drop_oldest()
 
-    def _acquire_phase(self, phase: int, own: Vectors | None) -> PooledSum | None:
+    def _acquire_phase(self, phase: int, own: Vectors | None, rules: Sequence[ActingRule]) -> PooledSum | None:
         shared = self._global[phase]
-        key = (b"" if shared is None else shared.key, b"" if own is None else own.key)
+        key = (b"" if shared is None else shared.key, b"" if own is None else own.key, key_of(rules, phase))
         if key == _NO_VECTORS:
             return None
         found = self._sums.get(key)
         if found is None:
-            found = self._sums[key] = self._compute(key, phase, own)
+            made = self._with_rules(key, phase, own, rules) if rules else self._compute(key, phase, own)
+            found = self._sums[key] = made
         self._unused.pop(key, None)
         found.users += 1
         return found
+
+    def _with_rules(self, key: SumKey, phase: int, own: Vectors | None, rules: Sequence[ActingRule]) -> PooledSum:
+        """Return the sum of the same vectors whose programs act beside those of rules; it takes no slots of its own."""
+        base = self._acquire_phase(phase, own, ())
+        column = np.zeros(len(self._site_ids), dtype=np.int32) if base is None else base.column
+        programs = () if base is None else base.programs
+        global_sum = self._global_sums[phase]
+        num_global = 0 if global_sum is None else len(global_sum.programs)
+        acting = (*programs[:num_global], *self._rules.of(rules, phase), *programs[num_global:])
+        return PooledSum(key, own, column, _no_slots(), acting, base=base)
 
     def _compute(self, key: SumKey, phase: int, own: Vectors | None) -> PooledSum:
         global_sum = None if own is None else self._global_sums[phase]
@@ -331,3 +353,4 @@ class PooledSums:
         for slots in (oldest.slots, oldest.program_slots):
             self._pool.release(slots)
         self._dropped(oldest)
+        self.release((oldest.base, None))

@@ -99,7 +99,8 @@ def test_the_site_of_an_sae_is_an_op_site_and_room_for_its_features_is_made(tmp_
     assert steerable.op_sites == sort_sites(map(Site.parse, ("0.pre_attn", "1.mlp_out", "1.post_mlp")))
     assert set(steerable.op_sites) <= set(steerable.sites)
     assert steerable.max_sae_features == 64
-    assert config.max_entries == SteeringConfig().max_entries + 64
+    assert config.max_entries == SteeringConfig().max_entries + 2 * 64  # of a request, and of rules
+    assert SteeringConfig(max_rules=0).num_columns == SteeringConfig().num_columns / 2
     assert SteeringConfig(sae_root="/x").max_entries == config.max_entries
 
 

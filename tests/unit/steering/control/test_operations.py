@@ -44,6 +44,8 @@ class EngineCore:
         services = SimpleNamespace(
             call_workers=lambda method, args: [],
             check_restart=lambda field: None,
+            check_rekey=lambda field: None,
+            rekey_running=lambda: {},
             restart_running=lambda: None,
             fail=lambda reason: None,
         )

@@ -56,6 +56,12 @@ class Workers:
         if not self.is_restartable:
             raise RequestError(field, "not now")
 
+    def check_rekey(self, field: str) -> None:
+        pass
+
+    def rekey_running(self) -> dict[str, int]:
+        return {}
+
     def restart_running(self) -> None:
         self.restarts += 1
 
@@ -157,6 +163,8 @@ def test_counts_are_those_of_the_status_without_its_lists(core: SteeringCore) ->
         "requests_waiting": status["waiting"],
         "modules": len(status["modules"]),
         "global_vectors": sum(map(len, status["global"]["sites"].values())),
+        "rule_rows": {},
+        "gate_rows": {},
     }
     assert (counts["requests_running"], counts["modules"], counts["global_vectors"]) == (2, 1, 2)
     assert counts["requests_waiting"] == 1

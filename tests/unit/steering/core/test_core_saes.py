@@ -46,6 +46,12 @@ class Nobody:
     def check_restart(self, field: str) -> None:
         return
 
+    def check_rekey(self, field: str) -> None:
+        pass
+
+    def rekey_running(self) -> dict[str, int]:
+        return {}
+
     def restart_running(self) -> None:
         return
 
@@ -309,7 +315,7 @@ def test_blocks_are_keyed_by_reconstructions(encoded: Opened) -> None:
 
     assert len({alone, edits, both}) == 3
     assert alone == key("4", sae_full_reconstruction_specs=[{"module_name": "a"}])
-    assert key("5", decode_sae_reconstruction=["a"]) == (None, alone.decode)
+    assert key("5", decode_sae_reconstruction=["a"]) == (None, alone.decode, False)
 
 
 def test_an_sae_that_is_not_encoded_reconstructs_nothing(opened: Opened) -> None:

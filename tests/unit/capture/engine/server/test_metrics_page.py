@@ -38,6 +38,8 @@ CAPTURE = asdict(
 COUNTS = {
     "slots": 149,
     "slots_reserved": 12,
+    "rule_rows": {"calm": 7},
+    "gate_rows": {},
     "configs": 3,
     "requests_running": 2,
     "requests_waiting": 1,
@@ -80,7 +82,7 @@ def parsed(text: bytes) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def in_order(labels: dict[str, str]) -> list[str]:
-    return [labels[name] for name in ("engine", "worker", "api_server", "consumer", "le") if name in labels]
+    return [labels[name] for name in ("engine", "worker", "rule", "api_server", "consumer", "le") if name in labels]
 
 
 def values(families: dict[str, Any], name: str) -> dict[tuple[str, ...], float]:
@@ -104,6 +106,7 @@ def test_both_parts_say_what_they_count() -> None:
     assert values(found, "headgate_steering_slots_reserved") == {("0",): 12, ("1",): 12}
     assert values(found, "headgate_steering_global_vectors") == {("0",): 3, ("1",): 3}
     assert values(found, "headgate_steering_requests_waiting") == {("0",): 1, ("1",): 1}
+    assert values(found, "headgate_steering_rule_rows") == {("0", "calm"): 7, ("1", "calm"): 7}
     assert values(found, "headgate_steering_worker_slots_live") == {("0", "0"): 4, ("1", "0"): 4}
     assert 0 <= found["headgate_stats_age_seconds"][("headgate_stats_age_seconds",)] < 60
     assert client.calls.count("collective_rpc") == 2
@@ -300,4 +303,4 @@ def test_other_pages_are_not_touched() -> None:
 def test_steering_names_are_unique() -> None:
     names = [family.name for family in steering_metrics.families([])]
 
-    assert len(set(names)) == len(names) == 9
+    assert len(set(names)) == len(names) == 11

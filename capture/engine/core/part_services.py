@@ -1,0 +1,137 @@
+"""The services of an engine core to its part: calls to the workers, and block keys of requests that run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from functools import wraps
+
+from headgate.capture.engine.contracts.core_part import BlockKeys, CorePart
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import EngineCore, Function, Request, Scheduler
+from headgate.capture.engine.core import block_keys, restart
+from headgate.capture.engine.core.block_keys import SaltedKeys
+from headgate.capture.engine.core.step_notes import StepNotes
+
+logger = logging.getLogger("headgate")
+
+SERVICES = "_headgate_services"
+"""Attribute of a scheduler; absent where no part is open."""
+
+
+class PartServices:
+    """Implements `CoreServices` for a part. Engine thread only, but for `keys`.
+
+    Args:
+        core: vLLM's ``EngineCore``.
+        name: The part's.
+        waiting: Requests that wait outside of the scheduler.
+    """
+
+    def __init__(self, core: EngineCore, name: str, waiting: Mapping[str, Request]) -> None:
+        self._core = core
+        self._scheduler = core.scheduler
+        self._name = name
+        self._waiting = waiting
+        self._part: CorePart | None = None
+        self._notes: StepNotes | None = None
+        self._salts: dict[str, str] = {}
+        """Of requests whose rows were computed under block keys that have changed since."""
+        self._num_salts = 0
+
+    def open(self, part: CorePart, notes: StepNotes) -> None:
+        """Serve `part`, which was made with these services, and whose notes are `notes`."""
+        self._part, self._notes = part, notes
+
+    def call_workers(self, method: str, args: Document) -> list[object]:
+        """Implement `CoreServices`."""
+        answers = self._core.model_executor.collective_rpc("headgate_call", args=(self._name, method, args))
+        return list(answers)
+
+    def check_restart(self, field: str) -> None:
+        """Implement `CoreServices`."""
+        restart.check_restart(self._core, field)
+
+    def restart_running(self) -> None:
+        """Implement `CoreServices`."""
+        if self._notes is not None:
+            self._notes.restarted()
+        restart.restart_running(self._scheduler)
+        for req_id, request in self._requests():
+            block_keys.rehash(request, self.keys(req_id))
+
+    def check_rekey(self, field: str) -> None:
+        """Implement `CoreServices`."""
+        restart.check_sessions(self._core, field)
+
+    def rekey_running(self) -> dict[str, int]:
+        """Implement `CoreServices`."""
+        firsts = {}
+        for req_id, request in self._requests():
+            # Rows whose steps were launched; an unknown token's row may be computed again.
+            computed = min(request.num_computed_tokens, len(request.all_token_ids))
+            has_begun = computed > 0 or len(request.all_token_ids) > request.num_prompt_tokens
+            firsts[req_id] = request.num_computed_tokens if computed else len(request.all_token_ids) * has_begun
+            if block_keys.unsalted(request) == self._present(req_id):
+                continue
+            if has_begun:
+                self._salt(req_id)
+            if computed:
+                block_keys.rehash_from(request, self.keys(req_id), computed, self._scheduler.hash_block_size)
+            else:
+                block_keys.rehash(request, self.keys(req_id))
+        return firsts
+
+    def fail(self, reason: str) -> None:
+        """Implement `CoreServices`."""
+        logger.critical("headgate: %s; the engine ends", reason)
+
+        def step() -> None:
+            raise RuntimeError(f"headgate: {reason}")
+
+        self._core.step_fn = step
+
+    def keys(self, req_id: str) -> BlockKeys | None:
+        """Return the block keys of a request, as of now."""
+        present, salt = self._present(req_id), self._salts.get(req_id)
+        return present if salt is None else SaltedKeys(present, salt)
+
+    def preempted(self, request: Request) -> None:
+        """Follow a preemption: rows that are computed again are computed under the present keys, whatever was before.
+
+        How they acted on rows before they were there nobody knows, so nobody else is to find the request's blocks.
+        """
+        req_id = request.request_id
+        if req_id in self._salts:
+            self._salt(req_id)
+            block_keys.rehash(request, self.keys(req_id))
+
+    def release(self, req_id: str) -> None:
+        """Forget a request that was freed."""
+        self._salts.pop(req_id, None)
+
+    def _salt(self, req_id: str) -> None:
+        self._num_salts += 1
+        self._salts[req_id] = f"{self._num_salts} {req_id}"
+
+    def _present(self, req_id: str) -> BlockKeys | None:
+        return None if self._part is None else self._part.block_keys(req_id)
+
+    def _requests(self) -> Iterator[tuple[str, Request]]:
+        for req_id, request in (*self._scheduler.requests.items(), *self._waiting.items()):
+            if not request.is_finished():
+                yield req_id, request
+
+
+def preempt_request(original: Function) -> Function:
+    """Wrap ``Scheduler._preempt_request``: the block keys of a request may have changed while it ran."""
+
+    @wraps(original)
+    def wrapped(self: Scheduler, request: Request, timestamp: float, *args: object, **kwargs: object) -> object:
+        result = original(self, request, timestamp, *args, **kwargs)
+        services: PartServices | None = vars(self).get(SERVICES)
+        if services is not None:
+            services.preempted(request)
+        return result
+
+    return wrapped

@@ -1,0 +1,142 @@
+"""The OpenAPI description of ``/v1/steering/rules`` and ``/v1/steering/dynamic``. Plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headgate.steering.control.openapi import (
+    COUNT,
+    HASH,
+    STATUS_OK,
+    TEXT,
+    Schema,
+    answers_of,
+    body_of,
+    list_of,
+    object_of,
+)
+
+_NAME: Schema = {**TEXT, "minLength": 1, "maxLength": 256}
+_APPLIES_TO: Schema = {
+    "type": "string",
+    "enum": ["all", "opt_in", "opt_out"],
+    "description": "opt_in: requests whose steering_rules name it; opt_out: beside these all without that field.",
+}
+_STRENGTH: Schema = {
+    "anyOf": [
+        {"type": "string", "enum": ["binary"]},
+        object_of({"proportional": {"type": "number"}}, required=("proportional",)),
+        object_of({"sigmoid": {"type": "number"}}, required=("sigmoid",)),
+    ]
+}
+_SCOPE: Schema = {"type": "string", "enum": ["this_token", "next_token", "rest_of_request"]}
+_RULE: Schema = {
+    "name": TEXT,
+    "applies_to": _APPLIES_TO,
+    "scope": _SCOPE,
+    "strength": _STRENGTH,
+    "probes": {**list_of(TEXT), "description": "Names of the scores that it reads, as in traces."},
+    "sites": {**list_of(TEXT), "description": "That it reads and writes."},
+    "observes": {"type": "boolean"},
+    "sha256": TEXT,
+}
+_EXAMPLE = {
+    "name": "calm-down",
+    "applies_to": "all",
+    "scope": "rest_of_request",
+    "strength": "binary",
+    "probes": ["anger"],
+    "sites": ["12.post_mlp"],
+    "observes": False,
+    "sha256": HASH,
+}
+RULES: dict[str, Any] = {
+    "summary": "Rules: gates that act on requests which did not ask",
+    "responses": answers_of(
+        object_of(
+            {"rules": list_of(object_of(_RULE, required=tuple(_RULE))), "count": COUNT}, required=("rules", "count")
+        ),
+        {"rules": [_EXAMPLE], "count": 1},
+        404,
+    ),
+}
+REGISTER: dict[str, Any] = {
+    "summary": "Register a rule",
+    "openapi_extra": body_of(
+        object_of(
+            {
+                "name": _NAME,
+                "applies_to": _APPLIES_TO,
+                "when": {
+                    "anyOf": [{"type": "string"}, {"type": "object"}],
+                    "description": "The condition, as of a gate in steering_gates.",
+                },
+                "then": {
+                    "anyOf": [{"type": "string", "enum": ["observe"]}, {"type": "object"}],
+                    "description": "As of a gate, without attenuate: module, vectors, ops or features.",
+                },
+                "strength": {"anyOf": [_STRENGTH, {"type": "null"}], "default": "binary"},
+                "scope": {"anyOf": [_SCOPE, {"type": "null"}], "default": "this_token"},
+            },
+            required=("name", "applies_to", "when", "then"),
+        ),
+        {
+            "a rule": {
+                "name": "calm-down",
+                "applies_to": "all",
+                "when": {"probe": "anger", "above": 0.5},
+                "then": {"module": "calm", "scale": 2.0},
+                "scope": "rest_of_request",
+            },
+            "shadow mode": {
+                "name": "watch",
+                "applies_to": "opt_out",
+                "when": {"cosine": [0.5, -1.0, 0.25], "at": "12.post_mlp", "above": 0.2},
+                "then": "observe",
+            },
+        },
+    ),
+    "responses": answers_of(
+        object_of({"status": STATUS_OK, **_RULE}, required=("status", *_RULE)),
+        {"status": "ok", **_EXAMPLE},
+        *(400, 403, 404, 415),
+    ),
+}
+UNREGISTER: dict[str, Any] = {
+    "summary": "Forget a rule",
+    "openapi_extra": body_of(object_of({"name": _NAME}, required=("name",)), {"calm-down": {"name": "calm-down"}}),
+    "responses": answers_of(
+        object_of({"status": STATUS_OK, "name": TEXT}, required=("status", "name")),
+        {"status": "ok", "name": "calm-down"},
+        *(400, 403, 404, 415),
+    ),
+}
+_ACTIVITY: Schema = {
+    "name": TEXT,
+    "applies_to": _APPLIES_TO,
+    "observes": {"type": "boolean"},
+    "rows": {**COUNT, "description": "That it wrote; if it observes, on which it would have."},
+}
+_DYNAMIC: Schema = {
+    "probes": list_of(TEXT),
+    "rules": list_of(object_of(_ACTIVITY, required=tuple(_ACTIVITY))),
+    "gates": {
+        "type": "object",
+        "additionalProperties": COUNT,
+        "description": "Rows that gates of requests wrote, by name, where a trace was wanted or rules acted.",
+    },
+    "requests_with_gates": COUNT,
+}
+DYNAMIC: dict[str, Any] = {
+    "summary": "Probes, gates and rules, with the rows that these wrote",
+    "responses": answers_of(
+        object_of(_DYNAMIC, required=tuple(_DYNAMIC)),
+        {
+            "probes": ["anger"],
+            "rules": [{"name": "calm-down", "applies_to": "all", "observes": False, "rows": 12}],
+            "gates": {"gate0": 3},
+            "requests_with_gates": 1,
+        },
+        404,
+    ),
+}

@@ -1,0 +1,161 @@
+"""The operator's calls about rules. Each change reserves slots first, then tells the workers, and last takes effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+from headgate.capture.engine.contracts.core_part import CoreServices
+from headgate.capture.schema.errors import RequestError
+from headgate.steering.core.admission import Reservations
+from headgate.steering.core.content import Limits
+from headgate.steering.core.gates import GateContent, lowered_rule
+from headgate.steering.core.modules import Module
+from headgate.steering.core.probes import ProbeRegistry
+from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
+from headgate.steering.core.rules.step_readings import StepReadings
+from headgate.steering.core.saes import SaeRegistry
+from headgate.steering.gates.rule import Rule, fields_of_rule, rule_key
+from headgate.steering.vectors.phase_vectors import Steerable, check_name
+
+Tell = Callable[[str, Mapping[str, Any], Mapping[str, Any]], None]
+"""Has all workers do a method with arguments, or undo it with others."""
+
+
+class RuleState(Protocol):
+    """As much of `headgate.steering.core.state.SteeringState` as is used here."""
+
+    rules: RuleRegistry
+    probes: ProbeRegistry
+    saes: SaeRegistry
+    limits: Limits
+    steerable: Steerable | None
+    version: int
+
+    def modules(self) -> tuple[Module, ...]: ...
+
+
+def made_rule(state: RuleState, rule: Rule) -> KeptRule:
+    """Return a rule with its programs, to reserve its slots before it is registered.
+
+    Raises:
+        RequestError: If something that it names is not there, or there is no room for its columns or entries.
+    """
+    first = state.rules.place(rule)
+    others = [each for each in state.rules.all() if each.name != rule.name]
+    modules = {module.name: module for module in state.modules()}
+    with fields_of_rule():
+        content = GateContent(state.steerable, state.probes, state.saes, modules)
+        return lowered_rule(rule, content, state.limits, first, others)
+
+
+class RuleCalls:
+    """The methods that front ends call by name. Engine thread only.
+
+    Args:
+        state: Of the engine core.
+        reservations: Of the slots.
+        services: Asks for block keys anew.
+        tell: Tells the workers.
+        readings: Of steps, for which a change counts from the next step on.
+    """
+
+    def __init__(
+        self,
+        state: RuleState,
+        reservations: Reservations[str],
+        services: CoreServices,
+        tell: Tell,
+        readings: StepReadings,
+    ) -> None:
+        self._readings = readings
+        self._state = state
+        self._reservations = reservations
+        self._services = services
+        self._tell = tell
+
+    @property
+    def methods(self) -> Mapping[str, Callable[..., Any]]:
+        """The methods by their names."""
+        return {
+            "register_rule": self._register,
+            "unregister_rule": self._unregister,
+            "rules": lambda: [rule.described() for rule in self._state.rules.all()],
+            "export_rule": self._export,
+            "dynamic": self._dynamic,
+        }
+
+    def register(self, rule: Rule) -> KeptRule:
+        """Register a rule, in place of an earlier one of its name.
+
+        Raises:
+            RequestError: If something that it names is not there, or there is no room. Nothing has changed.
+            Exception: What a worker raised. Nothing has changed.
+        """
+        rules, name = self._state.rules, rule.name
+        self._services.check_rekey("name")
+        made, earlier = made_rule(self._state, rule), rules.find(name)
+        key = rule_key(name)
+        self._reservations.keep_module(key, made.demand, "then")
+        try:
+            self._change(rules.with_rule(made))
+        except BaseException:
+            if earlier is None:
+                self._reservations.release_module(key)
+            else:
+                self._reservations.keep_module(key, earlier.demand, "then")
+            raise
+        return made
+
+    def _register(self, name: str, rule: dict[str, Any]) -> dict[str, Any]:
+        """Register what `Rule.to_wire` made; requests that run are steered by it from their next row on."""
+        read = Rule.from_wire(rule)
+        if read.name != check_name(name, "name", "a rule"):
+            raise AssertionError(f"a rule {read.name!r} as {name!r}")
+        return self._audited(self.register(read))
+
+    def _unregister(self, name: str) -> dict[str, Any]:
+        """Forget a rule; it acts on nothing from the next step on."""
+        rules = self._state.rules
+        found = rules.find(name)
+        if found is None:
+            known = ", ".join(rule.name for rule in rules.all()) or "none"
+            raise RequestError("name", f"unknown rule {name!r}; registered: {known}")
+        self._change(rules.without(name))
+        self._reservations.release_module(rule_key(name))
+        return self._audited(found)
+
+    def _change(self, rules: Mapping[str, KeptRule]) -> None:
+        """Have the workers and the state change to `rules`, between two steps."""
+        self._tell("set_rules", _to_workers(rules.values()), _to_workers(self._state.rules.all()))
+        self._state.rules.put(rules)
+        self._state.version += 1
+        self._readings.change_rules(self._services.rekey_running())
+
+    def rule_rows(self) -> dict[str, int]:
+        """Return the rows that each rule wrote, those of rules that are off now included."""
+        known = dict.fromkeys((rule.name for rule in self._state.rules.all()), 0)
+        return {**known, **self._readings.counts.rules}
+
+    def _dynamic(self) -> dict[str, Any]:
+        """Return what reads and acts now, with the rows that it wrote so far."""
+        rows = self.rule_rows()
+        return {
+            "probes": list(self._state.probes.all()),
+            "rules": [{**rule.described(), "rows": rows[rule.name]} for rule in self._state.rules.all()],
+            "gates": dict(self._readings.counts.gates),
+            "requests_with_gates": self._readings.num_gated,
+        }
+
+    def _export(self, name: str) -> dict[str, Any] | None:
+        """Return a rule as ``register_rule`` takes it, to register it again; None if there is none of that name."""
+        found = self._state.rules.find(name)
+        return None if found is None else found.rule.to_wire()
+
+    def _audited(self, rule: KeptRule) -> dict[str, Any]:
+        hashes = {"prefill": rule.sha256, "decode": rule.sha256}
+        return {**rule.described(), "hash": hashes, "version": self._state.version}
+
+
+def _to_workers(rules: Collection[KeptRule]) -> dict[str, Any]:
+    return {"rules": [rule.to_worker() for rule in rules]}

@@ -1,0 +1,189 @@
+"""Readings of steps become the traces of requests, and counts of the rows that gates and rules wrote."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from headgate.steering.core.resolved import Resolved
+from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
+from headgate.steering.gates.conversations import ConversationLatches, LatchKey
+from headgate.steering.gates.gate import Gate
+from headgate.steering.gates.layout import FOLLOWING, layout_of
+from headgate.steering.gates.trace import GateSource, Note, StepRows, TraceWriter, rows_of
+from headgate.steering.vectors.dtypes import Float32Rows
+
+MAX_NAMES = 256
+"""Names of gates that are counted apart: clients choose them."""
+OTHERS = "(others)"
+
+
+class RowCounts:
+    """How many rows gates and rules wrote, as far as workers told of them. Engine thread only.
+
+    Attributes:
+        rules: By the names of rules; of one that observes, rows on which it would have acted.
+        gates: By the names of requests' gates; beyond `MAX_NAMES` names all others together.
+    """
+
+    def __init__(self) -> None:
+        self.rules: Counter[str] = Counter()
+        self.gates: Counter[str] = Counter()
+
+    def add_gates(self, source: GateSource, written: Iterable[int]) -> None:
+        """Count rows that a request's own gates wrote, given in their order."""
+        for gate, count in zip(source.layout.gates, written, strict=True):
+            name = gate.gate.name
+            known = name if name in self.gates or len(self.gates) < MAX_NAMES else OTHERS
+            self.gates[known] += count
+
+    def add_rules(self, rules: Sequence[KeptRule], signals: Float32Rows) -> None:
+        """Count rows on all of which the same rules act: float32 ``[rows, columns]``."""
+        strengths = np.nan_to_num(signals[:, [rule.counted_column for rule in rules]])
+        for rule, count in zip(rules, np.count_nonzero(strengths, axis=0).tolist(), strict=True):
+            self.rules[rule.name] += count
+
+
+class _OwnGates:
+    """A request with gates of its own.
+
+    Args:
+        gates: The gates.
+        resolved: Their programs, and the keys of those that go on in a conversation.
+        num_prompt: Tokens of its prompt.
+    """
+
+    def __init__(self, gates: Sequence[Gate], resolved: Resolved, num_prompt: int) -> None:
+        self.source = GateSource.of(layout_of(gates), resolved.own)
+        self.latches = {
+            key: column.column
+            for column in self.source.layout.gates
+            if (key := resolved.latch_keys.get(column.gate.name)) is not None
+        }
+        self._num_prompt = num_prompt
+        self._columns = self.source.columns
+        self._is_written_late = self.source.is_written_late
+        self._last: Float32Rows | None = None
+        """Signals ``[1, columns]`` of the last row, if some act on the row behind."""
+
+    def written(self, rows: StepRows) -> list[int]:
+        """Return how many of a step's rows each gate wrote."""
+        signals = rows.signals
+        if self._is_written_late:
+            if len(signals) == 1:
+                return [int(signals[0, column] != 0) for column in self._columns]
+            return [int(count) for count in np.count_nonzero(signals[:, self._columns], axis=0)]
+        first = np.zeros_like(signals[:1]) if self._last is None or not rows.first else self._last
+        before, self._last = np.concatenate([first, signals[:-1]]), signals[-1:].copy()
+        num_prompt = max(self._num_prompt - rows.first, 0)
+        return [
+            int(np.count_nonzero(self.source.applied(column, num_prompt, signals, before))) for column in self._columns
+        ]
+
+
+class StepReadings:
+    """Follows requests through their steps' readings. Input thread adds requests, engine thread does everything else.
+
+    Args:
+        rules: Of the engine core.
+        latches: Where gates of conversations are latched; None if there are none.
+
+    Attributes:
+        counts: Of rows.
+    """
+
+    def __init__(self, rules: RuleRegistry, latches: ConversationLatches | None = None) -> None:
+        self.counts = RowCounts()
+        self._rules = rules
+        self._latches = latches
+        self._writers: dict[str, TraceWriter] = {}
+        self._own: dict[str, _OwnGates] = {}
+        """Of requests with gates of their own."""
+        self._since: dict[str, int] = {}
+        """Positions from which the present rules act, of requests that met a change."""
+
+    @property
+    def num_gated(self) -> int:
+        """Requests with gates of their own."""
+        return len(self._own)
+
+    def add(self, req_id: str, gates: Sequence[Gate], resolved: Resolved, num_prompt: int, *, is_traced: bool) -> None:
+        """Add a request.
+
+        Args:
+            req_id: The request.
+            gates: Its own.
+            resolved: What they, and the rest of its steering, became.
+            num_prompt: Tokens of its prompt.
+            is_traced: Whether it wants its trace.
+        """
+        own = _OwnGates(gates, resolved, num_prompt)
+        if gates:
+            self._own[req_id] = own
+        if is_traced:
+            self._writers[req_id] = TraceWriter(own.source, num_prompt)
+
+    def begin(self, req_id: str) -> None:
+        """Let the present rules act on a request from its first row on."""
+        if (writer := self._writers.get(req_id)) is not None:
+            writer.change_rules(0, self._sources(req_id))
+
+    def change_rules(self, firsts: Mapping[str, int]) -> None:
+        """Let the present rules act on each request from a position on."""
+        for req_id, first in firsts.items():
+            self._since[req_id] = first
+            if (writer := self._writers.get(req_id)) is not None:
+                writer.change_rules(first, self._sources(req_id))
+
+    def forget(self, req_id: str) -> None:
+        """Forget a request, if it is known."""
+        self._writers.pop(req_id, None)
+        self._own.pop(req_id, None)
+        self._since.pop(req_id, None)
+
+    def take(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
+        """Return a piece of each request's trace, from what a step read; see `ReadingCore.take_readings`."""
+        found: dict[str, Note] = {}
+        if self._rules.all():
+            self._count_rules(readings)
+        for rows in rows_of(readings) if self._writers or self._own else ():
+            is_kept = rows.req_id not in discarded
+            if (own := self._own.get(rows.req_id)) is not None and len(rows.signals):
+                self.counts.add_gates(own.source, own.written(rows))
+                if is_kept:
+                    self._latch(own.latches, rows.signals[-1])
+            writer = self._writers.get(rows.req_id) if is_kept else None
+            if writer is not None and (note := writer.note(rows.first, rows.signals)) is not None:
+                found[rows.req_id] = note
+        return found
+
+    def _latch(self, columns: Mapping[LatchKey, int], signals: Float32Rows) -> None:
+        """Remember the strengths that go on behind a row: they were latched there, or before."""
+        strengths = {key: float(signals[column + FOLLOWING]) for key, column in columns.items()}
+        if self._latches is not None and strengths:
+            self._latches.latch({key: strength for key, strength in strengths.items() if math.isfinite(strength)})
+
+    def _count_rules(self, readings: Mapping[str, Any]) -> None:
+        """Count the rows of a step; steps that were launched before a change are passed over."""
+        ids: list[str] = readings["ids"]
+        firsts, counts = (np.frombuffer(readings[name], np.int64) for name in ("firsts", "counts"))
+        signals = np.frombuffer(readings["values"], np.float32).reshape(-1, readings["columns"])
+        groups: dict[int, tuple[tuple[KeptRule, ...], list[int]]] = {}
+        for at, (req_id, first) in enumerate(zip(ids, firsts.tolist(), strict=True)):
+            rules = self._rules.acting(req_id)
+            if rules and first >= self._since.get(req_id, 0):
+                groups.setdefault(id(rules), (rules, []))[1].append(at)
+        for rules, members in groups.values():
+            rows = signals
+            if len(members) < len(ids):
+                is_member = np.zeros(len(ids), np.bool_)
+                is_member[members] = True
+                rows = signals[np.repeat(is_member, counts)]
+            self.counts.add_rules(rules, rows)
+
+    def _sources(self, req_id: str) -> list[GateSource]:
+        return [rule.source for rule in self._rules.acting(req_id)]

@@ -1,0 +1,86 @@
+"""The programs of rules in the pool of one worker, each once for all requests on which it acts. Numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headgate.capture.schema.batch import Int32Array
+from headgate.capture.schema.sites import Site
+from headgate.steering.gates.rule import AppliesTo, Selection
+from headgate.steering.programs.program import Program
+from headgate.steering.worker.placed_programs import PlacedProgram, place
+
+if TYPE_CHECKING:
+    from headgate.steering.worker.rows.vector_pool import SlotPool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActingRule:
+    """A rule as workers know it.
+
+    Attributes:
+        name: The rule's.
+        applies_to: Whom it acts on.
+        columns: Its first column, and the one behind its last.
+        programs: Of the prefill and of the decode phase.
+    """
+
+    name: str
+    applies_to: AppliesTo
+    columns: tuple[int, int]
+    programs: tuple[Program, Program]
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> ActingRule:
+        """Return the rule that `headgate.steering.core.rules.registry.KeptRule.to_worker` wrote."""
+        first, end = wire["columns"]
+        programs = Program.from_wire(wire["prefill"]), Program.from_wire(wire["decode"])
+        return cls(wire["name"], AppliesTo(wire["applies_to"]), (first, end), programs)
+
+
+def acting_of(rules: Sequence[ActingRule], selection: Selection) -> tuple[ActingRule, ...]:
+    """Return the rules that act on a request with a selection, in their order."""
+    return tuple(rule for rule in rules if rule.applies_to.acts(rule.name, selection))
+
+
+class RulePrograms:
+    """The programs of rules in a pool. Step thread only.
+
+    Args:
+        pool: Where their rows are.
+        op_sites: Index of each site of this worker where programs act.
+    """
+
+    def __init__(self, pool: SlotPool, op_sites: Mapping[Site, int]) -> None:
+        self._pool = pool
+        self._op_sites = op_sites
+        self._slots: dict[bytes, Int32Array] = {}
+        """By the key of the program."""
+        self._placed: dict[bytes, PlacedProgram] = {}
+
+    @property
+    def slots(self) -> list[Int32Array]:
+        """The slots of each program."""
+        return list(self._slots.values())
+
+    def change(self, rules: Sequence[ActingRule]) -> None:
+        """Place the programs of `rules` in place of those of earlier ones, which nothing uses any more."""
+        for slots in self._slots.values():
+            self._pool.release(slots)
+        self._slots.clear()
+        self._placed.clear()
+        for program in (program for rule in rules for program in rule.programs):
+            if program.key not in self._slots:
+                self._slots[program.key] = self._pool.acquire(program.rows)
+                self._placed[program.key] = place(program, self._slots[program.key], self._op_sites)
+
+    def of(self, rules: Sequence[ActingRule], phase: int) -> tuple[PlacedProgram, ...]:
+        """Return the programs of some rules in a phase: 0 is prefill, 1 decode."""
+        return tuple(self._placed[rule.programs[phase].key] for rule in rules)
+
+
+def key_of(rules: Sequence[ActingRule], phase: int) -> bytes:
+    """Return the content key of the rules that act in a phase; empty if none does."""
+    return b"".join(rule.programs[phase].key for rule in rules)

@@ -1,0 +1,141 @@
+"""Traces and counts of rules, from readings as a worker makes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headgate.steering.core.rules import step_readings
+from headgate.steering.core.rules.step_readings import OTHERS, StepReadings
+from headgate.steering.gates.gate import Gate
+from headgate.steering.requests.gate_fields import read_gates
+from headgate.steering.requests.trace import join_notes
+from tests.fakes.ruled import STEERABLE, Rules, document
+
+COLUMNS = 40
+
+
+def readings(*rows: tuple[str, int, list[dict[int, float]]]) -> dict[str, Any]:
+    """As a worker tells: of each request the position of its first row, and some columns of each row."""
+    values = np.full((sum(len(told) for *_, told in rows), COLUMNS), 7.0, np.float32)  # stale but where told
+    listed = [each for *_, told in rows for each in told]
+    for value, each in zip(values, listed, strict=True):
+        value[list(each)] = list(each.values())
+    return {
+        "ids": [req_id for req_id, *_ in rows],
+        "firsts": np.array([first for _, first, _ in rows], np.int64).tobytes(),
+        "counts": np.array([len(told) for *_, told in rows], np.int64).tobytes(),
+        "columns": COLUMNS,
+        "values": values.tobytes(),
+    }
+
+
+@pytest.fixture
+def rules() -> Rules:
+    return Rules()
+
+
+@pytest.fixture
+def steps(rules: Rules) -> StepReadings:
+    return StepReadings(rules.state.rules)
+
+
+def add(rules: Rules, steps: StepReadings, req_id: str, *, gates: tuple[Gate, ...] = (), **selected: Any) -> None:
+    rules.state.rules.add(req_id, selected.get("selection"), 4)
+    steps.add(req_id, gates, is_traced=True)
+    steps.begin(req_id)
+
+
+def columns(rules: Rules, name: str) -> tuple[int, int]:
+    """The columns of the score, and of the strength that acts; that which is shown follows."""
+    found = rules.state.rules.find(name)
+    assert found is not None
+    return found.layout.scores[0].column, found.layout.gates[0].column
+
+
+def row(rules: Rules, name: str, score: float, applied: float, shown: float | None = None) -> dict[int, float]:
+    read, acts = columns(rules, name)
+    return {read: score, acts: applied, acts + 1: applied if shown is None else shown}
+
+
+def test_a_rule_that_came_late_has_null_before(rules: Rules, steps: StepReadings) -> None:
+    rules.on("first")
+    add(rules, steps, "a")
+    notes = [steps.take(readings(("a", 0, [row(rules, "first", 2.0, 1.0)])), ())["a"]]
+    rules.on("late", applies_to="opt_out")
+    steps.change_rules({"a": 2})
+
+    both = {**row(rules, "first", 3.0, 1.0), **row(rules, "late", 4.0, 0.5)}
+    notes.append(steps.take(readings(("a", 1, [both, both])), ())["a"])
+    rules.off("first")
+    steps.change_rules({"a": 3})
+    notes.append(steps.take(readings(("a", 3, [row(rules, "late", 5.0, 0.0)])), ())["a"])
+
+    trace = join_notes(notes, None)
+    assert trace["positions"] == [0, 1, 2, 3]
+    assert trace["scores"] == {"first": [2.0, 3.0, 3.0, None], "late": [None, None, 4.0, 5.0]}
+    assert trace["gates"]["first"] == {"strength": [1.0, 1.0, 1.0, None], "applied": [1.0, 1.0, 1.0, None]}
+    assert trace["gates"]["late"] == {"strength": [None, None, 0.5, 0.0], "applied": [None, None, 0.5, 0.0]}
+
+
+def test_rows_that_are_computed_again_are_told_once(rules: Rules, steps: StepReadings) -> None:
+    rules.on("calm")
+    add(rules, steps, "a")
+    told = row(rules, "calm", 1.0, 1.0)
+    steps.take(readings(("a", 0, [told, told])), ())
+
+    assert steps.take(readings(("a", 0, [told, told])), ()) == {}
+    assert steps.take(readings(("a", 0, [told, told, told])), ())["a"]["positions"] == [2]
+
+
+def test_names_of_a_request_and_of_rules_are_told_apart(rules: Rules, steps: StepReadings) -> None:
+    gate = {key: value for key, value in document().items() if key != "applies_to"}
+    rules.on("calm")
+    add(rules, steps, "a", gates=read_gates([{"name": "calm", **gate}], STEERABLE))
+
+    note = steps.take(readings(("a", 0, [{**dict.fromkeys(range(8), 0.25), **row(rules, "calm", 3.0, 1.0)}])), ())["a"]
+
+    assert note["scores"] == {"calm": [0.25], "calm (rule)": [3.0]}
+    assert {name: told["applied"] for name, told in note["gates"].items()} == {"calm": [0.25], "calm (rule)": [1.0]}
+
+
+def test_rows_are_counted_where_a_rule_acts(rules: Rules, steps: StepReadings) -> None:
+    rules.on("all")
+    rules.on("some", applies_to="opt_in")
+    rules.on("watch", then="observe")
+    add(rules, steps, "plain")
+    add(rules, steps, "in", selection=("some",))
+    rest = {**row(rules, "all", 1.0, 1.0), **row(rules, "watch", 1.0, 0.0, shown=1.0)}
+    quiet = {**row(rules, "all", 1.0, 0.0), **row(rules, "watch", 1.0, 0.0, shown=float("nan"))}
+    chosen = {**rest, **row(rules, "some", 1.0, 0.5)}
+
+    steps.take(readings(("plain", 0, [rest, quiet, rest]), ("in", 0, [chosen])), ())
+
+    assert steps.counts.rules == {"all": 3, "some": 1, "watch": 3}
+
+
+def test_steps_that_were_launched_before_a_rule_came_do_not_count(rules: Rules, steps: StepReadings) -> None:
+    add(rules, steps, "a")
+    rules.on("calm")
+    steps.change_rules({"a": 5})
+
+    steps.take(readings(("a", 4, [{}])), ())
+    assert steps.counts.rules == {}
+    steps.take(readings(("a", 5, [row(rules, "calm", 1.0, 1.0)])), ())
+    assert steps.counts.rules == {"calm": 1}
+
+
+def test_names_of_gates_that_are_counted_apart_are_limited(
+    rules: Rules, steps: StepReadings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_readings, "MAX_NAMES", 1)
+    gate = {key: value for key, value in document().items() if key != "applies_to"}
+    for name in ("one", "two", "three"):
+        add(rules, steps, name, gates=read_gates([{"name": name, **gate}], STEERABLE))
+        steps.take(readings((name, 0, [{}, {}])), ())
+
+    assert steps.counts.gates == {"one": 2, OTHERS: 4}
+    steps.forget("one")
+    assert steps.num_gated == 2
