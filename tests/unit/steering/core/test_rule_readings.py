@@ -12,6 +12,7 @@ from headgate.steering.core.rules.step_readings import OTHERS, StepReadings
 from headgate.steering.gates.gate import Gate
 from headgate.steering.requests.gate_fields import read_gates
 from headgate.steering.requests.trace import join_notes
+from headgate.steering.spec import SteeringSpec
 from tests.fakes.ruled import STEERABLE, Rules, document
 
 COLUMNS = 40
@@ -44,7 +45,8 @@ def steps(rules: Rules) -> StepReadings:
 
 def add(rules: Rules, steps: StepReadings, req_id: str, *, gates: tuple[Gate, ...] = (), **selected: Any) -> None:
     rules.state.rules.add(req_id, selected.get("selection"), 4)
-    steps.add(req_id, gates, is_traced=True)
+    resolved = rules.state.resolve(req_id, SteeringSpec(gates=gates), 4)
+    steps.add(req_id, gates, resolved, 4, is_traced=True)
     steps.begin(req_id)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.gates.gate import Always, Condition, Gate, Group, InlineProbe, Leaf, NamedProbe, Negation, Then
 from headgate.steering.gates.layout import FOLLOWING, layout_of, num_columns
-from headgate.steering.gates.trace import TraceWriter, rows_of
+from headgate.steering.gates.trace import GateSource, TraceWriter, rows_of
 from headgate.steering.programs.codes import EVERYWHERE, Code
 from headgate.steering.programs.gate_codes import Combine, gate_field
 from headgate.steering.programs.program import Entry, Program
@@ -72,7 +72,7 @@ def test_a_trace_tells_each_row_once_and_numbers_that_json_lacks_as_null():
         )
         for is_early in (False, True)
     )
-    writer = TraceWriter(layout, (late, early), num_prompt=5)
+    writer = TraceWriter(GateSource.of(layout, (late, early)), num_prompt=5)
     signals = np.arange(3 * layout.num_columns, dtype=np.float32).reshape(3, -1)
     signals[1, layout.scores[0].column] = np.nan
 

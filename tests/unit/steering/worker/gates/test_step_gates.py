@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from headgate.capture.schema.batch import BatchView
-from headgate.steering.programs.gate_codes import TokenFlag
-from headgate.steering.worker.gates.requests import NO_SLOT, GatedRequest, GateSlots
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering.gates.rule import AppliesTo
+from headgate.steering.programs.codes import EVERYWHERE, Code, with_change
+from headgate.steering.programs.gate_codes import Scope, TokenFlag, gate_field
+from headgate.steering.programs.program import Entry, Program
+from headgate.steering.worker.gates.requests import NO_SLOT, GateSlots, OwnGates
 from headgate.steering.worker.gates.step_gates import StepGates
+from headgate.steering.worker.rows.rule_programs import ActingRule
 
 COLUMNS = 4
 RESETS, ENDS, GENERATED, REPLAYED, SCANNED = TokenFlag
@@ -26,7 +31,19 @@ def view(*requests: tuple[str, int, int]) -> BatchView:
     )
 
 
-def gates_with(*requests: tuple[str, GatedRequest]) -> StepGates:
+def program(column: int, *, is_early: bool, value: float = 1.0) -> Program:
+    """A gate of which the strength that acts is in `column`, and a vector that it multiplies."""
+    site, row = Site(0, HookPoint.POST_MLP), np.full(4, value, np.float32)
+    gate = Entry(site, with_change(Code.GATE | Scope.REST, column), None, np.zeros(4, np.float32), ())
+    vector = Entry(site, Code.ADD, None, row, (), gate_field(EVERYWHERE, column, is_early=is_early))
+    return Program.from_entries([gate, vector], "float32")
+
+
+def gated(num_prompt: int, *, is_early: bool = False) -> OwnGates:
+    return OwnGates(num_prompt, (program(1, is_early=is_early),))
+
+
+def gates_with(*requests: tuple[str, OwnGates]) -> StepGates:
     gates = StepGates(max_tokens=16, max_num_seqs=4, num_columns=COLUMNS, device=torch.device("cpu"))
     for req_id, request in requests:
         gates.add(req_id, request)
@@ -38,7 +55,7 @@ def flags(writes) -> list[int]:
 
 
 def test_rows_are_told_where_the_prompt_begins_and_ends():
-    gates = gates_with(("a", GatedRequest(3, (), is_read=False)))
+    gates = gates_with(("a", gated(3)))
 
     chunk = gates.step_begins(view(("plain", 0, 2), ("a", 0, 2)))
     rest = gates.step_begins(view(("plain", 2, 1), ("a", 2, 1)))
@@ -54,7 +71,7 @@ def test_rows_are_told_where_the_prompt_begins_and_ends():
 
 
 def test_a_request_that_comes_back_to_its_beginning_is_reset_and_a_batch_in_another_order_is_told():
-    gates = gates_with(*((name, GatedRequest(2, (), is_read=False)) for name in "ab"))
+    gates = gates_with(*((name, gated(2)) for name in "ab"))
     gates.step_begins(view(("a", 0, 2), ("b", 0, 2)))
     slots = gates.step_begins(view(("a", 2, 1), ("b", 2, 1))).tokens[:, 0].tolist()
 
@@ -66,7 +83,7 @@ def test_a_request_that_comes_back_to_its_beginning_is_reset_and_a_batch_in_anot
 
 
 def test_strengths_at_earlier_sites_act_again_on_rows_that_are_computed_again():
-    gates = gates_with(("a", GatedRequest(2, (1,), is_read=False)))
+    gates = gates_with(("a", gated(2, is_early=True)))
     handed_on = {}
     for first, count in ((0, 2), (2, 1), (3, 1)):
         gates.step_begins(view(("a", first, count)))
@@ -84,7 +101,7 @@ def test_strengths_at_earlier_sites_act_again_on_rows_that_are_computed_again():
 
 
 def test_of_a_long_answer_every_row_is_known_again():
-    gates = gates_with(("a", GatedRequest(2, (1,), is_read=False)))
+    gates = gates_with(("a", gated(2, is_early=True)))
     for position in range(0, 200, 1):
         gates.step_begins(view(("a", position, 1)))
         gates.tensors.signals[0, 1 + 2] = position
@@ -97,15 +114,54 @@ def test_of_a_long_answer_every_row_is_known_again():
 
 
 def test_a_replayed_row_that_was_never_computed_is_a_bug_that_is_told():
-    gates = gates_with(("a", GatedRequest(2, (1,), is_read=False)))
+    gates = gates_with(("a", gated(2, is_early=True)))
 
     with pytest.raises(AssertionError, match="nothing is known of its gates at position 1"):
         gates.step_begins(view(("a", 0, 3)))
 
 
-def test_what_is_read_is_of_the_requests_that_want_it():
-    wanted = GatedRequest(2, (), is_read=True)
-    gates = gates_with(("a", GatedRequest(2, (), is_read=False)), ("b", wanted))
+def early_rule(name: str, key: int, column: int) -> ActingRule:
+    """A rule for all; `key` tells its content apart."""
+    programs = tuple(program(column, is_early=True, value=key) for _ in range(2))
+    return ActingRule(name, AppliesTo.ALL, (column, column + 3), programs)
+
+
+def test_on_rows_of_before_a_rule_that_came_while_a_request_ran_hands_nothing_on():
+    """Also if nothing is known of these rows, or another rule had its columns."""
+    gates = StepGates(max_tokens=16, max_num_seqs=4, num_columns=8, device=torch.device("cpu"))
+    gates.add("a", OwnGates(2))
+    gates.add("b", gated(2, is_early=True))
+
+    def run(first: int, count: int) -> dict[tuple[int, int], float]:
+        """Steps in which a column hands on 100 times itself, and the position; returns what acts again."""
+        writes = gates.step_begins(view(("a", first, count), ("b", first, count)))
+        for row in range(2 * count):
+            gates.tensors.signals[row] = torch.arange(8.0) * 100 + first + row % count
+        gates.step_ends()
+        if writes is None:
+            return {}
+        places = [(place // 8, place % 8) for place in writes.places.tolist()]
+        return dict(zip(places, writes.strengths.tolist(), strict=True))
+
+    run(0, 2)
+    run(2, 1)
+    gates.set_rules([early_rule("one", 1, 4)])
+    run(3, 1)
+    replayed = run(0, 4)
+    gates.set_rules([early_rule("two", 2, 4)])
+    run(4, 1)
+    again = run(0, 5)
+
+    # Rows 2 and 3 of the first request follow those at positions 1 and 2: the rule acted on none of them.
+    assert {place: value for place, value in replayed.items() if place[0] < 4} == {(2, 4): 0.0, (3, 4): 0.0}
+    assert {place: value for place, value in replayed.items() if place[1] == 1} == {(6, 1): 301.0, (7, 1): 302.0}
+    assert {value for place, value in again.items() if place[1] == 4} == {0.0}
+    gates.set_rules([])
+    assert gates.num_requests == 1
+
+
+def test_what_is_read_is_of_the_requests_with_gates():
+    gates = gates_with(("a", OwnGates(2)), ("b", gated(2)))
     gates.step_begins(view(("a", 0, 2), ("b", 1, 1)))
     gates.tensors.signals[:3] = torch.arange(3.0)[:, None]
     gates.step_ends()
@@ -119,8 +175,8 @@ def test_what_is_read_is_of_the_requests_that_want_it():
     assert np.frombuffer(found["values"], np.float32).tolist() == [2.0] * COLUMNS
 
 
-def test_nothing_is_read_if_nobody_asks():
-    gates = gates_with(("a", GatedRequest(2, (), is_read=False)))
+def test_nothing_is_read_if_nobody_has_gates():
+    gates = gates_with(("a", OwnGates(2)))
     gates.step_begins(view(("a", 0, 2)))
     gates.step_ends()
 
