@@ -120,7 +120,7 @@ class WorkerSteering:
         self.table.add(req_id, num_prompt, acting, acting_later, own.rules)
         programs = tuple(program for program in (own.prefill_program, own.decode_program) if program is not None)
         if self.gates is not None:
-            self.gates.add(req_id, OwnGates(num_prompt, programs, own.rules))
+            self.gates.add(req_id, OwnGates(num_prompt, programs, own.rules, bool(wire.get("trace"))))
 
     def remove(self, req_id: str) -> None:
         """Remove a request."""

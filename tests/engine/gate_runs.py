@@ -76,26 +76,29 @@ def start(folder: Path, **settings: Any) -> Any:
     return llm
 
 
+def params_of(case: GateCase, num_output: int, *, captures: bool = False) -> Any:
+    """The sampling parameters of a case."""
+    from headgate.capture import SamplingParams
+
+    sampling = SamplingParams(
+        max_tokens=num_output,
+        n=case.n,
+        temperature=0.0 if case.n == 1 else 1.0,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=-1,
+        capture={"memory": {"hooks": SITES, "positions": "all"}} if captures else None,
+    )
+    for name, value in case.fields().items():
+        setattr(sampling, name, value)
+    return sampling
+
+
 def generate(
     llm: Any, cases: Sequence[GateCase], prompts: Sequence[Sequence[int]], num_output: int, *, captures: bool = False
 ) -> list[Any]:
     """Answer all cases at once."""
-    from headgate.capture import SamplingParams
-
-    params = []
-    for case in cases:
-        sampling = SamplingParams(
-            max_tokens=num_output,
-            n=case.n,
-            temperature=0.0 if case.n == 1 else 1.0,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=-1,
-            capture={"memory": {"hooks": SITES, "positions": "all"}} if captures else None,
-        )
-        for name, value in case.fields().items():
-            setattr(sampling, name, value)
-        params.append(sampling)
+    params = [params_of(case, num_output, captures=captures) for case in cases]
     return list(llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,20 @@ import torch
 
 from tests.conftest import stop_llm
 from tests.engine.gate_making import NUM_OUTPUT, PROMPTS, GateCase, names
-from tests.engine.gate_reference import told
-from tests.engine.gate_runs import BLOCK, FAMILY, Run, captured_of, check, generate, made_cases, serve, start, told_of
+from tests.engine.gate_reference import Gated, told
+from tests.engine.gate_runs import (
+    BLOCK,
+    FAMILY,
+    Run,
+    captured_of,
+    check,
+    generate,
+    made_cases,
+    params_of,
+    serve,
+    start,
+    told_of,
+)
 from tests.engine.hf_reference import own_process, relative_error
 from tests.engine.steering_cases import MAX_ERROR, logprobs_of
 from tests.engine.tiny_models import tiny_model
@@ -35,6 +47,8 @@ CONTINUED = {
     "neighbour 3": (BLOCK, BLOCK),
 }
 """Tokens from the cache for an answer that came back as a prompt, and for that prompt again: none with states."""
+RULED = ("early, next_token, 1, False", "this_token, {'ema': 0.3}", "a module on the very token")
+"""Of the cases that are rules as well."""
 REPLAYED = ("early", "attenuate", "rest_of_request", "operations", "many")
 
 
@@ -155,3 +169,90 @@ def test_continuations_and_repetitions_equal_a_fresh_engine(llm, cases, referenc
 
     assert cached == CONTINUED
     check(told_of([case for case in some for _ in range(2)], outputs, references))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuledCase(GateCase):
+    """A request whose gates are rules of the operator's, which it names."""
+
+    def fields(self) -> dict[str, Any]:
+        rules = [gate["name"] for gate in self.gates]
+        return {**self.static.fields(), "steering_rules": rules, "return_steering_trace": True}
+
+
+@pytest.fixture
+def ruled(llm, cases) -> Iterator[list[GateCase]]:
+    """Cases with gates that are rules now."""
+    found: list[GateCase] = []
+    for case in chosen(cases, RULED):
+        gates = [{**gate, "name": f"rule {len(found)}.{at}"} for at, gate in enumerate(case.gates)]
+        for gate in gates:
+            llm.steering.register_rule(applies_to="opt_in", **gate)
+        found.append(RuledCase(name=case.name, gates=gates, prompt=case.prompt, static=case.static))
+    assert len(found) == len(RULED)
+    yield found
+    for name in list(llm.steering.rules()):
+        llm.steering.unregister_rule(name)
+
+
+def test_rules_do_what_the_same_gates_do(llm, ruled, references):
+    run = serve(llm, ruled, references)
+
+    check(run, captures=True)
+    counted = {rule.name: rule.rows for rule in llm.steering.dynamic().rules}
+    written = {name: gate["applied"] for one in run.samples for name, gate in one.steering_trace["gates"].items()}
+    assert counted == {name: np.count_nonzero(applied) for name, applied in written.items()}
+    assert np.count_nonzero(list(counted.values())) >= 5
+
+
+def test_a_rule_that_is_on_for_some_steps_writes_in_those_alone(llm, cases, references):
+    """Beside a request with a gate of its own, whose rows it steers as well, and one that opted out."""
+    (gated,), (plain,) = chosen(cases, ("early, next_token, 1, False",)), chosen(cases, ("neighbour 3",))
+    soft = {"strength": {"sigmoid": 2.0}}  # always on
+    rule = {key: value for key, value in gated.gates[0].items() if key != "name"} | soft
+    away = replace(plain, name="opted out", static=plain.static)
+    llm.reset_prefix_cache()
+    params = [params_of(case, NUM_OUTPUT + 8) for case in (gated, plain, away)]
+    params[1].return_steering_trace = True
+    params[2].steering_rules = []
+    engine, done = llm.llm_engine, {}
+    for at, (case, one) in enumerate(zip((gated, plain, away), params, strict=True)):
+        engine.add_request(str(at), {"prompt_token_ids": PROMPTS[case.prompt]}, one)
+    num_steps = 0
+    while engine.has_unfinished_requests():
+        if num_steps == 9:
+            llm.steering.register_rule("now", applies_to="opt_out", **rule)
+        if num_steps == 15:
+            llm.steering.unregister_rule("now")
+        done.update({int(output.request_id): output for output in engine.step() if output.finished})
+        num_steps += 1
+
+    steered = [done[at].outputs[0] for at in range(2)]
+    columns = [sample.steering_trace["gates"]["now"]["applied"] for sample in steered]
+    for sample, column in zip(steered, columns, strict=True):
+        is_on = np.array([value is not None for value in column])
+        first, last = np.flatnonzero(is_on)[[0, -1]]
+        assert is_on[first : last + 1].all()
+        assert 0 < first < last < len(column) - 1
+        assert any(value for value in column if value is not None)
+        assert sample.steering_trace["scores"]
+    requests = [
+        Gated(
+            prompt=PROMPTS[case.prompt],
+            output=list(sample.token_ids),
+            gates=[*case.gates, {**rule, "name": "now"}],
+            static=case.steering(),
+            applied={
+                name: [value or 0.0 for value in told["applied"]]
+                for name, told in sample.steering_trace["gates"].items()
+            },
+        )
+        for case, sample in zip((gated, plain), steered, strict=True)
+    ]
+    found = references.submit(told, tiny_model(FAMILY), FAMILY, requests, names()).result()
+    for request, sample, expected in zip(requests, steered, found, strict=True):
+        logits = expected.reference.logits[len(request.prompt) - 1 :].float().log_softmax(-1)
+        assert relative_error(logprobs_of(sample.logprobs), logits) <= MAX_ERROR
+    (alone,) = generate(llm, [away], [PROMPTS[away.prompt]], NUM_OUTPUT + 8)
+    assert list(alone.outputs[0].token_ids) == list(done[2].outputs[0].token_ids)
+    assert relative_error(logprobs_of(done[2].outputs[0].logprobs), logprobs_of(alone.outputs[0].logprobs)) <= 1e-5

@@ -69,8 +69,8 @@ class DynamicStatus:
     Attributes:
         probes: Names of registered probes.
         rules: Registered rules.
-        gates: Rows that gates of requests wrote, by their names, where a trace was wanted or rules acted; beyond 256
-            names all others are counted as ``(others)``.
+        gates: Rows that gates of requests wrote, by their names; beyond 256 names all others are counted as
+            ``(others)``.
         requests_with_gates: Requests with gates of their own, now.
     """
 

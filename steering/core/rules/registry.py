@@ -62,9 +62,14 @@ class KeptRule:
 
     @property
     def counted_column(self) -> int:
-        """Column of the strength whose rows are counted: that which was written, or of a rule that observes, shown."""
+        """Column of the strength whose rows are counted: that which acts, or of a rule that observes, shown."""
         (gate,) = self.layout.gates
         return gate.column + self.rule.gate.then.observes
+
+    @property
+    def is_counted_apart(self) -> bool:
+        """Whether `counted_column` does not tell which rows were written: it acts on rows behind, or in one phase."""
+        return not self.rule.gate.then.observes and not self.source.is_written_late
 
     @property
     def demand(self) -> Demand:
@@ -258,6 +263,10 @@ class RuleRegistry:
             found = tuple(each for each in rules if each.rule.applies_to.acts(each.name, request.selection))
             now.by_selection[request.selection] = found
         return found
+
+    def num_prompt(self, req_id: str) -> int:
+        """Return the tokens of the prompt of a request that was added."""
+        return self._requests[req_id].num_prompt
 
     def keys(self, req_id: str) -> RuleKeys:
         """Return the content keys of the rules that act on a request now."""

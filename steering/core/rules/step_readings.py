@@ -48,6 +48,30 @@ class RowCounts:
             self.rules[rule.name] += count
 
 
+class _Written:
+    """Counts the rows of one request that some gates wrote, where a strength may act on the row behind.
+
+    Args:
+        source: The gates.
+        num_prompt: Tokens of its prompt.
+    """
+
+    def __init__(self, source: GateSource, num_prompt: int) -> None:
+        self._source = source
+        self._num_prompt = num_prompt
+        self._last: Float32Rows | None = None
+        """Signals ``[1, columns]`` of the last row."""
+
+    def count(self, rows: StepRows) -> list[int]:
+        """Return how many of a step's rows each gate wrote."""
+        signals = rows.signals
+        first = np.zeros_like(signals[:1]) if self._last is None or not rows.first else self._last
+        before, self._last = np.concatenate([first, signals[:-1]]), signals[-1:].copy()
+        num_prompt, source = max(self._num_prompt - rows.first, 0), self._source
+        strengths = [source.applied(column, num_prompt, signals, before) for column in source.columns]
+        return [int(np.count_nonzero(each)) for each in strengths]
+
+
 class _OwnGates:
     """A request with gates of its own.
 
@@ -64,25 +88,17 @@ class _OwnGates:
             for column in self.source.layout.gates
             if (key := resolved.latch_keys.get(column.gate.name)) is not None
         }
-        self._num_prompt = num_prompt
         self._columns = self.source.columns
-        self._is_written_late = self.source.is_written_late
-        self._last: Float32Rows | None = None
-        """Signals ``[1, columns]`` of the last row, if some act on the row behind."""
+        self._written = None if self.source.is_written_late else _Written(self.source, num_prompt)
 
     def written(self, rows: StepRows) -> list[int]:
         """Return how many of a step's rows each gate wrote."""
+        if self._written is not None:
+            return self._written.count(rows)
         signals = rows.signals
-        if self._is_written_late:
-            if len(signals) == 1:
-                return [int(signals[0, column] != 0) for column in self._columns]
-            return [int(count) for count in np.count_nonzero(signals[:, self._columns], axis=0)]
-        first = np.zeros_like(signals[:1]) if self._last is None or not rows.first else self._last
-        before, self._last = np.concatenate([first, signals[:-1]]), signals[-1:].copy()
-        num_prompt = max(self._num_prompt - rows.first, 0)
-        return [
-            int(np.count_nonzero(self.source.applied(column, num_prompt, signals, before))) for column in self._columns
-        ]
+        if len(signals) == 1:
+            return [int(signals[0, column] != 0) for column in self._columns]
+        return [int(count) for count in np.count_nonzero(signals[:, self._columns], axis=0)]
 
 
 class StepReadings:
@@ -103,6 +119,8 @@ class StepReadings:
         self._writers: dict[str, TraceWriter] = {}
         self._own: dict[str, _OwnGates] = {}
         """Of requests with gates of their own."""
+        self._apart: dict[str, dict[bytes, _Written]] = {}
+        """By request and rule, of rules whose strength may act on the row behind."""
         self._since: dict[str, int] = {}
         """Positions from which the present rules act, of requests that met a change."""
 
@@ -134,6 +152,10 @@ class StepReadings:
 
     def change_rules(self, firsts: Mapping[str, int]) -> None:
         """Let the present rules act on each request from a position on."""
+        acting = {rule.source.key for rule in self._rules.all()}
+        for known in self._apart.values():
+            for key in known.keys() - acting:
+                del known[key]
         for req_id, first in firsts.items():
             self._since[req_id] = first
             if (writer := self._writers.get(req_id)) is not None:
@@ -143,6 +165,7 @@ class StepReadings:
         """Forget a request, if it is known."""
         self._writers.pop(req_id, None)
         self._own.pop(req_id, None)
+        self._apart.pop(req_id, None)
         self._since.pop(req_id, None)
 
     def take(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
@@ -172,6 +195,7 @@ class StepReadings:
         ids: list[str] = readings["ids"]
         firsts, counts = (np.frombuffer(readings[name], np.int64) for name in ("firsts", "counts"))
         signals = np.frombuffer(readings["values"], np.float32).reshape(-1, readings["columns"])
+        ends = np.cumsum(counts).tolist()
         groups: dict[int, tuple[tuple[KeptRule, ...], list[int]]] = {}
         for at, (req_id, first) in enumerate(zip(ids, firsts.tolist(), strict=True)):
             rules = self._rules.acting(req_id)
@@ -183,7 +207,18 @@ class StepReadings:
                 is_member = np.zeros(len(ids), np.bool_)
                 is_member[members] = True
                 rows = signals[np.repeat(is_member, counts)]
-            self.counts.add_rules(rules, rows)
+            self.counts.add_rules([rule for rule in rules if not rule.is_counted_apart], rows)
+            for rule in (rule for rule in rules if rule.is_counted_apart):
+                for at in members:
+                    told = StepRows(ids[at], int(firsts[at]), signals[ends[at] - int(counts[at]) : ends[at]])
+                    self._count_apart(rule, told)
+
+    def _count_apart(self, rule: KeptRule, rows: StepRows) -> None:
+        """Count the rows of one request that a rule wrote whose strength may act on the row behind."""
+        known = self._apart.setdefault(rows.req_id, {})
+        if (written := known.get(rule.source.key)) is None:
+            written = known[rule.source.key] = _Written(rule.source, self._rules.num_prompt(rows.req_id))
+        self.counts.rules[rule.name] += sum(written.count(rows))
 
     def _sources(self, req_id: str) -> list[GateSource]:
         return [rule.source for rule in self._rules.acting(req_id)]

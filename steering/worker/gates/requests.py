@@ -36,16 +36,18 @@ class OwnGates:
         num_prompt: Tokens of its prompt.
         programs: Its own, of both phases.
         selection: Of rules.
+        is_traced: Whether its trace is wanted, which tells of all its rows.
     """
 
     num_prompt: int
     programs: tuple[Program, ...] = ()
     selection: Selection = None
+    is_traced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GatedRequest:
-    """A request with gates, of its own or of rules.
+    """A request with gates, of its own or of rules; or none, if its rows are to be told.
 
     Attributes:
         num_prompt: Tokens of its prompt.
@@ -59,14 +61,14 @@ class GatedRequest:
 
 
 def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | None:
-    """Return what the programs that act on a request say about its gates; None if there are none.
+    """Return what the programs that act on a request say about its gates; None if there are none, and no trace.
 
     Args:
         own: The request's.
         rules: Those that act on it.
     """
     gated = [program for program in own.programs if program.has_gates]
-    if not gated and not rules:
+    if not gated and not rules and not own.is_traced:
         return None
     early, of_rules = _early(gated), _early(program for rule in rules for program in rule.programs)
     return GatedRequest(own.num_prompt, tuple(sorted(early | of_rules)), of_rules)
