@@ -6,9 +6,10 @@ One engine with few KV blocks. Prompts are cut into chunks of at most 16 tokens,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -91,20 +92,23 @@ def test_rows_logprobs_and_traces_equal_hugging_face(run):
     check(run, captures=True)
 
 
-def test_a_replay_of_what_was_applied_gives_the_same_logprobs(run, references):
-    every = zip(run.cases, run.requests, run.samples, strict=True)
-    some = [(request, sample) for case, request, sample in every if any(name in case.name for name in REPLAYED)]
-    replayed = [
-        replace(request, applied={name: gate["applied"] for name, gate in sample.steering_trace["gates"].items()})
-        for request, sample in some
-    ]
-    samples = [sample for _, sample in some]
-
+def check_replay(requests: Sequence[Gated], samples: Sequence[Any], references: ProcessPoolExecutor) -> None:
+    """Adding what traces say was applied gives the logprobs that the engine gave."""
+    replayed = []
+    for request, sample in zip(requests, samples, strict=True):
+        applied = {name: gate["applied"] for name, gate in sample.steering_trace["gates"].items()}
+        applied = {name: [value or 0.0 for value in column] for name, column in applied.items()}
+        replayed.append(replace(request, applied=applied))
     found = references.submit(told, tiny_model(FAMILY), FAMILY, replayed, names()).result()
-
     for request, sample, expected in zip(replayed, samples, found, strict=True):
         logits = expected.reference.logits[len(request.prompt) - 1 :].float().log_softmax(-1)
         assert relative_error(logprobs_of(sample.logprobs), logits) <= MAX_ERROR, request.gates
+
+
+def test_a_replay_of_what_was_applied_gives_the_same_logprobs(run, references):
+    every = zip(run.cases, run.requests, run.samples, strict=True)
+    some = [(request, sample) for case, request, sample in every if any(name in case.name for name in REPLAYED)]
+    check_replay([request for request, _ in some], [sample for _, sample in some], references)
 
 
 def test_scores_of_captured_rows_are_those_of_the_trace(run):
@@ -205,54 +209,51 @@ def test_rules_do_what_the_same_gates_do(llm, ruled, references):
     assert np.count_nonzero(list(counted.values())) >= 5
 
 
+def answer_in_steps(
+    llm: Any, prompts: Sequence[Sequence[int]], params: Sequence[Any], changes: Mapping[int, Callable[[], object]]
+) -> list[Any]:
+    """The samples of requests that run together, with changes made before some steps."""
+    engine, done = llm.llm_engine, {}
+    for at, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(at), {"prompt_token_ids": prompt}, one)
+    for step in count():
+        changes.get(step, bool)()
+        done.update({int(output.request_id): output for output in engine.step() if output.finished})
+        if not engine.has_unfinished_requests():
+            return [done[at].outputs[0] for at in range(len(params))]
+
+
 def test_a_rule_that_is_on_for_some_steps_writes_in_those_alone(llm, cases, references):
     """Beside a request with a gate of its own, whose rows it steers as well, and one that opted out."""
     (gated,), (plain,) = chosen(cases, ("early, next_token, 1, False",)), chosen(cases, ("neighbour 3",))
     soft = {"strength": {"sigmoid": 2.0}}  # always on
-    rule = {key: value for key, value in gated.gates[0].items() if key != "name"} | soft
-    away = replace(plain, name="opted out", static=plain.static)
+    rule = {**gated.gates[0], "name": "now", **soft}
+    away = replace(plain, name="opted out")
     llm.reset_prefix_cache()
-    params = [params_of(case, NUM_OUTPUT + 8) for case in (gated, plain, away)]
+    every, num_output = (gated, plain, away), NUM_OUTPUT + 8
+    params = [params_of(case, num_output) for case in every]
     params[1].return_steering_trace = True
     params[2].steering_rules = []
-    engine, done = llm.llm_engine, {}
-    for at, (case, one) in enumerate(zip((gated, plain, away), params, strict=True)):
-        engine.add_request(str(at), {"prompt_token_ids": PROMPTS[case.prompt]}, one)
-    num_steps = 0
-    while engine.has_unfinished_requests():
-        if num_steps == 9:
-            llm.steering.register_rule("now", applies_to="opt_out", **rule)
-        if num_steps == 15:
-            llm.steering.unregister_rule("now")
-        done.update({int(output.request_id): output for output in engine.step() if output.finished})
-        num_steps += 1
+    changes = {
+        9: lambda: llm.steering.register_rule(applies_to="opt_out", **rule),
+        15: lambda: llm.steering.unregister_rule("now"),
+    }
 
-    steered = [done[at].outputs[0] for at in range(2)]
-    columns = [sample.steering_trace["gates"]["now"]["applied"] for sample in steered]
-    for sample, column in zip(steered, columns, strict=True):
+    *steered, third = answer_in_steps(llm, [PROMPTS[case.prompt] for case in every], params, changes)
+
+    for sample in steered:
+        column = sample.steering_trace["gates"]["now"]["applied"]
         is_on = np.array([value is not None for value in column])
         first, last = np.flatnonzero(is_on)[[0, -1]]
         assert is_on[first : last + 1].all()
         assert 0 < first < last < len(column) - 1
-        assert any(value for value in column if value is not None)
+        assert any(column[first : last + 1])
         assert sample.steering_trace["scores"]
     requests = [
-        Gated(
-            prompt=PROMPTS[case.prompt],
-            output=list(sample.token_ids),
-            gates=[*case.gates, {**rule, "name": "now"}],
-            static=case.steering(),
-            applied={
-                name: [value or 0.0 for value in told["applied"]]
-                for name, told in sample.steering_trace["gates"].items()
-            },
-        )
+        Gated(prompt=PROMPTS[case.prompt], output=list(sample.token_ids), gates=[*case.gates, rule])
         for case, sample in zip((gated, plain), steered, strict=True)
     ]
-    found = references.submit(told, tiny_model(FAMILY), FAMILY, requests, names()).result()
-    for request, sample, expected in zip(requests, steered, found, strict=True):
-        logits = expected.reference.logits[len(request.prompt) - 1 :].float().log_softmax(-1)
-        assert relative_error(logprobs_of(sample.logprobs), logits) <= MAX_ERROR
-    (alone,) = generate(llm, [away], [PROMPTS[away.prompt]], NUM_OUTPUT + 8)
-    assert list(alone.outputs[0].token_ids) == list(done[2].outputs[0].token_ids)
-    assert relative_error(logprobs_of(done[2].outputs[0].logprobs), logprobs_of(alone.outputs[0].logprobs)) <= 1e-5
+    check_replay(requests, steered, references)
+    (alone,) = generate(llm, [away], [PROMPTS[away.prompt]], num_output)
+    assert list(alone.outputs[0].token_ids) == list(third.token_ids)
+    assert relative_error(logprobs_of(third.logprobs), logprobs_of(alone.outputs[0].logprobs)) <= 1e-5
