@@ -47,8 +47,7 @@ _RESETS = tl.constexpr(int(TokenFlag.RESETS))
 _ENDS_PROMPT = tl.constexpr(int(TokenFlag.ENDS_PROMPT))
 _IS_GENERATED = tl.constexpr(int(TokenFlag.IS_GENERATED))
 
-_LEAST = tl.constexpr(1e-8)
-"""Hysteresis that a proportional strength divides by, at least."""
+_LEAST_HYSTERESIS = tl.constexpr(gate_codes.LEAST_HYSTERESIS)
 
 
 @triton.jit
@@ -170,7 +169,7 @@ def _later(one, other):
 @triton.jit
 def _strength(mode, above, hysteresis, amount, fires):
     """Return the strength of a leaf; `above` is NaN where nothing is known yet."""
-    ramp = (above + hysteresis) / tl.maximum(hysteresis, _LEAST)
+    ramp = (above + hysteresis) / tl.maximum(hysteresis, _LEAST_HYSTERESIS)
     ramp = amount * tl.minimum(tl.maximum(ramp, 0.0), 1.0)
     x = amount * above
     e = tl.exp(-tl.abs(x))

@@ -41,6 +41,10 @@ class ScoreKind(IntEnum):
 SCORE_KIND_MASK = 3 << 16
 
 
+LEAST_HYSTERESIS = 1e-8
+"""That a proportional strength divides by, at least."""
+
+
 class GateFlag(IntFlag):
     """Bits of a code of gates."""
 

@@ -42,6 +42,7 @@ from headgate.steering.programs.codes import (
 from headgate.steering.programs.gate_codes import (
     COMBINE_MASK,
     EARLY,
+    LEAST_HYSTERESIS,
     MODE_MASK,
     POOL_MASK,
     SCOPE_MASK,
@@ -56,9 +57,6 @@ from headgate.steering.programs.gate_codes import (
     gate_column,
 )
 from headgate.steering.vectors.dtypes import Float32Rows
-
-_LEAST = 1e-8
-"""Hysteresis that a proportional strength divides by, at least."""
 
 SLOT, FLAGS = range(2)
 """Columns of `GateTensors.tokens`."""
@@ -179,7 +177,7 @@ def _leaf(code: int, params: Sequence[float], s: Float32Rows, m: Float32Rows, fl
     if math.isnan(above):
         strength = 0.0
     elif mode == Mode.PROPORTIONAL:
-        strength = params[P2] * min(max((above + hysteresis) / max(hysteresis, _LEAST), 0.0), 1.0)
+        strength = params[P2] * min(max((above + hysteresis) / max(hysteresis, LEAST_HYSTERESIS), 0.0), 1.0)
     elif mode == Mode.SIGMOID:
         strength = _sigmoid(params[P2] * above)
     else:

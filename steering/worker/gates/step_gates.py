@@ -72,6 +72,8 @@ class StepGates:
         self._history = GateHistory()
         self._tokens = np.zeros((max_tokens, 2), np.int32)
         """As the device has them after the writes."""
+        self._num_marked = 0
+        """Behind these rows all of it is 0."""
         self._batch: GatedBatch | None = None
         self._decoded: tuple[GatedBatch, bytes] | None = None
         """Batch and first batch rows of the step before, if each request had one generated row."""
@@ -152,12 +154,17 @@ class StepGates:
         replayed = self._history.strengths(rows, batch, flags) if batch.has_early else []
         changed = np.empty((len(flags), 2), np.int32)
         changed[:, SLOT], changed[:, FLAGS] = np.repeat(batch.slots, rows.counts), flags
-        if np.array_equal(self._tokens[index], changed) and not (replayed or len(cleared) or columns):
+        end = int(index.max()) + 1
+        # Rows of other requests keep no flag of the step before: those that are scanned are walked one by one.
+        tokens = np.zeros((max(end, self._num_marked), 2), np.int32)
+        tokens[index] = changed
+        self._num_marked = end
+        if np.array_equal(self._tokens[: len(tokens)], tokens) and not (replayed or len(cleared) or columns):
             return None
-        self._tokens[index] = changed
+        self._tokens[: len(tokens)] = tokens
         places = np.array([row * self.tensors.signals.shape[1] + column for row, column, _ in replayed], np.int64)
         strengths = np.array([value for _, _, value in replayed], np.float32)
-        return GateWrites(self._tokens[: int(index.max()) + 1].copy(), places, strengths, cleared, columns)
+        return GateWrites(tokens, places, strengths, cleared, columns)
 
     def step_ends(self) -> None:
         """Copy what the gates of the step did, behind its forward."""

@@ -73,13 +73,23 @@ def test_rows_are_told_where_the_prompt_begins_and_ends():
 def test_a_request_that_comes_back_to_its_beginning_is_reset_and_a_batch_in_another_order_is_told():
     gates = gates_with(*((name, gated(2)) for name in "ab"))
     gates.step_begins(view(("a", 0, 2), ("b", 0, 2)))
-    slots = gates.step_begins(view(("a", 2, 1), ("b", 2, 1))).tokens[:, 0].tolist()
+    slots = gates.step_begins(view(("a", 2, 1), ("b", 2, 1))).tokens[:2, 0].tolist()
 
     swapped = gates.step_begins(view(("b", 3, 1), ("a", 3, 1)))
     again = gates.step_begins(view(("b", 0, 2), ("a", 4, 1)))
 
     assert swapped.tokens[:2, 0].tolist() == slots[::-1]
     assert flags(again) == [RESETS | SCANNED, ENDS | SCANNED, GENERATED]
+
+
+def test_rows_of_others_keep_no_flag():
+    gates = gates_with(("a", gated(4)), ("b", OwnGates(4)))
+    gates.step_begins(view(("a", 0, 3), ("b", 0, 1)))
+
+    later = gates.step_begins(view(("a", 3, 1), ("b", 1, 3)))
+
+    assert flags(later) == [ENDS, 0, 0]
+    assert later.tokens[1:].tolist() == [[NO_SLOT, 0]] * 2
 
 
 def test_strengths_at_earlier_sites_act_again_on_rows_that_are_computed_again():
