@@ -243,6 +243,8 @@ class PooledSums:
         self._unused: dict[SumKey, None] = {}
         """Sums without users, the longest unused first."""
         self._global: Phases = (None, None)
+        self._global_features: list[dict[int, tuple[Site, bytes]]] = [{}, {}]
+        """`Program.written_features` of the global program of each phase."""
         self._global_sums: SumPair = NO_SUMS
         self._rules = RulePrograms(pool, self._op_sites)
 
@@ -276,6 +278,7 @@ class PooledSums:
         self.release(self._global_sums)
         self.drop_unused()
         self._global = shared
+        self._global_features = [one.program.written_features if isinstance(one, Steered) else {} for one in shared]
         self._global_sums = self.acquire((None, None))
 
     def change_rules(self, rules: Sequence[ActingRule]) -> None:
@@ -327,10 +330,24 @@ class PooledSums:
         self._make_room(len(ids) + (0 if program is None else program.num_rows))
         slots = _no_slots() if stored is None else self._pool.acquire(stored)
         column[ids] = slots
-        made = PooledSum(key, own, column, slots, () if global_sum is None else global_sum.programs)
+        made = PooledSum(key, own, column, slots, self._global_programs(phase, own))
         if program is not None:
             self._add_program(made, program)
         return made
+
+    def _global_programs(self, phase: int, own: Vectors | None) -> tuple[PlacedProgram, ...]:
+        """Return the global program, as far as there is one, as it acts on a request with vectors of its own.
+
+        A feature that the request changes itself is left out: together, both edits would set neither's value.
+        """
+        shared, global_sum = self._global[phase], self._global_sums[phase]
+        if own is None or global_sum is None:
+            return ()
+        if isinstance(own, Steered) and isinstance(shared, Steered) and (known := self._global_features[phase]):
+            of_own = set(own.program.written_features.values())
+            if without := [index for index, feature in known.items() if feature in of_own]:
+                return (place(shared.program, global_sum.program_slots, self._op_sites, without),)
+        return global_sum.programs
 
     def _add_program(self, made: PooledSum, program: Program) -> None:
         made.program_slots = self._pool.acquire(program.rows)
