@@ -139,21 +139,21 @@ def check_programs(
             if (site, row) in written:
                 raise RequestError(field, f"{where}, a feature of an SAE is changed twice at {site.name}")
             written.add((site, row))
-    _check_changes(num_changes, limits.features, field)
+    _check_changes(num_changes, limits.features, field, where)
     flags = ("operations", limits.entries, entries, "--max-steering-ops-per-site")
     for what, limit, counts, flag in (flags, ("features", limits.features, features, "--max-sae-features")):
         crowded = next((site for site, count in counts.items() if count > limit), None)
         if crowded is not None:
             raise RequestError(
                 field,
-                f"the {what} at {crowded.name}, modules' included, make {counts[crowded]} entries, at most {limit} "
-                f"fit; the operator sets {flag}",
+                f"{where}, the {what} at {crowded.name} make {counts[crowded]} entries, at most {limit} fit; the "
+                f"operator sets {flag}",
             )
 
 
-def _check_changes(num_changes: int, limit: int, field: str) -> None:
+def _check_changes(num_changes: int, limit: int, field: str, where: str) -> None:
     if num_changes > limit:
         raise RequestError(
             field,
-            f"with those of the modules, {num_changes} features of transcoders are changed; {too_many_changes(limit)}",
+            f"{where}, {num_changes} features of transcoders are changed; {too_many_changes(limit)}",
         )
