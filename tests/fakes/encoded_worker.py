@@ -90,4 +90,4 @@ class EncodedWorker:
     @property
     def listed(self) -> list[int]:
         sae = self.part._allocated().tables.saes[0]
-        return sae.tokens[: int(sae.num_tokens)].tolist()
+        return sae.tokens[: int(sae.num_tokens[0])].tolist()

@@ -13,8 +13,9 @@ import torch
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.features.source_coder import Kind, Norm
 from headgate.steering.features.sparse_coder import coder_of
-from headgate.steering.programs.codes import CODE, NUM_CODES, NUM_PARAMS, Activation, Code, Edit, InputNorm
-from headgate.steering.worker.program_ops import program_deltas
+from headgate.steering.programs.codes import CODE, NUM_CODES, NUM_PARAMS, NUM_SUMS, Activation, Code, Edit, InputNorm
+from headgate.steering.worker.gates.step_gates import no_gates
+from headgate.steering.worker.program_ops import program_deltas_and_state
 from headgate.steering.worker.program_reference import program_deltas_reference
 from headgate.steering.worker.reconstruction import reconstructed_deltas_reference, reconstruction_deltas_reference
 from headgate.steering.worker.steering_part import SteeringPart
@@ -39,13 +40,22 @@ def coder(norm: InputNorm = InputNorm.NONE, dtype: torch.dtype = torch.float32) 
     return encoder, decoder, numbers, torch.randn(WIDTH, generator=generator), int(norm)
 
 
+def no_sums(width: int = WIDTH) -> torch.Tensor:
+    return torch.zeros(NUM_SUMS + width, dtype=torch.float64)
+
+
+def state(num_tokens: int = 5) -> tuple[torch.Tensor, ...]:
+    """Neither changes nor gates."""
+    return torch.zeros(num_tokens, 0), *no_gates(torch.device("cpu"))
+
+
 @pytest.mark.parametrize("norm", list(InputNorm), ids=lambda norm: norm.name)
 def test_a_row_becomes_what_the_formulas_say(norm):
     value, shift = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
-    tokens, count = torch.tensor([2, 0, 77], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    tokens, count = torch.tensor([2, 0, 77], dtype=torch.int32), torch.tensor([2, 2], dtype=torch.int32)
     encoder, decoder, numbers, bias, _ = arguments = coder(norm)
 
-    delta = reconstruction_deltas_reference(value, None, shift, tokens, count, *arguments[:4], norm)
+    delta = reconstruction_deltas_reference(value, None, shift, tokens, count, *arguments[:4], no_sums(), norm)
 
     for token in (0, 2):
         h = (value + shift)[token].double().numpy()
@@ -77,7 +87,8 @@ def test_it_is_what_a_coder_decodes_of_what_it_encodes(kind: Kind, norm: Norm):
     value, listed = torch.from_numpy(x.astype(np.float64)), torch.arange(len(x), dtype=torch.int32)
 
     delta = reconstruction_deltas_reference(
-        value, None, None, listed, torch.tensor([len(x)]), *map(torch.from_numpy, tables), NORMS[norm]
+        *(value, None, None, listed, torch.tensor([len(x), 0]), *map(torch.from_numpy, tables)),
+        *(no_sums(x.shape[1]), NORMS[norm]),
     )
 
     expected = coder.decode(coder.encode(x, np.float64), x)
@@ -106,11 +117,12 @@ def sae(norm: InputNorm = InputNorm.NONE, dtype: torch.dtype = torch.float32) ->
     numbers[1] = 0.0
     return (
         torch.tensor([2, 0, 77], dtype=torch.int32),
-        torch.tensor([2], dtype=torch.int32),
+        torch.tensor([2, 2], dtype=torch.int32),
         encoder,
         decoder,
         numbers,
         bias,
+        no_sums(),
     )
 
 
@@ -145,7 +157,8 @@ def test_tables_and_list_may_be_longer_than_the_batch(shape, has_addend):
     addend = torch.randn(shape) if has_addend else None
     pool, rows, counts, *others = programs()
 
-    delta = torch.ops.headgate.program_deltas(value, addend, pool, rows, counts, *others, *sae(), int(InputNorm.NONE))
+    run, given = torch.ops.headgate.program_deltas_and_state, (*state(), *sae(), int(InputNorm.NONE))
+    delta = run(value, addend, pool, rows, counts, *others, *given)
 
     stream = value.reshape(3, WIDTH) + (addend.reshape(3, WIDTH) if has_addend else 0)
     tables = (pool, rows[:3], counts[:3], *others)
@@ -161,8 +174,8 @@ def test_the_compiler_is_told_the_shape_and_dtype_that_come(dtype):
     pool, *others = programs()
 
     for addend in (None, value.clone()):
-        arguments = (value, addend, pool.to(dtype), *others, *sae(dtype=dtype), int(InputNorm.NONE))
-        torch.library.opcheck(program_deltas, arguments)
+        arguments = (value, addend, pool.to(dtype), *others, *state(), *sae(dtype=dtype), int(InputNorm.NONE))
+        torch.library.opcheck(program_deltas_and_state, arguments)
 
 
 @pytest.mark.parametrize("architecture", ["standard", "jumprelu", "gated"])
@@ -191,14 +204,14 @@ def test_a_list_is_taken_back_when_nobody_asks_any_more(tmp_path):
     worker.add("a", 2, prefill_sae_reconstruction=["a"])
     worker.add("b", 2)
     worker.step(("a", 0, 2), ("b", 0, 1))
-    assert worker.listed == [0, 1]
+    assert worker.listed == [1, 0]
 
     for requests in ((("a", 2, 1), ("b", 1, 1)), (("b", 2, 1),)):
         worker.step(*requests)
         assert worker.listed == []
         assert torch.equal(worker.run(stream), stream)
     worker.step(("b", 3, 1), ("a", 0, 2))
-    assert worker.listed == [1, 2]
+    assert worker.listed == [2, 1]  # rows at position 0 are last
     worker.part.headgate_step_begins(None)
     assert worker.listed == []
 
@@ -209,8 +222,8 @@ def test_weights_are_on_the_device_once_and_counted(tmp_path):
     tables, sites = worker.part._allocated().tables, {"op_sites": {"post_mlp": [1]}}
     other = SteeringPart(replace_config(worker.config, **sites))
 
-    weights = 4 * (2 * 40 * HIDDEN + 4 * 40 + HIDDEN)
-    listed = 4 * (worker.facts.max_tokens + 1)
+    weights = 4 * (2 * 40 * HIDDEN + 4 * 40 + HIDDEN) + 8 * (NUM_SUMS + HIDDEN)
+    listed = 4 * (worker.facts.max_tokens + 2)
     num_entries = 2 * (2 * worker.facts.max_num_seqs + 3)  # two more for each table row: codes and params
     assert tables.saes[0].device_bytes == weights + listed
     assert worker.num_bytes - other.headgate_allocate(worker.facts) == weights + listed + num_entries * 48
