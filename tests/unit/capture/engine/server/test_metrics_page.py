@@ -65,7 +65,12 @@ class Client:
         if self.failing:
             raise RuntimeError("no engine")
         if method == "collective_rpc":
-            return [{"capture": CAPTURE if engine == b"0" else None, "steering": {"slots_live": 4, "slots_used": 5}}]
+            return [
+                {
+                    "capture": CAPTURE if engine == b"0" else None,
+                    "steering": {"slots_live": 4, "slots_used": 5, "reconstructions": {}},
+                }
+            ]
         return {"ok": COUNTS}
 
 
