@@ -168,9 +168,11 @@ class OperatorCalls:
         Everybody's KV is computed anew, also for a decode-only change: a block must not mix old and new vectors.
         """
         specs = {name: from_wire(tiers.get(name) or {}) for name in PROGRAMS}
+        for spec in specs.values():
+            self._state.saes.check_shared((*spec.prefill_features, *spec.decode_features))
         given = GlobalTiers(
             **{name: specs[name].prefill for name in TIERS},
-            programs={name: self._state.lowered_for_all(specs[name]) for name in programs},
+            programs={name: self._state.lowered(specs[name]) for name in programs},
         )
         sites = {tier: frozenset(map(Site.parse, names)) for tier, names in cleared.items()}
         changed = self._state.tiers.updated(given, sites, replace=replace)

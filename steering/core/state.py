@@ -29,7 +29,6 @@ from headgate.steering.core.rules.registry import RuleRegistry
 from headgate.steering.core.saes import SaeRegistry
 from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.layout import COLUMNS_PER_GATE
-from headgate.steering.programs.feature_edits import NOT_FOR_ALL
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
@@ -192,18 +191,6 @@ class SteeringState:
         features = self._features(spec)
         with self._registry.lock:
             return self._programs(spec, features)
-
-    def lowered_for_all(self, spec: SteeringSpec) -> Programs:
-        """Return a spec's programs as `lowered` does, to act on every request.
-
-        Raises:
-            RequestError: As `lowered`, and on a feature that cannot be changed for everybody.
-        """
-        for edit in (*spec.prefill_features, *spec.decode_features):
-            sae = self.saes.find(edit.sae)
-            if sae is not None and sae.facts.is_transcoder and edit.reads:
-                raise RequestError(edit.where, NOT_FOR_ALL.format(edit.sae))
-        return self.lowered(spec)
 
     def set_global(self, tiers: GlobalTiers) -> None:
         """Make `tiers` the global vectors; ``GlobalTiers()`` clears them."""

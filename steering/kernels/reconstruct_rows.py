@@ -328,26 +328,10 @@ def _norm_kernel(
 
 @triton.jit(do_not_specialize=["first", "N", "LISTED"])
 def _delta_kernel(
-    value_ptr,
-    addend_ptr,
-    shift_ptr,
-    decoded_ptr,
-    scales_ptr,
-    token_ptr,
-    count_ptr,
-    sums_ptr,
-    bias_ptr,
-    delta_ptr,
-    value_stride,
-    addend_stride,
-    first,
-    N,
-    LISTED,
-    D,
-    IS_EDITED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    value_ptr, addend_ptr, shift_ptr, decoded_ptr, scales_ptr, token_ptr, count_ptr, sums_ptr, bias_ptr, delta_ptr,
+    value_stride, addend_stride, first, N, LISTED, D,
+    IS_EDITED: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if first + row >= tl.load(count_ptr):
         return

@@ -1,4 +1,4 @@
-"""What kernels of reconstructions add up about the rows that they reconstruct.
+"""Figures of the rows that are reconstructed, added up by the kernels that do so.
 
 The sums are those of `headgate.steering.programs.codes.NUM_SUMS`. Rows are added by atomic additions in fp64, so the
 last bits of a sum depend on their order; nothing but figures is made of them.

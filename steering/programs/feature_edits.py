@@ -179,14 +179,6 @@ def too_many_changes(limit: int) -> str:
     return f"{limit} can be changed in one phase, at all sites together; the operator sets --max-sae-features"
 
 
-NOT_FOR_ALL = (
-    "reads a feature of transcoder {!r}, which cannot act on everybody: its change is kept between the sites that it "
-    "reads and writes in places that belong to requests. 'add' without only_if_active, which reads nothing, can; give "
-    "others in requests, or in a module that they name"
-)
-"""Why an edit cannot act on everybody; to be formatted with the name of the transcoder."""
-
-
 def _check_reconstruction(edit: FeatureEdit, facts: SaeFacts) -> None:
     if not facts.is_encoded:
         raise RequestError(

@@ -394,8 +394,7 @@ def test_an_sae_is_registered_offline_and_a_module_may_change_its_features(llm: 
     with pytest.raises(RequestError, match=r"sae_reconstruction\[0\]: .*--sae-encode"):
         run(llm, sae_reconstruction=["other"])
     shared = llm.steering.set(features=[EDIT], decode_features=[{**EDIT, "sae": "other"}]).shared
-    assert (shared.prefill.op_sites, shared.decode.op_sites) == (("3.post_mlp",), ("3.post_mlp",))
+    assert shared.decode.op_sites == ("3.post_mlp",)
     assert shared.prefill.hash != shared.decode.hash
-    run(llm)
     llm.steering.clear()
     assert "register_sae" in [entry["action"] for entry in llm.steering.audit()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -330,24 +330,13 @@ class PooledSums:
         self._make_room(len(ids) + (0 if program is None else program.num_rows))
         slots = _no_slots() if stored is None else self._pool.acquire(stored)
         column[ids] = slots
-        made = PooledSum(key, own, column, slots, self._global_programs(phase, own))
+        made = PooledSum(key, own, column, slots)
+        if own is not None and global_sum is not None:
+            known = self._global_features[phase]
+            made.programs = _beside(own, shared, global_sum, known, self._op_sites)
         if program is not None:
             self._add_program(made, program)
         return made
-
-    def _global_programs(self, phase: int, own: Vectors | None) -> tuple[PlacedProgram, ...]:
-        """Return the global program, as far as there is one, as it acts on a request with vectors of its own.
-
-        A feature that the request changes itself is left out: together, both edits would set neither's value.
-        """
-        shared, global_sum = self._global[phase], self._global_sums[phase]
-        if own is None or global_sum is None:
-            return ()
-        if isinstance(own, Steered) and isinstance(shared, Steered) and (known := self._global_features[phase]):
-            of_own = set(own.program.written_features.values())
-            if without := [index for index, feature in known.items() if feature in of_own]:
-                return (place(shared.program, global_sum.program_slots, self._op_sites, without),)
-        return global_sum.programs
 
     def _add_program(self, made: PooledSum, program: Program) -> None:
         made.program_slots = self._pool.acquire(program.rows)
@@ -371,3 +360,28 @@ class PooledSums:
             self._pool.release(slots)
         self._dropped(oldest)
         self.release((oldest.base, None))
+
+
+def _beside(
+    own: Vectors,
+    shared: Vectors | None,
+    global_sum: PooledSum,
+    known: Mapping[int, tuple[Site, bytes]],
+    op_sites: Mapping[Site, int],
+) -> tuple[PlacedProgram, ...]:
+    """Return the global program, as far as there is one, as it acts on a request.
+
+    Features that the request changes itself are left out: together, two edits would set neither's value.
+
+    Args:
+        own: Of the request.
+        shared: The global ones.
+        global_sum: Of `shared`.
+        known: `Program.written_features` of the global program.
+        op_sites: Of the worker.
+    """
+    if known and isinstance(own, Steered) and isinstance(shared, Steered):
+        of_own = set(own.program.written_features.values())
+        if without := [index for index, feature in known.items() if feature in of_own]:
+            return (place(shared.program, global_sum.program_slots, op_sites, without),)
+    return global_sum.programs
