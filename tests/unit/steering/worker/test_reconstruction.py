@@ -9,11 +9,22 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tqdm import tqdm
 
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.features.source_coder import Kind, Norm
 from headgate.steering.features.sparse_coder import coder_of
-from headgate.steering.programs.codes import CODE, NUM_CODES, NUM_PARAMS, NUM_SUMS, Activation, Code, Edit, InputNorm
+from headgate.steering.programs.codes import (
+    CODE,
+    NUM_CODES,
+    NUM_PARAMS,
+    NUM_SUMS,
+    SUM_ROWS,
+    Activation,
+    Code,
+    Edit,
+    InputNorm,
+)
 from headgate.steering.worker.gates.step_gates import no_gates
 from headgate.steering.worker.program_ops import program_deltas_and_state
 from headgate.steering.worker.program_reference import program_deltas_reference
@@ -176,6 +187,24 @@ def test_the_compiler_is_told_the_shape_and_dtype_that_come(dtype):
     for addend in (None, value.clone()):
         arguments = (value, addend, pool.to(dtype), *others, *state(), *sae(dtype=dtype), int(InputNorm.NONE))
         torch.library.opcheck(program_deltas_and_state, arguments)
+
+
+def test_a_compiled_forward_adds_to_the_sums_as_it_does_otherwise():
+    tqdm.monitor_interval = 0  # the compiler shows a bar now and then: no thread for it
+    tables, weights, given = programs(), sae(), state()
+    values = [torch.randn(5, WIDTH) for _ in range(2)]
+
+    def forward(value: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        arguments = (*tables, *given, *weights[:-1], sums, int(InputNorm.NONE))
+        return 2 * program_deltas_and_state(value * 2, None, *arguments)
+
+    found, expected = no_sums(), no_sums()
+    compiled = torch.compile(forward, backend="aot_eager", fullgraph=True, dynamic=True)
+    for value in values:
+        torch.testing.assert_close(compiled(value, found), forward(value, expected))
+
+    assert torch.equal(found, expected)
+    assert found[SUM_ROWS] == 4
 
 
 @pytest.mark.parametrize("architecture", ["standard", "jumprelu", "gated"])
