@@ -4,25 +4,31 @@
 
 Each file that starts engines gets a process of its own, or shares one with a few that are known to get on (`TOGETHER`):
 an engine leaves patched classes, process groups and sockets behind in the process that it ran in, and the fakes of
-tests/frontend stand in for vLLM's worker there. What a process printed is shown when it fails; otherwise its last line,
-and the whole is kept in .pytest_cache/logs.
+tests/frontend stand in for vLLM's worker there. Importing vLLM takes 13 s of a core, so it is imported once, here, and
+these processes are forked from there. What a process printed is shown when it fails; otherwise its last line, and the
+whole is kept in .pytest_cache/logs.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import NamedTuple
+from resource import struct_rusage
+from typing import NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTEST = (sys.executable, "-m", "pytest", "--durations=15", "--timeout=600")
+PYTEST_OPTIONS = ("--durations=15", "--timeout=600")
+PYTEST = (sys.executable, "-m", "pytest", *PYTEST_OPTIONS)
 LOGS = ROOT / ".pytest_cache" / "logs"
 NOTHING_COLLECTED = 5
 LONGEST = (
@@ -49,7 +55,10 @@ TOGETHER = {
     ),
     "tests/engine: SmolLM2": ("test_frontend", "test_hidden_states", "test_parity_smollm2"),
 }
-"""Files of one folder that share a process: importing vLLM takes each process 13 s of a core."""
+"""Files of one folder that share a process, and its engines where they ask for the same."""
+
+IMPORTED = ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
+"""Modules that processes with engines find imported."""
 
 
 class Job(NamedTuple):
@@ -59,11 +68,18 @@ class Job(NamedTuple):
         name: For people.
         arguments: Of pytest; the whole command line behind Python, if it begins with a path to a program.
         environment: Set there beside what is set here.
+        is_forked: Whether it begins with vLLM imported, in a fork of this process.
     """
 
     name: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = {}
+    is_forked: bool = False
+
+    @property
+    def log(self) -> Path:
+        """Where it prints to."""
+        return LOGS / f"{re.sub('[/: ]+', '-', self.name)}.log"
 
 
 def unit_jobs() -> list[Job]:
@@ -108,28 +124,62 @@ def engine_jobs() -> list[Job]:
     for path in sorted(files, key=lambda path: (LONGEST.index(path.stem) if path.stem in LONGEST else 99, str(path))):
         file = str(path.relative_to(ROOT))
         jobs.setdefault(name_of.get((str(path.parent.relative_to(ROOT)), path.stem), file), []).append(file)
-    return [Job(name, ("-m", "engine and not gpu and not extended", *paths)) for name, paths in jobs.items()]
+    marker = ("-m", "engine and not gpu and not extended")
+    return [Job(name, (*marker, *paths), is_forked=True) for name, paths in jobs.items()]
 
 
-def run(job: Job) -> tuple[bool, str]:
-    """Whether it passed, and what to show."""
-    began, log = time.monotonic(), LOGS / f"{re.sub('[/: ]+', '-', job.name)}.log"
+def start(job: Job) -> int:
+    """Start its process; returns the id."""
     # Threads that wait for each other spin on shared cores.
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **job.environment}
+    if job.is_forked:
+        return os.fork() or become(job, environment)
     program = [sys.executable] if job.arguments[0].endswith(".py") else PYTEST
-    with log.open("wb") as file:
+    with job.log.open("wb") as file:
         process = subprocess.Popen(
             [*program, *job.arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment
         )
-        _, status, used = os.wait4(process.pid, 0)  # tells what it used, its own children included
-    process.returncode = os.waitstatus_to_exitcode(status)
-    is_good = process.returncode in (0, NOTHING_COLLECTED)
-    printed = log.read_text(errors="replace")
+    process.returncode = 0  # `run_all` waits for it
+    return process.pid
+
+
+def become(job: Job, environment: Mapping[str, str]) -> NoReturn:
+    """Be ``python -m pytest``, in a fork."""
+    with job.log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(ROOT)
+    os.environ.update(environment)
+    sys.argv[1:], sys.path[0] = [*PYTEST_OPTIONS, *job.arguments], str(ROOT)
+    runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+    raise AssertionError("pytest did not exit")
+
+
+def told(job: Job, took: float, status: int, used: struct_rusage) -> tuple[bool, str]:
+    """Whether a process that ended passed, and what to show."""
+    is_good = os.waitstatus_to_exitcode(status) in (0, NOTHING_COLLECTED)
+    printed = job.log.read_text(errors="replace")
     lines = printed.splitlines()
     summary = next((line for line in reversed(lines) if line.startswith("=")), lines[-1] if lines else "no summary")
-    times = f"{time.monotonic() - began:6.0f} s, {used.ru_utime + used.ru_stime:4.0f} of CPU"
+    times = f"{took:6.0f} s, {used.ru_utime + used.ru_stime:4.0f} of CPU"
     line = f"{times}  {job.name}: {summary.strip('= ')}"
     return is_good, line if is_good else f"{printed}\n{line} FAILED"
+
+
+def import_vllm() -> None:
+    """Import what processes with engines need, under what their tests set before.
+
+    Raises:
+        RuntimeError: If that started a thread: forks would lack it.
+    """
+    from tests.environment import set_environment
+
+    set_environment()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name in IMPORTED:
+        importlib.import_module(name)
+    if threading.active_count() > 1 or len(os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError(f"importing vLLM started threads: {threading.enumerate()}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -146,14 +196,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_all(jobs: Sequence[Job], at_a_time: int) -> int:
     """Run them in order, so many at a time; returns the exit status."""
     LOGS.mkdir(parents=True, exist_ok=True)
-    failed = []
-    with ThreadPoolExecutor(at_a_time) as pool:
-        runs = {pool.submit(run, job): job for job in jobs}
-        for done in as_completed(runs):
-            is_good, shown = done.result()
-            print(shown, flush=True)
-            if not is_good:
-                failed.append(runs[done].name)
+    if any(job.is_forked for job in jobs):
+        import_vllm()
+    waiting, running, failed = deque(jobs), dict[int, tuple[Job, float]](), list[str]()
+    while waiting or running:
+        while waiting and len(running) < at_a_time:
+            job = waiting.popleft()
+            running[start(job)] = job, time.monotonic()
+        process, status, used = os.wait4(-1, 0)  # tells what it used, its own children included
+        job, began = running.pop(process)
+        is_good, shown = told(job, time.monotonic() - began, status, used)
+        print(shown, flush=True)
+        if not is_good:
+            failed.append(job.name)
     print(
         f"{len(jobs) - len(failed)} of {len(jobs)} test processes passed",
         *(f"FAILED {name}" for name in failed),
@@ -163,4 +218,5 @@ def run_all(jobs: Sequence[Job], at_a_time: int) -> int:
 
 
 if __name__ == "__main__":
+    sys.path.insert(1, str(ROOT))
     sys.exit(main())

@@ -32,7 +32,7 @@ UNITS = (
 WITH_VLLM = ("capture/engine/server/test_scoring.py",)
 """Files among them that import vLLM, which the very lowest versions keep from starting."""
 
-FRONT_END = ("tests/frontend/test_http.py", "tests/frontend/test_steering_http.py")
+FRONT_END = ("tests/frontend/test_steering_http.py",)
 
 
 def main() -> int:

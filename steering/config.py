@@ -364,10 +364,9 @@ def _check(config: SteeringConfig) -> None:
         )
     if not 0 < config.max_ops_per_site <= MAX_OPS:
         raise ConfigError(f"{WHERE}: max_ops_per_site must be from 1 to {MAX_OPS}, got {config.max_ops_per_site}")
-    if not 0 <= config.max_gates <= MAX_GATES:
-        raise ConfigError(f"{WHERE}: max_gates must be from 0 to {MAX_GATES}, got {config.max_gates}")
-    if not 0 <= config.max_rules <= MAX_RULES:
-        raise ConfigError(f"{WHERE}: max_rules must be from 0 to {MAX_RULES}, got {config.max_rules}")
+    for name, count, most in (("max_gates", config.max_gates, MAX_GATES), ("max_rules", config.max_rules, MAX_RULES)):
+        if not 0 <= count <= most:
+            raise ConfigError(f"{WHERE}: {name} must be from 0 to {most}, got {count}")
     if config.max_waiting is not None and config.max_waiting < 0:
         raise ConfigError(f"{WHERE}: max_waiting must be at least 0, got {config.max_waiting}")
     if config.max_wait_s is not None and not config.max_wait_s > 0:

@@ -13,21 +13,12 @@ import pytest
 from hypothesis import settings
 
 from examples.model import ensure_model
+from tests.environment import set_environment
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 TESTS = Path(__file__).parent
-
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_DO_NOT_TRACK": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-"""What every engine of the tests runs under; set before anything imports vLLM, and inherited by its processes."""
 
 ENGINE_DEFAULTS: Mapping[str, Any] = {
     "block_size": 32,
@@ -46,10 +37,7 @@ settings.load_profile("headgate")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Fix the environment before any test module is imported."""
-    for name in [name for name in os.environ if name.startswith(("HEADGATE_", "VLLM_"))]:
-        if name not in ("HEADGATE_CACHE", "HEADGATE_RECORDED"):
-            del os.environ[name]
-    os.environ.update(ENVIRONMENT)
+    set_environment()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

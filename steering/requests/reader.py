@@ -32,10 +32,11 @@ from headgate.steering.requests.request_fields import (
     NAME,
     PREDECESSOR,
     PREFILL,
+    RULES,
     read_modules,
     read_steering,
 )
-from headgate.steering.requests.rules.rule_fields import RULES, read_selection
+from headgate.steering.requests.rules.rule_fields import read_selection
 from headgate.steering.requests.trace import RETURN_TRACE, TRACE, join_notes, read_asked
 from headgate.steering.spec import ModuleRef, SteeringSpec, to_wire
 from headgate.steering.vectors.dtypes import StoredType

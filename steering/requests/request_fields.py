@@ -34,11 +34,11 @@ from headgate.steering.vectors.phase_vectors import MAX_NAME, TIERS, PhaseVector
 
 BASE, PREFILL, DECODE = "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"
 NAME, MODULE_REF = "steering_name", "steering_module_ref"
-GATES, PREDECESSOR = "steering_gates", "steering"
+GATES, PREDECESSOR, RULES = "steering_gates", "steering", "steering_rules"
 
 FIELDS = (
     *(BASE, PREFILL, DECODE, NAME, MODULE_REF, *REQUEST_FIELDS.all, *REQUEST_FEATURES.all, GATES, PREDECESSOR),
-    RETURN_TRACE,
+    *(RULES, RETURN_TRACE),
 )
 """The steering fields of a request."""
 

@@ -34,7 +34,7 @@ from tests.chaos.memory import Memory
 from tests.chaos.model import chaos_model
 from tests.chaos.notes import take_notes
 from tests.chaos.workload import CALM, ROUGH, Mix, Workload
-from tests.conftest import ENVIRONMENT
+from tests.environment import ENVIRONMENT
 
 NUM_CLIENTS = 64
 DAY_S = 86400.0

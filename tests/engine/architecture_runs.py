@@ -17,10 +17,11 @@ from torch import Tensor
 
 from headgate.capture.schema.errors import SelfTestError, UnsupportedError
 from headgate.capture.schema.sites import HookPoint, Site
-from tests.conftest import ENVIRONMENT, start_llm, stop_llm
+from tests.conftest import start_llm, stop_llm
 from tests.engine.architecture_reference import AS_VLLM, STEERED_LAYER, Reference, Rows, reference, vector
 from tests.engine.architectures import HUGGING_FACE, LAYERS, VOCABULARY, make_model
 from tests.engine.hf_reference import own_process, relative_error
+from tests.environment import ENVIRONMENT
 
 PROMPTS = [[1, *((7 * i) % (VOCABULARY - 5) + 5 for i in range(40))], [1, *(range(30, 49))]]
 NUM_OUTPUT = 4

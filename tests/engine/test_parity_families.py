@@ -68,11 +68,11 @@ ROUNDED = [
     if family not in ROUTED and family not in VISION
 ]
 """One of each kind in CI, where all of them are compared in fp32; the others are for ``make test-extended``."""
-COMPILED = ("gemma3", "granite")
-"""A pair with post-norms, a single stream with a multiplier."""
+COMPILED = ("gemma3", pytest.param("granite", marks=pytest.mark.extended))
+"""A pair with post-norms, a single stream with a multiplier. In CI one with and one without capture around mid."""
 
 AROUND_MID = frozenset({HookPoint.ATTN_OUT, HookPoint.POST_ATTN})
-COMPILED_AHEAD = ("gemma3", "mixtral")
+COMPILED_AHEAD = (pytest.param("gemma3, ahead", marks=pytest.mark.extended), "mixtral, ahead")
 """A pair with post-norms, and experts, compiled without capture around the mid stream: steering adds ahead of attention
 then."""
 
@@ -116,7 +116,7 @@ def rounded(request: pytest.FixtureRequest) -> Served:
     params=[
         *COMPILED,
         pytest.param("olmo2", marks=pytest.mark.extended),  # Hugging Face's own layers
-        *(f"{family}, ahead" for family in COMPILED_AHEAD),
+        *COMPILED_AHEAD,
     ],
 )
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:

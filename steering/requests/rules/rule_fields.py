@@ -11,10 +11,8 @@ from headgate.steering.gates.layout import COLUMNS_PER_GATE, layout_of
 from headgate.steering.gates.rule import FIELD, AppliesTo, Rule, fields_of_rule
 from headgate.steering.requests.gate_conditions import check_keys
 from headgate.steering.requests.gate_fields import read_gates
+from headgate.steering.requests.request_fields import RULES
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
-
-RULES = "steering_rules"
-"""Field of a request."""
 
 RULE_FIELDS = ("applies_to", "when", "then", "strength", "scope")
 """The fields of a rule's document beside its ``name``."""

@@ -1,0 +1,23 @@
+"""The environment that every test runs in, set before anything imports vLLM."""
+
+from __future__ import annotations
+
+import os
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Every engine of the tests runs under it, and its processes inherit it."""
+
+
+def set_environment() -> None:
+    """Set `ENVIRONMENT`, and take away whatever else is known to vLLM or headgate."""
+    for name in [name for name in os.environ if name.startswith(("HEADGATE_", "VLLM_"))]:
+        if name not in ("HEADGATE_CACHE", "HEADGATE_RECORDED"):
+            del os.environ[name]
+    os.environ.update(ENVIRONMENT)
