@@ -308,4 +308,4 @@ def test_other_pages_are_not_touched() -> None:
 def test_steering_names_are_unique() -> None:
     names = [family.name for family in steering_metrics.families([])]
 
-    assert len(set(names)) == len(names) == 11
+    assert len(set(names)) == len(names) == 14
