@@ -89,7 +89,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             as many global ones.
         saes: ``{name: "PATH" or "PATH@SITE"}`` of SAEs and transcoders whose features requests may change. Each of
             their sites is an op site by that. Where there are SAEs, or may be, each op site takes
-            ``(2 * max_num_seqs + 3) * max_sae_features * 48`` bytes of device memory more. Where there are transcoders,
+            ``(2 * max_num_seqs + 3) * max_sae_features * 96`` bytes of device memory more. Where there are transcoders,
             or may be, ``max_num_batched_tokens * max_sae_features * 4`` bytes come to that, once.
         sae_encode: Names of SAEs of `saes` that requests may let reconstruct rows, at most one for each site. Each has
             its weights on the device of every worker that owns the site: ``2 * num_features * hidden_size`` elements,
@@ -97,17 +97,16 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             four kernels to every forward, three more for every 256 batch rows beyond the first, which end at once while
             nobody uses them; and working memory for the activations of 256 rows: 1024 bytes for each feature.
         sae_root: Folder whose SAEs may be registered at run time, over HTTP; none may if None.
-        max_sae_features: Features of one request that may be changed at one site in one phase, its modules' included.
-            Each takes two slots; one that is only added to takes one. A transcoder's feature counts at every site that
-            it reads or writes, and takes a slot for each; of those that are read, so many may be changed in all.
+        max_sae_features: Features of one request that may be changed at one site in one phase, its modules' included,
+            and as many global ones. Each takes two slots, or one if it is only added to. A transcoder's counts at every
+            site that it reads or writes, and takes a slot for each; of those that are read, so many in all.
         max_gates: Gates of one request; 0 for none. Where there are op sites, gates take
             ``4 * 8 * max_gates`` bytes of device memory for each batch row and twice that for each of `max_num_seqs`
             requests, and ``(2 * max_num_seqs + 3) * 5 * max_gates * 48`` bytes at each op site.
         max_rules: Rules that can be registered at a time; 0 for none. They take as much memory as gates do, and
             ``(2 * max_num_seqs + 3) * (2 * max_ops_per_site + max_sae_features) * 48`` bytes at each op site beside.
         rules_file: File of rules to register at start, a list in YAML or JSON; none if None.
-        probes: ``{name: path}`` of probes that gates can name (``.safetensors``). The site of each is an op site by
-            that.
+        probes: ``{name: path}`` of probes that gates can name (``.safetensors``). Their sites are op sites by that.
         modules: ``{name: path}`` of named modules to load at start, from files of every format that
             `headgate.steering.load` reads; ``PATH@layer=20,concept=3`` where a file does not tell them. Each vector of
             a module takes a slot for as long as it is registered.
@@ -188,12 +187,12 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def max_entries(self) -> int:
         """Entries of a program at one site.
 
-        Two for each operation, of a request's and of the global ones, one for its vectors, and one for each feature;
-        one for a reconstruction if there can be one; those that evaluate gates; and those of rules.
+        Two for each operation, one for each feature, and one for a reconstruction if there can be one, of a request's
+        and of the global ones; one for vectors; those that evaluate gates; and those of rules.
         """
         of_gates = ENTRIES_PER_GATE * (self.max_gates + self.max_rules)
         of_gates += (2 * self.max_ops_per_site + self.num_features) * bool(self.max_rules)
-        return 4 * self.max_ops_per_site + 1 + self.num_features + bool(self.sae_encode) + of_gates
+        return 2 * (2 * self.max_ops_per_site + self.num_features + bool(self.sae_encode)) + 1 + of_gates
 
     @property
     def num_columns(self) -> int:

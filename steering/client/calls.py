@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -35,11 +35,9 @@ from headgate.steering.requests.request_fields import (
     DECODE,
     DOCUMENT_FIELDS,
     GATES,
-    MODULE_DOCUMENT_FIELDS,
     MODULE_FIELDS,
     PREDECESSOR,
     PREFILL,
-    ModuleDocument,
     SteeringDocument,
     document_of,
 )
@@ -228,7 +226,7 @@ def models() -> Call[str]:
 
 
 def set_global(access: Access, vectors: Any, others: SteeringDocument, *, replace: bool) -> Call[GlobalUpdate]:
-    """Return the call that sets global vectors and operations."""
+    """Return the call that sets global vectors, operations and features."""
     body = {**_document(access, vectors, others), "replace": replace}
     return Call(path="/v1/steering/set", body=body, read=_reader(GlobalUpdate), key=access.steering_key)
 
@@ -239,7 +237,7 @@ def clear_global(access: Access) -> Call[None]:
 
 
 def register(
-    access: Access, name: str, vectors: Any, others: ModuleDocument, path: str | os.PathLike[str] | None
+    access: Access, name: str, vectors: Any, others: SteeringDocument, path: str | os.PathLike[str] | None
 ) -> Call[ModuleStatus]:
     """Return the call that registers a module, from a document or from a file on this machine.
 
@@ -252,7 +250,7 @@ def register(
         file = load(path)
         vectors = file.vectors
         others = {"prefill_vectors": file.prefill_vectors, "decode_vectors": file.decode_vectors}
-    body = {"name": name, **_document(access, vectors, others, MODULE_DOCUMENT_FIELDS)}
+    body = {"name": name, **_document(access, vectors, others)}
     read = _reader(ModuleStatus)
     return Call(path="/v1/steering/modules/register", body=body, read=read, key=access.steering_key)
 
@@ -338,10 +336,8 @@ def consumers(access: Access) -> Call[Capturable]:
     return Call(path="/v1/capture/consumers", body=None, read=_reader(Capturable), key=access.capture_key)
 
 
-def _document(
-    access: Access, vectors: Any, others: SteeringDocument, known: Sequence[str] = DOCUMENT_FIELDS
-) -> dict[str, Any]:
-    return packed_fields(document_of(vectors, others, known), as_text=not access.is_binary)
+def _document(access: Access, vectors: Any, others: SteeringDocument) -> dict[str, Any]:
+    return packed_fields(document_of(vectors, others), as_text=not access.is_binary)
 
 
 def _reader(kind: type[T]) -> Callable[[Any], T]:

@@ -13,7 +13,7 @@ from headgate.steering.client.sweep import PatchSweep, SweepOptions, check_kept,
 from headgate.steering.control.operations import ModuleStatus, SaeStatus, SteeringStatus
 from headgate.steering.control.probes.operations import ProbeSource, ProbeStatus
 from headgate.steering.control.rules.operations import RuleStatus
-from headgate.steering.requests.request_fields import ModuleDocument, SteeringDocument
+from headgate.steering.requests.request_fields import SteeringDocument
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
@@ -63,13 +63,14 @@ class Client(Session):
         return self._stream(calls.chat, messages, fields)
 
     def set(self, vectors: Any = None, *, replace: bool = False, **others: Unpack[SteeringDocument]) -> GlobalUpdate:
-        """Steer every request with vectors and operations from the next step on, those that run included.
+        """Steer every request with vectors, operations and features from the next step on, those that run included.
 
         Args:
             vectors: For prompt and generated positions.
-            replace: Remove everything else. Otherwise vectors replace those at the same site of the same tier, and
-                operations all of the same tier.
-            others: Vectors of other phases, and operations: the keys of `SteeringDocument`.
+            replace: Remove everything else. Otherwise vectors replace those at the same site of the same tier,
+                operations all of the same tier, and edits of features and reconstructions all of the same argument.
+            others: Vectors of other phases, operations, edits of features and reconstructions: the keys of
+                `SteeringDocument`.
         """
         return self._send(calls.set_global(self._access, vectors, others, replace=replace))
 
@@ -83,7 +84,7 @@ class Client(Session):
         vectors: Any = None,
         *,
         path: Path | None = None,
-        **others: Unpack[ModuleDocument],
+        **others: Unpack[SteeringDocument],
     ) -> ModuleStatus:
         """Name vectors and operations, so that requests need only say the name; an earlier module is replaced.
 
@@ -92,7 +93,7 @@ class Client(Session):
             vectors: For prompt and generated positions.
             path: A file of vectors on this machine, of any format, in place of vectors; see `headgate.steering.load`.
             others: Vectors of other phases, operations, edits of features and reconstructions: the keys of
-                `ModuleDocument`.
+                `SteeringDocument`.
         """
         return self._send(calls.register(self._access, name, vectors, others, path))
 
@@ -221,7 +222,7 @@ class AsyncClient(AsyncSession):
         vectors: Any = None,
         *,
         path: Path | None = None,
-        **others: Unpack[ModuleDocument],
+        **others: Unpack[SteeringDocument],
     ) -> ModuleStatus:
         """See `Client.register`."""
         return await self._send(calls.register(self._access, name, vectors, others, path))

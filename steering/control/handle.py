@@ -13,12 +13,7 @@ from headgate.steering.control.probes import operations as probe_operations
 from headgate.steering.control.probes.operations import ProbeSource, ProbeStatus
 from headgate.steering.control.rules.handle import AsyncRules, Rules
 from headgate.steering.core.audit import OPERATOR, Actor, AuditEntry
-from headgate.steering.requests.request_fields import (
-    DOCUMENT_FIELDS,
-    ModuleDocument,
-    SteeringDocument,
-    document_of,
-)
+from headgate.steering.requests.request_fields import SteeringDocument, document_of
 from headgate.steering.vectors.phase_vectors import Steerable
 
 if TYPE_CHECKING:
@@ -67,24 +62,27 @@ class Steering(_Described[EngineCores], Rules):
     """
 
     def set(self, vectors: Any = None, *, replace: bool = False, **others: Unpack[SteeringDocument]) -> SteeringStatus:
-        """Steer every request with vectors and operations from the next step on, those that run included.
+        """Steer every request with vectors, operations and features from the next step on, those that run included.
 
         ::
 
             llm.steering.set({"post_mlp": {12: direction}})
             llm.steering.set(decode_vectors={"post_mlp": {12: {"vector": direction, "scale": -2.0}}})
             llm.steering.set(ops=[ops.ablate(direction, "12.post_mlp")])
+            llm.steering.set(decode_features=[{"sae": "gs2-17", "feature": 3124, "set": 38.5}])
 
         Args:
             vectors: Act at prompt and generated positions.
             replace: Remove everything else. Otherwise vectors replace those at the same site of the same tier, and
-                zeros take them back; operations replace all of the same tier, and an empty list takes them back.
-            others: Vectors of other phases, and operations: the keys of `SteeringDocument`.
+                zeros take them back; operations replace all of the same tier, edits of features and reconstructions
+                all of the same argument, and an empty list takes them back.
+            others: Vectors of other phases, operations, edits of features and reconstructions: the keys of
+                `SteeringDocument`.
 
         Raises:
             RequestError: If they cannot be read, or there is no room for them.
         """
-        document = document_of(vectors, others, DOCUMENT_FIELDS)
+        document = document_of(vectors, others)
         return self._cores.run(
             operations.set_global(document, self.steerable, replace=replace, num_engines=self._cores.num_engines)
         )
@@ -103,7 +101,7 @@ class Steering(_Described[EngineCores], Rules):
         vectors: Any = None,
         *,
         path: Path | None = None,
-        **others: Unpack[ModuleDocument],
+        **others: Unpack[SteeringDocument],
     ) -> ModuleStatus:
         """Name vectors and operations, so that requests need only say the name; an earlier module is replaced.
 
@@ -122,7 +120,7 @@ class Steering(_Described[EngineCores], Rules):
             path: A file of any format in place of vectors, such as ``"calm.safetensors"`` or
                 ``"evil_response_avg_diff.pt@layer=19"``; see `headgate.steering.load`.
             others: Vectors of other phases, operations, edits of features and reconstructions: the keys of
-                `ModuleDocument`.
+                `SteeringDocument`.
 
         Raises:
             RequestError: If it cannot be read, or there is no room for it.
@@ -219,7 +217,7 @@ class AsyncSteering(_Described[AsyncEngineCores], AsyncRules):
         **others: Unpack[SteeringDocument],
     ) -> SteeringStatus:
         """See `Steering.set`."""
-        document = document_of(vectors, others, DOCUMENT_FIELDS)
+        document = document_of(vectors, others)
         return await self._cores.run(
             operations.set_global(document, self.steerable, replace=replace, num_engines=self._cores.num_engines, by=by)
         )
@@ -239,7 +237,7 @@ class AsyncSteering(_Described[AsyncEngineCores], AsyncRules):
         *,
         path: Path | None = None,
         by: Actor = OPERATOR,
-        **others: Unpack[ModuleDocument],
+        **others: Unpack[SteeringDocument],
     ) -> ModuleStatus:
         """See `Steering.register`."""
         document = document_of(vectors, others)

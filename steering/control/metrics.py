@@ -1,4 +1,4 @@
-"""Steering's gauges on the server's page ``/metrics``."""
+"""Steering's families on the server's page ``/metrics``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,19 @@ _ROWS = (
     ("gate_rows", "gate", "Rows that gates of requests wrote, where a trace is wanted or rules act."),
     ("rule_rows", "rule", "Rows that rules wrote; of one that observes, on which it would have."),
 )
+_FIGURES = (
+    (
+        "rows",
+        "Rows that an SAE of --sae-encode reconstructed, without those at position 0 and those ten times as long as "
+        "usual. Tensor-parallel workers count the same rows.",
+    ),
+    ("error", "Sum of the squared errors of these reconstructions, without edits of features."),
+    (
+        "variance",
+        "Sum of the squared distances of these rows to their mean. The fraction of variance unexplained is error by "
+        "variance.",
+    ),
+)
 _WORKERS = (
     ("slots_live", "Slots whose vectors act on requests now."),
     ("slots_used", "Slots in use, those that are kept for later included."),
@@ -36,7 +49,7 @@ class SteeringMetrics:
 
 
 def families(engines: Sequence[EngineStats]) -> Iterator[Family]:
-    """Yield the gauges of every engine core and every worker."""
+    """Yield the families of every engine core and every worker."""
     cores = [((str(engine),), stats.core) for engine, stats in enumerate(engines) if stats.core is not None]
     for name, about in _CORE:
         found = tuple(Sample(labels=where, value=core[name]) for where, core in cores)
@@ -55,5 +68,18 @@ def families(engines: Sequence[EngineStats]) -> Iterator[Family]:
             kind="gauge",
             about=about,
             labels=("engine", "worker"),
+            samples=found,
+        )
+    for name, about in _FIGURES:
+        found = tuple(
+            Sample(labels=(*where, sae), value=figures[name])
+            for where, counted in workers
+            for sae, figures in counted["reconstructions"].items()
+        )
+        yield Family(
+            name=f"headgate_sae_reconstruction_{name}",
+            kind="counter",
+            about=about,
+            labels=("engine", "worker", "sae"),
             samples=found,
         )

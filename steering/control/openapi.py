@@ -140,9 +140,10 @@ def _document_tiers(schemas: Schema) -> Schema:
 
 _TIERS = {
     **_tiers("Added to them at positions of the prompt", "Added to them at generated positions"),
-    **_document_tiers({"ops": _OPERATIONS, "clamps": _CLAMPS}),
+    **_document_tiers(
+        {"ops": _OPERATIONS, "clamps": _CLAMPS, "features": _EDITS, "sae_reconstruction": _RECONSTRUCTIONS}
+    ),
 }
-_MODULE_TIERS = {**_TIERS, **_document_tiers({"features": _EDITS, "sae_reconstruction": _RECONSTRUCTIONS})}
 STATUS_OK: Schema = {"type": "string", "enum": ["ok"]}
 _CONTENT = object_of(
     {"hash": {"type": ["string", "null"]}, "sites": list_of(TEXT), "op_sites": list_of(TEXT)},
@@ -217,7 +218,11 @@ SET: dict[str, Any] = {
     "summary": "Set global steering vectors",
     "openapi_extra": body_of(
         object_of({**_TIERS, "replace": {"type": ["boolean", "null"], "default": False}}),
-        {"lists": _SET_EXAMPLE, "packed": {"vectors": _PACKED_EXAMPLE, "replace": True}},
+        {
+            "lists": _SET_EXAMPLE,
+            "packed": {"vectors": _PACKED_EXAMPLE, "replace": True},
+            "features": {"decode_features": [{"sae": "gs2-17", "feature": 3124, "set": 38.5}]},
+        },
     ),
     "responses": answers_of(
         object_of(
@@ -235,7 +240,7 @@ CLEAR: dict[str, Any] = {
 REGISTER: dict[str, Any] = {
     "summary": "Register a named steering module",
     "openapi_extra": body_of(
-        object_of({"name": {**TEXT, "minLength": 1, "maxLength": 256}, **_MODULE_TIERS}, required=("name",)),
+        object_of({"name": {**TEXT, "minLength": 1, "maxLength": 256}, **_TIERS}, required=("name",)),
         {
             "creativity": {
                 "name": "creativity",

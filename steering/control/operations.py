@@ -21,6 +21,7 @@ from headgate.steering.core.sae_calls import NO_SAES
 from headgate.steering.core.saes import open_sae
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import load
+from headgate.steering.requests.feature_fields import read_global_features
 from headgate.steering.requests.op_documents import read_site
 from headgate.steering.requests.request_fields import (
     MODULE_FIELDS,
@@ -165,24 +166,27 @@ class SaeStatus:
 def set_global(
     document: Mapping[str, Any], steerable: Steerable, *, replace: bool, num_engines: int, by: Actor = OPERATOR
 ) -> Operation[SteeringStatus]:
-    """Set global vectors and operations: a document with the keys `DOCUMENT_FIELDS`.
+    """Set global vectors, operations and features: a document with the keys `DOCUMENT_FIELDS`.
 
-    Zeros take the vector of a site back, an empty list the operations of a tier.
+    Zeros take the vector of a site back, an empty list the operations of a tier, or the edits or SAEs of a field.
     """
     updates = [read_update(document.get(field), steerable, field) for field in MODULE_FIELDS]
     ops = read_global_ops(document, steerable)
-    if not any(updates) and not ops and not replace:
-        raise RequestError(MODULE_FIELDS[0], "there is no vector or operation to set; clear() takes all away")
+    features = read_global_features(document, steerable)
+    if not any(updates) and not ops and not features and not replace:
+        raise RequestError(MODULE_FIELDS[0], "there is no vector, operation or feature to set; clear() takes all away")
     tiers = [update and update.vectors for update in updates]
     sum_tiers(tiers, steerable, MODULE_FIELDS)
     wire = {
         name: to_wire(dataclasses.replace(ops.get(name, SteeringSpec()), prefill=tier))
         for name, tier in zip(TIERS, tiers, strict=True)
     }
+    for name, edits in features.items():
+        wire[name] = to_wire(SteeringSpec(prefill_features=edits.prefill, decode_features=edits.decode))
     cleared = {
         name: [site.name for site in update.cleared] for name, update in zip(TIERS, updates, strict=True) if update
     }
-    order = ("set_global", {"tiers": wire, "replace": replace, "cleared": cleared, "ops": list(ops)})
+    order = ("set_global", {"tiers": wire, "replace": replace, "cleared": cleared, "programs": [*ops, *features]})
     return (yield from _change_global(order, num_engines, by))
 
 
@@ -210,7 +214,7 @@ def register(
     num_engines: int,
     by: Actor = OPERATOR,
 ) -> Operation[ModuleStatus]:
-    """Register a module from a document with the keys `MODULE_DOCUMENT_FIELDS`, or from a file."""
+    """Register a module from a document with the keys `DOCUMENT_FIELDS`, or from a file."""
     check_name(name, "name")
     wire = to_wire(_read(document, path, steerable))
 

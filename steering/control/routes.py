@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
 from fastapi import APIRouter, Depends, HTTPException, Request
@@ -22,11 +22,10 @@ from headgate.steering.control.bodies import actor_of, name_in, read_fields, rea
 from headgate.steering.control.handle import AsyncSteering
 from headgate.steering.control.operations import SteeringStatus
 from headgate.steering.core.audit import SIZE, Actor
+from headgate.steering.requests.feature_fields import PhaseFeatures, read_global_features
 from headgate.steering.requests.request_fields import (
     DOCUMENT_FIELDS,
-    MODULE_DOCUMENT_FIELDS,
     MODULE_FIELDS,
-    ModuleDocument,
     SteeringDocument,
     TierUpdate,
     read_global_ops,
@@ -79,10 +78,11 @@ class SteeringRoutes:
         self._services = services
 
     async def set(self, request: Request) -> dict[str, Any]:
-        """Set global vectors and operations; requests that run are steered by them from the next step on.
+        """Set global vectors, operations and features; requests that run are steered by them from the next step on.
 
         Vectors replace those at the same site of the same tier, and zeros take them back; operations replace all of
-        the same tier, and an empty list takes them back. With `replace` everything else is removed.
+        the same tier, edits of features and reconstructions all of the same field, and an empty list takes them back.
+        With `replace` everything else is removed.
         """
         handle = self._handle()
         services, known = self._services, (*DOCUMENT_FIELDS, "replace")
@@ -92,8 +92,10 @@ class SteeringRoutes:
                 raise RequestError("replace", f"expected true or false, got {shown(replace)}")
             updates = await asyncio.to_thread(read_updates, document, handle.steerable)
             specs = await asyncio.to_thread(read_global_ops, document, handle.steerable)
+            features = await asyncio.to_thread(read_global_features, document, handle.steerable)
             await handle.set(**updates, **operations_in(document), replace=replace, by=self._actor(request))
         op_sites = [site for spec in specs.values() for site in spec.op_sites]
+        op_sites += await self._written_sites(features.values())
         return {
             "status": "ok",
             "hook_points": list(dict.fromkeys([*hook_points(document), *(site.hook.value for site in op_sites)])),
@@ -113,13 +115,13 @@ class SteeringRoutes:
         Requests that run already keep the content that the name had when they were made.
         """
         handle = self._handle()
-        services, known = self._services, ("name", *MODULE_DOCUMENT_FIELDS)
+        services, known = self._services, ("name", *DOCUMENT_FIELDS)
         with services.client_errors(), short_names(await read_steering(services, request, known)) as document:
             tiers = await asyncio.to_thread(read_tiers, document, handle.steerable)
-            others = {**tiers, **operations_in(document, MODULE_DOCUMENT_FIELDS)}
+            others = {**tiers, **operations_in(document)}
             vectors = others.pop("vectors")
             module = await handle.register(
-                name_in(document), vectors, **cast("ModuleDocument", others), by=self._actor(request)
+                name_in(document), vectors, **cast("SteeringDocument", others), by=self._actor(request)
             )
             names = list(await handle.modules())
         return {"status": "ok", **dataclasses.asdict(module), "modules": names}
@@ -179,6 +181,12 @@ class SteeringRoutes:
         """Return the last changes of global vectors and modules, the newest last."""
         return {"entries": await self._handle().audit(), "size": SIZE}
 
+    async def _written_sites(self, features: Iterable[PhaseFeatures]) -> list[Site]:
+        """Return where edits of features and reconstructions write."""
+        names = {edit.sae for each in features for edit in (*each.prefill, *each.decode)}
+        saes = await self._handle().saes() if names else {}
+        return [Site.parse(site) for name, sae in saes.items() if name in names for site in sae.write_sites]
+
     def _actor(self, request: Request) -> Actor:
         return actor_of(self._services, request)
 
@@ -228,9 +236,9 @@ def read_updates(document: Mapping[str, Any], steerable: Steerable) -> dict[str,
     return {field: read_update(document.get(field), steerable, field) for field in MODULE_FIELDS}
 
 
-def operations_in(document: Mapping[str, Any], known: Sequence[str] = DOCUMENT_FIELDS) -> SteeringDocument:
+def operations_in(document: Mapping[str, Any]) -> SteeringDocument:
     """Return the fields of a body beside its vectors; they are read beside the event loop, where they are lowered."""
-    return cast("SteeringDocument", {name: document.get(name) for name in known[len(MODULE_FIELDS) :]})
+    return cast("SteeringDocument", {name: document.get(name) for name in DOCUMENT_FIELDS[len(MODULE_FIELDS) :]})
 
 
 def hook_points(document: Mapping[str, Any]) -> list[str]:
@@ -240,7 +248,7 @@ def hook_points(document: Mapping[str, Any]) -> list[str]:
 
 
 def layers_of(updates: Iterable[TierUpdate | None], op_sites: Iterable[Site] = ()) -> list[int]:
-    """Return the layers whose vectors or operations were set, or vectors taken back; the final norm has none."""
+    """Return the layers where something was set, or vectors were taken back; the final norm has none."""
     sites = {*op_sites, *(site for update in updates if update is not None for site in update.sites)}
     return sorted({site.layer for site in sites if site.hook is not HookPoint.FINAL_NORM})
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.core.admission import Demand, Load
-from headgate.steering.programs.codes import CODE, CODE_MASK, NO_ROW, WRITE, Code, is_of_feature, is_of_gate
+from headgate.steering.programs.codes import CODE, CODE_MASK, Code, is_of_feature, is_of_gate
 from headgate.steering.programs.feature_edits import too_many_changes
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import SteeringSpec, content_key_of
@@ -98,11 +98,19 @@ def check_shared(programs: Sequence[Program], limits: Limits, who: str, field: s
     """
     if any(program.groups for program in programs):
         raise RequestError(field, f"{who} limits an operation to positions; only requests can do that")
-    check_programs(programs, limits, field)
+    check_programs(programs, limits, field, f"in {who}")
 
 
-def check_programs(programs: Sequence[Program], limits: Limits, field: str) -> None:
+def check_programs(
+    programs: Sequence[Program], limits: Limits, field: str, where: str = "with those of the modules"
+) -> None:
     """Check that programs that act together fit, and do not change one feature or reconstruct one row twice.
+
+    Args:
+        programs: Of one phase.
+        limits: Of their entries at one site.
+        field: For errors.
+        where: Where they come from, for errors.
 
     Raises:
         RequestError: Names `field`.
@@ -116,41 +124,36 @@ def check_programs(programs: Sequence[Program], limits: Limits, field: str) -> N
             entries.update(dict(program.runs))
             continue
         num_changes += program.num_changes
-        for site, write, code in zip(program.sites, program.codes[:, WRITE].tolist(), kinds.tolist(), strict=True):
+        for site, code in zip(program.sites, kinds.tolist(), strict=True):
             if is_of_gate(code):
                 continue  # the columns of gates limit these
             if code == Code.RECONSTRUCT:
                 if site in reconstructed:
-                    raise RequestError(field, f"with those of the modules, rows are reconstructed twice at {site.name}")
+                    raise RequestError(field, f"{where}, rows are reconstructed twice at {site.name}")
                 reconstructed.add(site)
             elif is_of_feature(code):
                 features[site] += 1
-                if write == NO_ROW:
-                    continue
-                row = program.rows[write - 1]
-                feature = site, row.tobytes()
-                if feature in written and row.any():
-                    raise RequestError(
-                        field, f"with those of the modules, a feature of an SAE is changed twice at {site.name}"
-                    )
-                written.add(feature)
             else:
                 entries[site] += 1
-    _check_changes(num_changes, limits.features, field)
+        for site, row in program.written_features.values():
+            if (site, row) in written:
+                raise RequestError(field, f"{where}, a feature of an SAE is changed twice at {site.name}")
+            written.add((site, row))
+    _check_changes(num_changes, limits.features, field, where)
     flags = ("operations", limits.entries, entries, "--max-steering-ops-per-site")
     for what, limit, counts, flag in (flags, ("features", limits.features, features, "--max-sae-features")):
         crowded = next((site for site, count in counts.items() if count > limit), None)
         if crowded is not None:
             raise RequestError(
                 field,
-                f"the {what} at {crowded.name}, modules' included, make {counts[crowded]} entries, at most {limit} "
-                f"fit; the operator sets {flag}",
+                f"{where}, the {what} at {crowded.name} make {counts[crowded]} entries, at most {limit} fit; the "
+                f"operator sets {flag}",
             )
 
 
-def _check_changes(num_changes: int, limit: int, field: str) -> None:
+def _check_changes(num_changes: int, limit: int, field: str, where: str) -> None:
     if num_changes > limit:
         raise RequestError(
             field,
-            f"with those of the modules, {num_changes} features of transcoders are changed; {too_many_changes(limit)}",
+            f"{where}, {num_changes} features of transcoders are changed; {too_many_changes(limit)}",
         )

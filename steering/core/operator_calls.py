@@ -16,7 +16,7 @@ from headgate.steering.core.probes import ProbeCalls
 from headgate.steering.core.rules.calls import RuleCalls
 from headgate.steering.core.rules.step_readings import StepReadings
 from headgate.steering.core.sae_calls import SaeCalls
-from headgate.steering.core.state import GlobalTiers, SteeringState
+from headgate.steering.core.state import PROGRAMS, GlobalTiers, SteeringState
 from headgate.steering.spec import SteeringSpec, SteeringWire, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import TIERS, Steerable, check_name
 
@@ -158,22 +158,26 @@ class OperatorCalls:
         tiers: Mapping[str, Any],
         replace: bool,
         cleared: Mapping[str, SiteNames] = _NONE,
-        ops: Sequence[str] = TIERS,
+        programs: Sequence[str] = PROGRAMS,
     ) -> dict[str, Any]:
         """Set `tiers`, as `GlobalTiers.spec_of` and `to_wire` make them, or None; `replace`: in place of all there are.
 
-        Vectors at sites in `cleared`, names by tier, are taken back; the operations of the tiers in `ops` are replaced.
+        Vectors at sites in `cleared`, names by tier, are taken back; those of the programs `PROGRAMS` that are named in
+        `programs` are replaced.
 
         Everybody's KV is computed anew, also for a decode-only change: a block must not mix old and new vectors.
         """
-        specs = {name: from_wire(tiers.get(name) or {}) for name in TIERS}
+        specs = {name: from_wire(tiers.get(name) or {}) for name in PROGRAMS}
+        for spec in specs.values():
+            self._state.saes.check_shared((*spec.prefill_features, *spec.decode_features))
         given = GlobalTiers(
-            **{name: spec.prefill for name, spec in specs.items()},
-            programs={name: self._state.lowered(specs[name]) for name in ops},
+            **{name: specs[name].prefill for name in TIERS},
+            programs={name: self._state.lowered(specs[name]) for name in programs},
         )
         sites = {tier: frozenset(map(Site.parse, names)) for tier, names in cleared.items()}
         changed = self._state.tiers.updated(given, sites, replace=replace)
-        before, after = self._state.shared, self._state.global_phases(changed)
+        field = next((name for name in programs if name not in TIERS), "global")
+        before, after = self._state.shared, self._state.global_phases(changed, field)
         is_same = demand_of(before) == demand_of(after)
         if not is_same:
             self._services.check_restart("global")
@@ -221,7 +225,7 @@ class OperatorCalls:
 
     def _export_global(self) -> dict[str, Any]:
         """Return the tiers as ``set_global`` takes them, to set them again."""
-        specs = {name: self._state.tiers.spec_of(name) for name in TIERS}
+        specs = {name: self._state.tiers.spec_of(name) for name in PROGRAMS}
         return {name: None if spec is None else to_wire(spec) for name, spec in specs.items()}
 
     def _export_module(self, name: str) -> SteeringWire:

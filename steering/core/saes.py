@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 from pathlib import Path
@@ -202,6 +202,22 @@ class SaeRegistry:
                 while len(self._made) > _KEPT_PROGRAMS:
                     self._made.popitem(last=False)
         return made
+
+    def check_shared(self, edits: Iterable[FeatureEdit]) -> None:
+        """Check that edits can act on everybody.
+
+        Raises:
+            RequestError: Naming an edit that reads a feature of a transcoder.
+        """
+        for edit in edits:
+            sae = self.find(edit.sae)
+            if sae is not None and sae.facts.is_transcoder and edit.reads:
+                raise RequestError(
+                    edit.where,
+                    f"reads a feature of transcoder {edit.sae!r}, which cannot act on everybody: its change is kept "
+                    "between the sites that it reads and writes in places that belong to requests. 'add' without "
+                    "only_if_active, which reads nothing, can; give others in requests, or in a module that they name",
+                )
 
     def _forget_programs(self) -> None:
         with self._lock:

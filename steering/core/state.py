@@ -32,6 +32,7 @@ from headgate.steering.gates.layout import COLUMNS_PER_GATE
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
+from headgate.steering.requests.feature_fields import MODULE_FEATURES
 from headgate.steering.spec import SteeringSpec
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import TIERS, PhaseVectors, Steerable, weighted_sum
@@ -42,16 +43,20 @@ Programs = tuple[Program | None, Program | None]
 
 NO_PROGRAMS: Programs = (None, None)
 
+PROGRAMS = (*TIERS, *MODULE_FEATURES.all)
+"""Names of the global programs, in the order in which they act: operations by tier, features and reconstructions by the
+fields that set them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalTiers:
-    """Vectors and operations that act on every request. Immutable: a change makes new ones.
+    """Vectors, operations and features that act on every request. Immutable: a change makes new ones.
 
     Attributes:
         base: In both phases.
         prefill: Added to it at positions of the prompt.
         decode: Added to it at generated positions.
-        programs: Operations by tier: ``base``, ``prefill``, ``decode``.
+        programs: By names of `PROGRAMS`.
     """
 
     base: PhaseVectors | None = None
@@ -62,7 +67,7 @@ class GlobalTiers:
     def updated(self, update: GlobalTiers, cleared: Mapping[str, Collection[Site]], *, replace: bool) -> GlobalTiers:
         """Return these tiers with `update` in place of what they had; with `replace`, `update` alone.
 
-        Vectors take the place of those at the same site, operations that of all of their tier.
+        Vectors take the place of those at the same site, programs that of those of their name.
 
         Args:
             update: To set.
@@ -75,10 +80,11 @@ class GlobalTiers:
         vectors = {name: merge_over(kept[name], getattr(update, name)) for name in TIERS}
         return GlobalTiers(**vectors, programs={**self.programs, **update.programs})
 
-    def spec_of(self, tier: str) -> SteeringSpec | None:
-        """Return the content of one tier, its vectors as those of the prefill phase; None if there is none."""
-        prefill, decode = self.programs.get(tier, NO_PROGRAMS)
-        spec = SteeringSpec(prefill=getattr(self, tier), prefill_program=prefill, decode_program=decode)
+    def spec_of(self, name: str) -> SteeringSpec | None:
+        """Return one of `PROGRAMS`, and a tier's vectors as those of the prefill phase; None if there is nothing."""
+        prefill, decode = self.programs.get(name, NO_PROGRAMS)
+        vectors = getattr(self, name) if name in TIERS else None
+        spec = SteeringSpec(prefill=vectors, prefill_program=prefill, decode_program=decode)
         return None if spec.is_empty else spec
 
     def phases(self, dtype: StoredType, field: str) -> SteeringSpec:
@@ -96,12 +102,12 @@ class GlobalTiers:
         return SteeringSpec(
             prefill=prefill,
             decode=decode,
-            prefill_program=self._program(0, ("base", "prefill")),
-            decode_program=self._program(1, ("base", "decode")),
+            prefill_program=self._program(0),
+            decode_program=self._program(1),
         )
 
-    def _program(self, phase: int, tiers: tuple[str, ...]) -> Program | None:
-        acting = [program for tier in tiers if (program := self.programs.get(tier, NO_PROGRAMS)[phase]) is not None]
+    def _program(self, phase: int) -> Program | None:
+        acting = [found for name in PROGRAMS if (found := self.programs.get(name, NO_PROGRAMS)[phase]) is not None]
         return joined(acting) if acting else None
 
 

@@ -11,10 +11,8 @@ import numpy.typing as npt
 from headgate.capture.engine.contracts.captures import StoredRequest
 from headgate.capture.engine.contracts.parts import stored_requests
 from headgate.capture.schema.sites import Site
+from headgate.steering.features.measuring import LARGEST_NORM
 from headgate.steering.features.tensors import Array, FeatureFileError
-
-LARGEST_NORM = 10.0
-"""Rows longer than this multiple of the median are left out: attention sinks, which SAEs are not trained on."""
 
 
 class Sample(NamedTuple):

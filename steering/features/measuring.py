@@ -13,6 +13,9 @@ from headgate.steering.features.source_coder import SourceCoder
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import Array
 
+LARGEST_NORM = 10.0
+"""Rows longer than this multiple of the usual length are left out: attention sinks, which SAEs are not trained on."""
+
 BLOCK_BYTES = 128 << 20
 """Bytes of activations at a time."""
 

@@ -4,7 +4,8 @@ Shape suffixes: T tokens of the step, N listed rows, F features, D hidden size. 
 `headgate.steering.worker.reconstruction.reconstruction_deltas_reference`.
 
 Four launches: rows are normed; encoded by tiles of rows and features; decoded by tiles of rows and columns, for each of
-`_splits` ranges of features; and what these decoded is added up. Tiles behind the last listed row return at once.
+`_splits` ranges of features; and what these decoded is added up. Tiles behind the last listed row return at once. The
+first and the last also add up how well rows are reconstructed.
 
 Activations are stored, for `CHUNK` rows at a time. A kernel that decodes at once what it encodes would add to rows as
 wide as the stream, which registers do not hold: its sums for each tile of features would take more memory than the
@@ -22,8 +23,9 @@ from torch import Tensor
 from headgate.steering.kernels.coder_tiles import decode_kernel, encode_kernel, store_parts
 from headgate.steering.kernels.feature_values import norm_of_row
 from headgate.steering.kernels.program_entries import stream_row
+from headgate.steering.kernels.reconstruction_figures import add_figures, add_length
 from headgate.steering.programs import codes as program_codes
-from headgate.steering.programs.codes import NUM_NUMBERS, InputNorm
+from headgate.steering.programs.codes import NUM_NUMBERS, NUM_SUMS, InputNorm
 
 CHUNK = 256
 """Rows whose activations are stored at a time: ``2 * CHUNK * F`` values of the encoder's dtype."""
@@ -48,11 +50,12 @@ def reconstruction_deltas(
     addend_TD: Tensor | None,
     shift_TD: Tensor | None,
     token_N: Tensor,
-    count_1: Tensor,
+    count_2: Tensor,
     encoder_FD: Tensor,
     decoder_FD: Tensor,
     numbers_4F: Tensor,
     bias_D: Tensor,
+    sums_S: Tensor,
     input_norm: InputNorm,
     delta_TD: Tensor | None = None,
 ) -> Tensor:
@@ -67,11 +70,13 @@ def reconstruction_deltas(
         shift_TD: float32, contiguous: what operations add to the stream before it is encoded; None for nothing. Of
             listed rows alone it is read.
         token_N: int32: the listed tokens, each once. Entries beyond the count are not read.
-        count_1: int32: how many there are, 0 to N.
+        count_2: int32: how many there are, 0 to N, and how many of these, the first, are summed up.
         encoder_FD: bf16 or fp32, contiguous.
         decoder_FD: As the encoder.
         numbers_4F: float32, contiguous: bias, threshold, magnitude scale and magnitude bias of each feature.
         bias_D: float32: of the decoder.
+        sums_S: float64 ``[NUM_SUMS + D]``, contiguous: added to (`headgate.steering.programs.codes.NUM_SUMS`), for the
+            rows as they are encoded, and what is decoded of them, without edits.
         input_norm: Normalisation of a row before it is encoded.
         delta_TD: float32, contiguous: by how much `shift_TD`, which must be given, and edits of features move the rows.
             It becomes the result, with what the edits add. None for a new result.
@@ -82,19 +87,21 @@ def reconstruction_deltas(
     _check_rows(value_TD, addend_TD, shift_TD)
     _check_rows(value_TD, None, delta_TD)
     _check_coder(value_TD.shape[1], encoder_FD, decoder_FD, numbers_4F, bias_D)
+    _check_sums(value_TD.shape[1], count_2, sums_S)
     if delta_TD is not None and shift_TD is None:
         raise ValueError("reconstruction_deltas: what edits add is told by the shift, which is not given")
-    edited_from_TD = None if delta_TD is None else shift_TD
+    is_edited = delta_TD is not None
     delta_TD = _new_deltas(value_TD) if delta_TD is None else delta_TD
     num_listed = min(len(token_N), len(value_TD))
     if num_listed == 0:
         return delta_TD
     stream = (value_TD, addend_TD, value_TD.stride(0), 0 if addend_TD is None else addend_TD.stride(0))
-    rows_2ND, scales_2N = _normed_rows(stream, shift_TD, token_N[:num_listed], count_1, encoder_FD.dtype, input_norm)
+    listed, coder = (token_N[:num_listed], count_2, sums_S), (encoder_FD.dtype, input_norm)
+    rows_2ND, scales_2N = _normed_rows(stream, shift_TD, *listed, *coder)
     for first in range(0, num_listed, CHUNK):
         chunk = rows_2ND[:, first : first + CHUNK]
-        parts = _decoded_parts(chunk, first, count_1, encoder_FD, decoder_FD, numbers_4F)
-        _write_deltas(stream, edited_from_TD, parts, scales_2N, token_N, count_1, bias_D, delta_TD, first)
+        parts = _decoded_parts(chunk, first, count_2, encoder_FD, decoder_FD, numbers_4F)
+        _write_deltas(stream, shift_TD, parts, scales_2N, *listed, bias_D, delta_TD, first, is_edited=is_edited)
     return delta_TD
 
 
@@ -107,7 +114,13 @@ _Stream = tuple[Tensor, Tensor | None, int, int]
 
 
 def _normed_rows(
-    stream: _Stream, shift_TD: Tensor | None, token_N: Tensor, count_1: Tensor, dtype: torch.dtype, norm: InputNorm
+    stream: _Stream,
+    shift_TD: Tensor | None,
+    token_N: Tensor,
+    count_2: Tensor,
+    sums_S: Tensor,
+    dtype: torch.dtype,
+    norm: InputNorm,
 ) -> tuple[Tensor, Tensor]:
     """Return listed rows as the encoder reads them, with what rounding lost, and fp32 gains and means."""
     value, addend, value_stride, addend_stride = stream
@@ -119,7 +132,8 @@ def _normed_rows(
         addend,
         shift_TD,
         token_N,
-        count_1,
+        count_2,
+        sums_S,
         rows_2ND,
         scales_2N,
         value_stride,
@@ -134,7 +148,7 @@ def _normed_rows(
 
 
 def _decoded_parts(
-    rows_2ND: Tensor, first: int, count_1: Tensor, encoder_FD: Tensor, decoder_FD: Tensor, numbers_4F: Tensor
+    rows_2ND: Tensor, first: int, count_2: Tensor, encoder_FD: Tensor, decoder_FD: Tensor, numbers_4F: Tensor
 ) -> Tensor:
     """Return what ranges of features decode of a chunk of rows: float32 ``[splits, chunk, D]``."""
     parts, num_rows, width = rows_2ND.shape
@@ -148,7 +162,7 @@ def _decoded_parts(
         rows_2ND,
         encoder_FD,
         numbers_4F,
-        count_1,
+        count_2,
         activations_2NF,
         rows_2ND.stride(0),
         first,
@@ -160,7 +174,7 @@ def _decoded_parts(
     decode_kernel[(row_tiles, triton.cdiv(width, _COLUMNS), splits)](
         activations_2NF,
         decoder_FD,
-        count_1,
+        count_2,
         decoded_SND,
         first,
         num_rows,
@@ -174,24 +188,28 @@ def _decoded_parts(
 
 def _write_deltas(
     stream: _Stream,
-    edited_from_TD: Tensor | None,
+    shift_TD: Tensor | None,
     decoded_SND: Tensor,
     scales_2N: Tensor,
     token_N: Tensor,
-    count_1: Tensor,
+    count_2: Tensor,
+    sums_S: Tensor,
     bias_D: Tensor,
     delta_TD: Tensor,
     first: int,
+    *,
+    is_edited: bool,
 ) -> None:
     splits, num_rows, width = decoded_SND.shape
     _delta_kernel[(num_rows,)](
         stream[0],
         stream[1],
-        edited_from_TD,
+        shift_TD,
         decoded_SND,
         scales_2N,
         token_N,
-        count_1,
+        count_2,
+        sums_S,
         bias_D,
         delta_TD,
         *stream[2:],
@@ -199,6 +217,7 @@ def _write_deltas(
         num_rows,
         scales_2N.shape[1],
         width,
+        IS_EDITED=is_edited,
         SPLITS=splits,
         **_row_options(width),
     )
@@ -254,6 +273,16 @@ def _check_coder(width: int, encoder_FD: Tensor, decoder_FD: Tensor, numbers_4F:
         raise ValueError("reconstruction_deltas: numbers and bias must be contiguous float32")
 
 
+def _check_sums(width: int, count_2: Tensor, sums_S: Tensor) -> None:
+    if count_2.shape != (2,) or count_2.dtype != torch.int32:
+        raise ValueError(f"reconstruction_deltas: expected two int32 counts, got {tuple(count_2.shape)}")
+    if sums_S.shape != (NUM_SUMS + width,) or sums_S.dtype != torch.float64 or not sums_S.is_contiguous():
+        raise ValueError(
+            f"reconstruction_deltas: expected contiguous float64 sums {(NUM_SUMS + width,)}, got "
+            f"{tuple(sums_S.shape)} of {sums_S.dtype}"
+        )
+
+
 @triton.jit(do_not_specialize=["N"])
 def _norm_kernel(
     value_ptr,
@@ -261,6 +290,7 @@ def _norm_kernel(
     shift_ptr,
     token_ptr,
     count_ptr,
+    sums_ptr,
     rows_ptr,
     scales_ptr,
     value_stride,
@@ -280,6 +310,8 @@ def _norm_kernel(
     h = stream_row(value_ptr, addend_ptr, token, value_stride, addend_stride, columns, mask)
     if shift_ptr is not None:
         h += tl.load(shift_ptr + token * D + columns, mask=mask, other=0.0)
+    if row < tl.load(count_ptr + 1):
+        add_length(sums_ptr, h)
     gain, mean = 1.0, 0.0
     if NORM == _LAYER_NORM:
         mean = tl.sum(h) / D
@@ -296,24 +328,10 @@ def _norm_kernel(
 
 @triton.jit(do_not_specialize=["first", "N", "LISTED"])
 def _delta_kernel(
-    value_ptr,
-    addend_ptr,
-    shift_ptr,
-    decoded_ptr,
-    scales_ptr,
-    token_ptr,
-    count_ptr,
-    bias_ptr,
-    delta_ptr,
-    value_stride,
-    addend_stride,
-    first,
-    N,
-    LISTED,
-    D,
-    SPLITS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    value_ptr, addend_ptr, shift_ptr, decoded_ptr, scales_ptr, token_ptr, count_ptr, sums_ptr, bias_ptr, delta_ptr,
+    value_stride, addend_stride, first, N, LISTED, D,
+    IS_EDITED: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if first + row >= tl.load(count_ptr):
         return
@@ -327,7 +345,11 @@ def _delta_kernel(
     x = stream_row(value_ptr, addend_ptr, token, value_stride, addend_stride, columns, mask)
     delta_ptrs = delta_ptr + token * D + columns
     delta = y * gain + mean - x
+    shift = tl.zeros_like(x)
     if shift_ptr is not None:
         shift = tl.load(shift_ptr + token * D + columns, mask=mask, other=0.0)
+    if first + row < tl.load(count_ptr + 1):
+        add_figures(sums_ptr, x + shift, delta - shift, columns, mask)
+    if IS_EDITED:
         delta += tl.load(delta_ptrs, mask=mask, other=0.0) - shift
     tl.store(delta_ptrs, delta, mask=mask)

@@ -146,6 +146,12 @@ EDIT_MASK = 7 << 16
 NUM_NUMBERS = 4
 """Numbers of a feature of an encoded SAE: bias, threshold, magnitude scale, magnitude bias."""
 
+NUM_SUMS = 5
+"""Sums of an encoded SAE over the rows that it reconstructs, float64; behind them is the sum of the rows themselves."""
+
+SUM_ROWS, SUM_ERRORS, SUM_SQUARES, SUM_LOGS, SUM_LENGTHS = range(NUM_SUMS)
+"""Number of rows, their squared errors, and their squares; natural logarithms of lengths, and their number."""
+
 CHANGE_SHIFT = 19
 """Bits 19 to 29 of the code: which of a row's changes `Code.READ_FEATURE` makes, or `Code.WRITE_FEATURE` adds."""
 MAX_CHANGES = 1 << 11

@@ -76,9 +76,19 @@ def feature_entries(
     return [*marks, *(_feature_entries(coder, site, of_features, dtype, changes) if of_features else ())]
 
 
+_DIGEST_BYTES = 3
+"""Bytes of a checksum that a float32 holds exactly, as an integer."""
+
+
 def _mark(coder: SparseCoder, site: Site) -> Entry:
-    """Return the entry of rows that the SAE of the site reconstructs. It writes zeros: a program has rows."""
-    return Entry(site, Code.RECONSTRUCT, None, np.zeros(coder.width, np.float32), ())
+    """Return the entry of rows that the SAE of the site reconstructs. It writes zeros: a program has rows.
+
+    Its numbers do nothing. They are the beginning of the SAE's checksum, so that programs of other SAEs have other
+    keys, as those of features have by their rows.
+    """
+    digest = np.frombuffer(bytes.fromhex(coder.source_sha256)[: _DIGEST_BYTES * (NUM_PARAMS - P0)], np.uint8)
+    numbers = digest.reshape(-1, _DIGEST_BYTES) @ [1 << 16, 1 << 8, 1]
+    return Entry(site, Code.RECONSTRUCT, None, np.zeros(coder.width, np.float32), (0.0, 0.0, *numbers.tolist()))
 
 
 def _feature_entries(

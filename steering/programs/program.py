@@ -197,6 +197,20 @@ class Program:
         return bool((self.codes[:, CODE] & CODE_MASK == Code.RECONSTRUCT).any())
 
     @property
+    def written_features(self) -> dict[int, tuple[Site, bytes]]:
+        """Site and row of each entry of a feature that writes a row other than zero, by the index of the entry.
+
+        They tell which feature it is: a feature is not written twice at a site.
+        """
+        found = {}
+        kinds = self.codes[:, CODE] & CODE_MASK
+        for index in np.flatnonzero((kinds >= Code.FEATURE) & (kinds <= Code.WRITE_FEATURE)).tolist():
+            write = int(self.codes[index, WRITE])
+            if write != NO_ROW and self.rows[write - 1].any():
+                found[index] = self.sites[index], self.rows[write - 1].tobytes()
+        return found
+
+    @property
     def runs(self) -> list[tuple[Site, int]]:
         """The sites, each once, and the number of entries at each."""
         return _runs(self.sites)

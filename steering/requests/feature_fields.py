@@ -44,7 +44,7 @@ REQUEST_FEATURES = FeatureFields(
     ("sae_clamp_specs", "sae_full_reconstruction_specs"),
 )
 MODULE_FEATURES = FeatureFields(("features", "prefill_features", "decode_features"), _RECONSTRUCTIONS)
-"""In the documents of modules."""
+"""In the documents of modules and of the global state."""
 
 SPECS_FORM = (
     '[{"module_name", "clamps": {hook: {layer: [{"feature_idx", "kind": "absolute" or "additive", "value", '
@@ -120,6 +120,23 @@ def read_features(
                 tiers[tier_index].append(edit)
     prefill = _phase([*tiers[0], *tiers[1]])
     return PhaseFeatures(prefill, prefill if not tiers[1] and not tiers[2] else _phase([*tiers[0], *tiers[2]]))
+
+
+def read_global_features(document: Mapping[str, Any], steerable: Steerable) -> dict[str, PhaseFeatures]:
+    """Read the edits and reconstructions of a global document, by field; fields that it does not mention are absent.
+
+    An empty list says that the field has none from here on.
+
+    Raises:
+        RequestError: Naming the field that is wrong.
+    """
+    given = {name: document[name] for name in MODULE_FEATURES.all if document.get(name) is not None}
+    acting = {name: value for name, value in given.items() if value not in ([], ())}
+    read_features(acting, steerable, MODULE_FEATURES)  # all together: no feature is given twice
+    return {
+        name: read_features({name: acting[name]}, steerable, MODULE_FEATURES) if name in acting else PhaseFeatures()
+        for name in given
+    }
 
 
 def read_edits(value: object, steerable: Steerable, field: str) -> tuple[FeatureEdit, ...]:

@@ -58,6 +58,12 @@ class SteeringDocument(TypedDict, total=False):
         clamps: As ``steering_clamps`` of a request, behind the operations.
         prefill_clamps: The same at prompt positions.
         decode_clamps: The same at generated positions.
+        features: Edits of features of SAEs at prompt and generated positions, behind all operations.
+        prefill_features: The same at prompt positions.
+        decode_features: The same at generated positions.
+        sae_reconstruction: Names of SAEs: rows become their reconstructions, with the edits of their features.
+        prefill_sae_reconstruction: The same at prompt positions.
+        decode_sae_reconstruction: The same at generated positions.
     """
 
     prefill_vectors: Any
@@ -68,20 +74,6 @@ class SteeringDocument(TypedDict, total=False):
     clamps: Any
     prefill_clamps: Any
     decode_clamps: Any
-
-
-class ModuleDocument(SteeringDocument, total=False):
-    """The content of a module, beside its ``vectors``.
-
-    Attributes:
-        features: Edits of features of SAEs at prompt and generated positions, behind all operations.
-        prefill_features: The same at prompt positions.
-        decode_features: The same at generated positions.
-        sae_reconstruction: Names of SAEs: rows become their reconstructions, with the edits of their features.
-        prefill_sae_reconstruction: The same at prompt positions.
-        decode_sae_reconstruction: The same at generated positions.
-    """
-
     features: Any
     prefill_features: Any
     decode_features: Any
@@ -90,24 +82,19 @@ class ModuleDocument(SteeringDocument, total=False):
     decode_sae_reconstruction: Any
 
 
-DOCUMENT_FIELDS = (*MODULE_FIELDS, *MODULE_OPS.all)
-"""All keys of a document of the global state."""
-
-MODULE_DOCUMENT_FIELDS = (*DOCUMENT_FIELDS, *MODULE_FEATURES.all)
-"""All keys of a module's document."""
+DOCUMENT_FIELDS = (*MODULE_FIELDS, *MODULE_OPS.all, *MODULE_FEATURES.all)
+"""All keys of a document of a module, or of the global state."""
 
 
-def document_of(
-    vectors: Any, others: SteeringDocument, known: Sequence[str] = MODULE_DOCUMENT_FIELDS
-) -> dict[str, Any]:
+def document_of(vectors: Any, others: SteeringDocument) -> dict[str, Any]:
     """Return the whole document of the arguments of a call.
 
     Raises:
-        TypeError: If one of them is not among `known`.
+        TypeError: If one of them is not among `DOCUMENT_FIELDS`.
     """
     for name in others:
-        if name not in known[1:]:
-            raise TypeError(f"unexpected argument {name!r}; expected vectors, {', '.join(known[1:])}")
+        if name not in DOCUMENT_FIELDS[1:]:
+            raise TypeError(f"unexpected argument {name!r}; expected vectors, {', '.join(DOCUMENT_FIELDS[1:])}")
     return {"vectors": vectors, **others}
 
 
@@ -159,7 +146,7 @@ def with_ops(spec: SteeringSpec, ops: PhaseOps | None) -> SteeringSpec:
 
 
 def read_module(document: Mapping[str, Any], steerable: Steerable) -> SteeringSpec:
-    """Read the content of a named module: a document with the keys `MODULE_DOCUMENT_FIELDS`.
+    """Read the content of a named module: a document with the keys `DOCUMENT_FIELDS`.
 
     Raises:
         RequestError: Naming the field that is wrong; also if there is nothing but zeros in it.

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headgate.capture.schema.batch import Int32Array, Int64Array
+from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
 from headgate.capture.schema.config import MIB
 from headgate.steering.programs.codes import CODE, CODE_MASK, NUM_CODES, NUM_PARAMS, Code
 from headgate.steering.worker.gates.reference import GateTensors
@@ -190,6 +190,8 @@ class ReconstructedRows:
         self._marks = {index: np.zeros(num_rows, np.bool_) for index in saes}
         """Which table rows have an entry `Code.RECONSTRUCT`, at each of the sites."""
         self._has_any = False
+        self._first: npt.NDArray[Any] = _NO_TOKENS
+        """Batch rows of the step that are at position 0."""
         self._listed = dict.fromkeys(saes, 0)
 
     def note(self, rows: Int64Array, changed: ProgramWrites) -> None:
@@ -203,14 +205,28 @@ class ReconstructedRows:
             marks[marked[sites == index]] = True
         self._has_any = any(marks.any() for marks in self._marks.values())
 
+    def follow(self, view: BatchView | None) -> bool:
+        """Note which batch rows of a step are at position 0; return whether lists have to be written for that."""
+        if not self._saes:
+            return False
+        earlier = self._first
+        self._first = _NO_TOKENS if view is None else view.starts[(view.num_computed == 0) & (view.num_scheduled > 0)]
+        return self._has_any and not np.array_equal(earlier, self._first)
+
     def writes(self, rows: Int32Array) -> list[_Write]:
-        """Return the writes of the lists of a step whose batch rows have the table rows `rows`, int32 ``[n]``."""
+        """Return the writes of the lists of a step whose batch rows have the table rows `rows`, int32 ``[n]``.
+
+        Rows at position 0 stand last: they do not count towards figures.
+        """
         made = []
         for index, listed in self._listed.items():
             tokens = np.flatnonzero(self._marks[index][rows]).astype(np.int32) if self._has_any else _NO_TOKENS
             if len(tokens) or listed:
-                sae, count = self._saes[index], np.array([len(tokens)], np.int32)
-                made.append(_Write(sae.num_tokens.copy_, (count,)))
+                is_first = np.isin(tokens, self._first)
+                tokens = np.concatenate((tokens[~is_first], tokens[is_first]))
+                counts = np.array([len(tokens), len(tokens) - np.count_nonzero(is_first)], np.int32)
+                sae = self._saes[index]
+                made.append(_Write(sae.num_tokens.copy_, (counts,)))
                 if len(tokens):
                     made.append(_Write(sae.tokens[: len(tokens)].copy_, (tokens,)))
                 self._listed[index] = len(tokens)
@@ -287,13 +303,26 @@ class DeviceTables:
         own += sum(tensor.nbytes for tensor in self.gates or ())
         return own if self.programs is None else own + self.programs.device_bytes
 
-    def update(self, writes: TableWrites | None, step: StepRows, gates: GateWrites | None = None) -> None:
+    def update(
+        self,
+        writes: TableWrites | None,
+        step: StepRows,
+        gates: GateWrites | None = None,
+        view: BatchView | None = None,
+    ) -> None:
         """Bring pool and map up to date and resolve the slots of a step, before its forward.
 
         Unchanged tables are left alone: while a batch decodes, this costs a few comparisons.
+
+        Args:
+            writes: Changes of pool and map.
+            step: The rows of the step.
+            gates: Changes of the gates' tensors.
+            view: The step; None for dummy and idle ones.
         """
         count, is_stale = step.num_changed, writes is not None and len(writes.rows) > 0
-        if not count and writes is None and step.groups is None and gates is None:
+        begins_elsewhere = self._reconstructed.follow(view)
+        if not (count or begins_elsewhere) and writes is None and step.groups is None and gates is None:
             return
         made: list[_Write] = []
         if count:
@@ -303,7 +332,7 @@ class DeviceTables:
             made += self._table_writes(writes)
         if step.groups is not None and self.programs is not None:
             made.append(self.programs.write_groups(step.groups))
-        if count or is_stale:
+        if count or is_stale or begins_elsewhere:
             made += self._reconstructed.writes(step.rows[: self._extent])
         if gates is not None and self.gates is not None:
             made += _gate_writes(gates, self.gates)

@@ -42,15 +42,19 @@ class PlacedProgram(NamedTuple):
     params: Float32Rows
 
 
-def place(program: Program, slots: Int32Array, op_sites: Mapping[Site, int]) -> PlacedProgram:
+def place(
+    program: Program, slots: Int32Array, op_sites: Mapping[Site, int], without: Sequence[int] = ()
+) -> PlacedProgram:
     """Return the entries of a program at a worker's op sites.
 
     Args:
         program: Sites that the worker does not own are left out.
         slots: int32 ``[program.num_rows]``: where its rows are in the pool.
         op_sites: The worker's, with their indices, which ascend in the order of the forward pass.
+        without: Indices of entries to leave out.
     """
     sites = np.repeat([op_sites.get(site, -1) for site, _ in program.runs], [count for _, count in program.runs])
+    sites[list(without)] = -1
     codes, params = program.codes, program.params
     is_here = sites >= 0
     if is_here.all():

@@ -38,7 +38,7 @@ GROUPS, KEPT = "program_groups", "program_kept"
 STATE = ("program_changes", "gate_signals", "gate_states", "gate_tokens")
 """Tensors in which entries hand numbers on."""
 _POOL, _SLOTS, _ACTIVE, _KEPT = (tensor_prefix(name) for name in (POOL, SLOTS, ACTIVE, KEPT))
-SAE = tuple(f"sae_{name}" for name in ("tokens", "num_tokens", "encoder", "decoder", "numbers", "bias"))
+SAE = tuple(f"sae_{name}" for name in ("tokens", "num_tokens", "encoder", "decoder", "numbers", "bias", "sums"))
 """Tensors of sites whose SAE is encoded, in the order of `headgate.steering.worker.reconstruction.EncodedSae`."""
 _READ = tuple(tensor_prefix(name) for name in (ROWS, ACTIVE, CODES, PARAMS, GROUPS))
 _SAE = tuple(tensor_prefix(name) for name in SAE)
@@ -139,28 +139,28 @@ def reapply_unfused(module: nn.Module, hook: str, site: SiteValue) -> Tensor:
 def _deltas(module: nn.Module, hook: str, site: SiteValue, norm: Norm) -> Tensor:
     """Return by how much the programs move each row: fp32 ``[T, hidden]``, undefined where none is active."""
     tables = [getattr(module, name + hook) for name in (_POOL, *_READ)]
-    state, sae = _state(module, hook), _sae(module, hook, norm)
+    state, sae = _state(module, hook, norm), _sae(module, hook, norm)
     if state:
         deltas: Tensor = program_ops.program_deltas_and_state(site.value, site.addend, *tables, *state, *sae)
         return deltas
-    deltas = program_ops.program_deltas(site.value, site.addend, *tables, *sae)
+    deltas = program_ops.program_deltas(site.value, site.addend, *tables)
     return deltas
 
 
 def _steered_rows(module: nn.Module, hook: str, site: SiteValue, norm: Norm) -> Tensor:
     tables = [getattr(module, name + hook) for name in (_POOL, _SLOTS, *_READ)]
-    state, sae = _state(module, hook), _sae(module, hook, norm)
+    state, sae = _state(module, hook, norm), _sae(module, hook, norm)
     if state:
         rows: Tensor = steered_rows_and_state(site.value, site.addend, *tables, *state, *sae)
         return rows
-    rows = steered_rows(site.value, site.addend, *tables, *sae)
+    rows = steered_rows(site.value, site.addend, *tables)
     return rows
 
 
-def _state(module: nn.Module, hook: str) -> tuple[Tensor, ...]:
-    """Return the tensors in which entries hand numbers on; none where no entry can."""
+def _state(module: nn.Module, hook: str, norm: Norm) -> tuple[Tensor, ...]:
+    """Return the tensors in which entries hand numbers on; none where no entry can, and no SAE is encoded."""
     found = tuple(getattr(module, name + hook) for name in _STATE)
-    return found if found[0].shape[1] or found[1].shape[1] else ()
+    return found if norm is not None or found[0].shape[1] or found[1].shape[1] else ()
 
 
 def _sae(module: nn.Module, hook: str, norm: Norm) -> tuple[Tensor | int, ...]:
@@ -218,13 +218,6 @@ def steered_rows(
     codes: Tensor,
     params: Tensor,
     groups: Tensor,
-    tokens: Tensor | None = None,
-    num_tokens: Tensor | None = None,
-    encoder: Tensor | None = None,
-    decoder: Tensor | None = None,
-    numbers: Tensor | None = None,
-    bias: Tensor | None = None,
-    input_norm: int = 0,
 ) -> Tensor:
     """Return what steers each row on a CPU, ``[T, hidden]`` in the pool's dtype: its vector, or its program's delta.
 
@@ -236,13 +229,11 @@ def steered_rows(
         rows: As `headgate.steering.worker.program_ops.program_deltas` takes them, and what follows.
         active: int32, at least T: entries of each row's program; 0 for none.
     """
-    tables = (rows, active, codes, params, groups)
-    sae = (tokens, num_tokens, encoder, decoder, numbers, bias, input_norm)
-    run = program_ops.program_deltas
-    return _vectors_or(value, pool, slots, active, partial(run, value, addend, pool, *tables, *sae))
+    run = partial(program_ops.program_deltas, value, addend, pool, rows, active, codes, params, groups)
+    return _vectors_or(value, pool, slots, active, run)
 
 
-@torch.library.custom_op("headgate::steered_rows_and_state", mutates_args=("changes", "signals", "states"))
+@torch.library.custom_op("headgate::steered_rows_and_state", mutates_args=("changes", "signals", "states", "sums"))
 def steered_rows_and_state(
     value: Tensor,
     addend: Tensor | None,
@@ -263,14 +254,15 @@ def steered_rows_and_state(
     decoder: Tensor | None = None,
     numbers: Tensor | None = None,
     bias: Tensor | None = None,
+    sums: Tensor | None = None,
     input_norm: int = 0,
 ) -> Tensor:
-    """Return the same where entries hand numbers on, to later sites or to the next row of a request.
+    """Return the same where entries hand numbers on, to later sites or a request's next row, or an SAE is encoded.
 
     `changes` and what follows are those of `headgate.steering.worker.program_ops.program_deltas_and_state`.
     """
     tables = (rows, active, codes, params, groups, changes, signals, states, gate_tokens)
-    sae = (tokens, num_tokens, encoder, decoder, numbers, bias, input_norm)
+    sae = (tokens, num_tokens, encoder, decoder, numbers, bias, sums, input_norm)
     run = program_ops.program_deltas_and_state
     return _vectors_or(value, pool, slots, active, partial(run, value, addend, pool, *tables, *sae))
 

@@ -44,29 +44,18 @@ def program_deltas(
     codes: Tensor,
     params: Tensor,
     groups: Tensor | None,
-    tokens: Tensor | None = None,
-    num_tokens: Tensor | None = None,
-    encoder: Tensor | None = None,
-    decoder: Tensor | None = None,
-    numbers: Tensor | None = None,
-    bias: Tensor | None = None,
-    input_norm: int = 0,
 ) -> Tensor:
     """Return what programs add to each row of ``value + addend``: float32 ``[T, hidden]``.
 
-    Where an SAE is encoded, the listed rows, which have a program each, become its reconstructions.
-
     `value` and `addend` may have a leading axis of 1; `rows`, `counts` and `groups` may be longer than the batch. Rows
     without a program are zero on a CPU, and not written on a GPU. The tables are those of
-    `headgate.steering.kernels.run_programs.program_deltas`; `tokens` and what follows are
-    `headgate.steering.worker.reconstruction.EncodedSae.tensors` and an `InputNorm`, all of them or none. No feature is
-    read at one site and written at another, and nothing has a gate.
+    `headgate.steering.kernels.run_programs.program_deltas`. No feature is read at one site and written at another,
+    nothing has a gate, and no row is reconstructed.
     """
-    sae = (tokens, num_tokens, encoder, decoder, numbers, bias)
-    return _run(value, addend, (pool, rows, counts, codes, params, groups, None), sae, input_norm, None)
+    return _run(value, addend, (pool, rows, counts, codes, params, groups, None), (None,), 0, None)
 
 
-@torch.library.custom_op("headgate::program_deltas_and_state", mutates_args=("changes", "signals", "states"))
+@torch.library.custom_op("headgate::program_deltas_and_state", mutates_args=("changes", "signals", "states", "sums"))
 def program_deltas_and_state(
     value: Tensor,
     addend: Tensor | None,
@@ -86,15 +75,18 @@ def program_deltas_and_state(
     decoder: Tensor | None = None,
     numbers: Tensor | None = None,
     bias: Tensor | None = None,
+    sums: Tensor | None = None,
     input_norm: int = 0,
 ) -> Tensor:
-    """Return the same where entries hand numbers on, to later sites or to the next row of a request.
+    """Return the same where entries hand numbers on, to later sites or a request's next row, or an SAE is encoded.
 
+    The rows that the SAE lists, which have a program each, become its reconstructions, and are summed up. `tokens` and
+    what follows are `headgate.steering.worker.reconstruction.EncodedSae.tensors` and an `InputNorm`, all or none.
     `changes`, float32 ``[at least num_tokens, K]``, carries what features change that are read at one site and written
     at later ones; K is 0 where there are none. `signals`, `states` and `gate_tokens` are
     `headgate.steering.worker.gates.reference.GateTensors`, without columns where there are no gates.
     """
-    sae = (tokens, num_tokens, encoder, decoder, numbers, bias)
+    sae = (tokens, num_tokens, encoder, decoder, numbers, bias, sums)
     gates = GateTensors(signals, states, gate_tokens)
     return _run(value, addend, (pool, rows, counts, codes, params, groups, changes), sae, input_norm, gates)
 

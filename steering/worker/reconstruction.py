@@ -9,10 +9,16 @@ The gain is 1, the standard deviation of h (`InputNorm.LAYER_NORM`), or ``norm(h
 (`InputNorm.CONSTANT_NORM`). Edits of features are entries of the row's program: they read the same h, and since
 decoding is linear, what they add to the row adds to its reconstruction, too. So the row becomes the reconstruction plus
 what features add: decode(edited encode(h)), plus the changes by edits of other SAEs.
+
+How well it is reconstructed, without edits, is summed up in the forward: the squares of ``h - y``, and what tells the
+squared distance of h to the mean row. Their ratio is the FVU of `headgate.steering.features.measuring.Figures`. As
+there, rows that are not finite, zeros and very long ones are left out, and rows at position 0. A row is very long if it
+is longer than `LARGEST_NORM` times the usual length: the geometric mean of all, since a median cannot be summed up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -21,14 +27,25 @@ from torch import Tensor
 
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.schema.errors import ConfigError
+from headgate.steering.features.measuring import LARGEST_NORM
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
-from headgate.steering.programs.codes import LAYER_NORM_EPS, NUM_NUMBERS, InputNorm
+from headgate.steering.programs.codes import (
+    LAYER_NORM_EPS,
+    NUM_NUMBERS,
+    NUM_SUMS,
+    SUM_ERRORS,
+    SUM_LENGTHS,
+    SUM_LOGS,
+    SUM_ROWS,
+    SUM_SQUARES,
+    InputNorm,
+)
 from headgate.steering.programs.feature_lowering import INPUT_NORMS
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.program_reference import program_deltas_reference
 
-SaeTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+SaeTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, GateTensors | None]
 
 
@@ -37,12 +54,14 @@ class EncodedSae(NamedTuple):
 
     Attributes:
         tokens: int32 ``[max_tokens]``: the batch rows, each once; those beyond their number mean nothing.
-        num_tokens: int32 ``[1]``: how many there are.
+        num_tokens: int32 ``[2]``: how many there are, and how many of these, the first, count towards `sums`.
         encoder: ``[F, D]``, bf16 or fp32.
         decoder: As the encoder.
         numbers: float32 ``[NUM_NUMBERS, F]``.
         bias: float32 ``[D]``: of the decoder.
+        sums: float64 ``[NUM_SUMS + D]``: over all rows so far (`headgate.steering.programs.codes.NUM_SUMS`).
         norm: Normalisation of a row before it is encoded.
+        name: The SAE's.
     """
 
     tokens: Tensor
@@ -51,12 +70,14 @@ class EncodedSae(NamedTuple):
     decoder: Tensor
     numbers: Tensor
     bias: Tensor
+    sums: Tensor
     norm: InputNorm
+    name: str
 
     @property
     def tensors(self) -> SaeTensors:
         """The tensors, in the order in which `headgate.steering.worker.program_ops` takes them."""
-        return self[:6]
+        return self[:7]
 
     @property
     def device_bytes(self) -> int:
@@ -77,12 +98,14 @@ def load_sae(coder: SparseCoder, facts: WorkerFacts) -> EncodedSae:
     dtype, shape = _dtype(facts), (coder.num_features, coder.width)
     sae = EncodedSae(
         tokens=torch.zeros(facts.max_tokens, dtype=torch.int32, device=facts.device),
-        num_tokens=torch.zeros(1, dtype=torch.int32, device=facts.device),
+        num_tokens=torch.zeros(2, dtype=torch.int32, device=facts.device),
         encoder=torch.empty(shape, dtype=dtype, device=facts.device),
         decoder=torch.empty(shape, dtype=dtype, device=facts.device),
         numbers=torch.empty(NUM_NUMBERS, coder.num_features, device=facts.device),
         bias=torch.from_numpy(coder.weights.decoder_bias().astype(np.float32)).to(facts.device),
+        sums=torch.zeros(NUM_SUMS + coder.width, dtype=torch.float64, device=facts.device),
         norm=INPUT_NORMS[coder.norm],
+        name=coder.name,
     )
     try:
         for block in coder.weights.blocks():
@@ -98,7 +121,38 @@ def load_sae(coder: SparseCoder, facts: WorkerFacts) -> EncodedSae:
 def weight_bytes(coder: SparseCoder, facts: WorkerFacts) -> int:
     """Return the bytes of device memory that `load_sae` takes."""
     width, numbers = coder.width, 4 * NUM_NUMBERS
-    return coder.num_features * (2 * width * _dtype(facts).itemsize + numbers) + 4 * (width + facts.max_tokens + 1)
+    of_rows = 4 * (width + facts.max_tokens + 2) + 8 * (NUM_SUMS + width)
+    return coder.num_features * (2 * width * _dtype(facts).itemsize + numbers) + of_rows
+
+
+class ReconstructionFigures:
+    """How well encoded SAEs reconstruct the rows that they are used on. Step thread only.
+
+    Args:
+        saes: Whose sums are read.
+    """
+
+    def __init__(self, saes: Iterable[EncodedSae]) -> None:
+        self._saes = tuple(saes)
+        self._variances = dict.fromkeys((sae.name for sae in self._saes), 0.0)
+
+    def read(self) -> dict[str, dict[str, float]]:
+        """Return figures by SAE: ``rows`` that were counted, their squared ``error``, and their ``variance``.
+
+        The last is the sum of their squared distances to their mean. None ever falls. Waits for the device.
+        """
+        found = {}
+        for sae in self._saes:
+            sums = sae.sums.cpu().numpy()
+            num_rows, total = float(sums[SUM_ROWS]), sums[NUM_SUMS:]
+            variance = float(sums[SUM_SQUARES] - total @ total / num_rows) if num_rows else 0.0
+            self._variances[sae.name] = max(self._variances[sae.name], variance)  # rounding must not make it fall
+            found[sae.name] = {
+                "rows": num_rows,
+                "error": float(sums[SUM_ERRORS]),
+                "variance": self._variances[sae.name],
+            }
+        return found
 
 
 def _dtype(facts: WorkerFacts) -> torch.dtype:
@@ -119,12 +173,12 @@ def reconstructed_deltas_reference(
         value_TD: As `headgate.steering.worker.program_reference.program_deltas_reference` takes it.
         addend_TD: Likewise.
         tables: Likewise: pool, table rows, counts, codes, params, groups, changes and gates.
-        sae: `EncodedSae.tensors`; a listed row has an entry `Code.RECONSTRUCT`.
+        sae: `EncodedSae.tensors`; a listed row has an entry `Code.RECONSTRUCT`. The sums are added to.
         input_norm: The SAE's.
     """
     delta_TD = program_deltas_reference(value_TD, addend_TD, *tables, dtype=dtype)
     tokens, num_tokens, *_ = sae
-    listed = tokens[: int(num_tokens)].long()
+    listed = tokens[: int(num_tokens[0])].long()
     if len(listed):
         shift_TD = program_deltas_reference(value_TD, addend_TD, *tables, dtype=dtype, has_features=False)
         made_TD = reconstruction_deltas_reference(value_TD, addend_TD, shift_TD, *sae, input_norm, dtype)
@@ -137,19 +191,21 @@ def reconstruction_deltas_reference(
     addend_TD: Tensor | None,
     shift_TD: Tensor | None,
     token_N: Tensor,
-    count_1: Tensor,
+    count_2: Tensor,
     encoder_FD: Tensor,
     decoder_FD: Tensor,
     numbers_4F: Tensor,
     bias_D: Tensor,
+    sums_S: Tensor,
     input_norm: InputNorm,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Compute the result of `headgate.steering.kernels.reconstruct_rows.reconstruction_deltas` in `dtype`, ``[T, D]``.
 
-    Rows that are not listed are zero. Waits for the device.
+    Rows that are not listed are zero. The sums are added to. Waits for the device.
     """
-    listed = token_N[: int(count_1)].long()
+    num_listed, num_counted = count_2.tolist()
+    listed = token_N[:num_listed].long()
     delta_TD = torch.zeros(value_TD.shape, dtype=dtype, device=value_TD.device)
     if not len(listed):
         return delta_TD
@@ -162,7 +218,22 @@ def reconstruction_deltas_reference(
     a_NF = torch.where(p_NF + bias > threshold, (p_NF * scale + magnitude_bias).clamp(min=0), 0)
     y_ND = (a_NF @ decoder_FD.to(dtype) + bias_D.to(dtype)) * gain_N1 + mean_N1
     delta_TD[listed] = y_ND - x_ND
+    _add_figures(sums_S, h_ND[:num_counted].double(), y_ND[:num_counted].double())
     return delta_TD
+
+
+def _add_figures(sums_S: Tensor, h_ND: Tensor, y_ND: Tensor) -> None:
+    """Add rows and their reconstructions, float64, to the sums."""
+    lengths_N, error_N = h_ND.norm(dim=-1), (h_ND - y_ND).square().sum(-1)
+    is_row = lengths_N.isfinite() & (lengths_N > 0)
+    sums_S[SUM_LOGS] += lengths_N[is_row].log().sum()
+    sums_S[SUM_LENGTHS] += is_row.sum()
+    usual = (sums_S[SUM_LOGS] / sums_S[SUM_LENGTHS]).exp()
+    is_counted = is_row & (lengths_N <= LARGEST_NORM * usual) & error_N.isfinite()
+    sums_S[SUM_ROWS] += is_counted.sum()
+    sums_S[SUM_ERRORS] += error_N[is_counted].sum()
+    sums_S[SUM_SQUARES] += h_ND[is_counted].square().sum()
+    sums_S[NUM_SUMS:] += h_ND[is_counted].sum(0)
 
 
 def _normed(h: Tensor, norm: InputNorm) -> tuple[Tensor, Tensor, Tensor]:

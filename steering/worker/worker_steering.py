@@ -18,7 +18,7 @@ from headgate.steering.worker.device_tables import DeviceTables
 from headgate.steering.worker.gates.readings import SignalReadings
 from headgate.steering.worker.gates.requests import OwnGates
 from headgate.steering.worker.gates.step_gates import StepGates
-from headgate.steering.worker.reconstruction import EncodedSae
+from headgate.steering.worker.reconstruction import EncodedSae, ReconstructionFigures
 from headgate.steering.worker.rows.row_table import RowTable, rows_needed
 from headgate.steering.worker.rows.rule_programs import ActingRule
 from headgate.steering.worker.rows.step_rows import RowResolver
@@ -96,6 +96,7 @@ class WorkerSteering:
             saes=saes or {},
             gates=None if self.gates is None else self.gates.tensors,
         )
+        self._figures = ReconstructionFigures(self.tables.saes.values())
         self._resolver = RowResolver(self.table, facts.max_tokens)
         self._contents: dict[bytes, PhaseVectors] = {}
         """Vectors of modules by their content keys, until `forget`."""
@@ -133,7 +134,7 @@ class WorkerSteering:
         step = self._resolver.resolve(view)
         gates = None if self.gates is None else self.gates.step_begins(view)
         with torch.inference_mode():
-            self.tables.update(self.table.take_writes(), step, gates)
+            self.tables.update(self.table.take_writes(), step, gates, view)
 
     def step_ends(self) -> None:
         """Follow up a step whose forward was launched."""
@@ -190,11 +191,12 @@ class WorkerSteering:
         return self.table.checksum()
 
     def stats(self) -> dict[str, Any]:
-        """Return plain counters."""
+        """Return plain counters. Waits for the device where an SAE is encoded."""
         return {
             "slots_live": self.table.num_live_slots,
             "slots_used": self.table.num_slots_used,
             "modules": len(self._modules),
+            "reconstructions": self._figures.read(),
         }
 
     def _acting(self, parts: Sequence[Part], programs: Sequence[Part], own: PhaseContent) -> Vectors | None:

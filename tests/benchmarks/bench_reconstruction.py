@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from headgate.steering.kernels.reconstruct_rows import reconstruction_deltas
-from headgate.steering.programs.codes import NUM_NUMBERS, InputNorm
+from headgate.steering.programs.codes import NUM_NUMBERS, NUM_SUMS, InputNorm
 from tests.benchmarks.bench_programs import Launch, floors, microseconds
 
 PRODUCTS_PER_US = 790e6 / 2
@@ -60,7 +60,7 @@ def launch_of(case: Case, coder: tuple[Any, ...]) -> Launch:
     """A call on rows of its own."""
     value, addend = (torch.randn(case.tokens, case.width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     tokens = torch.randperm(case.tokens, device="cuda").int()
-    count = torch.tensor([case.listed], dtype=torch.int32, device="cuda")
+    count = torch.tensor([case.listed, case.listed], dtype=torch.int32, device="cuda")
     return lambda: reconstruction_deltas(value, addend, None, tokens, count, *coder)
 
 
@@ -69,7 +69,8 @@ def random_coder(width: int, features: int) -> tuple[Any, ...]:
     rows = torch.empty(2, features, width, device="cuda", dtype=torch.bfloat16).normal_(std=width**-0.5)
     numbers = torch.zeros(NUM_NUMBERS, features, device="cuda")
     numbers[1], numbers[2] = 3.0, 1.0
-    return rows[0], rows[1], numbers, torch.zeros(width, device="cuda"), InputNorm.NONE
+    sums = torch.zeros(NUM_SUMS + width, dtype=torch.float64, device="cuda")
+    return rows[0], rows[1], numbers, torch.zeros(width, device="cuda"), sums, InputNorm.NONE
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -64,7 +64,10 @@ def worker() -> Callable[[], dict[str, Any]]:
     model = ModelInfo(name="m", num_layers=34, hidden_size=HIDDEN, dtype="bfloat16", sites=SITES)
     config = CaptureConsumersConfig(consumers=(files, *others))
     session = open_session(config=config, model=model, sites=SITES, staging=staging)
-    return lambda: {"capture": dataclasses.asdict(session.stats()), "steering": {"slots_live": 0, "slots_used": 0}}
+    return lambda: {
+        "capture": dataclasses.asdict(session.stats()),
+        "steering": {"slots_live": 0, "slots_used": 0, "reconstructions": {}},
+    }
 
 
 def core() -> SteeringCore:

@@ -78,7 +78,7 @@ class Client:
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
         if method == "collective_rpc":
-            return [{"steering": {"slots_live": 1, "slots_used": 2, "modules": 0}}]
+            return [{"steering": {"slots_live": 1, "slots_used": 2, "modules": 0, "reconstructions": {}}}]
         part, name, given = msgspec.msgpack.decode(msgspec.msgpack.encode(args))
         assert (method, part) == ("headgate_call", "steering")
         try:

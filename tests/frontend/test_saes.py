@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headgate.capture.engine.access.access_key import digest_of
+from headgate.capture.schema.errors import RequestError
 from headgate.steering.core import sae_calls
 from headgate.steering.features.tensors import FeatureFileError
 from tests.fakes.saes import TinySae
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.engine
 
 WIDTH = 8
 SAES, REGISTER, MODULE = "/v1/steering/saes", "/v1/steering/saes/register", "/v1/steering/modules/register"
+SET = "/v1/steering/set"
 EDIT = {"sae": "a", "feature": 3, "set": 2.5}
 
 
@@ -175,14 +177,53 @@ def test_modules_may_hold_features_and_reconstructions(started: Callable[..., Se
     good = server.post(MODULE, name="m", **edits, decode_sae_reconstruction=["a"])
     other = server.post(MODULE, name="n", sae_reconstruction=["b"])
     bad = server.post(MODULE, name="n", features=[{**EDIT, "feature": 12}])
-    both = server.post("/v1/steering/set", features=[EDIT])
-
     assert good.status_code == 200, good.text
     assert good.json()["decode"]["op_sites"] == ["2.post_mlp"]
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, "features[0].feature")
     assert (other.status_code, other.json()["error"]["param"]) == (400, "sae_reconstruction[0]")
     assert [sae["is_encoded"] for sae in server.get(SAES).json()["saes"]] == [True]
-    assert (both.status_code, both.json()["error"]["param"]) == (400, "features")
+
+
+def test_features_and_reconstructions_act_on_everybody(started: Callable[..., Server]) -> None:
+    server = started(sae_encode=["a"])
+
+    done = server.post(SET, steering_features=[EDIT], decode_sae_reconstruction=["a"])
+    shared = server.get("/v1/steering").json()["global"]
+    wrong = server.post(SET, decode_steering_features=[{**EDIT, "feature": 12}])
+    twice = server.post(SET, decode_features=[EDIT])
+    named = server.post(SET, sae_clamp_specs=[])
+    cleared = server.post(SET, features=[], decode_sae_reconstruction=[])
+
+    assert done.json() == {"status": "ok", "hook_points": ["post_mlp"], "layers_updated": [2]}, done.text
+    assert shared["prefill"]["op_sites"] == shared["decode"]["op_sites"] == ["2.post_mlp"]
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "decode_steering_features[0].feature")
+    assert (twice.status_code, twice.json()["error"]["param"]) == (400, "decode_features")
+    assert (named.status_code, named.json()["error"]["param"]) == (400, "sae_clamp_specs")
+    assert cleared.status_code == 200, cleared.text
+    assert server.get("/v1/steering").json()["global"]["decode"]["hash"] is None
+    assert server.get("/v1/steering").json()["is_consistent"]
+
+
+def test_a_feature_that_one_engine_core_refuses_is_taken_back_in_the_other(
+    started: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = started()
+    server.post(SET, features=[EDIT])
+    before, (_, core) = server.get("/v1/steering").json()["global"], server.engine.engine_core.cores.values()
+    original = core._state.saes.program
+
+    def failing(edits: Any) -> Any:
+        if edits:
+            raise RequestError("decode_features[0].sae", "the disk is gone")
+        return original(edits)
+
+    monkeypatch.setattr(core._state.saes, "program", failing)
+    answer = server.post(SET, decode_features=[{**EDIT, "feature": 4}])
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "decode_features[0].sae")
+    after = server.get("/v1/steering").json()
+    assert after["is_consistent"]
+    assert after["global"]["decode"] == before["decode"]
 
 
 def test_fields_may_have_their_names_in_requests(started: Callable[..., Server]) -> None:

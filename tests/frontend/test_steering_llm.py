@@ -393,6 +393,8 @@ def test_an_sae_is_registered_offline_and_a_module_may_change_its_features(llm: 
         llm.steering.register_sae("other", tmp_path / "none", "3.post_mlp")
     with pytest.raises(RequestError, match=r"sae_reconstruction\[0\]: .*--sae-encode"):
         run(llm, sae_reconstruction=["other"])
-    with pytest.raises(TypeError, match="features"):
-        llm.steering.set(features=[EDIT])
+    shared = llm.steering.set(features=[EDIT], decode_features=[{**EDIT, "sae": "other"}]).shared
+    assert shared.decode.op_sites == ("3.post_mlp",)
+    assert shared.prefill.hash != shared.decode.hash
+    llm.steering.clear()
     assert "register_sae" in [entry["action"] for entry in llm.steering.audit()]

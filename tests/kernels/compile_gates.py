@@ -1,4 +1,4 @@
-"""Compiles the kernels of programs with gates for sm_90, without a GPU: ``python -m tests.kernels.compile_gates``.
+"""Compiles kernels of gates and of SAEs for sm_90, without a GPU: ``python -m tests.kernels.compile_gates``.
 
 Prints a line for each: its name and the instructions that it was compiled to. Triton's interpreter, under which the
 other tests run, knows nothing of the types and layouts that a compiler wants.
@@ -13,10 +13,10 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from headgate.steering.kernels import run_programs, scan_gates
-from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS
+from headgate.steering.kernels import reconstruct_rows, run_programs, scan_gates
+from headgate.steering.programs.codes import NUM_CODES, NUM_NUMBERS, NUM_PARAMS, NUM_SUMS, InputNorm
 
-TOKENS, WIDTH, ENTRIES, COLUMNS = 64, 256, 16, 64
+TOKENS, WIDTH, ENTRIES, COLUMNS, FEATURES = 64, 256, 16, 64, 512
 
 
 class Driver:
@@ -55,13 +55,26 @@ def run() -> None:
     run_programs.program_deltas(*(value, value, value, numbers, numbers, *tables, *optional), gates=gates, scans=True)
 
 
+def reconstruct() -> None:
+    """Compile what `reconstruction_deltas` launches with every optional argument."""
+    value, shift = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16), torch.zeros(TOKENS, WIDTH)
+    tokens, counts = torch.zeros(TOKENS, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    rows = torch.zeros(FEATURES, WIDTH, dtype=torch.bfloat16)
+    sums = torch.zeros(NUM_SUMS + WIDTH, dtype=torch.float64)
+    coder = (rows, rows, torch.zeros(NUM_NUMBERS, FEATURES), torch.zeros(WIDTH), sums, InputNorm.LAYER_NORM)
+    reconstruct_rows.reconstruction_deltas(value, value, shift, tokens, counts, *coder, shift)
+
+
 def main() -> int:
     """Compile all; returns the exit status."""
     driver.set_active(Driver())
     run_programs._program_deltas_kernel = Compiled(run_programs._program_deltas_kernel)
     for name in ("_scores_kernel", "_scan_kernel"):
         setattr(scan_gates, name, Compiled(getattr(scan_gates, name)))
+    for name in ("_norm_kernel", "encode_kernel", "decode_kernel", "_delta_kernel"):
+        setattr(reconstruct_rows, name, Compiled(getattr(reconstruct_rows, name)))
     run()
+    reconstruct()
     return 0
 
 

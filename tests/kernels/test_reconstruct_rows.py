@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS, Activation, Code, Edit, InputNorm
+from headgate.steering.programs.codes import (
+    NUM_CODES,
+    NUM_PARAMS,
+    NUM_SUMS,
+    SUM_LENGTHS,
+    SUM_ROWS,
+    Activation,
+    Code,
+    Edit,
+    InputNorm,
+)
 from headgate.steering.worker.program_reference import program_deltas_reference
 from headgate.steering.worker.reconstruction import reconstructed_deltas_reference, reconstruction_deltas_reference
 
@@ -41,6 +51,7 @@ class Example:
     capacity: int = 8
     has_addend: bool = False
     has_shift: bool = False
+    counted: int | None = None
     stream: list[Any] = field(init=False)
     coder: list[Any] = field(init=False)
 
@@ -55,7 +66,8 @@ class Example:
         shift = random(self.num_tokens, self.width) / 8
         tokens = torch.full((self.capacity,), 2**30, dtype=torch.int32, device=DEVICE)  # would end the process if used
         tokens[: len(self.listed)] = torch.tensor(self.listed, dtype=torch.int32, device=DEVICE)
-        count = torch.tensor([len(self.listed)], dtype=torch.int32, device=DEVICE)
+        counted = len(self.listed) if self.counted is None else self.counted
+        count = torch.tensor([len(self.listed), counted], dtype=torch.int32, device=DEVICE)
         self.stream = [
             value.to(self.dtype),
             addend.to(self.dtype) if self.has_addend else None,
@@ -71,7 +83,8 @@ class Example:
         if self.kind == "gated":
             numbers[2], numbers[3] = random(self.features).exp() / 2, random(self.features) / 8
         rows = [(random(self.features, self.width) / self.width**0.5).to(self.dtype) for _ in range(2)]
-        self.coder = [*rows, numbers, random(self.width) / 4, self.norm]
+        self.sums = torch.zeros(NUM_SUMS + self.width, dtype=torch.float64, device=DEVICE)
+        self.coder = [*rows, numbers, random(self.width) / 4, self.sums, self.norm]
 
     def run(self) -> Tensor:
         """What the kernels return."""
@@ -80,7 +93,11 @@ class Example:
 
     def expected(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """What the definition returns."""
-        return reconstruction_deltas_reference(*self.stream, *self.coder, dtype=dtype)
+        return reconstruction_deltas_reference(*self.stream, *self.with_sums(), dtype=dtype)
+
+    def with_sums(self, sums: Tensor | None = None) -> list[Any]:
+        """The coder with other sums than those that `run` adds to."""
+        return [*self.coder[:4], torch.zeros_like(self.sums) if sums is None else sums, self.norm]
 
     def check(self) -> None:
         """Compare the listed rows, where fp32 and fp64 agree which features are active."""
@@ -174,7 +191,7 @@ def test_any_list_of_rows(listed, kind, norm, flags):
 def test_edits_in_a_program_add_to_the_reconstruction_what_they_change_of_it(norm):
     """``decode(edited)`` is the reconstruction plus the delta of the edited features, which reads the same row."""
     example = Example([0, 1], num_tokens=2, norm=norm)
-    value, (encoder, decoder, numbers, bias, _) = example.stream[0].double(), example.coder
+    value, (encoder, decoder, numbers, bias, *_) = example.stream[0].double(), example.coder
     codes, params = torch.zeros(1, 1, NUM_CODES, dtype=torch.int32), torch.zeros(1, 1, NUM_PARAMS)
     codes[0, 0, :3] = torch.tensor([Code.FEATURE | Activation.JUMP_RELU | Edit.SET | norm, 1, 2])
     params[0, 0] = torch.tensor([1, 1, numbers[0, 9], numbers[1, 9], 5.0, 0, 0, encoder[9].sum()])
@@ -203,7 +220,7 @@ def test_rows_of_programs_become_what_their_edited_activations_decode_to(norm, d
     """Programs add, mark the row and set a feature; a row that is not listed is moved by its program alone."""
     example = Example([2, 0], num_tokens=4, norm=norm, dtype=dtype, has_addend=True)
     value, addend, _, tokens, count = example.stream
-    encoder, decoder, numbers, bias, _ = example.coder
+    encoder, decoder, numbers, bias, sums, _ = example.coder
     codes, params = torch.zeros(3, 3, NUM_CODES, dtype=torch.int32), torch.zeros(3, 3, NUM_PARAMS)
     codes[1, :, :3] = torch.tensor(
         [[Code.ADD, 0, 3], [Code.RECONSTRUCT, 0, 0], [Code.FEATURE | Activation.JUMP_RELU | Edit.SET | norm, 1, 2]]
@@ -215,13 +232,15 @@ def test_rows_of_programs_become_what_their_edited_activations_decode_to(norm, d
     pool = torch.stack([torch.zeros_like(encoder[9]), encoder[9], decoder[9], torch.ones_like(encoder[9])])
     rows, counts = torch.tensor([[1, 2, 1, 0], [3, 2, 3, 0]], dtype=torch.int32, device=DEVICE)
     tables = (pool, rows, counts, codes.to(DEVICE), params.to(DEVICE), None)
-    sae = (tokens, count, encoder, decoder, numbers, bias)
+    sae = (tokens, count, encoder, decoder, numbers, bias, sums)
 
     shift = torch.empty(value.shape, device=DEVICE)
     delta = run_programs.program_deltas(value, addend, *tables, shift_TD=shift)
     delta = reconstruct_rows.reconstruction_deltas(value, addend, shift, *sae, norm, delta)
 
-    exact = reconstructed_deltas_reference(value, addend, tables, sae, norm)
+    expected_sums = torch.zeros_like(sums)
+    exact = reconstructed_deltas_reference(value, addend, tables, (*sae[:-1], expected_sums), norm)
+    torch.testing.assert_close(sums, expected_sums, rtol=1e-4, atol=1e-4)
     assert (delta[:3] - exact[:3]).abs().max() <= 1e-4 * exact.abs().max()
     assert delta[3].isnan().all()
     with pytest.raises(ValueError, match="told by the shift"):
@@ -231,7 +250,7 @@ def test_rows_of_programs_become_what_their_edited_activations_decode_to(norm, d
 def test_arguments_that_do_not_fit_are_refused():
     example = Example([0])
     value, _, _, tokens, count = example.stream
-    encoder, decoder, numbers, bias, norm = example.coder
+    encoder, decoder, numbers, bias, sums, norm = example.coder
     run = reconstruct_rows.reconstruction_deltas
 
     with pytest.raises(ValueError, match="expected contiguous rows"):
@@ -239,10 +258,43 @@ def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="contiguous float32 changes"):
         run(value, None, value.half(), tokens, count, *example.coder)
     with pytest.raises(ValueError, match="contiguous decoder"):
-        run(value, None, None, tokens, count, encoder, decoder[:9], numbers, bias, norm)
+        run(value, None, None, tokens, count, encoder, decoder[:9], numbers, bias, sums, norm)
     with pytest.raises(ValueError, match="coder in bfloat16 or float32"):
-        run(value, None, None, tokens, count, encoder.half(), decoder.half(), numbers, bias, norm)
+        run(value, None, None, tokens, count, encoder.half(), decoder.half(), numbers, bias, sums, norm)
     with pytest.raises(ValueError, match="expected numbers"):
-        run(value, None, None, tokens, count, encoder, decoder, numbers[:, :9], bias, norm)
+        run(value, None, None, tokens, count, encoder, decoder, numbers[:, :9], bias, sums, norm)
     with pytest.raises(ValueError, match="contiguous float32"):
-        run(value, None, None, tokens, count, encoder, decoder, numbers.double(), bias, norm)
+        run(value, None, None, tokens, count, encoder, decoder, numbers.double(), bias, sums, norm)
+    with pytest.raises(ValueError, match="float64 sums"):
+        run(value, None, None, tokens, count, encoder, decoder, numbers, bias, sums.float(), norm)
+    with pytest.raises(ValueError, match="two int32 counts"):
+        run(value, None, None, tokens, count[:1], *example.coder)
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize("has_shift", [False, True], ids=["stream", "shifted"])
+def test_figures_are_of_counted_rows_that_are_not_very_long(norm, has_shift, monkeypatch):
+    monkeypatch.setattr(reconstruct_rows, "CHUNK", 3)
+    example = Example([*range(7), 8, 7], 9, norm=norm, has_shift=has_shift, counted=8, capacity=12)
+    value, shift = example.stream[0], example.stream[2]
+    value[2] *= 50  # very long
+    value[4], value[6] = 0.0, torch.inf
+    if has_shift:
+        shift[4] = 0.0
+    expected = torch.zeros_like(example.sums)
+
+    for _ in range(2):
+        example.run()
+        reconstruction_deltas_reference(*example.stream, *example.with_sums(expected))
+
+    assert expected[SUM_ROWS] == 2 * 5
+    assert expected[SUM_LENGTHS] == 2 * 6
+    torch.testing.assert_close(example.sums, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_without_rows_there_are_no_figures():
+    example = Example([1, 2], counted=0)
+
+    example.check()
+
+    assert not example.sums.any()

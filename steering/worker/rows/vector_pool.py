@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -243,6 +243,8 @@ class PooledSums:
         self._unused: dict[SumKey, None] = {}
         """Sums without users, the longest unused first."""
         self._global: Phases = (None, None)
+        self._global_features: list[dict[int, tuple[Site, bytes]]] = [{}, {}]
+        """`Program.written_features` of the global program of each phase."""
         self._global_sums: SumPair = NO_SUMS
         self._rules = RulePrograms(pool, self._op_sites)
 
@@ -276,6 +278,7 @@ class PooledSums:
         self.release(self._global_sums)
         self.drop_unused()
         self._global = shared
+        self._global_features = [one.program.written_features if isinstance(one, Steered) else {} for one in shared]
         self._global_sums = self.acquire((None, None))
 
     def change_rules(self, rules: Sequence[ActingRule]) -> None:
@@ -327,7 +330,10 @@ class PooledSums:
         self._make_room(len(ids) + (0 if program is None else program.num_rows))
         slots = _no_slots() if stored is None else self._pool.acquire(stored)
         column[ids] = slots
-        made = PooledSum(key, own, column, slots, () if global_sum is None else global_sum.programs)
+        made = PooledSum(key, own, column, slots)
+        if own is not None and global_sum is not None:
+            known = self._global_features[phase]
+            made.programs = _beside(own, shared, global_sum, known, self._op_sites)
         if program is not None:
             self._add_program(made, program)
         return made
@@ -354,3 +360,28 @@ class PooledSums:
             self._pool.release(slots)
         self._dropped(oldest)
         self.release((oldest.base, None))
+
+
+def _beside(
+    own: Vectors,
+    shared: Vectors | None,
+    global_sum: PooledSum,
+    known: Mapping[int, tuple[Site, bytes]],
+    op_sites: Mapping[Site, int],
+) -> tuple[PlacedProgram, ...]:
+    """Return the global program, as far as there is one, as it acts on a request.
+
+    Features that the request changes itself are left out: together, two edits would set neither's value.
+
+    Args:
+        own: Of the request.
+        shared: The global ones.
+        global_sum: Of `shared`.
+        known: `Program.written_features` of the global program.
+        op_sites: Of the worker.
+    """
+    if known and isinstance(own, Steered) and isinstance(shared, Steered):
+        of_own = set(own.program.written_features.values())
+        if without := [index for index, feature in known.items() if feature in of_own]:
+            return (place(shared.program, global_sum.program_slots, op_sites, without),)
+    return global_sum.programs

@@ -99,7 +99,7 @@ def test_the_site_of_an_sae_is_an_op_site_and_room_for_its_features_is_made(tmp_
     assert steerable.op_sites == sort_sites(map(Site.parse, ("0.pre_attn", "1.mlp_out", "1.post_mlp")))
     assert set(steerable.op_sites) <= set(steerable.sites)
     assert steerable.max_sae_features == 64
-    assert config.max_entries == SteeringConfig().max_entries + 2 * 64  # of a request, and of rules
+    assert config.max_entries == SteeringConfig().max_entries + 3 * 64  # of a request, of all, and of rules
     assert SteeringConfig(max_rules=0).num_columns == SteeringConfig().num_columns / 2
     assert SteeringConfig(sae_root="/x").max_entries == config.max_entries
 
@@ -153,13 +153,13 @@ def encoded(folder: Path, *saes: TinySae, site: str = "1.post_mlp") -> SteeringC
     return parse_config({"saes": paths, "sae_encode": list(paths)})
 
 
-def test_an_encoded_sae_takes_an_entry_of_each_program(tmp_path: Path) -> None:
+def test_an_encoded_sae_takes_two_entries_of_each_program(tmp_path: Path) -> None:
     config = encoded(tmp_path, TinySae(architecture="gated", width=8))
 
     steerable = config.steerable(num_layers=2, hidden_size=8, dtype="float32")
 
     assert steerable.op_sites == (Site(1, HookPoint.POST_MLP),)
-    assert config.max_entries == SteeringConfig(saes=config.saes).max_entries + 1
+    assert config.max_entries == SteeringConfig(saes=config.saes).max_entries + 2
 
 
 @pytest.mark.parametrize(

@@ -330,7 +330,7 @@ def test_operations_act_on_everybody_until_their_tier_is_set_anew() -> None:
     assert vectors.prefill.op_sites == vectors.decode.op_sites == ()
     steering.set(TWO, replace=True)
     assert steering.status().shared.prefill == vectors.prefill
-    with pytest.raises(RequestError, match="no vector or operation to set"):
+    with pytest.raises(RequestError, match="no vector, operation or feature to set"):
         steering.set()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +9,28 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from tqdm import tqdm
 
-from headgate.capture.engine.contracts.worker_hooks import SiteValue, WorkerFacts
-from headgate.capture.engine.model import forward_wrappers
-from headgate.capture.schema.batch import BatchView, NewRequest
-from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.config import parse_config
-from headgate.steering.core.saes import SaeRegistry, open_sae
 from headgate.steering.features.source_coder import Kind, Norm
 from headgate.steering.features.sparse_coder import coder_of
-from headgate.steering.programs.codes import CODE, NUM_CODES, NUM_PARAMS, Activation, Code, Edit, InputNorm
-from headgate.steering.requests.request_fields import read_steering
-from headgate.steering.spec import SteeringSpec, to_wire
-from headgate.steering.worker.program_ops import program_deltas
+from headgate.steering.programs.codes import (
+    CODE,
+    NUM_CODES,
+    NUM_PARAMS,
+    NUM_SUMS,
+    SUM_ROWS,
+    Activation,
+    Code,
+    Edit,
+    InputNorm,
+)
+from headgate.steering.worker.gates.step_gates import no_gates
+from headgate.steering.worker.program_ops import program_deltas_and_state
 from headgate.steering.worker.program_reference import program_deltas_reference
 from headgate.steering.worker.reconstruction import reconstructed_deltas_reference, reconstruction_deltas_reference
 from headgate.steering.worker.steering_part import SteeringPart
+from tests.fakes.encoded_worker import HIDDEN, SET, EncodedWorker
 from tests.fakes.saes import NORMS as SAE_NORMS
 from tests.fakes.saes import TinySae
 from tests.fakes.sparse_coders import rows, source
@@ -49,13 +51,22 @@ def coder(norm: InputNorm = InputNorm.NONE, dtype: torch.dtype = torch.float32) 
     return encoder, decoder, numbers, torch.randn(WIDTH, generator=generator), int(norm)
 
 
+def no_sums(width: int = WIDTH) -> torch.Tensor:
+    return torch.zeros(NUM_SUMS + width, dtype=torch.float64)
+
+
+def state(num_tokens: int = 5) -> tuple[torch.Tensor, ...]:
+    """Neither changes nor gates."""
+    return torch.zeros(num_tokens, 0), *no_gates(torch.device("cpu"))
+
+
 @pytest.mark.parametrize("norm", list(InputNorm), ids=lambda norm: norm.name)
 def test_a_row_becomes_what_the_formulas_say(norm):
     value, shift = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
-    tokens, count = torch.tensor([2, 0, 77], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    tokens, count = torch.tensor([2, 0, 77], dtype=torch.int32), torch.tensor([2, 2], dtype=torch.int32)
     encoder, decoder, numbers, bias, _ = arguments = coder(norm)
 
-    delta = reconstruction_deltas_reference(value, None, shift, tokens, count, *arguments[:4], norm)
+    delta = reconstruction_deltas_reference(value, None, shift, tokens, count, *arguments[:4], no_sums(), norm)
 
     for token in (0, 2):
         h = (value + shift)[token].double().numpy()
@@ -87,7 +98,8 @@ def test_it_is_what_a_coder_decodes_of_what_it_encodes(kind: Kind, norm: Norm):
     value, listed = torch.from_numpy(x.astype(np.float64)), torch.arange(len(x), dtype=torch.int32)
 
     delta = reconstruction_deltas_reference(
-        value, None, None, listed, torch.tensor([len(x)]), *map(torch.from_numpy, tables), NORMS[norm]
+        *(value, None, None, listed, torch.tensor([len(x), 0]), *map(torch.from_numpy, tables)),
+        *(no_sums(x.shape[1]), NORMS[norm]),
     )
 
     expected = coder.decode(coder.encode(x, np.float64), x)
@@ -116,11 +128,12 @@ def sae(norm: InputNorm = InputNorm.NONE, dtype: torch.dtype = torch.float32) ->
     numbers[1] = 0.0
     return (
         torch.tensor([2, 0, 77], dtype=torch.int32),
-        torch.tensor([2], dtype=torch.int32),
+        torch.tensor([2, 2], dtype=torch.int32),
         encoder,
         decoder,
         numbers,
         bias,
+        no_sums(),
     )
 
 
@@ -155,7 +168,8 @@ def test_tables_and_list_may_be_longer_than_the_batch(shape, has_addend):
     addend = torch.randn(shape) if has_addend else None
     pool, rows, counts, *others = programs()
 
-    delta = torch.ops.headgate.program_deltas(value, addend, pool, rows, counts, *others, *sae(), int(InputNorm.NONE))
+    run, given = torch.ops.headgate.program_deltas_and_state, (*state(), *sae(), int(InputNorm.NONE))
+    delta = run(value, addend, pool, rows, counts, *others, *given)
 
     stream = value.reshape(3, WIDTH) + (addend.reshape(3, WIDTH) if has_addend else 0)
     tables = (pool, rows[:3], counts[:3], *others)
@@ -171,79 +185,33 @@ def test_the_compiler_is_told_the_shape_and_dtype_that_come(dtype):
     pool, *others = programs()
 
     for addend in (None, value.clone()):
-        arguments = (value, addend, pool.to(dtype), *others, *sae(dtype=dtype), int(InputNorm.NONE))
-        torch.library.opcheck(program_deltas, arguments)
+        arguments = (value, addend, pool.to(dtype), *others, *state(), *sae(dtype=dtype), int(InputNorm.NONE))
+        torch.library.opcheck(program_deltas_and_state, arguments)
 
 
-HIDDEN, SITE = 16, Site(1, HookPoint.POST_MLP)
+def test_a_compiled_forward_adds_to_the_sums_as_it_does_otherwise():
+    tqdm.monitor_interval = 0  # the compiler shows a bar now and then: no thread for it
+    tables, weights, given = programs(), sae(), state()
+    values = [torch.randn(5, WIDTH) for _ in range(2)]
 
+    def forward(value: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        arguments = (*tables, *given, *weights[:-1], sums, int(InputNorm.NONE))
+        return 2 * program_deltas_and_state(value * 2, None, *arguments)
 
-def facts(**changes: Any) -> WorkerFacts:
-    info = ModelInfo(name="m", num_layers=2, hidden_size=HIDDEN, dtype="float32", sites=())
-    known = {
-        "model": info,
-        "owned_layers": (0, 1),
-        "device": torch.device("cpu"),
-        "dtype": torch.float32,
-        "max_tokens": 12,
-        "max_num_seqs": 4,
-        "is_compiled": False,
-    }
-    return WorkerFacts(**{**known, **changes})
+    found, expected = no_sums(), no_sums()
+    compiled = torch.compile(forward, backend="aot_eager", fullgraph=True, dynamic=True)
+    for value in values:
+        torch.testing.assert_close(compiled(value, found), forward(value, expected))
 
-
-class Worker:
-    """A worker part with an encoded SAE at `SITE`, and a module there."""
-
-    def __init__(self, folder: Path, sae: TinySae, **changes: Any) -> None:
-        saes = {"a": f"{sae.save(folder / 'a')}@{SITE.name}"}
-        self.config = parse_config({"saes": saes, "sae_encode": ["a"], "sites": {"post_mlp": [1]}})
-        self.part, self.facts = SteeringPart(self.config), facts(**changes)
-        self.num_bytes = self.part.headgate_allocate(self.facts)
-        action = self.part.headgate_actions(self.facts)[SITE]
-        self.module = nn.Identity()
-        self.runs = forward_wrappers.attach(self.module, SITE.hook, [action])
-        steerable = self.config.steerable(num_layers=2, hidden_size=HIDDEN, dtype="float32")
-        self.steerable, self.saes = steerable, SaeRegistry("float32", 8)
-        opened = open_sae("a", folder / "a", SITE, steerable)
-        self.saes.put(replace(opened, is_encoded=True))
-
-    def add(self, req_id: str, num_prompt: int, **fields: Any) -> None:
-        spec, _ = read_steering(fields, self.steerable)
-        if spec is None:
-            self.part.headgate_plain_request_added(req_id, num_prompt)
-            return
-        programs = {f"{phase}_program": self.saes.program(getattr(spec, f"{phase}_features")) for phase in PHASES}
-        wire = {"v": 1, "parts": {"steering": to_wire(SteeringSpec(**programs))}}
-        self.part.headgate_request_added(
-            NewRequest(req_id=req_id, prompt_token_ids=np.zeros(num_prompt, np.int64), wire=wire)
-        )
-
-    def step(self, *requests: tuple[str, int, int]) -> None:
-        num = np.array([count for *_, count in requests], dtype=np.int64)
-        computed = np.array([computed for _, computed, _ in requests], dtype=np.int64)
-        self.part.headgate_step_begins(
-            BatchView(tuple(one for one, *_ in requests), np.cumsum(num) - num, num, computed)
-        )
-
-    def run(self, stream: torch.Tensor) -> torch.Tensor:
-        return forward_wrappers.chained(self.runs)(self.module, SITE.hook.value, SiteValue(stream, None, stream))
-
-    @property
-    def listed(self) -> list[int]:
-        sae = self.part._allocated().tables.saes[0]
-        return sae.tokens[: int(sae.num_tokens)].tolist()
-
-
-PHASES = ("prefill", "decode")
-SET = {"sae": "a", "feature": 2, "set": 1.5}
+    assert torch.equal(found, expected)
+    assert found[SUM_ROWS] == 4
 
 
 @pytest.mark.parametrize("architecture", ["standard", "jumprelu", "gated"])
 @pytest.mark.parametrize("norm", SAE_NORMS)
 def test_rows_of_the_phase_that_asks_become_reconstructions_and_no_others(tmp_path, architecture, norm):
     sae = TinySae(architecture=architecture, norm=norm, width=HIDDEN)
-    worker = Worker(tmp_path, sae)
+    worker = EncodedWorker(tmp_path, sae)
     worker.add("plain", 3)
     worker.add("decode", 2, decode_sae_reconstruction=["a"], decode_steering_features=[SET])
     worker.add("both", 2, sae_reconstruction=["a"])
@@ -261,31 +229,31 @@ def test_rows_of_the_phase_that_asks_become_reconstructions_and_no_others(tmp_pa
 
 
 def test_a_list_is_taken_back_when_nobody_asks_any_more(tmp_path):
-    worker, stream = Worker(tmp_path, TinySae(width=HIDDEN)), torch.randn(3, HIDDEN)
+    worker, stream = EncodedWorker(tmp_path, TinySae(width=HIDDEN)), torch.randn(3, HIDDEN)
     worker.add("a", 2, prefill_sae_reconstruction=["a"])
     worker.add("b", 2)
     worker.step(("a", 0, 2), ("b", 0, 1))
-    assert worker.listed == [0, 1]
+    assert worker.listed == [1, 0]
 
     for requests in ((("a", 2, 1), ("b", 1, 1)), (("b", 2, 1),)):
         worker.step(*requests)
         assert worker.listed == []
         assert torch.equal(worker.run(stream), stream)
     worker.step(("b", 3, 1), ("a", 0, 2))
-    assert worker.listed == [1, 2]
+    assert worker.listed == [2, 1]  # rows at position 0 are last
     worker.part.headgate_step_begins(None)
     assert worker.listed == []
 
 
 def test_weights_are_on_the_device_once_and_counted(tmp_path):
     sae = TinySae(width=HIDDEN, num_features=40)
-    worker = Worker(tmp_path, sae)
+    worker = EncodedWorker(tmp_path, sae)
     tables, sites = worker.part._allocated().tables, {"op_sites": {"post_mlp": [1]}}
     other = SteeringPart(replace_config(worker.config, **sites))
 
-    weights = 4 * (2 * 40 * HIDDEN + 4 * 40 + HIDDEN)
-    listed = 4 * (worker.facts.max_tokens + 1)
-    num_entries = 2 * worker.facts.max_num_seqs + 3  # one more for each table row: codes and params
+    weights = 4 * (2 * 40 * HIDDEN + 4 * 40 + HIDDEN) + 8 * (NUM_SUMS + HIDDEN)
+    listed = 4 * (worker.facts.max_tokens + 2)
+    num_entries = 2 * (2 * worker.facts.max_num_seqs + 3)  # two more for each table row: codes and params
     assert tables.saes[0].device_bytes == weights + listed
     assert worker.num_bytes - other.headgate_allocate(worker.facts) == weights + listed + num_entries * 48
     assert "saes" in worker.part.headgate_graph_key()["steering"]
@@ -299,7 +267,7 @@ def replace_config(config: Any, **changes: Any) -> Any:
 
 def test_weights_of_a_model_in_bfloat16_are_rounded_to_it(tmp_path):
     sae = TinySae(width=HIDDEN)
-    worker = Worker(tmp_path, sae, dtype=torch.bfloat16)
+    worker = EncodedWorker(tmp_path, sae, dtype=torch.bfloat16)
 
     (loaded,) = worker.part._allocated().tables.saes.values()
 
@@ -313,4 +281,4 @@ def test_weights_that_find_no_room_are_refused_with_their_size(tmp_path, monkeyp
     sae = TinySae(width=HIDDEN, num_features=9000)
 
     with pytest.raises(ConfigError, match=r"--sae-encode\): the weights of SAE 'a' are 1\.2 MiB \(9000 features"):
-        Worker(tmp_path, sae, device=torch.device("cuda"))
+        EncodedWorker(tmp_path, sae, device=torch.device("cuda"))

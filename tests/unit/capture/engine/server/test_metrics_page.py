@@ -65,7 +65,12 @@ class Client:
         if self.failing:
             raise RuntimeError("no engine")
         if method == "collective_rpc":
-            return [{"capture": CAPTURE if engine == b"0" else None, "steering": {"slots_live": 4, "slots_used": 5}}]
+            return [
+                {
+                    "capture": CAPTURE if engine == b"0" else None,
+                    "steering": {"slots_live": 4, "slots_used": 5, "reconstructions": {}},
+                }
+            ]
         return {"ok": COUNTS}
 
 
@@ -303,4 +308,4 @@ def test_other_pages_are_not_touched() -> None:
 def test_steering_names_are_unique() -> None:
     names = [family.name for family in steering_metrics.families([])]
 
-    assert len(set(names)) == len(names) == 11
+    assert len(set(names)) == len(names) == 14
