@@ -62,7 +62,14 @@ LAYERS = {
         *(["verify"], ["part"]),
     ),
     "headgate.consumers.datasets": (
-        *(["index"], ["reading", "selection"], ["view"], ["batches", "sinks", "manifest"], ["mixing"], ["dataset"]),
+        *(
+            ["index"],
+            ["reading", "selection"],
+            ["view"],
+            ["batches", "sinks", "manifest", "pool"],
+            ["mixing"],
+            ["dataset"],
+        ),
         ["feeds", "export"],
     ),
     "headgate.consumers.filesystem": (["storage"], ["formats"], ["params", "writing"], ["consumer"]),
