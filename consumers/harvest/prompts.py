@@ -104,9 +104,9 @@ def _of_file(path: Path, name: str, field: str | None) -> PromptSet:
             raise ConfigError(f"prompts: {name}: lines of text have no fields; leave out the field {field!r}")
         return PromptSet(name=name, field=_NO_FIELD, sha256=digest.hexdigest(), _records=lambda: _lines(path))
     if path.suffix == ".jsonl":
-        found = field or _field_of(next(_json_lines(path), None), name)
+        found = _field_of(next(_json_lines(path), None), name, field)
         return PromptSet(name=name, field=found, sha256=digest.hexdigest(), _records=lambda: _json_lines(path))
-    column = field or _field_of(next(_parquet(path, None), None), name)
+    column = _field_of(next(_parquet(path, field), None), name, field)
     return PromptSet(name=name, field=column, sha256=digest.hexdigest(), _records=lambda: _parquet(path, column))
 
 
@@ -154,9 +154,7 @@ def _of_data_set(name: str, field: str | None, split: str) -> PromptSet:
         rows = datasets.load_dataset(name, split=split)
     except Exception as error:
         raise ConfigError(f"prompts: {name}: no file, and datasets cannot load it: {error}") from error
-    column = field or _field_of(("the data set", rows[0]) if len(rows) else None, name)
-    if column not in rows.column_names:
-        raise ConfigError(f"prompts: {name}: no column {column!r}; there are {', '.join(rows.column_names)}")
+    column = _field_of(("the data set", rows[0]) if len(rows) else None, name, field)
     chosen = rows.select_columns([column])
 
     def records() -> Iterator[tuple[str, object]]:
@@ -176,11 +174,14 @@ def _digest(values: Iterable[object]) -> str:
     return digest.hexdigest()
 
 
-def _field_of(first: tuple[str, object] | None, name: str) -> str:
+def _field_of(first: tuple[str, object] | None, name: str, asked: str | None) -> str:
     """The field of the first record that prompts are in; `_NO_FIELD` if it has no fields."""
     if first is None:
         raise ConfigError(f"prompts: {name} is empty")
     place, record = first
+    if asked is not None:
+        _prompt(_value(record, asked, place), place)
+        return asked
     if not isinstance(record, Mapping):
         return _NO_FIELD
     found = [known for known in FIELDS if known in record]
@@ -193,7 +194,8 @@ def _value(record: object, name: str, place: str) -> object:
     if name == _NO_FIELD and not isinstance(record, Mapping):
         return record
     if not isinstance(record, Mapping) or name not in record:
-        raise ConfigError(f"prompts: {place}: expected an object with the field {name!r}, got {shown(record)}")
+        have = f"has {', '.join(map(str, record))}" if isinstance(record, Mapping) else f"is {shown(record)}"
+        raise ConfigError(f"prompts: {place}: expected an object with the field {name!r}; it {have}")
     return record[name]
 
 
