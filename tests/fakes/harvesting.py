@@ -82,7 +82,10 @@ class FakeEngine:
         return CaptureResult(status="ok", payload=payload, num_rows=len(request.wanted()))
 
     def _request(self, task: Task, spec: Mapping[str, Any], output: int, status: str) -> ExampleRequest:
-        shape: dict[str, Any] = {"prompt": len(task.token_ids), "output": output, "status": status}
+        length = len(task.token_ids)
+        if status == "abort":
+            length, output = (length + 1) // 2, 1  # in the middle of its prompt
+        shape: dict[str, Any] = {"prompt": length, "output": output, "status": status}
         if self._files is not None:
             return self._files.request(spec, client_id=task.name, engine_id=task.name, **shape)
         parsed = MemoryConsumer.validate_client_spec(spec, spec_context({}, task.name))

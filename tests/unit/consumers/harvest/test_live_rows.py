@@ -115,39 +115,35 @@ def test_a_batch_is_drawn_from_a_full_pool() -> None:
     assert len(found) >= 15
 
 
-class GatedEngine(FakeEngine):
+class TellingEngine(FakeEngine):
     """Says when a batch of prompts begins."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun = threading.Semaphore(0)
-        self.num_begun = 0
+        self._begun = threading.Semaphore(0)
 
     def run(self, *args: Any) -> list[CaptureResult]:
-        self.num_begun += 1
-        self.begun.release()
+        self._begun.release()
         return super().run(*args)
+
+    def begins(self, count: int) -> bool:
+        """Whether so many batches begin, and no more within a moment."""
+        return all(self._begun.acquire(timeout=60) for _ in range(count)) and not self._begun.acquire(timeout=0.3)
 
 
 def test_generation_waits_for_the_trainer() -> None:
-    """A pool of 40 rows, batches of prompts of 20: before anything is drawn, two run; each draw of 20 lets one run."""
-    engine = GatedEngine()
-    rows = LiveRows(engine, ([7] * 10 for _ in itertools.count()), "1.post_mlp", batch_size=20, max_bytes=80 * COST)
+    """A pool of 40 rows, batches of prompts of 20: two of these run ahead of what the pool has taken."""
+    engine = TellingEngine()
+    prompts = ([7] * 10 for _ in itertools.count())
 
-    for _ in range(2):
-        assert engine.begun.acquire(timeout=60)
-    assert engine.num_begun == 2
-    assert engine.held_bytes <= 40 * COST
-    next(rows)  # the pool took two batches of prompts
-    for _ in range(2):
-        assert engine.begun.acquire(timeout=60)
-    assert engine.num_begun == 4
-    next(rows)
-    assert engine.begun.acquire(timeout=60)
-    assert engine.num_begun == 5
-    rows.close()
-
-    assert engine.num_begun <= 6
+    with LiveRows(engine, prompts, "1.post_mlp", batch_size=20, max_bytes=80 * COST) as rows:
+        assert engine.begins(2)
+        assert engine.held_bytes == 40 * ROW_BYTES
+        next(rows)  # the pool takes two batches of prompts
+        assert engine.begins(2)
+        for _ in range(3):  # each draw makes room for one
+            next(rows)
+            assert engine.begins(1)
 
 
 def test_an_iterator_that_is_dropped_ends_its_thread() -> None:
