@@ -74,7 +74,6 @@ if __name__ == "__main__":  # vLLM starts its engine in a process of its own
 
     feature = int(active.amax(0).argmax())
     edit = {"sae": "mine", "feature": feature, "add": 6 * float(active[:, feature].amax())}
-    params = [SamplingParams(max_tokens=24, temperature=0.0), SamplingParams(max_tokens=24, temperature=0.0)]
-    params[1].steering_features = [edit]
-    for label, output in zip(["as it is", f"with {feature}"], llm.chat([CHATS[4]] * 2, params, use_tqdm=False)):
+    for label, edits in (("as it is", {}), (f"with {feature}", {"steering_features": [edit]})):
+        (output,) = llm.chat(CHATS[4], SamplingParams(max_tokens=24, temperature=0.0, **edits), use_tqdm=False)
         print(f"{label:>12}  {output.outputs[0].text!r}")

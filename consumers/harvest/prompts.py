@@ -12,8 +12,8 @@ A list is a chat if it holds objects with ``role`` and ``content``, and a tokeni
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ _CHUNK = 1 << 20
 _ROWS = 1024
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptSet:
     """Prompts that can be gone through more than once.
 
@@ -46,7 +46,7 @@ class PromptSet:
     name: str
     field: str
     sha256: str
-    _records: Callable[[], Iterator[tuple[str, object]]] = field(repr=False)
+    _records: Callable[[], Iterator[tuple[str, object]]] = dataclasses.field(repr=False)
 
     def __iter__(self) -> Iterator[Prompt]:
         """The prompts in order.
