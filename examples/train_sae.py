@@ -1,8 +1,9 @@
-"""An SAE trained on a model's own answers while vLLM gives them, and one of its features put to use in the same engine.
+"""An SAE trained on the rows of a text while vLLM reads it, and one of its features put to use in the same engine.
 
-Usage: ``.venv/bin/python examples/train_sae.py MODEL_FOLDER OUT_FOLDER [ROWS]``
+Usage: ``.venv/bin/python examples/train_sae.py MODEL_FOLDER PROMPTS OUT_FOLDER [ROWS]``
 
-OUT_FOLDER gets the SAE as SAELens saves it, and as ``sae.safetensors``, which ``headgate serve --saes`` takes, too.
+PROMPTS is a .txt, .jsonl or .parquet file, or a data set of Hugging Face. OUT_FOLDER gets the SAE as SAELens saves it,
+and as ``sae.safetensors``, which ``headgate serve --saes`` takes, too.
 """
 
 import itertools
@@ -21,9 +22,7 @@ from headgate.steering.features.importing import read_source
 from headgate.steering.features.source_coder import Hints
 
 SITE, FEATURES, RATE, SPARSITY = Site.parse("12.post_mlp"), 2048, 1e-3, 0.03
-ASKS = ["Tell me about {}.", "Write a poem about {}.", "Why do people love {}?", "Explain {} to a child."]
-TOPICS = ["the sea", "rain", "dogs", "money", "war", "music", "bread", "physics", "Paris", "the moon", "law", "love"]
-CHATS = [[{"role": "user", "content": ask.format(topic)}] for topic, ask in itertools.product(TOPICS, ASKS)]
+CHAT = [{"role": "user", "content": "Tell me about your day."}]
 
 
 def train(rows, count):
@@ -44,7 +43,7 @@ def train(rows, count):
         optimizer.step()
         seen += len(x)
         if step % 10 == 0 or seen >= count:
-            unexplained = float(error / (x - x.mean(0)).square().sum(1).mean())
+            unexplained = float(error.detach() / (x - x.mean(0)).square().sum(1).mean())
             print(f"{seen:>8,} rows: {unexplained:.2f} unexplained, {int((active > 0).sum(1).float().mean())} active")
         if seen >= count:
             break
@@ -53,15 +52,15 @@ def train(rows, count):
 
 
 if __name__ == "__main__":  # vLLM starts its engine in a process of its own
-    out, count = Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 200_000
+    out, count = Path(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else 200_000
     sites = {"post_mlp": [SITE.layer]}
-    steering = {"op_sites": sites, "sae_root": str(out)}  # SAEs of this folder may be registered later
+    steering = {"sites": sites, "op_sites": sites, "sae_root": str(out)}  # SAEs of this folder may be registered later
     # block_size is what vLLM's CPU attention needs; eager starts sooner.
-    engine = {"max_model_len": 1024, "block_size": 32, "enforce_eager": True}
+    engine = {"max_model_len": 1024, "max_num_batched_tokens": 512, "block_size": 32, "enforce_eager": True}
     llm = LLM(sys.argv[1], capture_consumers=["memory"], capture_sites=sites, steering=steering, **engine)
 
-    settings = {"tokens": "all", "max_tokens": 96, "temperature": 1.0, "drop_first": 1, "batch": 48}
-    with LiveRows(llm, itertools.cycle(CHATS), SITE.name, batch_size=512, max_bytes=32 << 20, **settings) as rows:
+    pool = min(4 * count, 100_000) * 1200  # bytes; a row of SmolLM2 takes 1168 there
+    with LiveRows(llm, sys.argv[2], SITE.name, batch_size=256, max_bytes=pool, drop_first=1) as rows:
         weights, active = train(rows.of_one_site(), count)
 
     (out / "saelens").mkdir(parents=True)
@@ -73,7 +72,7 @@ if __name__ == "__main__":  # vLLM starts its engine in a process of its own
     print(llm.steering.register_sae("mine", out / "sae.safetensors"))
 
     feature = int(active.amax(0).argmax())
-    edit = {"sae": "mine", "feature": feature, "add": 6 * float(active[:, feature].amax())}
+    edit = {"sae": "mine", "feature": feature, "add": 2 * float(active[:, feature].amax())}
     for label, edits in (("as it is", {}), (f"with {feature}", {"steering_features": [edit]})):
-        (output,) = llm.chat(CHATS[4], SamplingParams(max_tokens=24, temperature=0.0, **edits), use_tqdm=False)
+        (output,) = llm.chat(CHAT, SamplingParams(max_tokens=24, temperature=0.0, **edits), use_tqdm=False)
         print(f"{label:>12}  {output.outputs[0].text!r}")

@@ -89,7 +89,7 @@ class VllmEngine:
             self._tokenizer = self._llm.get_tokenizer()
         if isinstance(prompt, str):
             return list(self._tokenizer.encode(prompt))
-        is_open = prompt[-1]["role"] != "assistant"  # type: ignore[index,call-overload]
+        is_open = prompt[-1]["role"] != "assistant"
         found = self._tokenizer.apply_chat_template(
             prompt, tokenize=True, add_generation_prompt=is_open, return_dict=False
         )
