@@ -124,13 +124,13 @@ def test_an_sae_is_trained_on_live_rows_and_used(
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process, which starts sooner
     text = re.findall(r"^[A-Z].{60,}$", README, re.MULTILINE)
-    (tmp_path / "text.txt").write_text("\n".join(text))
+    (tmp_path / "text.txt").write_text("\n".join(text * 2))
 
     printed = run_example(
         "examples/train_sae.py", str(model_dir), str(tmp_path / "text.txt"), str(tmp_path / "out"), "256"
     )
 
-    assert "     256 rows: " in printed
+    assert re.search(r"^ +256 rows: [0-9.]+ unexplained", printed, re.MULTILINE), printed
     plain, steered = re.findall(r"^ +(?:as it is|with \d+) +(['\"].*)$", printed, re.MULTILINE)
     assert plain != steered
     coder = open_coder(tmp_path / "out" / "sae.safetensors")

@@ -79,31 +79,22 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
         consumer: str = "memory",
     ) -> None:
         engine = engine_of(llm)
-        wanted = Wanted(
-            sites=parse_site_names(sites),
-            tokens=tokens,
-            drop_first=drop_first,
-            max_tokens=max_tokens,
-            temperature=temperature,
-        )
+        answers: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+        wanted = Wanted(sites=parse_site_names(sites), tokens=tokens, drop_first=drop_first, **answers)
         facts = engine.facts
         self.sites = tuple(site.name for site in wanted.sites)
         self._dtype, self._hidden_size = facts.dtype, facts.hidden_size
         row_bytes = facts.hidden_size * ITEM_SIZES[facts.dtype]
         cost = row_bytes * len(self.sites) + _INT64S
-        pool_rows = max_bytes // 2 // cost
-        if batch_size < 1 or batch < 1 or pool_rows < batch_size:
-            raise ConfigError(
-                f"max_bytes: {max_bytes} make a pool of {pool_rows} rows at {cost} bytes each, fewer than a batch of "
-                f"{batch_size}; batches of rows and prompts have at least 1"
-            )
+        if batch < 1:
+            raise ConfigError(f"batch: must be at least 1, got {batch}")
         self._batch_size = batch_size
-        self._pool = RowPool(self.sites, row_bytes, pool_rows)
+        self._pool = RowPool(self.sites, row_bytes, _pool_rows(max_bytes, cost, batch_size))
         self._random = np.random.default_rng(seed)
         self._rows: Batch = deque()
         self._used = 0  # rows of the first of `_rows` that are in the pool
         self._taken = 0
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # of the thread
         self._is_over = False
         plan = _Plan(wanted, wanted.context(context, facts.max_length), max_bytes // 4 // cost, batch)
         self._source = _Source(engine, plan, each_prompt(prompts), consumer)
@@ -192,6 +183,17 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
             self._rows = found
         else:
             self._source.give_back()
+
+
+def _pool_rows(max_bytes: int, cost: int, batch_size: int) -> int:
+    """Rows of the pool, at `cost` bytes each."""
+    rows = max_bytes // 2 // cost
+    if not 1 <= batch_size <= rows:
+        raise ConfigError(
+            f"batch_size: {batch_size} is not from 1 to {rows}, the rows of the pool: half of max_bytes ({max_bytes}), "
+            f"at {cost} bytes each"
+        )
+    return rows
 
 
 def _bytes_of(rows: Tensor) -> Any:
