@@ -34,7 +34,7 @@ from headgate.capture.schema.spec import CaptureSpec
 
 if TYPE_CHECKING:
     __version__: str
-    from headgate.capture.engine.api import LLM, SamplingParams
+    from headgate.capture.engine.api import LLM, SamplingParams, start_llm
     from headgate.capture.engine.setup.cli_flags import additional_config
 
 __all__ = [
@@ -66,12 +66,14 @@ __all__ = [
     "hookimpl",
     "parse_client_spec",
     "site_map",
+    "start_llm",
 ]
 
 _LATE = {
     "LLM": "headgate.capture.engine.api",
     "SamplingParams": "headgate.capture.engine.api",
     "additional_config": "headgate.capture.engine.setup.cli_flags",
+    "start_llm": "headgate.capture.engine.api",
 }
 """Names that need vLLM or are part of its world: imported when they are first used."""
 

@@ -8,6 +8,7 @@
 `logging`               one line per request
 `moments`               mean, variance, covariance and norms over all requests
 `reward`                a number for each request, from its rows along a direction
+`harvest`               rows of many prompts for training, as files or live
 `reader`                ``open_captures(root)``: what `filesystem` wrote, as numpy or torch
 `testing`, `feed`       ``ConsumerContract``: the tests that a consumer must pass
 ======================  =============================================================

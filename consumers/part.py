@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
 @hookimpl
 def headgate_commands() -> dict[str, str]:
-    """``headgate dump`` and ``headgate moments``."""
-    return {"dump": "headgate.consumers.dump:app", "moments": "headgate.consumers.moments.commands:app"}
+    """``headgate dump``, ``harvest`` and ``moments``."""
+    return {
+        "dump": "headgate.consumers.dump:app",
+        "harvest": "headgate.consumers.harvest.command:app",
+        "moments": "headgate.consumers.moments.commands:app",
+    }
 
 
 @hookimpl

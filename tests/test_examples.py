@@ -22,6 +22,7 @@ from examples import model
 from headgate.capture.schema.sites import Site
 from headgate.consumers.reader import open_captures
 from headgate.steering import load
+from headgate.steering.features.importing import open_coder
 from tests.fakes.saes import TinySae
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,6 +127,26 @@ def test_one_feature_of_an_sae_is_held_at_several_values(model_dir: Path, tmp_pa
     assert [line.split()[0] for line in (plain, off, held)] == ["as", "0", "4000"]
     assert plain.split("  ")[-1] != held.split("  ")[-1]
     assert len((ROOT / "examples/sae_feature.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.engine
+def test_an_sae_is_trained_on_live_rows_and_used(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process, which starts sooner
+    text = re.findall(r"^[A-Z].{60,}$", README, re.MULTILINE)
+    (tmp_path / "text.txt").write_text("\n".join(text * 2))
+
+    printed = run_example(
+        "examples/train_sae.py", str(model_dir), str(tmp_path / "text.txt"), str(tmp_path / "out"), "256"
+    )
+
+    assert re.search(r"^ +256 rows: [0-9.]+ unexplained", printed, re.MULTILINE), printed
+    plain, steered = re.findall(r"^ +(?:as it is|with \d+) +(['\"].*)$", printed, re.MULTILINE)
+    assert plain != steered
+    coder = open_coder(tmp_path / "out" / "sae.safetensors")
+    assert (coder.read_site, coder.width, coder.num_features) == (Site.parse("12.post_mlp"), 576, 2048)
+    assert len((ROOT / "examples/train_sae.py").read_text().splitlines()) < 80
 
 
 @pytest.mark.engine

@@ -62,8 +62,8 @@ LAYERS = {
         *(["verify"], ["part"]),
     ),
     "headgate.consumers.datasets": (
-        *(["index"], ["reading", "selection"], ["view"], ["batches", "sinks", "manifest"], ["mixing"], ["dataset"]),
-        ["feeds", "export"],
+        *(["index"], ["reading", "selection"], ["view"], ["batches", "sinks", "manifest", "pool"], ["mixing"]),
+        *(["dataset"], ["feeds", "export"]),
     ),
     "headgate.consumers.filesystem": (["storage"], ["formats"], ["params", "writing"], ["consumer"]),
 }

@@ -92,3 +92,37 @@ class LLM(vllm.LLM):  # type: ignore[misc]
                 steering=steering,
             )
         super().__init__(*args, **kwargs)
+
+
+def start_llm(
+    model: str,
+    flags: Sequence[str] = (),
+    *,
+    capture_consumers: Sequence[Consumer] = (),
+    capture_sites: Document | None = None,
+    **settings: object,
+) -> LLM:
+    """Start an engine with flags of vLLM's command line, for commands that run prompts of their own.
+
+    Args:
+        model: Its name or folder.
+        flags: Such as ``["--dtype", "float32", "--tensor-parallel-size", "2"]``; headgate's own work, too.
+        capture_consumers: As for `LLM`.
+        capture_sites: As for `LLM`.
+        settings: Other fields of `CaptureConsumersConfig`.
+
+    Raises:
+        ConfigError: If the configuration is wrong.
+        UnsupportedError: If this vLLM, this model or a setting cannot be served.
+        SystemExit: If vLLM knows no such flag; it has said so.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="headgate", usage="flags of vLLM's engine"))
+    engine_args = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *flags]))
+    engine_args.disable_log_stats = True  # as `LLM` has it
+    engine_args.additional_config = additional_config(
+        consumers=capture_consumers, sites=capture_sites, base=engine_args.additional_config, **settings
+    )
+    return LLM(**vars(engine_args))

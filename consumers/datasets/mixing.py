@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.consumers.datasets.batches import RowBatch, check_positive
+from headgate.consumers.datasets.pool import RowPool
 from headgate.consumers.datasets.reading import Bytes
 from headgate.consumers.datasets.sinks import SinkFilter
 from headgate.consumers.datasets.view import RowView, fingerprint_of
@@ -187,79 +188,45 @@ def block_order(view: RowView, block_rows: int, random: np.random.Generator) -> 
 
 
 class _Pool:
-    """Rows that are mixed at the moment. Each lies in a slot; a row that is drawn leaves its slot to a later one.
+    """Rows that are mixed at the moment, and the requests that they are of.
 
     Attributes:
-        count: Rows.
         num_requests: Requests that they are of.
     """
 
     def __init__(self, view: RowView, capacity: int) -> None:
         self._view = view
-        self._numbers = np.empty(capacity, dtype=np.int64)  # by slot
-        self._rows = {site: _empty_rows(view, capacity) for site in view.sites}  # by slot
-        self._slots = np.arange(capacity)  # those of rows, in the order that draws refer to, then the free ones
+        self._rows = RowPool(view.sites, view.row_bytes, capacity)
         self._per_request = np.zeros(len(view.files.table), dtype=np.int32)
-        self.clear()
+        self.num_requests = 0
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return self._rows.count
 
     @property
     def numbers(self) -> Numbers:
         """The rows' numbers in the view, in the order that draws refer to."""
-        found: Numbers = self._numbers[self._slots[: self.count]]
-        return found
+        return self._rows.numbers
 
     def clear(self) -> None:
         """Take all rows out."""
-        self.count = self.num_requests = 0
-        self._slots.sort()
+        self._rows.clear()
+        self.num_requests = 0
         self._per_request[:] = 0
 
     def add(self, numbers: Numbers, data: dict[str, Bytes]) -> None:
         """Add rows."""
-        needed = self.count + len(numbers)
-        if needed > len(self._slots):
-            self._grow(max(needed, len(self._slots) * 5 // 4))
-        slots = self._slots[self.count : needed]
-        self._numbers[slots] = numbers
-        for site, rows in data.items():
-            self._rows[site][slots] = _as_items(rows)
-        self.count = needed
+        self._rows.add(numbers, data)
         requests, counts = np.unique(self._view.requests(numbers), return_counts=True)
         self.num_requests += int(np.count_nonzero(self._per_request[requests] == 0))
         self._per_request[requests] += counts.astype(np.int32)
 
     def draw(self, random: np.random.Generator, count: int) -> RowBatch:
         """Take rows out at random, all if there are not more than `count`."""
-        count = min(count, self.count)
-        chosen = random.choice(self.count, count, replace=False)
-        slots = self._slots[chosen]
-        numbers = self._numbers[slots]
-        data = {site: rows.take(slots).view(np.uint8).reshape(count, -1) for site, rows in self._rows.items()}
-        left = self.count - count
-        is_taken = np.zeros(count, dtype=np.bool_)
-        is_taken[chosen[chosen >= left] - left] = True
-        self._slots[chosen[chosen < left]] = self._slots[left : self.count][~is_taken]
-        self._slots[left : self.count] = slots
-        self.count = left
+        numbers, data = self._rows.draw(random, count)
         requests, counts = np.unique(self._view.requests(numbers), return_counts=True)
         self._per_request[requests] -= counts.astype(np.int32)
         self.num_requests -= int(np.count_nonzero(self._per_request[requests] == 0))
         return RowBatch(self._view, numbers, data)
-
-    def _grow(self, size: int) -> None:
-        old = len(self._slots)
-        self._slots = np.concatenate([self._slots, np.arange(old, size)])
-        self._numbers = np.concatenate([self._numbers, np.empty(size - old, dtype=np.int64)])
-        for site, rows in self._rows.items():
-            larger = _empty_rows(self._view, size)
-            larger[:old] = rows
-            self._rows[site] = larger
-
-
-def _empty_rows(view: RowView, count: int) -> npt.NDArray[np.void]:
-    return np.empty(count, dtype=np.dtype((np.void, view.row_bytes)))
-
-
-def _as_items(rows: Bytes) -> npt.NDArray[np.void]:
-    """uint8 ``[rows, row_bytes]`` as one item for each row, which numpy copies as a whole."""
-    return rows.view(np.dtype((np.void, rows.shape[1]))).reshape(-1)

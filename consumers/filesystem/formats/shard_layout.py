@@ -19,9 +19,10 @@ import os
 import secrets
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,8 +43,8 @@ from headgate.consumers.filesystem.formats.layout import (
     payload_of,
     read_sidecar,
 )
-from headgate.consumers.filesystem.storage.local_store import LocalStore, bytes_of, write_all
-from headgate.consumers.filesystem.storage.source import Source
+from headgate.consumers.filesystem.storage.local_store import LocalStore, bytes_of, sync_folder, write_all, write_file
+from headgate.consumers.filesystem.storage.source import LocalSource, Source
 from headgate.consumers.filesystem.storage.store import Published, Target, site_file
 
 logger = logging.getLogger(__name__)
@@ -246,6 +247,30 @@ def read_shard(source: Source, folder: str) -> Iterator[StoredPart]:
             raise CaptureFileError(f"{index}: line {number} is damaged")
         else:
             yield _part(source, folder, shared, entry, sizes)
+
+
+def forget_requests(folder: Path, is_kept: Callable[[Sidecar], bool]) -> int:
+    """Take requests out of the index of a shard that no process writes to any more; return how many.
+
+    The index is replaced as a whole, so a process that is killed here has changed it or not. Rows stay, as nobody's.
+
+    Raises:
+        CaptureFileError: If the shard is damaged.
+        OSError: If the index cannot be written.
+    """
+    path = folder / INDEX
+    parts = list(read_shard(LocalSource(), str(folder)))
+    lines = path.read_bytes().split(b"\n")[: len(parts)]  # those of `parts`: a partial one is the last
+    kept = [line for line, part in zip(lines, parts, strict=True) if is_kept(part.sidecar)]
+    if len(kept) < len(parts):
+        temp = folder / f".{INDEX}.{secrets.token_hex(6)}"
+        try:
+            write_file(temp, [memoryview(line + b"\n") for line in kept], fsync=True)
+            temp.replace(path)
+            sync_folder(folder)
+        finally:
+            temp.unlink(missing_ok=True)
+    return len(parts) - len(kept)
 
 
 def _read_shared(source: Source, path: str) -> dict[str, Any] | None:

@@ -1,0 +1,128 @@
+"""The engine that a harvest runs its prompts on: vLLM's `LLM`, or anything that does the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.results import CaptureResult
+from headgate.consumers.harvest.prompts import Prompt
+from headgate.consumers.harvest.wanted import Task, Wanted
+
+
+class EngineFacts(NamedTuple):
+    """The model that an engine has loaded.
+
+    Attributes:
+        model: Its name or folder, as the engine was given it.
+        revision: Of its weights; None of a folder that does not tell.
+        tokenizer: Name or folder of its tokenizer.
+        dtype: ``bfloat16``, ``float16`` or ``float32``: of every row.
+        quantization: Of its weights; None if there is none.
+        hidden_size: Width of a row.
+        max_length: Tokens that it takes, of prompt and answer.
+    """
+
+    model: str
+    revision: str | None
+    tokenizer: str
+    dtype: str
+    quantization: str | None
+    hidden_size: int
+    max_length: int
+
+
+class HarvestEngine(Protocol):
+    """Runs prompts and captures their rows. Used by one thread."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """The model."""
+        ...
+
+    def tokens(self, prompt: Prompt) -> Sequence[int]:
+        """The tokens of a prompt."""
+        ...
+
+    def run(
+        self, tasks: Sequence[Task], wanted: Wanted, consumer: str, specs: Sequence[Mapping[str, Any]]
+    ) -> list[CaptureResult]:
+        """Run prompts and return when their rows have reached the consumer.
+
+        Args:
+            tasks: The prompts.
+            wanted: How answers are generated.
+            consumer: Instance name of a configured consumer.
+            specs: For each prompt, what it asks of the consumer.
+        """
+        ...
+
+
+class VllmEngine:
+    """An `LLM` of vLLM with headgate's capture.
+
+    A chat that ends with an answer is taken as it is; to any other, the head of an answer is added.
+
+    Args:
+        llm: `headgate.capture.LLM`, or vLLM's own with ``additional_config``.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        config = llm.llm_engine.vllm_config.model_config
+        self._llm = llm
+        self._tokenizer: Any = None
+        self.facts = EngineFacts(
+            model=config.model,
+            revision=config.revision or getattr(config.hf_config, "_commit_hash", None),
+            tokenizer=config.tokenizer,
+            dtype=str(config.dtype).removeprefix("torch."),
+            quantization=config.quantization,
+            hidden_size=config.get_hidden_size(),
+            max_length=config.max_model_len,
+        )
+
+    def tokens(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str) and (not prompt or isinstance(prompt[0], int)):
+            return prompt  # type: ignore[return-value]
+        if self._tokenizer is None:
+            self._tokenizer = self._llm.get_tokenizer()
+        if isinstance(prompt, str):
+            return list(self._tokenizer.encode(prompt))
+        is_open = prompt[-1]["role"] != "assistant"
+        found = self._tokenizer.apply_chat_template(
+            prompt, tokenize=True, add_generation_prompt=is_open, return_dict=False
+        )
+        return list(found)
+
+    def run(
+        self, tasks: Sequence[Task], wanted: Wanted, consumer: str, specs: Sequence[Mapping[str, Any]]
+    ) -> list[CaptureResult]:
+        from headgate.capture import SamplingParams  # imports vLLM, which is there if an `LLM` is
+
+        params = [
+            SamplingParams(
+                max_tokens=wanted.max_tokens,
+                temperature=wanted.temperature,
+                seed=task.index if wanted.temperature else None,
+                detokenize=False,
+                capture={consumer: dict(spec)},
+            )
+            for task, spec in zip(tasks, specs, strict=True)
+        ]
+        prompts = [{"prompt_token_ids": list(task.token_ids)} for task in tasks]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return [output.capture_results[consumer] for output in outputs]
+
+
+def engine_of(llm: object) -> HarvestEngine:
+    """An engine for whatever a user has: one already, or an `LLM`.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    if hasattr(llm, "llm_engine"):
+        return VllmEngine(llm)
+    if all(hasattr(llm, name) for name in ("facts", "tokens", "run")):
+        return llm  # type: ignore[return-value]
+    raise ConfigError(f"expected an LLM of vLLM or a HarvestEngine, got {type(llm).__name__}")

@@ -1,0 +1,308 @@
+"""Rows of a running engine as batches for a trainer, mixed, in bounded memory: generation waits for the trainer."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from queue import SimpleQueue
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headgate.capture.schema.errors import ConfigError, ConsumerError
+from headgate.consumers.datasets.pool import RowPool
+from headgate.consumers.filesystem.formats.layout import ITEM_SIZES
+from headgate.consumers.harvest.engine import HarvestEngine, engine_of
+from headgate.consumers.harvest.prompts import Prompt, PromptSet, each_prompt
+from headgate.consumers.harvest.run import DEFAULT_BATCH
+from headgate.consumers.harvest.wanted import Task, Tokens, Wanted, parse_site_names
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headgate.consumers.captured_rows import CapturedRows
+
+Batch = deque["CapturedRows"]
+_BATCHES = 2
+"""Batches of prompts at a time: one runs while the rows of the other go into the pool."""
+_INT64S = 2 * ITEM_SIZES["int64"]  # of a row in the pool, beside its values
+
+
+class LiveRows(Iterator[dict[str, "Tensor"]]):
+    """Batches ``{site: [rows, hidden]}`` in the model's dtype, whose rows are the same tokens at every site.
+
+    A batch is drawn uniformly from a pool, which is filled up before each draw, so the same engine, prompts and seed
+    give the same batches. Each row comes once. A thread runs the prompts, batch after batch, while the caller trains;
+    nobody else may use the engine meanwhile. Where the trainer is slower, the thread waits.
+
+    It is a `data_provider` for SAELens' `MultiSAETrainer`, and `of_one_site` one for its `SAETrainer`. A context
+    manager: leaving it, or `close`, ends the thread after the prompts that run.
+
+    Args:
+        llm: An `LLM` with the consumer `memory` (or a `HarvestEngine`).
+        prompts: Texts, chats or lists of token ids, or the name of a file or data set; they may be without end.
+        sites: Such as ``"12.post_mlp"``; several separated by commas, or a list.
+        batch_size: Rows in a batch; the last one may be smaller.
+        max_bytes: Bytes that rows may take here: half of it for the pool, a quarter for each of two batches of
+            prompts. Buffers of the engine come on top, as the architecture page lists them.
+        tokens: Rows of the prompt, of the tokens that were generated, or both: ``prompt``, ``generated``, ``all``.
+        drop_first: Positions at the beginning whose rows are left out, such as those of BOS and of attention sinks.
+        max_tokens: Tokens that are generated.
+        temperature: Of the sampling; each prompt's index is its seed.
+        context: Tokens that a prompt is cut to; as many as the engine takes if None.
+        batch: Prompts that run together at most; fewer where their rows would take too much.
+        seed: Of the mixing.
+        consumer: Instance name of the consumer.
+
+    Raises:
+        ConfigError: If an argument is out of range, or `max_bytes` does not hold a batch.
+    """
+
+    def __init__(
+        self,
+        llm: object,
+        prompts: str | Iterable[Prompt] | PromptSet,
+        sites: str | Iterable[str],
+        *,
+        batch_size: int = 4096,
+        max_bytes: int = 1 << 30,
+        tokens: Tokens = "prompt",
+        drop_first: int = 0,
+        max_tokens: int = 1,
+        temperature: float = 0.0,
+        context: int | None = None,
+        batch: int = DEFAULT_BATCH,
+        seed: int = 0,
+        consumer: str = "memory",
+    ) -> None:
+        engine = engine_of(llm)
+        answers: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+        wanted = Wanted(sites=parse_site_names(sites), tokens=tokens, drop_first=drop_first, **answers)
+        facts = engine.facts
+        self.sites = tuple(site.name for site in wanted.sites)
+        self._dtype, self._hidden_size = facts.dtype, facts.hidden_size
+        row_bytes = facts.hidden_size * ITEM_SIZES[facts.dtype]
+        cost = row_bytes * len(self.sites) + _INT64S
+        if batch < 1:
+            raise ConfigError(f"batch: must be at least 1, got {batch}")
+        self._batch_size = batch_size
+        self._pool = RowPool(self.sites, row_bytes, _pool_rows(max_bytes, cost, batch_size))
+        self._random = np.random.default_rng(seed)
+        self._rows: Batch = deque()
+        self._used = 0  # rows of the first of `_rows` that are in the pool
+        self._taken = 0
+        self._error: BaseException | None = None  # of the thread
+        self._is_over = False
+        plan = _Plan(wanted, wanted.context(context, facts.max_length), max_bytes // 4 // cost, batch)
+        self._source = _Source(engine, plan, each_prompt(prompts), consumer)
+        self._finalizer = weakref.finalize(self, self._source.stop)
+
+    def __iter__(self) -> LiveRows:
+        return self
+
+    def __next__(self) -> dict[str, Tensor]:
+        """The next batch; waits for the engine.
+
+        Raises:
+            ConsumerError: If the rows of a prompt did not come.
+            Exception: What running the prompts raised.
+        """
+        import torch
+
+        self._fill()
+        if not self._pool.count:
+            self.close()
+            raise StopIteration
+        _, data = self._pool.draw(self._random, self._batch_size)
+        dtype = getattr(torch, self._dtype)
+        return {
+            site: torch.from_numpy(rows).view(dtype).reshape(len(rows), self._hidden_size)
+            for site, rows in data.items()
+        }
+
+    def __enter__(self) -> LiveRows:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def of_one_site(self) -> Iterator[Tensor]:
+        """The same batches as tensors ``[rows, hidden]``.
+
+        Raises:
+            ValueError: If there are several sites.
+        """
+        if len(self.sites) > 1:
+            raise ValueError(f"the rows are of {', '.join(self.sites)}; name one site, or take the batches by site")
+        return (batch[self.sites[0]] for batch in self)
+
+    def close(self) -> None:
+        """End the thread, after the prompts that run. No more batches come. May be called again."""
+        self._is_over = True
+        self._pool.clear()
+        self._rows.clear()
+        self._finalizer()
+        self._source.join()
+
+    def _fill(self) -> None:
+        """Fill the pool, as long as there are rows."""
+        if self._error is not None:
+            raise self._error
+        while self._pool.free and not self._is_over:
+            if not self._rows:
+                self._receive()
+                continue
+            captured = self._rows[0]
+            count = min(self._pool.free, len(captured) - self._used)
+            span = slice(self._used, self._used + count)
+            data = {site: _bytes_of(captured[site][span]) for site in self.sites}
+            self._pool.add(np.arange(self._taken, self._taken + count), data)
+            self._taken += count
+            self._used += count
+            if self._used == len(captured):
+                del captured
+                self._rows.popleft()
+                self._used = 0
+                if not self._rows:
+                    self._source.give_back()
+
+    def _receive(self) -> None:
+        found = self._source.next()
+        if isinstance(found, BaseException):
+            self._error = found
+            self._is_over = True
+            raise found
+        if found is None:
+            self._is_over = True
+        elif found:
+            self._rows = found
+        else:
+            self._source.give_back()
+
+
+def _pool_rows(max_bytes: int, cost: int, batch_size: int) -> int:
+    """Rows of the pool, at `cost` bytes each."""
+    rows = max_bytes // 2 // cost
+    if not 1 <= batch_size <= rows:
+        raise ConfigError(
+            f"batch_size: {batch_size} is not from 1 to {rows}, the rows of the pool: half of max_bytes ({max_bytes}), "
+            f"at {cost} bytes each"
+        )
+    return rows
+
+
+def _bytes_of(rows: Tensor) -> Any:
+    """uint8 ``[rows, row_bytes]``."""
+    import torch
+
+    return rows.contiguous().view(torch.uint8).numpy()
+
+
+class _Plan:
+    """Cuts prompts into batches whose rows fit.
+
+    Args:
+        wanted: Rows of each prompt.
+        context: Tokens of a prompt at most.
+        max_rows: Rows of a batch at most.
+        max_prompts: Prompts of a batch at most.
+    """
+
+    def __init__(self, wanted: Wanted, context: int, max_rows: int, max_prompts: int) -> None:
+        self.wanted = wanted
+        self._context = context
+        self._max_rows = max_rows
+        self._max_prompts = max_prompts
+
+    def batches(self, engine: HarvestEngine, prompts: Iterable[Prompt]) -> Iterator[list[Task]]:
+        """The prompts in their order; those without rows are left out.
+
+        Raises:
+            ConfigError: If the rows of one prompt alone do not fit.
+        """
+        pending: list[Task] = []
+        rows = 0
+        for index, prompt in enumerate(prompts):
+            task = self.wanted.plan(index, engine.tokens(prompt), self._context)
+            if task is None:
+                continue
+            if task.most_rows > self._max_rows:
+                raise ConfigError(
+                    f"max_bytes: {task.name} can have {task.most_rows} rows, and a batch of prompts has room for "
+                    f"{self._max_rows}; raise max_bytes, or set context or max_tokens"
+                )
+            if pending and (rows + task.most_rows > self._max_rows or len(pending) == self._max_prompts):
+                yield pending
+                pending, rows = [], 0
+            pending.append(task)
+            rows += task.most_rows
+        if pending:
+            yield pending
+
+
+class _Source:
+    """A thread that runs batches of prompts, at most `_BATCHES` ahead of those who take their rows.
+
+    Args:
+        engine: Used by the thread alone.
+        plan: Makes the batches.
+        prompts: Gone through once.
+        consumer: Instance name of the consumer `memory`.
+    """
+
+    def __init__(self, engine: HarvestEngine, plan: _Plan, prompts: Iterator[Prompt], consumer: str) -> None:
+        self._engine = engine
+        self._plan = plan
+        self._prompts = prompts
+        self._consumer = consumer
+        self._room = threading.Semaphore(_BATCHES)
+        self._ready: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
+        self._is_stopped = threading.Event()
+        # A daemon: a program that ends in the middle of its training does not wait for prompts.
+        self._thread = threading.Thread(target=self._run, name="headgate-live-rows", daemon=True)
+        self._thread.start()
+
+    def next(self) -> Batch | BaseException | None:
+        """The rows of the next batch of prompts; None after the last; or what went wrong. Waits."""
+        return self._ready.get()
+
+    def give_back(self) -> None:
+        """The rows of a batch are gone: another may run."""
+        self._room.release()
+
+    def stop(self) -> None:
+        """Run no more batches. Any thread; may be called again."""
+        self._is_stopped.set()
+        self._room.release()
+
+    def join(self) -> None:
+        """Wait for the thread."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for tasks in self._plan.batches(self._engine, self._prompts):
+                self._room.acquire()
+                if self._is_stopped.is_set():
+                    break
+                self._ready.put(self._rows_of(tasks))
+            self._ready.put(None)
+        except BaseException as error:  # noqa: BLE001  (whatever it is, it is for the caller to see)
+            self._ready.put(error)
+
+    def _rows_of(self, tasks: Sequence[Task]) -> Batch:
+        """Run a batch. Nothing else keeps its rows once this has returned."""
+        wanted = self._plan.wanted
+        specs = [{"hooks": wanted.hooks, "positions": task.positions} for task in tasks]
+        rows: Batch = deque()
+        for task, result in zip(tasks, self._engine.run(tasks, wanted, self._consumer, specs), strict=True):
+            if result.status != "ok":
+                raise ConsumerError(f"{task.name}: {result.error or f'the result is {result.status}'}")
+            if len(result.payload):
+                rows.append(result.payload)
+        return rows

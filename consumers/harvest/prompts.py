@@ -1,0 +1,214 @@
+"""Prompts of a harvest: text, chats or tokens, from a file or a data set of Hugging Face, one after the other.
+
+=============  ==============================================================
+``.txt``       each line that is not empty is a prompt
+``.jsonl``     each line is a text, a list, or an object with a field of one
+``.parquet``   a column of texts or lists
+any other      the name of a data set: ``datasets`` loads it
+=============  ==============================================================
+
+A list is a chat if it holds objects with ``role`` and ``content``, and a tokenized prompt if it holds integers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headgate.capture.schema.errors import ConfigError, shown
+
+Prompt = str | list[dict[str, Any]] | list[int]
+"""A text, the messages of a chat, or token ids."""
+
+FIELDS = ("text", "messages", "prompt", "input_ids", "token_ids")
+"""Fields that are looked for where none is named."""
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+_NO_FIELD = "none"
+_CHUNK = 1 << 20
+_ROWS = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptSet:
+    """Prompts that can be gone through more than once.
+
+    Attributes:
+        name: As the user named them.
+        field: Of each record; ``none`` where records have no fields.
+        sha256: Of the file; of a data set, of its prompts as JSON.
+    """
+
+    name: str
+    field: str
+    sha256: str
+    _records: Callable[[], Iterator[tuple[str, object]]] = dataclasses.field(repr=False)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """The prompts in order.
+
+        Raises:
+            ConfigError: At a record that is no prompt; the message has its place.
+        """
+        for place, record in self._records():
+            yield _prompt(_value(record, self.field, place), place)
+
+
+def open_prompts(name: str, *, field: str | None = None, split: str = "train") -> PromptSet:
+    """Open prompts; the first record is read.
+
+    Args:
+        name: A file, or the name of a data set of Hugging Face.
+        field: The field of each record; the one of `FIELDS` that the first record has, if None.
+        split: Of a data set.
+
+    Raises:
+        ConfigError: If they cannot be opened, or it is not clear which field is meant.
+    """
+    if Path(name).suffix in SUFFIXES:
+        return _of_file(Path(name), name, field)
+    if Path(name).exists():
+        raise ConfigError(f"prompts: {name}: expected a file that ends in {', '.join(SUFFIXES)}")
+    return _of_data_set(name, field, split)
+
+
+def each_prompt(prompts: str | Iterable[Prompt]) -> Iterator[Prompt]:
+    """Go through prompts of any kind once: those of a file or a data set by its name, or those that a program has.
+
+    Raises:
+        ConfigError: As `open_prompts`, and at a value that is no prompt.
+    """
+    if isinstance(prompts, str):
+        yield from open_prompts(prompts)
+    elif isinstance(prompts, PromptSet):
+        yield from prompts
+    else:
+        for number, value in enumerate(prompts):
+            yield _prompt(value, f"prompt {number}")
+
+
+def _of_file(path: Path, name: str, field: str | None) -> PromptSet:
+    try:
+        digest = sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise ConfigError(f"prompts: {name} cannot be read: {error}") from error
+    if path.suffix == ".txt":
+        if field is not None:
+            raise ConfigError(f"prompts: {name}: lines of text have no fields; leave out the field {field!r}")
+        return PromptSet(name=name, field=_NO_FIELD, sha256=digest.hexdigest(), _records=lambda: _lines(path))
+    if path.suffix == ".jsonl":
+        found = _field_of(next(_json_lines(path), None), name, field)
+        return PromptSet(name=name, field=found, sha256=digest.hexdigest(), _records=lambda: _json_lines(path))
+    column = _field_of(next(_parquet(path, field), None), name, field)
+    return PromptSet(name=name, field=column, sha256=digest.hexdigest(), _records=lambda: _parquet(path, column))
+
+
+def _lines(path: Path) -> Iterator[tuple[str, object]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if text := line.rstrip("\r\n"):
+                yield f"{path}, line {number}", text
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, object]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place = f"{path}, line {number}"
+            if line.strip():
+                try:
+                    yield place, msgspec.json.decode(line)
+                except msgspec.DecodeError as error:
+                    raise ConfigError(f"prompts: {place}: not JSON: {error}") from error
+
+
+def _parquet(path: Path, column: str | None) -> Iterator[tuple[str, object]]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(f"prompts: {path}: {error}: pip install 'headgate[datasets]'") from error
+    file = pyarrow.parquet.ParquetFile(path)
+    if column is not None and column not in file.schema_arrow.names:
+        raise ConfigError(f"prompts: {path}: no column {column!r}; there are {', '.join(file.schema_arrow.names)}")
+    number = 0
+    for batch in file.iter_batches(batch_size=_ROWS, columns=None if column is None else [column]):
+        for record in batch.to_pylist():
+            yield f"{path}, row {number}", record
+            number += 1
+
+
+def _of_data_set(name: str, field: str | None, split: str) -> PromptSet:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"prompts: {name} is no file; as the name of a data set it needs: pip install 'headgate[datasets]'"
+        ) from error
+    try:
+        rows = datasets.load_dataset(name, split=split)
+    except Exception as error:
+        raise ConfigError(f"prompts: {name}: no file, and datasets cannot load it: {error}") from error
+    column = _field_of(("the data set", rows[0]) if len(rows) else None, name, field)
+    chosen = rows.select_columns([column])
+
+    def records() -> Iterator[tuple[str, object]]:
+        return _numbered(chosen, f"{name}, row")
+
+    return PromptSet(name=name, field=column, sha256=_digest(row[column] for row in chosen), _records=records)
+
+
+def _numbered(records: Iterable[object], what: str) -> Iterator[tuple[str, object]]:
+    return ((f"{what} {number}", record) for number, record in enumerate(records))
+
+
+def _digest(values: Iterable[object]) -> str:
+    digest = sha256()
+    for value in values:
+        digest.update(msgspec.json.encode(value) + b"\n")
+    return digest.hexdigest()
+
+
+def _field_of(first: tuple[str, object] | None, name: str, asked: str | None) -> str:
+    """The field of the first record that prompts are in; `_NO_FIELD` if it has no fields."""
+    if first is None:
+        raise ConfigError(f"prompts: {name} is empty")
+    place, record = first
+    if asked is not None:
+        _prompt(_value(record, asked, place), place)
+        return asked
+    if not isinstance(record, Mapping):
+        return _NO_FIELD
+    found = [known for known in FIELDS if known in record]
+    if len(found) != 1:
+        raise ConfigError(f"prompts: {place}: which field is meant? Name one of {', '.join(map(str, record))}")
+    return found[0]
+
+
+def _value(record: object, name: str, place: str) -> object:
+    if name == _NO_FIELD and not isinstance(record, Mapping):
+        return record
+    if not isinstance(record, Mapping) or name not in record:
+        have = f"has {', '.join(map(str, record))}" if isinstance(record, Mapping) else f"is {shown(record)}"
+        raise ConfigError(f"prompts: {place}: expected an object with the field {name!r}; it {have}")
+    return record[name]
+
+
+def _prompt(value: object, place: str) -> Prompt:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        items: list[Any] = list(value)
+        if all(isinstance(item, Mapping) and {"role", "content"} <= item.keys() for item in items) and items:
+            return [dict(item) for item in items]
+        if all(type(item) is int for item in items):
+            return items
+    raise ConfigError(
+        f"prompts: {place}: expected a text, a list of messages with role and content, or a list of token ids, got "
+        f"{shown(value)}"
+    )

@@ -1,0 +1,214 @@
+"""Running prompts until a root has the rows: batch after batch, each durable before the next one begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple
+
+from headgate.capture.schema.errors import ConfigError, ConsumerError
+from headgate.consumers.datasets.dataset import open_dataset
+from headgate.consumers.filesystem.formats.layout import ITEM_SIZES
+from headgate.consumers.harvest.engine import EngineFacts, HarvestEngine
+from headgate.consumers.harvest.prompts import Prompt, PromptSet
+from headgate.consumers.harvest.root import TAG, HarvestRoot
+from headgate.consumers.harvest.wanted import Task, Wanted, settings_of
+
+DEFAULT_BATCH = 256
+"""Prompts in a batch."""
+
+
+class Progress(NamedTuple):
+    """How far a harvest is.
+
+    Attributes:
+        rows: Durable rows at each site, those of earlier runs included.
+        wanted_rows: Rows at which it ends.
+        num_bytes: Bytes of the durable rows at all sites, with positions and tokens.
+        prompts: Prompts that have those rows.
+    """
+
+    rows: int
+    wanted_rows: int
+    num_bytes: int
+    prompts: int
+
+
+Report = Callable[[Progress], None]
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """One run of a harvest.
+
+    Attributes:
+        done: Rows by prompt that is durable.
+        rows: Rows of the prompts gone through so far, those of the batch that runs included where they are known.
+        skipped: Prompts gone through that have no rows.
+        cut: Prompts that this run cut to the context.
+    """
+
+    engine: HarvestEngine
+    wanted: Wanted
+    context: int
+    wanted_rows: int
+    batch: int
+    done: dict[int, int]
+    rows: int = 0
+    skipped: int = 0
+    cut: int = 0
+    durable: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.durable = sum(self.done.values())
+
+    def batches(self, prompts: PromptSet) -> Iterator[list[Task]]:
+        """Batches of prompts that are not done, until there are rows enough.
+
+        Whether a prompt belongs to the harvest follows from those before it alone, however often it was cut off.
+        """
+        if self.wanted.is_exact:
+            yield from self._known(prompts)
+        else:
+            yield from self._counted(prompts)
+
+    def _known(self, prompts: PromptSet) -> Iterator[list[Task]]:
+        """The fewest prompts, from the first on, that have the rows: how many each has is known before it runs."""
+        pending: list[Task] = []
+        for index, prompt in enumerate(prompts):
+            if self.rows >= self.wanted_rows:
+                break
+            if index in self.done:
+                self.rows += self.done[index]
+            elif (task := self._plan(index, prompt)) is not None:
+                pending.append(task)
+                self.rows += task.most_rows
+            if len(pending) == self.batch:
+                yield pending
+                pending = []
+        if pending:
+            yield pending
+
+    def _counted(self, prompts: PromptSet) -> Iterator[list[Task]]:
+        """Fixed batches, the last of which is the first that the rows are there after."""
+        numbered = enumerate(prompts)
+        while self.rows < self.wanted_rows and (group := list(islice(numbered, self.batch))):
+            planned = [self._plan(index, prompt) for index, prompt in group if index not in self.done]
+            if tasks := [task for task in planned if task is not None]:
+                yield tasks
+            self.rows += sum(self.done.get(index, 0) for index, _ in group)
+
+    def _plan(self, index: int, prompt: Prompt) -> Task | None:
+        task = self.wanted.plan(index, self.engine.tokens(prompt), self.context)
+        if task is None:
+            self.skipped += 1
+        else:
+            self.cut += task.was_cut
+        return task
+
+    def take(self, tasks: Sequence[Task], consumer: str) -> None:
+        """Run a batch; its rows are durable afterwards.
+
+        Raises:
+            ConsumerError: If a prompt lacks rows, or they are not on the disk.
+        """
+        hooks = self.wanted.hooks
+        specs = [
+            {"hooks": hooks, "positions": task.positions, "tag": TAG, "request_id": task.name, "layout": "shards"}
+            for task in tasks
+        ]
+        results = self.engine.run(tasks, self.wanted, consumer, specs)
+        for task, result in zip(tasks, results, strict=True):
+            if result.status != "ok":
+                why = result.error or f"the result is {result.status}: the disk does not keep up"
+                raise ConsumerError(f"{task.name}: {why}")
+            if self.wanted.is_exact and result.num_rows != task.most_rows:
+                raise ConsumerError(f"{task.name}: {result.num_rows} rows came, expected {task.most_rows}")
+            self.done[task.index] = result.num_rows
+            self.durable += result.num_rows
+
+
+def harvest(
+    engine: HarvestEngine,
+    prompts: PromptSet,
+    root: HarvestRoot,
+    wanted: Wanted,
+    *,
+    rows: int,
+    batch: int = DEFAULT_BATCH,
+    context: int | None = None,
+    consumer: str = "filesystem",
+    report: Report | None = None,
+) -> dict[str, Any]:
+    """Run prompts until the root has `rows` rows at each site, or there are no more prompts; return the manifest.
+
+    A root whose harvest was cut off, at any moment, ends with the rows of one that was not. A larger `rows` goes on.
+
+    Args:
+        engine: With the consumer `filesystem` for the root. It writes in this process (``location="driver"``): then
+            nothing writes there once this process is gone.
+        prompts: In their order.
+        root: Where the rows go.
+        wanted: Rows of each prompt. No prompt's rows are cut, so a few more come.
+        rows: How many.
+        batch: Prompts that run together.
+        context: Tokens that a prompt is cut to; as many as the engine takes if None.
+        consumer: Instance name of the consumer.
+        report: Called at the beginning and after each batch.
+
+    Raises:
+        ConfigError: If the root was begun with other settings, or a value does not fit.
+        ConsumerError: If rows did not reach the disk.
+        CaptureFileError: If the root is damaged.
+    """
+    if rows < 1 or batch < 1:
+        raise ConfigError(f"rows and batch: must be at least 1, got {rows} and {batch}")
+    facts = engine.facts
+    length = wanted.context(context, facts.max_length)
+    settings = {**described(prompts, wanted, length, batch), **of_engine(facts)}
+    root.begin(settings)
+    run = _Run(engine=engine, wanted=wanted, context=length, wanted_rows=rows, batch=batch, done=root.finished())
+    row_bytes = len(wanted.sites) * facts.hidden_size * ITEM_SIZES[facts.dtype] + 2 * ITEM_SIZES["int64"]
+
+    def tell() -> None:
+        if report is not None:
+            report(Progress(run.durable, rows, run.durable * row_bytes, len(run.done)))
+
+    tell()
+    for tasks in run.batches(prompts):
+        root.take_manifest_away()
+        run.take(tasks, consumer)
+        tell()
+    manifest = _manifest(run, root, settings, facts)
+    root.finish(manifest)
+    return manifest
+
+
+def described(prompts: PromptSet, wanted: Wanted, context: int | None, batch: int) -> dict[str, Any]:
+    """Settings of a harvest that are known before its engine is, in JSON values."""
+    about = {"prompts": prompts.name, "field": prompts.field, "prompts_sha256": prompts.sha256}
+    return {**about, **settings_of(wanted, context, batch)}
+
+
+def of_engine(facts: EngineFacts) -> dict[str, Any]:
+    """Settings of a harvest that its engine tells, in JSON values."""
+    names = ("model", "revision", "tokenizer", "dtype", "quantization", "hidden_size")
+    return {name: getattr(facts, name) for name in names}
+
+
+def _manifest(run: _Run, root: HarvestRoot, settings: Mapping[str, Any], facts: EngineFacts) -> dict[str, Any]:
+    data = open_dataset(root.path, tags=TAG)
+    try:
+        whole = data.manifest(revision=facts.revision, tokenizer=facts.tokenizer)
+    finally:
+        data.close()
+    counts = {
+        "rows": run.durable,
+        "rows_wanted": run.wanted_rows,
+        "prompts_with_rows": len(run.done),
+        "prompts_without_rows": run.skipped,
+        "prompts_cut_in_this_run": run.cut,
+        "has_all_rows": run.durable >= run.wanted_rows,
+    }
+    return {**whole, "harvest": {**settings, **counts}}
