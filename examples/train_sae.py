@@ -9,6 +9,7 @@ and as ``sae.safetensors``, which ``headgate serve --saes`` takes, too.
 import itertools
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ SITE, FEATURES, RATE, SPARSITY = Site.parse("12.post_mlp"), 2048, 1e-3, 0.03
 CHAT = [{"role": "user", "content": "Tell me about your day."}]
 
 
-def train(rows, count):
+def train(rows: Iterator[torch.Tensor], count: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Weights of a relu SAE of about so many rows, as SAELens names them, and the activations of the last batch."""
     first = next(rows).float()
     scale, width = first.std(), first.shape[1]  # the SAE learns rows of length 1 in each element
@@ -47,7 +48,7 @@ def train(rows, count):
             print(f"{seen:>8,} rows: {unexplained:.2f} unexplained, {int((active > 0).sum(1).float().mean())} active")
         if seen >= count:
             break
-    factors = {"W_enc": 1 / scale, "W_dec": scale, "b_dec": scale, "b_enc": 1.0}  # back to rows as they are
+    factors = {"W_enc": 1 / scale, "W_dec": scale, "b_dec": scale, "b_enc": torch.ones(())}  # to rows as they are
     return {name: (weight.detach() * factors[name]).contiguous() for name, weight in w.items()}, active.detach()
 
 
