@@ -161,6 +161,22 @@ def test_a_gate_acts_on_the_angry_user_alone(model_dir: Path) -> None:
 
 
 @pytest.mark.engine
+def test_a_rule_is_tried_in_shadow_mode(model_dir: Path) -> None:
+    printed = run_example("examples/shadow.py", str(model_dir))
+
+    found = re.findall(r"^(.+): rows by rule (\{.*\}), (\d) of 4 answers changed (\[.*\])$", printed, re.MULTILINE)
+    told = {name: (ast.literal_eval(rows), ast.literal_eval(changed)) for name, rows, _, changed in found}
+    assert list(told) == ["shadow", "on", "opted out"]
+    (shadow, kept), (on, changed), (out, again) = told.values()
+    assert shadow["watch"] > 0
+    assert kept == again == []
+    assert changed
+    assert all("hate" in text for text in changed)
+    assert out["calm-down"] == on["calm-down"] > 0
+    assert len((ROOT / "examples/shadow.py").read_text().splitlines()) < 80
+
+
+@pytest.mark.engine
 def test_a_policy_is_trained_on_rewards_while_it_is_served(model_dir: Path) -> None:
     """Weights that did not reach the engine would leave it 0.3 and more from the trainer."""
     printed = run_example("examples/reward.py", str(model_dir), "2")
