@@ -20,7 +20,7 @@ def chat(text: str) -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":  # vLLM starts its engine in a process of its own
-    # block_size is what vLLM's CPU attention needs; eager starts sooner.
+    # block_size is what vLLM's CPU attention needs; eager starts sooner; float32 is faster on most CPUs.
     llm = LLM(
         sys.argv[1],
         capture_consumers=["memory"],
@@ -29,6 +29,7 @@ if __name__ == "__main__":  # vLLM starts its engine in a process of its own
         max_model_len=1024,
         block_size=32,
         enforce_eager=True,
+        dtype="float32",
     )
     glad = [chat(f"I feel wonderful and full of joy when I think about {topic}.") for topic in TOPICS]
     sad = [chat(f"I feel terrible and full of sorrow when I think about {topic}.") for topic in TOPICS]

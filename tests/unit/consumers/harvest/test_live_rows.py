@@ -43,7 +43,7 @@ def rows_by_prompt(prompts: Sequence[Sequence[int]], **fields: Any) -> list[list
     return found
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(st.integers(0, 12), max_size=30),
     batch_size=st.integers(1, 9),
