@@ -143,7 +143,7 @@ if __name__ == "__main__":
     steering = {"steering_vectors": {"post_mlp": {0: [0.5] * 64}}}
     builtins.setattr = noting_setattr
     outputs = llm.generate(prompt, SamplingParams(max_tokens=2, detokenize=False, capture=capture, **steering))
-    llm.llm_engine.engine_core.engine_core._headgate_core.fail("a test of what is replaced then")
+    llm.llm_engine.engine_core.engine_core._headgate_core._services.fail("a test of what is replaced then")
     builtins.setattr = plain_setattr
     for patch in PATCHES:
         importlib.import_module(patch.module)
