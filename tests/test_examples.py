@@ -85,6 +85,7 @@ def test_the_quickstart_writes_what_it_reads_back(model_dir: Path, tmp_path: Pat
         assert capture["20.resid_post"].shape == (capture.num_rows, 576)
 
 
+@pytest.mark.extended  # `make demo` does the same
 @pytest.mark.engine
 def test_the_loop_in_one_script_moves_the_answer_along_the_vector(model_dir: Path, tmp_path: Path) -> None:
     printed = run_example(str(ROOT / "examples/steer.py"), str(model_dir), cwd=tmp_path)
@@ -106,6 +107,7 @@ def test_ablation_takes_a_direction_from_the_stream(model_dir: Path) -> None:
     assert len((ROOT / "examples/ablate.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.extended
 @pytest.mark.engine
 def test_capping_lifts_a_persona_towards_the_assistant(model_dir: Path) -> None:
     printed = run_example("examples/cap.py", str(model_dir))

@@ -61,13 +61,13 @@ VISION = ("idefics3",)
 """Families that `test_multimodal` compares."""
 
 EXACT = [family for family in FAMILIES if family not in EVERY_EXPERT and family not in VISION]
-QUICK = ("llama", "gemma2", "granite", "mixtral_all")
+QUICK = ("gemma2", "mixtral_all")
 ROUNDED = [
     pytest.param(family, marks=() if family in QUICK else pytest.mark.extended)
     for family in FAMILIES
     if family not in ROUTED and family not in VISION
 ]
-"""One of each kind in CI, where all of them are compared in fp32; the others are for ``make test-extended``."""
+"""Two kinds in CI, where all of them are compared in fp32; the others are for ``make test-extended``."""
 COMPILED = ("gemma3", pytest.param("granite", marks=pytest.mark.extended))
 """A pair with post-norms, a single stream with a multiplier. In CI one with and one without capture around mid."""
 
