@@ -110,5 +110,6 @@ def test_compiled_chat_rows_equal_hugging_face(
     compare(outputs, model_dir, torch.float32, SOME_LAYERS)
 
 
+@pytest.mark.extended  # processors without bf16 take a minute of a core for it
 def test_chat_rows_point_where_hugging_face_does_in_bf16(shared_llm: Callable[..., Any], model_dir: Path) -> None:
     compare(chat(shared_llm, "bfloat16", eager=True), model_dir, torch.bfloat16)

@@ -96,7 +96,8 @@ class SteeringWorker(FakeWorker):
 
     def leftovers(self) -> dict[str, Any]:
         """Return the state that is held for requests and modules."""
-        stats = self._part.headgate_stats()["steering"]
+        stats = dict(self._part.headgate_stats()["steering"])
+        stats.pop("reconstructions")  # counted, not held
         return {"requests": sorted(self._own), "contents": sorted([*self._contents, *self._programs]), **stats}
 
     def _follow_ends(self, scheduler_output: Any) -> None:
