@@ -17,8 +17,8 @@ if __name__ == "__main__":  # vLLM starts its engine in a process of its own
     model, sae, feature = sys.argv[1], sys.argv[2], int(sys.argv[3])
     values = [float(value) for value in sys.argv[4:]] or [0.0, 20.0, 60.0]
     # block_size is what vLLM's CPU attention needs; eager starts sooner.
-    settings = {"max_model_len": 1024, "block_size": 32, "enforce_eager": True, "dtype": "float32"}
-    llm = LLM(model, steering={"saes": {"sae": sae}}, **settings)
+    saes = {"saes": {"sae": sae}}
+    llm = LLM(model, steering=saes, max_model_len=1024, block_size=32, enforce_eager=True, dtype="float32")
     about = llm.steering.saes()["sae"]
     print(f"{about.num_features} features at {about.site}, {about.activation}: {about.decision}")
 
