@@ -9,7 +9,7 @@ are stored anyway, and copies of all others, computed from sums of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -163,9 +163,9 @@ def _state(module: nn.Module, hook: str, norm: Norm) -> tuple[Tensor, ...]:
     return found if norm is not None or found[0].shape[1] or found[1].shape[1] else ()
 
 
-def _sae(module: nn.Module, hook: str, norm: Norm) -> tuple[Tensor | int, ...]:
-    """Return the last arguments of the operations at a site whose SAE is encoded; none at others."""
-    return () if norm is None else (*[getattr(module, name + hook) for name in _SAE], int(norm))
+def _sae(module: nn.Module, hook: str, norm: Norm) -> Sequence[Tensor | int | None]:
+    """Return the last arguments of the operations with state."""
+    return program_ops.NO_SAE if norm is None else (*[getattr(module, name + hook) for name in _SAE], int(norm))
 
 
 def _keep(module: nn.Module, hook: str, added: Tensor) -> Tensor:
@@ -248,14 +248,14 @@ def steered_rows_and_state(
     signals: Tensor,
     states: Tensor,
     gate_tokens: Tensor,
-    tokens: Tensor | None = None,
-    num_tokens: Tensor | None = None,
-    encoder: Tensor | None = None,
-    decoder: Tensor | None = None,
-    numbers: Tensor | None = None,
-    bias: Tensor | None = None,
-    sums: Tensor | None = None,
-    input_norm: int = 0,
+    tokens: Tensor | None,
+    num_tokens: Tensor | None,
+    encoder: Tensor | None,
+    decoder: Tensor | None,
+    numbers: Tensor | None,
+    bias: Tensor | None,
+    sums: Tensor | None,
+    input_norm: int,
 ) -> Tensor:
     """Return the same where entries hand numbers on, to later sites or a request's next row, or an SAE is encoded.
 

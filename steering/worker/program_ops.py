@@ -55,6 +55,11 @@ def program_deltas(
     return _run(value, addend, (pool, rows, counts, codes, params, groups, None), (None,), 0, None)
 
 
+NO_SAE = (None,) * 7 + (0,)
+"""Last arguments of the operations with state at a site whose SAE is not encoded."""
+
+
+# No argument has a default: torch strips arguments that equal theirs, and up to 2.11 then misses those that change.
 @torch.library.custom_op("headgate::program_deltas_and_state", mutates_args=("changes", "signals", "states", "sums"))
 def program_deltas_and_state(
     value: Tensor,
@@ -69,14 +74,14 @@ def program_deltas_and_state(
     signals: Tensor,
     states: Tensor,
     gate_tokens: Tensor,
-    tokens: Tensor | None = None,
-    num_tokens: Tensor | None = None,
-    encoder: Tensor | None = None,
-    decoder: Tensor | None = None,
-    numbers: Tensor | None = None,
-    bias: Tensor | None = None,
-    sums: Tensor | None = None,
-    input_norm: int = 0,
+    tokens: Tensor | None,
+    num_tokens: Tensor | None,
+    encoder: Tensor | None,
+    decoder: Tensor | None,
+    numbers: Tensor | None,
+    bias: Tensor | None,
+    sums: Tensor | None,
+    input_norm: int,
 ) -> Tensor:
     """Return the same where entries hand numbers on, to later sites or a request's next row, or an SAE is encoded.
 

@@ -29,7 +29,7 @@ from headgate.capture.engine.compiler.rewrites import REWRITES
 from headgate.steering.worker.gates.step_gates import no_gates
 from headgate.steering.worker.program_action import add_selected, add_selected_unfused
 from headgate.steering.worker.program_fusion import register_add_selected, register_program_deltas
-from headgate.steering.worker.program_ops import program_deltas, program_deltas_and_state
+from headgate.steering.worker.program_ops import NO_SAE, program_deltas, program_deltas_and_state
 from headgate.steering.worker.site_action import (
     add_excluded,
     add_pooled,
@@ -135,7 +135,7 @@ def operated(add: Callable[..., Tensor], value: Tensor, stream: Tensor, tables: 
     """The stream behind an op site, whose value is the sum of both."""
     programs = (tables.pool, tables.rows, tables.active, tables.codes, tables.params, None)
     if way == "across":
-        deltas = program_deltas_and_state(value, stream, *programs, tables.changes, *no_gates(value.device))
+        deltas = program_deltas_and_state(value, stream, *programs, tables.changes, *no_gates(value.device), *NO_SAE)
     else:
         deltas = program_deltas(value, stream, *programs)
     return add(stream, deltas, tables.active, tables.pool, tables.slots, 1.0)

@@ -7,7 +7,7 @@ from tqdm import tqdm
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS, Code, Edit, with_change
 from headgate.steering.worker.gates.step_gates import no_gates
 from headgate.steering.worker.program_action import steered_rows_and_state
-from headgate.steering.worker.program_ops import program_deltas, program_deltas_and_state
+from headgate.steering.worker.program_ops import NO_SAE, program_deltas, program_deltas_and_state
 
 NO_GATES = no_gates(torch.device("cpu"))
 
@@ -94,8 +94,8 @@ def test_what_a_feature_changes_is_added_at_a_later_site(shape):
     changes = torch.full((4, 3), torch.nan)
     value = torch.arange(6.0).reshape(shape)
 
-    none = program_deltas_and_state(value, None, pool, rows, rows, *reads, groups, changes, *NO_GATES)
-    delta = program_deltas_and_state(-value, None, pool, rows, rows, *writes, groups, changes, *NO_GATES)
+    none = program_deltas_and_state(value, None, pool, rows, rows, *reads, groups, changes, *NO_GATES, *NO_SAE)
+    delta = program_deltas_and_state(-value, None, pool, rows, rows, *writes, groups, changes, *NO_GATES, *NO_SAE)
 
     assert not none.any()
     assert delta.tolist() == [[0, 0.5 * (10 - 1)], [0, 0], [0, 0.5 * (10 - 5)]]
@@ -109,11 +109,28 @@ def test_the_compiler_is_told_that_changes_are_written():
     value, changes = torch.ones(1, 3, 2), torch.zeros(4, 3)
 
     torch.library.opcheck(
-        program_deltas_and_state, (value, None, pool, rows, rows, *reads, groups, changes, *NO_GATES), rtol=0, atol=0
-    )
-    torch.library.opcheck(
-        steered_rows_and_state,
-        (value, None, pool, 0 * rows, rows, rows, *reads, groups, changes, *NO_GATES),
+        program_deltas_and_state,
+        (value, None, pool, rows, rows, *reads, groups, changes, *NO_GATES, *NO_SAE),
         rtol=0,
         atol=0,
     )
+    torch.library.opcheck(
+        steered_rows_and_state,
+        (value, None, pool, 0 * rows, rows, rows, *reads, groups, changes, *NO_GATES, *NO_SAE),
+        rtol=0,
+        atol=0,
+    )
+
+
+def test_no_operation_that_changes_arguments_has_a_default():
+    """torch strips arguments that equal their defaults; releases up to 2.11 then fail to find those that change."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("headgate::")]
+    schemas = [torch._C._get_schema(*(name.split(".") if "." in name else (name, ""))) for name in names]
+    changing = [schema for schema in schemas if schema.is_mutable]
+
+    assert {schema.name for schema in changing} >= {
+        "headgate::program_deltas_and_state",
+        "headgate::steered_rows_and_state",
+    }
+    for schema in changing:
+        assert not [argument.name for argument in schema.arguments if argument.has_default_value()], schema
