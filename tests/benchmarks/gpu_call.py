@@ -66,6 +66,8 @@ MAIN_MODES = ("stock", "installed", "both idle", "16 msgpack", "1 layer", "all l
 PARTS_MODES = ("stock", "installed", "both idle", "1 layer forgotten", "1 layer cut", "1 layer", "1 layer far")
 STEPS_MODES = ("stock", "both idle", "1 layer forgotten", "1 layer", "1 layer far", "16 msgpack")
 OPS_MODES = ("stock", "ops idle", "4 ops")
+GATE_SERVERS = ("stock", "no gates", "ops")
+GATE_MODES = ("stock", "ops idle, no gates", "ops idle", "1 vector, no gates", "1 vector", "1 gate")
 SAE_SERVERS = ("stock", "features", "encode 16k", "encode 65k")
 SAE_MODES = ("stock", "features idle", "16 features", "encode 16k idle", "encode 16k", "encode 65k idle", "encode 65k")
 INLINE_MODES = ("stock", "both idle", "16 configs", "16 msgpack", "256 configs", "256 msgpack")
@@ -187,6 +189,7 @@ def steps_of(call: str, model: str) -> list[Step]:
             kernels("--variants", "stock", "ops"),
             http("ops", ["decode"], LIMIT_S, "--servers", "stock", "ops", "--modes", *OPS_MODES),
         ],
+        "gates": [http("gates", ["decode"], LIMIT_S, "--servers", *GATE_SERVERS, "--modes", *GATE_MODES)],
         "saes": [http("saes", ["decode"], LIMIT_S, "--servers", *SAE_SERVERS, "--modes", *SAE_MODES)],
         "http-main": [DISK, http("http-main", ["chat", "decode"], LIMIT_S, *three)],
         "suite": [DISK, suite(model, LIMIT_S, *engines, *own)],
@@ -300,7 +303,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "call",
         help="check, race, idle, soak, lora-fp8, verify, memory, kernels, http, http-main, http-parts, http-inline, "
-        "ops, saes, http-decode, suite, parallel, parallel-cost, or tiny: a trial",
+        "ops, gates, saes, http-decode, suite, parallel, parallel-cost, or tiny: a trial",
     )
     parser.add_argument("model", nargs="?", default="gemma3-4b", help=f"of {', '.join(MODELS)} (default: gemma3-4b)")
     parser.add_argument("--out", type=Path, required=True, help="folder for what is kept")

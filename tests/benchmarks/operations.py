@@ -13,6 +13,8 @@ from tests.benchmarks.models import ModelSize
 
 HOOK = "post_mlp"
 NUM_SITES = 8
+SPREAD = 0.02
+"""Standard deviation of the elements of what gates add."""
 
 
 def op_sites(size: ModelSize) -> dict[str, list[int]]:
@@ -39,6 +41,34 @@ def operations(config: int, size: ModelSize, count: int, *, as_text: bool = Fals
         keys |= {"scale": 0.02} if method == "norm_scaled_add" else {}
         made.append({"at": at, "method": method, **keys})
     return made
+
+
+@lru_cache(maxsize=300)
+def encoded_vector(config: int, size: ModelSize) -> msgspec.Raw:
+    """Vectors of one configuration at one op site, behind the middle, as a part of a body in JSON."""
+    return msgspec.Raw(msgspec.json.encode(_vector_at(op_sites(size)[HOOK][-2], config, size)))
+
+
+@lru_cache(maxsize=300)
+def encoded_gate(config: int, size: ModelSize) -> msgspec.Raw:
+    """A gate with a probe of its own, in front of the middle: on every row it turns on what `encoded_vector` gives."""
+    layer = op_sites(size)[HOOK][1]
+    weight = {"dtype": "bfloat16", "shape": [size.hidden], "data": _random_row(config + 1000, size)}
+    gate = {
+        "when": {"probe": {"at": f"{layer}.{HOOK}", "weight": weight}, "above": -1e9},
+        "then": {"vectors": _vector_at(op_sites(size)[HOOK][-2], config, size)},
+    }
+    return msgspec.Raw(msgspec.json.encode([gate]))
+
+
+def _vector_at(layer: int, config: int, size: ModelSize) -> dict[str, Any]:
+    about = {"dtype": "bfloat16", "shape": [1, size.hidden], "layer_indices": [layer]}
+    return {HOOK: {**about, "data": _random_row(config, size)}}
+
+
+def _random_row(config: int, size: ModelSize) -> str:
+    row = np.random.default_rng(config).normal(0, SPREAD, size.hidden).astype("<f4").view("<u4") >> 16
+    return base64.b64encode(row.astype("<u2").tobytes()).decode()  # bfloat16, towards zero
 
 
 @lru_cache(maxsize=300)

@@ -33,12 +33,13 @@ FEATURES: Mapping[str, frozenset[str]] = {
     "steering": frozenset({"steering"}),
     "capture": frozenset({"capture"}),
     "both": frozenset({"steering", "capture"}),
-    "ops": frozenset({"steering", "ops"}),
+    "ops": frozenset({"steering", "ops", "gates"}),
+    "no gates": frozenset({"steering", "ops", "no gates"}),
     "features": frozenset({"steering", "features"}),
     **{f"encode {name}": frozenset({"steering", f"encode {name}"}) for name in SIZES},
 }
 """What each server is configured for. ``stock`` loads no plugin at all, ``installed`` loads headgate unconfigured,
-``ops`` has `operations.op_sites`, and the others an SAE of `saes`."""
+``ops`` and ``no gates`` have `operations.op_sites`, and the others an SAE of `saes`."""
 
 SINKS = {"forget": "tests.benchmarks.sinks:ForgettingConsumer", "cut": "tests.benchmarks.sinks:CuttingConsumer"}
 """Consumers that do a part of what ``filesystem`` does."""
@@ -270,6 +271,8 @@ def start(
         flags += ["--enable-steering", "--max-steering-slots", str(slots_for(size, most))]
     if "ops" in FEATURES[name]:
         flags += ["--steering-op-sites", json.dumps(op_sites(size))]
+    if "no gates" in FEATURES[name]:
+        flags += ["--max-steering-gates", "0", "--max-steering-rules", "0"]
     encoded = next((sae for sae in SIZES if f"encode {sae}" in FEATURES[name]), "")
     if encoded or "features" in FEATURES[name]:
         flags += sae_flags(encoded, folder, size)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from tests.benchmarks.models import ModelSize
-from tests.benchmarks.operations import encoded_operations
+from tests.benchmarks.operations import encoded_gate, encoded_operations, encoded_vector
 from tests.benchmarks.saes import SIZES, encoded_features
 
 HOOKS = ("pre_attn", "post_attn", "post_mlp")
@@ -72,6 +72,8 @@ class Mode:
         on: Name of the server, if it has to be a certain one.
         configs: Distinct sets of vectors, or of operations, that requests bring, in turns; 0: none.
         ops: Operations of each set, at every op site; 0: sets are of vectors.
+        is_at_one_site: Whether vectors are those of one op site.
+        is_gated: Whether a gate of each request turns them on.
         features: Features of each set, at one site; 0: sets are of something else.
         reconstructs: Name of the SAE whose reconstructions all rows become; empty for none.
         form: How they are sent.
@@ -86,6 +88,8 @@ class Mode:
     on: str = ""
     configs: int = 0
     ops: int = 0
+    is_at_one_site: bool = False
+    is_gated: bool = False
     features: int = 0
     reconstructs: str = ""
     form: Form = "packed"
@@ -130,8 +134,8 @@ def chosen(layers: Layers, num_layers: int) -> Any:
     return sorted({num_layers * part // 8 for part in (1, 3, 5, 7)})
 
 
-_STEERING, _CAPTURE, _OPS = frozenset({"steering"}), frozenset({"capture"}), frozenset({"steering", "ops"})
-_FEATURES = frozenset({"steering", "features"})
+_STEERING, _CAPTURE, _OPS = frozenset({"steering"}), frozenset({"capture"}), frozenset({"steering", "ops", "gates"})
+_FEATURES, _NO_GATES = frozenset({"steering", "features"}), frozenset({"steering", "ops", "no gates"})
 MODES: Mapping[str, Mode] = {
     "stock": Mode(on="stock"),
     "installed": Mode(on="installed"),
@@ -148,6 +152,10 @@ MODES: Mapping[str, Mode] = {
     "256 msgpack": Mode(_STEERING, configs=256, form="msgpack"),
     "ops idle": Mode(_OPS),
     "4 ops": Mode(_OPS, configs=256, ops=4),
+    "ops idle, no gates": Mode(_NO_GATES),
+    "1 vector": Mode(_OPS, configs=256, is_at_one_site=True),
+    "1 vector, no gates": Mode(_NO_GATES, configs=256, is_at_one_site=True),
+    "1 gate": Mode(_OPS, configs=256, is_gated=True),
     "features idle": Mode(_FEATURES),
     "16 features": Mode(_FEATURES, configs=256, features=16),
     **{f"encode {name} idle": Mode(frozenset({"steering", f"encode {name}"})) for name in SIZES},
@@ -250,6 +258,10 @@ class Asked:
             config = (self.seed * self.shape.requests + index) % self.mode.configs
             if self.mode.ops:
                 made["steering_ops"] = encoded_operations(config, self.size, self.mode.ops)
+            elif self.mode.is_gated:
+                made["steering_gates"] = encoded_gate(config, self.size)
+            elif self.mode.is_at_one_site:
+                made["steering_vectors"] = encoded_vector(config, self.size)
             elif self.mode.features:
                 made["steering_features"] = encoded_features(config, self.mode.features)
             else:
