@@ -78,13 +78,13 @@ def lower_gates(
     """
     layout = layout_of(gates, first)
     scores = {score.column: read_score(score.reading, content, dtype) for score in layout.scores}
-    made = _Entries(content)
+    made = _Entries()
     for column, score in scores.items():
         made.add(score.entry._replace(code=with_change(score.entry.code, column)))
     attenuating: list[_Placed] = []
     for gate_column in layout.gates:
         placed = _Placed(gate_column, _reads(gate_column.gate, layout, scores))
-        thens = [_then_program(placed.gate, phase, content, dtype) for phase in (PREFILL, DECODE)]
+        thens = _then_programs(placed.gate, content, dtype)
         written = sort_sites({site for then in thens if then is not None for site in then.sites})
         if placed.gate.then.attenuate is not None:
             written = sort_sites({site for vectors, program in own for site in _sites_of(vectors, program)})
@@ -99,7 +99,10 @@ def lower_gates(
         made.write(placed, thens)
     if attenuating:
         made.attenuate(attenuating, own, dtype)
-    prefill, decode = (Program.from_entries(each.entries, dtype, each.groups) for each in made.phases)
+    prefill = Program.from_entries(made.phases[PREFILL].entries, dtype, made.phases[PREFILL].groups)
+    if made.are_alike:
+        return GatedPrograms(prefill, prefill, bool(attenuating))
+    decode = Program.from_entries(made.phases[DECODE].entries, dtype, made.phases[DECODE].groups)
     return GatedPrograms(prefill, decode, bool(attenuating))
 
 
@@ -164,17 +167,17 @@ def _check(placed: _Placed, written: Sequence[Site], op_sites: Sequence[Site]) -
     check_this_token(gate, placed.reads, written)
 
 
-def _then_program(gate: Gate, phase: int, content: Content, dtype: StoredType) -> Program | None:
-    """Return what a gate turns on in a phase, at full strength."""
+def _then_programs(gate: Gate, content: Content, dtype: StoredType) -> list[Program | None]:
+    """Return what a gate turns on at full strength, by phase; only what modules bring may differ."""
     then = gate.then
-    if then.operations:
-        return lower(then.operations, dtype, content.vectors(phase))
+    if then.module is not None:
+        found = [content.module(then.module, phase) for phase in (PREFILL, DECODE)]
+        return [_joined_entries(vectors, program, then.module.scale, dtype) for vectors, program in found]
     if then.features:
-        return content.features(then.features)
-    if then.module is None:
-        return None
-    vectors, program = content.module(then.module, phase)
-    return _joined_entries(vectors, program, then.module.scale, dtype)
+        return [content.features(then.features)] * 2
+    if any(operation.references for operation in then.operations):
+        return [lower(then.operations, dtype, content.vectors(phase)) for phase in (PREFILL, DECODE)]
+    return [lower(then.operations, dtype) if then.operations else None] * 2
 
 
 def _joined_entries(
@@ -281,11 +284,16 @@ class _Phase:
 
 
 class _Entries:
-    """The entries of gates, by phase."""
+    """The entries of gates.
 
-    def __init__(self, content: Content) -> None:
-        self._content = content
+    Attributes:
+        phases: By phase.
+        are_alike: Whether those of both phases are the same.
+    """
+
+    def __init__(self) -> None:
         self.phases = (_Phase(), _Phase())
+        self.are_alike = True
 
     def add(self, entry: Entry) -> None:
         """Add an entry to both phases."""
@@ -299,6 +307,7 @@ class _Entries:
 
     def write(self, placed: _Placed, thens: Sequence[Program | None]) -> None:
         """Add what a gate turns on."""
+        self.are_alike &= thens[PREFILL] is thens[DECODE]
         for phase, program in enumerate(thens):
             if program is None:
                 continue
@@ -306,12 +315,14 @@ class _Entries:
                 raise RequestError(f"{placed.gate.where}.then", "a gate cannot turn a reconstruction on in part")
             for entry in self.phases[phase].take(program):
                 is_early = placed.is_early(entry.site)
+                self.are_alike &= not is_early
                 if phase == DECODE or not is_early:
                     field = gate_field(entry.group, placed.column.column, is_early=is_early)
                     self.phases[phase].entries.append(entry._replace(group=field))
 
     def attenuate(self, gates: Sequence[_Placed], own: tuple[Own, Own], dtype: StoredType) -> None:
         """Add the request's own steering, which gates attenuate: as without them, it acts before what gates turn on."""
+        self.are_alike = False
         for phase, (vectors, program) in zip(self.phases, own, strict=True):
             entries = _added(vectors, 1.0, dtype)
             if program is not None:

@@ -62,6 +62,10 @@ _WEIGHTS: dict[int, tuple[int, ...]] = {
 }
 """Params of each code that its effect is proportional to."""
 
+_FEATURE, _READ_FEATURE, _WRITE_FEATURE = int(Code.FEATURE), int(Code.READ_FEATURE), int(Code.WRITE_FEATURE)
+_GATE, _RECONSTRUCT = int(Code.GATE), int(Code.RECONSTRUCT)
+"""Numpy compares arrays with members of an enumeration three times as slowly as with numbers."""
+
 NUM_PASSES = 7
 _PASSES: dict[int, int] = {
     **{Code.SCORE: 0, Code.LEAF: 1, Code.NODE: 1, Code.GATE: 1, Code.ATTENUATE: 2},
@@ -171,19 +175,19 @@ class Program:
     def num_changes(self) -> int:
         """Changes of features that are read at one site and written at others; their indices are below it."""
         codes = self.codes[:, CODE]
-        read = codes[codes & CODE_MASK == Code.READ_FEATURE].tolist()
+        read = codes[codes & CODE_MASK == _READ_FEATURE].tolist()
         return max(map(change_index, read), default=-1) + 1
 
     @property
     def has_gates(self) -> bool:
         """Whether gates are evaluated."""
-        return bool((self.codes[:, CODE] & CODE_MASK == Code.GATE).any())
+        return bool((self.codes[:, CODE] & CODE_MASK == _GATE).any())
 
     @property
     def is_decided_at_prompt_end(self) -> bool:
         """Whether a gate is 0 on rows before the last one of the prompt."""
         codes = self.codes[:, CODE]
-        gates = codes[codes & CODE_MASK == Code.GATE]
+        gates = codes[codes & CODE_MASK == _GATE]
         return bool((gates & GateFlag.FROM_PROMPT_END).any())
 
     @property
@@ -194,7 +198,7 @@ class Program:
     @property
     def reconstructs(self) -> bool:
         """Whether rows become reconstructions of an SAE; that has no scale."""
-        return bool((self.codes[:, CODE] & CODE_MASK == Code.RECONSTRUCT).any())
+        return bool((self.codes[:, CODE] & CODE_MASK == _RECONSTRUCT).any())
 
     @property
     def written_features(self) -> dict[int, tuple[Site, bytes]]:
@@ -204,7 +208,7 @@ class Program:
         """
         found = {}
         kinds = self.codes[:, CODE] & CODE_MASK
-        for index in np.flatnonzero((kinds >= Code.FEATURE) & (kinds <= Code.WRITE_FEATURE)).tolist():
+        for index in np.flatnonzero((kinds >= _FEATURE) & (kinds <= _WRITE_FEATURE)).tolist():
             write = int(self.codes[index, WRITE])
             if write != NO_ROW and self.rows[write - 1].any():
                 found[index] = self.sites[index], self.rows[write - 1].tobytes()

@@ -34,12 +34,16 @@ class RowCounts:
         self.rules: Counter[str] = Counter()
         self.gates: Counter[str] = Counter()
 
+    def name_of(self, gate: Gate) -> str:
+        """Return the name under which a request's gate is counted, from now on at the latest."""
+        name = gate.name if gate.name in self.gates or len(self.gates) < MAX_NAMES else OTHERS
+        self.gates[name] += 0
+        return name
+
     def add_gates(self, source: GateSource, written: Iterable[int]) -> None:
         """Count rows that a request's own gates wrote, given in their order."""
         for gate, count in zip(source.layout.gates, written, strict=True):
-            name = gate.gate.name
-            known = name if name in self.gates or len(self.gates) < MAX_NAMES else OTHERS
-            self.gates[known] += count
+            self.gates[self.name_of(gate.gate)] += count
 
     def add_rules(self, rules: Sequence[KeptRule], signals: Float32Rows) -> None:
         """Count rows on all of which the same rules act: float32 ``[rows, columns]``."""
@@ -89,7 +93,8 @@ class _OwnGates:
             if (key := resolved.latch_keys.get(column.gate.name)) is not None
         }
         self._columns = self.source.columns
-        self._written = None if self.source.is_written_late else _Written(self.source, num_prompt)
+        self.is_written_late = self.source.is_written_late
+        self._written = None if self.is_written_late else _Written(self.source, num_prompt)
 
     def written(self, rows: StepRows) -> list[int]:
         """Return how many of a step's rows each gate wrote."""
@@ -99,6 +104,44 @@ class _OwnGates:
         if len(signals) == 1:
             return [int(signals[0, column] != 0) for column in self._columns]
         return [int(count) for count in np.count_nonzero(signals[:, self._columns], axis=0)]
+
+
+class _Decoding:
+    """Counts what gates wrote on one generated row of each of the same requests, in steps behind one another.
+
+    Args:
+        ids: The requests.
+        own: Of those with gates, by their ids.
+        counts: Of rows.
+        known: As `StepReadings` had it before.
+    """
+
+    def __init__(self, ids: Sequence[str], own: Mapping[str, _OwnGates], counts: RowCounts, known: object) -> None:
+        self.ids, self.known = ids, known
+        self._counts = counts
+        gated = [(at, each) for at, req_id in enumerate(ids) if (each := own.get(req_id)) is not None]
+        places = [
+            (at, gate.column, counts.name_of(gate.gate))
+            for at, each in gated
+            if each.is_written_late
+            for gate in each.source.layout.gates
+        ]
+        self._rows, self._columns = (np.array([place[key] for place in places], np.int64) for key in (0, 1))
+        self._names = list(dict.fromkeys(name for *_, name in places))
+        numbers = {name: number for number, name in enumerate(self._names)}
+        self._numbers = np.array([numbers[name] for *_, name in places], np.int64)
+        self.apart = [(at, each) for at, each in gated if not each.is_written_late]
+        """Rows, and gates, of requests that are counted one by one."""
+        self.latching = [(at, each.latches) for at, each in gated if each.latches]
+
+    def count(self, firsts: Sequence[int], signals: Float32Rows) -> None:
+        """Count a step, by the position of each row and its signals."""
+        hits = self._numbers[signals[self._rows, self._columns] != 0]
+        for number in np.flatnonzero(found := np.bincount(hits, minlength=len(self._names))).tolist():
+            self._counts.gates[self._names[number]] += int(found[number])
+        for at, own in self.apart:
+            rows = StepRows(self.ids[at], firsts[at], signals[at : at + 1])
+            self._counts.add_gates(own.source, own.written(rows))
 
 
 class StepReadings:
@@ -123,6 +166,9 @@ class StepReadings:
         """By request and rule, of rules whose strength may act on the row behind."""
         self._since: dict[str, int] = {}
         """Positions from which the present rules act, of requests that met a change."""
+        self._known = object()
+        """Another one whenever a request is added or forgotten, on whatever thread."""
+        self._decoding: _Decoding | None = None
 
     @property
     def num_gated(self) -> int:
@@ -142,6 +188,7 @@ class StepReadings:
         own = _OwnGates(gates, resolved, num_prompt)
         if gates:
             self._own[req_id] = own
+        self._known = object()
         if is_traced:
             self._writers[req_id] = TraceWriter(own.source, num_prompt)
 
@@ -165,6 +212,7 @@ class StepReadings:
         """Forget a request, if it is known."""
         self._writers.pop(req_id, None)
         self._own.pop(req_id, None)
+        self._known = object()
         self._apart.pop(req_id, None)
         self._since.pop(req_id, None)
 
@@ -173,16 +221,33 @@ class StepReadings:
         found: dict[str, Note] = {}
         if self._rules.all():
             self._count_rules(readings)
-        for rows in rows_of(readings) if self._writers or self._own else ():
-            is_kept = rows.req_id not in discarded
-            if (own := self._own.get(rows.req_id)) is not None and len(rows.signals):
-                self.counts.add_gates(own.source, own.written(rows))
-                if is_kept:
-                    self._latch(own.latches, rows.signals[-1])
-            writer = self._writers.get(rows.req_id) if is_kept else None
+        if self._own:
+            self._count_own(readings, discarded)
+        for rows in rows_of(readings) if self._writers else ():
+            writer = None if rows.req_id in discarded else self._writers.get(rows.req_id)
             if writer is not None and (note := writer.note(rows.first, rows.signals)) is not None:
                 found[rows.req_id] = note
         return found
+
+    def _count_own(self, readings: Mapping[str, Any], discarded: Collection[str]) -> None:
+        """Count what requests' own gates wrote; a step of one row each costs little, since it comes for each token."""
+        ids: list[str] = readings["ids"]
+        firsts, counts = (np.frombuffer(readings[name], np.int64) for name in ("firsts", "counts"))
+        if len(ids) and (counts == 1).all():
+            signals = np.frombuffer(readings["values"], np.float32).reshape(-1, readings["columns"])
+            known, decoding = self._known, self._decoding
+            if decoding is None or decoding.known is not known or decoding.ids != ids:
+                self._decoding = decoding = _Decoding(ids, self._own, self.counts, known)
+            decoding.count(firsts, signals)
+            for at, latches in decoding.latching:
+                if ids[at] not in discarded:
+                    self._latch(latches, signals[at])
+            return
+        for rows in rows_of(readings):
+            if (own := self._own.get(rows.req_id)) is not None and len(rows.signals):
+                self.counts.add_gates(own.source, own.written(rows))
+                if rows.req_id not in discarded:
+                    self._latch(own.latches, rows.signals[-1])
 
     def _latch(self, columns: Mapping[LatchKey, int], signals: Float32Rows) -> None:
         """Remember the strengths that go on behind a row: they were latched there, or before."""

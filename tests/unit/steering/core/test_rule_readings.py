@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headgate.steering.core.rules import step_readings
 from headgate.steering.core.rules.step_readings import OTHERS, StepReadings
@@ -127,6 +129,50 @@ def test_steps_that_were_launched_before_a_rule_came_do_not_count(rules: Rules, 
     assert steps.counts.rules == {}
     steps.take(readings(("a", 5, [row(rules, "calm", 1.0, 1.0)])), ())
     assert steps.counts.rules == {"calm": 1}
+
+
+STRANGER = ("stranger", 0, [{}, {}])
+"""Two rows of a request without gates: with them a step is not one of single rows."""
+
+
+@given(
+    scopes=st.lists(st.sampled_from(["this_token", "next_token", "rest_of_request"]), min_size=1, max_size=4),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=40)
+def test_steps_of_single_rows_are_counted_as_others_are(scopes: list[str], seed: int) -> None:
+    rng, rules = np.random.default_rng(seed), Rules()
+    alone, beside = StepReadings(rules.state.rules), StepReadings(rules.state.rules)
+    gate = {key: value for key, value in document().items() if key != "applies_to"}
+    for at, scope in enumerate(scopes):
+        gates = read_gates([{"name": f"gate{at % 2}", **gate, "scope": scope}], STEERABLE)
+        rules.state.rules.add(str(at), None, 4)
+        resolved = rules.state.resolve(str(at), SteeringSpec(gates=gates), 4)
+        for each in (alone, beside):
+            each.add(str(at), gates, resolved, 4, is_traced=False)
+
+    for step in range(8):
+        ids = [str(at) for at in range(len(scopes)) if at % 2 or step != 5]
+        told = [(req_id, 4 + step, [dict(enumerate(rng.integers(step == 7, 2, 8).astype(float)))]) for req_id in ids]
+        alone.take(readings(*told), ())
+        beside.take(readings(*told, STRANGER), ())
+        if step == 6:
+            for each in (alone, beside):
+                each.forget("1")
+
+    assert alone.counts.gates == beside.counts.gates
+    assert alone.counts.gates["gate0"] > 0
+
+
+def test_names_of_gates_in_one_step_are_limited(rules: Rules, steps: StepReadings, monkeypatch: Any) -> None:
+    monkeypatch.setattr(step_readings, "MAX_NAMES", 1)
+    gate = {key: value for key, value in document().items() if key != "applies_to"}
+    for name in ("one", "two", "three"):
+        add(rules, steps, name, gates=read_gates([{"name": name, **gate}], STEERABLE))
+
+    steps.take(readings(*((name, 0, [{}]) for name in ("one", "two", "three"))), ())
+
+    assert steps.counts.gates == {"one": 1, OTHERS: 2}
 
 
 def test_names_of_gates_that_are_counted_apart_are_limited(
