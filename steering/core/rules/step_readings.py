@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from headgate.capture.schema.batch import Int64Array
 from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
 from headgate.steering.gates.conversations import ConversationLatches, LatchKey
@@ -134,13 +135,13 @@ class _Decoding:
         """Rows, and gates, of requests that are counted one by one."""
         self.latching = [(at, each.latches) for at, each in gated if each.latches]
 
-    def count(self, firsts: Sequence[int], signals: Float32Rows) -> None:
-        """Count a step, by the position of each row and its signals."""
+    def count(self, firsts: Int64Array, signals: Float32Rows) -> None:
+        """Count a step, by the position of each row, int64, and its signals."""
         hits = self._numbers[signals[self._rows, self._columns] != 0]
         for number in np.flatnonzero(found := np.bincount(hits, minlength=len(self._names))).tolist():
             self._counts.gates[self._names[number]] += int(found[number])
         for at, own in self.apart:
-            rows = StepRows(self.ids[at], firsts[at], signals[at : at + 1])
+            rows = StepRows(self.ids[at], int(firsts[at]), signals[at : at + 1])
             self._counts.add_gates(own.source, own.written(rows))
 
 
