@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import zipfile
 from collections import Counter
@@ -24,26 +23,21 @@ from headgate.consumers.reader import open_captures
 from headgate.steering import load
 from headgate.steering.features.importing import open_coder
 from tests.fakes.saes import TinySae
+from tests.fresh_python import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Saves importing vLLM once more, 13 s of a core; what everybody begins with runs as it does for them."""
+"""Saves importing vLLM once more, 13 s of a core, and twice in CI, which forks; what everybody begins with runs as it
+does for them."""
 
 
 def run_example(*arguments: str, cwd: Path = ROOT, environment: Mapping[str, str] = IN_ONE_PROCESS) -> str:
     """What a program of the repository prints; it must end well."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    may_fork = environment is IN_ONE_PROCESS
+    done = run_python(arguments, cwd=cwd, environment=environment, may_fork=may_fork)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 

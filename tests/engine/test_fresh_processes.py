@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.reader import open_captures
 from tests.engine.hf_reference import HFReference, relative_error
 from tests.engine.steering_cases import Tiers, sites_of, vectors
 from tests.engine.tiny_models import LAYERS, tiny_model
+from tests.fresh_python import fresh_cache, run_python
 
 ROOT = Path(__file__).parents[2]
 SITES: dict[str, Any] = dict.fromkeys((hook.value for hook in HookPoint), "all")
@@ -48,24 +48,28 @@ COMPILED = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_thread_of_tqdm() -> Iterator[None]:
+    """Hugging Face's bars would start one here, and only a process without threads is forked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tqdm, "monitor_interval", 0)
+        yield
+
+
 def settings(root: Path) -> dict[str, Any]:
     consumer = {"name": "filesystem", "params": {"root": str(root)}}
     return {"headgate": {"capture": {"consumers": [consumer], "sites": SITES}, "steering": {"sites": SITES}}}
 
 
 def run_job(tmp_path: Path, job: dict[str, Any], **environment: str) -> dict[str, Any]:
-    """Run one engine in a fresh process and return what it printed."""
+    """Run one engine in a process without another before it, and return what it printed."""
     file = tmp_path / "job.json"
     document = {"prompts": PROMPTS, "max_tokens": NUM_OUTPUT, **job}
     file.write_text(json.dumps(document, default=lambda vector: vector.tolist()))
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "engine" / "one_run.py"), str(file)],
-        env={**os.environ, **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    done = run_python(
+        [str(ROOT / "tests" / "engine" / "one_run.py"), str(file)],
+        environment=environment,
+        may_fork="v2_runner" not in job["shims"],  # Triton's switch counts when it is imported
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-4000:] + done.stderr[-4000:]
@@ -118,7 +122,10 @@ def test_both_model_runners_attribute_rows_alike(tmp_path, shim):
 def test_one_compile_cache_serves_off_on_off_and_other_sites_without_mixing_graphs(tmp_path):
     """The graph on disk of a server without headgate must never be loaded by one with it, nor the other way round."""
     root = tmp_path / "captures"
-    cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    cache = {
+        "VLLM_CACHE_ROOT": str(fresh_cache(tmp_path / "cache")),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+    }
     base = {"model": str(tiny_model("llama")), "shims": ["vllm_compile"]}
     off = {**base, "engine": {**ENGINE, **COMPILED}}
     on = {**base, "engine": {**ENGINE, **COMPILED, "additional_config": settings(root)}, **requests("on")}

@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import start_llm, stop_llm
 from tests.engine.tiny_models import tiny_model
 from tests.fakes.transcoders import TinyTranscoder
+from tests.fresh_python import fresh_cache
 
 NUM_LAYERS = 2
-NUM_PROMPTS = 8
+NUM_PROMPTS = 4
 NUM_TOKENS = 200
 SITES = {"pre_attn": "all", "attn_in": "all", "hook_z": "all", "post_attn": "all", "post_mlp": "all"}
 STEERING = {"steering": {"sites": SITES}}
@@ -78,7 +79,7 @@ def plain(steps: Any) -> list[dict[int, float]]:
 def check(
     model: Path, vocabulary: int, configurations: Sequence[Any], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(cache))  # compiled here and now
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(fresh_cache(cache)))  # compiled here and now
 
     stock = answers(model, vocabulary, {})
     for configured in configurations:

@@ -183,7 +183,7 @@ def test_requests_with_gates_run_in_steps_of_any_size(composed, data):
 
 
 @pytest.mark.extended
-@settings(max_examples=100)
+@settings(max_examples=50)
 @GIVEN
 def test_more_requests_with_gates_run_in_steps_of_any_size(composed, data):
     run_requests(composed, data)

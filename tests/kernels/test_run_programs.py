@@ -223,7 +223,7 @@ def programs(draw: st.DrawFn) -> list[Entry]:
     return drawn
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(composed=st.lists(programs(), min_size=1, max_size=3), has_groups=st.booleans(), data=st.data())
 def test_programs_put_together_run_entry_by_entry(composed, has_groups, data):
     rows = data.draw(st.lists(st.integers(0, len(composed)), min_size=1, max_size=6))

@@ -112,7 +112,7 @@ def follow(planner: StepPlanner, step: Step) -> StepPlan | None:
     return planner.plan(step.view)
 
 
-@settings(max_examples=700)
+@settings(max_examples=250)
 @given(steps=schedules(), sites=site_sets() | st.just(SITES))
 def test_every_row_goes_to_its_own_request_position_and_consumers(steps: list[Step], sites: tuple[Site, ...]) -> None:
     planner, reference = StepPlanner(sites), SlowPlanner(sites)
@@ -129,7 +129,7 @@ def test_every_row_goes_to_its_own_request_position_and_consumers(steps: list[St
             assert plan.token_rows.tolist() == sorted({row for _, row in expected})
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(steps=schedules())
 def test_a_position_is_captured_once_however_often_it_is_computed(steps: list[Step]) -> None:
     planner, lives = StepPlanner(SITES), Counter[str]()
@@ -143,7 +143,7 @@ def test_a_position_is_captured_once_however_often_it_is_computed(steps: list[St
     assert not [row for row, times in captured.items() if times > 1]
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(steps=schedules())
 def test_requests_of_other_ids_change_nothing_for_a_request(steps: list[Step]) -> None:
     """A neighbour, whatever it wants, neither takes nor gives rows."""
@@ -168,7 +168,7 @@ def decoding(draw: st.DrawFn) -> tuple[list[tuple[int, CaptureSpec | None]], lis
     return requests, draw(st.lists(st.integers(0, 11), min_size=20, max_size=24))
 
 
-@settings(max_examples=600)
+@settings(max_examples=200)
 @given(decoding())
 def test_steps_of_decodes_are_planned_like_any_others(
     drawn: tuple[list[tuple[int, CaptureSpec | None]], list[int]],

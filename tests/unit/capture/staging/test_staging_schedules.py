@@ -22,7 +22,7 @@ from tests.strategies import Step, schedules
 from tests.unit.capture.staging.test_staging import MAX_TOKENS, MIN_ROWS, make_ring
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     schedules(MANY_SITES),
     st.sampled_from([2 * MIN_ROWS, 200, 100_000]),

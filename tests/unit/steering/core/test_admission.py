@@ -165,7 +165,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 
 TestAdmission = AdmissionMachine.TestCase
-TestAdmission.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+TestAdmission.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 def one(key: bytes, num_vectors: int) -> Demand:

@@ -80,7 +80,7 @@ class Followed:
         assert resolved.is_steered or not resolved.rows.any()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(steps=schedules(), changes=st.lists(st.integers(0, 5), min_size=14, max_size=14))
 def test_every_token_refers_to_the_vectors_of_its_request_and_phase(steps: list[Step], changes: list[int]) -> None:
     followed, shared = Followed(), 0

@@ -107,7 +107,7 @@ class RowMachine(RuleBasedStateMachine):
 
 
 TestRows = RowMachine.TestCase
-TestRows.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestRows.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 
 
 def rows_in(table: RowTable, *req_ids: str) -> list[list[int]]:

@@ -94,7 +94,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
