@@ -7,7 +7,6 @@ is as good as a new process and has it already.
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import runpy
 import signal
@@ -115,7 +114,6 @@ def _become(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str],
 def _forget_pytest(streams: tuple[int, int]) -> None:
     """Streams, hooks and duties as they are when Python begins."""
     atexit._clear()
-    gc.unfreeze()
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     for number, stream in zip((1, 2), streams, strict=True):

@@ -91,6 +91,7 @@ def test_the_loop_in_one_script_moves_the_answer_along_the_vector(model_dir: Pat
     assert len((ROOT / "examples/steer.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.extended  # `make demo` does the same
 @pytest.mark.engine
 def test_ablation_takes_a_direction_from_the_stream(model_dir: Path) -> None:
     printed = run_example("examples/ablate.py", str(model_dir))
@@ -111,6 +112,7 @@ def test_capping_lifts_a_persona_towards_the_assistant(model_dir: Path) -> None:
     assert len((ROOT / "examples/cap.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.extended  # so does the example that trains an SAE
 @pytest.mark.engine
 def test_one_feature_of_an_sae_is_held_at_several_values(model_dir: Path, tmp_path: Path) -> None:
     sae = TinySae(architecture="jumprelu", width=576).save(tmp_path / "sae", Site.parse("12.post_mlp"))

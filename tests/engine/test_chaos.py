@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMAND = ["-m", "tests.chaos.run", "--minutes", "0", "--seed", "20261123", "--size", "40", "--start", "fork"]
+COMMAND = ["-m", "tests.chaos.run", "--minutes", "0", "--seed", "20261123", "--size", "24", "--start", "fork"]
 TIMEOUT_S = 1200
 
 
