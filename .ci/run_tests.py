@@ -17,7 +17,6 @@ import gc
 import importlib
 import os
 import re
-import runpy
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from resource import struct_rusage
 from typing import NamedTuple, NoReturn
@@ -148,23 +148,27 @@ def start(job: Job) -> int:
 
 def become(job: Job, environment: Mapping[str, str]) -> NoReturn:
     """Be ``python -m pytest``, in a fork."""
+    import pytest
+
     with job.log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(ROOT)
     os.environ.update(environment)
-    sys.argv[1:], sys.path[0] = [*PYTEST_OPTIONS, *job.arguments], str(ROOT)
+    sys.argv[1:], sys.path[0] = [], str(ROOT)
     status = 1
     try:
-        runpy.run_module("pytest", run_name="__main__", alter_sys=True)
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter does at its end; it waits for threads
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(status)  # taking all modules apart takes seconds
+        with suppress(SystemExit):
+            status = int(pytest.main([*PYTEST_OPTIONS, *job.arguments]))
+        threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter does at its end; it waits for threads
+        atexit._run_exitfuncs()
+    except Exception as error:
+        status = 1
+        traceback.print_exception(error)
+        raise
+    finally:
+        sys.stdout.flush()
+        os._exit(status)  # taking all modules apart takes seconds
 
 
 def told(job: Job, took: float, status: int, used: struct_rusage) -> tuple[bool, str]:
