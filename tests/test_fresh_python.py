@@ -31,9 +31,9 @@ def test_a_forked_program_does_as_a_new_one(name: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(fresh_python, "is_ready", lambda: True)
 
     def run(may_fork: bool) -> tuple[int, str, str]:
-        done = fresh_python.run_python(
-            [str(program), "argument"], cwd=tmp_path, environment={"GIVEN": "given"}, may_fork=may_fork
-        )
+        environment = {"GIVEN": "given", "PYTHONPATH": ""}
+        arguments = [str(program), "argument"]
+        done = fresh_python.run_python(arguments, cwd=tmp_path, environment=environment, may_fork=may_fork)
         return done.returncode, done.stdout, done.stderr.strip().rpartition("\n")[2]
 
     assert run(may_fork=True) == run(may_fork=False)
