@@ -90,7 +90,12 @@ def check(
 def test_smollm2_compiled_in_bf16_answers_as_stock_does_bit_for_bit(smollm2, tmp_path, monkeypatch):
     transcoder = TinyTranscoder(layer=0, num_layers=NUM_LAYERS, width=576).save(tmp_path / "transcoder")
     across = {"steering": {"sites": SITES, "op_sites": SITES, "saes": {"across": str(transcoder)}}}
-    check(smollm2, 49152, [BOTH, STEERING, OPERATIONS, across], tmp_path, monkeypatch)
+    check(smollm2, 49152, [BOTH, OPERATIONS, across], tmp_path, monkeypatch)
+
+
+@pytest.mark.extended  # operations are beside vectors at each site as well
+def test_smollm2_compiled_with_vectors_alone_answers_as_stock_does_bit_for_bit(smollm2, tmp_path, monkeypatch):
+    check(smollm2, 49152, [STEERING], tmp_path, monkeypatch)
 
 
 @pytest.mark.extended

@@ -60,7 +60,13 @@ EVERY_EXPERT = ("mixtral_all", "qwen3_moe_all")
 VISION = ("idefics3",)
 """Families that `test_multimodal` compares."""
 
-EXACT = [family for family in FAMILIES if family not in EVERY_EXPERT and family not in VISION]
+ALIKE = ("mistral", "phi")
+"""Built as others that CI compares."""
+EXACT = [
+    pytest.param(family, marks=pytest.mark.extended if family in ALIKE else ())
+    for family in FAMILIES
+    if family not in EVERY_EXPERT and family not in VISION
+]
 QUICK = ("gemma2", "mixtral_all")
 ROUNDED = [
     pytest.param(family, marks=() if family in QUICK else pytest.mark.extended)
@@ -68,8 +74,9 @@ ROUNDED = [
     if family not in ROUTED and family not in VISION
 ]
 """Two kinds in CI, where all of them are compared in fp32; the others are for ``make test-extended``."""
-COMPILED = ("gemma3", pytest.param("granite", marks=pytest.mark.extended))
-"""A pair with post-norms, a single stream with a multiplier. In CI one with and one without capture around mid."""
+COMPILED = [pytest.param(family, marks=pytest.mark.extended) for family in ("gemma3", "granite")]
+"""A pair with post-norms, a single stream with a multiplier. In CI `test_fresh_processes` compares the rows of
+a compiled model with capture around mid, and one without it is compiled here."""
 
 AROUND_MID = frozenset({HookPoint.ATTN_OUT, HookPoint.POST_ATTN})
 COMPILED_AHEAD = (pytest.param("gemma3, ahead", marks=pytest.mark.extended), "mixtral, ahead")

@@ -140,6 +140,7 @@ def printed() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("way", ["ops_mid", "ops_end", "across"])
 def test_norms_around_an_op_site_stay_one_kernel_with_their_sums(printed: str, way: str) -> None:
     """A program reads a branch's norm; the sum of that norm must not become a kernel of its own for it."""
@@ -153,6 +154,7 @@ def test_norms_around_an_op_site_stay_one_kernel_with_their_sums(printed: str, w
         assert len(ours) - len(norms) == num_sites * (family == "gemma")  # the programs' own sums
 
 
+@pytest.mark.extended
 def test_kernels_for_a_gpu_are_cut_into_blocks_as_they_are_without_us(printed: str) -> None:
     for family in ("gemma", "llama"):
         stock, ahead, both = (kernels(printed, family, way) for way in ("stock", "ahead", "both"))

@@ -50,7 +50,7 @@ class Site(nn.Module):
     [
         (capture_ops.capture_plain, None),
         (capture_ops.capture_traced, register_exclusion),
-        (capture_ops.capture_unfused, register_unfused_copy),
+        pytest.param(capture_ops.capture_unfused, register_unfused_copy, marks=pytest.mark.extended),
     ],
     ids=["plain", "traced", "apart"],
 )
