@@ -6,7 +6,8 @@ Each file that starts engines gets a process of its own, or shares one with a fe
 an engine leaves patched classes, process groups and sockets behind in the process that it ran in, and the fakes of
 tests/frontend stand in for vLLM's worker there. Importing vLLM takes 13 s of a core, so it is imported once, here, and
 these processes are forked from there. What a process printed is shown when it fails; otherwise its last line, and the
-whole is kept in .pytest_cache/logs.
+whole is kept in .pytest_cache/logs. Their engine cores and workers are forked as well; servers, the demo and the scripts
+that tests run as a user does start theirs as vLLM does by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import atexit
 import gc
 import importlib
+import multiprocessing
 import os
 import re
 import subprocess
@@ -27,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from resource import struct_rusage
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST_OPTIONS = ("--durations=15", "--timeout=600")
@@ -194,10 +196,22 @@ def import_vllm() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in IMPORTED:
         importlib.import_module(name)
+    importlib.import_module("vllm.utils.system_utils").multiprocessing = _Forking()  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()  # collections in forks pass over all this, and its pages stay shared
     if threading.active_count() > 1 or len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError(f"importing vLLM started threads: {threading.enumerate()}")
+
+
+class _Forking:
+    """Stands for the module ``multiprocessing`` where vLLM asks how to start its processes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(multiprocessing, name)
+
+    def get_context(self, method: str | None = None) -> Any:
+        """Fork, whatever is asked for: on a CPU vLLM would spawn, and each engine core import it all once more."""
+        return multiprocessing.get_context("fork")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
