@@ -6,7 +6,7 @@ Each file that starts engines gets a process of its own, or shares one with a fe
 an engine leaves patched classes, process groups and sockets behind in the process that it ran in, and the fakes of
 tests/frontend stand in for vLLM's worker there. Importing vLLM takes 13 s of a core, so it is imported once, here, and
 these processes are forked from there. What a process printed is shown when it fails; otherwise its last line, and the
-whole is kept in .pytest_cache/logs. Their engine cores and workers are forked as well; servers, the demo and the scripts
+whole is kept in .pytest_cache/logs. Their engine cores and workers are forked as well; servers, the demo and scripts
 that tests run as a user does start theirs as vLLM does by itself.
 """
 
