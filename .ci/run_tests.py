@@ -26,7 +26,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from resource import struct_rusage
 from typing import Any, NamedTuple, NoReturn
@@ -160,16 +159,15 @@ def become(job: Job, environment: Mapping[str, str]) -> NoReturn:
     sys.argv[1:], sys.path[0] = [], str(ROOT)
     status = 1
     try:
-        with suppress(SystemExit):
-            status = int(pytest.main([*PYTEST_OPTIONS, *job.arguments]))
+        status = int(pytest.main([*PYTEST_OPTIONS, *job.arguments]))
         threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter does at its end; it waits for threads
         atexit._run_exitfuncs()
-    except Exception as error:
-        status = 1
-        traceback.print_exception(error)
-        raise
+    except BaseException:  # noqa: BLE001 whatever it is, it is in the log, and the status tells
+        traceback.print_exc()
+        status = status or 1
     finally:
-        sys.stdout.flush()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
         os._exit(status)  # taking all modules apart takes seconds
 
 

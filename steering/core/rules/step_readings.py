@@ -94,8 +94,7 @@ class _OwnGates:
             if (key := resolved.latch_keys.get(column.gate.name)) is not None
         }
         self._columns = self.source.columns
-        self.is_written_late = self.source.is_written_late
-        self._written = None if self.is_written_late else _Written(self.source, num_prompt)
+        self._written = None if self.source.is_written_late else _Written(self.source, num_prompt)
 
     def written(self, rows: StepRows) -> list[int]:
         """Return how many of a step's rows each gate wrote."""
@@ -124,14 +123,14 @@ class _Decoding:
         places = [
             (at, gate.column, counts.name_of(gate.gate))
             for at, each in gated
-            if each.is_written_late
+            if each.source.is_written_late
             for gate in each.source.layout.gates
         ]
         self._rows, self._columns = (np.array([place[key] for place in places], np.int64) for key in (0, 1))
         self._names = list(dict.fromkeys(name for *_, name in places))
         numbers = {name: number for number, name in enumerate(self._names)}
         self._numbers = np.array([numbers[name] for *_, name in places], np.int64)
-        self.apart = [(at, each) for at, each in gated if not each.is_written_late]
+        self.apart = [(at, each) for at, each in gated if not each.source.is_written_late]
         """Rows, and gates, of requests that are counted one by one."""
         self.latching = [(at, each.latches) for at, each in gated if each.latches]
 
