@@ -9,22 +9,22 @@ The operator's document is ``additional_config={"headgate": {"steering": {...}}}
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import HookPoint, Site, parse_sites, sort_sites
+from headgate.steering.controllers.loading import ControllerSpec, check_specs
 from headgate.steering.features.importing import open_coder
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.gates.layout import COLUMNS_PER_GATE
 from headgate.steering.probes.files import load as load_probe
 from headgate.steering.probes.probe import ProbeError
+from headgate.steering.sae_sources import SaeSource, sae_site, sites_of, why_not_encoded
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
 
 
@@ -43,6 +43,10 @@ DEFAULT_RULES = 8
 MAX_RULES = 64
 ENTRIES_PER_GATE = 5
 """Entries of a gate at one site, on the average; one is the attenuation that it may be."""
+MAX_READ = 32
+"""Probes that all controllers together read."""
+MAX_DRIVEN = 32
+"""Distinct contents that controllers turn on at a time."""
 MAX_WAITING = 1024
 MAX_WAIT_S = 120.0
 
@@ -114,6 +118,9 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             core; none if None.
         self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
         fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
+        controllers: Plug-ins that read scores and change steering while requests run. With any, each op site takes
+            ``(2 * max_num_seqs + 3) * (2 * max_ops_per_site + max_sae_features + 32) * 48`` bytes of device memory
+            more, each batch row 256 bytes and each of `max_num_seqs` requests twice that.
     """
 
     max_steering_slots: int = DEFAULT_SLOTS
@@ -136,6 +143,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     audit_file: str | None = None
     self_test: bool = True
     fire_counter: bool = False
+    controllers: list[ControllerSpec] = msgspec.field(default_factory=list)
 
     def steerable(self, *, num_layers: int, hidden_size: int, dtype: str) -> Steerable:
         """Resolve the configured sites and limits for a model.
@@ -191,13 +199,20 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         and of the global ones; one for vectors; those that evaluate gates; and those of rules.
         """
         of_gates = ENTRIES_PER_GATE * (self.max_gates + self.max_rules)
-        of_gates += (2 * self.max_ops_per_site + self.num_features) * bool(self.max_rules)
-        return 2 * (2 * self.max_ops_per_site + self.num_features + bool(self.sae_encode)) + 1 + of_gates
+        of_gates += self.entries_driven * bool(self.max_rules)
+        of_controllers = (self.entries_driven + MAX_READ) * bool(self.controllers)
+        of_both = 2 * (2 * self.max_ops_per_site + self.num_features + bool(self.sae_encode)) + 1
+        return of_both + of_gates + of_controllers
+
+    @property
+    def entries_driven(self) -> int:
+        """Entries at one site of all that controllers turn on for a request."""
+        return 2 * self.max_ops_per_site + self.num_features
 
     @property
     def num_columns(self) -> int:
-        """Numbers that gates keep for each row: those of requests first, those of rules behind them."""
-        return COLUMNS_PER_GATE * (self.max_gates + self.max_rules)
+        """Numbers that gates keep for each row: those of requests first, then those of rules, then of controllers."""
+        return first_controller_column(self) + (MAX_READ + MAX_DRIVEN) * bool(self.controllers)
 
     def encoded_saes(self, hidden_size: int) -> dict[Site, SparseCoder]:
         """Open the SAEs of `sae_encode`, by site.
@@ -214,7 +229,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 site = sae_site(coder)
             except (FeatureFileError, OSError) as error:
                 raise ConfigError(f"{where}: {error}") from error
-            if (why := _why_not_encoded(coder, hidden_size)) is not None:
+            if (why := why_not_encoded(coder, hidden_size)) is not None:
                 raise ConfigError(f"{where} {why}")
             if site in found:
                 raise ConfigError(
@@ -262,7 +277,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _sae_sites(self, name: str) -> tuple[Site, ...]:
         try:
-            return _sites_of(self.saes[name])
+            return sites_of(self.saes[name])
         except (FeatureFileError, OSError) as error:
             raise ConfigError(f"{WHERE}.saes.{name} (--saes): {error}") from error
 
@@ -273,61 +288,9 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"{WHERE}.{error}") from error
 
 
-class SaeSource(NamedTuple):
-    """An SAE as the configuration names it: a file or folder, and its site unless the files tell."""
-
-    path: Path
-    site: Site | None
-
-    @classmethod
-    def parse(cls, text: str) -> SaeSource:
-        """Read ``PATH`` or ``PATH@SITE``."""
-        path, separator, name = text.rpartition("@")
-        try:
-            return cls(Path(path), Site.parse(name)) if separator else cls(Path(text), None)
-        except ValueError:  # an @ of the path's own
-            return cls(Path(text), None)
-
-
-@lru_cache(maxsize=1024)
-def _sites_of(source: str) -> tuple[Site, ...]:
-    path, site = SaeSource.parse(source)
-    coder = open_coder(path, site=site)
-    return (sae_site(coder), *coder.write_sites) if coder.is_transcoder else (sae_site(coder),)
-
-
-def _why_not_encoded(coder: SparseCoder, hidden_size: int) -> str | None:
-    """Say why an SAE cannot reconstruct a model's rows exactly; None if it can."""
-    if coder.is_transcoder or coder.weights.source.skip is not None:
-        return "is a transcoder, which reconstructs the rows of another site; SAEs can be encoded"
-    if coder.kind.selects:
-        return (
-            f"is of the kind {coder.kind.value}: it selects among all features of a row, which is not computed, and a "
-            "threshold in its place would be inexact; relu, jumprelu and gated SAEs can be encoded"
-        )
-    if coder.width != hidden_size:
-        return f"has the width {coder.width}; rows of the model have {hidden_size} values"
-    return None
-
-
-def sae_site(coder: SparseCoder) -> Site:
-    """Return where an SAE reads and writes, or a transcoder reads.
-
-    Raises:
-        FeatureFileError: If nobody said so.
-    """
-    if coder.read_site is None:
-        raise FeatureFileError(f"{coder.path}: has no site; name it, such as --saes NAME=PATH@12.post_mlp")
-    return coder.read_site
-
-
-def cross_stages(sites: Sequence[Site]) -> str:
-    """Return why a transcoder whose sites lie on several pipeline stages is refused; `sites` as of `transcoders`."""
-    return (
-        f"a transcoder that reads at {sites[0].name} and writes at {', '.join(site.name for site in sites[1:])} cannot "
-        "be used here: these sites are on different stages of the pipeline, and what a feature changes does not travel "
-        "from one to the next"
-    )
+def first_controller_column(config: SteeringConfig) -> int:
+    """Return the first of `SteeringConfig.num_columns` that is the controllers'."""
+    return COLUMNS_PER_GATE * (config.max_gates + config.max_rules)
 
 
 WHERE = "additional_config['headgate']['steering']"
@@ -374,6 +337,7 @@ def _check(config: SteeringConfig) -> None:
     if not config.sites:
         raise ConfigError(f"{WHERE}: sites: name at least one hook point, such as {{'post_mlp': 'all'}}")
     _check_saes(config)
+    check_specs(config.controllers)
     for section, paths, of in (
         ("modules", config.modules, "a module"),
         ("saes", config.saes, "an SAE"),

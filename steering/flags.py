@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
+
+import msgspec
 
 from headgate.capture.engine.contracts.request_part import FlagGroup
 from headgate.capture.engine.setup.cli_flags import add_repeatable_flag, json_object
 from headgate.capture.engine.setup.server_args import take_flag
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.config import DEFAULT_FEATURES, DEFAULT_GATES, DEFAULT_OPS, DEFAULT_RULES
+from headgate.steering.controllers.loading import parse_shorthand
 
 _SIZES = ("max_steering_slots", "max_steering_configs")
 _WAITS = {"max_steering_waiting": "max_waiting", "max_steering_wait_s": "max_wait_s"}
@@ -23,7 +26,8 @@ _SAME = {
 }
 _SAES = ("sae_root", "max_sae_features")
 _NAMED = {"steering_modules": "modules", "saes": "saes", "probes": "probes"}
-_FLAGS = ("enable_steering", *_SIZES, *_WAITS, *_SAME, *_SAES, *_NAMED, "sae_encode", "steering_audit")
+_CONTROLLERS = "steering_controllers"
+_FLAGS = ("enable_steering", *_SIZES, *_WAITS, *_SAME, *_SAES, *_NAMED, "sae_encode", "steering_audit", _CONTROLLERS)
 
 
 _VALUED: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
@@ -133,6 +137,11 @@ _REPEATABLE = (
 )
 """Flags that name files, any number of times: name, what a value is called, help."""
 
+_CONTROLLER_HELP = (
+    "Plug-ins that read scores of running requests and change their steering (entry points of headgate.controllers). "
+    "Keys are arguments of the plug-in, and instance_name, applies_to and budget_ms. They read and write at op sites."
+)
+
 _SAE_ENCODE = (
     "SAEs of --saes that requests may let reconstruct rows (sae_reconstruction), at most one for each site. Their "
     "weights are kept on the device."
@@ -152,6 +161,9 @@ def add_flags(group: FlagGroup) -> None:
     for name, metavar, text in _REPEATABLE:
         add_repeatable_flag(group, name, type=_named_path, metavar=metavar, help=text)
     add_repeatable_flag(group, "--sae-encode", type=_names, metavar="NAME[,NAME]", help=_SAE_ENCODE)
+    add_repeatable_flag(
+        group, "--steering-controllers", type=_controller, metavar="NAME:KEY=VAL,KEY=VAL", help=_CONTROLLER_HELP
+    )
 
 
 def read_flags(args: argparse.Namespace, section: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -178,6 +190,8 @@ def read_flags(args: argparse.Namespace, section: Mapping[str, Any] | None) -> d
     if "steering_audit" in given:
         document["audit_file"] = given["steering_audit"]
     document.update({name: given[flag] for flag, name in _SAME.items() if flag in given})
+    if _CONTROLLERS in given:
+        document["controllers"] = [*(document.get("controllers") or ()), *given[_CONTROLLERS]]
     return document
 
 
@@ -186,6 +200,13 @@ def _named_path(text: str) -> tuple[str, str]:
     if not (name and separator and path):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
     return name, path
+
+
+def _controller(text: str) -> dict[str, Any]:
+    try:
+        return cast("dict[str, Any]", msgspec.to_builtins(parse_shorthand(text)))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _names(text: str) -> list[str]:

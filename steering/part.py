@@ -31,7 +31,7 @@ def headgate_worker(section: Mapping[str, Any]) -> SteeringPart:
 @hookimpl
 def headgate_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServices) -> SteeringCore:
     """Return steering's part in one engine core."""
-    from headgate.steering.core.steering_core import open_core
+    from headgate.steering.core.opening import open_core
 
     return open_core(facts, section, services)
 

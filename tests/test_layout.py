@@ -52,6 +52,7 @@ LAYERS = {
             ["gates"],
             ["spec"],
             ["kernels"],
+            ["controllers", "sae_sources"],
             ["config"],
             ["flags", "requests"],
             ["files"],
@@ -71,6 +72,7 @@ LAYERS = {
 
 LARGE_CLASSES = {
     "WorkerHooks": "each method is the specification of one hook",
+    "SteeringPart": "each method but one implements a hook",
     "ConsumerContract": "each method is a test that authors of consumers inherit",
     "Client": "one flat method for each call of the server, as users write it",
     "AsyncClient": "the same, awaited",

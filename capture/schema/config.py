@@ -186,28 +186,43 @@ def parse_shorthand(text: str) -> CaptureConsumerSpec:
     Raises:
         ConfigError: If it is not of that form; the message shows the form.
     """
-    name, _, rest = text.partition(":")
-    if not name.strip():
-        raise ConfigError(f"consumer {text!r}: expected name:key=val,key=val")
-    own: dict[str, Any] = {"name": name.strip(), "params": {}}
-    for pair in _split_pairs(rest, text):
-        key, equals, value = (part.strip() for part in pair.partition("="))
-        if not equals or not key:
-            raise ConfigError(f"consumer {text!r}: {pair!r} is not key=val")
-        target = own if key in _OWN_KEYS else own["params"]
-        if key in target:
-            raise ConfigError(f"consumer {text!r}: {key} is given twice")
-        target[key] = _typed(value)
+    name, given = parse_pairs(text, "consumer")
+    own: dict[str, Any] = {key: given.pop(key) for key in _OWN_KEYS if key in given}
+    own |= {"name": name, "params": given}
     try:
         return msgspec.convert(own, CaptureConsumerSpec)
     except msgspec.ValidationError as error:
         raise ConfigError(f"consumer {text!r}: {error}") from error
 
 
-_OWN_KEYS = {"instance_name", "location", "overload", "queue_bytes", "max_stall_s"}
+_OWN_KEYS = ("instance_name", "location", "overload", "queue_bytes", "max_stall_s")
 
 
-def _split_pairs(rest: str, text: str) -> list[str]:
+def parse_pairs(text: str, who: str) -> tuple[str, dict[str, Any]]:
+    """Return name and typed values of ``name:key=val,key=val``; see `parse_shorthand`.
+
+    Args:
+        text: To read.
+        who: For errors, such as ``consumer``.
+
+    Raises:
+        ConfigError: If it is not of that form, or a key is given twice.
+    """
+    name, _, rest = text.partition(":")
+    if not name.strip():
+        raise ConfigError(f"{who} {text!r}: expected name:key=val,key=val")
+    found: dict[str, Any] = {}
+    for pair in _split_pairs(rest, f"{who} {text!r}"):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not key:
+            raise ConfigError(f"{who} {text!r}: {pair!r} is not key=val")
+        if key in found:
+            raise ConfigError(f"{who} {text!r}: {key} is given twice")
+        found[key] = _typed(value)
+    return name.strip(), found
+
+
+def _split_pairs(rest: str, where: str) -> list[str]:
     """Split at commas that are not inside brackets or quotes, so that values may be JSON lists and objects."""
     pairs, depth, start = [], 0, 0
     for match in _STRUCTURE.finditer(rest):
@@ -225,7 +240,7 @@ def _split_pairs(rest: str, text: str) -> list[str]:
         if depth == 0:
             return [pair for pair in (*pairs, rest[start:]) if pair.strip()]
     raise ConfigError(
-        f'consumer {text!r}: quotes or brackets do not match; write such a text as JSON, for example name:key="a[b"'
+        f'{where}: quotes or brackets do not match; write such a text as JSON, for example name:key="a[b"'
     )
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from headgate.capture.engine.contracts.request_part import CoreCall, Operation, Result
 from headgate.capture.schema.errors import EngineStateError, RequestError
 from headgate.steering.core.audit import BY, OPERATOR, Actor, AuditEntry
-from headgate.steering.core.sae_calls import NO_SAES
-from headgate.steering.core.saes import open_sae
+from headgate.steering.core.saes.calls import NO_SAES
+from headgate.steering.core.saes.registry import open_sae
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import load
 from headgate.steering.requests.feature_fields import read_global_features

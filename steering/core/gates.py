@@ -14,7 +14,7 @@ from headgate.steering.core.modules import Module
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import Named, Resolved, module_programs, resolved_of
 from headgate.steering.core.rules.registry import KeptRule, kept_rule
-from headgate.steering.core.saes import SaeRegistry
+from headgate.steering.core.saes.registry import SaeRegistry
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.gates.conversations import Conversation, ConversationLatches, LatchKey
 from headgate.steering.gates.gate import FeatureReading, Gate, ModuleThen, NamedProbe

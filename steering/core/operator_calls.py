@@ -11,11 +11,12 @@ from headgate.capture.schema.sites import Site
 from headgate.steering.core.admission import Reservations
 from headgate.steering.core.audit import BY, OPERATOR, OWNED, Actor, Audit
 from headgate.steering.core.content import demand_of
+from headgate.steering.core.controllers.controllers import Controllers
 from headgate.steering.core.modules import Module
 from headgate.steering.core.probes import ProbeCalls
 from headgate.steering.core.rules.calls import RuleCalls
 from headgate.steering.core.rules.step_readings import StepReadings
-from headgate.steering.core.sae_calls import SaeCalls
+from headgate.steering.core.saes.calls import SaeCalls
 from headgate.steering.core.state import PROGRAMS, GlobalTiers, SteeringState
 from headgate.steering.spec import SteeringSpec, SteeringWire, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import TIERS, Steerable, check_name
@@ -50,6 +51,7 @@ class OperatorCalls:
 
     Attributes:
         rules: The calls about rules.
+        controllers: Of the engine core; None if there are none.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class OperatorCalls:
             self._readings,
         )
         self._methods.update(self.rules.methods)
+        self.controllers: Controllers | None = None
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any:
         """Run one of the methods by its name, such as ``register``; plain values and bytes go in and come out.
@@ -191,6 +194,8 @@ class OperatorCalls:
                 raise
         self._state.set_global(changed)
         if not is_same:
+            if self.controllers is not None:
+                self.controllers.global_changed()
             self._services.restart_running()
         return self._status()
 
@@ -258,6 +263,7 @@ class OperatorCalls:
             "modules": len(self._state.modules()),
             "rule_rows": self.rules.rule_rows(),
             "gate_rows": dict(self._readings.counts.gates),
+            "controllers": {} if self.controllers is None else self.controllers.figures(),
             "global_vectors": sum(len(vectors.sites) for vectors in (shared.prefill, shared.decode) if vectors),
         }
 

@@ -1,15 +1,17 @@
-"""A request's steering in terms of content: its spec with the names in it looked up."""
+"""A request's steering in terms of content: its spec with the names in it looked up; and the keys of its KV blocks."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.admission import Demand, Load
 from headgate.steering.core.content import load_of
 from headgate.steering.core.modules import Module
+from headgate.steering.core.rules.registry import NO_RULES, RuleKeys
 from headgate.steering.gates.conversations import LatchKey
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import SteeringSpec
@@ -33,6 +35,7 @@ class Resolved:
         own: Its inline programs, with the names of modules resolved.
         takes_own: Whether its vectors, and what its modules bring, are in its programs: a gate attenuates them.
         latch_keys: Of its gates that go on in a conversation, by their names.
+        named: The modules that it names, with the scale of each, for controllers that scale them.
     """
 
     prefill: bytes | None
@@ -45,6 +48,7 @@ class Resolved:
     own: tuple[Program | None, Program | None] = (None, None)
     takes_own: bool = False
     latch_keys: Mapping[str, LatchKey] = field(default_factory=dict)
+    named: tuple[tuple[Module, float], ...] = field(default=(), compare=False)
 
     @property
     def parts(self) -> tuple[Parts, Parts, Parts, Parts]:
@@ -88,6 +92,7 @@ def resolved_of(
         prefill_programs=tuple((program.key, scale) for program, scale in programs[0]),
         decode_programs=tuple((program.key, scale) for program, scale in programs[1]),
         own=own,
+        named=tuple(named),
     )
 
 
@@ -128,3 +133,65 @@ def _block_key(load: Load | None, program: Program | None, num_prompt: int, *, i
         return load.key
     phase = b"decode" if is_decode and program.has_gates else b""
     return hashlib.sha256(load.key + num_prompt.to_bytes(8, "little") + phase).digest()
+
+
+BLOCK_KEY_TAG = "headgate"
+"""First half of each extra key. The same for both phases: a steered answer can become the prompt of the next turn."""
+
+
+class SteeredBlocks(NamedTuple):
+    """Extra keys of one request's KV blocks; implements `headgate.capture.engine.contracts.core_part.BlockKeys`.
+
+    A block of the prompt is keyed by the vectors of the prefill phase, a generated one by those of the decode phase,
+    and the block with tokens of both phases by both and by where the prompt ends in it. Blocks on which nothing acts
+    have no extra key, so they are shared with requests of an engine without steering.
+
+    Attributes:
+        prefill: Name of the content that acts in the prefill phase; None if nothing does.
+        decode: The same for the decode phase.
+        skips_reading: See `BlockKeys`.
+    """
+
+    prefill: str | None
+    decode: str | None
+    skips_reading: bool = False
+
+    @classmethod
+    def join(
+        cls,
+        *,
+        global_prefill: bytes | None,
+        global_decode: bytes | None,
+        prefill: bytes | None,
+        decode: bytes | None,
+        rules: RuleKeys = NO_RULES,
+        driven: bytes | None = None,
+    ) -> SteeredBlocks:
+        """Join the content keys of global vectors, of rules, of a request's own and of controllers, phase by phase."""
+        return cls(
+            _joined(global_prefill, rules.prefill, prefill),
+            _joined(global_decode, rules.decode, decode, driven),
+            rules.has_state,
+        )
+
+    def of_block(self, start: int, end: int, num_prompt: int) -> tuple[tuple[str, str], ...]:
+        """Return the extra keys of the block of tokens ``start : end``: none, or one pair of a tag and a name.
+
+        Args:
+            start: Position of the block's first token.
+            end: Position after its last.
+            num_prompt: Length of the request's prompt.
+        """
+        if self.prefill == self.decode or end <= num_prompt:
+            name = self.prefill
+        elif start >= num_prompt:
+            name = self.decode
+        else:
+            name = f"{self.prefill or ''}:{self.decode or ''}@{num_prompt - start}"
+        return ((BLOCK_KEY_TAG, name),) if name else ()
+
+
+def _joined(*acting: bytes | None) -> str | None:
+    """Return the name of all; one alone has the same name wherever it comes from: equal vectors make equal KV."""
+    names = [key.hex() for key in acting if key]
+    return "+".join(names) or None

@@ -26,7 +26,7 @@ from headgate.steering.core.modules import Module, ModuleRegistry
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import Resolved, check_scales, module_programs, resolved_of
 from headgate.steering.core.rules.registry import RuleRegistry
-from headgate.steering.core.saes import SaeRegistry
+from headgate.steering.core.saes.registry import SaeRegistry
 from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.layout import COLUMNS_PER_GATE
 from headgate.steering.programs.lowering import lower

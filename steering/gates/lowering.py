@@ -18,7 +18,7 @@ from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import PositionSelector
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.steering.gates.checks import check_reads, check_this_token, is_reached
-from headgate.steering.gates.gate import Always, Condition, Gate, Leaf, Negation
+from headgate.steering.gates.gate import Always, Condition, Gate, Leaf, Negation, Then
 from headgate.steering.gates.layout import GateColumn, Layout, layout_of, num_columns
 from headgate.steering.gates.readings import Content, Score, read_score
 from headgate.steering.programs.codes import EVERYWHERE, Code, Flag, with_change
@@ -84,7 +84,7 @@ def lower_gates(
     attenuating: list[_Placed] = []
     for gate_column in layout.gates:
         placed = _Placed(gate_column, _reads(gate_column.gate, layout, scores))
-        thens = _then_programs(placed.gate, content, dtype)
+        thens = then_programs(placed.gate.then, content, dtype)
         written = sort_sites({site for then in thens if then is not None for site in then.sites})
         if placed.gate.then.attenuate is not None:
             written = sort_sites({site for vectors, program in own for site in _sites_of(vectors, program)})
@@ -167,12 +167,15 @@ def _check(placed: _Placed, written: Sequence[Site], op_sites: Sequence[Site]) -
     check_this_token(gate, placed.reads, written)
 
 
-def _then_programs(gate: Gate, content: Content, dtype: StoredType) -> list[Program | None]:
-    """Return what a gate turns on at full strength, by phase; only what modules bring may differ."""
-    then = gate.then
+def then_programs(then: Then, content: Content, dtype: StoredType) -> list[Program | None]:
+    """Return what a gate, or a controller, turns on at full strength, by phase; only what modules bring may differ.
+
+    Raises:
+        RequestError: Naming the field: a name that is not registered, or a vector that cannot be used.
+    """
     if then.module is not None:
         found = [content.module(then.module, phase) for phase in (PREFILL, DECODE)]
-        return [_joined_entries(vectors, program, then.module.scale, dtype) for vectors, program in found]
+        return [joined_entries(vectors, program, then.module.scale, dtype) for vectors, program in found]
     if then.features:
         return [content.features(then.features)] * 2
     if any(operation.references for operation in then.operations):
@@ -180,7 +183,7 @@ def _then_programs(gate: Gate, content: Content, dtype: StoredType) -> list[Prog
     return [lower(then.operations, dtype) if then.operations else None] * 2
 
 
-def _joined_entries(
+def joined_entries(
     vectors: PhaseVectors | None, program: Program | None, scale: float, dtype: StoredType
 ) -> Program | None:
     """Return vectors and a program as one program, times `scale`."""

@@ -103,7 +103,7 @@ def read_gates(value: object, steerable: Steerable, field: str = GATES) -> tuple
         Gate(
             name=head.name,
             when=when,
-            then=_then(document.get("then"), steerable, vectors, f"{where}.then"),
+            then=read_then(document.get("then"), steerable, vectors, f"{where}.then"),
             mode=head.mode,
             amount=head.amount,
             scope=head.scope,
@@ -215,7 +215,18 @@ def _check_names(heads: Sequence[_Head], places: Sequence[str]) -> None:
             )
 
 
-def _then(value: object, steerable: Steerable, vectors: Vectors, where: str) -> Then:
+def read_then(value: object, steerable: Steerable, vectors: Vectors, where: str) -> Then:
+    """Read what a gate, a rule or a controller turns on.
+
+    Args:
+        value: ``"observe"``, or an object with one of `_THENS`.
+        steerable: The model and its limits.
+        vectors: Reads vectors of operations.
+        where: Path of the value.
+
+    Raises:
+        RequestError: Naming the field that is wrong.
+    """
     if isinstance(value, str) and value == "observe":
         return Then(observes=True)
     if not isinstance(value, Mapping):

@@ -20,6 +20,7 @@ from torch import Tensor
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
 from headgate.capture.schema.config import MIB
 from headgate.steering.programs.codes import CODE, CODE_MASK, NUM_CODES, NUM_PARAMS, Code
+from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.gates.step_gates import GateWrites
 from headgate.steering.worker.placed_programs import ProgramWrites
@@ -388,13 +389,11 @@ def _gate_writes(changed: GateWrites, gates: GateTensors) -> list[_Write]:
         gates.states[:, first:end] = math.nan
     made = [_Write(gates.tokens[: len(changed.tokens)].copy_, (changed.tokens,))]
     if len(changed.cleared):
-        made.append(_Write(partial(_clear_rows, gates.states), (changed.cleared,)))
-    for start in range(0, len(changed.places), _ENTRIES):
-        chunk = slice(start, start + _ENTRIES)
-        write = partial(gates.signals.view(-1).index_copy_, 0)
-        made.append(_Write(write, (changed.places[chunk], changed.strengths[chunk])))
-    return made
+        made.append(_Write(lambda slots: gates.states.index_fill_(0, slots.long(), math.nan), (changed.cleared,)))
+    made += _flat_writes(gates.signals, changed.places, changed.strengths)
+    return made + _flat_writes(gates.states, changed.state_places, changed.states)
 
 
-def _clear_rows(states: Tensor, slots: Tensor) -> None:
-    states.index_fill_(0, slots.long(), math.nan)
+def _flat_writes(tensor: Tensor, places: Int64Array, values: Float32Rows) -> list[_Write]:
+    chunks = [slice(start, start + _ENTRIES) for start in range(0, len(places), _ENTRIES)]
+    return [_Write(partial(tensor.view(-1).index_copy_, 0), (places[chunk], values[chunk])) for chunk in chunks]

@@ -14,8 +14,9 @@ from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.steering.config import WHERE, SteeringConfig, cross_stages
+from headgate.steering.config import WHERE, SteeringConfig
 from headgate.steering.features.sparse_coder import SparseCoder
+from headgate.steering.sae_sources import cross_stages
 from headgate.steering.worker import program_action, program_ops, site_action
 from headgate.steering.worker.device_tables import DeviceTables
 from headgate.steering.worker.gates.readings import SignalReadings
@@ -108,6 +109,12 @@ class SteeringPart:
     def headgate_request_stopped(self, req_id: str) -> None:
         """Remove a request."""
         self._allocated().remove(req_id)
+
+    @hookimpl
+    def headgate_ordered(self, part: str, orders: Mapping[str, Any]) -> None:
+        """Let requests be steered as the engine core's controllers decided."""
+        if part == PART:
+            self._allocated().drive(orders["drives"])
 
     @hookimpl
     def headgate_needs_plain_steps(self) -> bool:

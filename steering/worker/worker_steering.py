@@ -15,6 +15,7 @@ from headgate.steering.spec import PhaseContent, SteeringSpec, from_wire, steere
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, sum_of
 from headgate.steering.worker.device_tables import DeviceTables
+from headgate.steering.worker.gates.driven import Drive
 from headgate.steering.worker.gates.readings import SignalReadings
 from headgate.steering.worker.gates.requests import OwnGates
 from headgate.steering.worker.gates.step_gates import StepGates
@@ -116,8 +117,8 @@ class WorkerSteering:
             (wire.get(f"{phase}_parts", ()), wire.get(f"{phase}_programs", ()), content)
             for phase, content in zip(("prefill", "decode"), own.phases, strict=True)
         )
-        acting = self._acting(*prefill)
-        acting_later = acting if decode == prefill else self._acting(*decode)
+        acting = _acting(self._contents, self._programs, *prefill)
+        acting_later = acting if decode == prefill else _acting(self._contents, self._programs, *decode)
         self.table.add(req_id, num_prompt, acting, acting_later, own.rules)
         programs = tuple(program for program in (own.prefill_program, own.decode_program) if program is not None)
         if self.gates is not None:
@@ -156,6 +157,13 @@ class WorkerSteering:
         self.table.set_rules(read)
         if self.gates is not None:
             self.gates.set_rules(read)
+
+    def drive(self, drives: Sequence[tuple[str, int, int, float]]) -> None:
+        """Follow what controllers decided; each as `Drive`, of a request that was added."""
+        if self.gates is None:
+            raise AssertionError("steering: a worker without op sites is driven")
+        for req_id, columns in self.gates.drive([Drive(*one) for one in drives]).items():
+            self.table.drive(req_id, columns)
 
     def keep_module(self, name: str, spec: Mapping[str, Any]) -> None:
         """RPC: keep the vectors of a registered module, in place of an earlier one of its name."""
@@ -199,19 +207,34 @@ class WorkerSteering:
             "reconstructions": self._figures.read(),
         }
 
-    def _acting(self, parts: Sequence[Part], programs: Sequence[Part], own: PhaseContent) -> Vectors | None:
-        """Return what acts on a request in one phase: the modules that it names, and its own."""
-        vectors, program = own
-        try:
-            named: list[tuple[PhaseVectors | None, float]] = [(self._contents[key], scale) for key, scale in parts]
-            acting = [(self._programs[key], scale) for key, scale in programs]
-        except KeyError as error:
-            raise AssertionError(f"steering: no module has the content {error.args[0]!r}") from None
-        return steered(sum_of([*named, (vectors, 1.0)]), acting + ([] if program is None else [(program, 1.0)]))
-
 
 Part = tuple[bytes, float]
 """Content key of a module's vectors or program, and its scale."""
+
+
+def _acting(
+    contents: Mapping[bytes, PhaseVectors],
+    known: Mapping[bytes, Program],
+    parts: Sequence[Part],
+    programs: Sequence[Part],
+    own: PhaseContent,
+) -> Vectors | None:
+    """Return what acts on a request in one phase: the modules that it names, and its own.
+
+    Args:
+        contents: Vectors of modules by their content keys.
+        known: Programs of modules, likewise.
+        parts: Vectors that it takes from them.
+        programs: Programs that it takes from them.
+        own: Its own.
+    """
+    vectors, program = own
+    try:
+        named: list[tuple[PhaseVectors | None, float]] = [(contents[key], scale) for key, scale in parts]
+        acting = [(known[key], scale) for key, scale in programs]
+    except KeyError as error:
+        raise AssertionError(f"steering: no module has the content {error.args[0]!r}") from None
+    return steered(sum_of([*named, (vectors, 1.0)]), acting + ([] if program is None else [(program, 1.0)]))
 
 
 def _content(spec: SteeringSpec) -> tuple[Vectors | None, Vectors | None]:

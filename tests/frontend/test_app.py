@@ -23,7 +23,7 @@ from headgate.capture.engine.frontends import engine_handles
 from headgate.capture.engine.requests.request_reader import REQUEST_READER, OpenPart, RequestReader
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ForbiddenError, RequestError
-from headgate.steering.core.steering_core import open_core
+from headgate.steering.core.opening import open_core
 
 pytestmark = pytest.mark.engine
 

@@ -40,7 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
 def found(server: Server, name: str) -> list[Probe]:
     """The probe of a name in each engine core."""
     cores = server.engine.engine_core.cores.values()
-    return [core._state.probes.find(name) for core in cores]
+    return [core.state.probes.find(name) for core in cores]
 
 
 def test_a_probe_is_registered_in_every_engine_core_replaced_and_forgotten(started: Callable[..., Server]) -> None:

@@ -43,7 +43,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
 def names(server: Server) -> list[list[str]]:
     """The rules of each engine core."""
     cores = server.engine.engine_core.cores.values()
-    return [[rule.name for rule in core._state.rules.all()] for core in cores]
+    return [[rule.name for rule in core.state.rules.all()] for core in cores]
 
 
 def test_a_rule_is_registered_in_every_engine_core_replaced_and_forgotten(started: Callable[..., Server]) -> None:

@@ -210,14 +210,14 @@ def test_a_feature_that_one_engine_core_refuses_is_taken_back_in_the_other(
     server = started()
     server.post(SET, features=[EDIT])
     before, (_, core) = server.get("/v1/steering").json()["global"], server.engine.engine_core.cores.values()
-    original = core._state.saes.program
+    original = core.state.saes.program
 
     def failing(edits: Any) -> Any:
         if edits:
             raise RequestError("decode_features[0].sae", "the disk is gone")
         return original(edits)
 
-    monkeypatch.setattr(core._state.saes, "program", failing)
+    monkeypatch.setattr(core.state.saes, "program", failing)
     answer = server.post(SET, decode_features=[{**EDIT, "feature": 4}])
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "decode_features[0].sae")

@@ -7,9 +7,9 @@ and the engine thread does everything else, between two steps unless it is said 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypedDict, runtime_checkable
+from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.consumer import ModelInfo
@@ -53,6 +53,18 @@ class BlockKeys(Protocol):
             num_prompt: Length of the request's prompt.
         """
         ...
+
+
+class Progress(NamedTuple):
+    """A request that runs, or waits.
+
+    Attributes:
+        position: The first one, behind the prompt, whose row no launched step computes for the first time.
+        token_ids: Its tokens so far, the prompt's first; a view that grows with the request.
+    """
+
+    position: int
+    token_ids: Sequence[int]
 
 
 class CoreServices(Protocol):
@@ -112,6 +124,19 @@ class CoreServices(Protocol):
         Returns:
             The first position of each request whose row no launched step computes.
         """
+        ...
+
+    def rekey(self, req_id: str, first: int) -> None:
+        """Ask for the block keys of one request anew, for the blocks that end behind a position.
+
+        Args:
+            req_id: Of a request that entered the scheduler, or waits.
+            first: At least its `Progress.position`.
+        """
+        ...
+
+    def progress(self, req_id: str) -> Progress | None:
+        """Return how far a request is; None if it has ended, or is not known."""
         ...
 
     def fail(self, reason: str) -> None:
@@ -228,5 +253,37 @@ class ReadingCore(Protocol):
             A note for each request that the front end is to be told something of: plain values and bytes, by id. They
             come with the request's next output, and reach its `request_part.NotesReader`; notes of requests whose
             `request_part.PartRequest` does not want them are dropped.
+        """
+        ...
+
+
+class Decided(NamedTuple):
+    """Decisions of a part about requests, behind a step.
+
+    Attributes:
+        endings: Requests that end now, each with the ``stop_reason`` that its client is told.
+        notes: As `ReadingCore.take_readings` returns them.
+    """
+
+    endings: Mapping[str, str]
+    notes: Mapping[str, object]
+
+
+@runtime_checkable
+class DecidingCore(ReadingCore, Protocol):
+    """A `ReadingCore` that decides, from what was read, what later steps do."""
+
+    def decide(self) -> Decided | None:
+        """Decide. Engine thread, once behind each step, when its tokens were taken; None if nothing is to be told."""
+        ...
+
+    def orders(self, scheduled: Collection[str]) -> Document | None:
+        """Return what the workers are to follow from a step on that was just scheduled; None if nothing.
+
+        Args:
+            scheduled: The requests of the step. What is for others is kept for a later one.
+
+        Returns:
+            Plain values and bytes, for `worker_hooks.WorkerHooks.headgate_ordered` of the same part in every worker.
         """
         ...

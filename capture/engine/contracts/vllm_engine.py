@@ -155,6 +155,8 @@ class Scheduler(Protocol):
 
     def add_request(self, request: Request) -> None: ...
 
+    def finish_requests(self, request_ids: str, finished_status: object) -> object: ...
+
     def _preempt_request(self, request: Request, timestamp: float, **options: bool) -> None: ...
 
 
@@ -168,7 +170,7 @@ class CoreOutput(Protocol):
 class CoreOutputs(Protocol):
     """``vllm.v1.engine.EngineCoreOutputs``: those of one step that go to one front end."""
 
-    outputs: Sequence[CoreOutput]
+    outputs: list[CoreOutput]
 
 
 class Executor(Protocol):

@@ -19,6 +19,9 @@ CAPTURE = "capture"
 READINGS_ATTRIBUTE = "headgate_readings"
 """Attribute of a worker's ``ModelRunnerOutput``: ``{part: document}``, what the parts read in that step; absent if
 nothing. It is no field of the class, and travels with its pickle."""
+ORDERS_ATTRIBUTE = "headgate_orders"
+"""Attribute of a ``SchedulerOutput``: ``{part: document}``, what the parts' halves in the workers are to follow from
+that step on; absent if nothing. It is no field of the class, and travels with its pickle."""
 NOTES_KEY = "headgate_notes"
 """Key of a request's notes in the ``kv_transfer_params`` of an ``EngineCoreOutput``: ``{part: [note, ...]}``, in the
 order of the steps. The field is a free dict that only KV connectors use, which are refused; the front end takes the

@@ -192,6 +192,13 @@ class WorkerHooks:
         """Stop a request, which may be a plain one: it has no further steps. How it ended may be known only later."""
 
     @hookspec
+    def headgate_ordered(self, part: str, orders: Document) -> None:
+        """Follow what the engine core decided (`core_part.DecidingCore.orders`), before a step is laid out.
+
+        Every rank gets the same, with the same step. A part passes over the orders of others.
+        """
+
+    @hookspec
     def headgate_needs_plain_steps(self) -> bool:  # type: ignore[empty-body]
         """Whether the next step is to be shown even if all its requests are plain ones."""
 

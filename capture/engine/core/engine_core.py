@@ -26,7 +26,7 @@ from headgate.capture.engine.contracts.vllm_engine import (
     SchedulerOutput,
 )
 from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
-from headgate.capture.engine.core import block_keys
+from headgate.capture.engine.core import block_keys, step_orders
 from headgate.capture.engine.core.fan_out import SharedWires
 from headgate.capture.engine.core.overload import SentAway, send_away
 from headgate.capture.engine.core.part_services import SERVICES, PartServices
@@ -143,6 +143,10 @@ class EngineCoreAdapter:
         self._services.release(req_id)
         self.notes.release(req_id)
         self.admit_waiting()
+
+    def attach_orders(self, scheduler_output: SchedulerOutput) -> None:
+        """Attach what the part has decided to a step that was just scheduled."""
+        step_orders.attach_orders(self._name, self._part, scheduler_output)
 
     def withdraw(self, req_ids: Collection[str] | None, status: object) -> list[Request]:
         """End those of `req_ids` (None: all) that wait; return them, as the scheduler returns its own."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from functools import wraps
+from itertools import chain
 
-from headgate.capture.engine.contracts.core_part import BlockKeys, CorePart
+from headgate.capture.engine.contracts.core_part import BlockKeys, CorePart, Progress
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import EngineCore, Function, Request, Scheduler
 from headgate.capture.engine.core import block_keys, restart
@@ -17,6 +18,18 @@ logger = logging.getLogger("headgate")
 
 SERVICES = "_headgate_services"
 """Attribute of a scheduler; absent where no part is open."""
+
+
+class _Salts(dict[str, str]):
+    """Texts by request, of which each is unique."""
+
+    def __init__(self) -> None:
+        self._num_made = 0
+
+    def renew(self, req_id: str) -> None:
+        """Give a request a new one."""
+        self._num_made += 1
+        self[req_id] = f"{self._num_made} {req_id}"
 
 
 class PartServices:
@@ -35,9 +48,8 @@ class PartServices:
         self._waiting = waiting
         self._part: CorePart | None = None
         self._notes: StepNotes | None = None
-        self._salts: dict[str, str] = {}
+        self._salts = _Salts()
         """Of requests whose rows were computed under block keys that have changed since."""
-        self._num_salts = 0
 
     def open(self, part: CorePart, notes: StepNotes) -> None:
         """Serve `part`, which was made with these services, and whose notes are `notes`."""
@@ -57,7 +69,7 @@ class PartServices:
         if self._notes is not None:
             self._notes.restarted()
         restart.restart_running(self._scheduler)
-        for req_id, request in self._requests():
+        for req_id, request in _live(self._scheduler.requests, self._waiting):
             block_keys.rehash(request, self.keys(req_id))
 
     def check_rekey(self, field: str) -> None:
@@ -67,7 +79,7 @@ class PartServices:
     def rekey_running(self) -> dict[str, int]:
         """Implement `CoreServices`."""
         firsts = {}
-        for req_id, request in self._requests():
+        for req_id, request in _live(self._scheduler.requests, self._waiting):
             # Rows whose steps were launched; an unknown token's row may be computed again.
             computed = min(request.num_computed_tokens, len(request.all_token_ids))
             has_begun = computed > 0 or len(request.all_token_ids) > request.num_prompt_tokens
@@ -75,12 +87,29 @@ class PartServices:
             if block_keys.unsalted(request) == self._present(req_id):
                 continue
             if has_begun:
-                self._salt(req_id)
+                self._salts.renew(req_id)
             if computed:
                 block_keys.rehash_from(request, self.keys(req_id), computed, self._scheduler.hash_block_size)
             else:
                 block_keys.rehash(request, self.keys(req_id))
         return firsts
+
+    def rekey(self, req_id: str, first: int) -> None:
+        """Implement `CoreServices`."""
+        request = self._find(req_id)
+        if request is None:
+            raise AssertionError(f"request {req_id} is not here, so it has no block keys")
+        block_keys.rehash_from(request, self.keys(req_id), first, self._scheduler.hash_block_size)
+
+    def progress(self, req_id: str) -> Progress | None:
+        """Implement `CoreServices`."""
+        request = self._find(req_id)
+        if request is None:
+            return None
+        # Of a preempted one, the row of the last token at the earliest: those before it were computed already.
+        known = len(request.all_token_ids) - (len(request.all_token_ids) > request.num_prompt_tokens)
+        position = max(request.num_computed_tokens, known, request.num_prompt_tokens)
+        return Progress(position, request.all_token_ids)
 
     def fail(self, reason: str) -> None:
         """Implement `CoreServices`."""
@@ -103,24 +132,25 @@ class PartServices:
         """
         req_id = request.request_id
         if req_id in self._salts:
-            self._salt(req_id)
+            self._salts.renew(req_id)
             block_keys.rehash(request, self.keys(req_id))
 
     def release(self, req_id: str) -> None:
         """Forget a request that was freed."""
         self._salts.pop(req_id, None)
 
-    def _salt(self, req_id: str) -> None:
-        self._num_salts += 1
-        self._salts[req_id] = f"{self._num_salts} {req_id}"
+    def _find(self, req_id: str) -> Request | None:
+        request = self._scheduler.requests.get(req_id) or self._waiting.get(req_id)
+        return None if request is None or request.is_finished() else request
 
     def _present(self, req_id: str) -> BlockKeys | None:
         return None if self._part is None else self._part.block_keys(req_id)
 
-    def _requests(self) -> Iterator[tuple[str, Request]]:
-        for req_id, request in (*self._scheduler.requests.items(), *self._waiting.items()):
-            if not request.is_finished():
-                yield req_id, request
+
+def _live(*held: Mapping[str, Request]) -> Iterator[tuple[str, Request]]:
+    for req_id, request in chain.from_iterable([*each.items()] for each in held):
+        if not request.is_finished():
+            yield req_id, request
 
 
 def preempt_request(original: Function) -> Function:

@@ -110,12 +110,16 @@ def free_request(original: Function) -> Function:
 
 
 def update_after_schedule(original: Function) -> Function:
-    """Wrap ``Scheduler._update_after_schedule``: attach the finals to the step that carries the finished ids."""
+    """Wrap ``Scheduler._update_after_schedule``: attach the finals to the step that carries the finished ids, and what
+    the part decided to the step whose requests follow it.
+    """
 
     @wraps(original)
     def _update_after_schedule(self: Scheduler, scheduler_output: SchedulerOutput) -> object:
         if _ENDS in vars(self) and (finals := _ends(self).pop_finals()):
             setattr(scheduler_output, FINAL_ATTRIBUTE, finals)
+        if (adapter := engine_core.adapter_of(self)) is not None:
+            adapter.attach_orders(scheduler_output)
         return original(self, scheduler_output)
 
     return _update_after_schedule

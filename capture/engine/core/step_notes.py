@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from headgate.capture.engine.contracts.core_part import CorePart, ReadingCore
+from headgate.capture.engine.contracts.core_part import CorePart, DecidingCore, ReadingCore
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import (
     CoreOutputs,
@@ -19,6 +19,7 @@ from headgate.capture.engine.contracts.vllm_engine import (
 )
 from headgate.capture.engine.contracts.wire_format import NOTES_KEY, READINGS_ATTRIBUTE, wants_notes
 from headgate.capture.engine.core import restart
+from headgate.capture.engine.core.step_orders import end_requests
 from headgate.capture.engine.setup.versions import WORKS_WITH
 from headgate.capture.schema.errors import UnsupportedError
 
@@ -48,6 +49,7 @@ class StepNotes:
         self._scheduler = scheduler
         self._name = name
         self._part = part if isinstance(part, ReadingCore) else None
+        self._deciding = part if isinstance(part, DecidingCore) else None
         self._kept: dict[str, list[object]] = {}
         """In order, by request."""
         self._stale: dict[str, int] = {}
@@ -62,12 +64,13 @@ class StepNotes:
         if readings is not None or self._stale:
             discarded = self._discarded(scheduler_output.num_scheduled_tokens)
             self._take(readings or {}, discarded)
-        if not self._kept:
-            return original(self._scheduler, scheduler_output, output)  # type: ignore[no-any-return]
         self._is_in_step = True
         try:
-            made: Mapping[int, CoreOutputs] = original(self._scheduler, scheduler_output, output)
-            self._attach(made.values())
+            made: dict[int, CoreOutputs] = original(self._scheduler, scheduler_output, output)
+            if self._deciding is not None:
+                self._decide(self._deciding, made)
+            if self._kept:
+                self._attach(made.values())
         finally:
             self._is_in_step = False
         for req_id in [known for known in self._kept if known not in self._scheduler.requests]:
@@ -84,14 +87,27 @@ class StepNotes:
         in_flight = {req_id: request.num_in_flight_tokens for req_id, request in self._scheduler.requests.items()}
         self._stale = {req_id: num_tokens for req_id, num_tokens in in_flight.items() if num_tokens}
 
+    def _decide(self, part: DecidingCore, made: dict[int, CoreOutputs]) -> None:
+        """Let the part decide behind a step whose outputs are `made`, and end the requests that it ends."""
+        decided = part.decide()
+        if decided is None:
+            return
+        for req_id, note in decided.notes.items():
+            self._keep(req_id, note)
+        end_requests(self._scheduler, decided.endings, made)
+
+    def _keep(self, req_id: str, note: object) -> None:
+        request = self._scheduler.requests.get(req_id)
+        if request is not None and wants_notes(request.sampling_params):
+            self._kept.setdefault(req_id, []).append(note)
+
     def _take(self, readings: Mapping[str, Document], discarded: Collection[str]) -> None:
         for name, document in readings.items():
             if name != self._name or self._part is None:
                 raise AssertionError(f"nothing in this engine core takes the readings of part {name!r}")
             for req_id, note in self._part.take_readings(document, discarded).items():
-                request = self._scheduler.requests.get(req_id)
-                if req_id not in discarded and request is not None and wants_notes(request.sampling_params):
-                    self._kept.setdefault(req_id, []).append(note)
+                if req_id not in discarded:
+                    self._keep(req_id, note)
 
     def _discarded(self, num_scheduled: Mapping[str, int]) -> set[str]:
         """Return the requests of a step that the scheduler will take nothing of it for."""

@@ -27,7 +27,7 @@ from headgate.capture.engine.contracts.vllm_engine import (
     SchedulerOutput,
     StepBatch,
 )
-from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
+from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE, WIRE_KEY, wire_of
 from headgate.capture.engine.contracts.worker_hooks import StepReadings, direct_calls, direct_readers
 from headgate.capture.engine.worker.step_readings import with_readings
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest, RequestWire
@@ -177,6 +177,8 @@ class RunnerAdapter:
         if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
             return original(scheduler_output, *args, **kwargs)
         self._follow(scheduler_output)
+        for part, orders in (getattr(scheduler_output, ORDERS_ATTRIBUTE, None) or {}).items():
+            self._hook.headgate_ordered(part=part, orders=orders)
         self._is_laid_out = False
         self._readings = None
         result = original(scheduler_output, *args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from headgate.capture.engine.contracts.core_part import CoreServices
@@ -14,7 +14,7 @@ from headgate.steering.core.modules import Module
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
 from headgate.steering.core.rules.step_readings import StepReadings
-from headgate.steering.core.saes import SaeRegistry
+from headgate.steering.core.saes.registry import SaeRegistry
 from headgate.steering.gates.rule import Rule, fields_of_rule, rule_key
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
 
@@ -58,6 +58,9 @@ class RuleCalls:
         services: Asks for block keys anew.
         tell: Tells the workers.
         readings: Of steps, for which a change counts from the next step on.
+
+    Attributes:
+        controller_status: Returns plain values about each controller.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class RuleCalls:
         self._reservations = reservations
         self._services = services
         self._tell = tell
+        self._beside: Sequence[Mapping[str, Any]] = ()
+        self.controller_status: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
 
     @property
     def methods(self) -> Mapping[str, Callable[..., Any]]:
@@ -93,6 +98,8 @@ class RuleCalls:
             Exception: What a worker raised. Nothing has changed.
         """
         rules, name = self._state.rules, rule.name
+        if rules.is_reserved(name):
+            raise RequestError("name", f"{name!r} is a controller's; give the rule another name")
         self._services.check_rekey("name")
         made, earlier = made_rule(self._state, rule), rules.find(name)
         key = rule_key(name)
@@ -127,10 +134,24 @@ class RuleCalls:
 
     def _change(self, rules: Mapping[str, KeptRule]) -> None:
         """Have the workers and the state change to `rules`, between two steps."""
-        self._tell("set_rules", _to_workers(rules.values()), _to_workers(self._state.rules.all()))
+        earlier = self._state.rules.all()
+        self._tell("set_rules", self._to_workers(rules.values()), self._to_workers(earlier))
         self._state.rules.put(rules)
         self._state.version += 1
         self._readings.change_rules(self._services.rekey_running())
+
+    def set_beside(self, programs: Sequence[Mapping[str, Any]]) -> None:
+        """Have the workers know programs of controllers beside the rules, in place of earlier ones.
+
+        Args:
+            programs: Each as `headgate.steering.worker.rows.rule_programs.ActingRule.from_wire` reads it.
+
+        Raises:
+            Exception: What a worker raised. Nothing has changed.
+        """
+        rules = self._state.rules.all()
+        self._tell("set_rules", self._to_workers(rules, programs), self._to_workers(rules))
+        self._beside = tuple(programs)
 
     def rule_rows(self) -> dict[str, int]:
         """Return the rows that each rule wrote, those of rules that are off now included."""
@@ -145,6 +166,7 @@ class RuleCalls:
             "rules": [{**rule.described(), "rows": rows[rule.name]} for rule in self._state.rules.all()],
             "gates": dict(self._readings.counts.gates),
             "requests_with_gates": self._readings.num_gated,
+            "controllers": list(self.controller_status()),
         }
 
     def _export(self, name: str) -> dict[str, Any] | None:
@@ -156,6 +178,7 @@ class RuleCalls:
         hashes = {"prefill": rule.sha256, "decode": rule.sha256}
         return {**rule.described(), "hash": hashes, "version": self._state.version}
 
-
-def _to_workers(rules: Collection[KeptRule]) -> dict[str, Any]:
-    return {"rules": [rule.to_worker() for rule in rules]}
+    def _to_workers(
+        self, rules: Iterable[KeptRule], beside: Sequence[Mapping[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        return {"rules": [*(rule.to_worker() for rule in rules), *(self._beside if beside is None else beside)]}

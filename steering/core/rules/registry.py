@@ -185,6 +185,15 @@ class RuleRegistry:
         self._max_rules = max_rules
         self._now = _Rules({}, {})
         self._requests: dict[str, _Request] = {}
+        self._others: tuple[str, ...] = ()
+
+    def reserve(self, names: Iterable[str]) -> None:
+        """Let requests select others beside rules by these names, which no rule can have."""
+        self._others = tuple(names)
+
+    def is_reserved(self, name: str) -> bool:
+        """Whether `reserve` was told a name."""
+        return name in self._others
 
     def all(self) -> tuple[KeptRule, ...]:
         """Return all rules, in the order of their names, in which they act."""
@@ -232,8 +241,8 @@ class RuleRegistry:
         self._now = _Rules(rules, {})
 
     def names(self) -> list[dict[str, Any]]:
-        """Return plain values for front ends, each with the rule's key among registered names as ``name``."""
-        return [{"name": rule_key(name)} for name in self._now.by_name]
+        """Return plain values for front ends, each with its key among registered names as ``name``."""
+        return [{"name": rule_key(name)} for name in (*self._now.by_name, *self._others)]
 
     def add(self, req_id: str, selection: tuple[str, ...] | None, num_prompt: int) -> None:
         """Add a request, whether anything steers it or not.
@@ -242,8 +251,8 @@ class RuleRegistry:
             RequestError: If it names a rule that is not there.
         """
         for index, name in enumerate(selection or ()):
-            if name not in self._now.by_name:
-                known = ", ".join(self._now.by_name) or "none"
+            if name not in self._now.by_name and name not in self._others:
+                known = ", ".join((*self._now.by_name, *self._others)) or "none"
                 raise RequestError(f"steering_rules[{index}]", f"unknown rule {name!r}; registered: {known}")
         if self._max_rules:
             self._requests[req_id] = _Request(selection, num_prompt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -153,10 +153,12 @@ class StepReadings:
 
     Attributes:
         counts: Of rows.
+        beside: Returns, by the id of a request, what is read of its rows beside its gates and rules.
     """
 
     def __init__(self, rules: RuleRegistry, latches: ConversationLatches | None = None) -> None:
         self.counts = RowCounts()
+        self.beside: Callable[[str], Sequence[GateSource]] = lambda _: ()
         self._rules = rules
         self._latches = latches
         self._writers: dict[str, TraceWriter] = {}
@@ -286,4 +288,4 @@ class StepReadings:
         self.counts.rules[rule.name] += sum(written.count(rows))
 
     def _sources(self, req_id: str) -> list[GateSource]:
-        return [rule.source for rule in self._rules.acting(req_id)]
+        return [*(rule.source for rule in self._rules.acting(req_id)), *self.beside(req_id)]

@@ -70,7 +70,9 @@ def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | 
     gated = [program for program in own.programs if program.has_gates]
     if not gated and not rules and not own.is_traced:
         return None
-    early, of_rules = _early(gated), _early(program for rule in rules for program in rule.programs)
+    # What controllers drive follows from no row before.
+    evaluated = [rule for rule in rules if rule.applies_to is not None]
+    early, of_rules = _early(gated), _early(program for rule in evaluated for program in rule.programs)
     return GatedRequest(own.num_prompt, tuple(sorted(early | of_rules)), of_rules)
 
 

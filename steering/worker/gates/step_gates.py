@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
 from headgate.steering.vectors.dtypes import Float32Rows
+from headgate.steering.worker.gates.driven import Drive, DrivenStrengths, Place
 from headgate.steering.worker.gates.readings import GateHistory, SignalReadings, StepSignals
 from headgate.steering.worker.gates.reference import FLAGS, SLOT, GateTensors
 from headgate.steering.worker.gates.requests import (
@@ -24,6 +25,9 @@ from headgate.steering.worker.gates.requests import (
 )
 from headgate.steering.worker.rows.rule_programs import ActingRule, acting_of
 
+_NO_PLACES: Int64Array = np.empty(0, np.int64)
+_NO_VALUES: Float32Rows = np.empty(0, np.float32)
+
 
 class GateWrites(NamedTuple):
     """Changes of the gates' tensors, to write before the next forward.
@@ -34,6 +38,8 @@ class GateWrites(NamedTuple):
         strengths: float32 ``[k]``: their values before the forward.
         cleared: int32 ``[m]``: slots whose states are to be NaN.
         columns: Columns whose states are to be NaN for all: first, and behind the last.
+        state_places: int64 ``[d]``: flat places in the states, written behind the others.
+        states: float32 ``[d]``: their values.
     """
 
     tokens: Int32Array
@@ -41,6 +47,8 @@ class GateWrites(NamedTuple):
     strengths: Float32Rows
     cleared: Int32Array
     columns: tuple[tuple[int, int], ...] = ()
+    state_places: Int64Array = _NO_PLACES
+    states: Float32Rows = _NO_VALUES
 
 
 class StepGates:
@@ -70,6 +78,7 @@ class StepGates:
         self._new_columns: list[tuple[int, int]] = []
         self._slots = GateSlots(num_slots)
         self._history = GateHistory()
+        self._driven = DrivenStrengths()
         self._tokens = np.zeros((max_tokens, 2), np.int32)
         """As the device has them after the writes."""
         self._num_marked = 0
@@ -109,8 +118,25 @@ class StepGates:
         for req_id, own in self._own.items():
             self._follow(req_id, own)
 
+    def drive(self, drives: Sequence[Drive]) -> dict[str, frozenset[int]]:
+        """Take coefficients that controllers set.
+
+        Returns:
+            All columns in which each of those requests has been driven.
+
+        Raises:
+            AssertionError: If a request is not known.
+        """
+        self._driven.set(drives)
+        changed = {req_id: self._driven.columns(req_id) for req_id in dict.fromkeys(one.req_id for one in drives)}
+        for req_id in changed:
+            if req_id not in self._own:
+                raise AssertionError(f"request {req_id!r} is driven, but was never added")
+            self._follow(req_id, self._own[req_id])
+        return changed
+
     def _follow(self, req_id: str, own: OwnGates) -> None:
-        request = gated_request(own, acting_of(self._rules, own.selection))
+        request = gated_request(own, acting_of(self._rules, own.selection, self._driven.columns(req_id)))
         if request is None:
             self._leave(req_id)
         elif self._requests.get(req_id) != request:
@@ -124,6 +150,8 @@ class StepGates:
         self._leave(req_id)
 
     def _leave(self, req_id: str) -> None:
+        if req_id not in self._own:
+            self._driven.forget(req_id)
         if self._requests.pop(req_id, None) is not None:
             self._slots.release(req_id)
             self._history.forget(req_id)
@@ -142,7 +170,7 @@ class StepGates:
             return None
         self._rows = rows
         decoded = (batch, rows.starts.tobytes()) if batch.is_decoding(rows) else None
-        if decoded is not None and decoded == self._decoded and not self._new_columns:
+        if decoded is not None and decoded == self._decoded and not self._new_columns and self._driven.is_settled:
             return None
         self._decoded = decoded
         return self._writes(rows, batch)
@@ -152,6 +180,8 @@ class StepGates:
         cleared = batch.cleared(rows)
         index, flags = rows.batch_rows, batch.take_flags(rows)
         replayed = self._history.strengths(rows, batch, flags) if batch.has_early else []
+        replayed += self._driven.replayed(rows, batch, flags)
+        states = self._driven.states(rows, batch.slots, cleared)
         changed = np.empty((len(flags), 2), np.int32)
         changed[:, SLOT], changed[:, FLAGS] = np.repeat(batch.slots, rows.counts), flags
         end = int(index.max()) + 1
@@ -159,12 +189,15 @@ class StepGates:
         tokens = np.zeros((max(end, self._num_marked), 2), np.int32)
         tokens[index] = changed
         self._num_marked = end
-        if np.array_equal(self._tokens[: len(tokens)], tokens) and not (replayed or len(cleared) or columns):
+        if np.array_equal(self._tokens[: len(tokens)], tokens) and not (replayed or states or len(cleared) or columns):
             return None
         self._tokens[: len(tokens)] = tokens
-        places = np.array([row * self.tensors.signals.shape[1] + column for row, column, _ in replayed], np.int64)
-        strengths = np.array([value for _, _, value in replayed], np.float32)
-        return GateWrites(tokens, places, strengths, cleared, columns)
+        return GateWrites(tokens, *self._flat(replayed), cleared, columns, *self._flat(states))
+
+    def _flat(self, places: Sequence[Place]) -> tuple[Int64Array, Float32Rows]:
+        """Return flat places of signals or states, int64, and their values, float32."""
+        flat = np.array([row * self.tensors.signals.shape[1] + column for row, column, _ in places], np.int64)
+        return flat, np.array([value for _, _, value in places], np.float32)
 
     def step_ends(self) -> None:
         """Copy what the gates of the step did, behind its forward."""

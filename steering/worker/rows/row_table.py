@@ -165,6 +165,8 @@ class _Holder:
     sums: SumPair
     groups: PhaseGroups = _NO_GROUPS
     selection: Selection = None
+    driven: frozenset[int] = frozenset()
+    """Columns in which controllers drive a request."""
 
     @property
     def own(self) -> Phases:
@@ -258,6 +260,19 @@ class RowTable:
         self._sums.release(request.sums)
         self.version += 1
 
+    def drive(self, req_id: str, columns: frozenset[int]) -> None:
+        """Let the programs of controllers act on a request that are driven in `columns`, and no others."""
+        request = self._requests[req_id]
+        if request.driven == columns:
+            return
+        self.apply_changes()
+        request.driven = columns
+        self._num_steered -= request.sums != NO_SUMS
+        self._sums.release(request.sums)
+        request.sums = self._sums.acquire(request.own, acting_of(self._rules, request.selection, columns))
+        self._num_steered += request.sums != NO_SUMS
+        self.version += 1
+
     def set_global(self, prefill: Vectors | None, decode: Vectors | None) -> None:
         """Change the global vectors of both phases; `apply_changes` computes every sum in use anew."""
         self._new_global = (prefill, decode)
@@ -309,16 +324,12 @@ class RowTable:
             for change in changes:
                 change()
             for at, (holder, own) in enumerate(holders):
-                rules = () if at < len(modules) else acting_of(self._rules, holder.selection)
+                rules = () if at < len(modules) else acting_of(self._rules, holder.selection, holder.driven)
                 holder.sums = self._sums.acquire(own, rules)
             self._num_steered = self._sums.has_global + sum(one.sums != NO_SUMS for one in self._requests.values())
         while self._new_modules:
             name, vectors = self._new_modules.popitem()
             self._modules[name].sums = self._sums.acquire(vectors)
-
-    def drop_unused(self) -> None:
-        """Free the slots that are kept for later."""
-        self._sums.drop_unused()
 
     def batch(self, req_ids: Sequence[str]) -> BatchRows | None:
         """Return the rows of a batch's requests; None if none of them is steered.

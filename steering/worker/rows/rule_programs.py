@@ -1,8 +1,12 @@
-"""The programs of rules in the pool of one worker, each once for all requests on which it acts. Numpy only."""
+"""The programs of rules in the pool of one worker, each once for all requests on which it acts. Numpy only.
+
+What controllers read, and what they turn on, are programs of that kind: the first act on requests as rules do that only
+observe, the others on those requests that a controller drives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,27 +26,36 @@ class ActingRule:
 
     Attributes:
         name: The rule's.
-        applies_to: Whom it acts on.
+        applies_to: Whom it acts on; None for requests that a controller drives in its first column.
         columns: Its first column, and the one behind its last.
         programs: Of the prefill and of the decode phase.
     """
 
     name: str
-    applies_to: AppliesTo
+    applies_to: AppliesTo | None
     columns: tuple[int, int]
     programs: tuple[Program, Program]
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> ActingRule:
-        """Return the rule that `headgate.steering.core.rules.registry.KeptRule.to_worker` wrote."""
+        """Return the rule that `headgate.steering.core.rules.registry.KeptRule.to_worker` wrote, or one of its kind."""
         first, end = wire["columns"]
         programs = Program.from_wire(wire["prefill"]), Program.from_wire(wire["decode"])
-        return cls(wire["name"], AppliesTo(wire["applies_to"]), (first, end), programs)
+        whom = wire["applies_to"]
+        return cls(wire["name"], None if whom is None else AppliesTo(whom), (first, end), programs)
+
+    def acts(self, selection: Selection, driven: Collection[int]) -> bool:
+        """Whether it acts on a request with a selection that controllers drive in some columns."""
+        if self.applies_to is None:
+            return self.columns[0] in driven
+        return self.applies_to.acts(self.name, selection)
 
 
-def acting_of(rules: Sequence[ActingRule], selection: Selection) -> tuple[ActingRule, ...]:
-    """Return the rules that act on a request with a selection, in their order."""
-    return tuple(rule for rule in rules if rule.applies_to.acts(rule.name, selection))
+def acting_of(
+    rules: Sequence[ActingRule], selection: Selection, driven: Collection[int] = ()
+) -> tuple[ActingRule, ...]:
+    """Return the rules that act on a request, in their order; see `ActingRule.acts`."""
+    return tuple(rule for rule in rules if rule.acts(selection, driven))
 
 
 class RulePrograms:

@@ -43,7 +43,7 @@ class NoWorkers:
 
 def core_with(**settings: Any) -> SteeringCore:
     core = SteeringCore("float32", 64, NoWorkers(), CONFIG, **{"steerable": STEERABLE, **settings})
-    core._state.probes.put("anger", Probe(site=READ, weight=WEIGHT[None], threshold=0.25))
+    core.state.probes.put("anger", Probe(site=READ, weight=WEIGHT[None], threshold=0.25))
     return core
 
 
@@ -76,7 +76,7 @@ def test_a_probe_by_name_becomes_what_it_was_when_the_request_came():
     core = core_with()
 
     first = accepted(core, "a", gate())
-    core._state.probes.put("anger", Probe(site=READ, weight=2 * WEIGHT[None], threshold=0.25))
+    core.state.probes.put("anger", Probe(site=READ, weight=2 * WEIGHT[None], threshold=0.25))
     second = accepted(core, "b", gate())
 
     assert codes_of(first) == [Code.SCORE, Code.LEAF, Code.GATE, Code.ADD]
@@ -109,7 +109,7 @@ def test_a_gate_that_cannot_be_is_refused_and_leaves_nothing(given, field, messa
 
 def test_a_probe_of_several_classes_cannot_decide():
     core = core_with()
-    core._state.probes.put("mood", Probe(site=READ, weight=np.eye(2, HIDDEN), classes=("glad", "sad")))
+    core.state.probes.put("mood", Probe(site=READ, weight=np.eye(2, HIDDEN), classes=("glad", "sad")))
 
     with pytest.raises(RequestError, match="has 2 classes"):
         accepted(core, "a", gate(NamedProbe("mood"), threshold=0.0))

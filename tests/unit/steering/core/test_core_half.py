@@ -18,7 +18,8 @@ from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, OverloadedError, RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.config import SteeringConfig, parse_config
-from headgate.steering.core.steering_core import SteeringCore, open_core
+from headgate.steering.core.opening import open_core
+from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.files.vector_files import VectorFile, save
 from headgate.steering.spec import ModuleRef, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
@@ -165,6 +166,7 @@ def test_counts_are_those_of_the_status_without_its_lists(core: SteeringCore) ->
         "global_vectors": sum(map(len, status["global"]["sites"].values())),
         "rule_rows": {},
         "gate_rows": {},
+        "controllers": {},
     }
     assert (counts["requests_running"], counts["modules"], counts["global_vectors"]) == (2, 1, 2)
     assert counts["requests_waiting"] == 1

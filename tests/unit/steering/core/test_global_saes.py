@@ -44,7 +44,7 @@ class Served:
     @property
     def codes(self) -> tuple[list[int], list[int]]:
         """Codes of the global program of each phase."""
-        shared = self.opened.core._state.shared
+        shared = self.opened.core.state.shared
         return codes(shared.prefill_program), codes(shared.decode_program)
 
 

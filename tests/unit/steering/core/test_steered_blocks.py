@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.steering.core.steering_core import SteeredBlocks
+from headgate.steering.core.resolved import SteeredBlocks
 
 BLOCK = 4
 KEY = st.none() | st.sampled_from([b"a", b"b", b"ab"])

@@ -102,7 +102,7 @@ class RowMachine(RuleBasedStateMachine):
             each.apply_changes()
             assert each.is_idle
             assert each.num_live_slots == 0
-            each.drop_unused()
+            each._sums.drop_unused()
             assert each.num_slots_used == 0
 
 
@@ -222,7 +222,7 @@ def test_what_nobody_uses_makes_room() -> None:
         assert rows_in(steered, f"a{round_}")
         steered.remove(f"a{round_}")
 
-    steered.drop_unused()
+    steered._sums.drop_unused()
     assert steered.num_slots_used == 0
 
 

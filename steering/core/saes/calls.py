@@ -9,9 +9,9 @@ from typing import Any
 from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
-from headgate.steering.config import cross_stages
-from headgate.steering.core.saes import Sae, SaeRegistry, open_sae
+from headgate.steering.core.saes.registry import Sae, SaeRegistry, open_sae
 from headgate.steering.features.tensors import FeatureFileError
+from headgate.steering.sae_sources import cross_stages
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
 
 NO_SAES = "this server takes no SAEs; the operator starts it with --saes or --sae-root"

@@ -16,7 +16,6 @@ from typing import Any
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
-from headgate.steering.config import sae_site
 from headgate.steering.features.importing import open_coder
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
@@ -24,6 +23,7 @@ from headgate.steering.gates.checks import is_reached
 from headgate.steering.programs.feature_edits import FeatureEdit, SaeFacts, check_edits, sae_key
 from headgate.steering.programs.feature_lowering import feature_entries
 from headgate.steering.programs.program import Entry, Program
+from headgate.steering.sae_sources import sae_site
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
 

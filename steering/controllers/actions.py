@@ -1,0 +1,118 @@
+"""Actions of controllers. All act on generated positions only, from the first one whose step was not launched yet.
+
+What one controller sets on a request stays until the same controller sets something else there; what several
+controllers set adds up. Sites that an action writes at are op sites (``--steering-op-sites``). Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+GLOBAL = "global"
+"""Stands for the operator's global vectors in `SetScale`."""
+
+
+class _Acting:
+    """An action that turns something on: at most one of `module`, `vectors`, `ops` and `features`, times `scale`."""
+
+    __slots__ = ()
+
+    module: str | None
+    vectors: Mapping[str, Any] | None
+    ops: Sequence[Mapping[str, Any]] | None
+    features: Sequence[Mapping[str, Any]] | None
+    scale: float
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields of content that are given."""
+        fields = {"module": self.module, "vectors": self.vectors, "ops": self.ops, "features": self.features}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Plain values for traces, without vectors."""
+        named = {"module": self.module} if self.module is not None else dict.fromkeys(self.given)
+        return {**named, "scale": float(self.scale)}
+
+
+@dataclass(frozen=True, slots=True)
+class SetSteering(_Acting):
+    """Steer one request, in place of what this controller set there before; without content, no more.
+
+    Attributes:
+        request: Its id.
+        module: Name of a registered module; when its scale alone changes, a number alone travels to the workers.
+        vectors: ``{hook: {layer: vector}}``, or packed.
+        ops: A list of operations, as `headgate.steering.ops` makes them, none limited to positions.
+        features: A list of edits of features of registered SAEs.
+        scale: Times the effect of that content.
+        compose: Add to the steering that the request has by itself (vectors and modules); if False, act in its place.
+    """
+
+    request: str
+    module: str | None = None
+    vectors: Mapping[str, Any] | None = None
+    ops: Sequence[Mapping[str, Any]] | None = None
+    features: Sequence[Mapping[str, Any]] | None = None
+    scale: float = 1.0
+    compose: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SetGlobal(_Acting):
+    """Steer all requests, later ones too, in place of what this controller set for all; without content, no more.
+
+    Attributes:
+        module: As of `SetSteering`; so are the next four.
+        vectors: Likewise.
+        ops: Likewise.
+        features: Likewise.
+        scale: Likewise.
+        phase: ``decode``: actions act on generated positions only.
+    """
+
+    module: str | None = None
+    vectors: Mapping[str, Any] | None = None
+    ops: Sequence[Mapping[str, Any]] | None = None
+    features: Sequence[Mapping[str, Any]] | None = None
+    scale: float = 1.0
+    phase: str = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class SetScale:
+    """Multiply steering that is there without this controller.
+
+    Attributes:
+        target: Id of a request: its own vectors and modules. Name of a registered module: wherever requests name it,
+            later ones too. `GLOBAL`: the operator's global vectors.
+        scale: 1 leaves them as they are, 0 takes them away.
+    """
+
+    target: str
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End a request: its answer has the finish reason ``stop``, and `reason` as its ``stop_reason``."""
+
+    request: str
+    reason: str
+
+
+Action = SetSteering | SetGlobal | SetScale | Stop
+
+
+def told(action: Action) -> dict[str, Any]:
+    """Return an action as plain values, as traces have it."""
+    if isinstance(action, SetSteering):
+        return {"set_steering": action.told, "compose": action.compose}
+    if isinstance(action, SetGlobal):
+        return {"set_global": action.told}
+    if isinstance(action, SetScale):
+        return {"set_scale": action.target, "scale": float(action.scale)}
+    return {"stop": action.reason}

@@ -1,0 +1,163 @@
+"""Calls a controller on a thread of its own, so that one that hangs, raises or floods costs the engine next to nothing.
+
+The engine hands a step's readings over and waits for the actions, for a budget of time at most. What comes later is
+taken at a later step; readings that come while the controller is busy are skipped, and counted. Standard library only.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from queue import SimpleQueue
+from threading import Event, Thread
+from weakref import finalize, ref
+
+from headgate.steering.controllers.actions import Action, SetGlobal, SetScale, SetSteering, Stop
+from headgate.steering.controllers.controller import Controller, StepReadings
+
+logger = logging.getLogger("headgate")
+
+MAX_ACTIONS = 1024
+"""Actions that one step may return; those beyond are dropped, and counted."""
+MAX_OVER_BUDGET = 10
+"""So many steps one behind the other over its budget switch a controller off."""
+HANGS_S = 10.0
+"""A step that takes so long switches it off, too."""
+
+
+@dataclass(slots=True)
+class ControllerFigures:
+    """Figures of a controller.
+
+    Attributes:
+        steps: Steps that it was given.
+        skipped: Steps that came while it was busy, or after it was switched off.
+        over_budget: Steps that took longer than its budget.
+        seconds: Time that it took in all.
+        dropped: Steps that returned more than `MAX_ACTIONS` actions; nobody counts the rest, which may have no end.
+        error: Why it was switched off; None while it is on.
+    """
+
+    steps: int = 0
+    skipped: int = 0
+    over_budget: int = 0
+    seconds: float = 0.0
+    dropped: int = 0
+    error: str | None = None
+
+
+class ControllerThread:
+    """Runs one controller. Engine thread only, but for what its own thread does.
+
+    Args:
+        name: The controller's.
+        controller: Called on the thread alone.
+        budget_s: Seconds that the engine waits for the actions of a step.
+
+    Attributes:
+        figures: Read them at any time.
+        controller: As given.
+    """
+
+    def __init__(self, name: str, controller: Controller, budget_s: float) -> None:
+        self.figures = ControllerFigures()
+        self.controller = controller
+        self._name = name
+        self._budget_s = budget_s
+        self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._done = Event()
+        self._actions: SimpleQueue[list[Action]] = SimpleQueue()
+        self._began = math.inf
+        """When the step that the controller is busy with was handed over; infinite if it is not busy."""
+        self._is_late = False
+        """Whether that step has been counted as over budget."""
+        self._num_over = 0
+        Thread(target=_work, args=(self._inbox, ref(self)), name=f"headgate-controller-{name}", daemon=True).start()
+        finalize(self, self._inbox.put, None)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it was not switched off."""
+        return self.figures.error is None
+
+    def tell(self, call: Callable[[], object]) -> None:
+        """Have the thread do `call`, behind what it was told before; nothing is waited for."""
+        if self.is_on:
+            self._inbox.put(call)
+
+    def step(self, readings: StepReadings) -> None:
+        """Hand the readings of a step over."""
+        if not self.is_on or self._began < math.inf:
+            self.figures.skipped += 1
+            return
+        self.figures.steps += 1
+        self._done.clear()
+        self._began, self._is_late = time.perf_counter(), False
+        self._inbox.put(lambda: self._step(readings))
+
+    def take(self) -> list[Action]:
+        """Return the actions of the last step, waiting for the budget at most; of a late step, once it is done."""
+        if self._began == math.inf:
+            return []
+        if not self._done.wait(0.0 if self._is_late else self._budget_s):
+            self._wait_on()
+            return []
+        if not self._is_late:
+            self._num_over = 0
+        self._began = math.inf
+        actions = [action for _ in range(self._actions.qsize()) for action in self._actions.get()]
+        return actions if self.is_on else []
+
+    def switch_off(self, error: str) -> None:
+        """Give the controller nothing more, for a reason that the status tells."""
+        if self.is_on:
+            self.figures.error = error
+            logger.error("headgate: controller %s is switched off: %s", self._name, error)
+
+    def _wait_on(self) -> None:
+        """Note that the step is late; switch the controller off if that was so too often, or if it hangs."""
+        if not self._is_late:
+            self._is_late = True
+            self.figures.over_budget += 1
+            self._num_over += 1
+        if self._num_over >= MAX_OVER_BUDGET:
+            self.switch_off(
+                f"it took longer than budget_ms={1000 * self._budget_s:g} in {self._num_over} steps one after the other"
+            )
+        elif (busy_s := time.perf_counter() - self._began) > HANGS_S:
+            self.switch_off(f"it has not returned from a step for {busy_s:.0f} s")
+
+    def _step(self, readings: StepReadings) -> None:
+        start = time.perf_counter()
+        try:
+            actions = list(islice(self.controller.step(readings), MAX_ACTIONS + 1))
+            for action in actions:
+                if not isinstance(action, SetSteering | SetGlobal | SetScale | Stop):
+                    raise TypeError(f"step returned {action!r}, which is no action of headgate.steering.controllers")
+            self.figures.dropped += len(actions) > MAX_ACTIONS
+            self._actions.put(actions[:MAX_ACTIONS])
+        finally:
+            self.figures.seconds += time.perf_counter() - start
+        self._done.set()
+
+    def failed(self, error: BaseException) -> None:
+        """Take note of an error of the controller, whose thread ends with it."""
+        self.switch_off(f"it raised {type(error).__name__}: {error}")
+        logger.debug("headgate: controller %s", self._name, exc_info=error)
+        self._done.set()
+
+
+def _work(inbox: SimpleQueue[Callable[[], object] | None], owner: ref[ControllerThread]) -> None:
+    """Do what comes, until None or something raises; `owner` is kept by what comes alone."""
+    while (call := inbox.get()) is not None:
+        try:
+            call()
+        except BaseException as error:
+            if (found := owner()) is not None:
+                found.failed(error)
+            return
+        del call

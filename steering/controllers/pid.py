@@ -1,0 +1,111 @@
+"""``pid``: holds the score of a probe at a set point by the scale of a module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from headgate.steering.controllers.actions import Action, SetSteering
+from headgate.steering.controllers.controller import Controller, RequestView, StepReadings
+from headgate.steering.probes.files import load
+from headgate.steering.probes.probe import Probe
+
+
+@dataclass(slots=True)
+class _Loop:
+    """The loop of one request: integral of the error, the average score, None before the first, and the scale."""
+
+    integral: float = 0.0
+    average: float | None = None
+    scale: float = 0.0
+
+
+class PidController(Controller):
+    """On each generated row: ``scale = kp * e + ki * sum of e + kd * change of e`` with ``e = setpoint - score``.
+
+    The scale is limited to `min_scale` and `max_scale`; the sum does not grow while it is at a limit and would only be
+    driven further beyond it.
+
+    Args:
+        probe: Path of the probe's file.
+        module: Name of the registered module whose scale is set; positive scales are to raise the score.
+        setpoint: The score to hold.
+        kp: Proportional gain.
+        ki: Integral gain, for each generated row.
+        kd: Differential gain, for each generated row.
+        min_scale: Least scale.
+        max_scale: Largest scale.
+        ema_alpha: Weight of each row in the average that stands for the score, in (0, 1]; 1 takes each row by itself.
+        min_emit_delta: The scale changes by so much at least.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        ProbeError: If the probe cannot be read.
+    """
+
+    def __init__(
+        self,
+        *,
+        probe: str,
+        module: str,
+        setpoint: float,
+        kp: float = 0.5,
+        ki: float = 0.1,
+        kd: float = 0.0,
+        min_scale: float = -4.0,
+        max_scale: float = 4.0,
+        ema_alpha: float = 1.0,
+        min_emit_delta: float = 0.0,
+    ) -> None:
+        if not min_scale <= 0 <= max_scale:
+            raise ValueError(f"min_scale, max_scale: expected limits around 0, got {min_scale} and {max_scale}")
+        if not 0 < ema_alpha <= 1:
+            raise ValueError(f"ema_alpha: expected above 0 and at most 1, got {ema_alpha!r}")
+        numbers = {"setpoint": setpoint, "kp": kp, "ki": ki, "kd": kd}
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{name}: expected a finite number, got {value!r}")
+        self._probe, self._module, self._setpoint = load(probe), module, setpoint
+        self._gains, self._limits = (kp, ki, kd), (min_scale, max_scale)
+        self._alpha, self._min_delta = ema_alpha, min_emit_delta
+        self._loops: dict[str, _Loop] = {}
+
+    def probes(self) -> Mapping[str, Probe]:
+        """Return the one probe."""
+        return {"score": self._probe}
+
+    def modules(self) -> tuple[str]:
+        """Return the module."""
+        return (self._module,)
+
+    def request_begins(self, request: RequestView) -> None:
+        """Begin a loop."""
+        self._loops[request.request] = _Loop()
+
+    def request_ends(self, request: RequestView) -> None:
+        """End a loop."""
+        self._loops.pop(request.request, None)
+
+    def step(self, readings: StepReadings) -> Iterator[Action]:
+        """Set the scales of the requests that generated a row."""
+        for row in readings.rows():
+            loop = self._loops.get(row.request)
+            if loop is None or row.phase == "prefill" or not math.isfinite(row.scores["score"]):
+                continue
+            scale = self._next(loop, row.scores["score"])
+            if abs(scale - loop.scale) > self._min_delta:
+                loop.scale = scale
+                yield SetSteering(row.request, module=self._module, scale=scale)
+
+    def _next(self, loop: _Loop, score: float) -> float:
+        before = loop.average
+        loop.average = score if before is None else (1 - self._alpha) * before + self._alpha * score
+        error = self._setpoint - loop.average
+        change = 0.0 if before is None else before - loop.average
+        (kp, ki, kd), (least, largest) = self._gains, self._limits
+        wanted = kp * error + ki * (loop.integral + error) + kd * change
+        scale = min(max(wanted, least), largest)
+        if scale == wanted or (wanted - scale) * error * ki < 0:
+            loop.integral += error
+        return scale

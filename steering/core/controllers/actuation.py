@@ -1,0 +1,159 @@
+"""Actions of controllers become contributions to the coefficients of requests. Engine thread only.
+
+Each action contributes to one request, or to all: a controller's `SetSteering`, its `SetGlobal`, and one `SetScale` for
+each target. The coefficient of a content on a request is the sum of the contributions to it there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.schema.errors import RequestError
+from headgate.steering.controllers.actions import GLOBAL, SetGlobal, SetScale, SetSteering
+from headgate.steering.core.controllers.coefficients import Coefficients, Contribution, Source
+from headgate.steering.core.controllers.contents import FIELD, Contents, Static
+
+
+class Actuation:
+    """Applies actions.
+
+    Args:
+        contents: Makes programs.
+        coefficients: Of the requests.
+
+    Attributes:
+        coefficients: As given.
+    """
+
+    def __init__(self, contents: Contents, coefficients: Coefficients) -> None:
+        self._contents = contents
+        self.coefficients = coefficients
+        self._for_all: dict[Source, SetGlobal | SetScale] = {}
+        """Actions for all requests, later ones too."""
+        self._log = SparseLog("steering")
+
+    def begin(self, req_id: str, num_prompt: int, static: Static) -> list[tuple[str, SetGlobal | SetScale]]:
+        """Follow a request; what was set for all acts on it, as far as it can.
+
+        Returns:
+            The actions that do, each with its controller.
+        """
+        self.coefficients.add(req_id, num_prompt, static)
+        acting = []
+        for source, action in self._for_all.items():
+            try:
+                self.coefficients.contribute(req_id, source, self._for_request(action, static), num_prompt)
+            except RequestError as error:
+                self._log.warning(f"controller {source[0]}: not on request {req_id}: {error}")
+            else:
+                acting.append((source[0], action))
+        return acting
+
+    def steer(self, controller: str, action: SetSteering) -> dict[str, int]:
+        """Apply an action to a request; returns the first position on which it acts there.
+
+        Raises:
+            RequestError: If it cannot be applied. Nothing has changed.
+        """
+        request, first = self.coefficients.of(action.request), self._first(action.request)
+        own = self._contribution(action)
+        aside = None
+        if not action.compose and not request.static.is_empty:
+            aside = Contribution(self._contents.of_static(request.static), -1.0)
+        self.coefficients.check(action.request, [own, aside])
+        self.coefficients.contribute(action.request, (controller,), own, first)
+        self.coefficients.contribute(action.request, (controller, "instead"), aside, first)
+        return {action.request: first}
+
+    def steer_all(self, controller: str, action: SetGlobal) -> dict[str, int]:
+        """Apply an action to all requests; returns the first position of each.
+
+        Raises:
+            RequestError: If it cannot be applied. Nothing has changed.
+        """
+        if action.phase != "decode":
+            raise RequestError(
+                FIELD, f"phase: controllers act on generated positions: expected decode, got {action.phase!r}"
+            )
+        return self._apply_to_all((controller, GLOBAL), action)
+
+    def scale(self, controller: str, action: SetScale) -> dict[str, int]:
+        """Apply an action to steering that is there without controllers; returns the first position of each request.
+
+        Raises:
+            RequestError: If it cannot be applied. Nothing has changed.
+        """
+        _check_number(action.scale)
+        if action.target in self.coefficients.ids():
+            request, first = self.coefficients.of(action.target), self._first(action.target)
+            added = Contribution(self._contents.of_static(request.static), action.scale - 1.0)
+            self.coefficients.contribute(action.target, (controller, "scale"), added, first)
+            return {action.target: first}
+        if action.target == GLOBAL:
+            self._contents.of_global()
+        else:
+            self._contents.check_module(action.target)
+        return self._apply_to_all((controller, "scale", action.target), action)
+
+    def global_changed(self) -> None:
+        """Follow a change of the global vectors, after which everything is computed anew: their scale is 1 again."""
+        scaled = [
+            source
+            for source, action in self._for_all.items()
+            if isinstance(action, SetScale) and action.target == GLOBAL
+        ]
+        for source in scaled:
+            del self._for_all[source]
+            for req_id in self.coefficients.ids():
+                self.coefficients.contribute(req_id, source, None, self.coefficients.of(req_id).num_prompt)
+
+    def _first(self, req_id: str) -> int:
+        first = self.coefficients.next_position(req_id)
+        if first is None:
+            raise RequestError(FIELD, f"request {req_id!r} has ended")
+        return first
+
+    def _contribution(self, action: SetSteering | SetGlobal) -> Contribution | None:
+        """Return what an action turns on; None for nothing."""
+        given = action.given
+        _check_number(action.scale)
+        if len(given) > 1:
+            raise RequestError(
+                FIELD, f"expected at most one of module, vectors, ops and features, got {' and '.join(given)}"
+            )
+        if not given or action.scale == 0:
+            return None
+        if action.module is not None:
+            return Contribution(self._contents.of_module(action.module), float(action.scale))
+        return Contribution(self._contents.of_document(given), float(action.scale))
+
+    def _for_request(self, action: SetGlobal | SetScale, static: Static) -> Contribution | None:
+        """Return what an action for all turns on for a request."""
+        if isinstance(action, SetGlobal):
+            return self._contribution(action)
+        if action.target == GLOBAL:
+            return Contribution(self._contents.of_global(), action.scale - 1.0)
+        named = [(module, scale) for module, scale in static.modules if module.name == action.target and scale]
+        if not named:
+            return None
+        scale = math.fsum(scale for _, scale in named)
+        return Contribution(self._contents.of_module_vectors(named[0][0]), scale * (action.scale - 1.0))
+
+    def _apply_to_all(self, source: Source, action: SetGlobal | SetScale) -> dict[str, int]:
+        wanted = {
+            req_id: self._for_request(action, self.coefficients.of(req_id).static) for req_id in self.coefficients.ids()
+        }
+        firsts = {req_id: first for req_id in wanted if (first := self.coefficients.next_position(req_id)) is not None}
+        for req_id in firsts:
+            self.coefficients.check(req_id, [wanted[req_id]])
+        self._for_all[source] = action
+        for req_id, first in firsts.items():
+            self.coefficients.contribute(req_id, source, wanted[req_id], first)
+        return firsts
+
+
+def _check_number(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(FIELD, f"scale: expected a finite number, got {value!r}")

@@ -1,0 +1,165 @@
+"""The contents that controllers turn on, as programs: one for each, whose coefficient is then a number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from headgate.capture.schema.errors import RequestError
+from headgate.steering.core.gates import GateContent
+from headgate.steering.core.modules import Module
+from headgate.steering.core.resolved import Resolved
+from headgate.steering.core.state import SteeringState
+from headgate.steering.gates.lowering import DECODE, joined_entries, then_programs
+from headgate.steering.programs.gate_codes import gate_field
+from headgate.steering.programs.program import Program, entries_of
+from headgate.steering.requests.gate_fields import read_then
+from headgate.steering.requests.kept_rows import KeptRows
+from headgate.steering.requests.op_documents import Vectors
+from headgate.steering.vectors.phase_vectors import PhaseVectors, weighted_sum
+
+FIELD = "controller"
+"""Stands for the field of a request in errors about actions."""
+
+
+class Static(NamedTuple):
+    """The steering that a request has on generated positions without controllers.
+
+    Attributes:
+        vectors: Its own; None if there are none.
+        modules: Those that it names, with the scale of each.
+        has_programs: Whether it has operations, features or gates of its own.
+    """
+
+    vectors: PhaseVectors | None = None
+    modules: tuple[tuple[Module, float], ...] = ()
+    has_programs: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing steers it."""
+        return self.vectors is None and not self.modules and not self.has_programs
+
+    @classmethod
+    def of(cls, resolved: Resolved, vectors: PhaseVectors | None) -> Static:
+        """Make it of a request's steering, and its own vectors of the decode phase."""
+        return cls(vectors, resolved.named, resolved.own[1] is not None)
+
+
+NOTHING = Static()
+
+
+class Contents:
+    """Makes programs of the content of actions. Engine thread only.
+
+    Args:
+        state: Of the engine core.
+
+    Raises:
+        AssertionError: If it does not know its model.
+    """
+
+    def __init__(self, state: SteeringState) -> None:
+        if state.steerable is None:
+            raise AssertionError("controllers in an engine core that does not know its model")
+        self._state = state
+        self._steerable = state.steerable
+        self._modules: dict[str, tuple[Module, Program]] = {}
+        """Programs of modules by their names, with what they were made of."""
+
+    def of_module(self, name: str) -> Program:
+        """Return what a registered module does at generated positions, with the scale 1.
+
+        Raises:
+            RequestError: If there is none of that name, or it cannot be turned on here.
+        """
+        module, known = self._state.module(name, FIELD), self._modules.get(name)
+        if known is not None and known[0] is module:
+            return known[1]
+        program = self.of_document({"module": name})
+        self._modules[name] = module, program
+        return program
+
+    def check_module(self, name: str) -> None:
+        """Refuse a name that no registered module has.
+
+        Raises:
+            RequestError: If it is one.
+        """
+        self._state.module(name, FIELD)
+
+    def of_document(self, document: Mapping[str, Any]) -> Program:
+        """Return what one of ``module``, ``vectors``, ``ops`` and ``features`` does at generated positions.
+
+        Raises:
+            RequestError: If it cannot be read, or cannot be turned on here.
+        """
+        where = f"{FIELD}.{next(iter(document), 'content')}"
+        then = read_then(document, self._steerable, Vectors(self._steerable.hidden_size, KeptRows()), FIELD)
+        content = self._content()
+        return self._checked(then_programs(then, content, content.dtype)[DECODE], where)
+
+    def of_static(self, static: Static) -> Program:
+        """Return a request's own vectors, and those of its modules.
+
+        Raises:
+            RequestError: If there are none, or it has programs beside.
+        """
+        if static.has_programs or any(module.decode_program is not None for module, _ in static.modules):
+            raise RequestError(
+                FIELD, "the request's own steering has operations, features or gates; vectors alone can be scaled"
+            )
+        parts = [(static.vectors, 1.0), *((module.decode, scale) for module, scale in static.modules)]
+        return self._of_vectors(weighted_sum(parts), "the request has no steering of its own")
+
+    def of_module_vectors(self, module: Module) -> Program:
+        """Return the vectors of a module as a request got them.
+
+        Raises:
+            RequestError: If it has none, or programs beside.
+        """
+        if module.decode_program is not None:
+            raise RequestError(FIELD, f"module {module.name!r} has operations or features; vectors alone can be scaled")
+        return self._of_vectors(module.decode, f"module {module.name!r} does nothing at generated positions")
+
+    def of_global(self) -> Program:
+        """Return the operator's global vectors.
+
+        Raises:
+            RequestError: If there are none, or programs beside.
+        """
+        shared = self._state.shared
+        if shared.decode_program is not None:
+            raise RequestError(FIELD, "global operations or features act, too; vectors alone can be scaled")
+        return self._of_vectors(shared.decode, "there are no global vectors for generated positions")
+
+    def _of_vectors(self, vectors: PhaseVectors | None, otherwise: str) -> Program:
+        program = joined_entries(vectors, None, 1.0, self._content().dtype)
+        if program is None:
+            raise RequestError(FIELD, otherwise)
+        return self._checked(program, FIELD)
+
+    def _content(self) -> GateContent:
+        modules = {module.name: module for module in self._state.modules()}
+        return GateContent(self._steerable, self._state.probes, self._state.saes, modules)
+
+    def _checked(self, program: Program | None, where: str) -> Program:
+        if program is None:
+            raise RequestError(where, "does nothing at generated positions, where controllers act")
+        if program.reconstructs or program.num_changes:
+            raise RequestError(where, "lets an SAE reconstruct rows, or a transcoder act; controllers cannot")
+        for site in program.sites:
+            if site not in self._steerable.op_sites:
+                declared = ", ".join(each.name for each in self._steerable.op_sites) or "none"
+                raise RequestError(
+                    where,
+                    f"writes at {site.name}; controllers write at declared sites: {declared}; the operator declares "
+                    "them with --steering-op-sites",
+                )
+        return program
+
+
+def driven(program: Program, column: int) -> Program:
+    """Return a program whose effect on generated rows is multiplied by the coefficient in a column."""
+    entries = [entry._replace(group=gate_field(entry.group, column, is_early=True)) for entry in entries_of(program)]
+    return Program.from_entries(entries, program.dtype, program.groups)

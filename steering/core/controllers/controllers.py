@@ -1,0 +1,150 @@
+"""The controllers of one engine core: how they are told of requests and steps, and how their actions are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from headgate.capture.engine.contracts.core_part import CoreServices, Decided
+from headgate.steering.controllers.controller import RequestView
+from headgate.steering.core.controllers.actuation import Actuation
+from headgate.steering.core.controllers.contents import Static
+from headgate.steering.core.controllers.decisions import Decisions
+from headgate.steering.core.controllers.outcomes import APPLIED, SWITCHED_OFF, Outcomes
+from headgate.steering.core.controllers.readers import ToldRows, read_step
+from headgate.steering.core.controllers.running import RunningController
+from headgate.steering.gates.rule import Selection
+from headgate.steering.gates.trace import GateSource
+
+
+class _Followed(ToldRows):
+    """A request, as controllers are told of it."""
+
+    __slots__ = ("begun", "selection", "static")
+
+    def __init__(self, num_prompt: int, selection: Selection, static: Static) -> None:
+        super().__init__(num_prompt)
+        self.selection = selection
+        self.static = static
+        self.begun: dict[str, RunningController] = {}
+        """Controllers that were told that it began, by name."""
+
+
+class Controllers:
+    """Hands controllers the steps, and applies their actions. Engine thread, unless said otherwise.
+
+    Args:
+        running: The controllers.
+        actuation: Applies actions to requests.
+        services: Gives the tokens of requests.
+    """
+
+    def __init__(self, running: Sequence[RunningController], actuation: Actuation, services: CoreServices) -> None:
+        self._running = tuple(running)
+        self._actuation = actuation
+        self._services = services
+        self._outcomes = Outcomes()
+        self._decisions = Decisions(actuation, self._outcomes, services)
+        self._requests: dict[str, _Followed] = {}
+        self._present: Collection[str] = ()
+        """Requests of the last step that was read."""
+        self._off: set[str] = set()
+        """Controllers that were found switched off."""
+
+    def acting(self, req_id: str) -> list[RunningController]:
+        """Return the controllers that act on a request that was added. Any thread."""
+        found = self._requests.get(req_id)
+        return [] if found is None else [each for each in self._running if each.reader.acts(found.selection)]
+
+    def needs_prompt(self, req_id: str) -> bool:
+        """Whether every row of the prompt of a request is to be read. Any thread."""
+        return any(each.needs_prompts for each in self.acting(req_id))
+
+    def sources(self, req_id: str) -> list[GateSource]:
+        """Return the scores that are read of a request's rows, for its trace."""
+        return [each.reader.source for each in self.acting(req_id)]
+
+    def key(self, req_id: str) -> bytes | None:
+        """Return the content key of all that controllers set on a request. Any thread."""
+        return self._actuation.coefficients.key(req_id)
+
+    def add(self, req_id: str, num_prompt: int, selection: Selection, static: Static) -> None:
+        """Add a request that was accepted. Input thread."""
+        self._requests[req_id] = _Followed(num_prompt, selection, static)
+
+    def begin(self, req_id: str) -> None:
+        """Let what was set for all act on a request from its first generated row on."""
+        found = self._requests[req_id]
+        for name, action in self._actuation.begin(req_id, found.num_prompt, found.static):
+            self._outcomes.note({req_id: found.num_prompt}, name, action, APPLIED)
+
+    def forget(self, req_id: str) -> None:
+        """Forget a request that ended, or never ran, if it is known. Any thread."""
+        found = self._requests.pop(req_id, None)
+        self._actuation.coefficients.forget(req_id)
+        self._decisions.endings.pop(req_id, None)
+        self._outcomes.forget(req_id)
+        if found is not None and found.begun:
+            view = _view(req_id, found)
+            for each in found.begun.values():
+                each.thread.tell(_call(each.thread.controller.request_ends, view))
+
+    def read(self, readings: Mapping[str, Any], discarded: Collection[str]) -> None:
+        """Hand a step to the controllers; `decide` takes what they answer."""
+        self._present = readings["ids"]
+        step = read_step(readings, discarded, self._requests, self._services)
+        if step is None:
+            return
+        present = list(dict.fromkeys(step.requests))
+        for each in self._running:
+            members = {req_id for req_id in present if each.reader.acts(self._requests[req_id].selection)}
+            for req_id in present:
+                followed = self._requests[req_id]
+                if req_id in members and each.name not in followed.begun:
+                    followed.begun[each.name] = each
+                    each.thread.tell(_call(each.thread.controller.request_begins, _view(req_id, followed)))
+            if members:
+                each.thread.step(step.of(each.reader, None if len(members) == len(present) else members))
+
+    def decide(self) -> Decided | None:
+        """Apply the actions that controllers answered; see `headgate.capture.engine.contracts.core_part`."""
+        for each in self._running:
+            for action in each.thread.take():
+                self._decisions.apply(each.name, action, self._requests)
+            if not each.thread.is_on and each.name not in self._off:
+                self._off.add(each.name)
+                firsts = {req_id: None for req_id, one in self._requests.items() if each.name in one.begun}
+                self._outcomes.note(firsts, each.name, None, SWITCHED_OFF, each.thread.figures.error)
+        endings, self._decisions.endings = self._decisions.endings, {}
+        notes = self._outcomes.take_notes(self._present)
+        return Decided(endings, notes) if endings or notes else None
+
+    def orders(self, scheduled: Collection[str]) -> dict[str, Any] | None:
+        """Return the coefficients that the workers are to take over with a step; None if there are none."""
+        drives = self._actuation.coefficients.take_changes(scheduled)
+        return {"drives": drives} if drives else None
+
+    def global_changed(self) -> None:
+        """Follow a change of the global vectors."""
+        self._actuation.global_changed()
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return plain values about each controller."""
+        return [{**each.status(), "actions": self._counts(each)} for each in self._running]
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """Return the actions by outcome, and the seconds, of each controller, for the metrics page."""
+        return {
+            each.name: {"actions": self._counts(each), "seconds": each.thread.figures.seconds} for each in self._running
+        }
+
+    def _counts(self, controller: RunningController) -> dict[str, int]:
+        return self._outcomes.counts(controller.name, controller.thread.figures.dropped)
+
+
+def _view(req_id: str, followed: _Followed) -> RequestView:
+    return RequestView(request=req_id, num_prompt_tokens=followed.num_prompt, token_ids=tuple(followed.tokens))
+
+
+def _call(method: Callable[[RequestView], object], view: RequestView) -> Callable[[], object]:
+    return lambda: method(view)

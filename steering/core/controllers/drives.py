@@ -1,0 +1,109 @@
+"""The contents that controllers turn on, each with a column for its coefficient and slots for its vectors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from headgate.capture.schema.errors import RequestError
+from headgate.steering.core.admission import Demand, Load, Reservations
+from headgate.steering.core.controllers.contents import FIELD, driven
+from headgate.steering.programs.program import Program
+
+
+class Drive(NamedTuple):
+    """A content that is known to the workers.
+
+    Attributes:
+        column: Of its coefficient.
+        program: With that column in it.
+    """
+
+    column: int
+    program: Program
+
+    def to_worker(self) -> dict[str, Any]:
+        """Return plain values for `headgate.steering.worker.rows.rule_programs.ActingRule`."""
+        wire = self.program.to_wire()
+        name, columns = f"drive\n{self.column}", [self.column, self.column + 1]
+        return {"name": name, "applies_to": None, "columns": columns, "prefill": wire, "decode": wire}
+
+
+class Drives:
+    """The contents in use. Engine thread only.
+
+    One that no request uses stays until its column is needed. Where it was used, it stays while that request lives: the
+    request's rows may be computed again.
+
+    Args:
+        columns: That they can have.
+        reservations: Of the slots.
+        tell: Has the workers know these programs.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[int],
+        reservations: Reservations[str],
+        tell: Callable[[Sequence[Mapping[str, Any]]], None],
+    ) -> None:
+        self._free = list(columns)
+        self._reservations = reservations
+        self._tell = tell
+        self._known: dict[bytes, Drive] = {}
+        """By the key of the content, the one that was used the longest time ago first."""
+        self._users: Counter[int] = Counter()
+        """Requests, by column."""
+
+    def of(self, content: Program) -> Drive:
+        """Return the drive of a content, which the workers know from here on.
+
+        Raises:
+            RequestError: If there is no room for it.
+            Exception: What a worker raised. Nothing has changed.
+        """
+        if (known := self._known.pop(content.key, None)) is not None:
+            self._known[content.key] = known
+            return known
+        column = self._free[-1] if self._free else self._make_room()
+        made = Drive(column, driven(content, column))
+        self._reservations.keep_module(_key(column), _demand(made.program), FIELD)
+        try:
+            self._tell([*(drive.to_worker() for drive in self._known.values()), made.to_worker()])
+        except BaseException:
+            self._reservations.release_module(_key(column))
+            raise
+        self._free.remove(column)
+        self._known[content.key] = made
+        return made
+
+    def use(self, column: int) -> None:
+        """Count a request that is driven in a column."""
+        self._users[column] += 1
+
+    def let_go(self, column: int) -> None:
+        """Undo `use`."""
+        self._users[column] -= 1
+
+    def _make_room(self) -> int:
+        """Free the column that was used the longest time ago, among those that no request uses."""
+        for key, drive in self._known.items():
+            if not self._users[drive.column]:
+                del self._known[key]
+                self._free.append(drive.column)
+                self._reservations.release_module(_key(drive.column))
+                return drive.column
+        raise RequestError(
+            FIELD, f"{len(self._known)} different contents act on running requests, the most that can at a time"
+        )
+
+
+def _key(column: int) -> str:
+    """The key of a drive among the registered names of an engine core, which nothing else there can have."""
+    return f"drive\n{column}"
+
+
+def _demand(program: Program) -> Demand:
+    load = Load(program.key, program.num_rows)
+    return Demand(load, load)

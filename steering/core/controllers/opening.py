@@ -1,0 +1,93 @@
+"""Starts the controllers of an engine core."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
+from headgate.capture.schema.errors import ConfigError, RequestError
+from headgate.steering.config import MAX_DRIVEN, MAX_READ, WHERE, SteeringConfig, first_controller_column
+from headgate.steering.core.admission import Demand, Load, Reservations
+from headgate.steering.core.controllers.actuation import Actuation
+from headgate.steering.core.controllers.coefficients import Coefficients
+from headgate.steering.core.controllers.contents import Contents
+from headgate.steering.core.controllers.controllers import Controllers
+from headgate.steering.core.controllers.drives import Drives
+from headgate.steering.core.controllers.running import start_controllers
+from headgate.steering.core.gates import GateContent
+from headgate.steering.core.rules.calls import RuleCalls
+from headgate.steering.core.state import SteeringState
+from headgate.steering.vectors.phase_vectors import Steerable
+
+logger = logging.getLogger("headgate")
+
+_PLACE = f"{WHERE}.controllers (--steering-controllers)"
+
+
+def open_controllers(
+    config: SteeringConfig,
+    facts: CoreFacts,
+    state: SteeringState,
+    reservations: Reservations[str],
+    rules: RuleCalls,
+    services: CoreServices,
+) -> Controllers:
+    """Start the configured controllers; the workers know what they read from here on.
+
+    Args:
+        config: With controllers.
+        facts: Of the engine core.
+        state: With the modules that are registered at start.
+        reservations: Of the slots.
+        rules: Tells the workers.
+        services: Of the engine core.
+
+    Raises:
+        ConfigError: If one cannot run here.
+    """
+    steerable = _checked(state.steerable, facts)
+    modules = {module.name: module for module in state.modules()}
+    content = GateContent(steerable, state.probes, state.saes, modules)
+    first = first_controller_column(config)
+    try:
+        running = list(start_controllers(config.controllers, content, modules, range(first, first + MAX_READ)))
+        for each in running:
+            _check_name(each.name, state)
+            load = Load(each.reader.program.key, each.reader.program.num_rows)
+            reservations.keep_module(f"controller\n{each.name}", Demand(load, load), "controllers")
+    except (ConfigError, RequestError) as error:
+        raise ConfigError(f"{_PLACE}: {error}") from error
+    readers = [each.reader.to_worker() for each in running]
+
+    def tell(drives: Sequence[Mapping[str, Any]]) -> None:
+        rules.set_beside([*readers, *drives])
+
+    tell(())
+    state.rules.reserve(each.name for each in running)
+    columns = range(first + MAX_READ, first + MAX_READ + MAX_DRIVEN)
+    drives = Drives(columns, reservations, tell)
+    for each in running:
+        logger.info("steering: controller %s, for %s", each.name, each.spec.applies_to)
+    coefficients = Coefficients(drives, services, state.limits)
+    return Controllers(running, Actuation(Contents(state), coefficients), services)
+
+
+def _checked(steerable: Steerable | None, facts: CoreFacts) -> Steerable:
+    if facts.num_stages > 1:
+        raise ConfigError(
+            f"{_PLACE}: scores of pipeline stages but the last do not come back to the engine core; start the engine "
+            "with tensor parallelism"
+        )
+    if steerable is None or not steerable.op_sites:
+        raise ConfigError(
+            f"{_PLACE}: controllers read and write at op sites, and there are none; declare them with "
+            "--steering-op-sites, or with --probes NAME=PATH for the site of a probe"
+        )
+    return steerable
+
+
+def _check_name(name: str, state: SteeringState) -> None:
+    if state.rules.find(name) is not None:
+        raise ConfigError(f"controller {name!r} has the name of a rule; give it an instance_name")

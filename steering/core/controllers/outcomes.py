@@ -1,0 +1,65 @@
+"""Outcomes of controllers' actions: counted, and noted for the traces of requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from headgate.steering.controllers.actions import Action, told
+from headgate.steering.gates.trace import Note
+
+APPLIED, REJECTED, DROPPED, SWITCHED_OFF = "applied", "rejected", "dropped", "switched off"
+OUTCOMES = (APPLIED, REJECTED, DROPPED)
+"""An action that cannot be done is rejected; one for a request that has ended is dropped, and so are too many."""
+
+
+class Outcomes:
+    """The outcomes of all actions. Engine thread, but for `forget`."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._notes: dict[str, list[Mapping[str, Any]]] = {}
+        """By request, those that were not told yet."""
+
+    def counts(self, controller: str, num_flooded: int) -> dict[str, int]:
+        """Return how many actions of a controller came to what; `num_flooded` of its steps returned too many."""
+        found = {outcome: self._counts[controller, outcome] for outcome in OUTCOMES}
+        return {**found, DROPPED: found[DROPPED] + num_flooded}
+
+    def count(self, controller: str, outcome: str) -> None:
+        """Count an action."""
+        self._counts[controller, outcome] += 1
+
+    def note(
+        self,
+        firsts: Mapping[str, int | None],
+        controller: str,
+        action: Action | None,
+        outcome: str,
+        reason: str | None = None,
+    ) -> None:
+        """Note an action for the traces of requests.
+
+        Args:
+            firsts: The first position on which it acts, by request; None if it acts on none.
+            controller: Whose it is.
+            action: None if the note is about the controller.
+            outcome: What came of it.
+            reason: Why; None if it was applied.
+        """
+        done = None if action is None else told(action)
+        for req_id, first in firsts.items():
+            note = {"position": first, "controller": controller, "action": done, "outcome": outcome}
+            self._notes.setdefault(req_id, []).append(note if reason is None else {**note, "reason": reason})
+
+    def take_notes(self, present: Collection[str]) -> dict[str, Note]:
+        """Return the notes of requests of a step, as pieces of their traces; they count as told."""
+        return {
+            req_id: {"positions": [], "actions": self._notes.pop(req_id)}
+            for req_id in [known for known in self._notes if known in present]
+        }
+
+    def forget(self, req_id: str) -> None:
+        """Forget a request, if it is known. Any thread."""
+        self._notes.pop(req_id, None)
