@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from headgate.capture.monitoring.metrics import EngineStats, Family, Sample, each_worker
 
@@ -60,6 +61,7 @@ def families(engines: Sequence[EngineStats]) -> Iterator[Family]:
         )
         labels = ("engine", label)
         yield Family(name=f"headgate_steering_{name}", kind="counter", about=about, labels=labels, samples=rows)
+    yield from _of_controllers(cores)
     workers = list(each_worker(engines))
     for name, about in _WORKERS:
         found = tuple(Sample(labels=where, value=counted[name]) for where, counted in workers)
@@ -83,3 +85,27 @@ def families(engines: Sequence[EngineStats]) -> Iterator[Family]:
             labels=("engine", "worker", "sae"),
             samples=found,
         )
+
+
+def _of_controllers(cores: Sequence[tuple[tuple[str], Mapping[str, Any]]]) -> Iterator[Family]:
+    """Yield the families of controllers, of each engine core's counts."""
+    found = [(where, name, told) for where, core in cores for name, told in core["controllers"].items()]
+    actions = tuple(
+        Sample(labels=(*where, name, outcome), value=count)
+        for where, name, told in found
+        for outcome, count in told["actions"].items()
+    )
+    yield Family(
+        name="headgate_steering_actions",
+        kind="counter",
+        about="Actions of controllers, by outcome.",
+        labels=("engine", "controller", "outcome"),
+        samples=actions,
+    )
+    yield Family(
+        name="headgate_steering_controller_seconds",
+        kind="counter",
+        about="Time that controllers took.",
+        labels=("engine", "controller"),
+        samples=tuple(Sample(labels=(*where, name), value=told["seconds"]) for where, name, told in found),
+    )

@@ -21,10 +21,10 @@ from headgate.steering.controllers.controller import Controller, StepReadings
 
 logger = logging.getLogger("headgate")
 
-MAX_ACTIONS = 1024
-"""Actions that one step may return; those beyond are dropped, and counted."""
+MAX_ACTIONS, MAX_ACTIONS_EACH = 64, 4
+"""Actions that one step may return, in all and for each of its rows beside; those beyond are dropped, and counted."""
 MAX_OVER_BUDGET = 10
-"""So many steps one behind the other over its budget switch a controller off."""
+"""So many steps one after the other over its budget, or with too many actions, switch a controller off."""
 HANGS_S = 10.0
 """A step that takes so long switches it off, too."""
 
@@ -38,7 +38,7 @@ class ControllerFigures:
         skipped: Steps that came while it was busy, or after it was switched off.
         over_budget: Steps that took longer than its budget.
         seconds: Time that it took in all.
-        dropped: Steps that returned more than `MAX_ACTIONS` actions; nobody counts the rest, which may have no end.
+        dropped: Steps that returned too many actions; nobody counts the rest, which may have no end.
         error: Why it was switched off; None while it is on.
     """
 
@@ -76,6 +76,7 @@ class ControllerThread:
         self._is_late = False
         """Whether that step has been counted as over budget."""
         self._num_over = 0
+        self._num_flooded = 0
         Thread(target=_work, args=(self._inbox, ref(self)), name=f"headgate-controller-{name}", daemon=True).start()
         finalize(self, self._inbox.put, None)
 
@@ -134,12 +135,18 @@ class ControllerThread:
     def _step(self, readings: StepReadings) -> None:
         start = time.perf_counter()
         try:
-            actions = list(islice(self.controller.step(readings), MAX_ACTIONS + 1))
+            limit = MAX_ACTIONS + MAX_ACTIONS_EACH * len(readings)
+            actions = list(islice(self.controller.step(readings), limit + 1))
             for action in actions:
                 if not isinstance(action, SetSteering | SetGlobal | SetScale | Stop):
                     raise TypeError(f"step returned {action!r}, which is no action of headgate.steering.controllers")
-            self.figures.dropped += len(actions) > MAX_ACTIONS
-            self._actions.put(actions[:MAX_ACTIONS])
+            self._num_flooded = self._num_flooded + 1 if len(actions) > limit else 0
+            self.figures.dropped += len(actions) > limit
+            self._actions.put(actions[:limit])
+            if self._num_flooded >= MAX_OVER_BUDGET:
+                self.switch_off(
+                    f"it returned more than {limit} actions in {self._num_flooded} steps one after the other"
+                )
         finally:
             self.figures.seconds += time.perf_counter() - start
         self._done.set()
@@ -147,7 +154,6 @@ class ControllerThread:
     def failed(self, error: BaseException) -> None:
         """Take note of an error of the controller, whose thread ends with it."""
         self.switch_off(f"it raised {type(error).__name__}: {error}")
-        logger.debug("headgate: controller %s", self._name, exc_info=error)
         self._done.set()
 
 
@@ -156,7 +162,8 @@ def _work(inbox: SimpleQueue[Callable[[], object] | None], owner: ref[Controller
     while (call := inbox.get()) is not None:
         try:
             call()
-        except BaseException as error:
+        except (Exception, SystemExit) as error:
+            logger.exception("headgate: a controller raised")
             if (found := owner()) is not None:
                 found.failed(error)
             return

@@ -48,8 +48,8 @@ def made_cases(references: ProcessPoolExecutor) -> list[GateCase]:
     return cases_of(references.submit(plain_rows, tiny_model(FAMILY), FAMILY, PROMPTS, NUM_OUTPUT).result())
 
 
-def start(folder: Path, **settings: Any) -> Any:
-    """Start an engine with everything that the cases name."""
+def start(folder: Path, steering: Mapping[str, Any] | None = None, **settings: Any) -> Any:
+    """Start an engine with everything that the cases name; `steering` are further settings of that section."""
     saes = {"sae": f"{SAE.save(folder / 'sae')}@{SAE_SITE.name}"}
     llm = start_llm(
         model=tiny_model(FAMILY),
@@ -65,7 +65,7 @@ def start(folder: Path, **settings: Any) -> Any:
         additional_config={
             "headgate": {
                 "capture": {"consumers": [{"name": "memory"}], "sites": SITES},
-                "steering": {"sites": SITES, "op_sites": SITES, "saes": saes},
+                "steering": {"sites": SITES, "op_sites": SITES, "saes": saes, **(steering or {})},
             }
         },
         **settings,

@@ -117,6 +117,20 @@ _ACTIVITY: Schema = {
     "observes": {"type": "boolean"},
     "rows": {**COUNT, "description": "That it wrote; if it observes, on which it would have."},
 }
+_NUMBER: Schema = {"type": "number", "minimum": 0}
+_CONTROLLER: Schema = {
+    "name": TEXT,
+    "entry_point": TEXT,
+    "applies_to": _APPLIES_TO,
+    "probes": {**list_of(TEXT), "description": "Names of the scores that it reads, as in traces."},
+    "budget_ms": {**_NUMBER, "description": "Milliseconds that a step waits for it."},
+    "steps": {**COUNT, "description": "That it was given."},
+    "skipped": {**COUNT, "description": "Steps that came while it was busy, or after it was switched off."},
+    "over_budget": {**COUNT, "description": "Steps that took longer."},
+    "seconds": {**_NUMBER, "description": "That it took."},
+    "actions": {"type": "object", "additionalProperties": COUNT, "description": "By outcome."},
+    "error": {"type": ["string", "null"], "description": "Why it was switched off."},
+}
 _DYNAMIC: Schema = {
     "probes": list_of(TEXT),
     "rules": list_of(object_of(_ACTIVITY, required=tuple(_ACTIVITY))),
@@ -126,9 +140,10 @@ _DYNAMIC: Schema = {
         "description": "Rows that gates of requests wrote, by name, where a trace was wanted or rules acted.",
     },
     "requests_with_gates": COUNT,
+    "controllers": list_of(object_of(_CONTROLLER, required=tuple(_CONTROLLER))),
 }
 DYNAMIC: dict[str, Any] = {
-    "summary": "Probes, gates and rules, with the rows that these wrote",
+    "summary": "Probes, gates, rules and controllers, with what these came to",
     "responses": answers_of(
         object_of(_DYNAMIC, required=tuple(_DYNAMIC)),
         {
@@ -136,6 +151,21 @@ DYNAMIC: dict[str, Any] = {
             "rules": [{"name": "calm-down", "applies_to": "all", "observes": False, "rows": 12}],
             "gates": {"gate0": 3},
             "requests_with_gates": 1,
+            "controllers": [
+                {
+                    "name": "pid",
+                    "entry_point": "pid",
+                    "applies_to": "all",
+                    "probes": ["pid.score"],
+                    "budget_ms": 5.0,
+                    "steps": 900,
+                    "skipped": 0,
+                    "over_budget": 0,
+                    "seconds": 0.04,
+                    "actions": {"applied": 512, "rejected": 0, "dropped": 2},
+                    "error": None,
+                }
+            ],
         },
         404,
     ),

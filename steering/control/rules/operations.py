@@ -63,8 +63,50 @@ class RuleActivity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ControllerActivity:
+    """A controller, with its figures of all engine cores.
+
+    Attributes:
+        name: Its name in traces and metrics.
+        entry_point: In the group ``headgate.controllers``.
+        applies_to: ``all``, ``opt_in`` or ``opt_out``.
+        probes: Names of the scores that it reads, as in traces.
+        budget_ms: Milliseconds that a step waits for it.
+        steps: Steps that it was given.
+        skipped: Steps that came while it was busy, or after it was switched off.
+        over_budget: Steps that took longer than `budget_ms`.
+        seconds: Time that it took.
+        actions: Its actions by outcome: ``applied``, ``rejected`` and ``dropped``.
+        error: Why it was switched off; None while it is on everywhere.
+    """
+
+    name: str
+    entry_point: str
+    applies_to: str
+    probes: tuple[str, ...]
+    budget_ms: float
+    steps: int
+    skipped: int
+    over_budget: int
+    seconds: float
+    actions: Mapping[str, int]
+    error: str | None
+
+    @classmethod
+    def joined(cls, told: Sequence[Mapping[str, Any]]) -> ControllerActivity:
+        """Make it of what each engine core tells of it."""
+        first, actions = told[0], Counter[str]()
+        for each in told:
+            actions.update(each["actions"])
+        sums = {name: sum(each[name] for each in told) for name in ("steps", "skipped", "over_budget", "seconds")}
+        error = next((each["error"] for each in told if each["error"] is not None), None)
+        kept = {name: first[name] for name in ("name", "entry_point", "applies_to", "budget_ms")}
+        return cls(**kept, probes=tuple(first["probes"]), actions=dict(actions), error=error, **sums)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicStatus:
-    """Probes, gates and rules of all engine cores, with the rows that these wrote.
+    """Probes, gates, rules and controllers of all engine cores, with the rows and actions that these came to.
 
     Attributes:
         probes: Names of registered probes.
@@ -72,16 +114,18 @@ class DynamicStatus:
         gates: Rows that gates of requests wrote, by their names; beyond 256 names all others are counted as
             ``(others)``.
         requests_with_gates: Requests with gates of their own, now.
+        controllers: Those that were started.
     """
 
     probes: tuple[str, ...]
     rules: tuple[RuleActivity, ...]
     gates: Mapping[str, int]
     requests_with_gates: int
+    controllers: tuple[ControllerActivity, ...] = ()
 
 
 def dynamic() -> Operation[DynamicStatus]:
-    """Ask what gates and rules do."""
+    """Ask for the activity of gates, rules and controllers."""
     answers: Sequence[Mapping[str, Any]] = yield CoreCall(method="dynamic", args={})
     rows, gates = Counter[str](), Counter[str]()
     for answer in answers:
@@ -98,6 +142,9 @@ def dynamic() -> Operation[DynamicStatus]:
         rules=rules,
         gates=dict(gates),
         requests_with_gates=sum(answer["requests_with_gates"] for answer in answers),
+        controllers=tuple(
+            ControllerActivity.joined(told) for told in zip(*(answer["controllers"] for answer in answers), strict=True)
+        ),
     )
 
 

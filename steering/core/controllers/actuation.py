@@ -44,11 +44,11 @@ class Actuation:
         acting = []
         for source, action in self._for_all.items():
             try:
-                self.coefficients.contribute(req_id, source, self._for_request(action, static), num_prompt)
+                if (added := self._for_request(action, static)) is not None:
+                    self.coefficients.contribute(req_id, source, added, num_prompt)
+                    acting.append((source[0], action))
             except RequestError as error:
                 self._log.warning(f"controller {source[0]}: not on request {req_id}: {error}")
-            else:
-                acting.append((source[0], action))
         return acting
 
     def steer(self, controller: str, action: SetSteering) -> dict[str, int]:
@@ -68,7 +68,7 @@ class Actuation:
         return {action.request: first}
 
     def steer_all(self, controller: str, action: SetGlobal) -> dict[str, int]:
-        """Apply an action to all requests; returns the first position of each.
+        """Apply an action to all requests; returns the first position of each that it changes.
 
         Raises:
             RequestError: If it cannot be applied. Nothing has changed.
@@ -80,7 +80,7 @@ class Actuation:
         return self._apply_to_all((controller, GLOBAL), action)
 
     def scale(self, controller: str, action: SetScale) -> dict[str, int]:
-        """Apply an action to steering that is there without controllers; returns the first position of each request.
+        """Scale steering that is there without controllers; returns the first position of each request that changes.
 
         Raises:
             RequestError: If it cannot be applied. Nothing has changed.
@@ -149,9 +149,12 @@ class Actuation:
         for req_id in firsts:
             self.coefficients.check(req_id, [wanted[req_id]])
         self._for_all[source] = action
+        changed = {}
         for req_id, first in firsts.items():
-            self.coefficients.contribute(req_id, source, wanted[req_id], first)
-        return firsts
+            if wanted[req_id] is not None or source in self.coefficients.of(req_id).contributions:
+                self.coefficients.contribute(req_id, source, wanted[req_id], first)
+                changed[req_id] = first
+        return changed
 
 
 def _check_number(value: Any) -> None:

@@ -71,7 +71,7 @@ def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | 
     if not gated and not rules and not own.is_traced:
         return None
     # What controllers drive follows from no row before.
-    evaluated = [rule for rule in rules if rule.applies_to is not None]
+    evaluated = [rule for rule in rules if not rule.is_driven]
     early, of_rules = _early(gated), _early(program for rule in evaluated for program in rule.programs)
     return GatedRequest(own.num_prompt, tuple(sorted(early | of_rules)), of_rules)
 

@@ -36,6 +36,11 @@ class ActingRule:
     columns: tuple[int, int]
     programs: tuple[Program, Program]
 
+    @property
+    def is_driven(self) -> bool:
+        """Whether a controller turns it on: nothing in it is evaluated."""
+        return self.applies_to is None
+
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> ActingRule:
         """Return the rule that `headgate.steering.core.rules.registry.KeptRule.to_worker` wrote, or one of its kind."""

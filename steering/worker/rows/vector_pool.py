@@ -311,7 +311,14 @@ class PooledSums:
         programs = () if base is None else base.programs
         global_sum = self._global_sums[phase]
         num_global = 0 if global_sum is None else len(global_sum.programs)
-        acting = (*programs[:num_global], *self._rules.of(rules, phase), *programs[num_global:])
+        # Controllers act on rows as the request's own steering leaves them.
+        first, last = ([rule for rule in rules if rule.is_driven == is_last] for is_last in (False, True))
+        acting = (
+            *programs[:num_global],
+            *self._rules.of(first, phase),
+            *programs[num_global:],
+            *self._rules.of(last, phase),
+        )
         return PooledSum(key, own, column, _no_slots(), acting, base=base)
 
     def _compute(self, key: SumKey, phase: int, own: Vectors | None) -> PooledSum:
