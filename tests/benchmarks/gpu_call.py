@@ -68,6 +68,8 @@ STEPS_MODES = ("stock", "both idle", "1 layer forgotten", "1 layer", "1 layer fa
 OPS_MODES = ("stock", "ops idle", "4 ops")
 GATE_SERVERS = ("stock", "no gates", "ops")
 GATE_MODES = ("stock", "ops idle, no gates", "ops idle", "1 vector, no gates", "1 vector", "1 gate")
+CONTROLLER_SERVERS = ("stock", "ops", "controllers")
+CONTROLLER_MODES = ("stock", "ops idle", "controllers idle", "controllers watch", "controllers hold")
 SAE_SERVERS = ("stock", "features", "encode 16k", "encode 65k")
 SAE_MODES = ("stock", "features idle", "16 features", "encode 16k idle", "encode 16k", "encode 65k idle", "encode 65k")
 INLINE_MODES = ("stock", "both idle", "16 configs", "16 msgpack", "256 configs", "256 msgpack")
@@ -152,6 +154,7 @@ TESTS = {
     "race": [sanitized("memcheck", 120), sanitized("racecheck", 300)],
     "verify": [verify()],
     "lora-fp8": [pytest_step("lora-fp8", 300, "tests/gpu/test_lora_fp8_gpu.py", lines=24)],
+    "dynamic": [pytest_step("dynamic", 420, "tests/gpu/test_dynamic_gpu.py", lines=24)],
     "memory": [pytest_step("memory", 450, "tests/gpu/test_memory_gpu.py", lines=24)],
     "parallel": [pytest_step("two-gpus", 400, "tests/gpu/test_parallel_gpu.py", lines=16)],
     "parallel-cost": [suite("tensor", 280, "--tp", "2", *ON_TWO), suite("pipeline", 280, "--pp", "2", *ON_TWO)],
@@ -190,6 +193,9 @@ def steps_of(call: str, model: str) -> list[Step]:
             http("ops", ["decode"], LIMIT_S, "--servers", "stock", "ops", "--modes", *OPS_MODES),
         ],
         "gates": [http("gates", ["decode"], LIMIT_S, "--servers", *GATE_SERVERS, "--modes", *GATE_MODES)],
+        "controllers": [
+            http("controllers", ["decode"], LIMIT_S, "--servers", *CONTROLLER_SERVERS, "--modes", *CONTROLLER_MODES)
+        ],
         "saes": [http("saes", ["decode"], LIMIT_S, "--servers", *SAE_SERVERS, "--modes", *SAE_MODES)],
         "http-main": [DISK, http("http-main", ["chat", "decode"], LIMIT_S, *three)],
         "suite": [DISK, suite(model, LIMIT_S, *engines, *own)],

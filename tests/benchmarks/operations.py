@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -59,6 +60,32 @@ def encoded_gate(config: int, size: ModelSize) -> msgspec.Raw:
         "then": {"vectors": _vector_at(op_sites(size)[HOOK][-2], config, size)},
     }
     return msgspec.Raw(msgspec.json.encode([gate]))
+
+
+WATCH, HOLD = "watch", "hold"
+"""Controllers of the server ``controllers``: one that only reads, one that sets a scale behind each row."""
+
+
+def controller_flags(folder: Path, size: ModelSize) -> list[str]:
+    """Flags of a server with `WATCH` and `HOLD`, for requests that select them; their files are written to a folder."""
+    from headgate.capture.schema.sites import HookPoint, Site
+    from headgate.steering import PhaseVectors, probes, save
+
+    layers = op_sites(size)[HOOK]
+    rng, made = np.random.default_rng(3), folder / "controllers.cache"
+    made.mkdir(exist_ok=True)
+    weight = rng.normal(0, 1 / size.hidden**0.5, size.hidden).astype(np.float32)
+    probes.save(made / "probe.safetensors", probes.Probe(site=Site(layers[1], HookPoint(HOOK)), weight=weight[None]))
+    vector = rng.normal(0, SPREAD, size.hidden).astype(np.float32)
+    found = PhaseVectors.from_rows({Site(layers[-2], HookPoint(HOOK)): vector})
+    assert found is not None
+    save(made / "module.safetensors", found)
+    keys = f"applies_to=opt_in,probe={made / 'probe.safetensors'},module=calm"
+    return [
+        *("--steering-modules", f"calm={made / 'module.safetensors'}"),
+        *("--steering-controllers", f"threshold:instance_name={WATCH},{keys},threshold=0,gain=0,prime=false"),
+        *("--steering-controllers", f"pid:instance_name={HOLD},{keys},setpoint=0.5,max_scale=1,min_scale=-1"),
+    ]
 
 
 def _vector_at(layer: int, config: int, size: ModelSize) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import psutil
 from tests.benchmarks import step_clocks
 from tests.benchmarks.machine import Cpus, keep_on, slots_for
 from tests.benchmarks.models import ModelSize
-from tests.benchmarks.operations import op_sites
+from tests.benchmarks.operations import controller_flags, op_sites
 from tests.benchmarks.saes import SIZES, sae_flags
 
 READY = "Application startup complete"
@@ -35,11 +35,12 @@ FEATURES: Mapping[str, frozenset[str]] = {
     "both": frozenset({"steering", "capture"}),
     "ops": frozenset({"steering", "ops", "gates"}),
     "no gates": frozenset({"steering", "ops", "no gates"}),
+    "controllers": frozenset({"steering", "ops", "controllers"}),
     "features": frozenset({"steering", "features"}),
     **{f"encode {name}": frozenset({"steering", f"encode {name}"}) for name in SIZES},
 }
 """What each server is configured for. ``stock`` loads no plugin at all, ``installed`` loads headgate unconfigured,
-``ops`` and ``no gates`` have `operations.op_sites`, and the others an SAE of `saes`."""
+``ops``, ``no gates`` and ``controllers`` have `operations.op_sites`, and the others an SAE of `saes`."""
 
 SINKS = {"forget": "tests.benchmarks.sinks:ForgettingConsumer", "cut": "tests.benchmarks.sinks:CuttingConsumer"}
 """Consumers that do a part of what ``filesystem`` does."""
@@ -273,6 +274,8 @@ def start(
         flags += ["--steering-op-sites", json.dumps(op_sites(size))]
     if "no gates" in FEATURES[name]:
         flags += ["--max-steering-gates", "0", "--max-steering-rules", "0"]
+    if "controllers" in FEATURES[name]:
+        flags += controller_flags(folder, size)
     encoded = next((sae for sae in SIZES if f"encode {sae}" in FEATURES[name]), "")
     if encoded or "features" in FEATURES[name]:
         flags += sae_flags(encoded, folder, size)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from tests.benchmarks.models import ModelSize
-from tests.benchmarks.operations import encoded_gate, encoded_operations, encoded_vector
+from tests.benchmarks.operations import HOLD, WATCH, encoded_gate, encoded_operations, encoded_vector
 from tests.benchmarks.saes import SIZES, encoded_features
 
 HOOKS = ("pre_attn", "post_attn", "post_mlp")
@@ -78,6 +78,7 @@ class Mode:
         reconstructs: Name of the SAE whose reconstructions all rows become; empty for none.
         form: How they are sent.
         is_named: Every request names the registered module instead.
+        selects: Names of rules or controllers that every request selects.
         layers: Layers whose ``post_mlp`` every request captures; None: it captures nothing.
         positions: Of which positions.
         layout: Of the files.
@@ -94,6 +95,7 @@ class Mode:
     reconstructs: str = ""
     form: Form = "packed"
     is_named: bool = False
+    selects: tuple[str, ...] = ()
     layers: Layers | None = None
     positions: str = "all"
     layout: str = "request"
@@ -117,6 +119,8 @@ class Mode:
     def fields(self, size: ModelSize, tag: str) -> dict[str, Any]:
         """The fields of a request beside the usual ones, its files under `tag`; vectors are left to `Asked.body`."""
         found: dict[str, Any] = {"steering_name": MODULE} if self.is_named else {}
+        if self.selects:
+            found["steering_rules"] = list(self.selects)
         if self.reconstructs:
             found["sae_reconstruction"] = [self.reconstructs]
         if self.layers is not None:
@@ -136,6 +140,7 @@ def chosen(layers: Layers, num_layers: int) -> Any:
 
 _STEERING, _CAPTURE, _OPS = frozenset({"steering"}), frozenset({"capture"}), frozenset({"steering", "ops", "gates"})
 _FEATURES, _NO_GATES = frozenset({"steering", "features"}), frozenset({"steering", "ops", "no gates"})
+_CONTROLLERS = frozenset({"steering", "ops", "controllers"})
 MODES: Mapping[str, Mode] = {
     "stock": Mode(on="stock"),
     "installed": Mode(on="installed"),
@@ -155,6 +160,9 @@ MODES: Mapping[str, Mode] = {
     "ops idle, no gates": Mode(_NO_GATES),
     "1 vector": Mode(_OPS, configs=256, is_at_one_site=True),
     "1 vector, no gates": Mode(_NO_GATES, configs=256, is_at_one_site=True),
+    "controllers idle": Mode(_CONTROLLERS),
+    "controllers watch": Mode(_CONTROLLERS, selects=(WATCH,)),
+    "controllers hold": Mode(_CONTROLLERS, selects=(HOLD,)),
     "1 gate": Mode(_OPS, configs=256, is_gated=True),
     "features idle": Mode(_FEATURES),
     "16 features": Mode(_FEATURES, configs=256, features=16),

@@ -308,8 +308,8 @@ def test_figures_of_engines_are_per_token_or_of_the_whole_job() -> None:
 CALLS = [
     (call, "gemma3-4b")
     for call in (
-        *("check", "race", "idle", "soak", "verify", "memory", "kernels", "parallel", "parallel-cost"),
-        *("http", "http-main", "http-inline", "http-decode", "ops", "saes", "suite"),
+        *("check", "race", "idle", "soak", "verify", "dynamic", "memory", "kernels", "parallel", "parallel-cost"),
+        *("http", "http-main", "http-inline", "http-decode", "ops", "gates", "controllers", "saes", "suite"),
     )
 ]
 

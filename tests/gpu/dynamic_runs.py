@@ -1,0 +1,146 @@
+"""One engine run per process, for the GPU tests of gates and controllers: ``python dynamic_runs.py MODE OUT.pt``.
+
+MODE is graphs (compiled, FULL CUDA graphs) or eager. Requests of five kinds run together: a neighbour; one with a gate
+whose module acts on the very row; one whose gate acts at an earlier site on the next row; one that a rule steers for the
+rest of it; one whose module's scale the controller ``pid`` sets behind each row. Traces say what was read and added; what
+is captured on both sides of each site that is written says what was there, and what was added in fact.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import engine_runs as base
+import numpy as np
+import torch
+
+EARLY, LAYER = base.LAYERS[1], base.LAYERS[2]
+READ = f"{LAYER}.post_attn"
+WRITES = {"early": EARLY, "late": LAYER}
+"""Layers behind which something is added, with the row captured before and behind."""
+SEEN = {"post_attn": [LAYER], "post_mlp": [EARLY, LAYER], "pre_attn": [EARLY + 1, LAYER + 1]}
+KINDS = ("neighbour", "this_token", "next_token", "rule", "controller")
+MAX_TOKENS = 40
+LIMIT = 1.0
+PID = {"setpoint": 0.0, "kp": 20.0, "ki": 0.0, "min_scale": -LIMIT, "max_scale": LIMIT}
+
+
+def weight() -> Any:
+    """float32 ``[hidden]``: of the probe, whose score is a cosine."""
+    return np.random.default_rng(1).standard_normal(base.HIDDEN).astype(np.float32)
+
+
+def direction() -> Any:
+    """float32 ``[hidden]``: that of all vectors."""
+    return np.random.default_rng(2).standard_normal(base.HIDDEN).astype(np.float32)
+
+
+def config(folder: Path) -> dict[str, Any]:
+    """Capture and steering, with the controller, and the files of its probe and its module."""
+    from headgate.capture.schema.sites import Site
+    from headgate.steering import PhaseVectors, probes, save
+
+    path, module = folder / "probe.safetensors", folder / "late.safetensors"
+    vectors = PhaseVectors.from_rows({Site.parse(f"{LAYER}.post_mlp"): direction()})
+    assert vectors is not None
+    save(module, vectors)  # of another size than `prepare` will find
+    probes.save(path, probes.Probe(site=Site.parse(READ), kind=probes.ProbeKind.COSINE, weight=weight()[None]))
+    found = base.headgate(SEEN)
+    found["headgate"]["steering"] = {
+        "op_sites": {"post_attn": [LAYER], "post_mlp": [EARLY, LAYER]},
+        "modules": {"late": str(module)},
+        "controllers": [
+            {
+                "name": "pid",
+                "applies_to": "opt_in",
+                "budget_ms": 1000,  # what is slow here is the first step, and everything is to be followed
+                "params": {"probe": str(path), "module": "late", **PID},
+            }
+        ],
+    }
+    return found
+
+
+def fields(kind: str, threshold: float) -> dict[str, Any]:
+    """What a request of a kind asks for."""
+    when = {"cosine": weight().tolist(), "at": READ, "above": threshold}
+    found: dict[str, Any] = {"return_steering_trace": True, "steering_rules": []}
+    if kind == "this_token":
+        found["steering_gates"] = [{"name": "gate", "when": when, "then": {"module": "late"}}]
+    elif kind == "next_token":
+        found["steering_gates"] = [{"name": "gate", "when": when, "then": {"module": "early"}, "scope": "next_token"}]
+    elif kind == "rule":
+        found["steering_rules"] = ["latch"]
+    elif kind == "controller":
+        found["steering_rules"] = ["pid"]
+    return found
+
+
+def serve(llm: Any, make: Any, **more: Any) -> list[Any]:
+    """All prompts in one batch, with the fields that `make` gives for the index of each."""
+    from headgate.capture import SamplingParams
+
+    requests = base.prompts()
+    params = []
+    for index in range(len(requests)):
+        one = SamplingParams(
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            max_tokens=MAX_TOKENS,
+            capture={"memory": {"hooks": SEEN}},
+            **more,
+        )
+        for name, value in make(index).items():
+            setattr(one, name, value)
+        params.append(one)
+    return list(llm.generate([{"prompt_token_ids": ids} for ids in requests], params, use_tqdm=False))
+
+
+def rows_of(outputs: Any) -> Any:
+    """The captured rows of all requests at the site that is read, float32 ``[n, hidden]``."""
+    payloads = [output.capture_results["memory"].payload for output in outputs]
+    found = [payload.rows[site] for payload in payloads for site in payload.sites if site.name == READ]
+    return torch.cat(found).float().numpy()
+
+
+def prepare(llm: Any, rows: Any) -> float:
+    """Register vectors that move such rows by a tenth of their size, and the rule; returns the median score."""
+    size = 0.1 * float(np.sqrt((rows**2).mean()))
+    for name, layer in WRITES.items():
+        llm.steering.register(name, vectors={"post_mlp": {layer: (size * direction()).tolist()}})
+    scores = rows @ weight() / (np.linalg.norm(rows, axis=1) * np.linalg.norm(weight()))
+    threshold = float(np.median(scores))
+    late = {"when": {"cosine": weight().tolist(), "at": READ, "above": threshold}, "then": {"module": "late"}}
+    llm.steering.register_rule("latch", applies_to="opt_in", scope="rest_of_request", **late)
+    return threshold
+
+
+def told(output: Any, kind: str) -> Mapping[str, Any]:
+    """What a request's test needs: its trace, and rows before and behind each site that is written."""
+    (entry,) = base.collect([output])
+    return {**entry, "kind": kind, "trace": output.outputs[0].steering_trace}
+
+
+def main() -> None:
+    """Serve one mode."""
+    mode, out = sys.argv[1], sys.argv[2]
+    with tempfile.TemporaryDirectory() as folder:
+        llm = base.open_engine(mode, config(Path(folder)))
+        threshold = prepare(llm, rows_of(serve(llm, lambda _: {})))
+        outputs = serve(llm, lambda index: fields(KINDS[index % len(KINDS)], threshold))
+    requests = [told(output, KINDS[index % len(KINDS)]) for index, output in enumerate(outputs)]
+    status = llm.steering.dynamic()
+    found = {"requests": requests, "threshold": threshold, "steps": status.controllers[0].steps}
+    torch.save(found, out)
+    print("RAN", mode, f"{len(requests)} requests, {status}"[:300], flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    main()
