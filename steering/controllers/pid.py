@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from headgate.steering.controllers.actions import Action, SetSteering
 from headgate.steering.controllers.controller import Controller, RequestView, StepReadings
+from headgate.steering.controllers.request_slots import RequestSlots
 from headgate.steering.probes.files import load
 from headgate.steering.probes.probe import Probe
-
-
-@dataclass(slots=True)
-class _Loop:
-    """The loop of one request: integral of the error, the average score, None before the first, and the scale."""
-
-    integral: float = 0.0
-    average: float | None = None
-    scale: float = 0.0
 
 
 class PidController(Controller):
@@ -56,7 +50,7 @@ class PidController(Controller):
         min_scale: float = -4.0,
         max_scale: float = 4.0,
         ema_alpha: float = 1.0,
-        min_emit_delta: float = 0.0,
+        min_emit_delta: float = 0.05,
     ) -> None:
         if not min_scale <= 0 <= max_scale:
             raise ValueError(f"min_scale, max_scale: expected limits around 0, got {min_scale} and {max_scale}")
@@ -69,7 +63,7 @@ class PidController(Controller):
         self._probe, self._module, self._setpoint = load(probe), module, setpoint
         self._gains, self._limits = (kp, ki, kd), (min_scale, max_scale)
         self._alpha, self._min_delta = ema_alpha, min_emit_delta
-        self._loops: dict[str, _Loop] = {}
+        self._loops = RequestSlots(integral=0.0, average=math.nan, scale=0.0)
 
     def probes(self) -> Mapping[str, Probe]:
         """Return the one probe."""
@@ -81,31 +75,33 @@ class PidController(Controller):
 
     def request_begins(self, request: RequestView) -> None:
         """Begin a loop."""
-        self._loops[request.request] = _Loop()
+        self._loops.add(request.request)
 
     def request_ends(self, request: RequestView) -> None:
         """End a loop."""
-        self._loops.pop(request.request, None)
+        self._loops.remove(request.request)
 
     def step(self, readings: StepReadings) -> Iterator[Action]:
-        """Set the scales of the requests that generated a row."""
-        for row in readings.rows():
-            loop = self._loops.get(row.request)
-            if loop is None or row.phase == "prefill" or not math.isfinite(row.scores["score"]):
-                continue
-            scale = self._next(loop, row.scores["score"])
-            if abs(scale - loop.scale) > self._min_delta:
-                loop.scale = scale
-                yield SetSteering(row.request, module=self._module, scale=scale)
+        """Set the scales of the requests that generated a row, one each."""
+        scores, slots = readings.scores["score"].astype(np.float64), self._loops.of(readings.requests)
+        at = np.flatnonzero(~readings.is_prompt & np.isfinite(scores) & (slots >= 0))
+        slots = slots[at]
+        scales, known = self._next(slots, scores[at]), self._loops["scale"]
+        changed = np.abs(scales - known[slots]) > self._min_delta
+        known[slots[changed]] = scales[changed]
+        for index, scale in zip(at[changed].tolist(), scales[changed].tolist(), strict=True):
+            yield SetSteering(readings.requests[index], module=self._module, scale=scale)
 
-    def _next(self, loop: _Loop, score: float) -> float:
-        before = loop.average
-        loop.average = score if before is None else (1 - self._alpha) * before + self._alpha * score
-        error = self._setpoint - loop.average
-        change = 0.0 if before is None else before - loop.average
+    def _next(self, slots: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the scales of loops that read new scores."""
+        before = self._loops["average"][slots]
+        average = np.where(np.isnan(before), scores, (1 - self._alpha) * before + self._alpha * scores)
+        self._loops["average"][slots] = average
+        error, integral = self._setpoint - average, self._loops["integral"][slots]
+        change = np.where(np.isnan(before), 0.0, before - average)
         (kp, ki, kd), (least, largest) = self._gains, self._limits
-        wanted = kp * error + ki * (loop.integral + error) + kd * change
-        scale = min(max(wanted, least), largest)
-        if scale == wanted or (wanted - scale) * error * ki < 0:
-            loop.integral += error
-        return scale
+        wanted = kp * error + ki * (integral + error) + kd * change
+        scales = np.clip(wanted, least, largest)
+        is_free = (scales == wanted) | ((wanted - scales) * error * ki < 0)
+        self._loops["integral"][slots] = np.where(is_free, integral + error, integral)
+        return scales

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from headgate.steering.controllers.actions import Action, SetGlobal, SetSteering
-from headgate.steering.controllers.controller import Controller, ReadRow, RequestView, StepReadings
+from headgate.steering.controllers.controller import Controller, RequestView, StepReadings
+from headgate.steering.controllers.request_slots import RequestSlots
 from headgate.steering.probes.files import load
 from headgate.steering.probes.probe import Probe, ProbeError
-
-
-@dataclass(slots=True)
-class _Followed:
-    """A request: the average of its scores, None before the first; whether it is engaged; the scale that it has."""
-
-    average: float | None = None
-    is_engaged: bool = False
-    scale: float = 0.0
 
 
 class ThresholdController(Controller):
@@ -68,7 +63,7 @@ class ThresholdController(Controller):
         self._alpha, self._gain, self._is_proportional = ema_alpha, float(gain), gain_mode == "proportional"
         self._is_global, self._min_delta = actuation == "global", min_emit_delta
         self.needs_prompts = prime
-        self._followed: dict[str, _Followed] = {}
+        self._followed = RequestSlots(average=math.nan, is_engaged=0.0, scale=0.0)
         self._global_scale = 0.0
 
     def probes(self) -> Mapping[str, Probe]:
@@ -81,47 +76,57 @@ class ThresholdController(Controller):
 
     def request_begins(self, request: RequestView) -> None:
         """Follow a request."""
-        self._followed[request.request] = _Followed()
+        self._followed.add(request.request)
 
     def request_ends(self, request: RequestView) -> None:
         """Forget a request."""
-        self._followed.pop(request.request, None)
+        self._followed.remove(request.request)
 
     def step(self, readings: StepReadings) -> Iterator[Action]:
         """Update the averages, and change the scales that follow from them."""
-        for row in readings.rows():
-            if (followed := self._followed.get(row.request)) is not None:
-                self._read(followed, row)
+        slots, scores = self._followed.of(readings.requests), readings.scores["score"].astype(np.float64)
+        counts = slots >= 0
+        if not self.needs_prompts:
+            counts &= ~readings.is_prompt
+        if readings.is_prompt.any():  # several rows of a request, one after the other
+            for at in np.flatnonzero(counts).tolist():
+                self._read(slots[at : at + 1], scores[at : at + 1])
+        else:
+            self._read(slots[counts], scores[counts])
         if self._is_global:
             yield from self._act_on_all()
             return
-        for request in dict.fromkeys(readings.requests):
-            followed = self._followed.get(request)
-            if followed is not None and self._is_new(scale := self._scale(followed), followed.scale):
-                followed.scale = scale
-                yield SetSteering(request, module=self._module, scale=scale)
+        last = dict(zip(slots[counts].tolist(), np.flatnonzero(counts).tolist(), strict=True))
+        read = np.array(list(last), np.int64)
+        scales, known = self._scales(read), self._followed["scale"]
+        for slot, scale in zip(read.tolist(), scales.tolist(), strict=True):
+            if self._is_new(scale, float(known[slot])):
+                known[slot] = scale
+                yield SetSteering(readings.requests[last[slot]], module=self._module, scale=scale)
 
     def _act_on_all(self) -> Iterator[Action]:
-        scale = max((self._scale(each) for each in self._followed.values()), key=abs, default=0.0)
+        scales = self._scales(self._followed.all())
+        scale = float(scales[np.abs(scales).argmax()]) if len(scales) else 0.0
         if self._is_new(scale, self._global_scale):
             self._global_scale = scale
             yield SetGlobal(module=self._module, scale=scale)
 
-    def _read(self, followed: _Followed, row: ReadRow) -> None:
-        if row.phase == "prefill" and not self.needs_prompts:
-            return
-        score, before = row.scores["score"], followed.average
-        followed.average = score if before is None else (1 - self._alpha) * before + self._alpha * score
-        least = self._threshold - (self._hysteresis if followed.is_engaged else 0.0)
-        followed.is_engaged = followed.average >= least
+    def _read(self, slots: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]) -> None:
+        """Take a score of each of some requests."""
+        average, engaged = self._followed["average"], self._followed["is_engaged"]
+        before = average[slots]
+        after = np.where(np.isnan(before), scores, (1 - self._alpha) * before + self._alpha * scores)
+        average[slots] = after
+        engaged[slots] = after >= self._threshold - self._hysteresis * engaged[slots]
 
-    def _scale(self, followed: _Followed) -> float:
-        if not followed.is_engaged or followed.average is None:
-            return 0.0
+    def _scales(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Return the scales that follow for some requests."""
+        engaged = self._followed["is_engaged"][slots]
         if not self._is_proportional:
-            return self._gain
-        over = followed.average - (self._threshold - self._hysteresis)
-        return self._gain * min(max(over / max(self._hysteresis, 1e-8), 0.0), 1.0)
+            return self._gain * engaged
+        over = self._followed["average"][slots] - (self._threshold - self._hysteresis)
+        part = np.clip(np.nan_to_num(over) / max(self._hysteresis, 1e-8), 0.0, 1.0)
+        return self._gain * engaged * part
 
     def _is_new(self, scale: float, before: float) -> bool:
         return scale != before and (scale == 0 or abs(scale - before) >= self._min_delta)

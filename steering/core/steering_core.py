@@ -144,7 +144,7 @@ class SteeringCore:
             taken.update(to_wire(SteeringSpec(prefill_program=prefill, decode_program=decode)))
         if self._controllers is not None:
             static = Static.of(resolved, from_wire(taken).decode)
-            self._controllers.add(req_id, num_prompt, spec.rules, static)
+            self._controllers.add(req_id, num_prompt, spec.rules, static, is_traced=bool(wire.get("trace")))
         return taken
 
     def block_keys(self, req_id: str) -> SteeredBlocks | None:
@@ -153,7 +153,8 @@ class SteeringCore:
         rules, driven = self.state.rules.keys(req_id), None
         if self._controllers is not None:
             driven = self._controllers.key(req_id)
-            rules = rules._replace(has_state=rules.has_state or self._controllers.needs_prompt(req_id))
+            needs_prompt = any(each.needs_prompts for each in self._controllers.acting(req_id))
+            rules = rules._replace(has_state=rules.has_state or needs_prompt)
         keys = SteeredBlocks.join(
             global_prefill=shared.prefill,
             global_decode=shared.decode,

@@ -1,9 +1,9 @@
 """One engine run per process, for the GPU tests of gates and controllers: ``python dynamic_runs.py MODE OUT.pt``.
 
 MODE is graphs (compiled, FULL CUDA graphs) or eager. Requests of five kinds run together: a neighbour; one with a gate
-whose module acts on the very row; one whose gate acts at an earlier site on the next row; one that a rule steers for the
-rest of it; one whose module's scale the controller ``pid`` sets behind each row. Traces say what was read and added; what
-is captured on both sides of each site that is written says what was there, and what was added in fact.
+whose module acts on the very row; one whose gate acts at an earlier site on the next row; one that a rule steers for
+the rest of it; one whose module's scale the controller ``pid`` sets behind each row. Traces say what was read and
+added; rows captured on both sides of each site that is written say what was added in fact.
 """
 
 from __future__ import annotations

@@ -22,14 +22,14 @@ import torch
 
 RUNS = Path(__file__).with_name("dynamic_runs.py")
 MODES = {"graphs": {}, "eager": {}, "two GPUs": {"tensor_parallel_size": 2}}
-SCORE_ERROR = 2e-4
-"""Of cosines of rows in bfloat16, relative to the largest."""
+SCORE_ERROR = 1.5e-4
+"""Of cosines: the compiler may round the two summands of a row once or twice. Those of two rows differ by some 0.03."""
 ADDED_ERROR = 0.03
 """Of coefficients: the sum is rounded to bfloat16."""
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the engine of each mode saw; two run at once."""
     folder, processes = tmp_path_factory.mktemp("runs"), {}
     wanted = os.environ.get("DYNAMIC_MODES", "graphs,eager").split(",")
@@ -48,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         assert process.wait(400) == 0, (folder / f"{mode}.log").read_text()[-6000:]
         print((folder / f"{mode}.log").read_text().strip().splitlines()[-1])
         found[mode] = torch.load(folder / f"{mode}.pt", weights_only=False)
-    yield found
+    return found
 
 
 def every(runs: Mapping[str, Any], *kinds: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -71,7 +71,8 @@ def test_scores_of_traces_are_those_of_the_captured_rows(runs):
         assert request["trace"]["positions"] == request["positions"].tolist()
         for name, scores in request["trace"]["scores"].items():
             worst = np.abs(np.array(scores) - expected).max()
-            assert worst <= SCORE_ERROR * np.abs(expected).max(), (mode, request["kind"], name, worst)
+            assert worst <= SCORE_ERROR, (mode, request["kind"], name, worst)
+            assert np.abs(expected).max() > 20 * SCORE_ERROR
             count += 1
     assert count >= 0.6 * sum(len(run["requests"]) for run in runs.values())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -124,13 +123,17 @@ class Coefficients:
         Raises:
             RequestError: As `check`. Nothing has changed.
         """
-        self.check(req_id, [added])
         request = self._requests[req_id]
+        drive = None if added is None else self._drives.of(added.content)
+        earlier = request.contributions.get(source)
+        if drive is not None and added is not None and earlier is not None and earlier[0] == drive.column:
+            self.adjust(req_id, source, added.value, first)
+            return
+        self.check(req_id, [added])
         touched: set[int] = set()
-        if (earlier := request.contributions.pop(source, None)) is not None:
+        if request.contributions.pop(source, None) is not None and earlier is not None:
             touched.add(earlier[0])
-        if added is not None:
-            drive = self._drives.of(added.content)
+        if drive is not None and added is not None:
             request.contributions[source] = drive.column, added.value
             touched.add(drive.column)
             if drive.column not in request.drives:
@@ -138,6 +141,13 @@ class Coefficients:
                 self._drives.use(drive.column)
         for column in sorted(touched):
             self._set(req_id, request, column, first)
+
+    def adjust(self, req_id: str, source: Source, value: float, first: int) -> None:
+        """Change the coefficient of what a source contributes to a request already, from a position on."""
+        request = self._requests[req_id]
+        column, _ = request.contributions[source]
+        request.contributions[source] = column, value
+        self._set(req_id, request, column, first)
 
     def take_changes(self, scheduled: Collection[str]) -> list[tuple[str, int, int, float]]:
         """Return the changes that the workers do not know about the requests of a step; they count as told."""
@@ -150,7 +160,12 @@ class Coefficients:
         return found
 
     def _set(self, req_id: str, request: DrivenRequest, column: int, first: int) -> None:
-        value = math.fsum(value for known, value in request.contributions.values() if known == column)
+        contributions = request.contributions
+        if len(contributions) == 1:
+            ((known, value),) = contributions.values()
+            value = value if known == column else 0.0
+        else:
+            value = sum(value for known, value in contributions.values() if known == column)
         if value == request.values.get(column, 0.0):
             return
         request.values[column] = value

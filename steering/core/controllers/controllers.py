@@ -11,7 +11,7 @@ from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import Static
 from headgate.steering.core.controllers.decisions import Decisions
 from headgate.steering.core.controllers.outcomes import APPLIED, SWITCHED_OFF, Outcomes
-from headgate.steering.core.controllers.readers import ToldRows, read_step
+from headgate.steering.core.controllers.readers import ReadStep, StepReader, ToldRows
 from headgate.steering.core.controllers.running import RunningController
 from headgate.steering.gates.rule import Selection
 from headgate.steering.gates.trace import GateSource
@@ -30,6 +30,10 @@ class _Followed(ToldRows):
         """Controllers that were told that it began, by name."""
 
 
+_Part = tuple[list[int], tuple[str, ...]] | None
+"""Indices of a controller's rows in a step, and the request of each; None for all."""
+
+
 class Controllers:
     """Hands controllers the steps, and applies their actions. Engine thread, unless said otherwise.
 
@@ -42,10 +46,12 @@ class Controllers:
     def __init__(self, running: Sequence[RunningController], actuation: Actuation, services: CoreServices) -> None:
         self._running = tuple(running)
         self._actuation = actuation
-        self._services = services
         self._outcomes = Outcomes()
         self._decisions = Decisions(actuation, self._outcomes, services)
         self._requests: dict[str, _Followed] = {}
+        self._reader = StepReader(services)
+        self._told_to: tuple[tuple[str, ...], list[_Part]] = ((), [])
+        """The requests of the rows of the last step, and each controller's part of them."""
         self._present: Collection[str] = ()
         """Requests of the last step that was read."""
         self._off: set[str] = set()
@@ -56,10 +62,6 @@ class Controllers:
         found = self._requests.get(req_id)
         return [] if found is None else [each for each in self._running if each.reader.acts(found.selection)]
 
-    def needs_prompt(self, req_id: str) -> bool:
-        """Whether every row of the prompt of a request is to be read. Any thread."""
-        return any(each.needs_prompts for each in self.acting(req_id))
-
     def sources(self, req_id: str) -> list[GateSource]:
         """Return the scores that are read of a request's rows, for its trace."""
         return [each.reader.source for each in self.acting(req_id)]
@@ -68,9 +70,13 @@ class Controllers:
         """Return the content key of all that controllers set on a request. Any thread."""
         return self._actuation.coefficients.key(req_id)
 
-    def add(self, req_id: str, num_prompt: int, selection: Selection, static: Static) -> None:
+    def add(
+        self, req_id: str, num_prompt: int, selection: Selection, static: Static, *, is_traced: bool = False
+    ) -> None:
         """Add a request that was accepted. Input thread."""
         self._requests[req_id] = _Followed(num_prompt, selection, static)
+        if is_traced:
+            self._outcomes.traced.add(req_id)
 
     def begin(self, req_id: str) -> None:
         """Let what was set for all act on a request from its first generated row on."""
@@ -81,7 +87,7 @@ class Controllers:
     def forget(self, req_id: str) -> None:
         """Forget a request that ended, or never ran, if it is known. Any thread."""
         found = self._requests.pop(req_id, None)
-        self._actuation.coefficients.forget(req_id)
+        self._actuation.forget(req_id)
         self._decisions.endings.pop(req_id, None)
         self._outcomes.forget(req_id)
         if found is not None and found.begun:
@@ -92,19 +98,33 @@ class Controllers:
     def read(self, readings: Mapping[str, Any], discarded: Collection[str]) -> None:
         """Hand a step to the controllers; `decide` takes what they answer."""
         self._present = readings["ids"]
-        step = read_step(readings, discarded, self._requests, self._services)
+        step = self._reader.read(readings, discarded, self._requests)
         if step is None:
             return
-        present = list(dict.fromkeys(step.requests))
-        for each in self._running:
-            members = {req_id for req_id in present if each.reader.acts(self._requests[req_id].selection)}
-            for req_id in present:
-                followed = self._requests[req_id]
-                if req_id in members and each.name not in followed.begun:
-                    followed.begun[each.name] = each
-                    each.thread.tell(_call(each.thread.controller.request_begins, _view(req_id, followed)))
-            if members:
-                each.thread.step(step.of(each.reader, None if len(members) == len(present) else members))
+        if step.requests is not self._told_to[0]:
+            self._told_to = step.requests, [self._begin_step(each, step) for each in self._running]
+        for each, part in zip(self._running, self._told_to[1], strict=True):
+            if part is None:
+                each.thread.step(step.of(each.reader))
+            elif part[0]:
+                each.thread.step(step.part(*part).of(each.reader))
+
+    def _begin_step(self, controller: RunningController, step: ReadStep) -> _Part:
+        """Tell a controller of requests that are new to it; returns its part of a step of such requests."""
+        members = set()
+        for req_id in dict.fromkeys(step.requests):
+            followed = self._requests[req_id]
+            if not controller.reader.acts(followed.selection):
+                continue
+            members.add(req_id)
+            if controller.name not in followed.begun:
+                followed.begun[controller.name] = controller
+                begins = controller.thread.controller.request_begins
+                controller.thread.tell(_call(begins, _view(req_id, followed)))
+        if all(req_id in members for req_id in step.requests):
+            return None
+        at = [index for index, req_id in enumerate(step.requests) if req_id in members]
+        return at, tuple(step.requests[index] for index in at)
 
     def decide(self) -> Decided | None:
         """Apply the actions that controllers answered; see `headgate.capture.engine.contracts.core_part`."""

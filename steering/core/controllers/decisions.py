@@ -54,7 +54,8 @@ class Decisions:
             self._refuse(controller, action, known, f"{type(error).__name__}: {error}")
         else:
             self._outcomes.count(controller, APPLIED)
-            self._outcomes.note(firsts, controller, action, APPLIED)
+            if self._outcomes.traced:
+                self._outcomes.note(firsts, controller, action, APPLIED)
 
     def _refuse(self, controller: str, action: Action, known: Container[str], reason: str) -> None:
         target = action.request if isinstance(action, SetSteering | Stop) else None

@@ -15,9 +15,14 @@ OUTCOMES = (APPLIED, REJECTED, DROPPED)
 
 
 class Outcomes:
-    """The outcomes of all actions. Engine thread, but for `forget`."""
+    """The outcomes of all actions. Engine thread, but for `forget`.
+
+    Attributes:
+        traced: Requests whose traces are wanted; nothing is noted for others. Any thread.
+    """
 
     def __init__(self) -> None:
+        self.traced: set[str] = set()
         self._counts: Counter[tuple[str, str]] = Counter()
         self._notes: dict[str, list[Mapping[str, Any]]] = {}
         """By request, those that were not told yet."""
@@ -48,8 +53,9 @@ class Outcomes:
             outcome: What came of it.
             reason: Why; None if it was applied.
         """
-        done = None if action is None else told(action)
-        for req_id, first in firsts.items():
+        noted = [(req_id, first) for req_id, first in firsts.items() if req_id in self.traced]
+        done = told(action) if noted and action is not None else None
+        for req_id, first in noted:
             note = {"position": first, "controller": controller, "action": done, "outcome": outcome}
             self._notes.setdefault(req_id, []).append(note if reason is None else {**note, "reason": reason})
 
@@ -62,4 +68,5 @@ class Outcomes:
 
     def forget(self, req_id: str) -> None:
         """Forget a request, if it is known. Any thread."""
+        self.traced.discard(req_id)
         self._notes.pop(req_id, None)

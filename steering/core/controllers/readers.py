@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headgate.capture.engine.contracts.core_part import CoreServices
+from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.controllers.controller import StepReadings
 from headgate.steering.core.gates import GateContent
@@ -19,6 +20,7 @@ from headgate.steering.gates.trace import GateSource, Writes
 from headgate.steering.probes.probe import Probe, ProbeKind
 from headgate.steering.programs.codes import with_change
 from headgate.steering.programs.program import Program
+from headgate.steering.vectors.dtypes import Float32Rows
 
 _NOTHING = Writes(frozenset(), frozenset())
 
@@ -101,42 +103,38 @@ class ReadStep(NamedTuple):
     """The rows of one step that were not told before, one request after the other.
 
     Attributes:
-        requests: Id of the request of each row, ``[n]``.
+        requests: Id of the request of each row, ``[n]``; the very tuple of the step before if it has the same.
         positions: int64 ``[n]``.
         is_prompt: bool ``[n]``.
-        token_ids: int64 ``[n]``.
+        tokens: Of the request of each row, ``[n]``.
         signals: float32 ``[n, columns]``.
     """
 
-    requests: Sequence[str]
-    positions: np.ndarray[Any, np.dtype[np.int64]]
-    is_prompt: np.ndarray[Any, np.dtype[np.bool_]]
-    token_ids: np.ndarray[Any, np.dtype[np.int64]]
-    signals: np.ndarray[Any, np.dtype[np.float32]]
+    requests: tuple[str, ...]
+    positions: Int64Array
+    is_prompt: BoolArray
+    tokens: Sequence[Sequence[int]]
+    signals: Float32Rows
 
-    def of(self, reader: Reader, members: Collection[str] | None) -> StepReadings:
-        """Return the rows for a controller: of some requests, or of all if None."""
-        if members is None:
-            scores = {name: self.signals[:, column].copy() for name, column in reader.scores.items()}
-            return StepReadings(
-                requests=self.requests,
-                positions=self.positions,
-                is_prompt=self.is_prompt,
-                token_ids=self.token_ids,
-                scores=scores,
-            )
-        at = [index for index, req_id in enumerate(self.requests) if req_id in members]
-        return ReadStep(
-            [self.requests[index] for index in at],
-            self.positions[at],
-            self.is_prompt[at],
-            self.token_ids[at],
-            self.signals[at],
-        ).of(reader, None)
+    def of(self, reader: Reader) -> StepReadings:
+        """Return the rows for a controller."""
+        return StepReadings(
+            requests=self.requests,
+            positions=self.positions,
+            is_prompt=self.is_prompt,
+            scores={name: self.signals[:, column].copy() for name, column in reader.scores.items()},
+            tokens=self.tokens,
+        )
+
+    def part(self, at: Sequence[int], requests: tuple[str, ...]) -> ReadStep:
+        """Return some of the rows, by their indices, whose requests are given."""
+        index = np.array(at, np.int64)
+        tokens = [self.tokens[each] for each in at]
+        return ReadStep(requests, self.positions[index], self.is_prompt[index], tokens, self.signals[index])
 
 
 class ToldRows:
-    """Which rows of a request were told: a row that is computed again is not told again.
+    """Rows of a request that were told: one that is computed again is not told again.
 
     Args:
         num_prompt: Tokens of its prompt.
@@ -151,45 +149,86 @@ class ToldRows:
         """All tokens of the request, which grow with it."""
 
 
-def read_step(
-    readings: Mapping[str, Any],
-    discarded: Collection[str],
-    requests: Mapping[str, ToldRows],
-    services: CoreServices,
-) -> ReadStep | None:
-    """Return the rows of a step that are new; None if there are none.
+class _Decoding(NamedTuple):
+    """A step of one generated row of each of some requests; steps of the same ones are likely to follow.
+
+    Attributes:
+        ids: As the step's readings have them.
+        told: The requests.
+        last: int64: position of each row.
+        step: As it was told.
+    """
+
+    ids: list[str]
+    told: list[ToldRows]
+    last: Int64Array
+    step: ReadStep
+
+
+class StepReader:
+    """Finds the rows of steps that are new. Engine thread only.
 
     Args:
-        readings: As `headgate.steering.worker.gates.readings.SignalReadings.collect` made them.
-        discarded: Requests of the step for which it does not count.
-        requests: Those that are followed; it is noted in them what was told.
-        services: Gives their tokens.
+        services: Gives the tokens of requests.
     """
-    firsts, counts = (np.frombuffer(readings[name], np.int64).tolist() for name in ("firsts", "counts"))
-    signals = np.frombuffer(readings["values"], np.float32).reshape(-1, readings["columns"])
-    ids: list[str] = []
-    positions: list[int] = []
-    tokens: list[int] = []
-    prompts: list[bool] = []
-    rows: list[int] = []
-    start = 0
-    for req_id, first, count in zip(readings["ids"], firsts, counts, strict=True):
-        begin, start = start, start + count
-        told = requests.get(req_id)
-        if told is None or req_id in discarded:
-            continue
-        new, end = max(first, told.end), first + count
-        if new >= end:
-            continue
-        if not told.tokens and (progress := services.progress(req_id)) is not None:
-            told.tokens = progress.token_ids
-        told.end = end
-        ids += [req_id] * (end - new)
-        positions += range(new, end)
-        prompts += [position < told.num_prompt for position in range(new, end)]
-        tokens += told.tokens[new:end]
-        rows += range(begin + new - first, start)
-    if not ids:
-        return None
-    values = signals if len(rows) == len(signals) else signals[rows]
-    return ReadStep(tuple(ids), np.array(positions, np.int64), np.array(prompts), np.array(tokens, np.int64), values)
+
+    def __init__(self, services: CoreServices) -> None:
+        self._services = services
+        self._decoding: _Decoding | None = None
+
+    def read(
+        self, readings: Mapping[str, Any], discarded: Collection[str], requests: Mapping[str, ToldRows]
+    ) -> ReadStep | None:
+        """Return the rows of a step that are new; None if there are none.
+
+        Args:
+            readings: As `headgate.steering.worker.gates.readings.SignalReadings.collect` made them.
+            discarded: Requests of the step for which it does not count.
+            requests: Those that are followed.
+        """
+        firsts, counts = (np.frombuffer(readings[name], np.int64) for name in ("firsts", "counts"))
+        signals = np.frombuffer(readings["values"], np.float32).reshape(-1, readings["columns"])
+        known = self._decoding
+        if known is not None:
+            is_next = not discarded and readings["ids"] == known.ids and bool((counts == 1).all())
+            if is_next and bool((firsts > known.last).all()) and all(map(requests.__contains__, known.ids)):
+                step = known.step._replace(positions=firsts, signals=signals)
+                self._decoding = known._replace(last=firsts, step=step)
+                return step
+            for told, last in zip(known.told, known.last.tolist(), strict=True):
+                told.end = last + 1
+        self._decoding = None
+        return self._read_rows(readings["ids"], firsts, counts, signals, discarded, requests)
+
+    def _read_rows(
+        self,
+        ids: list[str],
+        firsts: Int64Array,
+        counts: Int64Array,
+        signals: Float32Rows,
+        discarded: Collection[str],
+        requests: Mapping[str, ToldRows],
+    ) -> ReadStep | None:
+        found: list[tuple[str, ToldRows, int]] = []
+        rows: list[int] = []
+        start = 0
+        for req_id, first, count in zip(ids, firsts.tolist(), counts.tolist(), strict=True):
+            begin, start = start, start + count
+            told = requests.get(req_id)
+            if told is None or req_id in discarded:
+                continue
+            if not told.tokens and (progress := self._services.progress(req_id)) is not None:
+                told.tokens = progress.token_ids
+            new = max(first, told.end)
+            told.end = max(told.end, first + count)
+            found += [(req_id, told, position) for position in range(new, first + count)]
+            rows += range(begin + new - first, start)
+        if not found:
+            return None
+        positions = np.array([position for *_, position in found], np.int64)
+        is_prompt = np.array([position < told.num_prompt for _, told, position in found])
+        tokens = [told.tokens for _, told, _ in found]
+        step = ReadStep(tuple(req_id for req_id, *_ in found), positions, is_prompt, tokens, signals[rows])
+        if len(rows) == len(signals) == len(ids) and not is_prompt.any():
+            self._decoding = _Decoding(list(ids), [told for _, told, _ in found], positions, step)
+        return step

@@ -10,7 +10,7 @@ Letters in shape comments: G requests with gates in a step, N their rows.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,10 @@ class _Timeline:
 
     def set(self, first: int, value: float) -> None:
         """Set the value from a position on, for good."""
+        if self._firsts and self._firsts[-1] < first:
+            self._firsts.append(first)
+            self._values.append(value)
+            return
         del self._values[(end := bisect_right(self._firsts, first - 1)) :]
         del self._firsts[end:]
         self._firsts.append(first)
@@ -45,6 +49,8 @@ class _Timeline:
 
     def at(self, position: int) -> float:
         """Return the value at a position; 0 before the first."""
+        if self._firsts[-1] <= position:
+            return self._values[-1]
         at = bisect_right(self._firsts, position)
         return self._values[at - 1] if at else 0.0
 
@@ -68,16 +74,21 @@ class DrivenStrengths:
         self._unsettled: set[str] = set()
         """Requests whose last change may not be on the device yet."""
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether a step of one row for each request, behind such a step, changes nothing."""
-        return not self._unsettled
+    def set(self, drives: Iterable[Drive]) -> list[str]:
+        """Take changes, those of one request and column in the order in which they were decided.
 
-    def set(self, drives: Iterable[Drive]) -> None:
-        """Take changes, those of one request and column in the order in which they were decided."""
+        Returns:
+            The requests that were not driven in that column before.
+        """
+        fresh: dict[str, None] = {}
         for req_id, column, first, value in drives:
-            self._requests.setdefault(req_id, {}).setdefault(column, _Timeline()).set(first, value)
+            timelines = self._requests.setdefault(req_id, {})
+            if (timeline := timelines.get(column)) is None:
+                timeline = timelines[column] = _Timeline()
+                fresh[req_id] = None
+            timeline.set(first, value)
             self._unsettled.add(req_id)
+        return list(fresh)
 
     def columns(self, req_id: str) -> frozenset[int]:
         """Return the columns that a request has had a coefficient in."""
@@ -87,6 +98,16 @@ class DrivenStrengths:
         """Forget a request that ended."""
         self._requests.pop(req_id, None)
         self._unsettled.discard(req_id)
+
+    def changes(self, rows: GateRows, batch: GatedBatch) -> list[Place]:
+        """Return what to write before a step of one row for each request, behind such a step; it counts as written."""
+        if not self._unsettled:
+            return []
+        found: list[Place] = []
+        for req_id in [known for known in self._unsettled if known in batch.places]:
+            at = batch.places[req_id]
+            found += self._settled(req_id, int(batch.slots[at]), int(rows.firsts[at]))
+        return found
 
     def states(self, rows: GateRows, slots: Int32Array, cleared: Int32Array) -> list[Place]:
         """Return what to write into the states before a step; it counts as written.
@@ -102,10 +123,8 @@ class DrivenStrengths:
             return []
         found: list[Place] = []
         for req_id, slot, first in zip(rows.req_ids, slots.tolist(), rows.firsts.tolist(), strict=True):
-            if (timelines := self._requests.get(req_id)) is not None:
-                found += self._changed(timelines, slot, first)
-                if all(timeline.last <= first for timeline in timelines.values()):
-                    self._unsettled.discard(req_id)
+            if req_id in self._requests:
+                found += self._settled(req_id, slot, first)
         return found
 
     def replayed(self, rows: GateRows, batch: GatedBatch, flags: Int32Array) -> list[Place]:
@@ -130,8 +149,11 @@ class DrivenStrengths:
                 found += [(row, column, timeline.at(position)) for column, timeline in timelines.items()]
         return found
 
-    def _changed(self, timelines: Mapping[int, _Timeline], slot: int, first: int) -> list[Place]:
-        written = self._written.setdefault(slot, {})
+    def _settled(self, req_id: str, slot: int, first: int) -> list[Place]:
+        """Return what to write for the row at a position, behind which nothing may change any more."""
+        written, timelines = self._written.setdefault(slot, {}), self._requests[req_id]
+        if all(timeline.last <= first for timeline in timelines.values()):
+            self._unsettled.discard(req_id)
         found = []
         for column, timeline in timelines.items():
             value = timeline.at(first)

@@ -192,6 +192,7 @@ class GatedBatch:
         places = [at for at, req_id in enumerate(req_ids) if req_id in requests]
         self._ids = tuple(req_ids[at] for at in places)
         self._places = np.array(places, np.int64)
+        self.places = {req_id: at for at, req_id in enumerate(self._ids)}
         taken = [slots.take(req_id) for req_id in self._ids]
         self.slots = np.array([slot for slot, _ in taken], np.int32)
         self._is_new = np.array([is_new for _, is_new in taken], np.bool_)

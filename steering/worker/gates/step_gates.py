@@ -25,6 +25,8 @@ from headgate.steering.worker.gates.requests import (
 )
 from headgate.steering.worker.rows.rule_programs import ActingRule, acting_of
 
+_NO_TOKENS: Int32Array = np.empty((0, 2), np.int32)
+_NO_SLOTS: Int32Array = np.empty(0, np.int32)
 _NO_PLACES: Int64Array = np.empty(0, np.int64)
 _NO_VALUES: Float32Rows = np.empty(0, np.float32)
 
@@ -122,13 +124,12 @@ class StepGates:
         """Take coefficients that controllers set.
 
         Returns:
-            All columns in which each of those requests has been driven.
+            All columns in which a request has been driven, of each request that has another one now.
 
         Raises:
             AssertionError: If a request is not known.
         """
-        self._driven.set(drives)
-        changed = {req_id: self._driven.columns(req_id) for req_id in dict.fromkeys(one.req_id for one in drives)}
+        changed = {req_id: self._driven.columns(req_id) for req_id in self._driven.set(drives)}
         for req_id in changed:
             if req_id not in self._own:
                 raise AssertionError(f"request {req_id!r} is driven, but was never added")
@@ -170,8 +171,11 @@ class StepGates:
             return None
         self._rows = rows
         decoded = (batch, rows.starts.tobytes()) if batch.is_decoding(rows) else None
-        if decoded is not None and decoded == self._decoded and not self._new_columns and self._driven.is_settled:
-            return None
+        if decoded is not None and decoded == self._decoded and not self._new_columns:
+            changed = self._driven.changes(rows, batch)
+            return (
+                GateWrites(_NO_TOKENS, _NO_PLACES, _NO_VALUES, _NO_SLOTS, (), *self._flat(changed)) if changed else None
+            )
         self._decoded = decoded
         return self._writes(rows, batch)
 
