@@ -73,7 +73,7 @@ def _fold(
 ) -> None:
     if headgate_request.capture is not None:
         tokens = prompt_tokens(request, headgate_request)
-        find_message = None if chat is None else chat.find_message(tokens)
+        find_message = None if chat is None else chat.messages(tokens).select
         assert reader.capture is not None  # noqa: S101  (it has read what is captured)
         reader.capture.expect(headgate_request.capture, request.sampling_params.n)
         resolved = reader.capture.resolve(headgate_request.capture, len(tokens), request.sampling_params, find_message)

@@ -26,7 +26,12 @@ from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, join_key
 from headgate.capture.schema.errors import RequestError, UnsupportedError
 from headgate.capture.schema.limits import CaptureLimits, CaptureUse, use_of
-from headgate.capture.schema.results import CaptureResult, CaptureResults, KeptRequest, RowKeeper
+from headgate.capture.schema.results import (
+    CaptureResult,
+    CaptureResults,
+    KeptRequest,
+    RowKeeper,
+)
 from headgate.capture.transport.driver_host import DriverHost, DriverStats
 from headgate.capture.transport.messages import DTYPES
 from headgate.capture.transport.result_hub import HubStats, ResultHub
@@ -65,6 +70,7 @@ class FrontEnd:
         self.config = config
         self.model = model
         self.capture_reader = CaptureRequestReader(config, model, consumers, num_front_ends)
+        self.consumers = consumers
         self._limits = CaptureLimits(max_rows=config.max_request_rows, max_bytes=config.max_request_bytes)
         self._row_bytes = model.hidden_size * DTYPES[model.dtype].itemsize
         self._drivers = frozenset(name for name, consumer in consumers.items() if consumer.location == "driver")

@@ -25,13 +25,17 @@ from headgate.capture.engine.requests.sampling_params import (
 from headgate.capture.schema.config import HIDDEN_STATES, CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, SpecContext
 from headgate.capture.schema.errors import ConsumerError, RequestError, shown
-from headgate.capture.schema.positions import Message, PositionSelector
+from headgate.capture.schema.positions import Message, PositionSelector, Several, parts_of
 from headgate.capture.schema.spec import CaptureSpec, Memo
 
 FindMessage = Callable[[Message, str], PositionSelector]
 """Resolves a message selector of the request at hand; the text is the field, for errors."""
 
-
+NO_CAPTURE = "this engine was started without capture."
+HOW_TO_CAPTURE = (
+    "Start it with --capture-consumers NAME:key=val, with headgate.capture.LLM(..., capture_consumers=[...]), or with "
+    "additional_config={'headgate': {'capture': {'consumers': [...]}}}"
+)
 HOW_HIDDEN_STATES = (
     "Start it with --enable-return-hidden-states, or with the consumer 'hidden_states' among capture's consumers"
 )
@@ -157,13 +161,8 @@ def refuse_unconfigured(params: SamplingParams) -> None:
     """
     for field, value in read_fields(params, CAPTURE_FIELDS).items():
         if field == RETURN_HIDDEN_STATES and hidden_states.read_form(value) is not None:
-            raise RequestError(field, f"this engine was started without capture. {HOW_HIDDEN_STATES}")
-        raise RequestError(
-            field,
-            "this engine was started without capture. Start it with --capture-consumers NAME:key=val, with "
-            "headgate.capture.LLM(..., capture_consumers=[...]), or with "
-            "additional_config={'headgate': {'capture': {'consumers': [...]}}}",
-        )
+            raise RequestError(field, f"{NO_CAPTURE} {HOW_HIDDEN_STATES}")
+        raise RequestError(field, f"{NO_CAPTURE} {HOW_TO_CAPTURE}")
 
 
 def resolve(ask: CaptureRequest, num_prompt: int, find_message: FindMessage | None) -> CaptureRequest:
@@ -185,16 +184,28 @@ def resolve(ask: CaptureRequest, num_prompt: int, find_message: FindMessage | No
 def _resolve(instance: str, spec: CaptureSpec, num_prompt: int, find_message: FindMessage | None) -> CaptureSpec:
     field = f"{CAPTURE}.{instance}.positions"
     positions = spec.positions
-    if isinstance(positions, Message) and find_message is not None:
-        positions = find_message(positions, field)
+    if find_message is not None:
+        positions = _with_messages_found(positions, find_message, field)
     resolved = positions.resolve(num_prompt, field)
     return spec if resolved is spec.positions else replace(spec, positions=resolved)
 
 
+def _with_messages_found(selector: PositionSelector, find_message: FindMessage, field: str) -> PositionSelector:
+    if isinstance(selector, Message):
+        return find_message(selector, field)
+    if isinstance(selector, Several) and any(isinstance(part, Message) for part in selector.parts):
+        parts = [_with_messages_found(part, find_message, f"{field}[{n}]") for n, part in enumerate(selector.parts)]
+        return Several(tuple(parts))
+    return selector
+
+
 def messages_of(ask: CaptureRequest) -> dict[Message, str]:
     """The message selectors of a request that are not yet resolved, each with its field."""
-    return {
-        spec.positions: f"{CAPTURE}.{instance}.positions"
-        for instance, spec in ask.specs.items()
-        if isinstance(spec.positions, Message)
-    }
+    found: dict[Message, str] = {}
+    for instance, spec in ask.specs.items():
+        field = f"{CAPTURE}.{instance}.positions"
+        is_several = isinstance(spec.positions, Several)
+        for number, part in enumerate(parts_of(spec.positions)):
+            if isinstance(part, Message):
+                found.setdefault(part, f"{field}[{number}]" if is_several else field)
+    return found

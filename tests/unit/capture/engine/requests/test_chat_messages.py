@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.engine.requests.chat_messages import LLMChat, drive, locate, pick
+from headgate.capture.engine.requests.chat_messages import LLMChat, drive, locate, pick, roles_of
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import Message, Span
 
@@ -75,7 +75,7 @@ SYSTEM_TALK = [message("system", "Be brief"), *TALK]
 def span_of(template: Callable[..., list[int]], chat: Chat, index: int, role: str | None = None) -> Span:
     prompt = template(chat, opening=True)
     known = LLMChat({}, chat, template, is_continued=False, bos=BOS)
-    return known.find_message(prompt)(Message(role, index), "capture.x.positions")
+    return known.messages(prompt).select(Message(role, index), "capture.x.positions")
 
 
 def text_of(template: Callable[..., list[int]], chat: Chat, index: int, role: str | None = None) -> str:
@@ -146,7 +146,7 @@ def test_a_message_that_the_prompt_continues_ends_with_it() -> None:
     prompt = chatml(chat)[: -len("</>")]
     known = LLMChat({}, chat, chatml, is_continued=True, bos=None)
 
-    span = known.find_message(prompt)(Message("assistant", -1), "field")
+    span = known.messages(prompt).select(Message("assistant", -1), "field")
 
     assert "".join(map(chr, prompt[span.start : span.stop])) == "<assistant>I say"
 
@@ -155,7 +155,7 @@ def test_a_prompt_that_was_cut_is_refused() -> None:
     known = LLMChat({}, TALK, chatml, is_continued=False, bos=None)
 
     with pytest.raises(RequestError, match="the text before it changes"):
-        known.find_message(chatml(TALK)[5:])(Message("user", -1), "field")
+        known.messages(chatml(TALK)[5:]).select(Message("user", -1), "field")
 
 
 ROLES = st.sampled_from(["user", "assistant", "tool"])
@@ -171,7 +171,7 @@ def test_the_turns_of_any_chat_follow_each_other(chat: list[dict[str, str]], wit
 
     expected = f"<{chat[index]['role']}>{chat[index]['content']}</>"
     assert "".join(map(chr, turn.tokens[turn.start :])) == expected
-    assert pick(Message(None, index), chat, "f") == index
+    assert pick(Message(None, index), roles_of(chat), "f") == (index,)
 
 
 @pytest.mark.parametrize("chat", [TALK, SYSTEM_TALK], ids=["default-system", "own-system"])
@@ -187,6 +187,6 @@ def test_the_turns_of_smollm2(model_dir: Path, chat: Chat) -> None:
     known = LLMChat({}, chat, render, is_continued=False, bos=tokenizer.bos_token_id)
 
     for index, turn in enumerate(chat):
-        span = known.find_message(prompt)(Message(None, index), "field")
+        span = known.messages(prompt).select(Message(None, index), "field")
         text = tokenizer.decode(prompt[span.start : span.stop])
         assert text == f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n"
