@@ -54,6 +54,7 @@ class CaptureResult(msgspec.Struct, kw_only=True, omit_defaults=False):
         num_bytes: Bytes of rows delivered, over all sites.
         dropped_rows: Positions lost to overload.
         key: The consumer's name, under which a request finds the result; empty while a worker puts it together.
+        messages: Where the messages of the request's chat lie, in order; None unless ``capture_messages`` asked.
     """
 
     status: Status
@@ -63,6 +64,7 @@ class CaptureResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     num_bytes: int = 0
     dropped_rows: int = 0
     key: str = ""
+    messages: Sequence[MessageSpan] | None = None
 
     def _repr_html_(self) -> str:
         """Return it as HTML for a notebook, with the payload's own if that has one: 20 KB at most."""
@@ -236,6 +238,17 @@ class CaptureResults:
 
     per_sample: list[dict[str, CaptureResult]]
     merged: dict[str, CaptureResult]
+
+
+def with_messages(results: CaptureResults, messages: Sequence[MessageSpan] | None) -> CaptureResults:
+    """Return results that tell where the messages of their request's chat lie; the same ones if that is None."""
+    if messages is None:
+        return results
+
+    def told(of_consumers: Mapping[str, CaptureResult]) -> dict[str, CaptureResult]:
+        return {name: msgspec.structs.replace(result, messages=messages) for name, result in of_consumers.items()}
+
+    return CaptureResults([told(sample) for sample in results.per_sample], told(results.merged))
 
 
 def merge_stages(answers: Mapping[int, CaptureResult]) -> CaptureResult:

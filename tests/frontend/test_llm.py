@@ -352,6 +352,21 @@ def test_outputs_keep_a_summary_and_texts_have_no_messages(llm: Any) -> None:
         handle.message(0)
 
 
+def test_results_of_a_chat_tell_where_its_messages_lie(llm: Any) -> None:
+    params = sampling(max_tokens=2, n=2, temperature=1.0, capture={"rows": HOOKS}, capture_messages=True)
+    outputs = llm.chat([CHAT, CHAT[:1]], params, use_tqdm=False)
+
+    for output, chat in zip(outputs, (CHAT, CHAT[:1]), strict=True):
+        spans = output.capture_results["rows"].messages
+        assert [text_of(llm, span.token_ids) for span in spans] == [
+            f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in chat
+        ]
+        assert output.outputs[1].capture_results["rows"].messages == spans
+    with pytest.raises(ValueError, match="capture_messages: needs a chat request"):
+        run(llm, [1, 2], capture_messages=True)
+    assert hub_of(llm).stats().waiting == 0
+
+
 def test_selectors_of_several_messages(llm: Any) -> None:
     several = [{"role": "user", "index": "all", "start": 3, "stop": -2}, {"index": 1, "include_generated": True}]
     capture = {"rows": {**HOOKS, "positions": several}}

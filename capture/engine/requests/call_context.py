@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextvars
 import operator
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,12 +17,11 @@ from typing import Protocol
 from headgate.capture.engine.access.caller import Caller, current_caller, set_caller
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
-from headgate.capture.engine.requests.chat_messages import KnownChat, Tokens
+from headgate.capture.engine.requests.chat_messages import ChatMessages, KnownChat, Tokens
 from headgate.capture.engine.requests.hidden_states import Form
 from headgate.capture.engine.requests.notes import UntoldNotes
 from headgate.capture.schema.errors import OverloadedError, RequestError
 from headgate.capture.schema.limits import CaptureUse
-from headgate.capture.schema.positions import Message, PositionSelector
 from headgate.capture.schema.results import CaptureResults
 from headgate.capture.schema.spec import Memo
 
@@ -73,15 +72,9 @@ class Call:
         self.slots.append(Slot())
         return self.slots[-1]
 
-    def find_message(self, tokens: Tokens) -> Callable[[Message, str], PositionSelector]:
-        """Resolve message selectors for the prompt of these tokens."""
-
-        def find(selector: Message, where: str) -> PositionSelector:
-            if self.chat is None:
-                raise RequestError(where, "a message selector needs a chat request (/v1/chat/completions)")
-            return self.chat.messages(tokens).select(selector, where)
-
-        return find
+    def messages(self, tokens: Tokens) -> ChatMessages | None:
+        """Return the messages of its chat in the prompt of these tokens; None if it is none."""
+        return None if self.chat is None else self.chat.messages(tokens)
 
 
 def current_call() -> Call | None:

@@ -42,6 +42,7 @@ from headgate.capture.engine.requests.hidden_states import read_form
 from headgate.capture.engine.requests.request_reader import reader_of
 from headgate.capture.engine.requests.sampling_params import (
     CAPTURE_FIELDS,
+    CAPTURE_MESSAGES,
     RETURN_HIDDEN_STATES,
     all_fields,
     answer_fields,
@@ -259,7 +260,7 @@ def _check_engine_input(
         return
     assert reader.capture is not None  # noqa: S101  (it has read what is captured)
     num_prompt = len(engine_input["prompt_token_ids"])
-    resolved = reader.capture.resolve(headgate_request.capture, num_prompt, params, Call().find_message([]))
+    resolved = reader.capture.resolve(headgate_request.capture, num_prompt, params, None)
     check_quota(reader.capture, resolved, num_prompt, params)
 
 
@@ -339,6 +340,10 @@ async def _find_chat_messages(handler: ChatHandler, request: ChatBody) -> Locate
             for number in pick(selector, roles, where):
                 if number not in found:
                     found[number] = await _locate(handler, request, number, where, beginnings)
+        for number in range(len(roles)) if ask.messages is not None else ():
+            if number not in found:
+                where = f"{CAPTURE_MESSAGES}[{number}]"
+                found[number] = await _locate(handler, request, number, where, beginnings)
         return LocatedChat(roles, found)
 
 
