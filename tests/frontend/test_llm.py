@@ -384,11 +384,9 @@ def test_selectors_of_several_messages(llm: Any) -> None:
     ("given", "field"),
     [
         ({"sites": ["3.nowhere"]}, "sites"),
-        ({"sites": {"post_mlp": [99]}}, "capture.rows.hooks.post_mlp"),
         ({"consumer": "nobody"}, "consumer"),
         ({"sampling_params": {"capture": {"rows": HOOKS}}}, "capture.rows"),
         ({"positions": ["all", "most"]}, "capture.rows.positions[1]"),
-        ({"positions": {"role": "user"}}, "capture.rows.positions"),
     ],
     ids=str,
 )
