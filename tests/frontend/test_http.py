@@ -189,9 +189,10 @@ def test_results_tell_where_the_messages_of_a_chat_lie(server: Server) -> None:
     assert chat(server).json()["capture_results"]["rows"]["messages"] is None
 
 
-def test_messages_of_what_is_no_chat_are_a_400(server: Server) -> None:
+def test_messages_of_what_is_no_chat_or_a_very_long_one_are_a_400(server: Server) -> None:
     for response in (
         complete(server, capture_messages=True),
+        chat(server, capture_messages=True, messages=CHAT * 50),
         server.post("/v1/responses", model="tiny", input="Hi", capture=CAPTURE, capture_messages=True),
     ):
         assert response.status_code == 400

@@ -44,6 +44,7 @@ from headgate.capture.engine.requests.sampling_params import (
     CAPTURE_FIELDS,
     CAPTURE_MESSAGES,
     RETURN_HIDDEN_STATES,
+    CaptureRequest,
     all_fields,
     answer_fields,
     none_if_default,
@@ -64,6 +65,9 @@ from headgate.capture.schema.errors import RequestError
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+
+MAX_LOCATED = 128
+"""Messages of one chat that are looked for: for each the chat up to it is rendered, on the server's event loop."""
 
 NO_BEAMS = "beam search cannot be captured or steered: its requests come and go with the beams"
 
@@ -334,17 +338,26 @@ async def _find_chat_messages(handler: ChatHandler, request: ChatBody) -> Locate
         ask = front.capture_reader.read(request.to_sampling_params(1, {}), request.request_id)
         if ask is None:
             return None
-        roles, found = roles_of(request.messages), dict[int, RenderedMessage]()
+        roles = roles_of(request.messages)
+        wanted = _wanted_messages(ask, roles)
         beginnings: dict[int, Tokens | None] = {}
-        for selector, where in messages_of(ask).items():
-            for number in pick(selector, roles, where):
-                if number not in found:
-                    found[number] = await _locate(handler, request, number, where, beginnings)
-        for number in range(len(roles)) if ask.messages is not None else ():
-            if number not in found:
-                where = f"{CAPTURE_MESSAGES}[{number}]"
-                found[number] = await _locate(handler, request, number, where, beginnings)
+        found = {number: await _locate(handler, request, number, where, beginnings) for number, where in wanted.items()}
         return LocatedChat(roles, found)
+
+
+def _wanted_messages(ask: CaptureRequest, roles: Sequence[str | None]) -> dict[int, str]:
+    """Numbers of the messages that are to be found, each with the field that asks."""
+    wanted = {number: where for one, where in messages_of(ask).items() for number in pick(one, roles, where)}
+    if ask.messages is not None:
+        wanted = {number: f"{CAPTURE_MESSAGES}[{number}]" for number in range(len(roles))} | wanted
+    if len(wanted) > MAX_LOCATED:
+        where = CAPTURE_MESSAGES if ask.messages is not None else next(iter(wanted.values()))
+        raise RequestError(
+            where,
+            f"{len(wanted)} messages of the chat would have to be looked for, and each is rendered with all before it; "
+            f"at most {MAX_LOCATED} can be",
+        )
+    return wanted
 
 
 async def _locate(
