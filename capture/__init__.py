@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     __version__: str
     from headgate.capture.engine.api import LLM, SamplingParams, start_llm
     from headgate.capture.engine.setup.cli_flags import additional_config
+    from headgate.capture.handles import CaptureHandle, RowView, UnreadCaptureWarning, fetch_all
 
 __all__ = [
     "LLM",
@@ -43,6 +44,7 @@ __all__ = [
     "CaptureConsumer",
     "CaptureConsumerSpec",
     "CaptureConsumersConfig",
+    "CaptureHandle",
     "CaptureResult",
     "CaptureSpec",
     "CapturedRequest",
@@ -57,12 +59,15 @@ __all__ = [
     "RequestInfo",
     "RowBlock",
     "RowSpan",
+    "RowView",
     "SamplingParams",
     "Site",
     "SpecContext",
     "StreamingConsumer",
+    "UnreadCaptureWarning",
     "__version__",
     "additional_config",
+    "fetch_all",
     "hookimpl",
     "parse_client_spec",
     "site_map",
@@ -70,12 +75,16 @@ __all__ = [
 ]
 
 _LATE = {
+    "CaptureHandle": "headgate.capture.handles",
     "LLM": "headgate.capture.engine.api",
+    "RowView": "headgate.capture.handles",
     "SamplingParams": "headgate.capture.engine.api",
+    "UnreadCaptureWarning": "headgate.capture.handles",
     "additional_config": "headgate.capture.engine.setup.cli_flags",
+    "fetch_all": "headgate.capture.handles",
     "start_llm": "headgate.capture.engine.api",
 }
-"""Names that need vLLM or are part of its world: imported when they are first used."""
+"""Names that need vLLM or are part of its world, and what few need: imported when they are first used."""
 
 
 def __getattr__(name: str) -> Any:

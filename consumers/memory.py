@@ -104,6 +104,11 @@ class MemoryConsumer(StreamingConsumer):
     def awaits(cls, spec: CaptureSpec) -> bool:
         return _NAME in spec.options
 
+    @classmethod
+    def fetch_rows(cls, payload: CapturedRows) -> CapturedRows:
+        """See `headgate.capture.schema.results.RowFetcher`."""
+        return payload
+
     def find_kept(self, owner: str | None, name: str, sample_index: int, field: str) -> CapturedRows:
         """See `headgate.capture.schema.results.RowKeeper`."""
         return self._kept.find(KeptName(owner, name), sample_index, field)

@@ -15,6 +15,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,10 @@ import numpy.typing as npt
 from headgate.capture.monitoring.notebook import Table, norm_table, norms_by_position, page
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site, sort_sites
-from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, LayoutName, StoredPart, TensorRef
+from headgate.consumers.filesystem.formats.layout import ITEM_SIZES, SHARD_FOLDER, LayoutName, StoredPart, TensorRef
 from headgate.consumers.filesystem.formats.raw_layout import read_raw_folder
 from headgate.consumers.filesystem.formats.request_layout import SUFFIX, read_request_file
-from headgate.consumers.filesystem.formats.shard_layout import read_shard
+from headgate.consumers.filesystem.formats.shard_layout import INDEX, read_shard
 from headgate.consumers.filesystem.storage.source import LocalSource, Source, open_source
 from headgate.consumers.filesystem.storage.store import slug
 
@@ -302,6 +303,43 @@ def open_capture(path: str | os.PathLike[str]) -> StoredCapture:
     if part is None:
         raise CaptureFileError(f"{path}: not written by headgate's filesystem consumer")
     return StoredCapture(source, [part])
+
+
+def open_stored(payload: Any) -> StoredCapture:
+    """Open the rows that a result of the filesystem consumer tells of.
+
+    Args:
+        payload: ``CaptureResult.payload`` of one sample; of several pipeline stages, the list of theirs.
+
+    Raises:
+        CaptureFileError: If a file is not there any more, or damaged.
+    """
+    stages = payload if isinstance(payload, list) else [payload]
+    parts, source = [], None
+    for stage in stages:
+        source, where = open_source(stage["paths"][0])
+        if stage["layout"] == "shards":
+            part = _shard_requests(where, source.size(f"{where}/{INDEX}")).get(tuple(stage["rows"]))
+        else:
+            is_folder = stage["layout"] == "raw"
+            part = _read_part(source, where.rpartition("/")[0] if is_folder else where, is_folder)
+        if part is None:
+            raise CaptureFileError(f"{stage['paths'][0]}: the request that was written there is not there any more")
+        parts.append(part)
+    assert source is not None  # noqa: S101  (a payload has a stage at least)
+    return StoredCapture(source, parts)
+
+
+@lru_cache(maxsize=4)
+def _shard_requests(folder: str, index_bytes: int) -> dict[tuple[int, ...], StoredPart]:
+    """The requests of a local shard by their rows in its files, read once for each length of its index."""
+    requests: dict[tuple[int, ...], StoredPart] = {}
+    for part in read_shard(LocalSource(), folder):
+        column = part.positions
+        assert isinstance(column, TensorRef)  # noqa: S101  (of this layout)
+        start = column.offset // ITEM_SIZES["int64"]
+        requests[start, start + column.shape[0]] = part
+    return requests
 
 
 def _read_part(source: Source, path: str, is_folder: bool) -> StoredPart | None:

@@ -18,7 +18,8 @@ register()
 def make_sampling_params() -> type:
     """``headgate.capture.SamplingParams``: vLLM's class, whose constructor also takes our fields by keyword.
 
-    They are `capture`, `capture_wait` and `return_hidden_states`, and steering's `steering_vectors` and so on.
+    They are `capture`, `capture_wait`, `capture_messages` and `return_hidden_states`, and steering's `steering_vectors`
+    and so on.
 
     Calling it returns an instance of vLLM's own class, and ``isinstance(x, it)`` holds for those, so nothing in vLLM
     can tell the difference.
@@ -53,6 +54,8 @@ class LLM(vllm.LLM):  # type: ignore[misc]
         params = SamplingParams(max_tokens=32, capture={"memory": {"hooks": {"post_mlp": [20]}}})
         (output,) = llm.generate("Hello", params)
         output.capture_results["memory"]
+        (output,), (handle,) = llm.capture("Hello", SamplingParams(max_tokens=32), sites=["20.post_mlp"])
+        handle["20.post_mlp"]
 
         llm = LLM("model", steering=True)
         llm.steering.register("calm", path="calm.safetensors")

@@ -51,11 +51,15 @@ CHANGES = (
     ),
     Change(
         "vllm.entrypoints.llm.LLM.{part}",
-        *("property", "headgate.capture.engine.frontends.engine_handles", "LLM.steering and its like"),
+        *("property", "headgate.capture.engine.frontends.engine_handles", "LLM.capture, LLM.steering and their like"),
     ),
     Change(
         "vllm.v1.engine.async_llm.AsyncLLM.{part}",
-        *("property", "headgate.capture.engine.frontends.engine_handles", "AsyncLLM.steering and its like"),
+        *(
+            "property",
+            "headgate.capture.engine.frontends.engine_handles",
+            "AsyncLLM.capture, AsyncLLM.steering and their like",
+        ),
     ),
     Change(
         f"{_WORKER}.WorkerWrapperBase.load_model",

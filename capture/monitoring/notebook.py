@@ -6,7 +6,7 @@ than `MAX_BYTES`, whatever it shows: texts are cut short, and heat maps drawn wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -44,12 +44,15 @@ class HeatMap(NamedTuple):
         rows: Labels of the rows.
         columns: Labels of the first and the last column.
         values: float64 ``[rows, columns]``; NaN where there is none, infinite where a value was not finite.
+        by_row: Each row is drawn on a linear scale of its own, from its smallest to its largest value; otherwise all
+            are on one logarithmic scale, for positive numbers.
     """
 
     title: str
     rows: Sequence[str]
     columns: tuple[str, str]
     values: npt.NDArray[np.float64]
+    by_row: bool = False
 
 
 class Table(NamedTuple):
@@ -166,14 +169,15 @@ def _heat_map(heat: HeatMap, most: int) -> str:
     known = cells[np.isfinite(cells) & (cells > 0)]
     low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
     lines = "".join(
-        f"<tr><td>{_text(label)}</td>{''.join(map(_cell, _colours(row, low, high)))}</tr>"
-        for label, row in zip(heat.rows, cells, strict=False)
+        f"<tr><td>{_text(label)}</td>{''.join(map(_cell, _colours(row, places)))}</tr>"
+        for label, row, places in zip(heat.rows, cells, _places(cells, heat.by_row, low, high), strict=False)
     )
     first, last = (_text(label) for label in heat.columns)
     span = cells.shape[1]
     widths = f"<colgroup><col><col span={span} style=width:14px></colgroup>"  # cells are empty, so they have none
     head = f"{widths}<tr><td></td><td colspan={span}>{first} to {last}</td></tr>"
-    legend = f"{_text(heat.title)}: dark {low:.4g} to light {high:.4g}, logarithmic"
+    scale = "each row from its smallest, dark, to its largest, light" if heat.by_row else None
+    legend = f"{_text(heat.title)}: {scale or f'dark {low:.4g} to light {high:.4g}, logarithmic'}"
     odd = f'; <span style="color:{_NOT_FINITE}">this colour</span>: not finite' if np.isinf(cells).any() else ""
     return f'<div style="font:12px monospace">{legend}{odd}</div><table style="{_BOX}">{head}{lines}</table>'
 
@@ -182,16 +186,27 @@ def _cell(colour: str) -> str:
     return f"<td style=background:{colour}>" if colour else "<td>"
 
 
-def _colours(row: npt.NDArray[np.float64], low: float, high: float) -> list[str]:
+def _places(cells: npt.NDArray[np.float64], by_row: bool, low: float, high: float) -> Iterator[npt.NDArray[np.float64]]:
+    """Yield the places of each row's values on the scale, from 0 to 1; any where a value is not finite."""
+    for row in cells:
+        if by_row:
+            known = row[np.isfinite(row)]
+            least, most = (known.min(), known.max()) if known.size else (0.0, 0.0)
+            places = (row - least) / (most - least) if least < most else np.full_like(row, float(most > 0))
+        else:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                places = np.log(row / low) / np.log(high / low) if 0 < low < high else np.ones_like(row)
+            places = np.where(row > 0, places, 0.0)
+        yield np.clip(np.where(np.isfinite(row), places, 0.0), 0.0, 1.0)
+
+
+def _colours(row: npt.NDArray[np.float64], places: npt.NDArray[np.float64]) -> list[str]:
     """Return the colour of each value; an empty text where there is none."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        scaled = np.log(row / low) / np.log(high / low) if 0 < low < high else np.ones_like(row)
     found = []
-    for value, part in zip(row.tolist(), scaled.tolist(), strict=True):
+    for value, place in zip(row.tolist(), places.tolist(), strict=True):
         if value != value or np.isinf(value):
             found.append(_NOT_FINITE if np.isinf(value) else "")
         else:
-            place = min(max(part, 0.0), 1.0) if value > 0 else 0.0
             found.append(_colour(place))
     return found
 

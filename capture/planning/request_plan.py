@@ -18,7 +18,8 @@ import numpy as np
 from headgate.capture.planning.step_plan import SiteSet, changes
 from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.config import MAX_CONSUMERS
-from headgate.capture.schema.positions import MAX_POSITION
+from headgate.capture.schema.positions import parts_of
+from headgate.capture.schema.selectors.union import MAX_POSITION
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 
@@ -32,7 +33,7 @@ WINDOW = 64
 
 _Wanted = range | Int64Array
 _Asked = tuple[tuple[int, tuple[Site, ...], _Wanted], ...]
-"""``((consumer bit, its sites, wanted positions), ...)``, by bit."""
+"""``((consumer bit, its sites, wanted positions), ...)``, by bit; of one bit, no position twice."""
 _Terms = dict[object, tuple[_Wanted, dict[int, int]]]
 """Wanted positions and ``{site id: bits of the consumers}``, by the range, or by the identity of the list: lists may be
 long, and two equal ones of a request cost no more than two different ones."""
@@ -135,7 +136,7 @@ class SelectionShape:
         Args:
             is_hit: bool ``[T, N]``: which rows each term selects.
         """
-        # A consumer is in one term only, so the sum over terms is the union.
+        # A consumer is in one term only, or in terms without a common position: the sum over terms is the union.
         for site_set, masks in zip(self.covers, self.bits @ is_hit, strict=True):
             picks = np.flatnonzero(masks)
             if len(picks):
@@ -192,7 +193,13 @@ class RequestPlanReader:
             num_prompt: Length of the prompt.
             specs: Consumer bit to resolved spec.
         """
-        asked = tuple([(bit, spec.sites, spec.positions.wanted(num_prompt)) for bit, spec in sorted(specs.items())])
+        asked = tuple(
+            [
+                (bit, spec.sites, part.wanted(num_prompt))
+                for bit, spec in sorted(specs.items())
+                for part in parts_of(spec.positions)
+            ]
+        )
         if any(not isinstance(wanted, range) for _, _, wanted in asked):
             return self._read(asked)
         try:

@@ -28,7 +28,8 @@ import numpy.typing as npt
 from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.config import Location
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.capture.schema.positions import MAX_POSITION, parse_positions
+from headgate.capture.schema.selectors.parsing import parse_positions
+from headgate.capture.schema.selectors.union import MAX_POSITION
 from headgate.capture.schema.sites import HOOK_NAMES, Site, parse_hook, parse_sites
 from headgate.capture.schema.spec import CaptureSpec, Memo
 
@@ -350,7 +351,7 @@ def parse_client_spec(raw: object, context: SpecContext, *, options: Sequence[st
         raise RequestError(f"{context.field}.{unknown}", f"unknown field; known: {known}")
     if "hooks" not in raw:
         raise RequestError(f"{context.field}.hooks", "required: {hook point: layers}")
-    parse = partial(parse_positions, context_length=context.model.context_length)
+    parse = partial(parse_positions, context_length=context.model.context_length, takes_several=True)
     return CaptureSpec(
         sites=select_sites(raw["hooks"], context),
         positions=context.memo.parsed(raw.get("positions", "all"), f"{context.field}.positions", parse),

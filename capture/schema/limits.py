@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.positions import Indices, PositionSelector
+from headgate.capture.schema.positions import Indices, PositionSelector, parts_of
 from headgate.capture.schema.spec import CaptureSpec
 
 MAX_CALL_LISTED = 1 << 20
@@ -67,16 +68,20 @@ def use_of(
     }
     num_bytes = {instance: num_rows[instance] * len(spec.sites) * row_bytes for instance, spec in specs.items()}
     num_listed = {
-        instance: num_samples * len(spec.positions.values)
+        instance: num_samples * len(part.values)
         for instance, spec in specs.items()
-        if isinstance(spec.positions, Indices)
+        for part in parts_of(spec.positions)
+        if isinstance(part, Indices)
     }
     return CaptureUse(num_rows=num_rows, num_bytes=num_bytes, num_listed=num_listed)
 
 
 def count_rows(positions: PositionSelector, num_prompt: int, num_rows: int) -> int:
     """Positions below `num_rows` that a resolved selector selects."""
-    wanted = positions.wanted(num_prompt)
+    return sum(_count(part.wanted(num_prompt), num_rows) for part in parts_of(positions))
+
+
+def _count(wanted: range | Int64Array, num_rows: int) -> int:
     if isinstance(wanted, range):
         return len(range(wanted.start, min(wanted.stop, num_rows), wanted.step))
     return int(np.searchsorted(wanted, num_rows))

@@ -1,4 +1,4 @@
-"""Selectors of the positions of a request: parsed once in the front end, then only evaluated.
+"""Selectors of the positions of a request: parsed once in the front end (`selectors.parsing`), then only evaluated.
 
 A position is the absolute token index in prompt + output, 0-based. The forward of the token at position p
 gives row p; the last sampled token is never forwarded and has no row.
@@ -6,22 +6,19 @@ gives row p; the last sampled token is never forwarded and has no row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from headgate.capture.schema.batch import BoolArray, Int64Array
-from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.selectors.union import NO_END, evenly_spaced, unite
 
 NAMED = ("last_prompt", "all_prompt", "all_generated", "all")
-MAX_POSITION = 2**31 - 1
-MAX_LISTED = 1 << 15
-"""Positions in one list. Reading so many takes the front end's event loop 2 to 4 ms, in whatever order they are."""
 MAX_DESCRIBED = 64
 """Positions of a list that are written out where a selector is described."""
-_NO_END = MAX_POSITION + 1
 
 
 class PositionSelector(Protocol):
@@ -86,11 +83,11 @@ class Named:
 
     def wanted(self, num_prompt: int) -> range:
         if self.name == "all":
-            return range(_NO_END)
+            return range(NO_END)
         if self.name == "all_prompt":
             return range(num_prompt)
         if self.name == "all_generated":
-            return range(num_prompt, _NO_END)
+            return range(num_prompt, NO_END)
         return range(num_prompt - 1, num_prompt)
 
     def needs_prompt(self, num_prompt: int) -> bool:
@@ -144,13 +141,10 @@ class Indices:
 
     def wanted(self, num_prompt: int) -> range | Int64Array:
         values = self.values
-        first, last = int(values[0]), int(values[-1])
-        if first < 0:
+        if values[0] < 0:
             raise AssertionError(f"{self.described()} is not resolved")
-        step = int(values[1]) - first if len(values) > 1 else 1
-        spaced = range(first, last + 1, step)
-        is_spaced = len(spaced) == len(values) and spaced[-1] == last and bool((np.diff(values) == step).all())
-        return spaced if is_spaced else values
+        spaced = evenly_spaced(values)
+        return values if spaced is None else spaced
 
     def needs_prompt(self, num_prompt: int) -> bool:
         return int(self.values[0]) < num_prompt - 1
@@ -199,7 +193,7 @@ class Span:
     def wanted(self, num_prompt: int) -> range:
         if self.start < 0 or (self.stop is not None and self.stop < 0):
             raise AssertionError(f"{self} is not resolved")
-        return range(self.start, _NO_END if self.stop is None else self.stop, self.step)
+        return range(self.start, NO_END if self.stop is None else self.stop, self.step)
 
     def needs_prompt(self, num_prompt: int) -> bool:
         return self.start < num_prompt - 1
@@ -213,15 +207,35 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """All tokens of one message of a chat; the front end replaces it by a `Span` before the request leaves.
+    """Tokens of one message of a chat, or of several; the front end replaces it before the request leaves.
 
     Attributes:
         role: Only messages of this role are counted; None counts all.
-        index: Which of them, negative from the last.
+        index: Which of them, negative from the last; None for each of them.
+        part: Which tokens of a message, as a slice of a sequence is taken.
+        include_generated: The generated positions, too.
     """
 
     role: str | None
-    index: int
+    index: int | None
+    part: Span = Span()
+    include_generated: bool = False
+
+    def within(self, messages: Sequence[Span], field: str) -> PositionSelector:
+        """Select of messages that begin and end at the absolute positions of `messages`.
+
+        Raises:
+            RequestError: If that selects nothing of any of them.
+        """
+        part = slice(self.part.start, self.part.stop, self.part.step)
+        chosen = [range(span.start, NO_END if span.stop is None else span.stop)[part] for span in messages]
+        spans = tuple(Span(found.start, found.stop, found.step) for found in chosen if found)
+        if not spans:
+            lengths = ", ".join(str(len(range(span.start, span.stop or NO_END))) for span in messages)
+            raise RequestError(field, f"selects no position: the tokens of the messages that it means are {lengths}")
+        if len(spans) == 1 and not self.include_generated:
+            return spans[0]
+        return Several((*spans, Named("all_generated")) if self.include_generated else spans)
 
     def resolve(self, num_prompt: int, field: str) -> PositionSelector:
         raise RequestError(field, "a message selector needs a chat request (LLM.chat or /v1/chat/completions)")
@@ -235,107 +249,56 @@ class Message:
     def needs_prompt(self, num_prompt: int) -> bool:
         return True
 
-    def to_wire(self) -> dict[str, str | int | None]:
-        return {"role": self.role, "index": self.index}
+    def to_wire(self) -> dict[str, Any]:
+        part = {} if self.part == Span() else self.part.to_wire()
+        generated = {"include_generated": True} if self.include_generated else {}
+        return {"role": self.role, "index": "all" if self.index is None else self.index, **part, **generated}
 
-    def described(self) -> dict[str, str | int | None]:
+    def described(self) -> dict[str, Any]:
         return self.to_wire()
 
 
-def parse_positions(raw: object, field: str, context_length: int = _NO_END) -> PositionSelector:
-    """Read a client's position selector.
+@dataclass(frozen=True, slots=True)
+class Several:
+    """The positions that any of several selectors selects.
 
-    Args:
-        raw: One of `NAMED`; a non-empty list of at most `MAX_LISTED` ints; ``{"start", "stop", "step"}``; or
-            ``{"role": ..., "index": ...}`` for one message of a chat.
-        field: Path of `raw` in the client's document, for errors.
-        context_length: Of the model; a list may name no position at or beyond it.
+    Resolved, its parts have no position in common: one without an end, if there is any, and one before that.
 
-    Raises:
-        RequestError: If it is none of these.
+    Attributes:
+        parts: At least one.
     """
-    if isinstance(raw, str) and raw in NAMED:
-        return Named(raw)
-    if isinstance(raw, Mapping):
-        keys = set(raw) if len(raw) <= 3 else set()  # a client may send any number
-        if keys and keys <= {"start", "stop", "step"}:
-            return _parse_span(raw, field)
-        if keys and keys <= {"role", "index"}:
-            return _parse_message(raw, field)
-    elif isinstance(raw, Sequence) and not isinstance(raw, str | bytes | bytearray) and raw:
-        return _parse_list(raw, field, context_length)
-    raise RequestError(
-        field,
-        f"unknown selector {shown(raw)}; expected one of {', '.join(NAMED)}, a non-empty list of integers, "
-        '{"start", "stop", "step"} or {"role", "index"}',
-    )
+
+    parts: tuple[PositionSelector, ...]
+
+    def resolve(self, num_prompt: int, field: str) -> PositionSelector:
+        resolved = [part.resolve(num_prompt, f"{field}[{index}]") for index, part in enumerate(self.parts)]
+        chosen = [part.wanted(num_prompt) for one in resolved for part in parts_of(one)]
+        united = [each for each in unite(chosen, field) if each is not None]
+        return _selector(united[0]) if len(united) == 1 else Several(tuple(map(_selector, united)))
+
+    def mask(self, positions: Int64Array, num_prompt: Int64Array) -> BoolArray:
+        chosen: BoolArray = np.any([part.mask(positions, num_prompt) for part in self.parts], axis=0)
+        return chosen
+
+    def wanted(self, num_prompt: int) -> range | Int64Array:
+        raise AssertionError("ask each of parts_of(selector)")
+
+    def needs_prompt(self, num_prompt: int) -> bool:
+        return any(part.needs_prompt(num_prompt) for part in self.parts)
+
+    def to_wire(self) -> list[object]:
+        return [part.to_wire() for part in self.parts]
+
+    def described(self) -> list[object]:
+        return [part.described() for part in self.parts]
 
 
-def selector_from_wire(wire: object) -> PositionSelector:
-    """Read what `PositionSelector.to_wire` wrote; long lists are neither copied nor checked again."""
-    return Indices(wire) if isinstance(wire, bytes) else parse_positions(wire, "positions")
+def parts_of(selector: PositionSelector) -> tuple[PositionSelector, ...]:
+    """Return selectors that together select the same; of a resolved one, no position twice."""
+    return selector.parts if isinstance(selector, Several) else (selector,)
 
 
-def _parse_list(raw: Sequence[object], field: str, context_length: int) -> Indices:
-    if len(raw) > MAX_LISTED:
-        raise RequestError(
-            field,
-            f"lists {len(raw)} positions, at most {MAX_LISTED} can be; select evenly spaced ones with "
-            '{"start", "stop", "step"}',
-        )
-    values = _int64(raw, field)
-    is_wrong = (values <= -_NO_END) | (values >= context_length)
-    if is_wrong.any():
-        _listed(raw, int(is_wrong.argmax()), field, context_length)
-    return Indices.of(values)
-
-
-def _int64(raw: Sequence[object], field: str) -> Int64Array:
-    """The entries of a list, most of which nothing but numpy looks at: it may be long."""
-    if set(map(type, raw)) != {int}:
-        raw = [value if type(value) is int else _listed(raw, index, field) for index, value in enumerate(raw)]
-    try:
-        return np.array(raw, dtype=np.int64)
-    except OverflowError:
-        for index in range(len(raw)):
-            _listed(raw, index, field)
-        raise
-
-
-def _listed(raw: Sequence[object], index: int, field: str, context_length: int = _NO_END) -> int:
-    """One entry of a list; the text of its field is made for an error alone."""
-    value = raw[index]
-    if type(value) is not int or not -_NO_END < value < context_length:
-        value = _integer(value, f"{field}[{index}]")
-        if value >= context_length:
-            raise RequestError(f"{field}[{index}]", f"{value} is beyond the context of {context_length} tokens")
-    return value
-
-
-def _parse_span(raw: Mapping[str, Any], field: str) -> Span:
-    start, stop, step = raw.get("start"), raw.get("stop"), raw.get("step")
-    span = Span(
-        0 if start is None else _integer(start, f"{field}.start"),
-        None if stop is None else _integer(stop, f"{field}.stop"),
-        1 if step is None else _integer(step, f"{field}.step"),
-    )
-    if span.step < 1:
-        raise RequestError(f"{field}.step", f"must be at least 1, got {span.step}")
-    if span.stop is not None and (span.start < 0) == (span.stop < 0) and span.start >= span.stop:
-        raise RequestError(field, f"selects no position: start {span.start} is not below stop {span.stop}")
-    return span
-
-
-def _parse_message(raw: Mapping[str, Any], field: str) -> Message:
-    role, index = raw.get("role"), raw.get("index", -1)
-    if role is not None and (not isinstance(role, str) or not role):
-        raise RequestError(f"{field}.role", f"expected the role of a message, got {shown(role)}")
-    return Message(role, _integer(index, f"{field}.index"))
-
-
-def _integer(value: object, field: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise RequestError(field, f"expected an integer, got {shown(value)}")
-    if abs(int(value)) > MAX_POSITION:
-        raise RequestError(field, f"{shown(value)} is beyond any context length")
-    return int(value)
+def _selector(wanted: range | Int64Array) -> PositionSelector:
+    if isinstance(wanted, range):
+        return Span(wanted.start, None if wanted.stop == NO_END else wanted.stop, wanted.step)
+    return Indices.of(wanted)

@@ -25,6 +25,22 @@ MAX_KEPT_NAME = 256
 Status = Literal["ok", "partial_error", "error", "pending"]
 
 
+class MessageSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of a chat in its prompt, with the tokens that the chat template puts around its text.
+
+    Attributes:
+        role: As the client wrote it.
+        start: Its first position.
+        stop: The position behind its last.
+        token_ids: Its ``stop - start`` tokens.
+    """
+
+    role: str
+    start: int
+    stop: int
+    token_ids: list[int]
+
+
 class CaptureResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     """The outcome of one request for one consumer.
 
@@ -38,6 +54,7 @@ class CaptureResult(msgspec.Struct, kw_only=True, omit_defaults=False):
         num_bytes: Bytes of rows delivered, over all sites.
         dropped_rows: Positions lost to overload.
         key: The consumer's name, under which a request finds the result; empty while a worker puts it together.
+        messages: Where the messages of the request's chat lie, in order; None unless ``capture_messages`` asked.
     """
 
     status: Status
@@ -47,6 +64,7 @@ class CaptureResult(msgspec.Struct, kw_only=True, omit_defaults=False):
     num_bytes: int = 0
     dropped_rows: int = 0
     key: str = ""
+    messages: Sequence[MessageSpan] | None = None
 
     def _repr_html_(self) -> str:
         """Return it as HTML for a notebook, with the payload's own if that has one: 20 KB at most."""
@@ -85,6 +103,43 @@ def plain_payload(payload: Any) -> Any:
     # Asking the protocol takes 6 µs, for each prompt of a call, on the event loop.
     is_live = type(payload) not in _PLAIN and isinstance(payload, SupportsSummary)
     return payload.summary() if is_live else payload
+
+
+class FetchedRows(Protocol):
+    """The rows of one finished request, wherever they lie."""
+
+    @property
+    def sites(self) -> Sequence[Site]:
+        """In the order of the forward pass."""
+
+    @property
+    def positions(self) -> Int64Array:
+        """int64 ``[rows]``, ascending: the absolute position of each row."""
+
+    @property
+    def token_ids(self) -> Int64Array:
+        """int64 ``[rows]``: the token whose forward gave the row."""
+
+    def __getitem__(self, site: Site | str) -> Tensor:
+        """``[rows, hidden]`` of one site in the model's dtype, on the CPU.
+
+        Raises:
+            KeyError: If it was not captured.
+        """
+
+
+@runtime_checkable
+class RowFetcher(Protocol):
+    """A class of consumers whose payload leads to the rows of its request: what handles of `LLM.capture` ask."""
+
+    @classmethod
+    def fetch_rows(cls, payload: Any) -> FetchedRows:
+        """Return the rows behind the payload of one sample's result. Any thread of the process that got the result.
+
+        Raises:
+            CaptureFileError: If they cannot be read.
+        """
+        ...
 
 
 class KeptRequest(Protocol):
@@ -183,6 +238,17 @@ class CaptureResults:
 
     per_sample: list[dict[str, CaptureResult]]
     merged: dict[str, CaptureResult]
+
+
+def with_messages(results: CaptureResults, messages: Sequence[MessageSpan] | None) -> CaptureResults:
+    """Return results that tell where the messages of their request's chat lie; the same ones if that is None."""
+    if messages is None:
+        return results
+
+    def told(of_consumers: Mapping[str, CaptureResult]) -> dict[str, CaptureResult]:
+        return {name: msgspec.structs.replace(result, messages=messages) for name, result in of_consumers.items()}
+
+    return CaptureResults([told(sample) for sample in results.per_sample], told(results.merged))
 
 
 def merge_stages(answers: Mapping[int, CaptureResult]) -> CaptureResult:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,9 @@ from headgate.consumers.filesystem.storage.quota import FILE_BYTES, DiskQuota
 from headgate.consumers.filesystem.storage.remote_store import RemoteStore
 from headgate.consumers.filesystem.writing.request_writer import Outcome, RequestWriter, RowGatherer, WriterThread
 from headgate.consumers.filesystem.writing.spool import Chunk
+
+if TYPE_CHECKING:
+    from headgate.consumers.reader import StoredCapture
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +100,13 @@ class FilesystemConsumer(StreamingConsumer):
     def global_capture_spec(cls, context: SpecContext) -> CaptureSpec | None:
         return parse_global(context)
 
+    @classmethod
+    def fetch_rows(cls, payload: Any) -> StoredCapture:
+        """See `headgate.capture.schema.results.RowFetcher`."""
+        from headgate.consumers.reader import open_stored  # which imports this package
+
+        return open_stored(payload)
+
     def begin(self, request: RequestInfo) -> None:
         if request.spec.sites:
             index = self._index(request.request_id)
@@ -105,7 +115,7 @@ class FilesystemConsumer(StreamingConsumer):
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
         for block in blocks:
-            data = self._rows_of(block)
+            data = _rows_of(block, self._dtype, self.context.model.hidden_size)
             self._gatherer.add(self._quota.within(block, data), data)
         if self._gatherer.is_full:
             self._hand_over(self._gatherer.pop_all())
@@ -183,21 +193,21 @@ class FilesystemConsumer(StreamingConsumer):
             self.abandon(request)
             raise
 
-    def _rows_of(self, block: RowBlock) -> npt.NDArray[np.uint8]:
-        """The rows of a block as uint8 ``[S, N, row_bytes]``."""
-        import torch
-
-        hidden_size = self.context.model.hidden_size
-        if block.rows.dtype != self._dtype or block.rows.shape[2] != hidden_size:
-            given = f"{block.rows.dtype} and width {block.rows.shape[2]}"
-            raise ConsumerError(f"rows of {given}; the model has {self._dtype} and width {hidden_size}")
-        return block.rows.contiguous().view(torch.uint8).numpy()
-
     def _stored(self, ticket: int, num_files: int, outcome: Outcome) -> None:
         with self._outstanding_lock:
             self._outstanding.discard(outcome)
         is_stored = outcome.exception() is None
         self._quota.settle(ticket, outcome.result()["num_bytes"] + num_files * FILE_BYTES if is_stored else 0)
+
+
+def _rows_of(block: RowBlock, dtype: Any, hidden_size: int) -> npt.NDArray[np.uint8]:
+    """The rows of a block as uint8 ``[S, N, row_bytes]``."""
+    import torch
+
+    if block.rows.dtype != dtype or block.rows.shape[2] != hidden_size:
+        given = f"{block.rows.dtype} and width {block.rows.shape[2]}"
+        raise ConsumerError(f"rows of {given}; the model has {dtype} and width {hidden_size}")
+    return block.rows.contiguous().view(torch.uint8).numpy()
 
 
 def _open_store(settings: FilesystemParams) -> LocalStore | RemoteStore:

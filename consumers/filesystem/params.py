@@ -14,7 +14,7 @@ from headgate.capture.schema.config import GIB
 from headgate.capture.schema.consumer import SpecContext, parse_client_spec
 from headgate.capture.schema.errors import ConfigError, RequestError, shown
 from headgate.capture.schema.limits import check_tag
-from headgate.capture.schema.positions import parse_positions
+from headgate.capture.schema.selectors.parsing import parse_positions
 from headgate.capture.schema.sites import parse_hook
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem.formats.layout import LayoutName

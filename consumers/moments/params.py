@@ -14,7 +14,7 @@ from headgate.capture.schema.config import GIB
 from headgate.capture.schema.consumer import ModelInfo, SpecContext, parse_client_spec
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.limits import check_tag
-from headgate.capture.schema.positions import parse_positions
+from headgate.capture.schema.selectors.parsing import parse_positions
 from headgate.capture.schema.sites import Site, parse_hook
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem.storage.store import check_name

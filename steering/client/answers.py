@@ -11,6 +11,7 @@ from headgate.capture.schema.errors import HeadgateError
 from headgate.capture.schema.results import CaptureResult
 from headgate.steering.client.rows import Array, hidden_state
 from headgate.steering.control.operations import SteeringStatus
+from headgate.steering.requests.trace import SteeringTrace
 
 Captures = dict[str, CaptureResult]
 """Results by consumer. With ``n > 1`` a payload is a list, one item for each sample."""
@@ -58,7 +59,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     def steering_trace(self) -> dict[str, Any] | None:
         """The trace of this answer, or chunk, as the server sent it; None unless ``return_steering_trace`` asked."""
         found: dict[str, Any] | None = self.raw.get("steering_trace")
-        return found
+        return None if found is None else SteeringTrace(found)
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from headgate.capture.engine.contracts.route_part import Vocabulary
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.capture.schema.positions import parse_positions
 from headgate.capture.schema.results import FindKept, KeptRequest
+from headgate.capture.schema.selectors.parsing import parse_positions
 from headgate.capture.schema.sites import Site
 from headgate.steering.programs.operations import Float32Row, Method
 from headgate.steering.requests.kept_rows import RowSource, float32_row, read_source

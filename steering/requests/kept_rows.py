@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.capture.schema.positions import MAX_POSITION
 from headgate.capture.schema.results import MAX_KEPT_NAME, FindKept, KeptRequest
+from headgate.capture.schema.selectors.union import MAX_POSITION
 from headgate.capture.schema.sites import Site
 from headgate.steering.programs.operations import Float32Row
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from headgate.capture.schema.batch import BoolArray
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.capture.schema.positions import PositionSelector, parse_positions
+from headgate.capture.schema.positions import PositionSelector
+from headgate.capture.schema.selectors.parsing import parse_positions
 from headgate.capture.schema.sites import HOOK_NAMES, Site, parse_sites, sort_sites
 from headgate.steering.programs.operations import Float32Row, Method, ModuleVector, Operation
 from headgate.steering.requests.kept_rows import KeptRows, read_source

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.capture.schema.positions import MAX_LISTED
 from headgate.capture.schema.results import FindKept
+from headgate.capture.schema.selectors.union import MAX_LISTED
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, parse_hook, parse_layers
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Operation, named_modules

@@ -37,7 +37,7 @@ from headgate.steering.requests.request_fields import (
     read_steering,
 )
 from headgate.steering.requests.rules.rule_fields import read_selection
-from headgate.steering.requests.trace import RETURN_TRACE, TRACE, join_notes, read_asked
+from headgate.steering.requests.trace import RETURN_TRACE, TRACE, SteeringTrace, join_notes, read_asked
 from headgate.steering.spec import ModuleRef, SteeringSpec, to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
@@ -132,7 +132,7 @@ class SteeringReader:
 
     def read_notes(self, wanted: PartRequest, notes: Sequence[Any], end: int | None) -> dict[str, Any]:
         """Make the trace, or a piece of it."""
-        return {TRACE: join_notes(notes, end)}
+        return {TRACE: SteeringTrace(join_notes(notes, end))}
 
     def _read(self, values: Mapping[str, Any], find: FindKept | None = None) -> PartRequest | None:
         spec, ops = read_steering(values, self.steerable, find)

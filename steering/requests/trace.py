@@ -6,9 +6,13 @@ engine core makes it, and leaves out rows that were computed again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
+import numpy as np
+import numpy.typing as npt
+
+from headgate.capture.monitoring.notebook import HeatMap, Table, page
 from headgate.capture.schema.errors import RequestError
 
 RETURN_TRACE = "return_steering_trace"
@@ -41,6 +45,39 @@ class Trace(TypedDict):
     scores: dict[str, list[float | None]]
     gates: dict[str, GateTrace]
     actions: list[Mapping[str, object]]
+
+
+class SteeringTrace(dict[str, Any]):
+    """A `Trace` that a notebook shows as a picture; otherwise it is the same dict."""
+
+    def _repr_html_(self) -> str:
+        """Return it as HTML: what each probe read and each gate wrote, row by row."""
+        gates = self.get("gates", {}).items()
+        lines = {f"score {probe}": scores for probe, scores in self.get("scores", {}).items()}
+        lines |= {f"applied {gate}": told["applied"] for gate, told in gates}
+        values = np.array([[np.nan if value is None else value for value in line] for line in lines.values()], float)
+        positions = self.get("positions", [])
+        facts = {
+            "rows": f"{len(positions)}",
+            "probes": ", ".join(self.get("scores", {})) or "none",
+            "gates": ", ".join(f"{gate}: on at {_num_on(told)} rows" for gate, told in gates) or "none",
+        }
+        if not values.size:
+            return page("Steering trace", facts)
+        table = Table(("line", "smallest", "mean", "largest"), list(_extremes(lines, values)), len(lines))
+        columns = f"position {positions[0]}", f"{positions[-1]}"
+        return page("Steering trace", facts, table, HeatMap("by row", list(lines), columns, values, by_row=True))
+
+
+def _num_on(told: GateTrace) -> int:
+    return sum(value is not None and value != 0 for value in told["applied"])
+
+
+def _extremes(lines: Iterable[str], values: npt.NDArray[np.float64]) -> Iterator[tuple[str, ...]]:
+    for label, row in zip(lines, values, strict=True):
+        known = row[np.isfinite(row)]
+        found = (known.min(), known.mean(), known.max()) if known.size else ()
+        yield label, *(f"{value:.5g}" for value in found)
 
 
 def read_asked(value: object) -> bool:

@@ -158,8 +158,10 @@ def test_prompt_rows_are_complete_when_the_prompt_is_cached(llm: Any) -> None:
         ([0, -1, 999], lambda prompt, total: [0, prompt - 1]),
         ({"start": 1, "step": 3}, lambda prompt, total: list(range(1, total - 1, 3))),
         ({"start": -2, "stop": -1}, lambda prompt, total: [prompt - 2]),
+        ([[0], {"start": 2, "stop": 4}, "all_generated"], lambda prompt, total: [0, 2, 3, *range(prompt, total - 1)]),
+        (["last_prompt", "all_generated"], lambda prompt, total: list(range(prompt - 1, total - 1))),
     ],
-    ids=["last_prompt", "all_prompt", "all_generated", "list", "every-third", "from-the-end"],
+    ids=["last_prompt", "all_prompt", "all_generated", "list", "every-third", "from-the-end", "several", "adjoining"],
 )
 def test_every_selector(llm: Any, positions: Any, expected: Callable[[int, int], list[int]]) -> None:
     output = generate(llm, capture={"memory": {"hooks": {"post_mlp": [7]}, "positions": positions}})
@@ -169,3 +171,17 @@ def test_every_selector(llm: Any, positions: Any, expected: Callable[[int, int],
     wanted = expected(num_prompt, num_prompt + len(output.outputs[0].token_ids))
     assert rows.positions.tolist() == wanted
     np.testing.assert_array_equal(rows.is_prefill, np.asarray(wanted) < num_prompt)
+
+
+def test_handles_have_the_rows_of_a_capture(llm: Any) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    outputs, handles = llm.capture([CHAT, CHAT[:1]], params, sites=SITES, use_tqdm=False)
+    whole = llm.chat([CHAT, CHAT[:1]], SamplingParams(temperature=0, max_tokens=3, capture=EVERYTHING), use_tqdm=False)
+
+    for output, handle, expected in zip(outputs, handles, map(check_rows, whole), strict=True):
+        assert output.capture_results["memory"].payload["num_rows"] == len(handle)
+        assert handle.fetch().token_ids.tolist() == expected.token_ids.tolist()
+        for site in ("0.pre_attn", "7.post_mlp", "final_norm"):
+            assert relative_error(handle[site], expected[site]) < 1e-4
+            span = handle.messages[-1]
+            assert torch.equal(handle.message(-1)[site], handle[site][span.start : span.stop])

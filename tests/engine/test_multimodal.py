@@ -171,6 +171,13 @@ def test_a_message_with_an_image_is_found_and_its_image_is_sent_once_again(llm: 
     assert first.positions.tolist() == list(range(placeholders(tokens)[-1] + 3))
     for site in first.sites:
         assert torch.equal(first[site], everything[site][first.positions]), site.name
+    _, (handle,) = llm.capture(conversation, sampling(), sites=["0.pre_attn"], positions="all_prompt", use_tqdm=False)
+    spans = handle.messages
+    assert [(span.role, span.token_ids) for span in spans] == [
+        (message["role"], tokens[span.start : span.stop]) for message, span in zip(conversation, spans, strict=True)
+    ]
+    assert (spans[0].start, spans[0].stop) == (0, len(first))
+    assert torch.equal(handle.message(0)["0.pre_attn"], first["0.pre_attn"])
 
 
 def test_an_image_of_a_refused_request_is_sent_by_the_next_one(llm: Any, reference: Any, folder: Path) -> None:

@@ -35,5 +35,5 @@ values: st.SearchStrategy[Any] = st.recursive(
 )
 
 fields_of_requests = st.dictionaries(
-    st.sampled_from([*FIELDS, "capture", "capture_wait"]), values, min_size=1, max_size=3
+    st.sampled_from([*FIELDS, "capture", "capture_wait", "capture_messages"]), values, min_size=1, max_size=3
 )

@@ -216,3 +216,53 @@ def test_a_request_without_capture_is_left_alone(engine: Engine) -> None:
 
     assert not output.capture_results
     assert engine.hub.stats().waiting == 0
+
+
+CHAT = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello you"},
+    {"role": "user", "content": "Bye"},
+]
+SITES = ["3.post_mlp"]
+
+
+def test_handles_are_awaited(engine: Engine) -> None:
+    async def capture() -> Any:
+        outputs, handles = await engine.llm.capture([CHAT, CHAT[:1]], sampling(capture=None), sites=SITES)
+        return outputs, handles, await asyncio.gather(*handles)
+
+    outputs, handles, rows = engine.run(capture())
+
+    assert [output.request_id for output in outputs] == [handle.request_id for handle in handles]
+    assert [one.token_ids.tolist() for one in rows] == [
+        [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1] for output in outputs
+    ]
+    assert handles[0].fetch() is rows[0]
+    said = engine.llm.get_tokenizer().decode(handles[0].message(1).token_ids)
+    assert said == "<|im_start|>assistant\nHello you<|im_end|>\n"
+
+
+def test_selectors_of_messages_are_resolved_for_each_chat(engine: Engine) -> None:
+    positions = {"role": "user", "index": -1}
+    _, handles = engine.run(
+        engine.llm.capture([CHAT, CHAT[:1]], sampling(capture=None), sites=SITES, positions=positions)
+    )
+
+    for handle in handles:
+        span, wanted = handle.messages[-1], handle.result.payload["spec"]["positions"]
+        assert (wanted["start"], wanted["stop"]) == (span.start, span.stop)
+        handle.discard()
+
+
+def test_prompts_that_are_refused_take_the_others_with_them(engine: Engine) -> None:
+    prompts = [{"prompt_token_ids": PROMPT}, {"prompt_token_ids": [1]}]
+
+    with pytest.raises(RequestError, match=r"^capture\.rows\.positions: position -5 lies before the prompt"):
+        engine.run(engine.llm.capture(prompts, sampling(capture=None, max_tokens=1000), sites=SITES, positions=[-5]))
+    with pytest.raises(RequestError, match=r"^tools: is for chats"):
+        engine.run(engine.llm.capture(prompts, sites=SITES, tools=[]))
+    with pytest.raises(RequestError, match=r"^sampling_params: expected one or 2"):
+        engine.run(engine.llm.capture(prompts, [sampling(capture=None)], sites=SITES))
+
+    assert engine.hub.stats().waiting == 0
+    engine.run(engine.worker_is_idle())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,32 @@ def test_a_message_of_a_chat_is_selected(server: Server) -> None:
     assert tokens[0] == 1  # <|im_start|>
     assert whole["token_ids"][: span["start"]][-2] == 2  # <|im_end|>, and a line break
     assert span["stop"] < whole["num_prompt"]  # what invites the model to speak belongs to no message
+
+
+def test_results_tell_where_the_messages_of_a_chat_lie(server: Server) -> None:
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+    answer = chat(server, capture_messages=True, tools=[tool], tool_choice="none").json()
+    result = answer["capture_results"]["rows"]
+    tokens = result["payload"]["token_ids"]
+
+    spans = result["messages"]
+
+    assert [span["role"] for span in spans] == [message["role"] for message in CHAT]
+    assert all(span["token_ids"] == tokens[span["start"] : span["stop"]] for span in spans)
+    assert [after["start"] - before["stop"] for before, after in pairwise(spans)] == [0, 0]
+    assert spans[0]["start"] > 0  # SmolLM2's own system message comes before
+    assert spans[-1]["stop"] < result["payload"]["num_prompt"]
+    assert chat(server).json()["capture_results"]["rows"]["messages"] is None
+
+
+def test_messages_of_what_is_no_chat_or_a_very_long_one_are_a_400(server: Server) -> None:
+    for response in (
+        complete(server, capture_messages=True),
+        chat(server, capture_messages=True, messages=CHAT * 50),
+        server.post("/v1/responses", model="tiny", input="Hi", capture=CAPTURE, capture_messages=True),
+    ):
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "capture_messages"
 
 
 def test_two_api_servers_each_get_their_own_results(model_dir: Path) -> None:

@@ -294,3 +294,106 @@ def test_an_engine_without_steering_refuses_its_fields(llm: Any, fields: dict[st
     assert caught.value.field == next(iter(fields))
     assert not hasattr(llm, "steering")
     check_rows(run(llm, [4, 5, 6], max_tokens=3))
+
+
+CHAT = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello you"},
+    {"role": "user", "content": "Bye"},
+]
+
+
+def text_of(llm: Any, tokens: Any) -> str:
+    return str(llm.get_tokenizer().decode([int(token) for token in tokens]))
+
+
+def test_handles_of_chats_lead_to_the_rows_of_their_messages(llm: Any) -> None:
+    params = sampling(max_tokens=4, n=2, temperature=1.0)
+    outputs, handles = llm.capture([CHAT, CHAT[:1]], params, sites=["3.post_mlp", "5.post_mlp"], use_tqdm=False)
+
+    assert [(handle.request_id, handle.sample_index) for handle in handles] == [
+        (output.request_id, index) for output in outputs for index in (0, 1)
+    ]
+    first = handles[0]
+    assert [span.role for span in first.messages] == ["user", "assistant", "user"]
+    assert [(span.start, span.stop) for span in first.messages] == [
+        (one.positions[0], one.positions[-1] + 1) for one in map(first.message, range(3))
+    ]
+    said = first.message(-1, role="assistant")
+    assert text_of(llm, said.token_ids) == "<|im_start|>assistant\nHello you<|im_end|>\n"
+    assert said["3.post_mlp"][:, 0].tolist() == said.positions.tolist()
+    assert said["3.post_mlp"][:, 1].tolist() == [3] * len(said)
+    assert first.messages[1].token_ids == said.token_ids.tolist()
+    answered = first.message(-1, include_generated=True)
+    assert answered.positions.tolist() == [*first.message(-1).positions.tolist(), *first.generated.positions.tolist()]
+    assert len(first.generated) == 3
+    assert params.capture is None
+    for handle in handles[1:]:
+        handle.discard()
+
+
+def test_outputs_keep_a_summary_and_texts_have_no_messages(llm: Any) -> None:
+    (output,), (handle,) = llm.capture(
+        {"prompt_token_ids": [5, 6, 7]},
+        sampling(max_tokens=2),
+        sites={"post_mlp": [3]},
+        positions=["last_prompt", "all_generated"],
+        options={"tag": "x"},
+        use_tqdm=False,
+    )
+
+    assert handle.fetch() is handle.fetch()
+    assert payload(output.capture_results["rows"])["spec"] == {
+        "sites": {"post_mlp": [3]},
+        "positions": {"start": 2, "stop": None, "step": 1},
+        "options": {"tag": "x"},
+    }
+    with pytest.raises(ValueError, match=r"^message: request .* was no chat"):
+        handle.message(0)
+
+
+def test_results_of_a_chat_tell_where_its_messages_lie(llm: Any) -> None:
+    params = sampling(max_tokens=2, n=2, temperature=1.0, capture={"rows": HOOKS}, capture_messages=True)
+    outputs = llm.chat([CHAT, CHAT[:1]], params, use_tqdm=False)
+
+    for output, chat in zip(outputs, (CHAT, CHAT[:1]), strict=True):
+        spans = output.capture_results["rows"].messages
+        assert [text_of(llm, span.token_ids) for span in spans] == [
+            f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in chat
+        ]
+        assert output.outputs[1].capture_results["rows"].messages == spans
+    with pytest.raises(ValueError, match="capture_messages: needs a chat request"):
+        run(llm, [1, 2], capture_messages=True)
+    assert hub_of(llm).stats().waiting == 0
+
+
+def test_selectors_of_several_messages(llm: Any) -> None:
+    several = [{"role": "user", "index": "all", "start": 3, "stop": -2}, {"index": 1, "include_generated": True}]
+    capture = {"rows": {**HOOKS, "positions": several}}
+    (output,) = llm.chat(CHAT, sampling(max_tokens=3, capture=capture), use_tqdm=False)
+
+    before, tail = payload(output.capture_results["rows"])["spec"]["positions"]
+    tokens = output.prompt_token_ids
+    assert (
+        text_of(llm, [tokens[position] for position in before]) == "Hi<|im_start|>assistant\nHello you<|im_end|>\nBye"
+    )
+    assert tail == {"start": len(tokens), "stop": None, "step": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"sites": ["3.nowhere"]}, "sites"),
+        ({"consumer": "nobody"}, "consumer"),
+        ({"sampling_params": {"capture": {"rows": HOOKS}}}, "capture.rows"),
+        ({"positions": ["all", "most"]}, "capture.rows.positions[1]"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_named(llm: Any, given: dict[str, Any], field: str) -> None:
+    params = sampling(**given.get("sampling_params", {}))
+    given = {name: value for name, value in given.items() if name != "sampling_params"}
+    with pytest.raises(ValueError) as caught:
+        llm.capture({"prompt_token_ids": [1, 2]}, params, use_tqdm=False, **{"sites": {"post_mlp": [3]}, **given})
+
+    assert caught.value.field == field

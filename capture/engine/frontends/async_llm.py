@@ -121,8 +121,8 @@ def _resolved(
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     if headgate_request.capture is None or reader.capture is None or tokens is None:
         return headgate_request
-    find_message = call.find_message(tokens) if call else None
-    resolved = reader.capture.resolve(headgate_request.capture, len(tokens), params, find_message, call)
+    messages = call.messages(tokens) if call else None
+    resolved = reader.capture.resolve(headgate_request.capture, len(tokens), params, messages, call)
     return headgate_request if resolved is headgate_request.capture else replace(headgate_request, capture=resolved)
 
 

@@ -73,10 +73,10 @@ def _fold(
 ) -> None:
     if headgate_request.capture is not None:
         tokens = prompt_tokens(request, headgate_request)
-        find_message = None if chat is None else chat.find_message(tokens)
+        messages = None if chat is None else chat.messages(tokens)
         assert reader.capture is not None  # noqa: S101  (it has read what is captured)
         reader.capture.expect(headgate_request.capture, request.sampling_params.n)
-        resolved = reader.capture.resolve(headgate_request.capture, len(tokens), request.sampling_params, find_message)
+        resolved = reader.capture.resolve(headgate_request.capture, len(tokens), request.sampling_params, messages)
         if resolved is not headgate_request.capture:
             headgate_request = replace(headgate_request, capture=resolved)
     fold(request, headgate_request, request_id)

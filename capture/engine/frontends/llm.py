@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
@@ -14,10 +15,11 @@ from headgate.capture.engine.contracts.vllm_frontend import LLM, LLMEngine, Requ
 from headgate.capture.engine.core.fan_out import fan_out
 from headgate.capture.engine.frontends import input_processor
 from headgate.capture.engine.frontends.last_words import shut_down_before_errors
+from headgate.capture.engine.frontends.lazy_capture import note_chat
 from headgate.capture.engine.frontends.noted_outputs import put_values
 from headgate.capture.engine.frontends.unsent_renderings import forget_unsent, looking_up
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, attach_results, front_end_of
-from headgate.capture.engine.requests.chat_messages import LLMChat, Tokens
+from headgate.capture.engine.requests.chat_messages import ENGINE_GONE, EngineGoneError, LLMChat, Tokens
 from headgate.capture.engine.requests.request_reader import RequestReader, is_refused, overload_of, reader_of
 from headgate.capture.engine.requests.sampling_params import (
     CaptureRequest,
@@ -269,11 +271,15 @@ def keep_chat(original: Callable[..., Mapping[str, object]]) -> Function:
     def wrapped(self: LLM, conversation: Sequence[Document], **kwargs: object) -> Mapping[str, object]:
         prompt = original(self, conversation, **kwargs)
         if front_end_of(self.llm_engine) is not None:
+            alive = weakref.ref(self)  # handles of captured rows keep the conversation, and shall not keep the engine
 
             def render(chat: Sequence[Document]) -> Tokens:
+                llm = alive()
+                if llm is None:
+                    raise EngineGoneError(ENGINE_GONE)
                 closed = {"add_generation_prompt": False, "continue_final_message": False}
                 with looking_up():
-                    return cast("Tokens", original(self, list(chat), **{**kwargs, **closed})["prompt_token_ids"])
+                    return cast("Tokens", original(llm, list(chat), **{**kwargs, **closed})["prompt_token_ids"])
 
             chat = LLMChat(
                 prompt,
@@ -283,6 +289,7 @@ def keep_chat(original: Callable[..., Mapping[str, object]]) -> Function:
                 bos=getattr(self.get_tokenizer(), "bos_token_id", None),
             )
             input_processor.keep_chat(self.llm_engine.input_processor, chat)
+            note_chat(chat)
         return prompt
 
     return wrapped

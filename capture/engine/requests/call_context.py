@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextvars
 import operator
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,12 +17,11 @@ from typing import Protocol
 from headgate.capture.engine.access.caller import Caller, current_caller, set_caller
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import PartRequest
-from headgate.capture.engine.requests.chat_messages import RenderedMessage, Tokens
+from headgate.capture.engine.requests.chat_messages import ChatMessages, KnownChat, Tokens
 from headgate.capture.engine.requests.hidden_states import Form
 from headgate.capture.engine.requests.notes import UntoldNotes
 from headgate.capture.schema.errors import OverloadedError, RequestError
 from headgate.capture.schema.limits import CaptureUse
-from headgate.capture.schema.positions import Message, Span
 from headgate.capture.schema.results import CaptureResults
 from headgate.capture.schema.spec import Memo
 
@@ -50,7 +49,7 @@ class Call:
         form: How the answer writes hidden states; None if they are not wanted.
         states: The consumer that keeps them.
         num_samples: Choices of each prompt.
-        chat_messages: Messages of the chat that selectors of this call mean.
+        chat: The conversation, with the messages that selectors of this call mean; None if it is none.
         slots: One for each prompt, in the order of the body; of /v1/responses, one for each turn with a tool.
         use: What its prompts so far could capture at most.
         memo: What was parsed of its body.
@@ -61,7 +60,7 @@ class Call:
     form: Form | None = None
     states: str | None = None
     num_samples: int = 1
-    chat_messages: dict[Message, RenderedMessage] = field(default_factory=dict)
+    chat: KnownChat | None = None
     slots: list[Slot] = field(default_factory=list)
     use: CaptureUse = field(default_factory=CaptureUse)
     memo: Memo = field(default_factory=Memo)
@@ -73,16 +72,9 @@ class Call:
         self.slots.append(Slot())
         return self.slots[-1]
 
-    def find_message(self, tokens: Tokens) -> Callable[[Message, str], Span]:
-        """Resolve message selectors for the prompt of these tokens."""
-
-        def find(selector: Message, where: str) -> Span:
-            message = self.chat_messages.get(selector)
-            if message is None:
-                raise RequestError(where, "a message selector needs a chat request (/v1/chat/completions)")
-            return message.span(tokens, where)
-
-        return find
+    def messages(self, tokens: Tokens) -> ChatMessages | None:
+        """Return the messages of its chat in the prompt of these tokens; None if it is none."""
+        return None if self.chat is None else self.chat.messages(tokens)
 
 
 def current_call() -> Call | None:

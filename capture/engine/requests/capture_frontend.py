@@ -17,16 +17,22 @@ from headgate.capture.engine.requests import hidden_states
 from headgate.capture.engine.requests.call_context import Call, current_call, current_client
 from headgate.capture.engine.requests.capture_request import (
     CaptureRequestReader,
-    FindMessage,
     resolve,
 )
+from headgate.capture.engine.requests.chat_messages import ChatMessages
 from headgate.capture.engine.requests.permissions import check_length, check_use
-from headgate.capture.engine.requests.sampling_params import CaptureRequest
+from headgate.capture.engine.requests.sampling_params import CAPTURE_MESSAGES, CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, join_key
 from headgate.capture.schema.errors import RequestError, UnsupportedError
 from headgate.capture.schema.limits import CaptureLimits, CaptureUse, use_of
-from headgate.capture.schema.results import CaptureResult, CaptureResults, KeptRequest, RowKeeper
+from headgate.capture.schema.results import (
+    CaptureResult,
+    CaptureResults,
+    KeptRequest,
+    RowKeeper,
+    with_messages,
+)
 from headgate.capture.transport.driver_host import DriverHost, DriverStats
 from headgate.capture.transport.messages import DTYPES
 from headgate.capture.transport.result_hub import HubStats, ResultHub
@@ -65,6 +71,7 @@ class FrontEnd:
         self.config = config
         self.model = model
         self.capture_reader = CaptureRequestReader(config, model, consumers, num_front_ends)
+        self.consumers = consumers
         self._limits = CaptureLimits(max_rows=config.max_request_rows, max_bytes=config.max_request_bytes)
         self._row_bytes = model.hidden_size * DTYPES[model.dtype].itemsize
         self._drivers = frozenset(name for name, consumer in consumers.items() if consumer.location == "driver")
@@ -101,7 +108,7 @@ class FrontEnd:
         ask: CaptureRequest,
         num_prompt: int,
         params: SamplingParams,
-        find_message: FindMessage | None,
+        messages: ChatMessages | None,
         call: Call | None = None,
     ) -> CaptureRequest:
         """Make every position absolute, and check how much that may come to; see `requests.resolve`.
@@ -110,13 +117,18 @@ class FrontEnd:
             ask: What is asked.
             num_prompt: Tokens of the prompt.
             params: The request's; while ``max_tokens`` is not known, nothing is limited.
-            find_message: See `requests.resolve`.
+            messages: See `requests.resolve`. Where results are to tell of them, they are put into ``ask.messages``.
             call: The HTTP call that the prompt counts for; None if it is of none, or was counted before.
 
         Raises:
-            RequestError: If a selector can select nothing of this prompt, or if it could be too much.
+            RequestError: If a selector can select nothing of this prompt, if it could be too much, or if the chat
+                template does not show where a message lies.
         """
-        resolved = resolve(ask, num_prompt, find_message)
+        resolved = resolve(ask, num_prompt, messages)
+        if ask.messages is not None and not ask.messages:
+            if messages is None:
+                raise RequestError(CAPTURE_MESSAGES, "needs a chat request (LLM.chat or /v1/chat/completions)")
+            ask.messages.extend(messages.spans(CAPTURE_MESSAGES))
         check_length(params.max_tokens)
         if params.max_tokens is None:
             return resolved
@@ -214,7 +226,8 @@ class FrontEnd:
     def wait(self, ask: CaptureRequest, *, deadline: float) -> CaptureResults:
         """Results of a finished request, waited for until `deadline` (monotonic clock)."""
         try:
-            return self.hub.wait(ask.key, max(deadline - time.monotonic(), 0))
+            results = self.hub.wait(ask.key, max(deadline - time.monotonic(), 0))
+            return with_messages(results, ask.messages)
         finally:
             self.forget(ask)
 
@@ -236,7 +249,7 @@ class FrontEnd:
         is_patient = ask.wait and not is_aborted
         timeout_s = self.config.result_timeout_s if is_patient else self.patience_s()
         try:
-            return await self.hub.wait_async(ask.key, timeout_s)
+            return with_messages(await self.hub.wait_async(ask.key, timeout_s), ask.messages)
         finally:
             self.forget(ask)
 

@@ -13,9 +13,11 @@ from headgate.capture.engine.contracts.vllm_frontend import SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
 from headgate.capture.engine.requests import hidden_states
 from headgate.capture.engine.requests.call_context import current_call
+from headgate.capture.engine.requests.chat_messages import ChatMessages
 from headgate.capture.engine.requests.permissions import check_consumer, check_spec, with_tag
 from headgate.capture.engine.requests.sampling_params import (
     CAPTURE_FIELDS,
+    CAPTURE_MESSAGES,
     CAPTURE_WAIT,
     RETURN_HIDDEN_STATES,
     CaptureRequest,
@@ -25,13 +27,14 @@ from headgate.capture.engine.requests.sampling_params import (
 from headgate.capture.schema.config import HIDDEN_STATES, CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, SpecContext
 from headgate.capture.schema.errors import ConsumerError, RequestError, shown
-from headgate.capture.schema.positions import Message, PositionSelector
+from headgate.capture.schema.positions import Message, PositionSelector, Several, parts_of
 from headgate.capture.schema.spec import CaptureSpec, Memo
 
-FindMessage = Callable[[Message, str], PositionSelector]
-"""Resolves a message selector of the request at hand; the text is the field, for errors."""
-
-
+NO_CAPTURE = "this engine was started without capture."
+HOW_TO_CAPTURE = (
+    "Start it with --capture-consumers NAME:key=val, with headgate.capture.LLM(..., capture_consumers=[...]), or with "
+    "additional_config={'headgate': {'capture': {'consumers': [...]}}}"
+)
 HOW_HIDDEN_STATES = (
     "Start it with --enable-return-hidden-states, or with the consumer 'hidden_states' among capture's consumers"
 )
@@ -73,6 +76,7 @@ class CaptureRequestReader:
             raise RequestError(CAPTURE_WAIT, f"expected true or false, got {shown(wait)}")
         specs = {} if raw is None else self._client_specs(raw, request_id)
         named = frozenset(specs)
+        tells_messages = _tells_messages(params, named)
         if hidden_states.read_form(read_field(params, RETURN_HIDDEN_STATES)) is not None:
             specs[self._hidden_states()] = hidden_states.SPEC
         is_explicit = bool(specs)
@@ -84,7 +88,14 @@ class CaptureRequestReader:
         if not specs:
             return None
         key = secrets.token_hex(16)
-        return CaptureRequest(specs=specs, wait=bool(wait), is_explicit=is_explicit, named=named, key=key)
+        return CaptureRequest(
+            specs=specs,
+            wait=bool(wait),
+            is_explicit=is_explicit,
+            named=named,
+            messages=[] if tells_messages else None,
+            key=key,
+        )
 
     def _hidden_states(self) -> str:
         if self.hidden_states is None:
@@ -149,6 +160,15 @@ class CaptureRequestReader:
         return ", ".join(sorted(name for name, consumer in self._consumers.items() if consumer.reads_client_spec))
 
 
+def _tells_messages(params: SamplingParams, named: frozenset[str]) -> bool:
+    value = read_field(params, CAPTURE_MESSAGES)
+    if value is not None and value is not True:
+        raise RequestError(CAPTURE_MESSAGES, f"expected true or false, got {shown(value)}")
+    if value and not named:
+        raise RequestError(CAPTURE_MESSAGES, f"results tell of them, and there are none: set {CAPTURE!r}, too")
+    return bool(value)
+
+
 def refuse_unconfigured(params: SamplingParams) -> None:
     """Refuse what a request asks of an engine without capture.
 
@@ -157,44 +177,51 @@ def refuse_unconfigured(params: SamplingParams) -> None:
     """
     for field, value in read_fields(params, CAPTURE_FIELDS).items():
         if field == RETURN_HIDDEN_STATES and hidden_states.read_form(value) is not None:
-            raise RequestError(field, f"this engine was started without capture. {HOW_HIDDEN_STATES}")
-        raise RequestError(
-            field,
-            "this engine was started without capture. Start it with --capture-consumers NAME:key=val, with "
-            "headgate.capture.LLM(..., capture_consumers=[...]), or with "
-            "additional_config={'headgate': {'capture': {'consumers': [...]}}}",
-        )
+            raise RequestError(field, f"{NO_CAPTURE} {HOW_HIDDEN_STATES}")
+        raise RequestError(field, f"{NO_CAPTURE} {HOW_TO_CAPTURE}")
 
 
-def resolve(ask: CaptureRequest, num_prompt: int, find_message: FindMessage | None) -> CaptureRequest:
+def resolve(ask: CaptureRequest, num_prompt: int, messages: ChatMessages | None) -> CaptureRequest:
     """Make every position absolute, now that the prompt is known.
 
     Args:
         ask: As `CaptureRequestReader.read` returned it; resolving it again changes nothing.
         num_prompt: Tokens of the prompt.
-        find_message: For chat requests: resolves message selectors.
+        messages: Those of a chat request; None of others, and where message selectors are resolved.
 
     Raises:
         RequestError: If a selector can select nothing of this prompt.
     """
-    specs = {name: _resolve(name, spec, num_prompt, find_message) for name, spec in ask.specs.items()}
+    specs = {name: _resolve(name, spec, num_prompt, messages) for name, spec in ask.specs.items()}
     is_same = all(specs[name] is spec for name, spec in ask.specs.items())
     return ask if is_same else replace(ask, specs=specs)
 
 
-def _resolve(instance: str, spec: CaptureSpec, num_prompt: int, find_message: FindMessage | None) -> CaptureSpec:
+def _resolve(instance: str, spec: CaptureSpec, num_prompt: int, messages: ChatMessages | None) -> CaptureSpec:
     field = f"{CAPTURE}.{instance}.positions"
     positions = spec.positions
-    if isinstance(positions, Message) and find_message is not None:
-        positions = find_message(positions, field)
+    if messages is not None:
+        positions = _with_messages_found(positions, messages, field)
     resolved = positions.resolve(num_prompt, field)
     return spec if resolved is spec.positions else replace(spec, positions=resolved)
 
 
+def _with_messages_found(selector: PositionSelector, messages: ChatMessages, field: str) -> PositionSelector:
+    if isinstance(selector, Message):
+        return messages.select(selector, field)
+    if isinstance(selector, Several) and any(isinstance(part, Message) for part in selector.parts):
+        parts = [_with_messages_found(part, messages, f"{field}[{n}]") for n, part in enumerate(selector.parts)]
+        return Several(tuple(parts))
+    return selector
+
+
 def messages_of(ask: CaptureRequest) -> dict[Message, str]:
     """The message selectors of a request that are not yet resolved, each with its field."""
-    return {
-        spec.positions: f"{CAPTURE}.{instance}.positions"
-        for instance, spec in ask.specs.items()
-        if isinstance(spec.positions, Message)
-    }
+    found: dict[Message, str] = {}
+    for instance, spec in ask.specs.items():
+        field = f"{CAPTURE}.{instance}.positions"
+        is_several = isinstance(spec.positions, Several)
+        for number, part in enumerate(parts_of(spec.positions)):
+            if isinstance(part, Message):
+                found.setdefault(part, f"{field}[{number}]" if is_several else field)
+    return found

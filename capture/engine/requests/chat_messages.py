@@ -11,12 +11,15 @@ message that comes first, templates put nothing but the token that begins every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import operator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from headgate.capture.engine.contracts.plain_values import Document
-from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.positions import Message, Span
+from headgate.capture.schema.errors import HeadgateError, RequestError
+from headgate.capture.schema.positions import Message, PositionSelector, Span
+from headgate.capture.schema.results import MessageSpan
 
 Chat = Sequence[Document]
 Tokens = Sequence[int]
@@ -52,19 +55,107 @@ class RenderedMessage:
 _UNCLEAR = "this model's chat template does not show where the message lies; select positions by number"
 
 
-def pick(selector: Message, chat: Chat, field: str) -> int:
-    """Index in `chat` of the message that `selector` means.
+def pick(selector: Message, roles: Sequence[str | None], field: str) -> tuple[int, ...]:
+    """Numbers of the messages that `selector` means, in a chat with messages of these roles.
 
     Raises:
         RequestError: If there is none.
     """
-    matching = [i for i, message in enumerate(chat) if selector.role in (None, message.get("role"))]
+    matching = [i for i, role in enumerate(roles) if selector.role in (None, role)]
     try:
-        return matching[selector.index]
+        found = tuple(matching) if selector.index is None else (matching[selector.index],)
     except IndexError:
-        roles = ", ".join(str(message.get("role")) for message in chat)
-        wanted = f"message {selector.index}" + (f" of role {selector.role!r}" if selector.role else "")
-        raise RequestError(field, f"there is no {wanted}; the chat has: {roles}") from None
+        found = ()
+    if not found:
+        wanted = "message" if selector.index is None else f"message {selector.index}"
+        wanted += f" of role {selector.role!r}" if selector.role else ""
+        raise RequestError(field, f"there is no {wanted}; the chat has: {', '.join(map(str, roles))}")
+    return found
+
+
+Locate = Callable[[int, str], RenderedMessage]
+"""Finds a message by its number in the chat; the text is the field that asks, for errors."""
+
+
+class ChatMessages:
+    """The messages of a chat in its prompt.
+
+    Args:
+        roles: Of each message.
+        locate: Finds one as it was rendered.
+        prompt: The tokens of the prompt.
+    """
+
+    def __init__(self, roles: Sequence[str | None], locate: Locate, prompt: Tokens) -> None:
+        self._roles = roles
+        self._locate = locate
+        self._prompt = prompt
+
+    def select(self, selector: Message, field: str) -> PositionSelector:
+        """Resolve a selector.
+
+        Raises:
+            RequestError: If there is no such message, or the template does not show it.
+        """
+        spans = [self._locate(index, field).span(self._prompt, field) for index in pick(selector, self._roles, field)]
+        return selector.within(spans, field)
+
+    def find(self, role: str | None, index: int, field: str) -> MessageSpan:
+        """Return one message; counted as `Message` counts.
+
+        Raises:
+            RequestError: As `select` does.
+        """
+        (number,) = pick(Message(role, index), self._roles, field)
+        return self._span(number, field)
+
+    def spans(self, field: str) -> tuple[MessageSpan, ...]:
+        """Return every message, in order.
+
+        Raises:
+            RequestError: If the template does not show one of them.
+        """
+        return tuple(self._span(number, f"{field}[{number}]") for number in range(len(self._roles)))
+
+    def _span(self, number: int, field: str) -> MessageSpan:
+        span = self._locate(number, field).span(self._prompt, field)
+        stop = len(self._prompt) if span.stop is None else span.stop
+        tokens = [int(token) for token in self._prompt[span.start : stop]]
+        return MessageSpan(role=str(self._roles[number]), start=span.start, stop=stop, token_ids=tokens)
+
+
+class KnownChat(Protocol):
+    """A conversation behind a request."""
+
+    def messages(self, prompt: Tokens) -> ChatMessages:
+        """Return its messages in the prompt of these tokens."""
+        ...
+
+
+class LocatedChat:
+    """A conversation of which the messages that a request asks for were found before; implements `KnownChat`.
+
+    Args:
+        roles: Of each message.
+        found: Those messages, by their numbers.
+    """
+
+    def __init__(self, roles: Sequence[str | None], found: Mapping[int, RenderedMessage]) -> None:
+        self._roles = roles
+        self._found = found
+
+    def messages(self, prompt: Tokens) -> ChatMessages:
+        return ChatMessages(self._roles, lambda number, _: self._found[number], prompt)
+
+
+def roles_of(chat: Chat) -> list[str | None]:
+    """The role of each message of a chat; None for one without."""
+    return [None if (role := message.get("role")) is None else str(role) for message in chat]
+
+
+def is_beginning(part: Chat, chat: Chat) -> bool:
+    """Whether `part` consists of the first messages of `chat`, the very objects."""
+    return len(part) <= len(chat) and all(map(operator.is_, part, chat))
 
 
 def locate(chat: Chat, index: int, *, is_continued: bool, bos: int | None, field: str) -> Rendering:
@@ -131,7 +222,7 @@ def drive(rendering: Rendering, render: Callable[[Chat], Tokens | None]) -> Rend
 
 
 class LLMChat:
-    """A conversation that `LLM.chat` is about to add as a request.
+    """A conversation that `LLM.chat` is about to add as a request; implements `KnownChat`.
 
     Args:
         prompt: What it was rendered to; identifies the request.
@@ -155,19 +246,37 @@ class LLMChat:
         self._render = render
         self._is_continued = is_continued
         self._bos = bos
+        self._rendered: dict[int, RenderedMessage] = {}
+        self._beginnings: dict[int, Tokens | None] = {}
 
-    def find_message(self, tokens: Tokens) -> Callable[[Message, str], Span]:
-        """Resolves message selectors for the prompt of these tokens."""
+    def messages(self, prompt: Tokens) -> ChatMessages:
+        return ChatMessages(roles_of(self._chat), self._locate, prompt)
 
-        def find(selector: Message, field: str) -> Span:
-            index = pick(selector, self._chat, field)
-            rendering = locate(self._chat, index, is_continued=self._is_continued, bos=self._bos, field=field)
-            return drive(rendering, self._try_render).span(tokens, field)
-
-        return find
+    def _locate(self, number: int, field: str) -> RenderedMessage:
+        if number not in self._rendered:
+            rendering = locate(self._chat, number, is_continued=self._is_continued, bos=self._bos, field=field)
+            self._rendered[number] = drive(rendering, self._try_render)
+        return self._rendered[number]
 
     def _try_render(self, chat: Chat) -> Tokens | None:
+        number = len(chat)
+        if not is_beginning(chat, self._chat):
+            return self._render_once(chat)
+        if number not in self._beginnings:
+            self._beginnings[number] = self._render_once(chat)
+        return self._beginnings[number]
+
+    def _render_once(self, chat: Chat) -> Tokens | None:
         try:
             return self._render(chat)
+        except EngineGoneError:
+            raise
         except Exception:  # noqa: BLE001  (templates raise whatever they like to refuse a conversation)
             return None
+
+
+ENGINE_GONE = "the engine that renders the chat is gone: ask for its messages while there is one"
+
+
+class EngineGoneError(HeadgateError, RuntimeError):
+    """The engine that would have to render a conversation is gone."""

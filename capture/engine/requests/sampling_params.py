@@ -29,11 +29,13 @@ from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY
 from headgate.capture.engine.setup.versions import WORKS_WITH
 from headgate.capture.schema.batch import WIRE_VERSION, CaptureWire, RequestWire
 from headgate.capture.schema.errors import RequestError
+from headgate.capture.schema.results import MessageSpan
 from headgate.capture.schema.spec import CaptureSpec
 
 CAPTURE_WAIT = "capture_wait"
+CAPTURE_MESSAGES = "capture_messages"
 RETURN_HIDDEN_STATES = "return_hidden_states"
-CAPTURE_FIELDS = (CAPTURE, CAPTURE_WAIT, RETURN_HIDDEN_STATES)
+CAPTURE_FIELDS = (CAPTURE, CAPTURE_WAIT, CAPTURE_MESSAGES, RETURN_HIDDEN_STATES)
 
 REQUEST_KEY = "headgate_request"
 """Key of the `HeadgateRequest` in ``extra_args``."""
@@ -105,7 +107,8 @@ def _read(early: Mapping[str, object], extra: Mapping[str, object], name: str) -
 
 def none_if_default(name: str, value: object) -> object:
     """`value`, or None if it says nothing: some clients send every field that they know with its default."""
-    return None if value is False and (name == RETURN_HIDDEN_STATES or name in answer_fields()) else value
+    is_switch = name in (RETURN_HIDDEN_STATES, CAPTURE_MESSAGES) or name in answer_fields()
+    return None if value is False and is_switch else value
 
 
 def read_fields(params: SamplingParams, names: Iterable[str]) -> dict[str, object]:
@@ -133,6 +136,8 @@ class CaptureRequest:
         wait: The client waits for results as long as it takes: ``capture_wait``, or a consumer that is awaited.
         is_explicit: The client named a consumer itself; otherwise only global consumers look at the request.
         named: Consumers that the client named: how much it may ask of these is limited.
+        messages: Where the messages of its chat lie, once its prompt is known: empty before. None if its results do not
+            tell of them.
         key: Random; results for the request must carry it.
         reply: Address of the result hub; None if nobody waits.
     """
@@ -143,6 +148,7 @@ class CaptureRequest:
     key: str
     reply: str | None = None
     named: frozenset[str] = frozenset()
+    messages: list[MessageSpan] | None = None
 
     def to_wire(self, num_samples: int, request_id: str) -> CaptureWire:
         """Return the form on the wire; positions must be resolved."""

@@ -28,12 +28,23 @@ from headgate.capture.engine.frontends.unsent_renderings import forget_unsent, l
 from headgate.capture.engine.requests.call_context import Call, current_call, enter, taken
 from headgate.capture.engine.requests.capture_frontend import front_end_of
 from headgate.capture.engine.requests.capture_request import messages_of
-from headgate.capture.engine.requests.chat_messages import Chat, RenderedMessage, Tokens, locate, pick
+from headgate.capture.engine.requests.chat_messages import (
+    Chat,
+    LocatedChat,
+    RenderedMessage,
+    Tokens,
+    is_beginning,
+    locate,
+    pick,
+    roles_of,
+)
 from headgate.capture.engine.requests.hidden_states import read_form
 from headgate.capture.engine.requests.request_reader import reader_of
 from headgate.capture.engine.requests.sampling_params import (
     CAPTURE_FIELDS,
+    CAPTURE_MESSAGES,
     RETURN_HIDDEN_STATES,
+    CaptureRequest,
     all_fields,
     answer_fields,
     none_if_default,
@@ -51,10 +62,12 @@ from headgate.capture.engine.server.answers import answer_choices, answer_respon
 from headgate.capture.engine.server.retry_after import await_first_event
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.positions import Message
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+
+MAX_LOCATED = 128
+"""Messages of one chat that are looked for: for each the chat up to it is rendered, on the server's event loop."""
 
 NO_BEAMS = "beam search cannot be captured or steered: its requests come and go with the beams"
 
@@ -165,7 +178,7 @@ def create_chat_completion(original: Function) -> Function:
             return await _serve(original, given, self, request, raw_request, *args, **kwargs)
         call = _begin_call(self, request, given)
         if _captures(given):
-            call.chat_messages = await _find_chat_messages(self, request)
+            call.chat = await _find_chat_messages(self, request)
         return answer_choices(await _serve(original, given, self, request, raw_request, *args, **kwargs), call)
 
     return wrapped
@@ -251,7 +264,7 @@ def _check_engine_input(
         return
     assert reader.capture is not None  # noqa: S101  (it has read what is captured)
     num_prompt = len(engine_input["prompt_token_ids"])
-    resolved = reader.capture.resolve(headgate_request.capture, num_prompt, params, Call().find_message([]))
+    resolved = reader.capture.resolve(headgate_request.capture, num_prompt, params, None)
     check_quota(reader.capture, resolved, num_prompt, params)
 
 
@@ -316,25 +329,45 @@ async def _check_early(given: Document, handler: Handler, request: Body, raw_req
         await reader_of(client).confirm_names(given, client.engine_core)
 
 
-async def _find_chat_messages(handler: ChatHandler, request: ChatBody) -> dict[Message, RenderedMessage]:
+async def _find_chat_messages(handler: ChatHandler, request: ChatBody) -> LocatedChat | None:
     """Render the beginnings of the chat that message selectors need, as the chat itself will be rendered."""
     front = front_end_of(handler.engine_client)
     if front is None:
-        return {}
+        return None
     with as_client_error():
         ask = front.capture_reader.read(request.to_sampling_params(1, {}), request.request_id)
         if ask is None:
-            return {}
-        return {
-            selector: await _locate(handler, request, selector, where) for selector, where in messages_of(ask).items()
-        }
+            return None
+        roles = roles_of(request.messages)
+        wanted = _wanted_messages(ask, roles)
+        beginnings: dict[int, Tokens | None] = {}
+        found = {number: await _locate(handler, request, number, where, beginnings) for number, where in wanted.items()}
+        return LocatedChat(roles, found)
 
 
-async def _locate(handler: ChatHandler, request: ChatBody, selector: Message, where: str) -> RenderedMessage:
+def _wanted_messages(ask: CaptureRequest, roles: Sequence[str | None]) -> dict[int, str]:
+    """Numbers of the messages that are to be found, each with the field that asks."""
+    wanted = {number: where for one, where in messages_of(ask).items() for number in pick(one, roles, where)}
+    if ask.messages is not None:
+        wanted = {number: f"{CAPTURE_MESSAGES}[{number}]" for number in range(len(roles))} | wanted
+    if len(wanted) > MAX_LOCATED:
+        where = CAPTURE_MESSAGES if ask.messages is not None else next(iter(wanted.values()))
+        raise RequestError(
+            where,
+            f"{len(wanted)} messages of the chat would have to be looked for, and each is rendered with all before it; "
+            f"at most {MAX_LOCATED} can be",
+        )
+    return wanted
+
+
+async def _locate(
+    handler: ChatHandler, request: ChatBody, number: int, where: str, beginnings: dict[int, Tokens | None]
+) -> RenderedMessage:
+    """Find one message; `beginnings` keeps what beginnings of the chat, by their lengths, were rendered to."""
     chat = request.messages
     rendering = locate(
         chat,
-        pick(selector, chat, where),
+        number,
         is_continued=request.continue_final_message,
         bos=getattr(handler.renderer.tokenizer, "bos_token_id", None),
         field=where,
@@ -342,7 +375,12 @@ async def _locate(handler: ChatHandler, request: ChatBody, selector: Message, wh
     try:
         part = next(rendering)
         while True:
-            part = rendering.send(await _try_render(handler, request, part))
+            if not is_beginning(part, chat):
+                part = rendering.send(await _try_render(handler, request, part))
+                continue
+            if len(part) not in beginnings:
+                beginnings[len(part)] = await _try_render(handler, request, part)
+            part = rendering.send(beginnings[len(part)])
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]
 

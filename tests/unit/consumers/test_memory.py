@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from headgate.capture.handles import CaptureCall, CaptureHandle
 from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.capture.schema.errors import ConfigError, ConsumerError
-from headgate.capture.schema.results import SupportsSummary
+from headgate.capture.schema.results import CaptureResult, SupportsSummary
 from headgate.capture.schema.sites import Site
 from headgate.consumers.captured_rows import CapturedRows
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
@@ -100,6 +101,27 @@ def test_results_count_until_nobody_holds_them() -> None:
     gc.collect()
 
     assert len(memory.whole(request("fits-now"))) == 8
+
+
+def test_a_handle_holds_the_rows_until_it_is_dropped_and_tells_what_did_not_fit() -> None:
+    memory = feed(max_bytes=10 * ROW_BYTES)
+    handle = handle_of(CaptureResult(status="ok", payload=memory.whole(request("held"))))
+    with pytest.raises(ConsumerError) as caught:
+        memory.whole(request("too-much"))
+    failed = handle_of(CaptureResult(status="error", error=str(caught.value)))
+
+    assert len(handle.fetch().positions) == 8
+    with pytest.raises(ConsumerError, match=rf"rows of request r: error, .*hold {8 * ROW_BYTES}; .*or raise max_bytes"):
+        failed.fetch()
+    handle.discard()
+    gc.collect()
+
+    assert len(memory.whole(request("fits-now"))) == 8
+
+
+def handle_of(result: CaptureResult) -> CaptureHandle:
+    call = CaptureCall("memory", MemoryConsumer.fetch_rows)
+    return CaptureHandle(result, call, request_id="r", sample_index=0, num_prompt_tokens=6)
 
 
 def test_an_abandoned_request_gives_its_memory_back() -> None:

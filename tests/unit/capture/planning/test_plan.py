@@ -19,7 +19,8 @@ from headgate.capture.planning.request_plan import WINDOW, PositionList, list_ke
 from headgate.capture.planning.step_plan import StepPlan
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.config import MAX_CONSUMERS
-from headgate.capture.schema.positions import MAX_LISTED, MAX_POSITION, Indices, Named, PositionSelector, Span
+from headgate.capture.schema.positions import Indices, Named, PositionSelector, Span
+from headgate.capture.schema.selectors.union import MAX_LISTED, MAX_POSITION
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 from tests.strategies import SITES

@@ -11,20 +11,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from headgate.capture.schema import positions
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.schema.positions import (
-    MAX_LISTED,
-    MAX_POSITION,
-    NAMED,
-    Indices,
-    Message,
-    Named,
-    PositionSelector,
-    Span,
-    parse_positions,
-    selector_from_wire,
-)
+from headgate.capture.schema.positions import NAMED, Indices, Message, Named, PositionSelector, Span
+from headgate.capture.schema.selectors import parsing
+from headgate.capture.schema.selectors.parsing import parse_positions, selector_from_wire
+from headgate.capture.schema.selectors.union import MAX_LISTED, MAX_POSITION
 from tests.fakes.unread import Unread
 from tests.strategies import selectors
 
@@ -82,7 +73,7 @@ def test_a_selector_selects_what_the_reader_expects(raw: object, expected: list[
         ([], "positions", "unknown selector"),
         ({}, "positions", "unknown selector"),
         (b"abc", "positions", "unknown selector"),
-        ({"start": 1, "role": "user"}, "positions", "unknown selector"),
+        ({"start": 1, "include_generated": True}, "positions", "unknown selector"),
         ({"begin": 1}, "positions", "unknown selector"),
         ([1, "2"], r"positions\[1\]", "expected an integer, got '2'"),
         ([True], r"positions\[0\]", "expected an integer, got True"),
@@ -96,6 +87,9 @@ def test_a_selector_selects_what_the_reader_expects(raw: object, expected: list[
         ({"start": -1, "stop": -3}, "positions", "selects no position"),
         ({"role": ""}, r"positions\.role", "expected the role of a message"),
         ({"role": "user", "index": "last"}, r"positions\.index", "expected an integer"),
+        ({"role": "user", "step": 0}, r"positions\.step", "must be at least 1"),
+        ({"index": 0, "include_generated": 1}, r"positions\.include_generated", "expected true or false, got 1"),
+        (["last_prompt", {"role": "user"}], r"positions\[0\]", "expected an integer, got 'last_prompt'"),
     ],
     ids=repr,
 )
@@ -120,8 +114,8 @@ def test_a_list_beyond_the_context_is_refused_with_the_first_entry_that_is(raw: 
 
 def test_the_fields_of_a_list_are_named_for_an_error_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     named: list[str] = []
-    integer = positions._integer
-    monkeypatch.setattr(positions, "_integer", lambda value, field: (named.append(field), integer(value, field))[1])
+    integer = parsing._integer
+    monkeypatch.setattr(parsing, "_integer", lambda value, field: (named.append(field), integer(value, field))[1])
 
     parse_positions([*range(0, 1000, 3), -4], "positions")
     assert named == []

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.requests.reader import open_reader
-from headgate.steering.requests.trace import join_notes
+from headgate.steering.requests.trace import SteeringTrace, join_notes
 
 MODEL = ModelInfo(name="m", num_layers=4, hidden_size=2, dtype="float32", sites=())
 VECTORS = {"post_mlp": {1: [1.0, 2.0]}}
@@ -86,3 +87,30 @@ def test_the_reader_makes_the_value_of_the_answer() -> None:
     assert wanted is not None
 
     assert reader.read_notes(wanted, [{"positions": [1]}], None)["steering_trace"]["positions"] == [1]
+
+
+def test_a_notebook_shows_each_probe_and_gate_on_a_scale_of_its_own() -> None:
+    trace = SteeringTrace(
+        {
+            "positions": [39, 40, 41, 42],
+            "scores": {"anger": [-3.25, None, 0.5, 1.75], "<b>": [2.0, 2.0, 2.0, 2.0]},
+            "gates": {"calm": {"strength": [0, 0, 1, 1], "applied": [0, 0, 0, 1.5]}},
+            "actions": [],
+        }
+    )
+
+    shown = trace._repr_html_()
+
+    assert "position 39 to 42" in shown
+    assert "calm: on at 1 rows" in shown
+    assert "<tr><td>score anger</td><td>-3.25</td><td>-0.33333</td><td>1.75</td></tr>" in shown
+    assert shown.count("<td style=background") == 4 + 4 + 3
+    applied = shown.rpartition("applied calm</td>")[2].partition("</tr>")[0].split("<td style=background:")[1:]
+    assert len(set(applied[:3])) == 1
+    assert applied[0] != applied[3]
+    assert "<b>" not in shown.partition("</b>")[2]
+    assert msgspec.json.decode(msgspec.json.encode(trace)) == trace
+
+
+def test_a_notebook_shows_a_trace_without_rows() -> None:
+    assert "gates: none" in SteeringTrace(join_notes([], 5))._repr_html_()

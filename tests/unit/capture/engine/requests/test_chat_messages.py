@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.capture.engine.requests.chat_messages import LLMChat, drive, locate, pick
+from headgate.capture.engine.requests.chat_messages import (
+    ENGINE_GONE,
+    EngineGoneError,
+    LLMChat,
+    drive,
+    locate,
+    pick,
+    roles_of,
+)
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import Message, Span
 
@@ -75,7 +83,7 @@ SYSTEM_TALK = [message("system", "Be brief"), *TALK]
 def span_of(template: Callable[..., list[int]], chat: Chat, index: int, role: str | None = None) -> Span:
     prompt = template(chat, opening=True)
     known = LLMChat({}, chat, template, is_continued=False, bos=BOS)
-    return known.find_message(prompt)(Message(role, index), "capture.x.positions")
+    return known.messages(prompt).select(Message(role, index), "capture.x.positions")
 
 
 def text_of(template: Callable[..., list[int]], chat: Chat, index: int, role: str | None = None) -> str:
@@ -146,16 +154,81 @@ def test_a_message_that_the_prompt_continues_ends_with_it() -> None:
     prompt = chatml(chat)[: -len("</>")]
     known = LLMChat({}, chat, chatml, is_continued=True, bos=None)
 
-    span = known.find_message(prompt)(Message("assistant", -1), "field")
+    span = known.messages(prompt).select(Message("assistant", -1), "field")
 
     assert "".join(map(chr, prompt[span.start : span.stop])) == "<assistant>I say"
+
+
+def test_all_messages_of_a_chat_are_told() -> None:
+    prompt = chatml(SYSTEM_TALK, opening=True)
+    renderings: list[int] = []
+
+    def render(part: Chat) -> list[int]:
+        renderings.append(len(part))
+        return chatml(part)
+
+    known = LLMChat({}, SYSTEM_TALK, render, is_continued=False, bos=None).messages(prompt)
+    spans = known.spans("field")
+
+    assert [span.role for span in spans] == ["system", "user", "assistant", "user"]
+    assert [span.token_ids for span in spans] == [prompt[span.start : span.stop] for span in spans]
+    assert ["".join(map(chr, span.token_ids)) for span in spans] == [
+        f"<{m['role']}>{m['content']}</>" for m in SYSTEM_TALK
+    ]
+    assert known.find("user", -1, "field") == spans[-1]
+    assert renderings.count(4) == renderings.count(3) == 1
+    assert sorted(renderings) == [1, 2, 2, 3, 4]  # and the first message once more, as a later turn
+
+
+def test_a_message_that_the_template_does_not_show_is_named() -> None:
+    known = LLMChat({}, TALK, thoughtless, is_continued=False, bos=None).messages(thoughtless(TALK, opening=True))
+
+    with pytest.raises(RequestError, match=r"^messages\[1\]: this model's chat template does not show"):
+        known.spans("messages")
+    assert known.find(None, 0, "message").role == "user"
+
+
+def tool_turns(chat: Chat, *, opening: bool = False) -> list[int]:
+    """As Qwen and Hermes: results of tools that follow each other stand in one turn of the user."""
+    text = ""
+    for i, m in enumerate(chat):
+        is_tool = m["role"] == "tool"
+        opens = not is_tool or i == 0 or chat[i - 1]["role"] != "tool"
+        closes = not is_tool or i == len(chat) - 1 or chat[i + 1]["role"] != "tool"
+        calls = "".join(f"(call {call})" for call in m.get("tool_calls", ()))
+        role = "user" if is_tool else m["role"]
+        text += f"{f'<{role}>' if opens else ''}{'[result]' if is_tool else ''}{m['content']}{calls}"
+        text += "</>" if closes else ""
+    return encode(text + ("<assistant>" if opening else ""))
+
+
+def test_calls_and_results_of_tools_are_messages_where_the_template_keeps_them_apart() -> None:
+    calling = {"role": "assistant", "content": "", "tool_calls": ["f"]}
+    one = [message("user", "Hi"), calling, message("tool", "7"), message("assistant", "So 7")]
+    two = [*one[:3], message("tool", "8"), one[3]]
+
+    assert text_of(tool_turns, one, 0, "tool") == "<user>[result]7</>"
+    assert text_of(tool_turns, one, 0, "assistant") == "<assistant>(call f)</>"
+    assert text_of(tool_turns, two, -1, "assistant") == "<assistant>So 7</>"
+    with pytest.raises(RequestError, match="does not show where the message lies"):
+        span_of(tool_turns, two, 0, "tool")
+
+
+def test_an_engine_that_is_gone_is_told_of() -> None:
+    def render(part: Chat) -> list[int]:
+        raise EngineGoneError(ENGINE_GONE)
+
+    known = LLMChat({}, TALK, render, is_continued=False, bos=None).messages(chatml(TALK))
+
+    with pytest.raises(EngineGoneError, match="the engine that renders the chat is gone"):
+        known.spans("messages")
 
 
 def test_a_prompt_that_was_cut_is_refused() -> None:
     known = LLMChat({}, TALK, chatml, is_continued=False, bos=None)
 
     with pytest.raises(RequestError, match="the text before it changes"):
-        known.find_message(chatml(TALK)[5:])(Message("user", -1), "field")
+        known.messages(chatml(TALK)[5:]).select(Message("user", -1), "field")
 
 
 ROLES = st.sampled_from(["user", "assistant", "tool"])
@@ -171,7 +244,7 @@ def test_the_turns_of_any_chat_follow_each_other(chat: list[dict[str, str]], wit
 
     expected = f"<{chat[index]['role']}>{chat[index]['content']}</>"
     assert "".join(map(chr, turn.tokens[turn.start :])) == expected
-    assert pick(Message(None, index), chat, "f") == index
+    assert pick(Message(None, index), roles_of(chat), "f") == (index,)
 
 
 @pytest.mark.parametrize("chat", [TALK, SYSTEM_TALK], ids=["default-system", "own-system"])
@@ -187,6 +260,6 @@ def test_the_turns_of_smollm2(model_dir: Path, chat: Chat) -> None:
     known = LLMChat({}, chat, render, is_continued=False, bos=tokenizer.bos_token_id)
 
     for index, turn in enumerate(chat):
-        span = known.find_message(prompt)(Message(None, index), "field")
+        span = known.messages(prompt).select(Message(None, index), "field")
         text = tokenizer.decode(prompt[span.start : span.stop])
         assert text == f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n"

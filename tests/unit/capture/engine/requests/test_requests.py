@@ -17,6 +17,7 @@ from headgate.capture.engine.requests.capture_request import (
     refuse_unconfigured,
     resolve,
 )
+from headgate.capture.engine.requests.chat_messages import LocatedChat, RenderedMessage
 from headgate.capture.engine.requests.request_reader import RequestReader
 from headgate.capture.engine.requests.sampling_params import (
     REQUEST_KEY,
@@ -30,7 +31,7 @@ from headgate.capture.schema.batch import RequestWire
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
 from headgate.capture.schema.errors import ConsumerError, RequestError
-from headgate.capture.schema.positions import Message, Named, Span
+from headgate.capture.schema.positions import Indices, Message, Named, Span, parts_of
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 
@@ -191,11 +192,44 @@ def test_message_selectors_are_resolved_by_whoever_knows_the_chat() -> None:
     field = "capture.rows.positions"
     assert messages_of(ask) == {Message("user", 0): field}
 
-    resolved = resolve(ask, 10, lambda selector, where: Span(2, 5))
+    messages = LocatedChat(["user"], {0: RenderedMessage(2, tuple(range(5)))}).messages(range(10))
+    resolved = resolve(ask, 10, messages)
 
     assert resolved.specs["rows"].positions == Span(2, 5)
     with pytest.raises(RequestError, match="needs a chat request"):
         resolve(ask, 10, None)
+
+
+def test_message_selectors_are_found_among_several() -> None:
+    first, last = {"role": "user", "index": 0, "stop": 2}, {"index": -1, "include_generated": True}
+    ask = read(params(capture={"rows": {**HOOKS, "positions": [first, "last_prompt", last]}}), door(rows=Rows))
+    assert messages_of(ask) == {
+        Message("user", 0, Span(0, 2)): "capture.rows.positions[0]",
+        Message(None, -1, include_generated=True): "capture.rows.positions[2]",
+    }
+    rendered = {0: RenderedMessage(1, tuple(range(5))), 1: RenderedMessage(5, tuple(range(7)))}
+    messages = LocatedChat(["user", "assistant"], rendered).messages(range(10))
+
+    resolved = resolve(ask, 10, messages).specs["rows"].positions
+
+    assert parts_of(resolved) == (Indices.of([1, 2, 5, 6, 9]), Span(10))
+    with pytest.raises(RequestError, match=r"^capture\.rows\.positions\[0\]: a message selector needs a chat"):
+        resolve(ask, 10, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"capture": {"rows": HOOKS}, "capture_messages": 1}, "expected true or false, got 1"),
+        ({"capture_messages": True}, "set 'capture', too"),
+    ],
+)
+def test_results_tell_of_messages_if_there_are_any(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=f"^capture_messages: .*{said}"):
+        door(rows=Rows).read(params(**fields), "r")
+
+    asked = [read(params(capture={"rows": HOOKS}, capture_messages=value), door(rows=Rows)) for value in (True, False)]
+    assert [ask.messages for ask in asked] == [[], None]
 
 
 def test_an_ask_travels_on_a_copy() -> None:

@@ -32,6 +32,7 @@ def test_a_plain_result_keeps_its_fields() -> None:
         "num_bytes": 6,
         "dropped_rows": 0,
         "key": "files",
+        "messages": None,
     }
 
 
