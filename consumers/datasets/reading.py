@@ -12,6 +12,7 @@ import numpy.typing as npt
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.consumers.datasets.index.root import IndexedRoot
 from headgate.consumers.datasets.index.table import Unit
+from headgate.consumers.filesystem.storage.object_store import open_files
 
 MAX_OPEN = 128
 """Files kept open."""
@@ -66,7 +67,7 @@ class Reader:
         """A whole small file."""
         path = self.path(unit, name)
         if self._files is not None:
-            return bytes(self._files.cat_file(path))
+            return bytes(self._own_files().cat_file(path))
         try:
             with open(path, "rb") as file:
                 return file.read()
@@ -84,12 +85,18 @@ class Reader:
 
     def _fetch(self, path: str, offset: int, size: int) -> bytes:
         try:
-            fetched = bytes(self._files.cat_file(path, offset, offset + size))
+            fetched = bytes(self._own_files().cat_file(path, start=offset, end=offset + size))
         except FileNotFoundError as error:
             raise CaptureFileError(f"{path}: missing since the data set was opened") from error
         if len(fetched) != size:
             raise CaptureFileError(f"{path}: torn: {size} bytes expected at {offset}, {len(fetched)} found")
         return fetched
+
+    def _own_files(self) -> Any:
+        """The file system of fsspec; a new one in a forked process, which has not the threads of its parent's."""
+        if self._process != os.getpid():
+            self._files, self._process = open_files(self._given, CaptureFileError)[0], os.getpid()
+        return self._files
 
     def _file(self, unit: Unit, name: str) -> int:
         path = self.path(unit, name)

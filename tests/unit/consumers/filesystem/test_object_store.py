@@ -1,0 +1,309 @@
+"""Roots in S3: rows reach it whole and once, whatever becomes of the store or of the process that uploads."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headgate.capture.schema.errors import ConfigError, ConsumerError
+from headgate.capture.schema.sites import Site
+from headgate.consumers.datasets import open_dataset
+from headgate.consumers.feed import ExampleRequest
+from headgate.consumers.filesystem.storage import object_store
+from headgate.consumers.filesystem.uploading import uploader
+from headgate.consumers.reader import open_capture, open_captures
+from tests.fakes.captured_roots import LAYOUTS, SITE, expected_facts, facts_of, write_root
+from tests.fakes.capturing import Capturing, capturing
+from tests.fakes.dying_uploads import WHOLE
+from tests.fakes.s3_server import S3Server, s3_server, start_threads
+
+NORM = Site.parse("final_norm")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    start_threads()
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def store(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    monkeypatch.setattr(uploader, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(uploader, "MAX_PAUSE_S", 0.05)
+    server.start()
+    server.make_bucket()
+    yield server
+    server.stop()
+
+
+def root_of(store: S3Server) -> str:
+    return f"s3://{store.bucket}/run"
+
+
+def write(files: Capturing, names: list[str], **raw: Any) -> list[ExampleRequest]:
+    """Write requests in all layouts by turns; each has its result."""
+    requests = [files.request({"layout": LAYOUTS[n % 3], **raw}, client_id=name) for n, name in enumerate(names)]
+    for request in requests:
+        files.feed.whole(request)
+    return requests
+
+
+def check(store: S3Server, spool: Path, requests: list[ExampleRequest]) -> None:
+    """The store has exactly the rows of `requests`, and the spool nothing."""
+    assert facts_of(open_dataset(root_of(store), sites=SITE).batches()) == expected_facts(requests)
+    assert len(list(open_captures(root_of(store)))) == len(requests)
+    assert waiting(spool) == []
+    assert store.unfinished() == []
+
+
+def is_taken(files: Capturing, request: ExampleRequest) -> bool:
+    """Whether the request's rows could be stored."""
+    try:
+        files.feed.whole(request)
+    except ConsumerError:
+        return False
+    return True
+
+
+def waiting(spool: Path) -> list[str]:
+    """Files in the spool, but for locks."""
+    return sorted(path.name for path in spool.rglob("*") if path.is_file() and path.name not in (".lock", "lock"))
+
+
+def test_every_layout_arrives_and_leaves_the_spool(store: S3Server, tmp_path: Path) -> None:
+    with capturing(root_of(store), spool=str(tmp_path)) as files:
+        requests = write(files, [f"r{n}" for n in range(9)])
+
+    check(store, tmp_path, requests)
+    assert not any(method == "DELETE" for method, _ in store.requests)  # no temporary keys
+
+
+def test_large_files_go_up_in_parts(store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "PART_BYTES", 300)
+    with capturing(root_of(store), spool=str(tmp_path)) as files:
+        requests = write(files, ["a", "b", "c"], layout="request")
+
+    check(store, tmp_path, requests)
+    parts = [path for method, path in store.requests if method == "PUT" and "partNumber=" in path]
+    assert len(parts) >= 6
+
+
+def test_nothing_is_lost_while_the_store_is_down(store: S3Server, tmp_path: Path) -> None:
+    with capturing(root_of(store), spool=str(tmp_path), upload_wait_s=0) as files:
+        requests = write(files, ["before", "before-2"])
+        store.stop()
+        for name in ("during", "during-2", "during-3"):
+            requests.append(files.request({"layout": "request"}, client_id=name))
+            payload = files.feed.whole(requests[-1])
+            assert (payload["uploaded"], payload["durable"]) == (False, True)
+            assert payload["paths"] == [f"{root_of(store)}/default/{name}.safetensors"]
+        store.start()
+        requests += write(files, ["after"])
+
+    check(store, tmp_path, requests)
+
+
+def test_the_next_process_uploads_what_this_one_could_not(store: S3Server, tmp_path: Path) -> None:
+    files = Capturing(root_of(store), spool=str(tmp_path), upload_wait_s=0)
+    store.stop()
+    requests = write(files, [f"r{n}" for n in range(6)])
+    files.feed.consumer.close(0.5)
+    assert len(waiting(tmp_path)) > 6
+
+    store.start()
+    with capturing(root_of(store), spool=str(tmp_path)) as files:
+        requests += write(files, ["more"])
+
+    check(store, tmp_path, requests)
+
+
+def test_a_store_that_is_down_at_the_start_is_waited_for(store: S3Server, tmp_path: Path) -> None:
+    store.stop()
+    with capturing(root_of(store), spool=str(tmp_path), upload_wait_s=0) as files:
+        requests = write(files, ["a", "b", "c"])
+        store.start()
+
+    check(store, tmp_path, requests)
+
+
+def test_failures_are_tried_again(store: S3Server, tmp_path: Path) -> None:
+    failures = iter(range(5))
+
+    def fail(method: str, path: str) -> str | None:
+        return "503 Service Unavailable" if method == "PUT" and next(failures, None) is not None else None
+
+    store.refuses = fail
+    with capturing(root_of(store), spool=str(tmp_path)) as files:
+        requests = write(files, ["a", "b", "c"])
+
+    assert next(failures, None) is None
+    check(store, tmp_path, requests)
+
+
+def test_an_answer_that_is_lost_does_not_make_a_second_file(store: S3Server, tmp_path: Path) -> None:
+    lost: list[str] = []
+
+    def lose(method: str, path: str) -> str | None:
+        if method != "PUT" or path in lost:
+            return None
+        lost.append(path)
+        return "503 Service Unavailable"
+
+    with capturing(root_of(store), spool=str(tmp_path), if_exists="number") as files:
+        store.loses = lose
+        requests = write(files, ["a", "b"], layout="request")
+
+    assert len(lost) == 2
+    check(store, tmp_path, requests)
+
+
+@pytest.mark.parametrize("layout", ["request", "raw"])
+def test_a_key_that_exists_is_never_overwritten(store: S3Server, tmp_path: Path, layout: str) -> None:
+    name = "a.safetensors" if layout == "request" else "a/final_norm.bin"
+    store.put(f"run/default/{name}", b"somebody else's")
+
+    with capturing(root_of(store), spool=str(tmp_path)) as files:
+        request = files.request({"layout": layout, "request_id": "a"})
+        with pytest.raises(ConsumerError, match=r"s3://.*/a.* exists and is not overwritten"):
+            files.feed.whole(request)
+    with capturing(root_of(store), spool=str(tmp_path), if_exists="number") as files:
+        (path, *_) = files.feed.whole(request)["paths"]
+
+    objects = store.objects()
+    assert objects[f"run/default/{name}"] == b"somebody else's"
+    assert "a~2" in path
+    assert sorted(key for key in objects if "a~2" not in key) == [f"run/default/{name}"]
+    assert waiting(tmp_path) == []
+
+
+def test_a_key_that_appears_after_the_result_costs_no_rows(
+    store: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with capturing(root_of(store), spool=str(tmp_path), upload_wait_s=0) as files:
+        store.stop()
+        request = files.request({"request_id": "a"})
+        files.feed.whole(request)
+        store.put("run/default/a.safetensors", b"somebody else's")
+        store.start()
+
+    assert store.objects()["run/default/a.safetensors"] == b"somebody else's"
+    assert torch.equal(open_capture(f"{root_of(store)}/default/a~2.safetensors")[NORM], request.expected().rows[NORM])
+    assert "is uploaded under the next number" in caplog.text
+
+
+def test_uploads_that_were_cut_off_are_aborted(
+    store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "PART_BYTES", 300)
+    cut_off = ["500 Internal Server Error"]  # neither the part nor the abort gets through, as if the process died
+
+    def fail(method: str, path: str) -> str | None:
+        return cut_off[0] if cut_off and ("partNumber=2" in path or method == "DELETE") else None
+
+    files = Capturing(root_of(store), spool=str(tmp_path), upload_wait_s=0)
+    store.refuses = fail
+    requests = write(files, ["a"], layout="request")
+    files.feed.consumer.close(0.5)
+    assert store.unfinished() != []
+
+    cut_off.clear()
+    other = store.files().call_s3("create_multipart_upload", Bucket=store.bucket, Key="run/default/b.safetensors")
+    with capturing(root_of(store), spool=str(tmp_path)):
+        pass
+
+    assert store.unfinished() == ["run/default/b.safetensors"]  # of somebody else
+    store.files().call_s3("abort_multipart_upload", Bucket=store.bucket, Key=other["Key"], UploadId=other["UploadId"])
+    check(store, tmp_path, requests)
+
+
+def test_the_spool_is_bounded(store: S3Server, tmp_path: Path) -> None:
+    with capturing(root_of(store), spool=str(tmp_path), spool_bytes=60_000, upload_wait_s=0) as files:
+        store.stop()
+        names = (files.request({"layout": "request"}, client_id=f"r{number}") for number in range(20))
+        requests = list(takewhile(lambda request: is_taken(files, request), names))
+        assert 2 <= len(requests) < 19
+        with pytest.raises(ConsumerError, match=r"no room .*spool_bytes is 60000; see in the log"):
+            files.feed.whole(next(names))
+        store.start()
+        requests.append(files.request({"layout": "request"}, client_id="after"))
+        while not is_taken(files, requests[-1]):
+            pass  # until there is room again
+
+    check(store, tmp_path, requests)
+
+
+@pytest.mark.parametrize("root", ["s3://no-such-bucket-0/run", "s3://no-such-bucket-0"])
+def test_a_bucket_that_is_not_there_is_refused_at_start(store: S3Server, tmp_path: Path, root: str) -> None:
+    with pytest.raises(ConfigError, match=r"no-such-bucket-0.* cannot be listed"), capturing(root, spool=str(tmp_path)):
+        pass
+
+
+def test_a_store_that_lets_nobody_in_is_refused_at_start(store: S3Server, tmp_path: Path) -> None:
+    store.refuses = lambda method, path: "403 Forbidden"
+
+    with pytest.raises(ConfigError, match="credentials"), capturing(root_of(store), spool=str(tmp_path)):
+        pass
+
+
+def test_a_root_opens_with_few_requests(store: S3Server, tmp_path: Path) -> None:
+    with capturing(root_of(store), spool=str(tmp_path)) as files:
+        requests = write(files, [f"r{n}" for n in range(40)], layout="request")
+
+    store.requests.clear()
+    data = open_dataset(root_of(store), sites=SITE)
+    opened = len(store.requests)
+    store.requests.clear()
+    again = open_dataset(root_of(store), sites=SITE)
+
+    assert opened <= len(requests) + 10  # one for each file
+    assert len(store.requests) <= 10
+    assert again.roots[0].num_opened == 0
+    assert facts_of(again.batches()) == facts_of(data.batches()) == expected_facts(requests)
+
+
+def test_local_roots_and_stores_are_one_data_set(store: S3Server, tmp_path: Path) -> None:
+    local = write_root(tmp_path / "local", ["l0", "l1", "l2"])
+    with capturing(root_of(store), spool=str(tmp_path / "spool")) as files:
+        requests = write(files, ["r0", "r1", "r2"])
+
+    data = open_dataset([tmp_path / "local", root_of(store)], sites=SITE)
+
+    assert facts_of(data.batches()) == expected_facts([*local, *requests])
+    mixed = data.mixed(batch_size=8, seed=3, min_rows=20, min_requests=2)
+    assert facts_of(mixed) == expected_facts([*local, *requests])
+
+
+def test_a_forked_process_reads_by_itself(store: S3Server, tmp_path: Path) -> None:
+    with capturing(root_of(store), spool=str(tmp_path)) as files:
+        requests = write(files, ["r0", "r1", "r2"])
+    view = open_dataset(root_of(store), sites=SITE).rows()
+    view.read(0, 1)  # the parent's connections are open
+
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        rows = pool.apply(view.read, (0, len(view)))
+
+    assert rows[SITE].tobytes() == view.read(0, len(view))[SITE].tobytes()
+    assert len(view) == expected_facts(requests).total()
+
+
+@pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.extended)])
+def test_whenever_the_uploader_is_killed_the_next_one_goes_on(store: S3Server, tmp_path: Path, stride: int) -> None:
+    program = [sys.executable, "-m", "tests.fakes.dying_uploads", root_of(store), str(tmp_path), str(stride)]
+
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    points = range(0, int(done.stdout) + 1, stride)
+    assert len(points) >= 30 // stride
+    assert store.objects() == {f"run/{point}/{name}": whole for point in points for name, whole in WHOLE.items()}
+    assert store.unfinished() == []
+    assert waiting(tmp_path) == []
