@@ -24,6 +24,7 @@ class RemoteRoot:
     Attributes:
         path: This process's folder of the spool, where files are to be written whole.
         spool: Holds that folder, and those of other processes with files for the same root.
+        num_found: Files and folders that processes which are gone have left there.
 
     Args:
         url: The root.
@@ -37,6 +38,7 @@ class RemoteRoot:
         self._store = ObjectStore(url)
         self._folder = SpoolFolder(spool, url)
         self.path, self.spool = self._folder.path, self._folder.parent
+        self.num_found = len(self._folder.left)
 
     def start(
         self, name: str, *, threads: int, wait_s: float, numbering: bool, removed: Callable[[int, int], None]
@@ -65,8 +67,11 @@ class RemoteRoot:
         """Upload a folder below `path` that does not change any more, for which no result waits."""
         self._uploader.add(Unit(self.path, path.relative_to(self.path).parts), None)
 
-    def close(self, timeout_s: float) -> None:
-        """Upload what is left within `timeout_s` seconds; the rest waits for the next start."""
+    def close(self, timeout_s: float) -> int:
+        """Upload what is left within `timeout_s` seconds; the rest, whose number is returned, waits for the next start.
+
+        May not be called again.
+        """
         started = time.monotonic()
         left = self._uploader.close(timeout_s)
         self._patience.close()
@@ -77,6 +82,7 @@ class RemoteRoot:
                 *(left, time.monotonic() - started, self.path),
             )
         self._folder.close()
+        return left
 
     def _upload(self, outcome: Outcome, written: Outcome) -> None:
         if (error := written.exception()) is not None:

@@ -163,6 +163,14 @@ def test_the_spool_is_of_this_user_alone(tmp_path: Path) -> None:
         SpoolFolder(tmp_path / "spool", ROOT)
 
 
+def test_a_spool_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ConfigError, match=r"file/headgate/spool.*; set the parameter spool"), capturing(ROOT):
+        pass
+
+
 def test_a_spool_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(file: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

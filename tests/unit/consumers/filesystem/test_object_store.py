@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.datasets import open_dataset
-from headgate.consumers.feed import ExampleRequest
+from headgate.consumers.dump import app
+from headgate.consumers.feed import TIMEOUT_S, ExampleRequest
+from headgate.consumers.filesystem import consumer
 from headgate.consumers.filesystem.storage import object_store
 from headgate.consumers.filesystem.uploading import uploader
 from headgate.consumers.reader import open_capture, open_captures
@@ -81,10 +85,31 @@ def waiting(spool: Path) -> list[str]:
 
 def test_every_layout_arrives_and_leaves_the_spool(store: S3Server, tmp_path: Path) -> None:
     with capturing(root_of(store), spool=str(tmp_path)) as files:
-        requests = write(files, [f"r{n}" for n in range(9)])
+        requests = write(files, [f"r{n}" for n in range(6)])
+
+    assert not any(method == "DELETE" for method, _ in store.requests)  # no temporary keys
+    stored = [Path(path.rstrip("?")) for method, path in store.requests if method == "PUT"]
+    shard = [path.name for path in stored if "_shards" in path.parts]
+    assert (shard[0], shard[-1]) == ("shard.json", "index.jsonl")
+    raw = [path.suffix for path in stored if path.parts[-2] == "r1"]
+    assert raw == sorted(raw) == [".bin"] * 3 + [".json"] * 3
+    check(store, tmp_path, requests)
+
+
+@pytest.mark.parametrize(("setting", "age_s"), [({"shard_bytes": 1}, 600.0), ({}, 0.0)], ids=["full", "old"])
+def test_a_shard_that_is_full_or_old_is_uploaded_before_the_end(
+    store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], age_s: float
+) -> None:
+    monkeypatch.setattr(consumer, "MAX_SHARD_AGE_S", age_s)
+    uploaded = threading.Event()
+    store.refuses = lambda method, path: uploaded.set() if method == "PUT" and "index.jsonl" in path else None
+
+    with capturing(root_of(store), spool=str(tmp_path), threads=1, **setting) as files:
+        requests = write(files, ["a", "b"], layout="shards")
+        assert uploaded.wait(TIMEOUT_S)
 
     check(store, tmp_path, requests)
-    assert not any(method == "DELETE" for method, _ in store.requests)  # no temporary keys
+    assert len([key for key in store.objects() if key.endswith("index.jsonl")]) == 2
 
 
 def test_large_files_go_up_in_parts(store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +148,24 @@ def test_the_next_process_uploads_what_this_one_could_not(store: S3Server, tmp_p
     with capturing(root_of(store), spool=str(tmp_path)) as files:
         requests += write(files, ["more"])
 
+    check(store, tmp_path, requests)
+
+
+def test_or_a_command_does(store: S3Server, tmp_path: Path) -> None:
+    files = Capturing(root_of(store), spool=str(tmp_path), upload_wait_s=0)
+    store.stop()
+    requests = write(files, ["a", "b", "c"])
+    command = ["upload", root_of(store), "--spool", str(tmp_path), "--timeout", "0.2"]
+
+    running = CliRunner().invoke(app, command)
+    files.feed.consumer.close(0.2)
+    down = CliRunner().invoke(app, command)
+    store.start()
+    up = CliRunner().invoke(app, command[:-2])
+
+    assert (running.exit_code, running.stdout[:24]) == (0, "0 of 0 files and folders")
+    assert (down.exit_code, down.stdout[:24]) == (1, "0 of 3 files and folders")
+    assert (up.exit_code, up.stdout[:24]) == (0, "3 of 3 files and folders")
     check(store, tmp_path, requests)
 
 
@@ -183,6 +226,27 @@ def test_a_key_that_exists_is_never_overwritten(store: S3Server, tmp_path: Path,
     assert "a~2" in path
     assert sorted(key for key in objects if "a~2" not in key) == [f"run/default/{name}"]
     assert waiting(tmp_path) == []
+
+
+@pytest.mark.parametrize("part_bytes", [300, 1 << 20], ids=["in-parts", "at-once"])
+def test_a_key_that_appears_during_the_upload_is_not_overwritten(
+    store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    monkeypatch.setattr(object_store, "PART_BYTES", part_bytes)
+
+    def appear(method: str, path: str) -> None:
+        if method == "PUT" or (method == "POST" and "uploadId=" in path):
+            store.put("run/default/a.safetensors", b"somebody else's")
+
+    with capturing(root_of(store), spool=str(tmp_path)) as files:
+        request = files.request({"request_id": "a"})
+        store.refuses = appear
+        with pytest.raises(ConsumerError, match="exists and is not overwritten"):
+            files.feed.whole(request)
+
+    assert store.objects() == {"run/default/a.safetensors": b"somebody else's"}
+    assert store.unfinished() == []
+    assert any("uploadId=" in path for _, path in store.requests) == (part_bytes == 300)
 
 
 def test_a_key_that_appears_after_the_result_costs_no_rows(
@@ -256,7 +320,7 @@ def test_a_store_that_lets_nobody_in_is_refused_at_start(store: S3Server, tmp_pa
 
 def test_a_root_opens_with_few_requests(store: S3Server, tmp_path: Path) -> None:
     with capturing(root_of(store), spool=str(tmp_path)) as files:
-        requests = write(files, [f"r{n}" for n in range(40)], layout="request")
+        requests = write(files, [f"r{n}" for n in range(20)], layout="request")
 
     store.requests.clear()
     data = open_dataset(root_of(store), sites=SITE)
