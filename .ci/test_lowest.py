@@ -41,6 +41,7 @@ OF_NO_VERSION = (
     "consumers/datasets/test_dataset_index.py::test_a_hundred_gigabytes_are_gone_through_in_bounded_memory",
     "consumers/filesystem/test_filesystem_faults.py",
     "consumers/filesystem/test_object_store.py",
+    "consumers/datasets/test_dataset_object_store.py",
     "consumers/harvest/test_harvest_resume.py",
     "consumers/harvest/test_live_rows.py",
     "consumers/moments/test_moments_consumer.py::test_a_killed_process_loses_only_what_was_not_written",

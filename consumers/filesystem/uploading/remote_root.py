@@ -36,7 +36,7 @@ class RemoteRoot:
 
     def __init__(self, url: str, spool: Path) -> None:
         self._store = ObjectStore(url)
-        self._folder = SpoolFolder(spool, url)
+        self._folder = SpoolFolder(spool, url.rstrip("/"))
         self.path, self.spool = self._folder.path, self._folder.parent
         self.num_found = len(self._folder.left)
 

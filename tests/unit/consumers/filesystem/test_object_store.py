@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -17,70 +15,17 @@ from typer.testing import CliRunner
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.capture.schema.sites import Site
-from headgate.consumers.datasets import open_dataset
 from headgate.consumers.dump import app
-from headgate.consumers.feed import TIMEOUT_S, ExampleRequest
+from headgate.consumers.feed import TIMEOUT_S
 from headgate.consumers.filesystem import consumer
 from headgate.consumers.filesystem.storage import object_store
-from headgate.consumers.filesystem.uploading import uploader
-from headgate.consumers.reader import open_capture, open_captures
-from tests.fakes.captured_roots import LAYOUTS, SITE, expected_facts, facts_of, write_root
+from headgate.consumers.reader import open_capture
 from tests.fakes.capturing import Capturing, capturing
 from tests.fakes.dying_uploads import WHOLE
-from tests.fakes.s3_server import S3Server, s3_server, start_threads
+from tests.fakes.remote_roots import check, is_taken, root_of, waiting, write
+from tests.fakes.s3_server import S3Server
 
 NORM = Site.parse("final_norm")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    start_threads()
-    with s3_server() as server:
-        yield server
-
-
-@pytest.fixture
-def store(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    monkeypatch.setattr(uploader, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(uploader, "MAX_PAUSE_S", 0.05)
-    server.start()
-    server.make_bucket()
-    yield server
-    server.stop()
-
-
-def root_of(store: S3Server) -> str:
-    return f"s3://{store.bucket}/run"
-
-
-def write(files: Capturing, names: list[str], **raw: Any) -> list[ExampleRequest]:
-    """Write requests in all layouts by turns; each has its result."""
-    requests = [files.request({"layout": LAYOUTS[n % 3], **raw}, client_id=name) for n, name in enumerate(names)]
-    for request in requests:
-        files.feed.whole(request)
-    return requests
-
-
-def check(store: S3Server, spool: Path, requests: list[ExampleRequest]) -> None:
-    """The store has exactly the rows of `requests`, and the spool nothing."""
-    assert facts_of(open_dataset(root_of(store), sites=SITE).batches()) == expected_facts(requests)
-    assert len(list(open_captures(root_of(store)))) == len(requests)
-    assert waiting(spool) == []
-    assert store.unfinished() == []
-
-
-def is_taken(files: Capturing, request: ExampleRequest) -> bool:
-    """Whether the request's rows could be stored."""
-    try:
-        files.feed.whole(request)
-    except ConsumerError:
-        return False
-    return True
-
-
-def waiting(spool: Path) -> list[str]:
-    """Files in the spool, but for locks."""
-    return sorted(path.name for path in spool.rglob("*") if path.is_file() and path.name not in (".lock", "lock"))
 
 
 def test_every_layout_arrives_and_leaves_the_spool(store: S3Server, tmp_path: Path) -> None:
@@ -316,47 +261,6 @@ def test_a_store_that_lets_nobody_in_is_refused_at_start(store: S3Server, tmp_pa
 
     with pytest.raises(ConfigError, match="credentials"), capturing(root_of(store), spool=str(tmp_path)):
         pass
-
-
-def test_a_root_opens_with_few_requests(store: S3Server, tmp_path: Path) -> None:
-    with capturing(root_of(store), spool=str(tmp_path)) as files:
-        requests = write(files, [f"r{n}" for n in range(20)], layout="request")
-
-    store.requests.clear()
-    data = open_dataset(root_of(store), sites=SITE)
-    opened = len(store.requests)
-    store.requests.clear()
-    again = open_dataset(root_of(store), sites=SITE)
-
-    assert opened <= len(requests) + 10  # one for each file
-    assert len(store.requests) <= 10
-    assert again.roots[0].num_opened == 0
-    assert facts_of(again.batches()) == facts_of(data.batches()) == expected_facts(requests)
-
-
-def test_local_roots_and_stores_are_one_data_set(store: S3Server, tmp_path: Path) -> None:
-    local = write_root(tmp_path / "local", ["l0", "l1", "l2"])
-    with capturing(root_of(store), spool=str(tmp_path / "spool")) as files:
-        requests = write(files, ["r0", "r1", "r2"])
-
-    data = open_dataset([tmp_path / "local", root_of(store)], sites=SITE)
-
-    assert facts_of(data.batches()) == expected_facts([*local, *requests])
-    mixed = data.mixed(batch_size=8, seed=3, min_rows=20, min_requests=2)
-    assert facts_of(mixed) == expected_facts([*local, *requests])
-
-
-def test_a_forked_process_reads_by_itself(store: S3Server, tmp_path: Path) -> None:
-    with capturing(root_of(store), spool=str(tmp_path)) as files:
-        requests = write(files, ["r0", "r1", "r2"])
-    view = open_dataset(root_of(store), sites=SITE).rows()
-    view.read(0, 1)  # the parent's connections are open
-
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        rows = pool.apply(view.read, (0, len(view)))
-
-    assert rows[SITE].tobytes() == view.read(0, len(view))[SITE].tobytes()
-    assert len(view) == expected_facts(requests).total()
 
 
 @pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.extended)])
