@@ -18,6 +18,9 @@ from fsspec import asyn
 Hook = Callable[[str, str], str | None]
 """Gets method and path with query of each request; returns a status to answer it with, or None."""
 
+POLL_S = 0.02
+"""Between two looks of the server at whether it is to stop."""
+
 _BUCKETS = itertools.count()
 
 
@@ -61,7 +64,7 @@ class S3Server:
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", self._port, self._serve, threaded=True)
         self._port = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, name="s3-server")
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="s3-server")
         self._thread.start()
 
     def stop(self) -> None:

@@ -263,7 +263,7 @@ def test_a_store_that_lets_nobody_in_is_refused_at_start(store: S3Server, tmp_pa
         pass
 
 
-@pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("stride", [12, pytest.param(1, marks=pytest.mark.extended)])
 def test_whenever_the_uploader_is_killed_the_next_one_goes_on(store: S3Server, tmp_path: Path, stride: int) -> None:
     program = [sys.executable, "-m", "tests.fakes.dying_uploads", root_of(store), str(tmp_path), str(stride)]
 
