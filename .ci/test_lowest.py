@@ -5,8 +5,8 @@ the very lowest versions; the modules that use them are tested, without vLLM. Th
 the pinned vLLM lets in beside it; the front end and one engine are tested.
 
 Left out is what no version of a dependency changes, and takes most of the time: processes that are killed, full disks,
-bounded memory, and the state machine of admission are about Python's own library and ours. Formats, validation, arrays,
-sockets and files that are read back stay.
+bounded memory, and the state machine of admission are about Python's own library and ours. So is S3, as s3fs goes with
+the fsspec of its own version alone. Formats, validation, arrays, sockets and files that are read back stay.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ OF_NO_VERSION = (
     "capture/transport/test_driver_lifetime.py",
     "consumers/datasets/test_dataset_index.py::test_a_hundred_gigabytes_are_gone_through_in_bounded_memory",
     "consumers/filesystem/test_filesystem_faults.py",
+    "consumers/filesystem/test_object_store.py",
+    "consumers/datasets/test_dataset_object_store.py",
     "consumers/harvest/test_harvest_resume.py",
     "consumers/harvest/test_live_rows.py",
     "consumers/moments/test_moments_consumer.py::test_a_killed_process_loses_only_what_was_not_written",

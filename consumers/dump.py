@@ -1,4 +1,4 @@
-"""``headgate dump ls ROOT``, ``show ROOT REQUEST`` and ``export``: the contents of folders of captured rows."""
+"""``headgate dump ls ROOT``, ``show ROOT REQUEST``, ``export`` and ``upload``: folders of captured rows."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from rich.table import Table
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.datasets.export.command import export_captures
+from headgate.consumers.filesystem.uploading.command import upload_waiting
 from headgate.consumers.reader import CaptureFolder, StoredCapture, open_captures
 
 app = typer.Typer(help="Look into folders of captured rows.", no_args_is_help=True, add_completion=False)
 app.command("export")(export_captures)
+app.command("upload")(upload_waiting)
 
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="The filesystem consumer's root: a folder or an fsspec URL.")]
 Tag = Annotated[str | None, typer.Option(help="Only this tag.")]

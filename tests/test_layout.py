@@ -66,7 +66,7 @@ LAYERS = {
         *(["index"], ["reading", "selection"], ["view"], ["batches", "sinks", "manifest", "pool"], ["mixing"]),
         *(["dataset"], ["feeds", "export"]),
     ),
-    "headgate.consumers.filesystem": (["storage"], ["formats"], ["params", "writing"], ["consumer"]),
+    "headgate.consumers.filesystem": (["storage"], ["formats", "uploading"], ["params", "writing"], ["consumer"]),
 }
 """Folders and modules of a package from the lowest to the highest. Each imports those before it, and none beside it."""
 

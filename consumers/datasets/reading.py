@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +13,28 @@ import numpy.typing as npt
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.consumers.datasets.index.root import IndexedRoot
 from headgate.consumers.datasets.index.table import Unit
+from headgate.consumers.filesystem.storage.object_store import open_files
 
 MAX_OPEN = 128
 """Files kept open."""
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class Piece(NamedTuple):
+    """A part of a file, and the memory that it is read into.
+
+    Attributes:
+        unit: The file, or the folder that it is in.
+        name: Of the file; empty where the unit is the file.
+        offset: Its first byte.
+        out: Filled whole.
+    """
+
+    unit: Unit
+    name: str
+    offset: int
+    out: Bytes
 
 
 class Reader:
@@ -42,31 +60,40 @@ class Reader:
         """Where a file of a unit lies; `name` is empty where the unit is the file."""
         return f"{self._path}/{unit.name}/{name}" if name else f"{self._path}/{unit.name}"
 
-    def read_into(self, unit: Unit, name: str, offset: int, out: Bytes) -> None:
-        """Fill `out` with the bytes that begin at `offset`.
+    def read(self, pieces: Sequence[Piece]) -> None:
+        """Fill the memory of each piece; those of a store are fetched side by side, as each takes a round trip.
 
         Raises:
-            CaptureFileError: If the file is gone, ends before, or is another one than the index speaks of.
+            CaptureFileError: If a file is gone, ends before, or is another one than the index speaks of.
         """
-        if not out.nbytes:
-            return
-        if self._files is not None:
-            fetched = self._fetch(self.path(unit, name), offset, out.nbytes)
-            out[:] = np.frombuffer(fetched, dtype=np.uint8)
-            return
-        file = self._file(unit, name)
-        view, done = out.data, 0
+        wanted = [piece for piece in pieces if piece.out.nbytes]
+        if self._files is None:
+            for piece in wanted:
+                self._read_local(piece)
+        elif wanted:
+            paths = [self.path(piece.unit, piece.name) for piece in wanted]
+            starts = [piece.offset for piece in wanted]
+            stops = [piece.offset + piece.out.nbytes for piece in wanted]
+            files = self._own_files()
+            fetched = files.cat_ranges(paths, starts, stops, on_error="return")
+            for path, piece, data in zip(paths, wanted, fetched, strict=True):
+                _fill(piece, data, files, path)
+
+    def _read_local(self, piece: Piece) -> None:
+        file = self._file(piece.unit, piece.name)
+        view, done = piece.out.data, 0
         while done < len(view):
-            count = os.preadv(file, [view[done:]], offset + done)
+            count = os.preadv(file, [view[done:]], piece.offset + done)
             if not count:
-                raise CaptureFileError(f"{self.path(unit, name)}: torn: ends {len(view) - done} bytes early")
+                path = self.path(piece.unit, piece.name)
+                raise CaptureFileError(f"{path}: torn: ends {len(view) - done} bytes early")
             done += count
 
     def read_all(self, unit: Unit, name: str) -> bytes:
         """A whole small file."""
         path = self.path(unit, name)
         if self._files is not None:
-            return bytes(self._files.cat_file(path))
+            return bytes(self._own_files().cat_file(path))
         try:
             with open(path, "rb") as file:
                 return file.read()
@@ -82,14 +109,11 @@ class Reader:
         if self._process == os.getpid():
             self.close()
 
-    def _fetch(self, path: str, offset: int, size: int) -> bytes:
-        try:
-            fetched = bytes(self._files.cat_file(path, offset, offset + size))
-        except FileNotFoundError as error:
-            raise CaptureFileError(f"{path}: missing since the data set was opened") from error
-        if len(fetched) != size:
-            raise CaptureFileError(f"{path}: torn: {size} bytes expected at {offset}, {len(fetched)} found")
-        return fetched
+    def _own_files(self) -> Any:
+        """The file system of fsspec; a new one in a forked process, which has not the threads of its parent's."""
+        if self._process != os.getpid():
+            self._files, self._process = open_files(self._given, CaptureFileError)[0], os.getpid()
+        return self._files
 
     def _file(self, unit: Unit, name: str) -> int:
         path = self.path(unit, name)
@@ -111,3 +135,20 @@ class Reader:
         if len(self._open) > MAX_OPEN:
             os.close(self._open.popitem(last=False)[1])
         return file
+
+
+def _fill(piece: Piece, data: bytes | Exception, files: Any, path: str) -> None:
+    """Copy the answer of a store into a piece; a store may answer a range beyond the end with an error of its own."""
+    if isinstance(data, FileNotFoundError):
+        raise CaptureFileError(f"{path}: missing since the data set was opened") from data
+    if isinstance(data, Exception):
+        files.invalidate_cache()
+        size = files.info(path)["size"] - piece.offset
+    else:
+        size = len(data)
+    if size < piece.out.nbytes:
+        found = max(size, 0)
+        raise CaptureFileError(f"{path}: torn: {piece.out.nbytes} bytes expected at {piece.offset}, {found} found")
+    if isinstance(data, Exception):
+        raise data
+    piece.out[:] = np.frombuffer(data, dtype=np.uint8)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.datasets.index.table import Table
-from headgate.consumers.datasets.reading import Bytes, Reader
+from headgate.consumers.datasets.reading import Bytes, Piece, Reader
 from headgate.consumers.filesystem.formats.layout import ITEM_SIZES, POSITIONS, TOKEN_IDS
 from headgate.consumers.filesystem.formats.raw_layout import DATA_SUFFIX, SIDECAR_SUFFIX
 from headgate.consumers.filesystem.formats.shard_layout import COLUMN_SUFFIX
@@ -63,29 +63,29 @@ class Files:
         """Fill `out` with a tensor's rows of several ranges; ranges that touch in a file are read at once."""
         columns = self.table.columns
         at, rows, units, groups = (columns[name][entries] for name in ("at", "rows", "unit", "group"))
-        done = 0
-        pending: tuple[int, int, int, int] | None = None  # unit, group, first byte, end
+        spans: list[tuple[int, int, int, int]] = []  # unit, group, first byte, end
         for number in range(len(entries)):
             group = self.table.groups[groups[number]]
             by_start, by_rows = group.place(tensor)
             width = group.width(tensor)
             begin = by_start * int(at[number]) + by_rows * int(rows[number]) + width * int(starts[number])
             end = begin + width * int(stops[number] - starts[number])
-            if pending is not None and pending[0] == units[number] and pending[3] == begin:
-                pending = (*pending[:3], end)
-                continue
-            if pending is not None:
-                done = self._read(pending, tensor, out, done)
-            pending = int(units[number]), int(groups[number]), begin, end
-        if pending is not None:
-            self._read(pending, tensor, out, done)
+            if spans and spans[-1][0] == units[number] and spans[-1][3] == begin:
+                spans[-1] = (*spans[-1][:3], end)
+            else:
+                spans.append((int(units[number]), int(groups[number]), begin, end))
+        self._read(spans, tensor, out)
 
-    def _read(self, span: tuple[int, int, int, int], tensor: str, out: Bytes, done: int) -> int:
-        unit, group, begin, end = span
-        name = _file_name(self.table.groups[group].layout, tensor)
-        target = out[done : done + end - begin]
-        self._readers[self._root_of_unit[unit]].read_into(self.table.units[unit], name, begin, target)
-        return done + end - begin
+    def _read(self, spans: Sequence[tuple[int, int, int, int]], tensor: str, out: Bytes) -> None:
+        pieces: dict[int, list[Piece]] = {}
+        done = 0
+        for unit, group, begin, end in spans:
+            name = _file_name(self.table.groups[group].layout, tensor)
+            piece = Piece(self.table.units[unit], name, begin, out[done : done + end - begin])
+            pieces.setdefault(int(self._root_of_unit[unit]), []).append(piece)
+            done += end - begin
+        for root, of_root in pieces.items():
+            self._readers[root].read(of_root)
 
     def _document(self, entry: int, name: str) -> Numbers:
         """A column of a raw folder, which its sidecars hold."""

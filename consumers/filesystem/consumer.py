@@ -32,7 +32,7 @@ from headgate.consumers.filesystem.formats.shard_layout import ShardLayout
 from headgate.consumers.filesystem.params import FilesystemParams, parse_global, parse_params, parse_request
 from headgate.consumers.filesystem.storage.local_store import LocalStore
 from headgate.consumers.filesystem.storage.quota import FILE_BYTES, DiskQuota
-from headgate.consumers.filesystem.storage.remote_store import RemoteStore
+from headgate.consumers.filesystem.uploading.remote_root import RemoteRoot
 from headgate.consumers.filesystem.writing.request_writer import Outcome, RequestWriter, RowGatherer, WriterThread
 from headgate.consumers.filesystem.writing.spool import Chunk
 
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 MAX_GATHERED_BYTES = 32 << 20
 """Rows kept for a few steps, so that they can be cut out of their blocks together."""
+
+MAX_SHARD_AGE_S = 600.0
+"""Time for which a shard grows before it is uploaded, if it does not become full."""
 
 
 class FilesystemConsumer(StreamingConsumer):
@@ -55,6 +58,8 @@ class FilesystemConsumer(StreamingConsumer):
     Threads: the consumer's own thread cuts rows per request and hands them to `threads` writer threads, always the same
     one for a request; each of those keeps its requests to itself. When the disk does not keep up, the queues before
     the writers fill and `write` waits, so that the consumer's overload policy decides.
+
+    A root in an object store is written to the spool of this machine in the same way, and uploaded from there.
 
     Raises:
         ConfigError: If the root cannot be written to.
@@ -69,15 +74,29 @@ class FilesystemConsumer(StreamingConsumer):
 
         super().__init__(params, context)
         self._settings = parse_params(params)
-        self._store = _open_store(self._settings)
         self._dtype = getattr(torch, context.model.dtype)
-        self._quota = DiskQuota(self._settings.max_tag_bytes, self._settings.max_root_bytes, self._settings.local_root)
+        settings = self._settings
+        self._remote = RemoteRoot(settings.root, settings.spool_root) if settings.is_remote else None
+        self._quota = _quota(settings, self._remote)
+        self._store = LocalStore(
+            self._remote.path if self._remote else settings.local_root,
+            fsync=settings.fsync,
+            numbering=settings.if_exists == "number",
+        )
         self._quota.open()
-        self._gatherer = RowGatherer(min(self._settings.memory // 8, MAX_GATHERED_BYTES))
+        if self._remote is not None:
+            self._remote.start(
+                f"headgate-{context.instance_name}",
+                threads=settings.upload_threads,
+                wait_s=settings.upload_wait_s,
+                numbering=settings.if_exists == "number",
+                removed=self._quota.removed,
+            )
+        self._gatherer = RowGatherer(min(settings.memory // 8, MAX_GATHERED_BYTES))
         self._outstanding: set[Outcome] = set()
         self._outstanding_lock = threading.Lock()  # guards _outstanding, which writer threads take from
-        self._request_writers = [self._new_request_writer() for _ in range(self._settings.threads)]
-        queue_bytes = self._settings.memory // 4 // self._settings.threads
+        self._request_writers = [self._new_request_writer() for _ in range(settings.threads)]
+        queue_bytes = settings.memory // 4 // settings.threads
         self._threads = [
             WriterThread(
                 f"headgate-{context.instance_name}-{index}",
@@ -134,7 +153,7 @@ class FilesystemConsumer(StreamingConsumer):
             partial(self._request_writers[index].finish, finished, chunks, outcome),
             sum(chunk.num_bytes for chunk in chunks),
         )
-        return outcome
+        return outcome if self._remote is None else self._remote.after(outcome)
 
     def abandon(self, request: RequestInfo) -> None:
         self._quota.release(request.request_id)
@@ -156,12 +175,14 @@ class FilesystemConsumer(StreamingConsumer):
             self._store.close()
         else:  # the hanging threads may still write there; the next start removes the folder
             logger.error("%d writer threads did not end within %.1f s", ended.count(False), timeout_s)
+        if self._remote is not None:
+            self._remote.close(max(deadline - time.monotonic(), 0.0))
 
     def _new_request_writer(self) -> RequestWriter:
         settings = self._settings
         return RequestWriter(
             self.context,
-            _layouts(self._store, settings),
+            _layouts(self._store, settings, self._remote),
             self._store.temp_path,
             max_request_bytes=settings.request_memory,
             memory_bytes=settings.memory * 5 // 8 // settings.threads,
@@ -210,20 +231,29 @@ def _rows_of(block: RowBlock, dtype: Any, hidden_size: int) -> npt.NDArray[np.ui
     return block.rows.contiguous().view(torch.uint8).numpy()
 
 
-def _open_store(settings: FilesystemParams) -> LocalStore | RemoteStore:
-    numbering = settings.if_exists == "number"
-    if settings.is_remote:
-        return RemoteStore(settings.root, numbering=numbering)
-    return LocalStore(settings.local_root, fsync=settings.fsync, numbering=numbering)
+def _quota(settings: FilesystemParams, remote: RemoteRoot | None) -> DiskQuota:
+    if remote is None:
+        return DiskQuota(settings.max_tag_bytes, settings.max_root_bytes, settings.local_root)
+
+    def no_room(tag: str, limit: int) -> str:
+        return (
+            f"no room for this request in {remote.spool}, where files wait for {settings.root}: spool_bytes is "
+            f"{limit}; see in the log why they are not uploaded, or raise it"
+        )
+
+    return DiskQuota(None, settings.spool_bytes, remote.spool, no_room=no_room)
 
 
-def _layouts(store: LocalStore | RemoteStore, settings: FilesystemParams) -> dict[LayoutName, Layout]:
-    if isinstance(store, RemoteStore):
-        return {"request": RequestLayout(store, durable=None), "raw": RawLayout(store, durable=None)}
+def _layouts(store: LocalStore, settings: FilesystemParams, remote: RemoteRoot | None) -> dict[LayoutName, Layout]:
     return {
         "request": RequestLayout(store, durable=settings.fsync),
         "raw": RawLayout(store, durable=settings.fsync),
-        "shards": ShardLayout(store, shard_bytes=settings.shard_bytes),
+        "shards": ShardLayout(
+            store,
+            shard_bytes=settings.shard_bytes,
+            max_age_s=MAX_SHARD_AGE_S if remote else None,
+            left=remote.upload_folder if remote else None,
+        ),
     }
 
 

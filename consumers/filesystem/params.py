@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Any, Literal
 
 import msgspec
@@ -18,7 +19,9 @@ from headgate.capture.schema.selectors.parsing import parse_positions
 from headgate.capture.schema.sites import parse_hook
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem.formats.layout import LayoutName
+from headgate.consumers.filesystem.storage.object_store import check_writable
 from headgate.consumers.filesystem.storage.store import check_name, slug
+from headgate.consumers.filesystem.uploading.spool_folder import default_spool
 
 LAYOUTS: tuple[LayoutName, ...] = ("request", "shards", "raw")
 OPTIONS = ("tag", "request_id", "layout")
@@ -28,7 +31,8 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Parameters of the filesystem consumer.
 
     Attributes:
-        root: Folder, or fsspec URL (``s3://bucket/run``), that everything is written under.
+        root: Folder, or URL of an object store (``s3://bucket/run``, ``gs://``, ``az://``), that everything is written
+            under. Credentials come from the environment and are refused in the URL.
         layout: For requests that name none.
         tag: For requests that name none.
         tags: Tags that requests may name, `tag` among them; any if None.
@@ -46,6 +50,13 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             beside its bytes. A request whose rows or files do not fit any more ends with an error. Counted by each
             worker process on its own. Local roots only.
         max_root_bytes: The same for the whole root. What lies there is added up when the consumer is opened.
+        spool: Folder of this machine where files wait for an object store; ``$XDG_STATE_HOME/headgate/spool``, or the
+            same under ``~/.local/state``, if None. What waits there outlives the process.
+        spool_bytes: What may wait there for `root`, each file 4 KiB more. A request whose rows do not fit any more ends
+            with an error.
+        upload_threads: Files or folders that are uploaded at a time, by each worker process; each takes up to 32 MiB.
+        upload_wait_s: Seconds for which a result waits for the upload of its files. After that it says ``"uploaded":
+            false``, and the upload goes on. While the store is down no result waits.
         hooks: ``{hook point: layers}`` to record of every request, whether it asks or not.
         positions: Which positions of those.
     """
@@ -62,12 +73,16 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     memory_bytes: int | None = None
     max_tag_bytes: int | None = None
     max_root_bytes: int | None = None
+    spool: str | None = None
+    spool_bytes: int = 64 * GIB
+    upload_threads: int = 8
+    upload_wait_s: float = 10.0
     hooks: dict[str, Any] | None = None
     positions: Any = "all"
 
     @property
     def is_remote(self) -> bool:
-        """Whether the root is written through fsspec."""
+        """Whether the root is in an object store."""
         return "://" in self.root and not self.root.startswith("file://")
 
     @property
@@ -79,6 +94,11 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def request_memory(self) -> int:
         """Bytes of rows held in memory, of one request."""
         return self.max_request_bytes or self.memory // 4
+
+    @property
+    def spool_root(self) -> Path:
+        """The folder where files wait for an object store."""
+        return Path(self.spool).expanduser() if self.spool else default_spool()
 
     @property
     def local_root(self) -> Path:
@@ -103,16 +123,11 @@ def parse_params(params: Mapping[str, Any]) -> FilesystemParams:
             parse_hook(hook, f"hooks.{hook}")
     except (msgspec.ValidationError, RequestError) as error:
         raise ConfigError(f"filesystem: {error}") from error
-    for name in ("threads", "shard_bytes", "max_request_bytes", "memory_bytes", "max_tag_bytes", "max_root_bytes"):
-        value = getattr(parsed, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"filesystem: {name} must be at least 1, got {value}")
-        if value is not None and parsed.is_remote and name in ("max_tag_bytes", "max_root_bytes"):
-            raise ConfigError(f"filesystem: {name} needs a local root, {parsed.root} is none")
+    _check_numbers(parsed)
     if not parsed.root:
-        raise ConfigError("filesystem: root must name a folder or an fsspec URL")
-    if parsed.is_remote and parsed.layout == "shards":
-        raise ConfigError(f"filesystem: {_no_remote_shards(parsed.root)}")
+        raise ConfigError("filesystem: root must name a folder or the URL of an object store")
+    if parsed.is_remote:
+        check_writable(parsed.root)
     return parsed
 
 
@@ -133,8 +148,6 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     layout = options.get("layout", params.layout)
     if layout not in LAYOUTS:
         raise RequestError(f"{context.field}.layout", f"unknown layout {shown(layout)}; known: {', '.join(LAYOUTS)}")
-    if layout == "shards" and params.is_remote:
-        raise RequestError(f"{context.field}.layout", _no_remote_shards(params.root))
     if "request_id" in options:
         request_id = name = check_name(options["request_id"], f"{context.field}.request_id")
     else:  # made by the front end or a proxy: the client may not even know it, so it is no reason to refuse
@@ -151,5 +164,23 @@ def parse_global(context: SpecContext) -> CaptureSpec | None:
     return parse_request({"hooks": params.hooks, "positions": params.positions}, context)
 
 
-def _no_remote_shards(root: str) -> str:
-    return f"layout 'shards' appends to files, which {root} does not offer; use 'request' or 'raw'"
+_LOCAL_ONLY = ("max_tag_bytes", "max_root_bytes")
+_REMOTE_ONLY = ("spool", "spool_bytes", "upload_threads", "upload_wait_s")
+
+
+def _check_numbers(params: FilesystemParams) -> None:
+    """Raise `ConfigError` if a number is too small, or a parameter is for the other kind of root."""
+    at_least_one = ("threads", "shard_bytes", "max_request_bytes", "memory_bytes", *_LOCAL_ONLY)
+    for name in (*at_least_one, "spool_bytes", "upload_threads"):
+        value = getattr(params, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"filesystem: {name} must be at least 1, got {value}")
+    if not 0 <= params.upload_wait_s <= TIMEOUT_MAX:
+        raise ConfigError(
+            f"filesystem: upload_wait_s must be from 0 to {TIMEOUT_MAX:.0f} seconds, got {params.upload_wait_s}"
+        )
+    defaults = {field.name: field.default for field in msgspec.structs.fields(FilesystemParams)}
+    for name in _LOCAL_ONLY if params.is_remote else _REMOTE_ONLY:
+        if getattr(params, name) != defaults[name]:
+            where = "a local root" if params.is_remote else "a root in an object store"
+            raise ConfigError(f"filesystem: {name} needs {where}, {params.root} is none")

@@ -131,9 +131,10 @@ class TestFilesystemRemote(FilesystemContract):
 
     def params(self, folder: Path) -> Mapping[str, Any]:
         self.root = "memory://captures"
-        return {"root": self.root, "layout": self.layout}
+        return {"root": self.root, "layout": self.layout, "spool": str(folder / "spool")}
 
     def check_payload(self, payload: Any, expected: CapturedRequest) -> None:
+        assert payload["uploaded"]
         capture = open_captures(self.root)[expected.request.client_request_id]
         assert len(payload["paths"]) == (1 if self.layout == "request" else 2 * len(expected.sites))
         for site in expected.sites:

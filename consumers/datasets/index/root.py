@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 
 from headgate.capture.schema.errors import CaptureFileError, NewerFormatError
@@ -21,6 +20,7 @@ from headgate.consumers.datasets.index.cache import (
 )
 from headgate.consumers.datasets.index.scan import Problem, list_root, read_units
 from headgate.consumers.datasets.index.table import Table, TableBuilder, Unit
+from headgate.consumers.filesystem.storage.object_store import open_files
 from headgate.consumers.filesystem.storage.source import LocalSource, Source, open_source
 
 logger = logging.getLogger(__name__)
@@ -67,8 +67,8 @@ def open_root(root: str | os.PathLike[str], *, caches: bool) -> IndexedRoot:
     source, path = open_source(given)
     if not source.is_folder(path):
         raise CaptureFileError(f"{given}: no such folder")
-    files = None if isinstance(source, LocalSource) else fsspec.core.url_to_fs(given)[0]
-    listing = list_root(source, files, path)
+    files = None if isinstance(source, LocalSource) else open_files(given, CaptureFileError)[0]
+    listing = list_root(files, path)
     known, may_write = _cached(files, path) if caches else (None, False)
     if known is not None and known[0].units == listing.units:
         return IndexedRoot(given, path, source, files, known[0], [*listing.problems, *known[1]], 0)

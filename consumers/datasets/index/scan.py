@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
@@ -17,7 +17,7 @@ from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, StoredPar
 from headgate.consumers.filesystem.formats.raw_layout import read_raw_folder
 from headgate.consumers.filesystem.formats.request_layout import SUFFIX, read_request_file
 from headgate.consumers.filesystem.formats.shard_layout import SHARD, read_shard
-from headgate.consumers.filesystem.storage.source import LocalSource, Source
+from headgate.consumers.filesystem.storage.source import HeadSource, LocalSource, Source
 
 _REMOTE_THREADS = 16
 """Files of a remote root that are opened at a time."""
@@ -58,29 +58,29 @@ class Listing(NamedTuple):
     problems: list[Problem]
 
 
-def list_root(source: Source, files: Any, root: str) -> Listing:
+def list_root(files: Any, root: str) -> Listing:
     """List a root without opening a file.
 
     Args:
-        source: The root's file system.
         files: The same as fsspec has it; None for this machine.
         root: Its path.
     """
     units: list[Unit] = []
     problems: list[Problem] = []
-    for tag in _entries(files, root):
+    entries = _local_entries(root) if files is None else _remote_entries(files, root)
+    for tag in entries(""):
         if tag.name.startswith((".", "_")):
             continue
         if not tag.is_folder:
             problems.append(_foreign(f"{root}/{tag.name}"))
             continue
-        for entry in _entries(files, f"{root}/{tag.name}"):
+        for entry in entries(tag.name):
             path = f"{tag.name}/{entry.name}"
             if entry.name == SHARD_FOLDER and entry.is_folder:
-                shards = _entries(files, f"{root}/{path}")
-                units += [_folder(files, root, f"{path}/{shard.name}", "shards") for shard in shards]
+                shards = (f"{path}/{shard.name}" for shard in entries(path))
+                units += [_folder(shard, "shards", entries(shard)) for shard in shards]
             elif entry.is_folder and not entry.name.startswith("."):
-                units.append(_folder(files, root, path, "raw"))
+                units.append(_folder(path, "raw", entries(path)))
             elif entry.name.endswith(SUFFIX) and not entry.name.startswith("."):
                 units.append(Unit(path, "request", entry.size, entry.stamp))
             elif not entry.name.startswith("."):
@@ -138,6 +138,8 @@ def _parts(source: Source, path: str, unit: Unit) -> Iterator[tuple[StoredPart, 
             start = ref.offset // 8
             yield part, spacing(positions[start : start + part.sidecar.num_rows])
         return
+    if unit.layout == "request" and not isinstance(source, LocalSource):
+        source = HeadSource(source, path, unit.size)
     found = read_request_file(source, path) if unit.layout == "request" else read_raw_folder(source, path)
     if found is not None:
         ref = found.positions
@@ -168,35 +170,35 @@ def _is_ours(source: Source, path: str, unit: Unit) -> bool:
     return b'"headgate-capture"' in document
 
 
-def _entries(files: Any, path: str) -> list[Listed]:
-    """Entries of a folder by name; empty if there is none."""
-    if files is not None:
-        return _remote_entries(files, path)
-    try:
-        entries = list(os.scandir(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    found = []
-    for entry in entries:
-        with suppress(FileNotFoundError):  # gone since
-            status = entry.stat()
-            found.append(Listed(entry.name, entry.is_dir(), status.st_size, status.st_mtime_ns))
-    return sorted(found)
+def _local_entries(root: str) -> Callable[[str], list[Listed]]:
+    """Entries of a folder below a root by name; empty if there is none."""
+
+    def entries_of(folder: str) -> list[Listed]:
+        try:
+            entries = list(os.scandir(f"{root}/{folder}"))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        found = []
+        for entry in entries:
+            with suppress(FileNotFoundError):  # gone since
+                status = entry.stat()
+                found.append(Listed(entry.name, entry.is_dir(), status.st_size, status.st_mtime_ns))
+        return sorted(found)
+
+    return entries_of
 
 
-def _remote_entries(files: Any, path: str) -> list[Listed]:
-    files.invalidate_cache(path)
-    if not files.isdir(path):
-        return []
-    return sorted(
-        Listed(
-            entry["name"].rstrip("/").rpartition("/")[2],
-            entry["type"] == "directory",
-            int(entry.get("size") or 0),
-            _remote_stamp(entry),
-        )
-        for entry in files.ls(path, detail=True)
-    )
+def _remote_entries(files: Any, root: str) -> Callable[[str], list[Listed]]:
+    """The same in a store, which lists all keys at once, a thousand in a request, and folders one by one."""
+    files.invalidate_cache()
+    tree: dict[str, dict[str, Listed]] = {}
+    for path, entry in files.find(root, detail=True).items():
+        folder, _, name = str(path).removeprefix(root).strip("/").rpartition("/")
+        tree.setdefault(folder, {})[name] = Listed(name, False, int(entry.get("size") or 0), _remote_stamp(entry))
+        while folder:
+            folder, _, name = folder.rpartition("/")
+            tree.setdefault(folder, {}).setdefault(name, Listed(name, True, 0, 0))
+    return lambda folder: sorted(tree.get(folder, {}).values())
 
 
 def _remote_stamp(entry: dict[str, Any]) -> int:
@@ -206,10 +208,9 @@ def _remote_stamp(entry: dict[str, Any]) -> int:
     return identity_hash(*words) >> 1 if words else 0
 
 
-def _folder(files: Any, root: str, name: str, layout: Literal["shards", "raw"]) -> Unit:
-    listed = _entries(files, f"{root}/{name}")
-    stamp = identity_hash(*(f"{entry.name}\0{entry.size}\0{entry.stamp}" for entry in listed)) >> 1
-    return Unit(name, layout, sum(entry.size for entry in listed), stamp)
+def _folder(name: str, layout: Literal["shards", "raw"], files: Sequence[Listed]) -> Unit:
+    stamp = identity_hash(*(f"{entry.name}\0{entry.size}\0{entry.stamp}" for entry in files)) >> 1
+    return Unit(name, layout, sum(entry.size for entry in files), stamp)
 
 
 def _foreign(path: str) -> Problem:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -84,11 +85,22 @@ class ShardLayout:
     Args:
         store: A local root.
         shard_bytes: Size at which a shard is full; one request is never cut, so a shard can be larger.
+        max_age_s: Time after which a shard is left as it is when the next request comes; None for no limit.
+        left: Called with the folder of each shard that will not change any more.
     """
 
-    def __init__(self, store: LocalStore, *, shard_bytes: int) -> None:
+    def __init__(
+        self,
+        store: LocalStore,
+        *,
+        shard_bytes: int,
+        max_age_s: float | None = None,
+        left: Callable[[Path], None] | None = None,
+    ) -> None:
         self._store = store
         self._shard_bytes = shard_bytes
+        self._max_age_s = max_age_s
+        self._left = left
         self._growing: OrderedDict[tuple[str, ...], Shard] = OrderedDict()
 
     def check_free(self, target: Target) -> None:
@@ -96,17 +108,24 @@ class ShardLayout:
 
     def store(self, finished: Finished) -> Stored:
         key = (finished.sidecar.tag, *finished.sidecar.sites)
+        for known in [known for known, shard in self._growing.items() if self._is_full(shard)]:
+            self._growing.pop(known).leave()
         shard = self._growing.get(key)
-        if shard is None or shard.num_bytes >= self._shard_bytes or shard.is_damaged:
-            shard = self._growing[key] = Shard(self._store, finished.sidecar)
+        if shard is None:
+            shard = self._growing[key] = Shard(self._store, finished.sidecar, self._left)
         self._growing.move_to_end(key)
         if len(self._growing) > _MAX_SHARDS:
-            self._growing.popitem(last=False)
+            self._growing.popitem(last=False)[1].leave()
         return shard.add(finished)
 
     def close(self) -> None:
-        """Nothing stays open between two batches; the next request would begin a new shard."""
-        self._growing.clear()
+        """Leave all shards as they are; the next request would begin a new one."""
+        while self._growing:
+            self._growing.popitem()[1].leave()
+
+    def _is_full(self, shard: Shard) -> bool:
+        is_old = self._max_age_s is not None and time.monotonic() - shard.begun >= self._max_age_s
+        return is_old or shard.num_bytes >= self._shard_bytes or shard.is_damaged
 
 
 class Shard:
@@ -115,12 +134,13 @@ class Shard:
     Attributes:
         num_bytes: Of rows, those that `sync` has yet to write included.
         is_damaged: After a failure that left the index in doubt; such a shard is not appended to again.
+        begun: When, on the monotonic clock.
 
     Raises:
         OSError: If its folder cannot be made.
     """
 
-    def __init__(self, store: LocalStore, sidecar: Sidecar) -> None:
+    def __init__(self, store: LocalStore, sidecar: Sidecar, left: Callable[[Path], None] | None = None) -> None:
         name = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
         folder = (sidecar.tag, SHARD_FOLDER)
         sites = [site_file(Site.parse(site)) for site in sidecar.sites]
@@ -132,6 +152,9 @@ class Shard:
         ).pending_sync.sync()
         self.num_bytes = 0
         self.is_damaged = False
+        self.begun = time.monotonic()
+        self._left = left
+        self._is_left = False
         self._store = store
         self._folder = (*folder, name)
         self._path = str(store.root.joinpath(*self._folder))
@@ -153,6 +176,11 @@ class Shard:
         published = Published((self._path,), num_bytes, self)
         payload = payload_of("shards", finished, published, durable=self._store.fsync)
         return Stored(payload | {"rows": [start, start + num_rows]}, self)
+
+    def leave(self) -> None:
+        """Add nothing any more. Once the rest is written, the shard's folder is passed to `left`."""
+        self._is_left = True
+        self._tell_if_left()
 
     def sync(self) -> None:
         """Write what was added since the last call: rows, then the index.
@@ -177,6 +205,11 @@ class Shard:
         finally:
             self._pending.clear()
             self._pending_rows = 0
+            self._tell_if_left()
+
+    def _tell_if_left(self) -> None:
+        if self._is_left and not self._pending and self._left is not None:
+            self._left(Path(self._path))
 
     def _columns(self) -> Iterator[tuple[str, Iterable[memoryview], int]]:
         """Yield each file's name, the buffers to append to it, and its bytes per row."""
@@ -226,7 +259,7 @@ def index_line(sidecar: Sidecar, start: int, stop: int) -> bytes:
 
 
 def read_shard(source: Source, folder: str) -> Iterator[StoredPart]:
-    """Read the requests of a shard, those of a shard that still grows included.
+    """Read the requests of a shard, those of a shard that still grows included; none of one that is being uploaded.
 
     Raises:
         CaptureFileError: If the index speaks of rows that are not there, or is damaged before its last line.
@@ -235,6 +268,8 @@ def read_shard(source: Source, folder: str) -> Iterator[StoredPart]:
     if shared is None:
         return
     index = f"{folder}/{INDEX}"
+    if INDEX not in (name for name, _ in source.names(folder)):
+        return  # it comes last
     lines = source.read(index, 0, source.size(index)).split(b"\n")
     sizes: dict[str, int] = {}
     for number, line in enumerate(lines[:-1], start=1):

@@ -59,6 +59,7 @@ class DiskQuota:
         root: Holds a folder for each tag.
         measure: What counts under a folder now.
         clock: Seconds, monotonic.
+        no_room: The reason that a request gets, from the tag, empty for the root, and its limit.
     """
 
     def __init__(
@@ -68,16 +69,19 @@ class DiskQuota:
         root: Path,
         measure: Callable[[Path], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        no_room: Callable[[str, int], str] | None = None,
     ) -> None:
         self._root = root
         self._max_tag_bytes = max_tag_bytes
         self._max_root_bytes = max_root_bytes
         self._measure = measure or bytes_below
         self._clock = clock
+        self._no_room = no_room or _no_room
         self._folders: dict[str, _Folder] = {}
         self._running: dict[str, _Charge] = {}  # by request
         self._storing: dict[int, _Charge] = {}  # of requests whose files are being written, by ticket
         self._settled: deque[tuple[int, int]] = deque()  # tickets and bytes, appended by any thread
+        self._removed: deque[int] = deque()  # bytes, appended by any thread
         self._refused: dict[str, str] = {}  # by request, why
         self._tickets = count()
         self._num_kept = MAX_TAGS
@@ -123,7 +127,7 @@ class DiskQuota:
         for name, limit in self._limits(tag):
             if self._used(name, num_bytes, limit) + num_bytes > limit:
                 self.release(request_id)
-                self._refused[request_id] = _no_room(name, limit)
+                self._refused[request_id] = self._no_room(name, limit)
                 return False
         self._running.setdefault(request_id, _Charge(tag)).num_bytes += num_bytes
         self._count(tag, num_bytes)
@@ -147,6 +151,11 @@ class DiskQuota:
         if self.is_limited:
             self._settled.append((ticket, num_bytes))
 
+    def removed(self, num_bytes: int, num_files: int) -> None:
+        """Stop counting files that are no longer below the root. Any thread."""
+        if self.is_limited:
+            self._removed.append(num_bytes + num_files * FILE_BYTES)
+
     def release(self, request_id: str) -> None:
         """Stop counting a request that failed: nothing will be stored. May be called again."""
         self._refused.pop(request_id, None)
@@ -160,7 +169,7 @@ class DiskQuota:
             yield _ROOT, self._max_root_bytes
 
     def _count(self, tag: str, num_bytes: int) -> None:
-        for name in (tag, _ROOT):
+        for name in {tag, _ROOT}:
             if (folder := self._folders.get(name)) is not None:
                 folder.num_bytes += num_bytes
 
@@ -169,6 +178,8 @@ class DiskQuota:
             ticket, num_bytes = self._settled.popleft()
             if (charge := self._storing.pop(ticket, None)) is not None:
                 self._count(charge.tag, num_bytes - charge.num_bytes)
+        while self._removed:
+            self._count(_ROOT, -self._removed.popleft())
 
     def _used(self, name: str, more: int, limit: int) -> int:
         known, now = self._folders.get(name), self._clock()

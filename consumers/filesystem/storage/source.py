@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import fsspec
 import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.schema.errors import CaptureFileError
+from headgate.consumers.filesystem.storage.object_store import open_files
+
+HEAD_BYTES = 64 << 10
+"""Bytes of a file in a store that are fetched to see what it is: its header and often its positions."""
 
 
 class Source(Protocol):
@@ -90,9 +93,10 @@ class RemoteSource:
 
     def names(self, path: str) -> Sequence[tuple[str, bool]]:
         self._files.invalidate_cache(path)
-        if not self._files.isdir(path):
+        try:
+            entries = self._files.ls(path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        entries = self._files.ls(path, detail=True)
         found = ((entry["name"].rstrip("/").rpartition("/")[2], entry["type"] == "directory") for entry in entries)
         return sorted(found)
 
@@ -106,7 +110,11 @@ class RemoteSource:
             raise CaptureFileError(f"{path}: missing") from error
 
     def read(self, path: str, offset: int, size: int) -> bytes:
-        return bytes(self._files.cat_file(path, offset, offset + size)) if size else b""
+        try:
+            # By name: s3fs has another argument in the second place.
+            return bytes(self._files.cat_file(path, start=offset, end=offset + size)) if size else b""
+        except FileNotFoundError as error:
+            raise CaptureFileError(f"{path}: missing") from error
 
     def array(self, path: str, offset: int, size: int) -> npt.NDArray[np.uint8]:
         fetched = self.read(path, offset, size)
@@ -115,9 +123,40 @@ class RemoteSource:
         return np.frombuffer(bytearray(fetched), dtype=np.uint8)
 
 
+class HeadSource:
+    """One file of a source, of known size, whose first bytes are fetched at once: a header is several reads."""
+
+    def __init__(self, source: Source, path: str, size: int) -> None:
+        self._source = source
+        self._path = path
+        self._size = size
+        self._head = source.read(path, 0, min(size, HEAD_BYTES))
+
+    def names(self, path: str) -> Sequence[tuple[str, bool]]:
+        return self._source.names(path)
+
+    def is_folder(self, path: str) -> bool:
+        return self._source.is_folder(path)
+
+    def size(self, path: str) -> int:
+        return self._size if path == self._path else self._source.size(path)
+
+    def read(self, path: str, offset: int, size: int) -> bytes:
+        if path == self._path and offset + size <= len(self._head):
+            return self._head[offset : offset + size]
+        return self._source.read(path, offset, size)
+
+    def array(self, path: str, offset: int, size: int) -> npt.NDArray[np.uint8]:
+        return self._source.array(path, offset, size)
+
+
 def open_source(root: str) -> tuple[Source, str]:
-    """The source for a root, and the root's path in it."""
+    """The source for a root, and the root's path in it.
+
+    Raises:
+        CaptureFileError: If a URL cannot be opened: see `open_files`.
+    """
     if "://" not in root or root.startswith("file://"):
         return LocalSource(), str(Path(root.removeprefix("file://")).expanduser().resolve())
-    files, path = fsspec.core.url_to_fs(root)
-    return RemoteSource(files), str(path).rstrip("/")
+    files, path = open_files(root, CaptureFileError)
+    return RemoteSource(files), path

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import itertools
 import logging
 import os
@@ -12,23 +10,17 @@ import secrets
 import shutil
 import socket
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from enum import Enum
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from headgate.capture.schema.errors import ConsumerError
+from headgate.consumers.filesystem.storage.locks import Lock, exclusively, try_lock
 from headgate.consumers.filesystem.storage.store import TEMP_FOLDER, slug
 
 logger = logging.getLogger(__name__)
 
 _OWN = re.compile(r"(?P<host>.+)\.(?P<pid>\d+)\.[0-9a-f]{8}")
 _LOCK = "lock"
-LOCK_TIMEOUT_S = 10.0
-"""Patience with another process that starts in the same root."""
-LOCK_PAUSE_S = 0.02
-"""Between two attempts to lock."""
 _UNNAMED = os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_TMPFILE", os.O_CREAT | os.O_EXCL)  # the latter: always refused
 
 
@@ -55,7 +47,7 @@ class TempFolder:
         self._count = itertools.count()
         self._lock_file: int | None = None
         self._opening = threading.Lock()  # guards _lock_file and the making of _path
-        with self._exclusively():
+        with exclusively(self._parent / _LOCK):
             self._remove_stale()
             self._make()
         self.takes_unnamed = self._probe()
@@ -87,7 +79,7 @@ class TempFolder:
                         f"{self._parent.parent} is gone or is not mounted; bring it back, or make {self._parent} to go "
                         "on in an empty folder"
                     )
-                with self._exclusively():
+                with exclusively(self._parent / _LOCK):
                     self._make()
         return self._path / str(next(self._count))
 
@@ -104,7 +96,7 @@ class TempFolder:
             os.close(self._lock_file)
         self._path.mkdir(mode=0o700)
         self._lock_file = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        _lock(self._lock_file)
+        try_lock(self._lock_file)
 
     def _probe(self) -> bool:
         path = self.new_path()
@@ -120,19 +112,6 @@ class TempFolder:
                 return False
         path.unlink()
         return True
-
-    @contextmanager
-    def _exclusively(self) -> Iterator[None]:
-        """Keep other processes from looking while folders are made but not yet locked."""
-        path = self._parent / _LOCK
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            if os.fstat(file).st_uid == os.geteuid():
-                os.fchmod(file, 0o600)  # an earlier version made it for everybody to read, and so to lock
-            _wait_for_lock(file, path)
-            yield
-        finally:
-            os.close(file)
 
     def _remove_stale(self) -> None:
         for path in sorted(self._parent.iterdir()):
@@ -155,44 +134,9 @@ def _is_abandoned(path: Path) -> bool:
     except PermissionError:
         return False  # another user's
     try:
-        return _lock(file) is _Lock.TAKEN
+        return try_lock(file) is Lock.TAKEN
     finally:
         os.close(file)
-
-
-class _Lock(Enum):
-    TAKEN = 0
-    HELD_BY_ANOTHER = 1
-    UNSUPPORTED = 2
-
-
-def _lock(file: int) -> _Lock:
-    """Lock an open file, without waiting."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno == errno.EWOULDBLOCK:
-            return _Lock.HELD_BY_ANOTHER
-        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-            return _Lock.UNSUPPORTED
-        raise
-    return _Lock.TAKEN
-
-
-def _wait_for_lock(file: int, path: Path) -> None:
-    """Lock an open file, unless the file system has no locks.
-
-    Raises:
-        TimeoutError: If somebody else holds it for `LOCK_TIMEOUT_S`.
-    """
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while _lock(file) is _Lock.HELD_BY_ANOTHER:
-        if time.monotonic() >= deadline:
-            raise TimeoutError(
-                f"another process has held the lock {path} for {LOCK_TIMEOUT_S:g} s. It is held for moments only, "
-                f"while a process starts: `fuser -v {path}` tells who holds it. End that process, or use another root"
-            )
-        time.sleep(LOCK_PAUSE_S)
 
 
 def _make_private(folder: Path) -> None:

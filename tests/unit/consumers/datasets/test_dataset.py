@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headgate.capture.schema.errors import CaptureFileError, RequestError
 from headgate.capture.schema.selectors.parsing import parse_positions
 from headgate.consumers.datasets import open_dataset
-from tests.fakes.captured_roots import SITE, expected_facts, facts_of, write_root
+from tests.fakes.captured_roots import LAYOUTS, SITE, expected_facts, facts_of, write_root
 from tests.fakes.capturing import capturing
 
 NAMES = [f"r{number}" for number in range(12)]
@@ -36,8 +36,8 @@ def test_several_roots_of_any_layout_are_one(tmp_path: Path) -> None:
 def test_an_object_store_is_read_by_ranges(tmp_path: Path) -> None:
     root = f"memory://{tmp_path}"
     requests = []
-    with capturing(root) as files:
-        for number, layout in enumerate(("request", "raw") * 3):
+    with capturing(root, spool=str(tmp_path)) as files:
+        for number, layout in enumerate(LAYOUTS * 2):
             requests.append(files.request({"layout": layout}, client_id=f"r{number}", prompt=3 + number))
             files.feed.whole(requests[-1])
 

@@ -13,13 +13,13 @@ import torch
 from safetensors import safe_open
 
 from headgate.capture.schema.consumer import RowBlock
-from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
+from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.feed import EXAMPLE_MODEL, make_block
 from headgate.consumers.filesystem import FilesystemConsumer
 from headgate.consumers.filesystem.writing.request_writer import MAX_BLOCKS
 from headgate.consumers.reader import open_captures
-from tests.fakes.capturing import HOOKS, capturing, spec_context
+from tests.fakes.capturing import capturing, spec_context
 
 SITE = Site.parse("final_norm")
 
@@ -216,21 +216,11 @@ def test_without_hooks_only_those_who_ask_are_recorded() -> None:
         ({"root": "a", "hooks": {"post_milk": [1]}}, "post_milk"),
         ({"root": "a", "positions": "some"}, "positions"),
         ({"root": "a", "if_exists": "replace"}, "if_exists"),
-        ({"root": "memory://a", "layout": "shards"}, "shards"),
     ],
 )
 def test_wrong_parameters_are_refused_by_name(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FilesystemConsumer.check_params(params)
-
-
-def test_shards_cannot_be_asked_for_where_files_cannot_grow() -> None:
-    context = spec_context({"root": "memory://a"})
-
-    with pytest.raises(RequestError, match="shards") as caught:
-        FilesystemConsumer.validate_client_spec({"hooks": HOOKS, "layout": "shards"}, context)
-
-    assert caught.value.field == "capture.files.layout"
 
 
 def test_a_stage_without_any_of_the_sites_writes_nothing(tmp_path: Path) -> None:

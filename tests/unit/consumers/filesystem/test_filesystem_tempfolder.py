@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import os
 import shutil
 import socket
 import stat
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError
-from headgate.consumers.filesystem.storage import temp_folder
+from headgate.consumers.filesystem.storage import locks
 from headgate.consumers.filesystem.storage.local_store import LocalStore
-from headgate.consumers.filesystem.storage.remote_store import RemoteStore
 from headgate.consumers.filesystem.storage.store import slug
 from headgate.consumers.filesystem.storage.temp_folder import TempFolder
 
@@ -107,7 +104,7 @@ def test_nobody_else_may_lock(tmp_path: Path, was_there: bool) -> None:
 def test_a_lock_that_somebody_holds_is_an_error_that_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(temp_folder, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(locks, "LOCK_TIMEOUT_S", 0.05)
     TempFolder(tmp_path).close()
     with (tmp_path / ".tmp" / "lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_SH)
@@ -122,7 +119,7 @@ def test_a_start_waits_for_another_that_is_done_in_a_moment(tmp_path: Path, monk
     TempFolder(tmp_path).close()
     held = (tmp_path / ".tmp" / "lock").open()
     fcntl.flock(held, fcntl.LOCK_EX)
-    monkeypatch.setattr(temp_folder.time, "sleep", lambda seconds: held.close())
+    monkeypatch.setattr(locks.time, "sleep", lambda seconds: held.close())
 
     TempFolder(tmp_path).close()
 
@@ -137,32 +134,6 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
         TempFolder(tmp_path)
 
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_a_remote_root_sweeps_what_killed_processes_left_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    own = tmp_path / f"headgate-{os.geteuid()}"
-    living = RemoteStore("memory://sweep", numbering=False)
-    kept = living.temp_path()
-    kept.write_text("half a file")
-    left = leave(own, f"{HOST}.1.0123abcd")
-
-    RemoteStore("memory://sweep", numbering=False).close()
-
-    assert not left.exists()
-    assert kept.read_text() == "half a file"
-    living.close()
-    assert folders(own) == set()
-
-
-def test_a_remote_root_takes_no_folder_that_others_can_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    own = tmp_path / f"headgate-{os.geteuid()}"
-    own.mkdir()
-    own.chmod(0o755)
-
-    with pytest.raises(ConfigError, match=r"not a folder of this user alone .*TMPDIR"):
-        RemoteStore("memory://others", numbering=False)
 
 
 def test_a_folder_that_was_cleaned_away_is_made_again(tmp_path: Path) -> None:

@@ -1,0 +1,211 @@
+"""Threads that bring files from the spool to an object store, and try again for as long as it takes."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from headgate.capture.schema.errors import ConsumerError
+from headgate.consumers.filesystem.storage.object_store import ObjectStore
+from headgate.consumers.filesystem.storage.store import numbered
+from headgate.consumers.filesystem.uploading.answer import Answer
+from headgate.consumers.filesystem.uploading.spool_folder import Unit
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.5
+"""After the first failure of a file; each further one doubles it."""
+MAX_PAUSE_S = 30.0
+"""Between two attempts to upload a file: when a store is back, all files are on their way within this time."""
+_NUMBERED = re.compile(r"(.+)~(\d{1,9})")
+
+
+@dataclass(order=True)
+class _Task:
+    """A unit that waits for its next attempt at `due`, on the monotonic clock."""
+
+    due: float
+    number: int
+    unit: Unit = field(compare=False)
+    answer: Answer | None = field(compare=False)
+    num_failures: int = field(default=0, compare=False)
+    is_old: bool = field(default=False, compare=False)
+
+
+class Uploader:
+    """Uploads units, then removes them from the spool. Any thread may call.
+
+    A unit whose place in the store is taken gets the next number if `numbering` is on, or if nobody can be told any
+    more: its request has had its result. Otherwise its request ends with an error and the unit is removed.
+
+    Attributes:
+        is_failing: Whether the last attempt failed.
+
+    Args:
+        name: Of the threads.
+        store: Where the units go.
+        threads: Units uploaded at a time.
+        numbering: Whether a name that is taken is answered with the next number instead of an error.
+        removed: Called with the bytes and the number of files of a unit that has left the spool.
+    """
+
+    def __init__(
+        self, name: str, store: ObjectStore, *, threads: int, numbering: bool, removed: Callable[[int, int], None]
+    ) -> None:
+        self.is_failing = False
+        self._store = store
+        self._numbering = numbering
+        self._removed = removed
+        self._tasks: list[_Task] = []
+        self._num_running = 0
+        self._is_closed = False
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()  # guards the four above
+        # Daemons: a store that hangs must not keep the process from ending.
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, unit: Unit, answer: Answer | None, *, is_old: bool = False) -> None:
+        """Upload a unit.
+
+        Args:
+            unit: One that is whole and does not change any more.
+            answer: Told when it is uploaded; None if nobody waits.
+            is_old: An earlier process may have begun to upload it.
+        """
+        with self._changed:
+            task = _Task(time.monotonic(), next(self._numbers), unit, answer, is_old=is_old)
+            heapq.heappush(self._tasks, task)
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> int:
+        """Upload units for up to `timeout_s` seconds; return how many are left. May be called again."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._changed.wait_for(lambda: not self._tasks and not self._num_running, timeout_s)
+            self._is_closed = True
+            self._changed.notify_all()
+            left = len(self._tasks) + self._num_running
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        return left
+
+    def _run(self) -> None:
+        while (task := self._next()) is not None:
+            try:
+                self._upload(task)
+            except Exception as error:  # noqa: BLE001  (each store has errors of its own; none may lose a file)
+                self._try_again(task, error)
+            else:
+                self._note_success()
+            finally:
+                with self._changed:
+                    self._num_running -= 1
+                    self._changed.notify_all()
+
+    def _next(self) -> _Task | None:
+        """The next task that is due; None once closed."""
+        with self._changed:
+            while not self._is_closed:
+                left_s = self._tasks[0].due - time.monotonic() if self._tasks else None
+                if left_s is not None and left_s <= 0:
+                    self._num_running += 1
+                    return heapq.heappop(self._tasks)
+                self._changed.wait(left_s)
+            return None
+
+    def _upload(self, task: _Task) -> None:
+        unit, answer = task.unit, task.answer
+        if not unit.path.exists():
+            logger.error("%s was removed by somebody else before it was uploaded", unit.path)
+            if answer is not None:
+                answer.fail(ConsumerError(f"{unit.path} was removed by somebody else before it was uploaded"))
+            return
+        for key in _keys(self._store.root, unit):
+            urls = self._put(task, key)
+            if urls is not None:
+                self._remove(unit)  # first: who has the result may send the same name again
+                if answer is not None:
+                    answer.tell(urls)
+                return
+            if self._numbering:
+                continue
+            url = self._store.url(key)
+            if answer is not None and answer.fail(_taken(url)):
+                self._remove(unit)
+                return
+            # Its request has had a result, which cannot be taken back.
+            logger.warning("%s exists and is not overwritten; %s is uploaded under the next number", url, unit.path)
+
+    def _put(self, task: _Task, key: str) -> list[str] | None:
+        """Upload a unit under `key`; None if that is taken, else where its files are."""
+        unit = task.unit
+        if unit.path.is_dir():
+            files = {f"{key}/{name}": unit.path / name for name in unit.files()}
+            there = {f"{key}/{name}" for name in self._store.names(key)}
+            if not all(place in files and self._store.holds(files[place], place) for place in there):
+                return None
+        else:
+            files, there = {key: unit.path}, set()
+        for place, path in files.items():
+            if place in there:
+                continue
+            if task.is_old or task.num_failures > 0:
+                self._store.abort_unfinished(path, place)
+            if not self._store.put(path, place):
+                return None
+        return [self._store.url(place) for place in files]
+
+    def _remove(self, unit: Unit) -> None:
+        num_bytes, num_files = unit.num_bytes(), len(unit.files()) if unit.path.is_dir() else 1
+        unit.remove()
+        self._removed(num_bytes, num_files)
+
+    def _try_again(self, task: _Task, error: Exception) -> None:
+        pause_s = min(FIRST_PAUSE_S * 2 ** min(task.num_failures, 30), MAX_PAUSE_S)
+        task.num_failures += 1
+        # Spread, so that the servers of a store that was down do not come back at one moment.
+        task.due = time.monotonic() + pause_s * random.uniform(0.5, 1.0)  # noqa: S311
+        with self._changed:
+            heapq.heappush(self._tasks, task)
+            num_waiting, was_failing, self.is_failing = len(self._tasks), self.is_failing, True
+        level = logging.DEBUG if was_failing else logging.WARNING
+        logger.log(
+            level,
+            "%s takes no files, %d wait in %s until it does: %s: %s",
+            *(self._store.url(self._store.root), num_waiting, task.unit.folder, type(error).__name__, error),
+        )
+
+    def _note_success(self) -> None:
+        with self._changed:
+            was_failing, self.is_failing = self.is_failing, False
+        if was_failing:
+            logger.warning("%s takes files again", self._store.url(self._store.root))
+
+
+def _keys(root: str, unit: Unit) -> Iterator[str]:
+    """Keys for a unit: its own name's, then those with the numbers that follow."""
+    name = unit.names[-1]
+    suffix = "" if unit.path.is_dir() else PurePosixPath(name).suffix
+    stem = name.removesuffix(suffix)
+    match = _NUMBERED.fullmatch(stem)
+    stem, first = (match[1], int(match[2])) if match else (stem, 1)
+    for count in itertools.count(first):
+        yield "/".join((root, *unit.names[:-1], f"{numbered(stem, count)}{suffix}"))
+
+
+def _taken(url: str) -> ConsumerError:
+    return ConsumerError(
+        f"{url} exists and is not overwritten; give another tag or request_id, or set the parameter if_exists=number"
+    )
