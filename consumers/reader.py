@@ -319,22 +319,25 @@ def open_stored(payload: Any) -> StoredCapture:
     for stage in stages:
         source, where = open_source(stage["paths"][0])
         if stage["layout"] == "shards":
-            part = _shard_requests(where, source.size(f"{where}/{INDEX}")).get(tuple(stage["rows"]))
+            url = stage["paths"][0]
+            part = _shard_requests(url, source.size(f"{where}/{INDEX}")).get(tuple(stage["rows"]))
         else:
             is_folder = stage["layout"] == "raw"
             part = _read_part(source, where.rpartition("/")[0] if is_folder else where, is_folder)
         if part is None:
-            raise CaptureFileError(f"{stage['paths'][0]}: the request that was written there is not there any more")
+            late = " yet: its upload had not ended when the result was given" if stage.get("uploaded") is False else ""
+            raise CaptureFileError(f"{stage['paths'][0]}: the request that was written there is not there{late}")
         parts.append(part)
     assert source is not None  # noqa: S101  (a payload has a stage at least)
     return StoredCapture(source, parts)
 
 
 @lru_cache(maxsize=4)
-def _shard_requests(folder: str, index_bytes: int) -> dict[tuple[int, ...], StoredPart]:
-    """The requests of a local shard by their rows in its files, read once for each length of its index."""
+def _shard_requests(url: str, index_bytes: int) -> dict[tuple[int, ...], StoredPart]:
+    """The requests of a shard by their rows in its files, read once for each length of its index."""
     requests: dict[tuple[int, ...], StoredPart] = {}
-    for part in read_shard(LocalSource(), folder):
+    source, folder = open_source(url)
+    for part in read_shard(source, folder):
         column = part.positions
         assert isinstance(column, TensorRef)  # noqa: S101  (of this layout)
         start = column.offset // ITEM_SIZES["int64"]

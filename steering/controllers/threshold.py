@@ -85,7 +85,7 @@ class ThresholdController(Controller):
     def step(self, readings: StepReadings) -> Iterator[Action]:
         """Update the averages, and change the scales that follow from them."""
         slots, scores = self._followed.of(readings.requests), readings.scores["score"].astype(np.float64)
-        counts = slots >= 0
+        counts = (slots >= 0) & np.isfinite(scores)
         if not self.needs_prompts:
             counts &= ~readings.is_prompt
         if readings.is_prompt.any():  # several rows of a request, one after the other

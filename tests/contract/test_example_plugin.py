@@ -1,4 +1,4 @@
-"""The example of a consumer in a package of its own: installed as its readme says, its tests pass."""
+"""The examples of plug-ins in packages of their own: installed as their readmes say, their tests pass."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "consumer_plugin"
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_the_example_plugin_installs_and_passes_its_tests(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("example", "package"), [("consumer_plugin", "headgate_cosine"), ("controller_plugin", "headgate_refusal")]
+)
+def test_an_example_plugin_installs_and_passes_its_tests(tmp_path: Path, example: str, package: str) -> None:
     source, installed = tmp_path / "source", tmp_path / "installed"
-    shutil.copytree(EXAMPLE, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    shutil.copytree(EXAMPLES / example, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
     options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", str(installed)]
     run("pip", "install", *options, str(source))
-    shutil.rmtree(source / "headgate_cosine")
+    shutil.rmtree(source / package)
 
     output = run("pytest", "-q", "-p", "no:cacheprovider", str(source), path=installed)
 

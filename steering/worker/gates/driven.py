@@ -150,10 +150,12 @@ class DrivenStrengths:
         return found
 
     def _settled(self, req_id: str, slot: int, first: int) -> list[Place]:
-        """Return what to write for the row at a position, behind which nothing may change any more."""
+        """Return what to write for the row at a position; the request is settled if nothing changes behind it."""
         written, timelines = self._written.setdefault(slot, {}), self._requests[req_id]
         if all(timeline.last <= first for timeline in timelines.values()):
             self._unsettled.discard(req_id)
+        else:
+            self._unsettled.add(req_id)
         found = []
         for column, timeline in timelines.items():
             value = timeline.at(first)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from headgate.capture.schema.errors import ConfigError, ConsumerError
+from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.dump import app
 from headgate.consumers.feed import TIMEOUT_S
-from headgate.consumers.filesystem import consumer
+from headgate.consumers.filesystem import FilesystemConsumer, consumer
 from headgate.consumers.filesystem.storage import object_store
 from headgate.consumers.reader import open_capture
 from tests.fakes.capturing import Capturing, capturing
@@ -55,6 +55,21 @@ def test_a_shard_that_is_full_or_old_is_uploaded_before_the_end(
 
     check(store, tmp_path, requests)
     assert len([key for key in store.objects() if key.endswith("index.jsonl")]) == 2
+
+
+def test_rows_are_fetched_by_their_results_from_the_store_alone(store: S3Server, tmp_path: Path) -> None:
+    with capturing(root_of(store), spool=str(tmp_path)) as files:
+        asked = [files.request({"layout": layout}, client_id=layout) for layout in ("request", "raw", "shards")]
+        payloads = [files.feed.whole(request) for request in asked]
+
+    for request, payload in zip(asked, payloads, strict=True):
+        rows, expected = FilesystemConsumer.fetch_rows(payload), request.expected()
+        assert rows.positions.tolist() == expected.positions.tolist()
+        for site in expected.sites:
+            assert torch.equal(rows[site], expected.rows[site])
+    late = {**payloads[0], "paths": [f"{root_of(store)}/default/later.safetensors"], "uploaded": False}
+    with pytest.raises(CaptureFileError):
+        FilesystemConsumer.fetch_rows(late)
 
 
 def test_large_files_go_up_in_parts(store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

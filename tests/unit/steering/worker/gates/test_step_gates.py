@@ -17,6 +17,7 @@ from headgate.steering.worker.gates.step_gates import StepGates
 from headgate.steering.worker.rows.rule_programs import ActingRule
 
 COLUMNS = 4
+SITE = Site(0, HookPoint.POST_MLP)
 RESETS, ENDS, GENERATED, REPLAYED, SCANNED = TokenFlag
 
 
@@ -33,7 +34,7 @@ def view(*requests: tuple[str, int, int]) -> BatchView:
 
 def program(column: int, *, is_early: bool, value: float = 1.0) -> Program:
     """A gate of which the strength that acts is in `column`, and a vector that it multiplies."""
-    site, row = Site(0, HookPoint.POST_MLP), np.full(4, value, np.float32)
+    site, row = SITE, np.full(4, value, np.float32)
     gate = Entry(site, with_change(Code.GATE | Scope.REST, column), None, np.zeros(4, np.float32), ())
     vector = Entry(site, Code.ADD, None, row, (), gate_field(EVERYWHERE, column, is_early=is_early))
     return Program.from_entries([gate, vector], "float32")
