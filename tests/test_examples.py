@@ -127,6 +127,17 @@ def test_one_feature_of_an_sae_is_held_at_several_values(model_dir: Path, tmp_pa
     assert len((ROOT / "examples/sae_feature.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.extended  # two engines; tests/engine/test_controllers.py has what controllers do
+@pytest.mark.engine
+def test_a_controller_holds_a_score(model_dir: Path) -> None:
+    printed = run_example("examples/pid.py", str(model_dir), environment={})
+
+    alone, held = (float(found) for found in re.findall(r"actions, score ([+-][0-9.]+)", printed))
+    assert abs(held - 2.5) < abs(alone - 2.5)
+    assert "alone  0 actions" in printed
+    assert len((ROOT / "examples/pid.py").read_text().splitlines()) < 80
+
+
 @pytest.mark.engine
 def test_an_sae_is_trained_on_live_rows_and_used(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

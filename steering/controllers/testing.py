@@ -52,8 +52,8 @@ class ControllerFeed:
             scores: By request, one for each of its next rows; the same for all probes.
         """
         rows: list[tuple[str, int, float]] = []
-        for request, values in scores.items():
-            for value in values if isinstance(values, Sequence) else [values]:
+        for request, given in scores.items():
+            for value in given if isinstance(given, Sequence) else [given]:
                 position = self._told[request]
                 self._told[request] += 1
                 if position >= len(self._tokens[request]):

@@ -387,9 +387,8 @@ class DeviceTables:
 def _gate_writes(changed: GateWrites, gates: GateTensors) -> list[_Write]:
     for first, end in changed.columns:
         gates.states[:, first:end] = math.nan
-    made: list[_Write] = []
-    if len(changed.tokens):
-        made.append(_Write(gates.tokens[: len(changed.tokens)].copy_, (changed.tokens,)))
+    count = len(changed.tokens)
+    made = [_Write(gates.tokens[:count].copy_, (changed.tokens,))] if count else []
     if len(changed.cleared):
         made.append(_Write(lambda slots: gates.states.index_fill_(0, slots.long(), math.nan), (changed.cleared,)))
     made += _flat_writes(gates.signals, changed.places, changed.strengths)

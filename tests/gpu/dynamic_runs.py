@@ -27,7 +27,7 @@ SEEN = {"post_attn": [LAYER], "post_mlp": [EARLY, LAYER], "pre_attn": [EARLY + 1
 KINDS = ("neighbour", "this_token", "next_token", "rule", "controller")
 MAX_TOKENS = 40
 LIMIT = 1.0
-PID = {"setpoint": 0.0, "kp": 20.0, "ki": 0.0, "min_scale": -LIMIT, "max_scale": LIMIT}
+PID = {"setpoint": 0.0, "kp": 20.0, "ki": 0.0, "min_scale": -LIMIT, "max_scale": LIMIT, "min_emit_delta": 0.0}
 
 
 def weight() -> Any:
