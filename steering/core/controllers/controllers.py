@@ -133,7 +133,8 @@ class Controllers:
                 self._decisions.apply(each.name, action, self._requests)
             if not each.thread.is_on and each.name not in self._off:
                 self._off.add(each.name)
-                firsts = {req_id: None for req_id, one in self._requests.items() if each.name in one.begun}
+                known = list(self._requests.items())  # to which another thread adds
+                firsts = {req_id: None for req_id, one in known if each.name in one.begun}
                 self._outcomes.note(firsts, each.name, None, SWITCHED_OFF, each.thread.figures.error)
         endings, self._decisions.endings = self._decisions.endings, {}
         notes = self._outcomes.take_notes(self._present)

@@ -63,7 +63,7 @@ class Outcomes:
         """Return the notes of requests of a step, as pieces of their traces; they count as told."""
         return {
             req_id: {"positions": [], "actions": self._notes.pop(req_id)}
-            for req_id in [known for known in self._notes if known in present]
+            for req_id in [known for known in list(self._notes) if known in present]
         }
 
     def forget(self, req_id: str) -> None:

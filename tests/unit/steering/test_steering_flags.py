@@ -46,6 +46,20 @@ def test_flags_become_the_section(parser: argparse.ArgumentParser) -> None:
     assert section(parser, "--sae-encode", "a,b", base=base)["sae_encode"] == ["a", "b"]
 
 
+def test_controllers_become_objects_of_the_section(parser: argparse.ArgumentParser) -> None:
+    base = {"headgate": {"steering": {"controllers": [{"name": "a"}]}}}
+
+    told = section(parser, "--steering-controllers", "pid:probe=/x,budget_ms=3", "b:instance_name=c", base=base)
+
+    assert [(one["name"], one.get("instance_name"), one.get("params")) for one in told["controllers"]] == [
+        ("a", None, None),
+        ("pid", None, {"probe": "/x"}),
+        ("b", "c", {}),
+    ]
+    with pytest.raises(argparse.ArgumentError, match="is not key=val"):
+        parser.parse_args(["--steering-controllers", "pid:probe"])
+
+
 def test_flags_are_added_to_what_is_configured(parser: argparse.ArgumentParser) -> None:
     base = {"theirs": 1, "headgate": {"steering": {"self_test": False, "modules": {"a": "a.json"}}}}
 

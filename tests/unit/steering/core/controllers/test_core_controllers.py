@@ -1,0 +1,249 @@
+"""Controllers of an engine core without workers: refusals at start, and what becomes of contents and coefficients."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from headgate.capture.engine.contracts.core_part import CoreFacts, Progress
+from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.errors import ConfigError, RequestError
+from headgate.capture.schema.sites import Site
+from headgate.steering.config import MAX_DRIVEN, SteeringConfig, parse_config
+from headgate.steering.controllers import Action, Probe, SetGlobal, SetSteering, StepReadings, loading
+from headgate.steering.core.controllers.opening import open_controllers
+from headgate.steering.core.steering_core import SteeringCore
+from headgate.steering.requests.rules.rule_fields import read_rule
+from headgate.steering.spec import SteeringSpec, to_wire
+from headgate.steering.vectors.phase_vectors import PhaseVectors
+from tests.fakes.controllers import EntryPoint, Scripted
+
+HIDDEN, PROMPT = 8, 4
+MODEL = ModelInfo(name="m", num_layers=2, hidden_size=HIDDEN, dtype="float32", sites=())
+
+
+class Listed(Scripted):
+    """Returns the actions that a test puts there.
+
+    Attributes:
+        actions: Of the next step.
+        needed: Modules.
+    """
+
+    actions: ClassVar[list[Action]] = []
+    needed: ClassVar[tuple[str, ...]] = ()
+
+    def modules(self) -> tuple[str, ...]:
+        return self.needed
+
+    def step(self, readings: StepReadings) -> Iterator[Action]:
+        yield from self.actions
+
+
+class Services:
+    """An engine core's, with every request at one position.
+
+    Attributes:
+        rules: As workers were told last.
+        rekeyed: Requests whose block keys were asked for anew, with the positions.
+        position: Of all requests.
+    """
+
+    def __init__(self) -> None:
+        self.rules: list[dict[str, Any]] = []
+        self.rekeyed: list[tuple[str, int]] = []
+        self.position = PROMPT
+
+    def progress(self, req_id: str) -> Progress | None:
+        return None if req_id == "gone" else Progress(self.position, range(1000))
+
+    def rekey(self, req_id: str, first: int) -> None:
+        self.rekeyed.append((req_id, first))
+
+    def call_workers(self, method: str, args: Any) -> list[object]:
+        if method == "set_rules":
+            self.rules = args["rules"]
+        return []
+
+    def rekey_running(self) -> dict[str, int]:
+        return {}
+
+    def check_rekey(self, field: str) -> None:
+        pass
+
+
+class Core:
+    """A core with the controller `Listed`."""
+
+    def __init__(self, **settings: Any) -> None:
+        usual = {"op_sites": {"post_mlp": "all"}, "controllers": [{"name": "listed", "budget_ms": 1000}]}
+        config: SteeringConfig = parse_config({"max_steering_slots": 257, **usual, **settings})
+        steerable = config.steerable(num_layers=2, hidden_size=HIDDEN, dtype="float32")
+        self.config, self.services = config, Services()
+        services: Any = self.services
+        self.core = SteeringCore("float32", config.num_slots(2) - 1, services, config, steerable=steerable)
+        self.core.operator.register("m", SteeringSpec(decode=vectors(1.0)))
+
+    def start(self, num_stages: int = 1) -> None:
+        core, facts, services = self.core, CoreFacts(model=MODEL, num_stages=num_stages), self.services
+        made: Any = services
+        core.start(open_controllers(self.config, facts, core.state, core.reservations, core.operator.rules, made))
+
+    def add(self, *names: str) -> None:
+        for name in names:
+            self.core.accept(name, None, PROMPT)
+            self.core.offer(name, priority=0, is_session=False, is_offline=False)
+
+    def step(self, names: list[str], *actions: Action) -> list[tuple[str, int, int, float]]:
+        """Read a row of each request, and return what the workers are to be told; the position moves on."""
+        Listed.actions = list(actions)
+        self.services.position += 1
+        count, columns = len(names), self.config.num_columns
+        self.core.take_readings(
+            {
+                "ids": names,
+                "firsts": np.full(count, self.services.position - 1, np.int64).tobytes(),
+                "counts": np.ones(count, np.int64).tobytes(),
+                "columns": columns,
+                "values": np.zeros((count, columns), np.float32).tobytes(),
+            },
+            (),
+        )
+        self.core.decide()
+        orders = self.core.orders(names)
+        return [] if orders is None else list(orders["drives"])
+
+    @property
+    def figures(self) -> dict[str, int]:
+        return dict(self.core.call("counts", {})["controllers"]["listed"]["actions"])
+
+
+def vectors(value: float) -> PhaseVectors:
+    found = PhaseVectors.from_rows({Site.parse("1.post_mlp"): np.full(HIDDEN, value, np.float32)})
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Core]]:
+    monkeypatch.setattr(loading, "entry_points", lambda group: [EntryPoint("listed", Listed)])
+    monkeypatch.setattr(Listed, "needed", ())
+    Scripted.probe = Probe(site=Site.parse("0.post_mlp"), weight=np.ones((1, HIDDEN), np.float32))
+    yield Core
+    gc.collect()  # threads end with their controllers
+
+
+def test_what_cannot_run_is_refused_at_start(opened: Callable[..., Core], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(message: str, num_stages: int = 1, **settings: Any) -> None:
+        with pytest.raises(ConfigError, match=message):
+            opened(**settings).start(num_stages)
+
+    refused("start the engine with tensor parallelism", num_stages=2)
+    refused("there are none; declare them with --steering-op-sites", op_sites={})
+    refused("no gate can read at 0.post_mlp", op_sites={"post_mlp": [1]})
+    with monkeypatch.context() as patch:
+        patch.setattr(Listed, "needed", ("calm",))
+        refused("needs module 'calm'; registered at start .*: m")
+    with monkeypatch.context() as patch:
+        probe = Probe(site=Site.parse("0.post_mlp"), weight=np.ones((1, 3), np.float32))
+        patch.setattr(Scripted, "probe", probe)
+        refused("has the width 3, the model 8")
+    core = opened()
+    rule = read_rule("listed", {"applies_to": "all", "when": "always", "then": "observe"}, core.core.state.steerable)
+    core.core.operator.rules.register(rule)
+    with pytest.raises(ConfigError, match="'listed' has the name of a rule"):
+        core.start()
+
+
+def test_requests_select_controllers_by_the_names_that_front_ends_are_told(opened: Callable[..., Core]) -> None:
+    core = opened(controllers=[{"name": "listed", "applies_to": "opt_in", "budget_ms": 1000}])
+    core.start()
+    core.add("plain")
+    core.core.accept("watched", to_wire(SteeringSpec(rules=("listed",))), PROMPT)
+    core.core.offer("watched", priority=0, is_session=False, is_offline=False)
+
+    assert "rule\nlisted" in [entry["name"] for entry in core.core.call("names", {})]
+    assert core.step(["plain"], SetSteering("plain", module="m")) == []
+    assert core.figures["applied"] == 0
+    assert [drive[0] for drive in core.step(["plain", "watched"], SetSteering("watched", module="m"))] == ["watched"]
+    with pytest.raises(RequestError, match="unknown rule 'other'; registered: listed"):
+        core.core.accept("wrong", to_wire(SteeringSpec(rules=("other",))), PROMPT)
+
+
+def test_a_scale_that_changes_is_one_number_and_the_request_gets_a_key_of_its_own(opened: Callable[..., Core]) -> None:
+    core = opened()
+    core.start()
+    core.add("a", "b")
+    keys = [core.core.block_keys(name) for name in ("a", "b")]
+
+    (first,) = core.step(["a", "b"], SetSteering("a", module="m", scale=0.5))
+    (second,) = core.step(["a", "b"], SetSteering("a", module="m", scale=0.75))
+    told = core.step(["a", "b"], SetSteering("a", module="m", scale=0.75))
+
+    assert (first[0], first[2:], second[2:], told) == ("a", (PROMPT + 1, 0.5), (PROMPT + 2, 0.75), [])
+    assert first[1] == second[1]
+    assert core.services.rekeyed == [("a", PROMPT + 1)]
+    assert core.core.block_keys("b") == keys[1]
+    now: Any = core.core.block_keys("a")
+    assert now != keys[0]
+    assert now.prefill == getattr(keys[0], "prefill", None)
+
+
+def test_changes_wait_for_a_step_of_their_request(opened: Callable[..., Core]) -> None:
+    core = opened()
+    core.start()
+    core.add("a", "b")
+
+    assert core.step(["b"], SetSteering("a", module="m")) == []
+    assert [drive[0] for drive in core.step(["a", "b"])] == ["a"]
+
+
+def test_contents_take_the_place_of_those_that_no_running_request_has_had(opened: Callable[..., Core]) -> None:
+    core = opened()
+    core.start()
+    core.add("a")
+    for at in range(MAX_DRIVEN):
+        core.add(f"r{at}")
+        core.step(["a", f"r{at}"], SetSteering(f"r{at}", vectors={"post_mlp": {1: [1.0 + at] * HIDDEN}}))
+    assert core.figures["applied"] == MAX_DRIVEN
+
+    more = SetSteering("a", vectors={"post_mlp": {1: [-1.0] * HIDDEN}})
+    assert core.step(["a"], more) == []
+    assert core.figures == {"applied": MAX_DRIVEN, "rejected": 1, "dropped": 0}
+    core.core.release("r3")
+    ((_, column, _, value),) = core.step(["a"], more)
+    assert value == 1.0
+    (acting,) = (rule for rule in core.services.rules if rule["columns"] == [column, column + 1])
+    assert acting["applies_to"] is None
+    for name in ["a", *(f"r{at}" for at in range(MAX_DRIVEN) if at != 3)]:
+        core.core.release(name)
+    held = core.core.reservations.num_reserved
+    core.add("later")
+    core.step(["later"], SetSteering("later", vectors={"post_mlp": {1: [-2.0] * HIDDEN}}))
+    assert core.core.reservations.num_reserved == held
+
+
+def test_actions_of_several_sources_add_up(opened: Callable[..., Core]) -> None:
+    core = opened()
+    core.start()
+    core.add("a")
+
+    told = core.step(["a"], SetSteering("a", module="m", scale=0.5), SetGlobal(module="m", scale=0.25))
+    taken = core.step(["a"], SetGlobal())
+
+    assert [drive[3] for drive in told] == [0.5, 0.75]
+    assert [drive[3] for drive in taken] == [0.5]
+    assert core.step(["a"], SetSteering("a"))[0][3] == 0.0
+
+
+def test_actions_for_requests_that_are_gone_are_dropped(opened: Callable[..., Core]) -> None:
+    core = opened()
+    core.start()
+    core.add("a")
+
+    assert core.step(["a"], SetSteering("nobody", module="m"), SetSteering("a", module="none")) == []
+    assert core.figures == {"applied": 0, "rejected": 1, "dropped": 1}
