@@ -40,6 +40,7 @@ COUNTS = {
     "slots_reserved": 12,
     "rule_rows": {"calm": 7},
     "gate_rows": {},
+    "controllers": {"pid": {"actions": {"applied": 5, "rejected": 1, "dropped": 0}, "seconds": 0.25}},
     "configs": 3,
     "requests_running": 2,
     "requests_waiting": 1,
@@ -87,7 +88,8 @@ def parsed(text: bytes) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def in_order(labels: dict[str, str]) -> list[str]:
-    return [labels[name] for name in ("engine", "worker", "rule", "api_server", "consumer", "le") if name in labels]
+    ordered = ("engine", "worker", "rule", "controller", "outcome", "api_server", "consumer", "le")
+    return [labels[name] for name in ordered if name in labels]
 
 
 def values(families: dict[str, Any], name: str) -> dict[tuple[str, ...], float]:
@@ -112,6 +114,8 @@ def test_both_parts_say_what_they_count() -> None:
     assert values(found, "headgate_steering_global_vectors") == {("0",): 3, ("1",): 3}
     assert values(found, "headgate_steering_requests_waiting") == {("0",): 1, ("1",): 1}
     assert values(found, "headgate_steering_rule_rows") == {("0", "calm"): 7, ("1", "calm"): 7}
+    assert values(found, "headgate_steering_actions")["1", "pid", "applied"] == 5
+    assert values(found, "headgate_steering_controller_seconds") == {("0", "pid"): 0.25, ("1", "pid"): 0.25}
     assert values(found, "headgate_steering_worker_slots_live") == {("0", "0"): 4, ("1", "0"): 4}
     assert 0 <= found["headgate_stats_age_seconds"][("headgate_stats_age_seconds",)] < 60
     assert client.calls.count("collective_rpc") == 2
