@@ -312,4 +312,4 @@ def test_other_pages_are_not_touched() -> None:
 def test_steering_names_are_unique() -> None:
     names = [family.name for family in steering_metrics.families([])]
 
-    assert len(set(names)) == len(names) == 14
+    assert len(set(names)) == len(names) == 16
