@@ -206,8 +206,13 @@ OWN = {
 
 
 def is_own(told: str, text: str, body: object) -> bool:
-    """Whether an error is one of `OWN`, or that of a number which vLLM's messages to its engine core cannot hold."""
+    """Whether an error is one of `OWN`, or that of a number which vLLM's messages to its engine core cannot hold, or of
+    structured outputs that are no object.
+    """
     if told.endswith(" 500") and '"message":""' in text and has_endless_integer(body):
+        return True
+    asked = body.get("structured_outputs") if isinstance(body, Mapping) else None
+    if told.endswith(" 500") and "object has no attribute 'get'" in text and not isinstance(asked, Mapping | None):
         return True
     return any(own in text for own in OWN.get(told, ()))
 

@@ -50,7 +50,7 @@ def wire(core: Core, name: str, applies_to: str = "all", **fields: Any) -> dict[
         "then": {"vectors": {"post_mlp": {"0": ones}}},
         **fields,
     }
-    steerable = core.scheduler._headgate_core._part._state.steerable
+    steerable = core.scheduler._headgate_core._part.state.steerable
     return read_rule(name, document, steerable).to_wire()
 
 
