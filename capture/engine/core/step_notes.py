@@ -43,13 +43,16 @@ class StepNotes:
         scheduler: vLLM's.
         name: The part's.
         part: Its half in the engine core.
+
+    Attributes:
+        deciding: The part, if it decides what later steps do. Asked here once: it takes a while to find out.
     """
 
     def __init__(self, scheduler: Scheduler, name: str, part: CorePart) -> None:
         self._scheduler = scheduler
         self._name = name
         self._part = part if isinstance(part, ReadingCore) else None
-        self._deciding = part if isinstance(part, DecidingCore) else None
+        self.deciding = part if isinstance(part, DecidingCore) else None
         self._kept: dict[str, list[object]] = {}
         """In order, by request."""
         self._stale: dict[str, int] = {}
@@ -67,8 +70,8 @@ class StepNotes:
         self._is_in_step = True
         try:
             made: dict[int, CoreOutputs] = original(self._scheduler, scheduler_output, output)
-            if self._deciding is not None:
-                self._decide(self._deciding, made)
+            if self.deciding is not None:
+                self._decide(self.deciding, made)
             if self._kept:
                 self._attach(made.values())
         finally:

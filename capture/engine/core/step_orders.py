@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headgate.capture.engine.contracts.core_part import CorePart, DecidingCore
+from headgate.capture.engine.contracts.core_part import DecidingCore
 from headgate.capture.engine.contracts.vllm_engine import CoreOutputs, Scheduler, SchedulerOutput
 from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE
 
 
-def attach_orders(name: str, part: CorePart, scheduler_output: SchedulerOutput) -> None:
+def attach_orders(name: str, part: DecidingCore, scheduler_output: SchedulerOutput) -> None:
     """Attach to a step that was just scheduled what the part of that name has decided for its requests."""
-    if not isinstance(part, DecidingCore):
-        return
     orders = part.orders(scheduler_output.num_scheduled_tokens.keys())
     if orders is not None:
         setattr(scheduler_output, ORDERS_ATTRIBUTE, {name: orders})
