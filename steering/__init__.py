@@ -15,6 +15,8 @@ The folders, in the order in which they import each other:
 * ``features/``: SAEs and transcoders as files, and the command ``headgate sae``.
 * ``probes/``: scores of rows: made from captures, judged, as files, and the command ``headgate probe``; directions
   between groups of captured rows (`between`).
+* ``gates/``: conditions on rows that turn steering on, lowered to entries of programs; traces.
+* ``controllers/``: Python plug-ins that read scores of running requests and change their steering.
 * ``requests/``: a request's fields in every form, read into a spec and its wire form.
 * ``files/``: vectors on disk: safetensors, JSON, GGUF, and the files of other tools; the command ``headgate vectors``.
 * ``core/``: in the engine core: global vectors, named modules, slots for requests, keys of KV blocks.

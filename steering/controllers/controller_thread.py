@@ -70,7 +70,8 @@ class ControllerThread:
         self._budget_s = budget_s
         self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._done = Event()
-        self._actions: SimpleQueue[list[Action]] = SimpleQueue()
+        self._actions: list[Action] = []
+        """Of the last step, when it is done."""
         self._began = math.inf
         """When the step that the controller is busy with was handed over; infinite if it is not busy."""
         self._is_late = False
@@ -97,7 +98,7 @@ class ControllerThread:
             return
         self.figures.steps += 1
         self._done.clear()
-        self._began, self._is_late = time.perf_counter(), False
+        self._began, self._is_late, self._actions = time.perf_counter(), False, []
         self._inbox.put(lambda: self._step(readings))
 
     def take(self) -> list[Action]:
@@ -110,8 +111,7 @@ class ControllerThread:
         if not self._is_late:
             self._num_over = 0
         self._began = math.inf
-        actions = [action for _ in range(self._actions.qsize()) for action in self._actions.get()]
-        return actions if self.is_on else []
+        return self._actions if self.is_on else []
 
     def switch_off(self, error: str) -> None:
         """Give the controller nothing more, for a reason that the status tells."""
@@ -142,7 +142,7 @@ class ControllerThread:
                     raise TypeError(f"step returned {action!r}, which is no action of headgate.steering.controllers")
             self._num_flooded = self._num_flooded + 1 if len(actions) > limit else 0
             self.figures.dropped += len(actions) > limit
-            self._actions.put(actions[:limit])
+            self._actions = actions[:limit]
             if self._num_flooded >= MAX_OVER_BUDGET:
                 self.switch_off(
                     f"it returned more than {limit} actions in {self._num_flooded} steps one after the other"

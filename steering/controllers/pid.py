@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from headgate.steering.controllers.actions import Action, SetSteering
-from headgate.steering.controllers.controller import Controller, RequestView, StepReadings
-from headgate.steering.controllers.request_slots import RequestSlots
-from headgate.steering.probes.files import load
-from headgate.steering.probes.probe import Probe
+from headgate.steering.controllers.controller import StepReadings
+from headgate.steering.controllers.one_module import OneModuleController
 
 
-class PidController(Controller):
+class PidController(OneModuleController):
     """On each generated row: ``scale = kp * e + ki * sum of e + kd * change of e`` with ``e = setpoint - score``.
 
     The scale is limited to `min_scale` and `max_scale`; the sum does not grow while it is at a limit and would only be
@@ -52,6 +50,7 @@ class PidController(Controller):
         ema_alpha: float = 1.0,
         min_emit_delta: float = 0.05,
     ) -> None:
+        super().__init__(probe, module, integral=0.0, average=math.nan, scale=0.0)
         if not min_scale <= 0 <= max_scale:
             raise ValueError(f"min_scale, max_scale: expected limits around 0, got {min_scale} and {max_scale}")
         if not 0 < ema_alpha <= 1:
@@ -60,33 +59,16 @@ class PidController(Controller):
         for name, value in numbers.items():
             if not math.isfinite(value):
                 raise ValueError(f"{name}: expected a finite number, got {value!r}")
-        self._probe, self._module, self._setpoint = load(probe), module, setpoint
+        self._setpoint = setpoint
         self._gains, self._limits = (kp, ki, kd), (min_scale, max_scale)
         self._alpha, self._min_delta = ema_alpha, min_emit_delta
-        self._loops = RequestSlots(integral=0.0, average=math.nan, scale=0.0)
-
-    def probes(self) -> Mapping[str, Probe]:
-        """Return the one probe."""
-        return {"score": self._probe}
-
-    def modules(self) -> tuple[str]:
-        """Return the module."""
-        return (self._module,)
-
-    def request_begins(self, request: RequestView) -> None:
-        """Begin a loop."""
-        self._loops.add(request.request)
-
-    def request_ends(self, request: RequestView) -> None:
-        """End a loop."""
-        self._loops.remove(request.request)
 
     def step(self, readings: StepReadings) -> Iterator[Action]:
         """Set the scales of the requests that generated a row, one each."""
-        scores, slots = readings.scores["score"].astype(np.float64), self._loops.of(readings.requests)
+        scores, slots = readings.scores["score"].astype(np.float64), self._requests.of(readings.requests)
         at = np.flatnonzero(~readings.is_prompt & np.isfinite(scores) & (slots >= 0))
         slots = slots[at]
-        scales, known = self._next(slots, scores[at]), self._loops["scale"]
+        scales, known = self._next(slots, scores[at]), self._requests["scale"]
         changed = np.abs(scales - known[slots]) > self._min_delta
         known[slots[changed]] = scales[changed]
         for index, scale in zip(at[changed].tolist(), scales[changed].tolist(), strict=True):
@@ -94,14 +76,14 @@ class PidController(Controller):
 
     def _next(self, slots: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the scales of loops that read new scores."""
-        before = self._loops["average"][slots]
+        before = self._requests["average"][slots]
         average = np.where(np.isnan(before), scores, (1 - self._alpha) * before + self._alpha * scores)
-        self._loops["average"][slots] = average
-        error, integral = self._setpoint - average, self._loops["integral"][slots]
+        self._requests["average"][slots] = average
+        error, integral = self._setpoint - average, self._requests["integral"][slots]
         change = np.where(np.isnan(before), 0.0, before - average)
         (kp, ki, kd), (least, largest) = self._gains, self._limits
         wanted = kp * error + ki * (integral + error) + kd * change
         scales = np.clip(wanted, least, largest)
         is_free = (scales == wanted) | ((wanted - scales) * error * ki < 0)
-        self._loops["integral"][slots] = np.where(is_free, integral + error, integral)
+        self._requests["integral"][slots] = np.where(is_free, integral + error, integral)
         return scales

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from headgate.steering.controllers.actions import Action, SetGlobal, SetSteering
-from headgate.steering.controllers.controller import Controller, RequestView, StepReadings
-from headgate.steering.controllers.request_slots import RequestSlots
-from headgate.steering.probes.files import load
-from headgate.steering.probes.probe import Probe, ProbeError
+from headgate.steering.controllers.controller import StepReadings
+from headgate.steering.controllers.one_module import OneModuleController
+from headgate.steering.probes.probe import ProbeError
 
 
-class ThresholdController(Controller):
+class ThresholdController(OneModuleController):
     """Engages when the average reaches `threshold`, and disengages when it falls below ``threshold - hysteresis``.
 
     Args:
@@ -51,7 +50,7 @@ class ThresholdController(Controller):
         min_emit_delta: float = 0.05,
         prime: bool = True,
     ) -> None:
-        self._probe = load(probe)
+        super().__init__(probe, module, average=math.nan, is_engaged=0.0, scale=0.0)
         found = self._probe.threshold if threshold is None else threshold
         if found is None:
             raise ProbeError(f"{probe}: the probe has no threshold of its own; give threshold=...")
@@ -59,32 +58,15 @@ class ThresholdController(Controller):
         _check("ema_alpha", ema_alpha, 0 < ema_alpha <= 1, "above 0 and at most 1")
         _check("gain_mode", gain_mode, gain_mode in ("binary", "proportional"), "binary or proportional")
         _check("actuation", actuation, actuation in ("per_request", "global"), "per_request or global")
-        self._module, self._threshold, self._hysteresis = module, float(found), float(hysteresis)
+        self._threshold, self._hysteresis = float(found), float(hysteresis)
         self._alpha, self._gain, self._is_proportional = ema_alpha, float(gain), gain_mode == "proportional"
         self._is_global, self._min_delta = actuation == "global", min_emit_delta
         self.needs_prompts = prime
-        self._followed = RequestSlots(average=math.nan, is_engaged=0.0, scale=0.0)
         self._global_scale = 0.0
-
-    def probes(self) -> Mapping[str, Probe]:
-        """Return the one probe."""
-        return {"score": self._probe}
-
-    def modules(self) -> tuple[str]:
-        """Return the module."""
-        return (self._module,)
-
-    def request_begins(self, request: RequestView) -> None:
-        """Follow a request."""
-        self._followed.add(request.request)
-
-    def request_ends(self, request: RequestView) -> None:
-        """Forget a request."""
-        self._followed.remove(request.request)
 
     def step(self, readings: StepReadings) -> Iterator[Action]:
         """Update the averages, and change the scales that follow from them."""
-        slots, scores = self._followed.of(readings.requests), readings.scores["score"].astype(np.float64)
+        slots, scores = self._requests.of(readings.requests), readings.scores["score"].astype(np.float64)
         counts = (slots >= 0) & np.isfinite(scores)
         if not self.needs_prompts:
             counts &= ~readings.is_prompt
@@ -98,14 +80,14 @@ class ThresholdController(Controller):
             return
         last = dict(zip(slots[counts].tolist(), np.flatnonzero(counts).tolist(), strict=True))
         read = np.array(list(last), np.int64)
-        scales, known = self._scales(read), self._followed["scale"]
+        scales, known = self._scales(read), self._requests["scale"]
         for slot, scale in zip(read.tolist(), scales.tolist(), strict=True):
             if self._is_new(scale, float(known[slot])):
                 known[slot] = scale
                 yield SetSteering(readings.requests[last[slot]], module=self._module, scale=scale)
 
     def _act_on_all(self) -> Iterator[Action]:
-        scales = self._scales(self._followed.all())
+        scales = self._scales(self._requests.all())
         scale = float(scales[np.abs(scales).argmax()]) if len(scales) else 0.0
         if self._is_new(scale, self._global_scale):
             self._global_scale = scale
@@ -113,7 +95,7 @@ class ThresholdController(Controller):
 
     def _read(self, slots: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]) -> None:
         """Take a score of each of some requests."""
-        average, engaged = self._followed["average"], self._followed["is_engaged"]
+        average, engaged = self._requests["average"], self._requests["is_engaged"]
         before = average[slots]
         after = np.where(np.isnan(before), scores, (1 - self._alpha) * before + self._alpha * scores)
         average[slots] = after
@@ -121,10 +103,10 @@ class ThresholdController(Controller):
 
     def _scales(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Return the scales that follow for some requests."""
-        engaged = self._followed["is_engaged"][slots]
+        engaged = self._requests["is_engaged"][slots]
         if not self._is_proportional:
             return self._gain * engaged
-        over = self._followed["average"][slots] - (self._threshold - self._hysteresis)
+        over = self._requests["average"][slots] - (self._threshold - self._hysteresis)
         part = np.clip(np.nan_to_num(over) / max(self._hysteresis, 1e-8), 0.0, 1.0)
         return self._gain * engaged * part
 
