@@ -15,7 +15,7 @@ from headgate.steering.spec import PhaseContent, SteeringSpec, from_wire, steere
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, sum_of
 from headgate.steering.worker.device_tables import DeviceTables
-from headgate.steering.worker.gates.driven import Drive
+from headgate.steering.worker.gates.driven import CoefficientChange
 from headgate.steering.worker.gates.readings import SignalReadings
 from headgate.steering.worker.gates.requests import OwnGates
 from headgate.steering.worker.gates.step_gates import StepGates
@@ -159,10 +159,10 @@ class WorkerSteering:
             self.gates.set_rules(read)
 
     def drive(self, drives: Sequence[tuple[str, int, int, float]]) -> None:
-        """Follow what controllers decided; each as `Drive`, of a request that was added."""
+        """Follow what controllers decided; each as `CoefficientChange`, of a request that was added."""
         if self.gates is None:
             raise AssertionError("steering: a worker without op sites is driven")
-        for req_id, columns in self.gates.drive([Drive(*one) for one in drives]).items():
+        for req_id, columns in self.gates.drive([CoefficientChange(*one) for one in drives]).items():
             self.table.drive(req_id, columns)
 
     def keep_module(self, name: str, spec: Mapping[str, Any]) -> None:

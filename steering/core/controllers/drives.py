@@ -68,7 +68,7 @@ class Drives:
             return known
         column = self._free[-1] if self._free else self._make_room()
         made = Drive(column, driven(content, column))
-        self._reservations.keep_module(_key(column), _demand(made.program), FIELD)
+        self._reservations.keep_module(_key(column), demand_of_both(made.program), FIELD)
         try:
             self._tell([*(drive.to_worker() for drive in self._known.values()), made.to_worker()])
         except BaseException:
@@ -104,6 +104,7 @@ def _key(column: int) -> str:
     return f"drive\n{column}"
 
 
-def _demand(program: Program) -> Demand:
+def demand_of_both(program: Program) -> Demand:
+    """Return the slots of a program that workers have for both phases."""
     load = Load(program.key, program.num_rows)
     return Demand(load, load)

@@ -9,12 +9,12 @@ from typing import Any
 from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.config import MAX_DRIVEN, MAX_READ, WHERE, SteeringConfig, first_controller_column
-from headgate.steering.core.admission import Demand, Load, Reservations
+from headgate.steering.core.admission import Reservations
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.coefficients import Coefficients
 from headgate.steering.core.controllers.contents import Contents
 from headgate.steering.core.controllers.controllers import Controllers
-from headgate.steering.core.controllers.drives import Drives
+from headgate.steering.core.controllers.drives import Drives, demand_of_both
 from headgate.steering.core.controllers.running import start_controllers
 from headgate.steering.core.gates import GateContent
 from headgate.steering.core.rules.calls import RuleCalls
@@ -55,8 +55,7 @@ def open_controllers(
         running = list(start_controllers(config.controllers, content, modules, range(first, first + MAX_READ)))
         for each in running:
             _check_name(each.name, state)
-            load = Load(each.reader.program.key, each.reader.program.num_rows)
-            reservations.keep_module(f"controller\n{each.name}", Demand(load, load), "controllers")
+            reservations.keep_module(f"controller\n{each.name}", demand_of_both(each.reader.program), "controllers")
     except (ConfigError, RequestError) as error:
         raise ConfigError(f"{_PLACE}: {error}") from error
     readers = [each.reader.to_worker() for each in running]

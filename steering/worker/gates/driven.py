@@ -20,7 +20,7 @@ from headgate.steering.programs.gate_codes import TokenFlag
 from headgate.steering.worker.gates.requests import GatedBatch, GateRows
 
 
-class Drive(NamedTuple):
+class CoefficientChange(NamedTuple):
     """A coefficient that a request has in a column from a position on."""
 
     req_id: str
@@ -74,7 +74,7 @@ class DrivenStrengths:
         self._unsettled: set[str] = set()
         """Requests whose last change may not be on the device yet."""
 
-    def set(self, drives: Iterable[Drive]) -> list[str]:
+    def set(self, drives: Iterable[CoefficientChange]) -> list[str]:
         """Take changes, those of one request and column in the order in which they were decided.
 
         Returns:

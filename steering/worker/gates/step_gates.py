@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
 from headgate.steering.vectors.dtypes import Float32Rows
-from headgate.steering.worker.gates.driven import Drive, DrivenStrengths, Place
+from headgate.steering.worker.gates.driven import CoefficientChange, DrivenStrengths, Place
 from headgate.steering.worker.gates.readings import GateHistory, SignalReadings, StepSignals
 from headgate.steering.worker.gates.reference import FLAGS, SLOT, GateTensors
 from headgate.steering.worker.gates.requests import (
@@ -120,7 +120,7 @@ class StepGates:
         for req_id, own in self._own.items():
             self._follow(req_id, own)
 
-    def drive(self, drives: Sequence[Drive]) -> dict[str, frozenset[int]]:
+    def drive(self, drives: Sequence[CoefficientChange]) -> dict[str, frozenset[int]]:
         """Take coefficients that controllers set.
 
         Returns:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headgate.steering.programs.codes import EVERYWHERE, Code
 from headgate.steering.programs.gate_codes import TokenFlag, gate_field
 from headgate.steering.programs.program import Entry, Program
-from headgate.steering.worker.gates.driven import Drive
+from headgate.steering.worker.gates.driven import CoefficientChange
 from headgate.steering.worker.gates.requests import OwnGates
 from headgate.steering.worker.gates.step_gates import GateWrites, StepGates
 from headgate.steering.worker.rows.rule_programs import ActingRule
@@ -73,10 +73,14 @@ def test_each_row_has_what_was_set_for_its_position(
     device, expected = Device(), [dict.fromkeys(DRIVEN, 0.0) for _ in range(LAST + 1)]
     device.gates.add("a", OwnGates(PROMPT))
     device.gates.add("b", OwnGates(PROMPT))
-    device.gates.drive([Drive("b", 1, PROMPT, 9.0)])
+    device.gates.drive([CoefficientChange("b", 1, PROMPT, 9.0)])
     device.step(("a", 0, PROMPT), ("b", 0, 1))
     for position in range(PROMPT, LAST + 1):
-        due = [Drive("a", column, first, value) for first, column, value in sorted(changes) if first == position]
+        due = [
+            CoefficientChange("a", column, first, value)
+            for first, column, value in sorted(changes)
+            if first == position
+        ]
         device.gates.drive(due)
         for _, column, _, value in due:
             for later in expected[position:]:
@@ -95,14 +99,14 @@ def test_each_row_has_what_was_set_for_its_position(
 def test_a_request_that_comes_again_has_nothing_of_its_former_self() -> None:
     device = Device()
     device.gates.add("a", OwnGates(1))
-    device.gates.drive([Drive("a", 3, 1, 5.0)])
+    device.gates.drive([CoefficientChange("a", 3, 1, 5.0)])
     device.step(("a", 0, 1))
     assert device.step(("a", 1, 1)) == [{1: 0.0, 3: 5.0}]
 
     device.gates.remove("a")
     device.gates.add("a", OwnGates(1))
     device.gates.add("b", OwnGates(1))
-    device.gates.drive([Drive("b", 3, 1, 0.0)])
+    device.gates.drive([CoefficientChange("b", 3, 1, 0.0)])
 
     device.step(("a", 0, 1), ("b", 0, 1))
     assert device.step(("b", 1, 1)) == [{1: 0.0, 3: 0.0}]
@@ -112,7 +116,7 @@ def test_a_request_that_comes_again_has_nothing_of_its_former_self() -> None:
 def test_steps_in_which_nothing_changes_write_nothing() -> None:
     device = Device()
     device.gates.add("a", OwnGates(1))
-    device.gates.drive([Drive("a", 1, 3, 5.0)])
+    device.gates.drive([CoefficientChange("a", 1, 3, 5.0)])
     for position in range(3):
         device.step(("a", position, 1))
 
