@@ -5,42 +5,17 @@ The front end puts its address and the request's key on the wire; results carry 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from headgate.capture.delivery.completeness import ConsumerRequest
-from headgate.capture.schema.batch import NewRequest
-from headgate.capture.schema.consumer import Origin, RequestInfo
+from headgate.capture.schema.consumer import RequestInfo
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.schema.spec import CaptureSpec
 
 if TYPE_CHECKING:
     from headgate.capture.transport.result_sender import ResultSender
 
-
-def consumer_requests(new: NewRequest, specs: Mapping[int, CaptureSpec]) -> Mapping[int, ConsumerRequest]:
-    """The request as each consumer knows it, by the consumer's bit."""
-    capture = None if new.wire is None else new.wire.get("capture")
-    if capture is None:
-        return {}
-    prompt_token_ids = np.asarray(new.prompt_token_ids, dtype=np.int64)
-    made = {}
-    for bit, spec in specs.items():
-        num_samples = capture["n"]
-        info = RequestInfo(
-            request_id=new.req_id,
-            client_request_id=capture["id"],
-            # With n > 1 vLLM calls the samples "0_ID", "1_ID", ...
-            sample_index=int(new.req_id.split("_", 1)[0]) if num_samples > 1 else 0,
-            num_samples=num_samples,
-            prompt_token_ids=prompt_token_ids,
-            spec=spec,
-            origin=Origin(reply=capture["reply"], key=capture["key"]),
-        )
-        made[bit] = ConsumerRequest(info)
-    return made
+OnDone = Callable[[str, str, str], None]
+"""Called behind each result with the consumer's instance, the request's internal id and its key. Any thread."""
 
 
 class ResultReporter:
@@ -50,25 +25,38 @@ class ResultReporter:
         sender: Takes the messages.
         stage: Pipeline stage of this worker.
         num_stages: Number of stages.
+        on_done: See `OnDone`.
     """
 
-    def __init__(self, sender: ResultSender, stage: int, num_stages: int) -> None:
+    def __init__(
+        self,
+        sender: ResultSender,
+        stage: int,
+        num_stages: int,
+        on_done: OnDone | None = None,
+    ) -> None:
         self._sender = sender
         self._stage = stage
         self._num_stages = num_stages
+        self._on_done = on_done
 
-    def report(self, instance: str, request: RequestInfo, result: CaptureResult) -> None:
-        """Send the result of `request` for the consumer that requests call `instance`."""
+    def report(self, instance: str, request: RequestInfo, result: CaptureResult | None) -> None:
+        """Send the result of `request` for the consumer that requests call `instance`; None comes from elsewhere."""
         origin = request.origin
         if origin is None:
             raise RuntimeError(f"request {request.request_id} has no origin")
-        self._sender.send_result(
-            reply=origin.reply,
-            key=origin.key,
-            req_id=request.request_id,
-            sample_index=request.sample_index,
-            instance=instance,
-            result=result,
-            stage=self._stage,
-            num_stages=self._num_stages,
-        )
+        try:
+            if result is not None:
+                self._sender.send_result(
+                    reply=origin.reply,
+                    key=origin.key,
+                    req_id=request.request_id,
+                    sample_index=request.sample_index,
+                    instance=instance,
+                    result=result,
+                    stage=self._stage,
+                    num_stages=self._num_stages,
+                )
+        finally:
+            if self._on_done is not None:
+                self._on_done(instance, request.request_id, origin.key)

@@ -22,8 +22,8 @@ from headgate.capture.schema.results import CaptureResult
 SPARE_POSITIONS = 64
 """Positions of output that there is room for at first; the arrays grow by doubling."""
 
-SendResult = Callable[[RequestInfo, CaptureResult], None]
-"""Sends the result of one request. Called by several threads."""
+SendResult = Callable[[RequestInfo, CaptureResult | None], None]
+"""Sends the result of one request, with which its part here is over; None if it comes from elsewhere. Any thread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,8 +271,6 @@ class OpenRequests:
             self._counters.errors += result is not None and result.status == "error"
             if request.ended_at is not None:
                 self._counters.note_result(time.monotonic() - request.ended_at)
-        if result is None:
-            return
         try:
             self._send_result(request.info, result)
         except Exception as error:  # noqa: BLE001  the sender's failure must not end the thread; it is counted

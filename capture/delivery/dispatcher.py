@@ -1,7 +1,7 @@
-"""The dispatch thread, and the hand-off through which the step thread feeds it.
+"""The dispatch thread: takes rows, begins and ends of requests out of a `Handoff`, in order.
 
-The step thread puts rows, begins and ends of requests into `Handoff` and goes on at once. `Dispatcher` waits for the
-device copies, copies rows out of the staging memory, splits them by consumer and puts them into the consumers' queues.
+It waits for the device copies, copies rows out of the staging memory, splits them by consumer and puts them into the
+consumers' queues.
 """
 
 from __future__ import annotations
@@ -9,107 +9,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from headgate.capture.delivery.buffer_pool import RowPool
-from headgate.capture.delivery.completeness import ConsumerRequest, TokenCheck
+from headgate.capture.delivery.completeness import TokenCheck
 from headgate.capture.delivery.consumer_queue import ConsumerQueue
+from headgate.capture.delivery.handoff import Dispatched, Handoff, MemoryWanted, RequestBegins, RequestEnds
 from headgate.capture.delivery.row_packets import BlockPart, Packet, Splitter, StepCoalescer, join
 from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.planning.step_plan import PackGroup
-from headgate.capture.schema.batch import FinalState, Int32Array
+from headgate.capture.schema.batch import Int32Array
 from headgate.capture.schema.batching import END_LINGER_S
 from headgate.capture.staging.host_rows import StagedRows
-
-
-@dataclass(frozen=True, slots=True)
-class RequestBegins:
-    """A new request.
-
-    Attributes:
-        req_id: Internal id. A request that is known under it is given up for this one.
-        num_prompt: Length of its prompt.
-        requests: Makes the request for each consumer, by the consumer's bit.
-        is_same_client: The results of a request that is given up go where this one's go: one result stands for both.
-    """
-
-    req_id: str
-    num_prompt: int
-    requests: Callable[[], Mapping[int, ConsumerRequest]]
-    is_same_client: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RequestEnds:
-    """The end of a request, behind its last rows; `final` is None if nobody knows how it ended."""
-
-    req_id: str
-    final: FinalState | None
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryWanted:
-    """Sent when the step thread is about to wait for staging memory."""
-
-
-Dispatched = StagedRows | RequestBegins | RequestEnds | MemoryWanted
-
-T = TypeVar("T")
-
-
-class Handoff(Generic[T]):
-    """First in, first out: the step thread puts, and the one dispatch thread takes.
-
-    It has no bound of its own: rows are bounded by the staging memory that they lie in, and everything else is small.
-    The lock keeps items from being put behind the end; nothing else runs under it, so the step thread never waits for a
-    consumer here. A `SimpleQueue` wakes the other thread without running Python for it.
-    """
-
-    def __init__(self) -> None:
-        self._items: SimpleQueue[T | None] = SimpleQueue()  # None stands behind the last item
-        self._lock = threading.Lock()
-        self._is_closed = self._is_exhausted = False
-
-    def put(self, item: T) -> bool:
-        """Append `item`; False once closed."""
-        with self._lock:
-            if self._is_closed:
-                return False
-            self._items.put(item)
-            return True
-
-    def next_item(self, timeout_s: float | None) -> T | None:
-        """Wait for the next item and remove it.
-
-        Args:
-            timeout_s: Seconds to wait; None for as long as it takes, which `close` ends.
-
-        Returns:
-            None when the time is up, or when it is closed and empty.
-        """
-        if self._is_exhausted:
-            return None
-        try:
-            item = self._items.get(timeout=timeout_s)
-        except Empty:
-            return None
-        self._is_exhausted = item is None
-        return item
-
-    def close(self) -> None:
-        """Refuse further items; `next_item` still returns those that were put."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._items.put(None)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it is closed and everything was taken. For the thread that takes."""
-        with self._lock:  # without it, the end might not be put yet, and the last item be mistaken for it
-            return self._is_exhausted or (self._is_closed and self._items.qsize() == 1)
 
 
 class Dispatcher:
@@ -217,7 +128,7 @@ class Dispatcher:
         for bit, request in self._splitter.end(item.req_id).items():
             self._queues[bit].replace(request, is_silent=bit in requests and item.is_same_client)
         self._splitter.begin(item.req_id, requests)
-        self._token_checks[item.req_id] = TokenCheck(item.num_prompt)
+        self._token_checks[item.req_id] = TokenCheck(item.new.num_prompt_tokens)
         for bit, request in requests.items():
             self._queues[bit].begin(request)
 

@@ -68,6 +68,7 @@ class CaptureStats:
         staged_bytes: Now: staging memory in use.
         lost_results: Results whose front end was gone or did not answer.
         lost_messages: Likewise, messages of rows to consumers in it; the rows count in their requests' results.
+        restarts: Times that the capture process ended and was started again; its open requests got an error.
         consumers: One for each consumer, in the order of the configuration.
     """
 
@@ -81,6 +82,7 @@ class CaptureStats:
     staged_bytes: int = 0
     lost_results: int = 0
     lost_messages: int = 0
+    restarts: int = 0
     consumers: tuple[ConsumerStats, ...] = ()
 
 

@@ -97,7 +97,8 @@ def open_consumers(
     Args:
         config: Which consumers.
         model: The model being served.
-        location: Others are loaded and checked, and left out.
+        location: ``worker``, which includes those of ``engine``, or ``driver``; others are loaded and checked, and
+            left out.
         pp_rank: See `ConsumerContext`, like the rest.
         pp_size: Likewise.
         versions: Likewise.
@@ -114,7 +115,7 @@ def open_consumers(
             raise ConfigError(f"consumer {spec.instance!r}: {error}") from error
     opened: list[OpenConsumer] = []
     for bit, (spec, consumer_class) in enumerate(zip(config.consumers, classes, strict=True)):
-        if consumer_class.location != location:
+        if ("driver" if consumer_class.location == "driver" else "worker") != location:
             continue
         context = ConsumerContext(
             instance_name=spec.instance, model=model, pp_rank=pp_rank, pp_size=pp_size, versions=dict(versions or {})
@@ -150,7 +151,7 @@ def _check_contract(loaded: object, where: str) -> type[BatchedConsumer] | type[
     if missing:
         raise ConfigError(f"{where} does not define {', '.join(missing)}")
     if loaded.location not in get_args(Location):
-        raise ConfigError(f"{where}: location is {loaded.location!r}; expected 'worker' or 'driver'")
+        raise ConfigError(f"{where}: location is {loaded.location!r}; expected 'worker', 'engine' or 'driver'")
     for name in ("reads_client_spec", "is_awaited"):
         if not isinstance(value := getattr(loaded, name), bool):
             raise ConfigError(f"{where}: {name} is {value!r}; expected True or False")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,14 +29,27 @@ def round_up(num_rows: int) -> int:
 
 
 class Lease:
-    """Rows ``start : start + num_rows`` of the arena, until `Arena.release`."""
+    """Rows ``start : start + num_rows`` of the arena, until `Arena.release`.
 
-    __slots__ = ("is_released", "num_rows", "start")
+    Attributes:
+        number: Counts leases whose memory another process reads; 0 for others.
+    """
 
-    def __init__(self, start: int, num_rows: int) -> None:
+    __slots__ = ("is_released", "num_rows", "number", "start")
+
+    def __init__(self, start: int, num_rows: int, number: int = 0) -> None:
         self.start = start
         self.num_rows = num_rows
+        self.number = number
         self.is_released = False
+
+
+class Lessor(Protocol):
+    """Takes leases back."""
+
+    def release(self, lease: Lease) -> None:
+        """Give a lease back."""
+        ...
 
 
 class Arena:
@@ -167,16 +180,18 @@ class StagedRows:
     Their memory is leased: `wait`, read the `places`, copy out, `release`.
 
     Attributes:
+        part: Which rows.
+        lease: Their memory.
         since: When the forward of the first of the steps was launched, in seconds of the monotonic clock.
     """
 
     def __init__(
-        self, part: CopyPart, arena_AD: Tensor, arena: Arena, lease: Lease, copied: Copied, since: float
+        self, part: CopyPart, arena_AD: Tensor, arena: Lessor, lease: Lease, copied: Copied, since: float
     ) -> None:
-        self._part = part
+        self.part = part
         self._arena_AD = arena_AD
         self._arena = arena
-        self._lease = lease
+        self.lease = lease
         self._copied = copied
         self._token_ids: Int32Array | None = None
         self.since = since
@@ -188,12 +203,12 @@ class StagedRows:
     @property
     def contents(self) -> tuple[PackGroup, ...]:
         """The groups of rows in this memory."""
-        return self._part.groups
+        return self.part.groups
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the leased memory."""
-        return self._lease.num_rows * self._arena_AD.shape[1] * self._arena_AD.element_size()
+        return self.lease.num_rows * self._arena_AD.shape[1] * self._arena_AD.element_size()
 
     @property
     def memory(self) -> Tensor:
@@ -206,8 +221,8 @@ class StagedRows:
 
         The rows of a site follow each other, and so do the sites: ``[S, N, D]`` from there on.
         """
-        found, start = [], self._lease.start + self._part.num_token_rows
-        for group in self._part.groups:
+        found, start = [], self.lease.start + self.part.num_token_rows
+        for group in self.part.groups:
             found.append((group, start))
             start += len(group.site_ids) * len(group.rows)
         return found
@@ -219,17 +234,17 @@ class StagedRows:
 
     def token_ids(self, group: PackGroup) -> Int32Array | None:
         """The token that each row of `group` was computed from, int32 ``[N]``; None if nobody knows."""
-        if not self._part.num_token_rows:
+        if not self.part.num_token_rows:
             return None
         if self._token_ids is None:
-            self._token_ids = as_int32(self._arena_AD, self._lease.start, self._part.num_rows).numpy()
-        found: Int32Array = self._token_ids[group.rows - self._part.start]
+            self._token_ids = as_int32(self._arena_AD, self.lease.start, self.part.num_rows).numpy()
+        found: Int32Array = self._token_ids[group.rows - self.part.start]
         return found
 
     def release(self) -> None:
         """Give the memory back. Views of it are void from here on."""
         self._copied.release()
-        self._arena.release(self._lease)
+        self._arena.release(self.lease)
 
 
 def as_int32(arena_AD: Tensor, start: int, count: int) -> Tensor:

@@ -20,7 +20,16 @@ from headgate.capture.schema.batching import RING_BYTES, RING_SHARE
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import Site
 from headgate.capture.staging.device_copy import Copied, CudaCopier, DeviceCopier, HostCopier
-from headgate.capture.staging.host_rows import Arena, CopyPart, Lease, StagedRows, as_int32, cut_into_parts, round_up
+from headgate.capture.staging.host_rows import (
+    GRANULARITY,
+    CopyPart,
+    Lease,
+    StagedRows,
+    as_int32,
+    cut_into_parts,
+    round_up,
+)
+from headgate.capture.staging.staging_memory import PinnedMemory, StagingMemory
 
 NUM_TRASH_ROWS = 64
 """Unwanted rows share this many slots: 8192 rows at one address slow a prefill by 3 % on an H200, at 64 by nothing."""
@@ -132,6 +141,7 @@ class StagingRing:
         dtype: Of the rows.
         device: Where the forward pass runs.
         staging_bytes: Size of the host memory; pinned if the device is a GPU.
+        memory: That memory, of so many bytes, if another process reads it; else it is made here.
 
     Raises:
         ConfigError: If that cannot hold one row of every site.
@@ -147,13 +157,13 @@ class StagingRing:
         dtype: torch.dtype,
         device: torch.device,
         staging_bytes: int,
+        memory: StagingMemory | None = None,
     ) -> None:
         if num_rows < max_tokens:
             raise ConfigError(f"capture.ring_rows: {num_rows} rows cannot hold a step of {max_tokens} tokens")
         self.row_bytes = hidden_size * dtype.itemsize
         self._num_rows = num_rows
-        self._arena = Arena(staging_bytes // self.row_bytes)
-        self._max_part_rows = _part_rows(self._arena, len(sites), self.row_bytes)
+        self._max_part_rows = most_part_rows(staging_bytes // self.row_bytes, len(sites), self.row_bytes)
         # Tensors that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             num_slots = num_rows + NUM_TRASH_ROWS
@@ -161,10 +171,12 @@ class StagingRing:
             self._slot_table = _SlotTable(num_rows, max_tokens, device)
             self._token_ids = torch.zeros(num_slots, dtype=torch.int32, device=device)
             is_cuda = device.type == "cuda"
-            self._arena_AD = torch.empty(self._arena.num_rows, hidden_size, dtype=dtype, pin_memory=is_cuda)
+            if memory is None:
+                memory = PinnedMemory(staging_bytes // self.row_bytes, hidden_size, dtype, is_pinned=is_cuda)
             self.slots = self._slot_table.slots
             make_copier = CudaCopier if is_cuda else HostCopier
             copier = make_copier(self.buffers.view(-1, hidden_size), self.slots, self._max_part_rows)
+        self._memory = memory
         self._copier: DeviceCopier = copier
         tensors_bytes = self.buffers.nbytes + self._token_ids.nbytes
         self.device_bytes = tensors_bytes + self._slot_table.device_bytes + copier.device_bytes
@@ -178,12 +190,12 @@ class StagingRing:
     @property
     def host_bytes(self) -> int:
         """Size of the host memory."""
-        return self._arena_AD.nbytes
+        return self._memory.rows_AD.nbytes
 
     @property
     def staged_bytes(self) -> int:
         """Host memory in use now. Any thread."""
-        return self._arena.num_leased * self.row_bytes
+        return self._memory.arena.num_leased * self.row_bytes
 
     def reset(self) -> None:
         """Empty the ring: no row is wanted, and its memory holds zeros."""
@@ -211,6 +223,10 @@ class StagingRing:
         """
         max_rows = int(RING_SHARE * self._num_rows)
         return self._kept_copies * self.row_bytes >= RING_BYTES or self.num_kept_rows >= max_rows
+
+    def drop_kept(self) -> None:
+        """Let go of the rows of all steps that were kept; nobody wants them any more."""
+        self._kept, self._kept_copies = [], 0
 
     def has_to_collect(self, plan: StepPlan) -> bool:
         """Whether `begin` needs slots, for this plan, that lie behind the end of the ring while rows are kept in it."""
@@ -288,17 +304,17 @@ class StagingRing:
                 if lease is None:
                     self._count_lost(parts[number:], patience_s)
                     break
-                copied = self._copy(part, lease, first_slot)
-                hand_over(StagedRows(part, self._arena_AD, self._arena, lease, copied, kept[0].since))
+                copied = self._memory.announce(lease, self._copy(part, lease, first_slot), self._copier)
+                hand_over(StagedRows(part, self._memory.rows_AD, self._memory.arena, lease, copied, kept[0].since))
         finally:
             self._copier.free_after_copy(first_slot, stop_slot)
 
     def _lease(self, count: int, patience_s: float) -> Lease | None:
-        lease = self._arena.try_lease(count)
+        lease = self._memory.arena.try_lease(count)
         if lease is None:
             started = time.monotonic()
             self.on_wait()
-            lease = self._arena.lease(count, patience_s)
+            lease = self._memory.arena.lease(count, patience_s)
             self.counters.stalls += 1
             self.counters.stall_s += time.monotonic() - started
         return lease
@@ -321,10 +337,10 @@ class StagingRing:
             start = stop
         if part.num_token_rows:
             slot = base + part.start
-            target = as_int32(self._arena_AD, lease.start, part.num_rows)
+            target = as_int32(self._memory.rows_AD, lease.start, part.num_rows)
             self._copier.fetch(self._token_ids[slot : slot + part.num_rows], target)
         first = lease.start + part.num_token_rows
-        copied = self._copier.gather(part.num_copies, self._arena_AD[first : first + part.num_copies])
+        copied = self._copier.gather(part.num_copies, self._memory.rows_AD[first : first + part.num_copies])
         self.counters.bytes += part.num_copies * self.row_bytes
         self.counters.rows += part.num_rows
         return copied
@@ -334,15 +350,19 @@ class StagingRing:
         self._log.error(f"rows were dropped: no staging memory became free for {patience_s:g} s")
 
 
-def _part_rows(arena: Arena, num_sites: int, row_bytes: int) -> int:
+def most_part_rows(num_rows: int, num_sites: int, row_bytes: int) -> int:
     """Return the most rows of one part: half of the arena, so that one part is dispatched while the next is copied.
 
     Rounding leaves room for the tokens of the rows.
+
+    Raises:
+        ConfigError: If that is less than a row of every site.
     """
-    half, needed = arena.num_rows // 2, round_up(num_sites)
+    usable = num_rows - num_rows % GRANULARITY
+    half, needed = usable // 2, round_up(num_sites)
     if half < needed:
         raise ConfigError(
-            f"capture.staging_bytes: {arena.num_rows * row_bytes} bytes cannot hold two rows of each of {num_sites} "
+            f"capture.staging_bytes: {usable * row_bytes} bytes cannot hold two rows of each of {num_sites} "
             f"sites; at least {2 * needed * row_bytes} are needed"
         )
     return half

@@ -160,7 +160,9 @@ def _fail_hung(queue: ConsumerQueue) -> float | None:
     return queue.due_at()
 
 
-def _deliver(hub: ResultHub, instance: str, request: RequestInfo, result: CaptureResult) -> None:
+def _deliver(hub: ResultHub, instance: str, request: RequestInfo, result: CaptureResult | None) -> None:
+    if result is None:
+        return
     hub.deliver(
         key=origin_of(request).key,
         sample_index=request.sample_index,

@@ -72,6 +72,7 @@ CONTROLLER_SERVERS = ("stock", "ops", "controllers")
 CONTROLLER_MODES = ("stock", "ops idle", "controllers idle", "controllers watch", "controllers hold")
 SAE_SERVERS = ("stock", "features", "encode 16k", "encode 65k")
 SAE_MODES = ("stock", "features idle", "16 features", "encode 16k idle", "encode 16k", "encode 65k idle", "encode 65k")
+CROWD_MODES = ("stock", "both idle", "last_prompt", "1 layer", "4 layers", "all layers")
 INLINE_MODES = ("stock", "both idle", "16 configs", "16 msgpack", "256 configs", "256 msgpack")
 
 
@@ -183,6 +184,13 @@ def steps_of(call: str, model: str) -> list[Step]:
         "http-decode": [
             DISK,
             http("http-decode", ["decode"], LIMIT_S, "--servers", "stock", "both", "--modes", *LARGE_MODES),
+        ],
+        "http-crowd": [
+            DISK,
+            http(
+                *("http-crowd", ["crowd"], LIMIT_S, "--kv-gib", "16"),
+                *("--servers", "stock", "both", "--modes", *CROWD_MODES),
+            ),
         ],
         "http-parts": [
             http("http-parts", ["short"], LIMIT_S, "--servers", "stock", "installed", "both", "--modes", *PARTS_MODES),
@@ -308,7 +316,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_call", description="One call on a GPU host, under ten minutes.")
     parser.add_argument(
         "call",
-        help="check, race, idle, soak, lora-fp8, verify, memory, kernels, http, http-main, http-parts, http-inline, "
+        help="check, race, idle, soak, lora-fp8, verify, memory, kernels, http, http-main, http-crowd, http-parts, http-inline, "
         "ops, gates, saes, http-decode, suite, parallel, parallel-cost, or tiny: a trial",
     )
     parser.add_argument("model", nargs="?", default="gemma3-4b", help=f"of {', '.join(MODELS)} (default: gemma3-4b)")

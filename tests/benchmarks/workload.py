@@ -57,6 +57,7 @@ SHAPES = {
     "chat": Shape(in_flight=16, requests=96, prompt=256, tokens=128),
     "prefill": Shape(in_flight=16, requests=16, prompt=4096, tokens=1),
     "decode": Shape(in_flight=64, requests=64, prompt=128, tokens=1024),
+    "crowd": Shape(in_flight=256, requests=512, prompt=256, tokens=128),
     "short": Shape(in_flight=16, requests=48, prompt=256, tokens=128),
     "tiny": Shape(in_flight=2, requests=4, prompt=24, tokens=4),
 }

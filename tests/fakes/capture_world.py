@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from headgate.capture.delivery.delivery import Delivery
+from headgate.capture.local_delivery import LocalDelivery, Place
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, CaptureConsumer, CapturedRequest, ConsumerContext
@@ -19,10 +21,15 @@ from headgate.capture.schema.registry import OpenConsumer
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.capture.session import CaptureSession
+from headgate.capture.session import CaptureSession, lingers
 from headgate.capture.staging.ring import StagingRing
-from headgate.capture.transport.result_sender import SenderStats
+from headgate.capture.staging.shared_memory import SharedStaging
+from headgate.capture.transport.result_sender import ResultSender, SenderStats
+from tests.fakes.looped_process import looped_process
 from tests.fakes.pipeline import HIDDEN, MODEL, ROW_BYTES, SITES, TIMEOUT_S, row_values
+
+IS_PROCESS = False
+"""Whether rows are delivered through `looped_process`."""
 
 
 class Keeper(BatchedConsumer):
@@ -110,15 +117,57 @@ class World:
 def make_staging(
     sites: tuple[Site, ...] = SITES, *, num_rows: int = 64, max_tokens: int = 64, staging_rows: int = 1000
 ) -> StagingRing:
+    device = torch.device("cpu")
     return StagingRing(
         sites=sites,
         num_rows=num_rows,
         max_tokens=max_tokens,
         hidden_size=HIDDEN,
         dtype=torch.float32,
-        device=torch.device("cpu"),
+        device=device,
         staging_bytes=staging_rows * ROW_BYTES,
+        memory=SharedStaging(staging_rows, HIDDEN, torch.float32, device) if IS_PROCESS else None,
     )
+
+
+def linger_of(consumer: OpenConsumer) -> float:
+    """Seconds that a consumer allows rows to wait for others, by itself."""
+    return type(consumer.consumer).linger_s if consumer.linger_s is None else consumer.linger_s
+
+
+def local_session(
+    *,
+    config: CaptureConsumersConfig,
+    sites: tuple[Site, ...],
+    consumers: Sequence[OpenConsumer],
+    staging: StagingRing,
+    sender: ResultSender,
+    close_sender: Callable[[float], int] | None = None,
+    pp_rank: int = 0,
+    pp_size: int = 1,
+) -> CaptureSession:
+    """A session that delivers on threads of this process, to consumers that are there."""
+    by_class = {
+        each.bit: type(each.consumer).linger_s if each.linger_s is None else each.linger_s for each in consumers
+    }
+    linger_s = lingers(config, by_class)
+    place = Place(
+        config=config,
+        model=MODEL,
+        row_bytes=staging.row_bytes,
+        staging_bytes=staging.host_bytes,
+        linger_s=min(linger_s.values(), default=0.0),
+        pp_rank=pp_rank,
+        pp_size=pp_size,
+    )
+    memory = staging._memory
+    delivery: Delivery
+    if isinstance(memory, SharedStaging):
+        delivery = looped_process(place, sites, consumers, sender, memory, close_sender)
+    else:
+        delivery = LocalDelivery(place, consumers, sender, close_sender=close_sender)
+    bits = {each.spec.instance: each.bit for each in consumers}
+    return CaptureSession(config=config, sites=sites, staging=staging, delivery=delivery, bits=bits, linger_s=linger_s)
 
 
 Configured = tuple[CaptureConsumer, dict[str, Any]]
@@ -140,9 +189,8 @@ def make_world(
     """The same, not closed. With ``linger_s=0`` each step is a packet."""
     specs = [CaptureConsumerSpec(name=f"c{bit}", **knobs) for bit, (_, knobs) in enumerate(consumers)]
     staging, sender = settings.pop("staging", None) or make_staging(sites), KeptResults()
-    session = CaptureSession(
+    session = local_session(
         config=CaptureConsumersConfig(consumers=tuple(specs), linger_s=linger_s),
-        model=MODEL,
         sites=sites,
         consumers=[OpenConsumer(bit, specs[bit], consumer) for bit, (consumer, _) in enumerate(consumers)],
         staging=staging,

@@ -116,7 +116,9 @@ class Reports:
         self._changed = threading.Condition()
         self._results: list[tuple[RequestInfo, CaptureResult]] = []
 
-    def __call__(self, request: RequestInfo, result: CaptureResult) -> None:
+    def __call__(self, request: RequestInfo, result: CaptureResult | None) -> None:
+        if result is None:
+            return
         with self._changed:
             self._results.append((request, result))
             self._changed.notify_all()

@@ -21,8 +21,9 @@ from headgate.capture.schema.config import MIB, CaptureConsumersConfig
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.sites import Site
-from headgate.capture.session import CaptureSession, open_session
-from headgate.capture.staging.ring import NUM_TRASH_ROWS, StagingRing
+from headgate.capture.session import CaptureSession, open_session, wants_process
+from headgate.capture.staging.ring import NUM_TRASH_ROWS, StagingRing, most_part_rows
+from headgate.capture.staging.shared_memory import SharedStaging
 
 logger = logging.getLogger("headgate")
 
@@ -34,6 +35,7 @@ class CapturePart:
         self._config = config
         self._sites: tuple[Site, ...] = ()
         self._staging: StagingRing | None = None
+        self._shared: SharedStaging | None = None
         self._session: CaptureSession | None = None
         self._run_counts: torch.Tensor | None = None
 
@@ -45,6 +47,9 @@ class CapturePart:
         self._sites = tuple(site for site in facts.model.sites if facts.owns(site))
         num_rows = self._num_rows(facts)
         ring = self._check_memory(facts, num_rows)
+        staging_bytes = self._config.staging_bytes or default_staging_bytes(facts, len(self._sites))
+        if wants_process(self._config):
+            self._shared = shared_staging(facts, len(self._sites), staging_bytes)
         self._staging = StagingRing(
             sites=self._sites,
             num_rows=num_rows,
@@ -52,7 +57,8 @@ class CapturePart:
             hidden_size=facts.model.hidden_size,
             dtype=facts.dtype,
             device=facts.device,
-            staging_bytes=self._config.staging_bytes or default_staging_bytes(facts, len(self._sites)),
+            staging_bytes=staging_bytes,
+            memory=self._shared,
         )
         if self._config.fire_counter:
             self._run_counts = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
@@ -86,7 +92,7 @@ class CapturePart:
 
     @hookimpl
     def headgate_start(self, facts: WorkerFacts) -> None:
-        """Open the session: its threads, and the consumers that live in this worker."""
+        """Open the session, and the consumers that live in this worker or in a process beside it."""
         if self._staging is not None:
             self._session = open_session(
                 config=self._config,
@@ -96,6 +102,7 @@ class CapturePart:
                 pp_rank=facts.pp_rank,
                 pp_size=facts.pp_size,
                 versions=versions(),
+                process=self._shared,
             )
 
     @hookimpl
@@ -192,6 +199,18 @@ def default_staging_bytes(facts: WorkerFacts, num_sites: int) -> int:
     most = share_of_memory(16, least=256 * MIB, most=2048 * MIB)
     wanted = max(256 * MIB, 1 << (step_bytes - 1).bit_length())
     return min(wanted, 1 << (most.bit_length() - 1))
+
+
+def shared_staging(facts: WorkerFacts, num_sites: int, staging_bytes: int) -> SharedStaging:
+    """Allocate the staging memory that the worker and its capture process share.
+
+    Raises:
+        ConfigError: If it cannot hold two rows of every site, or cannot be pinned.
+    """
+    row_bytes = facts.model.hidden_size * facts.dtype.itemsize
+    num_rows = staging_bytes // row_bytes
+    most_part_rows(num_rows, num_sites, row_bytes)
+    return SharedStaging(num_rows, facts.model.hidden_size, facts.dtype, facts.device)
 
 
 def capture_action(facts: WorkerFacts) -> SiteRun:

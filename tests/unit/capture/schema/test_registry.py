@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.registry import GROUP, load_configured, load_consumer, open_consumers
+from headgate.capture.schema.registry import load_configured, load_consumer, open_consumers
 from tests.fakes.pipeline import MODEL
+from tests.fakes.published import install_plugin
 
 Publish = Callable[..., None]
 
@@ -54,17 +55,6 @@ class Neither(CaptureConsumer): ...
 
 def function(): ...
 """
-
-
-def install_plugin(folder: Path, distribution: str, source: str, entries: Mapping[str, str]) -> None:
-    """Put a package that publishes consumers into a folder of ``sys.path``: ``{name: attribute}``."""
-    module = f"consumers_of_{distribution}"
-    (folder / f"{module}.py").write_text(source)
-    info = folder / f"{distribution}-1.5.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.5\n")
-    lines = [f"{name.replace('_', '-')} = {module}:{attribute}" for name, attribute in entries.items()]
-    (info / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines]))
 
 
 @pytest.fixture

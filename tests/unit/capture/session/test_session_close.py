@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from headgate.capture.delivery.consumer_thread import UnfinishedWork
+from headgate.capture.delivery.delivery import CloseReport
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.session import CloseReport, open_session
+from headgate.capture.session import open_session
 from tests.fakes.capture_world import Keeper, make_staging, make_world, want, world
 from tests.fakes.pipeline import MODEL, ROW_BYTES, SITES, TIMEOUT_S, Gate, Recorder, at_gate, final_state, when_it_waits
-from tests.unit.capture.schema.test_registry import CONSUMER, install_plugin
+from tests.fakes.published import install_plugin
+from tests.unit.capture.schema.test_registry import CONSUMER
 
 CLEAN = UnfinishedWork()
 
@@ -82,11 +84,12 @@ def test_a_hanging_consumer_costs_the_close_its_time_and_the_others_nothing(capl
     gate.opened.set()
 
 
+@pytest.mark.threads_only
 def test_a_full_queue_does_not_keep_the_dispatch_thread_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, keeper = Gate(), Keeper()
     slow = Recorder(at_gate(gate, "write"))
     it = make_world((slow, {"queue_bytes": 1}), (keeper, {}))
-    waits = when_it_waits(it.session._consumers[0].queue._changed, monkeypatch)
+    waits = when_it_waits(it.session._delivery._consumers[0].queue._changed, monkeypatch)
     it.add("a", {"c0": want(), "c1": want()})
     for position in range(4):
         it.step(a=(position, position + 1))
@@ -101,10 +104,11 @@ def test_a_full_queue_does_not_keep_the_dispatch_thread_from_closing(monkeypatch
     gate.opened.set()
 
 
+@pytest.mark.threads_only
 def test_a_stalled_engine_goes_on_when_the_consumer_does(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, staging = Gate(), make_staging(staging_rows=32)
     slow = Recorder(at_gate(gate, "write"))
-    stalls = when_it_waits(staging._arena._freed, monkeypatch)
+    stalls = when_it_waits(staging._memory.arena._freed, monkeypatch)
     thread = threading.Thread(target=lambda: stalls.wait(TIMEOUT_S) and gate.opened.set())
 
     with world((slow, {"queue_bytes": 1}), staging=staging) as it:

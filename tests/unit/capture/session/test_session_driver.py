@@ -12,10 +12,9 @@ import pytest
 from headgate.capture.schema.consumer import ConsumerContext
 from headgate.capture.schema.registry import OpenConsumer
 from headgate.capture.schema.sites import Site
-from headgate.capture.session import CaptureSession
 from headgate.capture.transport.result_hub import ResultHub
 from headgate.capture.transport.result_sender import RowSender, ZmqResultSender
-from tests.fakes.capture_world import World, make_staging, want
+from tests.fakes.capture_world import World, local_session, make_staging, want
 from tests.fakes.driver_consumers import WHOLE, assert_rows, config, expect, hosting, result, whole
 from tests.fakes.pipeline import MODEL, ROW_BYTES, SITES, TIMEOUT_S, final_state
 
@@ -27,9 +26,8 @@ def working(sites: tuple[Site, ...] = SITES, *, stage: int = 0, num_stages: int 
     """A worker whose only consumer is ``whole``, in the front end."""
     sender, staging = ZmqResultSender(), make_staging(sites)
     context = ConsumerContext(instance_name="whole", model=MODEL, pp_rank=stage, pp_size=num_stages)
-    session = CaptureSession(
+    session = local_session(
         config=config(WHOLE),
-        model=MODEL,
         sites=sites,
         consumers=[OpenConsumer(0, WHOLE, RowSender(WHOLE, context, sender))],
         staging=staging,

@@ -17,10 +17,8 @@ from headgate.capture.schema.consumer import CapturedRequest
 from headgate.capture.schema.registry import OpenConsumer
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.capture.session import CaptureSession
-from headgate.capture.staging.ring import StagingRing
-from tests.fakes.capture_world import Keeper, KeptResults
-from tests.fakes.pipeline import HIDDEN, MODEL, ROW_BYTES, TIMEOUT_S, row_values
+from tests.fakes.capture_world import Keeper, KeptResults, local_session, make_staging
+from tests.fakes.pipeline import TIMEOUT_S, row_values
 from tests.strategies import BITS, SITES, Step, schedules
 
 MAX_TOKENS = 256
@@ -82,21 +80,12 @@ class Driven:
     """Drives a session through a schedule as an engine would, and keeps book."""
 
     def __init__(self, staging_rows: int, num_rows: int, linger_s: float) -> None:
-        self.staging = StagingRing(
-            sites=SITES,
-            num_rows=num_rows,
-            max_tokens=MAX_TOKENS,
-            hidden_size=HIDDEN,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            staging_bytes=staging_rows * ROW_BYTES,
-        )
+        self.staging = make_staging(SITES, num_rows=num_rows, max_tokens=MAX_TOKENS, staging_rows=staging_rows)
         self.sender = KeptResults()
         self.keepers = {bit: Keeper() for bit in BITS}
         specs = {bit: CaptureConsumerSpec(name=f"c{bit}", **KNOBS[bit]) for bit in BITS}
-        self.session = CaptureSession(
+        self.session = local_session(
             config=CaptureConsumersConfig(consumers=tuple(specs.values()), linger_s=linger_s),
-            model=MODEL,
             sites=SITES,
             consumers=[OpenConsumer(bit, specs[bit], self.keepers[bit]) for bit in BITS],
             staging=self.staging,

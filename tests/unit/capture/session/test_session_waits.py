@@ -6,12 +6,13 @@ import threading
 
 import pytest
 
-from headgate.capture import session
+from headgate.capture import local_delivery
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ConsumerContext
 from headgate.capture.schema.registry import OpenConsumer
+from headgate.capture.session import lingers as lingers_of
 from headgate.consumers.filesystem import FilesystemConsumer
-from tests.fakes.capture_world import SITES, Keeper, make_staging, make_world, want, world
+from tests.fakes.capture_world import SITES, Keeper, linger_of, make_staging, make_world, want, world
 from tests.fakes.pipeline import MODEL, TIMEOUT_S, final_state
 
 LONG_S = 1.0
@@ -139,11 +140,12 @@ def test_rows_wait_as_long_as_every_consumer_that_runs_allows(monkeypatch: pytes
 
 def test_a_stand_in_waits_as_the_consumer_in_the_driver_does() -> None:
     def lingers(consumer: OpenConsumer, linger_s: float | None = None) -> float:
-        return session._linger_s(consumer, CaptureConsumersConfig(linger_s=linger_s))
+        (found,) = lingers_of(CaptureConsumersConfig(linger_s=linger_s), {0: linger_of(consumer)}).values()
+        return found
 
     spec = CaptureConsumerSpec(name="filesystem", location="driver", params={"root": "/data"})
     context = ConsumerContext(instance_name="", model=MODEL)
-    (stand_in,) = session._stand_ins({3: spec}, context, sender=None)
+    (stand_in,) = local_delivery._stand_ins({3: spec}, context, sender=None)
     alone = OpenConsumer(0, CaptureConsumerSpec(name="patient"), Patient())
 
     assert (stand_in.bit, stand_in.consumer.location) == (3, "driver")

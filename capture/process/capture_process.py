@@ -1,0 +1,297 @@
+"""A capture process as its worker sees it: given rows and requests, watched, started again when it dies."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+
+import torch
+
+from headgate.capture.delivery.delivery import CloseReport, DeliveryStats
+from headgate.capture.delivery.handoff import Dispatched, RequestBegins
+from headgate.capture.local_delivery import Place
+from headgate.capture.monitoring.stats import ConsumerStats
+from headgate.capture.process.connection import Connection
+from headgate.capture.process.ledger import Ledger
+from headgate.capture.process.messages import (
+    Ask,
+    Close,
+    Closed,
+    Done,
+    Ready,
+    Told,
+    decode_to_worker,
+    encode,
+    message_of,
+)
+from headgate.capture.process.program import Child, Settings, spawn
+from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.registry import load_configured
+from headgate.capture.schema.sites import Site
+from headgate.capture.staging.shared_memory import SharedStaging
+
+logger = logging.getLogger("headgate")
+
+START_S = 300.0
+"""Seconds that the start may take: imports from a slow disk, and whatever consumers do when they are opened."""
+STATS_S = 5.0
+"""Seconds that counters may take to come."""
+END_S = 5.0
+"""Seconds that it may take to end by itself once it has closed everything, or is gone."""
+MAX_THREADS = 4
+QUICK_S, MAX_PAUSE_S = 60.0, 60.0
+"""One that dies sooner after its start is started again after a pause, doubled each time up to the latter."""
+
+Spawn = Callable[[], tuple[Connection, Child]]
+
+
+class CaptureProcess:
+    """Implements `headgate.capture.delivery.delivery.Delivery`: what is put goes to a process beside the worker.
+
+    One thread waits for what the process says; it costs nothing while that is silent.
+
+    Args:
+        memory: The staging memory that the process reads.
+        ledger: Of open requests.
+        start: Starts a process.
+    """
+
+    def __init__(self, memory: SharedStaging, ledger: Ledger, start: Spawn) -> None:
+        self._memory = memory
+        self._ledger = ledger
+        self._start = start
+        self._lock = threading.Lock()
+        self.is_lost = False
+        self._serving = threading.Event()
+        self._is_closing = threading.Event()
+        self._ended = threading.Event()
+        self._report: CloseReport | None = None
+        self._counters = _Counters()
+        self._connection, self._child = start()
+        self._await_ready()
+        self._started_at = time.monotonic()
+        self._num_quick = 0
+        self._thread = threading.Thread(target=self._watch, name="headgate-capture-process", daemon=True)
+        self._thread.start()
+
+    def put(self, item: Dispatched) -> bool:
+        """See `Delivery.put`."""
+        with self._lock:
+            is_open = self._serving.is_set() and not self.is_lost
+            if is_open and isinstance(item, RequestBegins):
+                self._ledger.begin(item)
+            if is_open and self._connection.send(encode(message_of(item))):
+                return True
+        if isinstance(item, RequestBegins) and not self._is_closing.is_set():
+            reason = "the capture process has ended and is being started again; send the request again in a moment"
+            self._counters.fail(self._ledger.fail(item, reason))
+        return False
+
+    def recover(self) -> None:
+        """See `Delivery.recover`."""
+        self._memory.arena.forget()
+        with self._lock:
+            self.is_lost = False
+            self._memory.arena.is_served = True
+
+    def stats(self) -> DeliveryStats:
+        """Counters as of now; as they were last if the process does not answer."""
+        with self._lock:
+            number = self._counters.ask() if self._serving.is_set() else 0
+            is_asked = bool(number) and self._connection.send(encode(Ask(number)))
+        if is_asked and not self._counters.wait(number, STATS_S):
+            logger.warning("the capture process has not told its counters for %g s: they are those of before", STATS_S)
+        return self._counters.total()
+
+    def close(self, timeout_s: float) -> CloseReport:
+        """See `Delivery.close`."""
+        self._is_closing.set()
+        with self._lock:
+            is_asked = self._serving.is_set() and self._connection.send(encode(Close(timeout_s)))
+            self._serving.clear()
+        if is_asked:
+            self._ended.wait(timeout_s + END_S)
+        self._connection.shut()
+        self._end_child()
+        self._thread.join(END_S)
+        lost = self._ledger.fail_all("capture was shut down before the request had ended and was delivered")
+        self._memory.close()
+        return replace(self._report or CloseReport(), num_lost=sum(lost.values()))
+
+    def _await_ready(self) -> None:
+        """Wait for the first word of a process.
+
+        Raises:
+            ConfigError: If it cannot serve; the reason is that of a consumer, or how it has ended.
+        """
+        timer = threading.Timer(START_S, self._connection.shut)
+        timer.start()
+        try:
+            data = self._connection.receive()
+        finally:
+            timer.cancel()
+        message = None if data is None else decode_to_worker(data)
+        if isinstance(message, Ready) and message.error is None:
+            self._serving.set()
+            return
+        self._connection.close()
+        text = message.error if isinstance(message, Ready) else None
+        raise ConfigError(text or f"the capture process did not start: it {self._end_child()}; its log says why")
+
+    def _watch(self) -> None:
+        while True:
+            while (data := self._connection.receive()) is not None:
+                self._take(data)
+            self._connection.close()
+            if self._is_closing.is_set() or not self._start_again():
+                self._ended.set()
+                return
+
+    def _take(self, data: bytes) -> None:
+        message = decode_to_worker(data)
+        if isinstance(message, Done):
+            self._ledger.end(message.ended)
+        elif isinstance(message, Told):
+            self._counters.tell(message.number, message.stats)
+        elif isinstance(message, Closed):
+            self._report = message.report
+            self._counters.tell(0, message.stats)
+            self._ended.set()
+
+    def _start_again(self) -> bool:
+        """End the requests of a process that is gone, and start another; False if it is closed meanwhile."""
+        with self._lock:
+            self._serving.clear()
+            self.is_lost = True
+            self._memory.arena.is_served = False
+        reason = f"the capture process {self._end_child()}: what it had of the request is lost"
+        failed = self._ledger.fail_all(reason)
+        logger.error("%s, for %d requests; it is started again", reason, sum(failed.values()))
+        self._counters.lose(failed)
+        is_quick = time.monotonic() - self._started_at < QUICK_S
+        self._num_quick = self._num_quick + 1 if is_quick else 0
+        while not self._is_closing.wait(min(2.0**self._num_quick - 1, MAX_PAUSE_S)):
+            try:
+                self._connection, self._child = self._start()
+                self._started_at = time.monotonic()
+                self._await_ready()
+            except (ConfigError, OSError) as error:
+                self._num_quick += 1
+                logger.error("the capture process could not be started again: %s", error)  # noqa: TRY400  (no bug)
+            else:
+                return True
+        return False
+
+    def _end_child(self) -> str:
+        """Wait for the end of a process that has nothing more to say, and say how it ended."""
+        try:
+            status = self._child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+            return f"said nothing more for {END_S:g} s and was killed"
+        if status >= 0:
+            return f"ended with status {status}"
+        try:
+            return f"was ended by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was ended by signal {-status}"
+
+
+class _Counters:
+    """The counters of a process, and of those before it. Threads: any."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._before = DeliveryStats()
+        self._now = DeliveryStats()
+        self._asked = self._told = 0
+
+    def ask(self) -> int:
+        """The number of the next question."""
+        with self._changed:
+            self._asked += 1
+            return self._asked
+
+    def tell(self, number: int, stats: DeliveryStats) -> None:
+        """An answer has come."""
+        with self._changed:
+            self._told, self._now = max(number, self._told), stats
+            self._changed.notify_all()
+
+    def wait(self, number: int, timeout_s: float) -> bool:
+        """Wait for an answer, or for the end of the process; False if neither comes in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._told >= number, timeout_s)
+
+    def fail(self, failed: Counter[str]) -> None:
+        """Count results of requests that the process did not get or end: all are errors."""
+        errors = tuple(ConsumerStats(instance=name, requests=count, errors=count) for name, count in failed.items())
+        with self._changed:
+            self._before = added(self._before, DeliveryStats(consumers=errors))
+
+    def lose(self, failed: Counter[str]) -> None:
+        """The process is gone: its counters stay as they were told last."""
+        self.fail(failed)
+        with self._changed:
+            self._before = added(self._before, replace(self._now, restarts=1))
+            self._now, self._told = DeliveryStats(), self._asked
+            self._changed.notify_all()
+
+    def total(self) -> DeliveryStats:
+        """All together."""
+        with self._changed:
+            return added(self._before, self._now)
+
+
+_GAUGES = ("queued_bytes", "spilled_bytes", "is_hung")
+
+
+def added(before: DeliveryStats, now: DeliveryStats) -> DeliveryStats:
+    """Counters of two processes together; gauges are those of `now`. Consumers in the order of `now`, then others."""
+    names = list(dict.fromkeys(each.instance for each in (*now.consumers, *before.consumers)))
+    old, new = ({each.instance: each for each in stats.consumers} for stats in (before, now))
+    blank = {name: ConsumerStats(instance=name) for name in names}
+    return DeliveryStats(
+        dispatch_errors=before.dispatch_errors + now.dispatch_errors,
+        lost_results=before.lost_results + now.lost_results,
+        lost_messages=before.lost_messages + now.lost_messages,
+        restarts=before.restarts + now.restarts,
+        consumers=tuple(_added(old.get(name, blank[name]), new.get(name, blank[name])) for name in names),
+    )
+
+
+def _added(before: ConsumerStats, now: ConsumerStats) -> ConsumerStats:
+    counters = [each.name for each in fields(now) if each.name not in ("instance", "result_counts", *_GAUGES)]
+    sums = {name: getattr(before, name) + getattr(now, name) for name in counters}
+    counts = tuple(one + other for one, other in zip(before.result_counts, now.result_counts, strict=True))
+    return replace(now, **sums, result_counts=counts)
+
+
+def open_capture_process(place: Place, sites: Sequence[Site], memory: SharedStaging) -> CaptureProcess:
+    """Start a capture process for a worker, and wait until its consumers are open.
+
+    Raises:
+        ConfigError: If one of them cannot be opened, or the process cannot be started.
+    """
+    from headgate.capture.transport.result_sender import ZmqResultSender
+
+    settings = Settings(
+        place=place,
+        sites=tuple(sites),
+        num_rows=memory.num_rows,
+        num_threads=min(torch.get_num_threads(), MAX_THREADS),
+        log_level=logger.getEffectiveLevel(),
+        path=tuple(sys.path),
+    )
+    far = [spec for spec in place.config.consumers if load_configured(spec).location == "driver"]
+    bits = {spec.instance: bit for bit, spec in enumerate(place.config.consumers)}
+    ledger = Ledger(place, bits, far, ZmqResultSender)
+    return CaptureProcess(memory, ledger, lambda: spawn(settings, memory.shared))

@@ -1,0 +1,92 @@
+"""One end of the socket between a worker and its capture process: whole messages, in order, without waiting to send."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from contextlib import suppress
+
+_LENGTH_BYTES = 8
+
+
+class Connection:
+    """A connected Unix stream socket.
+
+    `send` is for any thread: what the socket does not take at once is left to a thread that is started then. `receive`
+    is for one thread.
+
+    Args:
+        end: The socket, in blocking mode; it is closed with this.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._file = end.makefile("rb", buffering=1 << 18)
+        self._lock = threading.Lock()
+        self._unsent: deque[memoryview] = deque()
+        self._is_broken = self._is_pumping = False
+
+    def send(self, message: bytes) -> bool:
+        """Send a message, or have it sent; False once the other end is gone."""
+        framed = memoryview(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+        with self._lock:
+            if self._is_broken:
+                return False
+            if not self._is_pumping:
+                try:
+                    framed = framed[self._socket.send(framed, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    self._is_broken = True
+                    return False
+            if framed:
+                self._unsent.append(framed)
+                self._pump()
+        return True
+
+    def receive(self) -> bytes | None:
+        """Wait for the next message; None when the other end is gone."""
+        try:
+            header = self._file.read(_LENGTH_BYTES)
+            length = int.from_bytes(header, "little")
+            message = self._file.read(length)
+        except (OSError, ValueError):
+            return None
+        return message if len(header) == _LENGTH_BYTES and len(message) == length else None
+
+    def shut(self) -> None:
+        """End both directions, now; a thread in `receive` returns."""
+        with self._lock:
+            self._is_broken = True
+            self._unsent.clear()
+        with suppress(OSError):  # the other end may be faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the socket back. For the thread that receives, at its end."""
+        self.shut()
+        self._file.close()
+        self._socket.close()
+
+    def _pump(self) -> None:
+        """Under the lock: see to it that a thread sends what is left."""
+        if not self._is_pumping:
+            self._is_pumping = True
+            threading.Thread(target=self._send_rest, name="headgate-send", daemon=True).start()
+
+    def _send_rest(self) -> None:
+        while True:
+            with self._lock:
+                if not self._unsent:
+                    self._is_pumping = False
+                    return
+                piece = self._unsent.popleft()
+            try:
+                self._socket.sendall(piece)
+            except OSError:
+                with self._lock:
+                    self._is_broken, self._is_pumping = True, False
+                    self._unsent.clear()
+                return

@@ -1,0 +1,204 @@
+"""Messages between a worker and its capture process. Both are of one installation, so nothing here has a version.
+
+Arrays travel as their bytes, in the machine's own order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headgate.capture.delivery.delivery import CloseReport, DeliveryStats
+from headgate.capture.delivery.handoff import Dispatched, MemoryWanted, RequestBegins, RequestEnds
+from headgate.capture.planning.step_plan import PackGroup
+from headgate.capture.schema.batch import WIRE_VERSION, FinalState, Int64Array, NewRequest
+from headgate.capture.staging.host_rows import CopyPart, StagedRows
+
+T = TypeVar("T")
+
+
+class Begin(msgspec.Struct, tag=0, array_like=True):
+    """A `RequestBegins`: `prompt` is int64; `capture` is the section of its wire, None if it captures nothing."""
+
+    req_id: str
+    prompt: bytes
+    capture: dict[str, Any] | None
+    is_same_client: bool
+
+
+class Group(msgspec.Struct, array_like=True):
+    """A `PackGroup`: all numbers are int64; `starts` has one more entry than there are requests."""
+
+    site_ids: bytes
+    rows: bytes
+    positions: bytes
+    masks: bytes
+    req_ids: list[str]
+    starts: bytes
+
+
+class Staged(msgspec.Struct, tag=1, array_like=True):
+    """A `StagedRows`: its lease is ``start : start + num_leased``, its part has `num_rows` rows from `first` on."""
+
+    number: int
+    start: int
+    num_leased: int
+    since: float
+    first: int
+    num_rows: int
+    num_copies: int
+    num_token_rows: int
+    groups: list[Group]
+
+
+class End(msgspec.Struct, tag=2, array_like=True):
+    """A `RequestEnds`: `token_ids` is int64, None if nobody knows how it ended."""
+
+    req_id: str
+    num_prompt: int = 0
+    token_ids: bytes | None = None
+    status: str = ""
+
+
+class Wanted(msgspec.Struct, tag=3, array_like=True):
+    """A `MemoryWanted`."""
+
+
+class Ask(msgspec.Struct, tag=4, array_like=True):
+    """Asks for a `Told` with the same number."""
+
+    number: int
+
+
+class Close(msgspec.Struct, tag=5, array_like=True):
+    """Asks to deliver what is there in so many seconds, and to end."""
+
+    timeout_s: float
+
+
+ToProcess = Begin | Staged | End | Wanted | Ask | Close
+
+
+class Ready(msgspec.Struct, tag=0, array_like=True):
+    """The process serves; or it does not, for the reason in `error`."""
+
+    error: str | None = None
+
+
+class Done(msgspec.Struct, tag=1, array_like=True):
+    """Requests whose part here is over: consumer, id and key of each."""
+
+    ended: list[tuple[str, str, str]]
+
+
+class Told(msgspec.Struct, tag=2, array_like=True):
+    """The counters that were asked for."""
+
+    number: int
+    stats: DeliveryStats
+
+
+class Closed(msgspec.Struct, tag=3, array_like=True):
+    """The last message: everything was closed, and these are the counters."""
+
+    report: CloseReport
+    stats: DeliveryStats
+
+
+ToWorker = Ready | Done | Told | Closed
+
+
+def _plain(value: object) -> object:
+    """Bytes of what is an array: long bytes of a request's wire come as such."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    raise TypeError(f"a {type(value).__name__} cannot be sent to a capture process")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_to_process: msgspec.msgpack.Decoder[ToProcess] = msgspec.msgpack.Decoder(ToProcess)
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+
+
+def encode(message: ToProcess | ToWorker) -> bytes:
+    """A message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_to_process(data: bytes) -> ToProcess:
+    """Read what a worker sends."""
+    return _to_process.decode(data)
+
+
+def decode_to_worker(data: bytes) -> ToWorker:
+    """Read what a capture process sends."""
+    return _to_worker.decode(data)
+
+
+def message_of(item: Dispatched) -> ToProcess:
+    """The message that stands for what the step thread hands over."""
+    if isinstance(item, StagedRows):
+        part, lease = item.part, item.lease
+        groups = [_group(group) for group in part.groups]
+        about = (part.start, part.num_rows, part.num_copies, part.num_token_rows)
+        return Staged(lease.number, lease.start, lease.num_rows, item.since, *about, groups)
+    if isinstance(item, RequestBegins):
+        new = item.new
+        capture = None if new.wire is None else new.wire.get("capture")
+        prompt = np.asarray(new.prompt_token_ids, np.int64).tobytes()
+        return Begin(new.req_id, prompt, None if capture is None else dict(capture), item.is_same_client)
+    if isinstance(item, RequestEnds):
+        final = item.final
+        if final is None:
+            return End(item.req_id)
+        token_ids = np.asarray(final.token_ids, np.int64).tobytes()
+        return End(item.req_id, final.num_prompt_tokens, token_ids, final.status)
+    assert isinstance(item, MemoryWanted)  # noqa: S101  (the last kind)
+    return Wanted()
+
+
+def _group(group: PackGroup) -> Group:
+    return Group(
+        site_ids=group.site_ids.tobytes(),
+        rows=group.rows.tobytes(),
+        positions=group.positions.tobytes(),
+        masks=group.masks.tobytes(),
+        req_ids=[req_id for req_id, _, _ in group.spans],
+        starts=_bounds(group.spans).tobytes(),
+    )
+
+
+def _bounds(spans: Sequence[tuple[str, int, int]]) -> Int64Array:
+    """Where each request's rows begin, and where the last one's end: spans follow each other."""
+    return np.array([*(start for _, start, _ in spans), spans[-1][2]], np.int64)
+
+
+def numbers(data: bytes) -> Int64Array:
+    """An int64 array of its bytes, read-only."""
+    found: npt.NDArray[np.int64] = np.frombuffer(data, np.int64)
+    return found
+
+
+def new_request(message: Begin) -> NewRequest:
+    """The request of a `Begin`, with its section of capture alone."""
+    wire = None if message.capture is None else {"v": WIRE_VERSION, "capture": message.capture}
+    return NewRequest(req_id=message.req_id, prompt_token_ids=numbers(message.prompt), wire=wire)  # type: ignore[arg-type]
+
+
+def request_ends(message: End) -> RequestEnds:
+    """The end that an `End` stands for."""
+    if message.token_ids is None:
+        return RequestEnds(message.req_id, None)
+    final = FinalState(
+        num_prompt_tokens=message.num_prompt, token_ids=numbers(message.token_ids), status=message.status
+    )
+    return RequestEnds(message.req_id, final)
+
+
+def copy_part(message: Staged, groups: Sequence[PackGroup]) -> CopyPart:
+    """The part that a `Staged` stands for."""
+    return CopyPart(tuple(groups), message.first, message.num_rows, message.num_copies, message.num_token_rows)

@@ -1,0 +1,257 @@
+"""Staging memory that a worker writes and a capture process reads, and how they tell each other without a thread.
+
+A copy into it is followed, on the same stream, by a copy of its number into a word of the memory, which the reader
+watches. The reader writes the number of each lease that it has read into a table, where the step thread finds it.
+
+Shapes: A rows of the arena, D hidden size.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import time
+from contextlib import suppress
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.errors import ConfigError
+from headgate.capture.staging.device_copy import Copied, DeviceCopier
+from headgate.capture.staging.host_rows import Arena, Lease, round_up
+
+MAX_LEASES = 4096
+"""Leases that may be out at a time, at most half of it; their numbers are counted modulo this."""
+
+_HEADER = 2 + MAX_LEASES
+"""int64 words in front of the rows: the last copy that has arrived, whether somebody waits, and released leases."""
+_ARRIVED, _IS_WAITING, _RELEASED = 0, 1, 2
+_PAGE = mmap.PAGESIZE
+
+FREED_POLL_S = 0.05
+"""Interval at which the step thread looks for itself while it waits for the other process to free memory."""
+FIRST_POLL_S, LAST_POLL_S = 20e-6, 500e-6
+"""Intervals at which a capture process looks whether a copy has arrived, growing from one to the other."""
+
+
+class SharedMemory:
+    """Anonymous memory that two processes map: it is gone when both are, however they end.
+
+    Attributes:
+        memory_fd: Of the memory.
+        freed_fd: An eventfd that is written to when a lease was released and somebody waits.
+        words: int64 ``[_HEADER]``: see there.
+
+    Args:
+        num_bytes: Of the rows.
+        fds: Of memory that another process has made; None to make it.
+    """
+
+    def __init__(self, num_bytes: int, fds: tuple[int, int] | None = None) -> None:
+        offset = -(-8 * _HEADER // _PAGE) * _PAGE
+        if fds is None:
+            self.memory_fd = os.memfd_create("headgate-staging")
+            os.ftruncate(self.memory_fd, offset + num_bytes)
+            self.freed_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        else:
+            self.memory_fd, self.freed_fd = fds
+        self._mapped = mmap.mmap(self.memory_fd, offset + num_bytes)
+        self.words: Int64Array = np.frombuffer(self._mapped, np.int64, _HEADER)
+        self._bytes = torch.frombuffer(self._mapped, dtype=torch.uint8, offset=offset, count=num_bytes)
+
+    def rows(self, hidden_size: int, dtype: torch.dtype) -> Tensor:
+        """The rows, ``[A, D]``."""
+        row_bytes = hidden_size * dtype.itemsize
+        num_rows = len(self._bytes) // row_bytes
+        return self._bytes[: num_rows * row_bytes].view(dtype).view(num_rows, hidden_size)
+
+    def pin(self) -> None:
+        """Let GPUs copy into the rows and the words by themselves.
+
+        Raises:
+            ConfigError: If CUDA does not allow it.
+        """
+        address, size = torch.from_numpy(self.words).data_ptr(), len(self._mapped)
+        error = torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[attr-defined,no-untyped-call]
+        if int(error) != 0:
+            raise ConfigError(
+                f"capture.staging_bytes: CUDA cannot pin {size} bytes of shared memory (error {int(error)}); lower it, "
+                "or set capture.processes to 0"
+            )
+
+    def unpin(self) -> None:
+        """Undo `pin`, before the memory goes."""
+        torch.cuda.cudart().cudaHostUnregister(torch.from_numpy(self.words).data_ptr())  # type: ignore[attr-defined,no-untyped-call]
+
+    def release(self, number: int) -> None:
+        """Give the lease of that number back. In the reading process."""
+        self.words[_RELEASED + number % MAX_LEASES] = number
+        if self.words[_IS_WAITING]:
+            os.eventfd_write(self.freed_fd, 1)
+
+    def has_arrived(self, number: int) -> bool:
+        """Whether the copies of the lease of that number, and of all before it, have arrived."""
+        behind = (int(self.words[_ARRIVED]) - number) % MAX_LEASES
+        return behind < MAX_LEASES // 2
+
+
+class SharedArena(Arena):
+    """Leases of memory that another process releases. Step thread only, but for `num_leased`.
+
+    Args:
+        num_rows: See `Arena`.
+        shared: The memory.
+    """
+
+    def __init__(self, num_rows: int, shared: SharedMemory) -> None:
+        super().__init__(num_rows)
+        self._shared = shared
+        self._last_number = 0
+        self.is_served = True
+        """Whether somebody is there who releases."""
+
+    def try_lease(self, num_rows: int) -> Lease | None:
+        """See `Arena.try_lease`."""
+        with self._freed:
+            self._reclaim()
+            lease = self._lease(round_up(num_rows)) if len(self._leases) < MAX_LEASES // 2 else None
+            if lease is not None:
+                self._last_number += 1
+                lease.number = self._last_number
+            return lease
+
+    def lease(self, num_rows: int, patience_s: float) -> Lease | None:
+        """See `Arena.lease`; also None once nobody is there who could release anything."""
+        words = self._shared.words
+        words[_IS_WAITING] = 1
+        try:
+            deadline = time.monotonic() + patience_s
+            while (lease := self.try_lease(num_rows)) is None and self.is_served:
+                seen, left_s = self._num_released, deadline - time.monotonic()
+                if left_s <= 0:
+                    return None
+                select.select([self._shared.freed_fd], [], [], min(left_s, FREED_POLL_S))
+                if self._has_freed(seen):
+                    deadline = time.monotonic() + patience_s
+            return lease
+        finally:
+            words[_IS_WAITING] = 0
+
+    def _has_freed(self, seen: int) -> bool:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._shared.freed_fd)
+        with self._freed:
+            self._reclaim()
+            return self._num_released != seen
+
+    @property
+    def num_leased(self) -> int:
+        """See `Arena.num_leased`."""
+        with self._freed:
+            self._reclaim()
+            return sum(lease.num_rows for lease in self._leases)
+
+    def release(self, lease: Lease) -> None:
+        """Give back a lease that was not handed over."""
+        self._shared.release(lease.number)
+
+    def forget(self) -> None:
+        """Take every lease back: the process that read their rows is gone."""
+        with self._freed:
+            self._leases.clear()
+
+    def _reclaim(self) -> None:
+        released = self._shared.words
+        while self._leases and released[_RELEASED + self._leases[0].number % MAX_LEASES] == self._leases[0].number:
+            self._leases.popleft()
+            self._num_released += 1
+
+
+class SharedStaging:
+    """Memory whose reader is another process. Implements `StagingMemory`.
+
+    Args:
+        num_rows: ``A``, before it is rounded down to whole granules.
+        hidden_size: ``D``.
+        dtype: Of the rows.
+        device: Where the forward pass runs.
+    """
+
+    def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        # Tensors that are made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            self.num_rows = num_rows
+            self.shared = SharedMemory(num_rows * hidden_size * dtype.itemsize)
+            self.arena = SharedArena(num_rows, self.shared)
+            self.rows_AD = self.shared.rows(hidden_size, dtype)[: self.arena.num_rows]
+            self._arrived = torch.from_numpy(self.shared.words)[_ARRIVED : _ARRIVED + 1]
+            self._numbers = torch.arange(MAX_LEASES, device=device)
+        self._is_pinned = device.type == "cuda"
+        if self._is_pinned:
+            self.shared.pin()
+
+    def announce(self, lease: Lease, copied: Copied, copier: DeviceCopier) -> Copied:
+        """See `StagingMemory.announce`: one more copy, of the lease's number, follows those of the rows."""
+        at = lease.number % MAX_LEASES
+        copier.fetch(self._numbers[at : at + 1], self._arrived)
+        copied.release()
+        return copied
+
+    def close(self) -> None:
+        """Unpin the memory, once no copy is under way."""
+        if self._is_pinned:
+            torch.cuda.synchronize(self._numbers.device)
+            self.shared.unpin()
+            self._is_pinned = False
+
+
+class SharedRows:
+    """The same memory in the process that reads it: what `StagedRows` needs of it.
+
+    Attributes:
+        is_over: Whether the process that copies is gone, so that nothing arrives any more.
+
+    Args:
+        shared: The memory.
+    """
+
+    def __init__(self, shared: SharedMemory) -> None:
+        self._shared = shared
+        self.is_over = False
+
+    def release(self, lease: Lease) -> None:
+        """Give a lease back."""
+        self._shared.release(lease.number)
+
+    def await_copy(self, number: int) -> None:
+        """Wait until the copies of the lease of that number have arrived.
+
+        Raises:
+            ConnectionError: If they never will.
+        """
+        pause_s = FIRST_POLL_S
+        while not self._shared.has_arrived(number):
+            if self.is_over:
+                raise ConnectionError("the engine is gone, and with it the rows that were on their way")
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, LAST_POLL_S)
+
+
+class NumberedCopy:
+    """A copy that a number announces. Implements `Copied`."""
+
+    __slots__ = ("_number", "_rows")
+
+    def __init__(self, rows: SharedRows, number: int) -> None:
+        self._rows = rows
+        self._number = number
+
+    def wait(self) -> None:
+        """Wait until the rows are there."""
+        self._rows.await_copy(self._number)
+
+    def release(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,65 @@
+"""A capture process that is a thread of the test: messages, leases and arrivals are real, consumers are the test's."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from headgate.capture.local_delivery import LocalDelivery, Place
+from headgate.capture.process.capture_process import CaptureProcess
+from headgate.capture.process.connection import Connection
+from headgate.capture.process.ledger import Ledger
+from headgate.capture.process.program import Child
+from headgate.capture.process.serving import CaptureServer
+from headgate.capture.schema.registry import OpenConsumer
+from headgate.capture.schema.sites import Site
+from headgate.capture.staging.shared_memory import SharedRows, SharedStaging
+from headgate.capture.transport.result_sender import ResultSender
+
+
+class Looped:
+    """A `Child` that is a thread."""
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread = thread
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._thread.join(timeout)
+        return 0
+
+    def kill(self) -> None:
+        raise AssertionError("a thread cannot be killed")
+
+
+def looped_process(
+    place: Place,
+    sites: Sequence[Site],
+    consumers: Sequence[OpenConsumer],
+    sender: ResultSender,
+    memory: SharedStaging,
+    close_sender: Callable[[float], int] | None = None,
+) -> CaptureProcess:
+    """A delivery over a socket and shared memory to consumers in this process."""
+    bits = {each.spec.instance: each.bit for each in consumers}
+    rows_AD = memory.shared.rows(place.model.hidden_size, getattr(torch, place.model.dtype))
+
+    def start() -> tuple[Connection, Child]:
+        ours, theirs = socket.socketpair()
+        connection = Connection(theirs)
+        server = CaptureServer(sites, bits, rows_AD, SharedRows(memory.shared), connection)
+
+        def serve() -> None:
+            server.serve(
+                lambda on_done: LocalDelivery(place, consumers, sender, close_sender=close_sender, on_done=on_done), 1
+            )
+            connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        return Connection(ours), Looped(thread)
+
+    far = [each.spec for each in consumers if each.consumer.location == "driver"]
+    return CaptureProcess(memory, Ledger(place, bits, far, lambda: sender), start)
