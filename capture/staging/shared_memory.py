@@ -75,7 +75,7 @@ class SharedMemory:
             ConfigError: If CUDA does not allow it.
         """
         address, size = torch.from_numpy(self.words).data_ptr(), len(self._mapped)
-        error = torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[attr-defined,no-untyped-call]
+        error = torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[no-untyped-call]
         if int(error) != 0:
             raise ConfigError(
                 f"capture.staging_bytes: CUDA cannot pin {size} bytes of shared memory (error {int(error)}); lower it, "
@@ -84,7 +84,7 @@ class SharedMemory:
 
     def unpin(self) -> None:
         """Undo `pin`, before the memory goes."""
-        torch.cuda.cudart().cudaHostUnregister(torch.from_numpy(self.words).data_ptr())  # type: ignore[attr-defined,no-untyped-call]
+        torch.cuda.cudart().cudaHostUnregister(torch.from_numpy(self.words).data_ptr())  # type: ignore[no-untyped-call]
 
     def release(self, number: int) -> None:
         """Give the lease of that number back. In the reading process."""
@@ -170,46 +170,8 @@ class SharedArena(Arena):
             self._num_released += 1
 
 
-class SharedStaging:
-    """Memory whose reader is another process. Implements `StagingMemory`.
-
-    Args:
-        num_rows: ``A``, before it is rounded down to whole granules.
-        hidden_size: ``D``.
-        dtype: Of the rows.
-        device: Where the forward pass runs.
-    """
-
-    def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        # Tensors that are made in inference mode could not be written to outside of it.
-        with torch.inference_mode(False):
-            self.num_rows = num_rows
-            self.shared = SharedMemory(num_rows * hidden_size * dtype.itemsize)
-            self.arena = SharedArena(num_rows, self.shared)
-            self.rows_AD = self.shared.rows(hidden_size, dtype)[: self.arena.num_rows]
-            self._arrived = torch.from_numpy(self.shared.words)[_ARRIVED : _ARRIVED + 1]
-            self._numbers = torch.arange(MAX_LEASES, device=device)
-        self._is_pinned = device.type == "cuda"
-        if self._is_pinned:
-            self.shared.pin()
-
-    def announce(self, lease: Lease, copied: Copied, copier: DeviceCopier) -> Copied:
-        """See `StagingMemory.announce`: one more copy, of the lease's number, follows those of the rows."""
-        at = lease.number % MAX_LEASES
-        copier.fetch(self._numbers[at : at + 1], self._arrived)
-        copied.release()
-        return copied
-
-    def close(self) -> None:
-        """Unpin the memory, once no copy is under way."""
-        if self._is_pinned:
-            torch.cuda.synchronize(self._numbers.device)
-            self.shared.unpin()
-            self._is_pinned = False
-
-
 class SharedRows:
-    """The same memory in the process that reads it: what `StagedRows` needs of it.
+    """The memory as its reader sees it: what `StagedRows` needs of it.
 
     Attributes:
         is_over: Whether the process that copies is gone, so that nothing arrives any more.
@@ -255,3 +217,42 @@ class NumberedCopy:
 
     def release(self) -> None:
         """Nothing is held."""
+
+
+class SharedStaging:
+    """Memory whose reader is another process. Implements `StagingMemory`.
+
+    Args:
+        num_rows: ``A``, before it is rounded down to whole granules.
+        hidden_size: ``D``.
+        dtype: Of the rows.
+        device: Where the forward pass runs.
+    """
+
+    def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        # Tensors that are made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            self.num_rows = num_rows
+            self.shared = SharedMemory(num_rows * hidden_size * dtype.itemsize)
+            self.arena = SharedArena(num_rows, self.shared)
+            self.rows_AD = self.shared.rows(hidden_size, dtype)[: self.arena.num_rows]
+            self._arrived = torch.from_numpy(self.shared.words)[_ARRIVED : _ARRIVED + 1]
+            self._numbers = torch.arange(MAX_LEASES, device=device)
+        self._rows = SharedRows(self.shared)
+        self._is_pinned = device.type == "cuda"
+        if self._is_pinned:
+            self.shared.pin()
+
+    def announce(self, lease: Lease, copied: Copied, copier: DeviceCopier) -> Copied:
+        """See `StagingMemory.announce`: one more copy, of the lease's number, follows those of the rows."""
+        at = lease.number % MAX_LEASES
+        copier.fetch(self._numbers[at : at + 1], self._arrived)
+        copied.release()
+        return NumberedCopy(self._rows, lease.number)
+
+    def close(self) -> None:
+        """Unpin the memory, once no copy is under way."""
+        if self._is_pinned:
+            torch.cuda.synchronize(self._numbers.device)
+            self.shared.unpin()
+            self._is_pinned = False

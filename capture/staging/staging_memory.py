@@ -19,11 +19,14 @@ class StagingMemory(Protocol):
 
     Attributes:
         rows_AD: ``[A, D]``, pinned where a GPU copies into it.
-        arena: Leases rows of it.
     """
 
     rows_AD: Tensor
-    arena: Arena
+
+    @property
+    def arena(self) -> Arena:
+        """Leases rows of it."""
+        ...
 
     def announce(self, lease: Lease, copied: Copied, copier: DeviceCopier) -> Copied:
         """Say that the copies into `lease` were all enqueued; return what to wait for."""

@@ -3,7 +3,8 @@
 No vLLM and no GPU: the step thread does a fixed amount of small torch operations, as a model runner does before it
 launches a forward, and then waits for the rest of the step's time, as it does for a GPU. A real session captures every
 row of 34 sites of 64 decoding requests meanwhile. Rows are narrow, since what counts here is the interpreter that all
-threads of the process share. Each line is one consumer at one switch interval, in ms of the step thread.
+threads of the process share. Each line is one consumer, on threads of this process or in a capture process, in ms of
+the step thread.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.staging.ring import StagingRing
+from headgate.capture.staging.shared_memory import SharedStaging
 
 NUM_REQUESTS, PROMPT, OUTPUT, HIDDEN = 64, 32, 96, 64
 SITES = tuple(Site(layer, HookPoint.POST_MLP) for layer in range(34))
 STEP_S = 0.004
+STAGING_BYTES = 64 << 20
 NUM_OPS = 450
 """Small operations of a step besides capture: about two milliseconds, as a model runner has."""
 
@@ -128,19 +131,22 @@ def run(session: CaptureSession | None, options: Mapping[str, Any], seconds: flo
     return timed
 
 
-def open_one(consumer: CaptureConsumerSpec) -> CaptureSession:
-    max_tokens = NUM_REQUESTS * PROMPT
+def open_one(consumer: CaptureConsumerSpec, *, is_process: bool) -> CaptureSession:
+    max_tokens, device = NUM_REQUESTS * PROMPT, torch.device("cpu")
+    memory = SharedStaging(STAGING_BYTES // (2 * HIDDEN), HIDDEN, torch.bfloat16, device) if is_process else None
     staging = StagingRing(
         sites=SITES,
         num_rows=max_tokens,
         max_tokens=max_tokens,
         hidden_size=HIDDEN,
         dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-        staging_bytes=64 << 20,
+        device=device,
+        staging_bytes=STAGING_BYTES,
+        memory=memory,
     )
     model = ModelInfo(name="m", num_layers=34, hidden_size=HIDDEN, dtype="bfloat16", sites=SITES)
-    return open_session(config=CaptureConsumersConfig(consumers=(consumer,)), model=model, sites=SITES, staging=staging)
+    config = CaptureConsumersConfig(consumers=(consumer,))
+    return open_session(config=config, model=model, sites=SITES, staging=staging, process=memory)
 
 
 def line(name: str, timed: Timed) -> str:
@@ -160,12 +166,12 @@ def main() -> None:
     print(line("no capture", run(None, {}, seconds)))
     for name in ("memory", "filesystem"):
         options = {"tag": "t", "layout": "request"} if name == "filesystem" else {}
-        for interval in (0.005, 0.0005, 0.00005):
-            sys.setswitchinterval(interval)
+        for kind in ("threads", "process"):
             with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
                 params = {"root": folder} if name == "filesystem" else {}
-                session = open_one(CaptureConsumerSpec(name=name, instance_name="it", params=params))
-                print(line(f"{name} {1e3 * interval:g} ms", run(session, options, seconds)), flush=True)
+                consumer = CaptureConsumerSpec(name=name, instance_name="it", params=params)
+                session = open_one(consumer, is_process=kind == "process")
+                print(line(f"{name}, {kind}", run(session, options, seconds)), flush=True)
                 (counted,) = session.stats().consumers
                 session.close(60)
             if counted.errors:

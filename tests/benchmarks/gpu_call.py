@@ -316,8 +316,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_call", description="One call on a GPU host, under ten minutes.")
     parser.add_argument(
         "call",
-        help="check, race, idle, soak, lora-fp8, verify, memory, kernels, http, http-main, http-crowd, http-parts, http-inline, "
-        "ops, gates, saes, http-decode, suite, parallel, parallel-cost, or tiny: a trial",
+        help="check, race, idle, soak, lora-fp8, verify, memory, kernels, http, http-main, http-crowd, http-parts, "
+        "http-inline, ops, gates, saes, http-decode, suite, parallel, parallel-cost, or tiny: a trial",
     )
     parser.add_argument("model", nargs="?", default="gemma3-4b", help=f"of {', '.join(MODELS)} (default: gemma3-4b)")
     parser.add_argument("--out", type=Path, required=True, help="folder for what is kept")

@@ -18,6 +18,7 @@ from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.staging.ring import StagingRing
+from headgate.capture.staging.shared_memory import SharedStaging
 from tests.fakes.pipeline import TIMEOUT_S
 from tests.fakes.staged import collected, groups_in
 
@@ -29,16 +30,27 @@ LONG_SLEEP_CYCLES = 400_000_000
 """About a fifth of a second on the device: longer than anything else in a test."""
 
 
-def make_ring(*, num_rows: int = MAX_TOKENS, staging_rows: int = 1 << 14, dtype: torch.dtype = torch.bfloat16):
+def make_ring(
+    *,
+    num_rows: int = MAX_TOKENS,
+    staging_rows: int = 1 << 14,
+    dtype: torch.dtype = torch.bfloat16,
+    is_shared: bool = False,
+):
+    device = torch.device("cuda", torch.cuda.current_device())
     return StagingRing(
         sites=SITES,
         num_rows=num_rows,
         max_tokens=MAX_TOKENS,
         hidden_size=HIDDEN,
         dtype=dtype,
-        device=torch.device("cuda", torch.cuda.current_device()),
+        device=device,
         staging_bytes=staging_rows * HIDDEN * dtype.itemsize,
+        memory=SharedStaging(staging_rows, HIDDEN, dtype, device) if is_shared else None,
     )
+
+
+SHARED = pytest.mark.parametrize("is_shared", [False, True], ids=["own memory", "shared memory"])
 
 
 def plan_of(token_rows: Sequence[int], *groups: tuple[Sequence[int], Sequence[int]]) -> StepPlan:
@@ -122,10 +134,11 @@ def check(staged: Sequence[StagedRows], plan: StepPlan, step: int) -> None:
 @pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("num_rows", [MAX_TOKENS, 3 * MAX_TOKENS + 5], ids=["one-step-ring", "three-step-ring"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@SHARED
 def test_rows_are_those_of_their_own_step_with_many_steps_under_way(
-    is_graph: bool, num_rows: int, dtype: torch.dtype
+    is_graph: bool, num_rows: int, dtype: torch.dtype, is_shared: bool
 ) -> None:
-    ring = make_ring(num_rows=num_rows, dtype=dtype)
+    ring = make_ring(num_rows=num_rows, dtype=dtype, is_shared=is_shared)
     model, random = Model(ring, is_graph=is_graph), Random(0)
     under_way: list[tuple[list[StagedRows], StepPlan, int]] = []
 
@@ -143,8 +156,9 @@ def test_rows_are_those_of_their_own_step_with_many_steps_under_way(
     assert ring.counters.dropped_rows == 0
 
 
-def test_a_dispatch_thread_that_lags_behind_still_reads_the_right_rows() -> None:
-    ring = make_ring(staging_rows=4096)
+@SHARED
+def test_a_dispatch_thread_that_lags_behind_still_reads_the_right_rows(is_shared: bool) -> None:
+    ring = make_ring(staging_rows=4096, is_shared=is_shared)
     model, random = Model(ring, is_graph=True), Random(1)
     waiting: list[tuple[StagedRows, StepPlan, int] | None] = []
     changed, wrong = threading.Condition(), []

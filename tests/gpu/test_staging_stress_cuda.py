@@ -15,7 +15,7 @@ from random import Random
 
 import pytest
 import torch
-from test_staging_cuda import MAX_TOKENS, SITES, Model, make_ring, plan_of, random_plan
+from test_staging_cuda import MAX_TOKENS, SHARED, SITES, Model, make_ring, plan_of, random_plan
 
 from headgate.capture.planning.step_plan import StepPlan
 from headgate.capture.staging import device_copy
@@ -124,13 +124,16 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
+@SHARED
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("num_rows", [MAX_TOKENS, 2 * MAX_TOKENS - 1], ids=["one-step-ring", "odd-ring"])
 @pytest.mark.parametrize("staging_rows", [128, 2048], ids=["parts", "whole-steps"])
-def test_nothing_is_torn_late_or_foreign_under_overload(way: str, seed: int, num_rows: int, staging_rows: int) -> None:
+def test_nothing_is_torn_late_or_foreign_under_overload(
+    way: str, seed: int, num_rows: int, staging_rows: int, is_shared: bool
+) -> None:
     random = Random(seed)
-    ring = make_ring(num_rows=num_rows, staging_rows=staging_rows)
-    ring._arena_AD.fill_(CANARY)
+    ring = make_ring(num_rows=num_rows, staging_rows=staging_rows, is_shared=is_shared)
+    ring._memory.rows_AD.fill_(CANARY)
     model, dispatch, planned = Model(ring, is_graph=seed % 2 == 0), Dispatch(Random(seed + 100)), 0
     ring.on_wait = dispatch.let_go
 
@@ -149,7 +152,7 @@ def test_nothing_is_torn_late_or_foreign_under_overload(way: str, seed: int, num
     assert dispatch.wrong == []
     assert (dispatch.num_rows, ring.counters.dropped_rows) == (planned, 0)
     assert ring.counters.stalls > 0 or staging_rows > 128, "the memory was never short: no overload"
-    assert bool((ring._arena_AD == CANARY).all()), "a copy came after its memory was given back"
+    assert bool((ring._memory.rows_AD == CANARY).all()), "a copy came after its memory was given back"
     assert ring.staged_bytes == 0
     for index, rows in enumerate(ring.buffers[:, :num_rows]):
         assert set(rows[:, 2:].unique().tolist()) <= {0.0, float(index)}, "a row of another site"
