@@ -29,7 +29,7 @@ MAX_METHODS = 15
 LAYERS = {
     "headgate.capture": (
         *(["schema"], ["monitoring", "kernels"], ["planning"], ["staging"], ["delivery"], ["transport"]),
-        *(["request_origin"], ["session"], ["handles"], ["engine"], ["cli"]),
+        *(["request_origin"], ["local_delivery"], ["process"], ["session"], ["handles"], ["engine"], ["cli"]),
     ),
     "headgate.capture.engine": (
         *(

@@ -31,7 +31,7 @@ PARENT_POLL_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a capture process is told at its start; pickled.
+    """Settings of a capture process, which it is told at its start; pickled.
 
     Attributes:
         place: The worker whose rows are delivered.

@@ -12,6 +12,7 @@ import mmap
 import os
 import select
 import time
+import weakref
 from contextlib import suppress
 
 import numpy as np
@@ -59,6 +60,7 @@ class SharedMemory:
         else:
             self.memory_fd, self.freed_fd = fds
         self._mapped = mmap.mmap(self.memory_fd, offset + num_bytes)
+        self._pinned: weakref.finalize[..., object] | None = None
         self.words: Int64Array = np.frombuffer(self._mapped, np.int64, _HEADER)
         self._bytes = torch.frombuffer(self._mapped, dtype=torch.uint8, offset=offset, count=num_bytes)
 
@@ -74,7 +76,7 @@ class SharedMemory:
         Raises:
             ConfigError: If CUDA does not allow it.
         """
-        address, size = torch.from_numpy(self.words).data_ptr(), len(self._mapped)
+        address, size = self.words.ctypes.data, len(self._mapped)
         error = torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[no-untyped-call]
         if int(error) != 0:
             raise ConfigError(
@@ -82,9 +84,18 @@ class SharedMemory:
                 "or set capture.processes to 0"
             )
 
+        self._pinned = weakref.finalize(self, _unregister, address)
+
     def unpin(self) -> None:
-        """Undo `pin`, before the memory goes."""
-        torch.cuda.cudart().cudaHostUnregister(torch.from_numpy(self.words).data_ptr())  # type: ignore[no-untyped-call]
+        """Undo `pin`, if it was done; it also is undone before the memory goes, whose address may be used again."""
+        if self._pinned is not None:
+            self._pinned()
+
+    def close(self) -> None:
+        """Unpin the memory, and close the files behind it; what is mapped stays so."""
+        self.unpin()
+        os.close(self.memory_fd)
+        os.close(self.freed_fd)
 
     def release(self, number: int) -> None:
         """Give the lease of that number back. In the reading process."""
@@ -96,6 +107,10 @@ class SharedMemory:
         """Whether the copies of the lease of that number, and of all before it, have arrived."""
         behind = (int(self.words[_ARRIVED]) - number) % MAX_LEASES
         return behind < MAX_LEASES // 2
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 class SharedArena(Arena):
@@ -239,6 +254,7 @@ class SharedStaging:
             self._arrived = torch.from_numpy(self.shared.words)[_ARRIVED : _ARRIVED + 1]
             self._numbers = torch.arange(MAX_LEASES, device=device)
         self._rows = SharedRows(self.shared)
+        self._is_open = True
         self._is_pinned = device.type == "cuda"
         if self._is_pinned:
             self.shared.pin()
@@ -251,8 +267,9 @@ class SharedStaging:
         return NumberedCopy(self._rows, lease.number)
 
     def close(self) -> None:
-        """Unpin the memory, once no copy is under way."""
-        if self._is_pinned:
-            torch.cuda.synchronize(self._numbers.device)
-            self.shared.unpin()
-            self._is_pinned = False
+        """Give the memory back, once no copy is under way. A second call does nothing."""
+        if self._is_open:
+            self._is_open = False
+            if self._is_pinned:
+                torch.cuda.synchronize(self._numbers.device)
+            self.shared.close()

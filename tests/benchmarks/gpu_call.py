@@ -157,6 +157,10 @@ TESTS = {
     "lora-fp8": [pytest_step("lora-fp8", 300, "tests/gpu/test_lora_fp8_gpu.py", lines=24)],
     "dynamic": [pytest_step("dynamic", 420, "tests/gpu/test_dynamic_gpu.py", lines=24)],
     "memory": [pytest_step("memory", 450, "tests/gpu/test_memory_gpu.py", lines=24)],
+    "http-crowd": [
+        DISK,
+        http("http-crowd", ["crowd"], LIMIT_S, "--kv-gib", "16", "--servers", "stock", "both", "--modes", *CROWD_MODES),
+    ],
     "parallel": [pytest_step("two-gpus", 400, "tests/gpu/test_parallel_gpu.py", lines=16)],
     "parallel-cost": [suite("tensor", 280, "--tp", "2", *ON_TWO), suite("pipeline", 280, "--pp", "2", *ON_TWO)],
 }
@@ -184,13 +188,6 @@ def steps_of(call: str, model: str) -> list[Step]:
         "http-decode": [
             DISK,
             http("http-decode", ["decode"], LIMIT_S, "--servers", "stock", "both", "--modes", *LARGE_MODES),
-        ],
-        "http-crowd": [
-            DISK,
-            http(
-                *("http-crowd", ["crowd"], LIMIT_S, "--kv-gib", "16"),
-                *("--servers", "stock", "both", "--modes", *CROWD_MODES),
-            ),
         ],
         "http-parts": [
             http("http-parts", ["short"], LIMIT_S, "--servers", "stock", "installed", "both", "--modes", *PARTS_MODES),

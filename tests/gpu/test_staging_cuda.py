@@ -1,7 +1,4 @@
-"""The staging ring on a GPU: streams in order, graphs replayed, nothing allocated, and waiting only where it must.
-
-Needs a CUDA GPU; a few seconds.
-"""
+"""The staging ring on a GPU: streams in order, graphs replayed, nothing allocated, and waiting only where it must."""
 
 from __future__ import annotations
 
@@ -30,13 +27,7 @@ LONG_SLEEP_CYCLES = 400_000_000
 """About a fifth of a second on the device: longer than anything else in a test."""
 
 
-def make_ring(
-    *,
-    num_rows: int = MAX_TOKENS,
-    staging_rows: int = 1 << 14,
-    dtype: torch.dtype = torch.bfloat16,
-    is_shared: bool = False,
-):
+def make_ring(*, num_rows: int = MAX_TOKENS, staging_rows: int = 1 << 14, dtype=torch.bfloat16, is_shared=False):
     device = torch.device("cuda", torch.cuda.current_device())
     return StagingRing(
         sites=SITES,
@@ -403,6 +394,5 @@ def test_a_session_on_a_gpu_delivers_the_rows_of_each_request() -> None:
         rows = [batch_row + position for position in range(4)] + [batch_row // 4] * 39
         for index, site in enumerate(SITES):
             values = captured.rows[site].float()
-            assert values[:, 0].tolist() == steps
-            assert values[:, 1].tolist() == rows
+            assert (values[:, 0].tolist(), values[:, 1].tolist()) == (steps, rows)
             assert (values[:, 2:] == index).all()

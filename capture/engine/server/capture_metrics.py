@@ -28,6 +28,7 @@ _STAGING: tuple[tuple[str, Kind, str, str], ...] = (
         "lost_messages",
         "Messages of rows to consumers in a front end that was gone or slow.",
     ),
+    ("process_restarts", "counter", "restarts", "Times that the capture process ended and was started again."),
     ("staged_bytes", "gauge", "staged_bytes", "Bytes of staging memory in use."),
 )
 _CONSUMERS: tuple[tuple[str, Kind, str, str], ...] = (

@@ -1,0 +1,67 @@
+"""Messages arrive whole and in order, whoever is slow, and an end that is gone is noticed."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headgate.capture.process.connection import Connection
+
+Pair = tuple[Connection, Connection]
+
+
+def pair_of() -> Pair:
+    one, other = socket.socketpair()
+    return Connection(one), Connection(other)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    ends = pair_of()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+@settings(max_examples=25)
+@given(st.lists(st.one_of(st.binary(max_size=50), st.integers(0, 400_000).map(lambda size: b"x" * size)), max_size=12))
+def test_messages_arrive_whole_and_in_order(messages: list[bytes]) -> None:
+    near, far = pair_of()
+    for message in messages:  # more than the socket takes, while nobody reads
+        assert near.send(message)
+
+    assert [far.receive() for _ in messages] == messages
+
+    near.close()
+    assert far.receive() is None
+    far.close()
+
+
+def test_an_end_that_is_gone_is_told_to_the_sender(pair: Pair) -> None:
+    near, far = pair
+    far.shut()
+
+    assert not near.send(b"hello")
+    assert near.receive() is None
+
+
+def test_what_is_left_to_send_is_given_up_when_the_other_end_goes(pair: Pair) -> None:
+    near, far = pair
+    for _ in range(20):
+        near.send(b"x" * 100_000)
+
+    far.shut()
+
+    assert near.receive() is None
+
+
+def test_half_a_message_is_none(pair: Pair) -> None:
+    near, far = pair
+    near._socket.sendall((100).to_bytes(8, "little") + b"half")
+    near.shut()
+
+    assert far.receive() is None

@@ -1,0 +1,115 @@
+"""Leases that another process releases, and the number that announces a copy."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from headgate.capture.staging.host_rows import GRANULARITY
+from headgate.capture.staging.shared_memory import (
+    MAX_LEASES,
+    NumberedCopy,
+    SharedArena,
+    SharedMemory,
+    SharedRows,
+    SharedStaging,
+)
+from tests.fakes.pipeline import TIMEOUT_S
+
+
+def arena_of(num_granules: int) -> tuple[SharedArena, SharedRows]:
+    shared = SharedMemory(1024)
+    return SharedArena(num_granules * GRANULARITY, shared), SharedRows(shared)
+
+
+def test_released_leases_are_free_again_in_order() -> None:
+    arena, rows = arena_of(2)
+    first, second = arena.try_lease(1), arena.try_lease(GRANULARITY)
+    assert (first.number, second.number) == (1, 2)
+    assert arena.try_lease(1) is None
+
+    rows.release(second)
+    assert arena.num_leased == 2 * GRANULARITY  # the first one is still being read
+    rows.release(first)
+
+    assert arena.num_leased == 0
+    assert arena.try_lease(2 * GRANULARITY).number == 3
+
+
+def test_more_leases_come_and_go_than_there_are_numbers() -> None:
+    arena, rows = arena_of(4)
+    held = []
+    for number in range(1, 3 * MAX_LEASES):
+        held.append(arena.try_lease(1))
+        assert held[-1].number == number
+        if len(held) == 4:
+            assert arena.try_lease(1) is None
+            rows.release(held.pop(0))
+            assert rows._shared.words[0] == 0
+
+
+def test_no_more_leases_are_out_than_their_numbers_tell_apart() -> None:
+    arena, rows = arena_of(MAX_LEASES)
+    leases = [arena.try_lease(1) for _ in range(MAX_LEASES // 2)]
+    assert arena.try_lease(1) is None
+
+    rows.release(leases[0])
+
+    assert arena.try_lease(1) is not None
+
+
+def test_a_waiting_step_thread_goes_on_when_memory_is_released() -> None:
+    arena, rows = arena_of(1)
+    lease, found = arena.try_lease(1), []
+    waiter = threading.Thread(target=lambda: found.append(arena.lease(1, TIMEOUT_S)))
+    waiter.start()
+
+    rows.release(lease)
+    waiter.join(TIMEOUT_S)
+
+    assert found[0].number == 2
+
+
+def test_nobody_waits_for_memory_without_patience_or_without_a_reader() -> None:
+    arena, _ = arena_of(1)
+    arena.try_lease(1)
+    assert arena.lease(1, patience_s=0) is None
+
+    arena.is_served = False
+    assert arena.lease(1, patience_s=TIMEOUT_S) is None
+
+    arena.forget()
+    assert arena.try_lease(1) is not None
+
+
+def test_both_ends_see_the_same_rows() -> None:
+    staging = SharedStaging(64, 8, torch.float32, torch.device("cpu"))
+    shared = staging.shared
+    far = SharedMemory(64 * 8 * 4, (shared.memory_fd, shared.freed_fd))
+
+    staging.rows_AD.copy_(torch.arange(64 * 8).view(64, 8))
+
+    assert torch.equal(far.rows(8, torch.float32), torch.arange(64.0 * 8).view(64, 8))
+
+
+@pytest.mark.parametrize("number", [1, MAX_LEASES // 2, MAX_LEASES - 1, MAX_LEASES, 5 * MAX_LEASES + 3])
+def test_a_copy_has_arrived_when_its_number_or_a_later_one_stands_there(number: int) -> None:
+    shared = SharedMemory(1024)
+    rows = SharedRows(shared)
+
+    shared.words[0] = (number - 1) % MAX_LEASES
+    assert not shared.has_arrived(number)
+    for ahead in (0, 1, MAX_LEASES // 2 - 1):
+        shared.words[0] = (number + ahead) % MAX_LEASES
+        assert shared.has_arrived(number)
+    NumberedCopy(rows, number).wait()
+
+
+def test_a_copy_that_never_arrives_is_not_waited_for_once_the_engine_is_gone() -> None:
+    rows = SharedRows(SharedMemory(1024))
+    rows.is_over = True
+
+    with pytest.raises(ConnectionError, match="the engine is gone"):
+        NumberedCopy(rows, 1).wait()
