@@ -106,7 +106,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(publish: Publish) -> No
         ("function", r"is <function .*; expected a subclass of BatchedConsumer or StreamingConsumer"),
         ("Neither", "subclasses CaptureConsumer alone"),
         ("Unfinished", "does not define finish"),
-        ("Elsewhere", "location is 'moon'; expected 'worker' or 'driver'"),
+        ("Elsewhere", "location is 'moon'; expected 'worker', 'engine' or 'driver'"),
         ("Moody", "reads_client_spec is 'sometimes'; expected True or False"),
         ("Lazy", "linger_s is 60; expected seconds, from 0 to 1"),
         ("Missing", "cannot be imported: AttributeError"),
