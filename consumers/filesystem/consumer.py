@@ -66,6 +66,7 @@ class FilesystemConsumer(StreamingConsumer):
     """
 
     location = "worker"
+    takes_messages = True
     takes_tag = True
     linger_s = 0.25  # files are complete when a request has ended, not before
 

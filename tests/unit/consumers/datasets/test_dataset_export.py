@@ -44,6 +44,16 @@ def test_npy_has_every_row_and_says_whose_it_is(tmp_path: Path, runner: CliRunne
     assert manifest["export"] == {"format": "npy", "rows": len(rows), "left_out_rows": 0}
 
 
+def test_an_export_of_a_role_has_its_messages(tmp_path: Path, runner: CliRunner) -> None:
+    write_root(tmp_path / "root", NAMES[:3], messages=lambda _: [{"role": "user", "start": 1, "stop": 3}])
+    command = ["export", str(tmp_path / "root"), "--to", str(tmp_path / "out"), "--format", "npy", "--site", SITE]
+
+    assert runner.invoke(app, [*command, "--role", "user"]).exit_code == 0
+    assert np.load(tmp_path / "out" / "positions.npy").tolist() == [1, 2] * 3
+    refused = runner.invoke(app, [*command, "--role", "tool"])
+    assert (refused.exit_code, "no message has the role tool; there are user" in refused.output) == (1, True)
+
+
 def test_webdataset_has_a_sample_for_each_request(tmp_path: Path, runner: CliRunner) -> None:
     requests = write_root(tmp_path / "root", NAMES)
     to = tmp_path / "out"
