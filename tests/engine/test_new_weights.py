@@ -1,7 +1,7 @@
 """New weights in a running engine, as RL trainers load them: what is captured and steered afterwards is of those.
 
 The consumers that reduce rows to numbers, `reward`, `moments` and `probe`, are compared with rows of the same requests
-here, too, and `probe` with Hugging Face's rows.
+here, too, `probe` with Hugging Face's rows, and `stream` sends the rows to a reader.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from headgate.capture.probes.files import save
 from headgate.capture.probes.probe import Probe
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.moments import open_moments
+from headgate.consumers.stream import StreamReader
 from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import HFReference, relative_error
 from tests.engine.lora_adapter import merge, write_adapter
@@ -66,6 +68,7 @@ def llm(
         {"name": "memory"},
         {"name": "reward", "params": {**reward, "scale": 2.0}},
         {"name": "probe", "params": {"probes": write_probes(root)}},
+        {"name": "stream", "params": {"address": f"unix://{root}/rows.sock"}},
         {"name": "moments", "params": {"root": str(root / request.param), "skip_positions": 1, "flush_s": 0}},
     ]
     capture = {"consumers": consumers, "sites": SITES}
@@ -192,3 +195,27 @@ def test_scores_are_those_of_probes_on_the_rows_of_hugging_face(llm: Any, traine
                 scores /= np.linalg.norm(rows, axis=1)[:, None] * np.linalg.norm(probe.weight, axis=1)
             found = np.array(result.payload["probes"][name]["scores"]).reshape(scores.shape)
             assert np.abs(found - scores).max() <= 1e-4 * np.abs(scores).max()
+
+
+def test_a_stream_has_the_rows_of_every_request_in_another_thread(llm: Any, root: Path) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=1.0, n=2, max_tokens=5, ignore_eos=True, detokenize=False)
+    wanted = {"hooks": {"post_mlp": [1], "attn_out": [0]}}
+    params.capture = {"memory": wanted, "stream": {**wanted, "tag": "mine"}}
+    prompts = [{"prompt_token_ids": PROMPT[:length]} for length in (5, 40)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+
+    with StreamReader(f"unix://{root}/rows.sock", sites=["1.post_mlp", "0.attn_out"]) as reader:
+        batches = {(batch.request_ids[0], batch.facts[0].sample): batch for batch in (next(reader) for _ in range(4))}
+    assert reader.num_lacking == 0
+    for output in outputs:
+        for sample in output.outputs:
+            kept, told = (sample.capture_results[name] for name in ("memory", "stream"))
+            assert (told.status, told.payload["num_rows"]) == ("ok", len(kept.payload.positions))
+            batch = batches[output.request_id, sample.index]
+            assert set(batch.tags) == {"mine"}
+            assert batch.positions.tolist() == kept.payload.positions.tolist()
+            assert batch.token_ids.tolist() == kept.payload.token_ids.tolist()
+            for site in reader.sites:
+                assert torch.equal(batch.torch(site), kept.payload[site])
