@@ -94,6 +94,9 @@ class Listener:
             except (OSError, StreamRefusedError) as error:
                 logger.warning("the stream at %s refused a reader: %s", self.address, error)
                 connection.close()
+            except Exception:  # one reader must not end the thread that lets in the next
+                logger.exception("the stream at %s could not let a reader in", self.address)
+                connection.close()
             self._guest = None
 
     def _let_in(self, connection: socket.socket) -> None:

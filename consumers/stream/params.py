@@ -17,6 +17,7 @@ from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem.storage.store import check_name
 from headgate.consumers.stream.address import TOKEN_VARIABLE, Address, parse_address, read_token
 
+DEFAULT_TAG = "default"
 HOW_TO_INSTALL = "pip install 'headgate[stream]'"
 
 
@@ -44,7 +45,7 @@ class StreamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batch_rows: int = 4096
     wait_s: float = 20.0
     max_away_s: float = 300.0
-    tag: str = "default"
+    tag: str = DEFAULT_TAG
     hooks: dict[str, Any] | None = None
     positions: Any = "all"
 
@@ -94,7 +95,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
         RequestError: Naming the field.
     """
     spec = parse_client_spec(raw, context, options=("tag",))
-    tag = check_name(spec.options.get("tag", parse_params(context.params).tag), f"{context.field}.tag")
+    tag = check_name(spec.options.get("tag", context.params.get("tag", DEFAULT_TAG)), f"{context.field}.tag")
     return CaptureSpec(sites=spec.sites, positions=spec.positions, options={"tag": tag})
 
 

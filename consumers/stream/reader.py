@@ -91,7 +91,9 @@ class StreamReader(Iterator[StreamBatch]):
             parse_address(address), read_token(None if token_file is None else os.fspath(token_file)), reconnect_s
         )
         self._waiting: deque[RequestRows] = deque()
+        self._num_rows = 0  # in _waiting
         self._sizes: deque[tuple[int, int]] = deque()  # number and bytes of each batch that is not acknowledged
+        self._num_bytes = 0  # in _sizes
         self._place = (0, 0)  # the first batch that was not given out whole, and its rows that were
         self._is_ended = False
 
@@ -126,7 +128,7 @@ class StreamReader(Iterator[StreamBatch]):
         """Tell the server that the rows of all batches so far may be forgotten: no state before now can be used."""
         number = self._place[0]
         while self._sizes and self._sizes[0][0] < number:
-            self._sizes.popleft()
+            self._num_bytes -= self._sizes.popleft()[1]
         self._line.acknowledge(number)
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,11 +151,10 @@ class StreamReader(Iterator[StreamBatch]):
         self._line.close()
 
     def _is_enough(self) -> bool:
-        rows = sum(map(len, self._waiting)) if self._batch_size else len(self._waiting)
-        if rows >= (self._batch_size or 1):
+        if self._num_rows >= (self._batch_size or 1):
             return True
-        is_half = sum(size for _, size in self._sizes) > self._line.max_bytes // 2
-        if is_half and not rows:
+        is_half = self._num_bytes > self._line.max_bytes // 2
+        if is_half and not self._num_rows:
             raise StreamError(
                 f"over half of the server's max_bytes, {self._line.max_bytes}, is not acknowledged: call acknowledge() "
                 "more often, or raise it there"
@@ -168,6 +169,7 @@ class StreamReader(Iterator[StreamBatch]):
             return False
         number, content = found
         self._sizes.append((number, len(content)))
+        self._num_bytes += len(content)
         rows = decode(content, number, self._line.dtype)
         self.sites = self.sites or tuple(rows.data)
         if not self._waiting and number > self._place[0]:
@@ -177,6 +179,7 @@ class StreamReader(Iterator[StreamBatch]):
             self._leave_out(rows)
         elif start < len(rows):
             self._waiting.append(rows.part(start, len(rows)))
+            self._num_rows += len(rows) - start
         return True
 
     def _leave_out(self, rows: RequestRows) -> None:
@@ -198,6 +201,7 @@ class StreamReader(Iterator[StreamBatch]):
             part = rows.part(0, count)
             count -= len(part)
             pieces.append(part)
+            self._num_rows -= len(part)
             done = self._place[1] if self._place[0] == rows.number else 0
             self._place = (rows.number + 1, 0)
             if len(part) < len(rows):

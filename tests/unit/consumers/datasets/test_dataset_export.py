@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headgate.consumers.datasets import open_dataset
+from headgate.consumers.datasets.export.parquet import export_parquet
 from headgate.consumers.datasets.export.saelens_folder import hook_name
 from headgate.consumers.dump import app
 from tests.fakes.captured_roots import SITE, expected_facts, write_root
@@ -52,6 +53,21 @@ def test_an_export_of_a_role_has_its_messages(tmp_path: Path, runner: CliRunner)
     assert np.load(tmp_path / "out" / "positions.npy").tolist() == [1, 2] * 3
     refused = runner.invoke(app, [*command, "--role", "tool"])
     assert (refused.exit_code, "no message has the role tool; there are user" in refused.output) == (1, True)
+
+
+def test_parquet_has_every_row(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    requests = write_root(tmp_path / "root", NAMES)
+    (tmp_path / "out").mkdir()
+
+    facts = export_parquet(open_dataset(tmp_path / "root", sites=SITE).rows(), tmp_path / "out")
+
+    table = parquet.read_table(tmp_path / "out")
+    columns = [table.column(name).to_pylist() for name in ("request_id", "position", "token_id")]
+    rows = [np.float32(row).tobytes() for row in table.column(SITE).to_pylist()]
+    assert Counter(zip(*columns, rows, strict=True)) == expected_facts(requests)
+    assert facts == {"format": "parquet", "rows": len(rows), "left_out_rows": 0}
 
 
 def test_webdataset_has_a_sample_for_each_request(tmp_path: Path, runner: CliRunner) -> None:
