@@ -60,6 +60,8 @@ class StoredCapture:
         sites: In the order of the forward pass.
         num_rows: Rows per site.
         num_bytes: Bytes of the rows of all sites.
+        messages: Role, start and stop of each message of its chat, in positions of the prompt; None if they were not
+            captured with ``capture_messages``.
         metadata: The sidecar: see `headgate.consumers.filesystem.formats.layout.Sidecar`.
         paths: Its files; for ``shards`` the folder of its shard.
     """
@@ -76,6 +78,7 @@ class StoredCapture:
         self.sites = sort_sites(Site.parse(name) for name in self._tensors)
         self.num_rows = first.sidecar.num_rows
         self.num_bytes = sum(ref.num_bytes for ref in self._tensors.values())
+        self.messages = first.sidecar.messages
         self.paths = tuple(dict.fromkeys(path for part in parts for path in part.paths))
         self.metadata: dict[str, Any] = msgspec.to_builtins(first.sidecar)
         self.metadata["sites"] = [site.name for site in self.sites]
@@ -120,6 +123,24 @@ class StoredCapture:
     def is_prefill(self) -> npt.NDArray[np.bool_]:
         """bool ``[rows]``: True where the row's token was part of the prompt."""
         return self.positions < self._first.sidecar.num_prompt_tokens
+
+    def in_role(self, role: str) -> npt.NDArray[np.bool_]:
+        """bool ``[rows]``: True where the row's token is part of a message of that role. The answer is part of none.
+
+        Raises:
+            ValueError: If the file does not say where the messages are, or the chat has none of that role.
+        """
+        if self.messages is None:
+            raise ValueError(f"{self!r} does not say where messages are: set capture_messages when capturing")
+        found = [message for message in self.messages if message.role == role]
+        if not found:
+            known = ", ".join(dict.fromkeys(message.role for message in self.messages))
+            raise ValueError(f"{role}: {self!r} has no message of that role; it has: {known}")
+        positions = self.positions
+        inside = np.zeros(len(positions), dtype=np.bool_)
+        for message in found:
+            inside |= (message.start <= positions) & (positions < message.stop)
+        return inside
 
     def tensor(self, site: Site | str) -> Tensor:
         """``[rows, hidden]`` in the model's own dtype.

@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from headgate.capture.probes.files import load as load_probe
+from headgate.capture.probes.probe import ProbeError
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import HookPoint, Site, parse_sites, sort_sites
 from headgate.steering.controllers.loading import ControllerSpec, check_specs
@@ -22,8 +24,6 @@ from headgate.steering.features.importing import open_coder
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.gates.layout import COLUMNS_PER_GATE
-from headgate.steering.probes.files import load as load_probe
-from headgate.steering.probes.probe import ProbeError
 from headgate.steering.sae_sources import SaeSource, sae_site, sites_of, why_not_encoded
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
 

@@ -28,7 +28,7 @@ MAX_METHODS = 15
 
 LAYERS = {
     "headgate.capture": (
-        *(["schema"], ["monitoring", "kernels"], ["planning"], ["staging"], ["delivery"], ["transport"]),
+        *(["schema"], ["monitoring", "kernels"], ["probes"], ["planning"], ["staging"], ["delivery"], ["transport"]),
         *(["request_origin"], ["local_delivery"], ["process"], ["session"], ["handles"], ["engine"], ["cli"]),
     ),
     "headgate.capture.engine": (

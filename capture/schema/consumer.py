@@ -241,6 +241,8 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
             shipped but the payload (JSON values). ``"driver"``: in the process that owns the request, where live
             Python objects are at hand; rows are shipped there. The operator may move a worker's consumer there, too.
         reads_client_spec: False if requests cannot name it: it then works through `global_capture_spec` alone.
+        takes_messages: It keeps where the messages of a chat lie: of a request with ``capture_messages``, the option
+            ``messages`` of its spec lists ``{"role", "start", "stop"}`` of each, in positions of the prompt.
         takes_tag: Its specs have an option ``tag`` that says where it writes: the keys of clients may limit it.
         is_awaited: Its payload is what a client came for: requests that name it wait for their results as if they had
             set ``capture_wait``, unless they say false.
@@ -251,6 +253,7 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
 
     location: ClassVar[Location] = "worker"
     reads_client_spec: ClassVar[bool] = True
+    takes_messages: ClassVar[bool] = False
     takes_tag: ClassVar[bool] = False
     is_awaited: ClassVar[bool] = False
     linger_s: ClassVar[float] = 0.05

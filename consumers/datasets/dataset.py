@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -161,6 +161,7 @@ def open_dataset(
     positions: object = None,
     drop_bos: bool = False,
     tags: str | Iterable[str] | None = None,
+    roles: str | Iterable[str] | None = None,
     since: object = None,
     until: object = None,
     strict: bool = True,
@@ -175,6 +176,8 @@ def open_dataset(
         positions: A selector as in a request: ``"last_prompt"``, ``[0, -1]``, ``{"start": 1}``.
         drop_bos: Leave out position 0.
         tags: One, or several.
+        roles: One, or several: rows in messages of that role, of requests captured with ``capture_messages``. Others
+            have none, with a warning. The answer is in no message.
         since: A datetime, a date or ISO text, UTC unless it says otherwise: requests written then or later.
         until: The same: requests written before.
         strict: Raise on torn files and those of a newer headgate; otherwise leave them out, in `Dataset.problems`.
@@ -187,7 +190,14 @@ def open_dataset(
         NewerFormatError: With `strict`, if a newer headgate wrote a file.
     """
     selection = parse_selection(
-        sites=sites, phases=phases, positions=positions, drop_bos=drop_bos, tags=tags, since=since, until=until
+        sites=sites,
+        phases=phases,
+        positions=positions,
+        drop_bos=drop_bos,
+        tags=tags,
+        roles=roles,
+        since=since,
+        until=until,
     )
     named = [roots] if isinstance(roots, str | os.PathLike) else list(roots)
     opened = tuple(open_root(root, caches=index) for root in named)
@@ -195,6 +205,8 @@ def open_dataset(
     if strict:
         _refuse(problems)
     chosen: list[tuple[Table, Any]] = [(root.table, selection.entries(root.table)) for root in opened]
+    if selection.roles is not None:
+        _check_roles(selection, chosen)
     table = Table.merged(chosen)
     root_of_unit = np.repeat(np.arange(len(opened)), [len(root.table.units) for root in opened])
     present = {site for number in np.unique(table.columns["group"]) for site in table.groups[number].sites}
@@ -208,6 +220,24 @@ def _refuse(problems: Sequence[Problem]) -> None:
     if bad:
         more = f" (and {len(bad) - 1} more; strict=False leaves them out)" if len(bad) > 1 else ""
         raise bad[0].error(more)
+
+
+def _check_roles(selection: Selection, chosen: Sequence[tuple[Table, Any]]) -> None:
+    """Raise if no message has one of the roles; warn of requests that do not say where their messages are."""
+    known = {role for table, _ in chosen for role in table.roles}
+    if any(len(table) for table, _ in chosen) and not known & (selection.roles or known):
+        has = f"there are {', '.join(sorted(known))}" if known else "none was captured with capture_messages"
+        raise ValueError(f"roles: no message has the role {' or '.join(sorted(selection.roles or ()))}; {has}")
+    others = replace(selection, roles=None)
+    num_lacking = 0
+    for table, entries in chosen:
+        without = others.entries(table)
+        num_lacking += (len(table) if without is None else len(without)) - len(entries)
+    if num_lacking:
+        logger.warning(
+            "%d requests were captured without capture_messages, do not say where messages are, and are left out",
+            num_lacking,
+        )
 
 
 def _entries_with(table: Table, sites: tuple[str, ...]) -> tuple[Numbers, int]:

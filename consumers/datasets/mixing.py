@@ -86,6 +86,11 @@ class MixedBatches(Iterator[RowBatch]):
         self._pool = _Pool(view, min(min_rows, len(view)) + self._block_rows)
         self._begin()
 
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Names of the sites that each batch has rows of."""
+        return self.view.sites
+
     def __iter__(self) -> MixedBatches:
         return self
 

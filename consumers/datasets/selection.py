@@ -17,6 +17,7 @@ from headgate.capture.schema.sites import Site, sort_sites
 from headgate.consumers.datasets.index.table import Table
 
 Numbers = npt.NDArray[np.int64]
+Ranges = tuple[Numbers, Numbers, Numbers]
 PHASES = ("prefill", "decode")
 
 
@@ -30,6 +31,7 @@ class Selection:
         positions: A selector of positions.
         drops_bos: Leave out position 0.
         tags: Tags.
+        roles: Roles of messages; a row counts if its position is in a message of one.
         since: Only requests written at this time or later, in milliseconds since 1970.
         until: Only requests written before.
     """
@@ -39,6 +41,7 @@ class Selection:
     positions: PositionSelector | None = None
     drops_bos: bool = False
     tags: frozenset[str] | None = None
+    roles: frozenset[str] | None = None
     since: int | None = None
     until: int | None = None
 
@@ -56,15 +59,15 @@ class Selection:
             also(table.columns["written"] >= self.since)
         if self.until is not None:
             also(table.columns["written"] < self.until)
+        if self.roles is not None:
+            also(np.diff(table.columns["message_stop"], prepend=0) > 0)
         if self.sites is not None:
             with_any = [n for n, group in enumerate(table.groups) if set(group.sites) & set(self.sites)]
             if len(with_any) < len(table.groups):
                 also(np.isin(table.columns["group"], with_any))
         return None if mask is None else np.flatnonzero(mask)
 
-    def row_ranges(
-        self, table: Table, entries: Numbers, positions_of: Callable[[int], Numbers]
-    ) -> tuple[Numbers, Numbers, Numbers]:
+    def row_ranges(self, table: Table, entries: Numbers, positions_of: Callable[[int], Numbers]) -> Ranges:
         """The selected rows of each of `entries` as ranges.
 
         Args:
@@ -75,6 +78,10 @@ class Selection:
         Returns:
             ``(index, start, stop)``: for each range, none of them empty, which of `entries` it is of, and its rows.
         """
+        ranges = self._without_roles(table, entries, positions_of)
+        return ranges if self.roles is None else _within_roles(self.roles, table, entries, positions_of, ranges)
+
+    def _without_roles(self, table: Table, entries: Numbers, positions_of: Callable[[int], Numbers]) -> Ranges:
         columns = {name: table.columns[name][entries] for name in ("rows", "prefill", "first", "step", "num_prompt")}
         start = np.zeros(len(entries), dtype=np.int64)
         stop = columns["rows"].astype(np.int64)
@@ -95,9 +102,6 @@ class Selection:
         start = np.where(simple, np.maximum(start, first), start)
         stop = np.where(simple, np.minimum(stop, end), stop)
         return _with_others(self.positions, table, entries, positions_of, (index, start, stop, simple))
-
-
-Ranges = tuple[Numbers, Numbers, Numbers]
 
 
 def _is_simple(selector: PositionSelector) -> bool:
@@ -153,6 +157,35 @@ def _mask(selector: PositionSelector, positions: Numbers, num_prompt: int) -> np
     return resolved.mask(positions, np.full(len(positions), num_prompt, dtype=np.int64))
 
 
+def _within_roles(
+    roles: frozenset[str], table: Table, entries: Numbers, positions_of: Callable[[int], Numbers], ranges: Ranges
+) -> Ranges:
+    """The parts of ranges whose positions are in messages of `roles`."""
+    index, start, stop = ranges
+    first, end = table.messages_of(entries[index])
+    counts = end - first
+    of_range = np.repeat(np.arange(len(index)), counts)
+    message = np.arange(len(of_range)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+    numbers = [number for number, role in enumerate(table.roles) if role in roles]
+    chosen = np.isin(table.messages[message, 0], numbers)
+    of_range, message = of_range[chosen], message[chosen]
+    of_entry = entries[index[of_range]]
+    begins, ends = (_rows_before(table, of_entry, table.messages[message, n], positions_of) for n in (1, 2))
+    return _not_empty(index[of_range], np.maximum(start[of_range], begins), np.minimum(stop[of_range], ends))
+
+
+def _rows_before(
+    table: Table, entries: Numbers, positions: npt.NDArray[np.int32], positions_of: Callable[[int], Numbers]
+) -> Numbers:
+    """For each of `entries`, its rows at positions below the one of `positions`."""
+    rows, first, step = (table.columns[name][entries].astype(np.int64) for name in ("rows", "first", "step"))
+    found: Numbers = np.clip(-((first - positions) // np.maximum(step, 1)), 0, rows)
+    for entry in np.unique(entries[step == 0]):
+        mine = entries == entry
+        found[mine] = np.searchsorted(positions_of(int(entry)), positions[mine])
+    return found
+
+
 def _not_empty(index: Numbers, start: Numbers, stop: Numbers) -> Ranges:
     kept = start < stop
     if kept.all():
@@ -167,6 +200,7 @@ def parse_selection(
     positions: object,
     drop_bos: bool,
     tags: str | Iterable[str] | None,
+    roles: str | Iterable[str] | None,
     since: object,
     until: object,
 ) -> Selection:
@@ -181,8 +215,8 @@ def parse_selection(
     selector = None if positions is None else parse_positions(positions, "positions")
     if isinstance(selector, Message):
         raise ValueError(  # noqa: TRY004  (its type is right, its value is not)
-            f"positions: {shown(positions)} names a message, and files do not say where messages are; select the "
-            "message when capturing, or give positions as numbers"
+            f"positions: {shown(positions)} names a message; use roles='user' for the messages of a role, or select "
+            "the message when capturing"
         )
     return Selection(
         sites=None if sites is None else parse_sites(sites),
@@ -190,6 +224,7 @@ def parse_selection(
         positions=None if selector == Named("all") else selector,
         drops_bos=drop_bos,
         tags=None if tags is None else frozenset((tags,) if isinstance(tags, str) else tags),
+        roles=None if roles is None else frozenset((roles,) if isinstance(roles, str) else roles),
         since=_milliseconds(since, "since"),
         until=_milliseconds(until, "until"),
     )

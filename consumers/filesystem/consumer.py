@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CUT_OFF = ("abort", "error")
+"""Statuses of requests that ended before they had all their rows."""
+
 MAX_GATHERED_BYTES = 32 << 20
 """Rows kept for a few steps, so that they can be cut out of their blocks together."""
 
@@ -66,6 +69,7 @@ class FilesystemConsumer(StreamingConsumer):
     """
 
     location = "worker"
+    takes_messages = True
     takes_tag = True
     linger_s = 0.25  # files are complete when a request has ended, not before
 
@@ -142,6 +146,11 @@ class FilesystemConsumer(StreamingConsumer):
     def finish(self, finished: FinishedRequest) -> Any:
         if not finished.request.spec.sites:
             return None  # all of its sites belong to other pipeline stages
+        if not self._settings.keep_aborted and finished.final.status in CUT_OFF:
+            self.abandon(finished.request)
+            raise ConsumerError(
+                f"the request ended with {finished.final.status!r}, and its rows are not written (keep_aborted=false)"
+            )
         ticket = self._book(finished.request)
         chunks = self._gatherer.pop(finished.request.request_id)
         outcome: Outcome = Future()

@@ -57,6 +57,8 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         upload_threads: Files or folders that are uploaded at a time, by each worker process; each takes up to 32 MiB.
         upload_wait_s: Seconds for which a result waits for the upload of its files. After that it says ``"uploaded":
             false``, and the upload goes on. While the store is down no result waits.
+        keep_aborted: Whether the rows of requests that were aborted or failed are written; without it their results are
+            errors.
         hooks: ``{hook point: layers}`` to record of every request, whether it asks or not.
         positions: Which positions of those.
     """
@@ -77,6 +79,7 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     spool_bytes: int = 64 * GIB
     upload_threads: int = 8
     upload_wait_s: float = 10.0
+    keep_aborted: bool = True
     hooks: dict[str, Any] | None = None
     positions: Any = "all"
 

@@ -13,7 +13,7 @@ from headgate.consumers.harvest.engine import EngineFacts, HarvestEngine, VllmEn
 from headgate.consumers.harvest.live import LiveRows
 from headgate.consumers.harvest.prompts import PromptSet, open_prompts
 from headgate.consumers.harvest.root import HarvestRoot
-from headgate.consumers.harvest.run import Progress, harvest
+from headgate.consumers.harvest.run import Progress, harvest, run_prompts
 from headgate.consumers.harvest.wanted import Wanted, parse_site_names
 
 __all__ = [
@@ -28,4 +28,5 @@ __all__ = [
     "harvest",
     "open_prompts",
     "parse_site_names",
+    "run_prompts",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
@@ -14,10 +15,11 @@ from rich.markup import escape
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError, HeadgateError
 from headgate.consumers.harvest.engine import HarvestEngine, VllmEngine
+from headgate.consumers.harvest.places import TAG
 from headgate.consumers.harvest.progress import showing
 from headgate.consumers.harvest.prompts import open_prompts
-from headgate.consumers.harvest.root import TAG, HarvestRoot
-from headgate.consumers.harvest.run import DEFAULT_BATCH, described, harvest
+from headgate.consumers.harvest.root import HarvestRoot
+from headgate.consumers.harvest.run import DEFAULT_BATCH, described, run_prompts
 from headgate.consumers.harvest.wanted import Tokens, Wanted, parse_site_names
 
 RESULT_TIMEOUT_S = 600.0
@@ -35,7 +37,7 @@ def run(
     ],
     sites: Annotated[list[str], typer.Option(metavar="SITE", help="Such as 12.post_mlp; several with commas.")],
     rows: Annotated[float, typer.Option(help="Rows at each site, such as 5e6.")],
-    to: Annotated[str, typer.Option("--to", metavar="ROOT", help="A new folder, or one whose harvest was cut off.")],
+    to: Annotated[str, typer.Option("--to", metavar="ROOT", help="A folder or s3://...: new, or cut off.")],
     field: Annotated[str | None, typer.Option(help="Field of each record with the prompt.")] = None,
     split: Annotated[str, typer.Option(help="Of a data set of Hugging Face.")] = "train",
     tokens: Annotated[str, typer.Option(help="Whose rows: prompt, generated or all.")] = "prompt",
@@ -44,6 +46,7 @@ def run(
     drop_first: Annotated[int, typer.Option(help="Positions left out: 1 for BOS, more for sinks.")] = 0,
     context: Annotated[int | None, typer.Option(help="Tokens that longer prompts are cut to.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Prompts that run together.")] = DEFAULT_BATCH,
+    spool: Annotated[Path | None, typer.Option(metavar="PATH", help="Where files wait for an object store.")] = None,
 ) -> None:
     """Run prompts through MODEL and write their rows to ROOT.
 
@@ -60,15 +63,16 @@ def run(
             temperature=temperature,
         )
         given = open_prompts(prompts, field=field, split=split)
-        with HarvestRoot(to) as root:
+        with HarvestRoot(to, spool=spool) as root:
             early = {"model": model, **described(given, wanted, context, batch)}
             if context is None:
                 del early["context"]  # the engine tells
             root.check(early)
             with _running(model, flags.args, wanted, root) as engine, showing(Console(stderr=True)) as report:
-                manifest = harvest(
+                finish = run_prompts(
                     engine, given, root, wanted, rows=num_rows, batch=batch, context=context, report=report
                 )
+            manifest = finish()
     _say(manifest, to)
 
 
@@ -84,7 +88,7 @@ def _running(model: str, flags: Sequence[str], wanted: Wanted, root: HarvestRoot
     from headgate.capture import start_llm
 
     # In this process: nobody writes to the root when it is gone, and pipeline stages write one file.
-    params = {"root": str(root.path), "layout": "shards", "tag": TAG}
+    params = {**root.params, "layout": "shards", "tag": TAG}
     files = CaptureConsumerSpec(name="filesystem", params=params, location="driver")
     llm = start_llm(
         model, flags, capture_consumers=[files], capture_sites=wanted.hooks, result_timeout_s=RESULT_TIMEOUT_S

@@ -6,10 +6,8 @@ Beside the shards lie ``_harvest.json``, the settings, and at the end ``_headgat
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,51 +17,40 @@ import msgspec
 
 from headgate.capture.schema.errors import CaptureFileError, ConfigError
 from headgate.consumers.datasets.export.destination import MANIFEST
-from headgate.consumers.datasets.manifest import store_manifest
-from headgate.consumers.filesystem.formats.layout import SHARD_FOLDER, Sidecar
-from headgate.consumers.filesystem.formats.shard_layout import forget_requests, read_shard
-from headgate.consumers.filesystem.storage.local_store import sync_folder, write_file
-from headgate.consumers.filesystem.storage.source import LocalSource
+from headgate.consumers.filesystem.consumer import CUT_OFF
+from headgate.consumers.filesystem.formats.layout import Sidecar
+from headgate.consumers.harvest.places import TAG, place_of
 
-TAG = "harvest"
-"""The tag of all requests of a harvest."""
 SETTINGS = "_harvest.json"
-LOCK = "_harvest.lock"
 _NAME = re.compile(r"prompt-(0|[1-9][0-9]*)")
-_CUT_OFF = ("abort", "error")
-"""Statuses of requests that ended before they had all their rows."""
 _TOLD_ALONE = {"format", "format_version", "prompts"}
 """Settings that may differ when a harvest goes on: a file of prompts may have moved."""
 
 
 class HarvestRoot:
-    """A folder that one harvest at a time writes to. Used by one thread; a context manager.
+    """A root that one harvest at a time writes to. Used by one thread; a context manager.
 
     Attributes:
-        path: The folder.
+        path: The folder, or the URL, as `open_dataset` takes it.
+        params: Parameters of the consumer `filesystem` that writes there.
 
     Args:
-        path: Made if it is not there.
+        path: A folder, made if it is not there, or the URL of a place in an object store.
+        spool: Folder of this machine where files wait for an object store; the consumer's default if None.
 
     Raises:
-        ConfigError: If it is no local folder, or another harvest runs in it.
+        ConfigError: If it cannot be written to, or another harvest runs in it.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        if "://" in os.fspath(path):
-            raise ConfigError(f"{path}: a harvest needs a local folder: shards grow, which object stores do not offer")
-        self.path = Path(path)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be written to: {error}") from error
-        try:
-            # Of the process, not of the open file: an engine core that outlives a killed harvest does not hold it.
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock)
-            raise ConfigError(f"{path}: another harvest runs in it ({error}); wait for its end") from error
+    def __init__(self, path: str | os.PathLike[str], *, spool: Path | None = None) -> None:
+        self._place = place_of(path, spool)
+        self.path = self._place.path
+        self.params = self._place.params
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is in an object store."""
+        return not isinstance(self.path, Path)
 
     def __enter__(self) -> HarvestRoot:
         return self
@@ -71,7 +58,7 @@ class HarvestRoot:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._lock)
+        self._place.close()
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Refuse a root that was begun with other settings; those that only one side knows are not compared.
@@ -81,7 +68,7 @@ class HarvestRoot:
         """
         known = self._settings()
         if known is None:
-            if any(self._shards()):
+            if any(True for _ in self._place.shards()):
                 raise ConfigError(f"{self.path}: has rows with the tag {TAG!r} and no {SETTINGS}; name another root")
             return
         shared = [key for key in known if key in settings and key not in _TOLD_ALONE]
@@ -98,28 +85,24 @@ class HarvestRoot:
         if self._settings() is not None:
             return
         document = {"format": "headgate-harvest", "format_version": 1, **settings}
-        text = msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
-        temp = self.path / f".{SETTINGS}.{secrets.token_hex(6)}"
-        try:
-            write_file(temp, [memoryview(text)], fsync=True)
-            temp.replace(self.path / SETTINGS)
-            sync_folder(self.path)
-        finally:
-            temp.unlink(missing_ok=True)
+        self._place.write(SETTINGS, _json(document))
 
     def finished(self) -> dict[int, int]:
         """Rows at each site, by prompt, of the prompts that are durable.
 
         Requests that were cut off, as when an engine died, are taken out of the index: their prompts run again.
 
+        What an earlier process left on the way to an object store is brought there first.
+
         Raises:
             CaptureFileError: If a shard is damaged, has a prompt twice, or one that lacks rows.
+            ConsumerError: If the store does not take what waits for it.
         """
+        self._place.settle()
         found: dict[int, int] = {}
-        for shard in self._shards():
-            sidecars = [part.sidecar for part in read_shard(LocalSource(), str(shard))]
+        for shard, sidecars in self._place.shards():
             if any(map(_was_cut_off, sidecars)):
-                forget_requests(shard, lambda sidecar: not _was_cut_off(sidecar))
+                self._place.forget(shard, lambda sidecar: not _was_cut_off(sidecar))
             for sidecar in sidecars:
                 if _was_cut_off(sidecar):
                     continue
@@ -133,31 +116,32 @@ class HarvestRoot:
 
     def take_manifest_away(self) -> None:
         """Remove the manifest of a harvest that goes on: a root without one is not whole."""
-        (self.path / MANIFEST).unlink(missing_ok=True)
+        self._place.remove(MANIFEST)
 
     def finish(self, manifest: Mapping[str, Any]) -> None:
         """Write the manifest, the last file of a harvest."""
-        store_manifest(self.path / MANIFEST, manifest)
-
-    def _shards(self) -> list[Path]:
-        folder = self.path / TAG / SHARD_FOLDER
-        return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+        self._place.remove(MANIFEST)
+        self._place.write(MANIFEST, _json(manifest))
 
     def _settings(self) -> dict[str, Any] | None:
-        path = self.path / SETTINGS
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        except FileNotFoundError:
+        text = self._place.read(SETTINGS)
+        if text is None:
             return None
+        try:
+            return msgspec.json.decode(text, type=dict[str, Any])
         except msgspec.MsgspecError as error:
-            raise ConfigError(f"{path}: damaged: {error}; name another root") from error
+            raise ConfigError(f"{self.path}/{SETTINGS}: damaged: {error}; name another root") from error
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 
 def _was_cut_off(sidecar: Sidecar) -> bool:
-    return sidecar.status in _CUT_OFF
+    return sidecar.status in CUT_OFF
 
 
-def _index_of(sidecar: Sidecar, shard: Path) -> int:
+def _index_of(sidecar: Sidecar, shard: str) -> int:
     match = _NAME.fullmatch(sidecar.request_id)
     if match is None:
         raise CaptureFileError(f"{shard}: has the request {sidecar.request_id!r}, which no harvest made")

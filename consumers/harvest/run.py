@@ -11,8 +11,9 @@ from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.consumers.datasets.dataset import open_dataset
 from headgate.consumers.filesystem.formats.layout import ITEM_SIZES
 from headgate.consumers.harvest.engine import EngineFacts, HarvestEngine
+from headgate.consumers.harvest.places import TAG
 from headgate.consumers.harvest.prompts import Prompt, PromptSet
-from headgate.consumers.harvest.root import TAG, HarvestRoot
+from headgate.consumers.harvest.root import HarvestRoot
 from headgate.consumers.harvest.wanted import Task, Wanted, settings_of
 
 DEFAULT_BATCH = 256
@@ -129,7 +130,10 @@ class _Run:
             self.durable += result.num_rows
 
 
-def harvest(
+Finish = Callable[[], dict[str, Any]]
+
+
+def run_prompts(
     engine: HarvestEngine,
     prompts: PromptSet,
     root: HarvestRoot,
@@ -140,27 +144,14 @@ def harvest(
     context: int | None = None,
     consumer: str = "filesystem",
     report: Report | None = None,
-) -> dict[str, Any]:
-    """Run prompts until the root has `rows` rows at each site, or there are no more prompts; return the manifest.
+) -> Finish:
+    """Run prompts until `rows` rows at each site have been written, or there are no more prompts.
 
-    A root whose harvest was cut off, at any moment, ends with the rows of one that was not. A larger `rows` goes on.
+    Arguments and errors are those of `harvest`.
 
-    Args:
-        engine: With the consumer `filesystem` for the root. It writes in this process (``location="driver"``): then
-            nothing writes there once this process is gone.
-        prompts: In their order.
-        root: Where the rows go.
-        wanted: Rows of each prompt. No prompt's rows are cut, so a few more come.
-        rows: How many.
-        batch: Prompts that run together.
-        context: Tokens that a prompt is cut to; as many as the engine takes if None.
-        consumer: Instance name of the consumer.
-        report: Called at the beginning and after each batch.
-
-    Raises:
-        ConfigError: If the root was begun with other settings, or a value does not fit.
-        ConsumerError: If rows did not reach the disk.
-        CaptureFileError: If the root is damaged.
+    Returns:
+        A function that writes the manifest and returns it. Call it when the engine's consumer is closed: what a root in
+        an object store has is known then. Another run for such a root needs the consumer opened anew.
     """
     if rows < 1 or batch < 1:
         raise ConfigError(f"rows and batch: must be at least 1, got {rows} and {batch}")
@@ -180,9 +171,55 @@ def harvest(
         root.take_manifest_away()
         run.take(tasks, consumer)
         tell()
-    manifest = _manifest(run, root, settings, facts)
-    root.finish(manifest)
-    return manifest
+
+    def finish() -> dict[str, Any]:
+        if root.is_remote and run.done != root.finished():
+            raise ConsumerError(f"{root.path}: has not the rows of this harvest: another one writes there")
+        manifest = _manifest(run, root, settings, facts)
+        root.finish(manifest)
+        return manifest
+
+    return finish
+
+
+def harvest(
+    engine: HarvestEngine,
+    prompts: PromptSet,
+    root: HarvestRoot,
+    wanted: Wanted,
+    *,
+    rows: int,
+    batch: int = DEFAULT_BATCH,
+    context: int | None = None,
+    consumer: str = "filesystem",
+    report: Report | None = None,
+) -> dict[str, Any]:
+    """Run prompts until the root has `rows` rows at each site, or there are no more prompts; return the manifest.
+
+    A root whose harvest was cut off, at any moment, ends with the rows of one that was not. A larger `rows` goes on.
+
+    Args:
+        engine: With the consumer `filesystem` for the root, with `HarvestRoot.params`. It writes in this process
+            (``location="driver"``): then nothing writes there once this process is gone.
+        prompts: In their order.
+        root: Where the rows go, a folder; `run_prompts` is for object stores, too.
+        wanted: Rows of each prompt. No prompt's rows are cut, so a few more come.
+        rows: How many.
+        batch: Prompts that run together.
+        context: Tokens that a prompt is cut to; as many as the engine takes if None.
+        consumer: Instance name of the consumer.
+        report: Called at the beginning and after each batch.
+
+    Raises:
+        ConfigError: If the root was begun with other settings, or a value does not fit.
+        ConsumerError: If rows did not reach the disk.
+        CaptureFileError: If the root is damaged.
+    """
+    if root.is_remote:
+        raise ConfigError(f"{root.path}: files are uploaded when the consumer is closed: use run_prompts, then finish")
+    return run_prompts(
+        engine, prompts, root, wanted, rows=rows, batch=batch, context=context, consumer=consumer, report=report
+    )()
 
 
 def described(prompts: PromptSet, wanted: Wanted, context: int | None, batch: int) -> dict[str, Any]:

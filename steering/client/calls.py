@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from headgate.capture.probes.files import load as load_probe
 from headgate.steering.client.answers import (
     Answer,
     Capturable,
@@ -27,7 +28,6 @@ from headgate.steering.control.operations import ModuleStatus, SaeStatus, Steeri
 from headgate.steering.control.probes.operations import ProbeSource, ProbeStatus
 from headgate.steering.control.rules.operations import RuleStatus
 from headgate.steering.files.vector_files import load
-from headgate.steering.probes.files import load as load_probe
 from headgate.steering.requests.op_fields import REQUEST_FIELDS, has_sources
 from headgate.steering.requests.probe_fields import probe_document
 from headgate.steering.requests.request_fields import (

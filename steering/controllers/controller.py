@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from headgate.capture.probes.probe import Probe
 from headgate.steering.controllers.actions import Action
-from headgate.steering.probes.probe import Probe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
+from headgate.capture.probes.probe import Probe, ProbeError, ProbeKind
 from headgate.capture.schema.config import parse_pairs
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.controllers.controller import Controller
 from headgate.steering.gates.rule import AppliesTo
-from headgate.steering.probes.probe import Probe, ProbeError, ProbeKind
 from headgate.steering.vectors.phase_vectors import check_name
 
 GROUP = "headgate.controllers"

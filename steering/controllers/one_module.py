@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from headgate.capture.probes.files import load
+from headgate.capture.probes.probe import Probe
 from headgate.steering.controllers.controller import Controller, RequestView
 from headgate.steering.controllers.request_slots import RequestSlots
-from headgate.steering.probes.files import load
-from headgate.steering.probes.probe import Probe
 
 
 class OneModuleController(Controller):

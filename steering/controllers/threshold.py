@@ -9,10 +9,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from headgate.capture.probes.probe import ProbeError
 from headgate.steering.controllers.actions import Action, SetGlobal, SetSteering
 from headgate.steering.controllers.controller import StepReadings
 from headgate.steering.controllers.one_module import OneModuleController
-from headgate.steering.probes.probe import ProbeError
 
 
 class ThresholdController(OneModuleController):

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
+from headgate.capture.probes.probe import Probe
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.core.content import Limits, check_programs
@@ -20,7 +21,6 @@ from headgate.steering.gates.conversations import Conversation, ConversationLatc
 from headgate.steering.gates.gate import FeatureReading, Gate, ModuleThen, NamedProbe
 from headgate.steering.gates.lowering import Own, lower_gates
 from headgate.steering.gates.rule import Rule
-from headgate.steering.probes.probe import Probe
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined

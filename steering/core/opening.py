@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
+from headgate.capture.probes.probe import ProbeError
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.config import WHERE, parse_config
 from headgate.steering.core.audit import Audit
@@ -18,7 +19,6 @@ from headgate.steering.core.saes.registry import open_sae, warn_of_other_model
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import VectorFileError, load
-from headgate.steering.probes.probe import ProbeError
 from headgate.steering.requests.rules.rule_files import load_rules
 from headgate.steering.sae_sources import SaeSource
 from headgate.steering.vectors.dtypes import StoredType

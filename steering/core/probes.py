@@ -7,10 +7,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from headgate.capture.probes.files import load
+from headgate.capture.probes.probe import Probe, ProbeError
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.gates.names import probe_key
-from headgate.steering.probes.files import load
-from headgate.steering.probes.probe import Probe, ProbeError
 from headgate.steering.probes.wire import ProbeWire, check_kind, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
 

@@ -7,11 +7,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from headgate.capture.probes.probe import Probe, ProbeKind
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.gates.gate import FeatureReading, InlineProbe, ModuleThen, NamedProbe, Reading
-from headgate.steering.probes.probe import Probe, ProbeKind
 from headgate.steering.programs.codes import Code
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.feature_lowering import reading_entry

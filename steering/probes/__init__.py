@@ -9,8 +9,8 @@
     probe.scores(rows)                        # float64 [n, classes] of rows [n, hidden]
     probes.save("anger.safetensors", probe)   # for --probes anger=anger.safetensors
 
-* ``probe``: `Probe`, with the reference for scores.
-* ``files``: safetensors files of probes; ``wire``: probes as plain values.
+* `Probe`, with the reference for scores, and its files are in ``headgate.capture.probes``: consumers read them, too.
+* ``wire``: probes as plain values.
 * ``labels`` and ``examples``: labelled rows, of captures or arrays.
 * ``fitting``: `fit`; ``from_others``: `from_sklearn` and `from_direction`.
 * ``groups``: directions between groups of rows, such as ``pos_3 - default_1``.
@@ -20,12 +20,12 @@
 
 from __future__ import annotations
 
-from headgate.steering.probes.files import load, save
+from headgate.capture.probes.files import load, save
+from headgate.capture.probes.probe import Activation, HiddenLayer, Pooling, Probe, ProbeError, ProbeKind
 from headgate.steering.probes.fitting import fit
 from headgate.steering.probes.from_others import from_direction, from_sklearn
 from headgate.steering.probes.judging import Evaluation, evaluate
 from headgate.steering.probes.labels import read_labels
-from headgate.steering.probes.probe import Activation, HiddenLayer, Pooling, Probe, ProbeError, ProbeKind
 
 __all__ = [
     "Activation",

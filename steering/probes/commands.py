@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from headgate.capture.probes.files import load, save
+from headgate.capture.probes.probe import POOLINGS, ProbeError
 from headgate.capture.schema.errors import HeadgateError
 from headgate.steering.features.commands import fail
-from headgate.steering.probes.files import load, save
 from headgate.steering.probes.fitting import fit
 from headgate.steering.probes.judging import Evaluation, Rates, judge, named_examples, plot
 from headgate.steering.probes.labels import read_labels
-from headgate.steering.probes.probe import POOLINGS, ProbeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from headgate.capture.engine.contracts.captures import StoredRequest
 from headgate.capture.engine.contracts.parts import stored_requests
+from headgate.capture.probes.probe import FloatArray, Pooling, ProbeError
 from headgate.capture.schema.errors import shown
 from headgate.capture.schema.sites import Site
 from headgate.steering.probes.labels import Labels, label_of, labels_of
-from headgate.steering.probes.probe import FloatArray, Pooling, ProbeError
 
 Captures = str | os.PathLike[str] | Iterable[StoredRequest]
 """A root of captures, or requests of one."""

@@ -8,13 +8,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from headgate.capture.probes.probe import POOLINGS, Pooling, Probe, ProbeError
 from headgate.capture.schema.errors import shown
 from headgate.capture.schema.sites import Site
 from headgate.steering.probes.examples import Captures, Examples, examples_of
 from headgate.steering.probes.from_others import from_sklearn, site_of, sklearn
 from headgate.steering.probes.judging import Evaluation, judge
 from headgate.steering.probes.labels import Labels, positive_of
-from headgate.steering.probes.probe import POOLINGS, Pooling, Probe, ProbeError
 from headgate.steering.probes.rating import threshold_at
 
 Method = Literal["mean_difference", "logistic"]

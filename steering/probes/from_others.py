@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from headgate.capture.probes.probe import Pooling, Probe, ProbeError, ProbeKind, Scores
 from headgate.capture.schema.errors import shown
 from headgate.capture.schema.sites import Site
-from headgate.steering.probes.probe import Pooling, Probe, ProbeError, ProbeKind, Scores
 
 _ESTIMATORS = {
     "linear_model": ("LogisticRegression", "RidgeClassifier", "RidgeClassifierCV", "SGDClassifier"),

@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from headgate.capture.engine.contracts.captures import StoredRequest
 from headgate.capture.engine.contracts.parts import stored_requests
+from headgate.capture.probes.probe import POOLINGS, FloatArray, ProbeError
 from headgate.capture.schema.errors import shown
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.steering.probes.examples import Captures, Examples, RowPooling, finite, pooled
 from headgate.steering.probes.fitting import split
 from headgate.steering.probes.from_others import site_of
-from headgate.steering.probes.probe import POOLINGS, FloatArray, ProbeError
 from headgate.steering.probes.rating import roc
 from headgate.steering.vectors.directions import mean_difference
 from headgate.steering.vectors.phase_vectors import PhaseVectors

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from headgate.capture.probes.probe import Probe, ProbeError, Scores
 from headgate.steering.probes.examples import Captures, Examples, examples_of
 from headgate.steering.probes.labels import Labels, positive_of
-from headgate.steering.probes.probe import Probe, ProbeError, Scores
 from headgate.steering.probes.rating import Flags, roc, threshold_at
 
 if TYPE_CHECKING:

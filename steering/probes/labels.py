@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from headgate.capture.engine.contracts.captures import StoredRequest
+from headgate.capture.probes.probe import ProbeError
 from headgate.capture.schema.errors import shown
-from headgate.steering.probes.probe import ProbeError
 
 Labels = Mapping[str, Any]
 """A label, a text, a number or a truth value, by ``tag/request_id``, by request id, or by tag."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headgate.steering.probes.probe import ProbeError, Scores
+from headgate.capture.probes.probe import ProbeError, Scores
 
 Flags = npt.NDArray[np.bool_]
 

@@ -7,8 +7,8 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+from headgate.capture.probes.probe import Pooling, Probe, ProbeError, ProbeKind
 from headgate.capture.schema.sites import Site
-from headgate.steering.probes.probe import Pooling, Probe, ProbeError, ProbeKind
 
 
 class ProbeWire(TypedDict):

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from headgate.capture.probes.probe import MAX_CLASSES, FloatArray, Probe, ProbeError, ProbeKind
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.steering.probes.probe import MAX_CLASSES, FloatArray, Probe, ProbeError, ProbeKind
 from headgate.steering.probes.wire import check_kind
 from headgate.steering.requests.op_documents import read_site
 from headgate.steering.requests.vector_forms import check_scale, packed_rows, packed_type, read_single

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import base64
+from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,13 +17,16 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from headgate.capture.schema.consumer import CapturedRequest
+from headgate.capture.schema.consumer import CapturedRequest, ConsumerContext
+from headgate.capture.schema.sites import Site
 from headgate.consumers.captured_rows import CapturedRows
+from headgate.consumers.feed import TIMEOUT_S
 from headgate.consumers.filesystem import FilesystemConsumer
 from headgate.consumers.inline import InlineConsumer
 from headgate.consumers.logging import LoggingConsumer
 from headgate.consumers.memory import MemoryConsumer
 from headgate.consumers.reader import open_captures
+from headgate.consumers.stream import StreamBatch, StreamConsumer, StreamError, StreamReader
 from headgate.consumers.testing import ConsumerContract
 
 
@@ -145,3 +153,50 @@ class TestFilesystemRemote(FilesystemContract):
 
 class TestFilesystemRemoteRaw(TestFilesystemRemote):
     layout = "raw"
+
+
+TAKEN: defaultdict[str, Queue[StreamBatch]] = defaultdict(Queue)
+"""Batches that readers took, by stream."""
+
+
+class ReadStream(StreamConsumer):
+    """A stream with a reader on a thread of its own, which takes everything."""
+
+    def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
+        super().__init__(params, context)
+        self.reading = Thread(target=self.read)
+        self.reading.start()
+
+    def read(self) -> None:
+        reader = StreamReader(self.address, sites="1.post_mlp", reconnect_s=0)
+        with suppress(StreamError), reader:  # a test may close the consumer before the reader has connected
+            for batch in reader:
+                TAKEN[reader.state_dict()["stream"]].put(batch)
+
+    def close(self, timeout_s: float) -> None:
+        super().close(timeout_s)
+        self.reading.join(timeout_s)
+        assert not self.reading.is_alive()
+
+
+class TestStream(ConsumerContract):
+    consumer_class = ReadStream
+
+    def params(self, folder: Path) -> Mapping[str, Any]:
+        return {"address": f"unix://{folder}/rows.sock"}
+
+    def bad_specs(self) -> Mapping[str, Any]:
+        return {"tag": {"hooks": {"post_mlp": [1]}, "tag": "../elsewhere"}}
+
+    def check_payload(self, payload: Any, expected: CapturedRequest) -> None:
+        first, end = payload["batches"]
+        assert (payload["num_rows"], end - first) == (len(expected.positions), len(expected.positions) > 0)
+        if first < end:
+            wanted = {expected.request.client_request_id}
+            taken = TAKEN[payload["stream"]]
+            batch = next(
+                one for one in iter(partial(taken.get, timeout=TIMEOUT_S), None) if {*one.request_ids} == wanted
+            )
+            assert batch.positions.tolist() == expected.positions.tolist()
+            assert batch.token_ids.tolist() == expected.token_ids.tolist()
+            assert torch.equal(batch.torch("1.post_mlp"), expected.rows[Site.parse("1.post_mlp")])

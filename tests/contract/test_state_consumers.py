@@ -1,4 +1,4 @@
-"""Consumers that reduce rows to numbers hold to the contract: `moments` and `reward`."""
+"""Consumers that reduce rows to numbers hold to the contract: `moments`, `reward` and `probe`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from headgate.capture.probes.files import save
+from headgate.capture.probes.probe import Probe
 from headgate.capture.schema.consumer import CapturedRequest
+from headgate.capture.schema.sites import Site
 from headgate.consumers.moments import MomentsConsumer, open_moments
+from headgate.consumers.probe import ProbeConsumer
 from headgate.consumers.reward import RewardConsumer
 from headgate.consumers.testing import EXAMPLE_MODEL, ConsumerContract
 
@@ -82,3 +86,31 @@ class TestReward(ConsumerContract):
         assert payload["cos"] == pytest.approx(cos, abs=1e-6)
         assert payload["act_norm"] == pytest.approx(norms.mean())
         assert payload["reward"] == pytest.approx(np.tanh(3.0 * cos), abs=1e-6)
+
+
+class TestProbe(ConsumerContract):
+    consumer_class = ProbeConsumer
+
+    def params(self, folder: Path) -> Mapping[str, Any]:
+        weight = np.random.default_rng(8).normal(size=(2, EXAMPLE_MODEL.hidden_size))
+        sites = {"deep": "3.post_mlp", "last": "final_norm"}
+        self.probes = {
+            name: Probe(site=Site.parse(site), weight=weight, classes=("a", "b")) for name, site in sites.items()
+        }
+        for name, probe in self.probes.items():
+            save(folder / f"{name}.safetensors", probe)
+        return {"probes": {name: str(folder / f"{name}.safetensors") for name in sites}}
+
+    def client_spec(self) -> Any:
+        return {"probes": ["last", "deep"]}
+
+    def bad_specs(self) -> Mapping[str, Any]:
+        return {"probes[0]": {"probes": ["shallow"]}, "layers": {"layers": [1]}}
+
+    def check_payload(self, payload: Any, expected: CapturedRequest) -> None:
+        assert payload["positions"] == expected.positions.tolist()
+        assert payload["num_prompt_tokens"] == expected.final.num_prompt_tokens
+        for name, probe in self.probes.items():
+            scores = probe.scores(expected.rows[probe.site].float().numpy())
+            found = np.array(payload["probes"][name]["scores"]).reshape(scores.shape)
+            np.testing.assert_allclose(found, scores, rtol=1e-12)

@@ -1,6 +1,7 @@
 """New weights in a running engine, as RL trainers load them: what is captured and steered afterwards is of those.
 
-The consumers that trainers use, `reward` and `moments`, are compared with rows of the same requests here, too.
+The consumers that reduce rows to numbers, `reward`, `moments` and `probe`, are compared with rows of the same requests
+here, too, `probe` with Hugging Face's rows, and `stream` sends the rows to a reader.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from headgate.capture.schema.sites import HookPoint
+from headgate.capture.probes.files import save
+from headgate.capture.probes.probe import Probe
+from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.moments import open_moments
+from headgate.consumers.stream import StreamReader
 from tests.conftest import start_llm, stop_llm
 from tests.engine.hf_reference import HFReference, relative_error
 from tests.engine.lora_adapter import merge, write_adapter
@@ -27,6 +32,11 @@ PROMPT = [3 + (7 * i) % 500 for i in range(69)]
 CACHED = 64
 REWARDED = "1.post_mlp"
 ALONG = np.random.default_rng(5).normal(size=HIDDEN)
+MOODS = np.random.default_rng(6).normal(size=(3, HIDDEN))
+PROBES_BY_NAME = {
+    "anger": Probe(site=Site.parse("0.attn_out"), weight=[ALONG], bias=[0.5], threshold=0.1),  # type: ignore[arg-type]
+    "moods": Probe(site=Site.parse("final_norm"), kind="cosine", weight=MOODS, classes=("a", "b", "c")),  # type: ignore[arg-type]
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +52,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("moments")
 
 
+def write_probes(folder: Path) -> dict[str, str]:
+    for name, probe in PROBES_BY_NAME.items():
+        save(folder / f"{name}.safetensors", probe)
+    return {name: str(folder / f"{name}.safetensors") for name in PROBES_BY_NAME}
+
+
 @pytest.fixture(scope="module", params=["eager", pytest.param("compiled", marks=pytest.mark.extended)])
 def llm(
     request: pytest.FixtureRequest, trained: Path, root: Path, tmp_path_factory: pytest.TempPathFactory
@@ -51,6 +67,8 @@ def llm(
     consumers = [
         {"name": "memory"},
         {"name": "reward", "params": {**reward, "scale": 2.0}},
+        {"name": "probe", "params": {"probes": write_probes(root)}},
+        {"name": "stream", "params": {"address": f"unix://{root}/rows.sock"}},
         {"name": "moments", "params": {"root": str(root / request.param), "skip_positions": 1, "flush_s": 0}},
     ]
     capture = {"consumers": consumers, "sites": SITES}
@@ -149,3 +167,55 @@ def test_rewards_and_moments_are_those_of_the_rows(llm: Any, trained: Path, root
     assert (found.num_rows, found.num_skipped) == (len(rows), len(gathered))
     np.testing.assert_allclose(found.mean, rows.mean(axis=0), rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(found.covariance(), np.cov(rows.T), rtol=1e-6, atol=1e-12)
+
+
+def test_scores_are_those_of_probes_on_the_rows_of_hugging_face(llm: Any, trained: Path) -> None:
+    """Prompt and answer, prompts in several steps, beside requests for other probes."""
+    from vllm import SamplingParams
+
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(trained)})
+    llm.reset_prefix_cache()
+    chosen = [list(PROBES_BY_NAME), ["moods"], ["anger"]]
+    made = [SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, detokenize=False) for _ in range(len(chosen))]
+    for params, names in zip(made, chosen, strict=True):
+        params.capture = {"probe": {"probes": names}}
+    outputs = llm.generate([{"prompt_token_ids": PROMPT} for _ in made], made, use_tqdm=False)
+
+    reference = HFReference(trained, "llama")
+    for output, names in zip(outputs, chosen, strict=True):
+        result = output.capture_results["probe"]
+        expected = reference.run(PROMPT, list(output.outputs[0].token_ids))
+        assert (result.status, list(result.payload["probes"])) == ("ok", names)
+        assert result.payload["positions"] == list(range(len(PROMPT) + 6))
+        for name in names:
+            probe = PROBES_BY_NAME[name]
+            rows = expected.rows[probe.site].double().numpy()
+            scores = rows @ probe.weight.T.astype(np.float64) + probe.biases
+            if name == "moods":
+                scores /= np.linalg.norm(rows, axis=1)[:, None] * np.linalg.norm(probe.weight, axis=1)
+            found = np.array(result.payload["probes"][name]["scores"]).reshape(scores.shape)
+            assert np.abs(found - scores).max() <= 1e-4 * np.abs(scores).max()
+
+
+def test_a_stream_has_the_rows_of_every_request_in_another_thread(llm: Any, root: Path) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=1.0, n=2, max_tokens=5, ignore_eos=True, detokenize=False)
+    wanted = {"hooks": {"post_mlp": [1], "attn_out": [0]}}
+    params.capture = {"memory": wanted, "stream": {**wanted, "tag": "mine"}}
+    prompts = [{"prompt_token_ids": PROMPT[:length]} for length in (5, 40)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+
+    with StreamReader(f"unix://{root}/rows.sock", sites=["1.post_mlp", "0.attn_out"]) as reader:
+        batches = {(batch.request_ids[0], batch.facts[0].sample): batch for batch in (next(reader) for _ in range(4))}
+    assert reader.num_lacking == 0
+    for output in outputs:
+        for sample in output.outputs:
+            kept, told = (sample.capture_results[name] for name in ("memory", "stream"))
+            assert (told.status, told.payload["num_rows"]) == ("ok", len(kept.payload.positions))
+            batch = batches[output.request_id, sample.index]
+            assert set(batch.tags) == {"mine"}
+            assert batch.positions.tolist() == kept.payload.positions.tolist()
+            assert batch.token_ids.tolist() == kept.payload.token_ids.tolist()
+            for site in reader.sites:
+                assert torch.equal(batch.torch(site), kept.payload[site])

@@ -16,6 +16,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from headgate.consumers.filesystem.formats.layout import MessagePlace
+from headgate.consumers.reader import open_capture
 from headgate.steering.client import extra_body
 from tests.fakes.server import Server, serving
 
@@ -160,7 +162,7 @@ def test_a_request_that_runs_goes_on_through_changes(server: Server) -> None:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_curl_and_the_openai_client_are_answered_alike(server: Server) -> None:
     chat = {"messages": [{"role": "user", "content": "How was your day?"}], "max_tokens": 8, "temperature": 0}
-    ours = {"steering_vectors": ONE, "capture": CAPTURE, "capture_wait": True}
+    ours = {"steering_vectors": ONE, "capture": CAPTURE, "capture_wait": True, "capture_messages": True}
     command = ["curl", "-sS", "--fail-with-body", "-H", "Content-Type: application/json", "--data-binary", "@-"]
     told = subprocess.run(
         [*command, f"{server.url}/v1/chat/completions"],
@@ -180,6 +182,10 @@ def test_curl_and_the_openai_client_are_answered_alike(server: Server) -> None:
     for results in (steered.model_extra["capture_results"], curled["capture_results"]):
         result = results["filesystem"]
         assert (result["status"], result["num_rows"]) == ("ok", steered.usage.prompt_tokens)
+        stored = open_capture(result["payload"]["paths"][0])
+        (span,) = result["messages"]
+        assert stored.messages == [MessagePlace(span["role"], span["start"], span["stop"])]
+        assert stored.token_ids[stored.in_role("user")].tolist() == span["token_ids"]
 
 
 def test_metrics_count_what_was_captured_and_steered(server: Server) -> None:

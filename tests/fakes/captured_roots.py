@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,35 @@ Facts = Counter[tuple[str, int, int, bytes]]
 """Rows by request id, position, token and values."""
 
 
-def write_root(root: Path, names: Iterable[str], *, raw: Any = None, **shape: Any) -> list[ExampleRequest]:
-    """Write one request for each name, in all layouts by turns, and return them; `raw` is added to what they wrote."""
+Places = list[dict[str, Any]]
+"""Role, start and stop of the messages of a chat."""
+
+
+def write_root(
+    root: Path,
+    names: Iterable[str],
+    *,
+    raw: Any = None,
+    messages: Callable[[int], Places | None] | None = None,
+    **shape: Any,
+) -> list[ExampleRequest]:
+    """Write one request for each name, in all layouts by turns, and return them.
+
+    Args:
+        root: Where.
+        names: Their ids.
+        raw: Added to what they wrote.
+        messages: Gives those of the request of a number.
+        shape: As for `ExampleRequest`.
+    """
     requests = []
     with capturing(root) as files:
         for number, name in enumerate(names):
             wanted = {"layout": LAYOUTS[number % 3], "tag": "odd" if number % 2 else "even", **(raw or {})}
             request = files.request(wanted, client_id=name, **{"prompt": 4 + number % 5, "output": 4, **shape})
+            if messages is not None and (places := messages(number)) is not None:
+                told = replace(request.info.spec, options={**request.info.spec.options, "messages": places})
+                request.info = replace(request.info, spec=told)
             files.feed.whole(request)
             requests.append(request)
     return requests

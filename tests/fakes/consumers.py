@@ -16,8 +16,9 @@ from headgate.capture.schema.spec import CaptureSpec
 
 
 class Rows(BatchedConsumer):
-    """Takes any selection, and a tag."""
+    """Takes any selection, and a tag, and keeps where messages are."""
 
+    takes_messages = True
     takes_tag = True
 
     @classmethod

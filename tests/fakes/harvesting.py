@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.results import CaptureResult
 from headgate.consumers.captured_rows import CapturedRows
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest
@@ -74,6 +76,9 @@ class FakeEngine:
         request = self._request(task, spec, output, "abort" if is_last else "length")
         if self._files is None:
             payload = self._kept(CapturedRows(request.expected()))
+        elif is_last and self._files.params.get("keep_aborted") is False:
+            with suppress(ConsumerError):  # as its result says
+                payload = self._files.feed.whole(request)
         else:
             payload = self._files.feed.whole(request)
         if is_last:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 from headgate.capture.schema.errors import ConsumerError
 from headgate.consumers.datasets import open_dataset
-from headgate.consumers.feed import ExampleRequest
+from headgate.consumers.feed import TIMEOUT_S, ExampleRequest
 from headgate.consumers.reader import open_captures
 from tests.fakes.captured_roots import LAYOUTS, SITE, expected_facts, facts_of
 from tests.fakes.capturing import Capturing
@@ -46,3 +47,10 @@ def is_taken(files: Capturing, request: ExampleRequest) -> bool:
 def waiting(spool: Path) -> list[str]:
     """Files in the spool, but for locks."""
     return sorted(path.name for path in spool.rglob("*") if path.is_file() and path.name not in (".lock", "lock"))
+
+
+def end_uploads() -> None:
+    """Wait for the attempts that a closed consumer has not ended yet, as they end with a process."""
+    for thread in threading.enumerate():
+        if "-upload-" in thread.name:
+            thread.join(TIMEOUT_S)

@@ -184,9 +184,13 @@ def test_results_tell_where_the_messages_of_a_chat_lie(server: Server) -> None:
     assert [span["role"] for span in spans] == [message["role"] for message in CHAT]
     assert all(span["token_ids"] == tokens[span["start"] : span["stop"]] for span in spans)
     assert [after["start"] - before["stop"] for before, after in pairwise(spans)] == [0, 0]
+    told = [{key: span[key] for key in ("role", "start", "stop")} for span in spans]
+    assert result["payload"]["spec"]["options"]["messages"] == told  # consumers that keep them have them
     assert spans[0]["start"] > 0  # SmolLM2's own system message comes before
     assert spans[-1]["stop"] < result["payload"]["num_prompt"]
-    assert chat(server).json()["capture_results"]["rows"]["messages"] is None
+    plain = chat(server).json()["capture_results"]["rows"]
+    assert plain["messages"] is None
+    assert "messages" not in plain["payload"]["spec"]["options"]
 
 
 def test_messages_of_what_is_no_chat_or_a_very_long_one_are_a_400(server: Server) -> None:

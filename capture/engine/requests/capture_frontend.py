@@ -18,6 +18,7 @@ from headgate.capture.engine.requests.call_context import Call, current_call, cu
 from headgate.capture.engine.requests.capture_request import (
     CaptureRequestReader,
     resolve,
+    tell_messages,
 )
 from headgate.capture.engine.requests.chat_messages import ChatMessages
 from headgate.capture.engine.requests.permissions import check_length, check_use
@@ -129,6 +130,8 @@ class FrontEnd:
             if messages is None:
                 raise RequestError(CAPTURE_MESSAGES, "needs a chat request (LLM.chat or /v1/chat/completions)")
             ask.messages.extend(messages.spans(CAPTURE_MESSAGES))
+        if ask.messages:
+            resolved = tell_messages(resolved, self.consumers)
         check_length(params.max_tokens)
         if params.max_tokens is None:
             return resolved

@@ -215,6 +215,16 @@ def _with_messages_found(selector: PositionSelector, messages: ChatMessages, fie
     return selector
 
 
+def tell_messages(ask: CaptureRequest, consumers: Mapping[str, type[CaptureConsumer]]) -> CaptureRequest:
+    """Put the boundaries in ``ask.messages`` into the specs of the consumers that keep them."""
+    told = [{"role": one.role, "start": one.start, "stop": one.stop} for one in ask.messages or ()]
+    specs = {
+        name: replace(spec, options={**spec.options, "messages": told}) if consumers[name].takes_messages else spec
+        for name, spec in ask.specs.items()
+    }
+    return replace(ask, specs=specs)
+
+
 def messages_of(ask: CaptureRequest) -> dict[Message, str]:
     """The message selectors of a request that are not yet resolved, each with its field."""
     found: dict[Message, str] = {}

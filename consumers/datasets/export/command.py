@@ -41,6 +41,7 @@ def export_captures(
     sites: Annotated[list[str] | None, typer.Option("--site", help="Only this site; may be repeated.")] = None,
     phase: Annotated[str | None, typer.Option(help="Only prefill or only decode.")] = None,
     tags: Annotated[list[str] | None, typer.Option("--tag", help="Only this tag; may be repeated.")] = None,
+    roles: Annotated[list[str] | None, typer.Option("--role", help="Only messages of this role; repeatable.")] = None,
     drop_bos: Annotated[bool, typer.Option("--drop-bos", help="Leave out position 0.")] = False,
     context_size: Annotated[int, typer.Option(min=1, help="Rows of a context; saelens alone.")] = 128,
     skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Leave out what cannot be read.")] = False,
@@ -54,7 +55,14 @@ def export_captures(
     }
     try:
         data = open_dataset(
-            roots, sites=sites, phases=phase, tags=tags, drop_bos=drop_bos, strict=not skip_damaged, index=False
+            roots,
+            sites=sites,
+            phases=phase,
+            tags=tags,
+            roles=roles or None,
+            drop_bos=drop_bos,
+            strict=not skip_damaged,
+            index=False,
         )
         written = export(data, to, exports[form])
     except (CaptureFileError, ValueError, OSError) as error:

@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from headgate.consumers.datasets.batches import RowBatch
-from headgate.consumers.datasets.mixing import MixedBatches
+
+class Batch(Protocol):
+    """Rows of some sites."""
+
+    def torch(self, site: str | None = None) -> Tensor:
+        """``[rows, hidden]`` of one site; of the only one if none is named."""
+        ...
+
+
+class Batches(Protocol):
+    """Batches without end or with one: of a data set, or of a stream (`headgate.consumers.stream.StreamReader`)."""
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Names of the sites that each batch has rows of."""
+        ...
+
+    def __next__(self) -> Batch: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place, to go on from with `load_state_dict`."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        ...
 
 
 class TensorBatches(Iterator[Tensor]):
@@ -18,16 +42,17 @@ class TensorBatches(Iterator[Tensor]):
     It is the `data_provider` of SAELens' `SAETrainer`, and its batches are the input of sparsify's `SparseCoder`.
 
     Args:
-        batches: Rows of one site, as `Dataset.mixed` gives them; with ``epochs=None`` they never end.
+        batches: Rows of one site, as `Dataset.mixed` or a stream's reader gives them. With ``epochs=None`` a data set's
+            never end.
         dtype: Of the tensors; the model's if None.
         device: Where they are.
     """
 
     def __init__(
-        self, batches: MixedBatches, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+        self, batches: Batches, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> None:
-        if len(batches.view.sites) != 1:
-            raise ValueError(f"expected rows of one site, got {', '.join(batches.view.sites)}; see TensorsByHook")
+        if len(batches.sites) != 1:
+            raise ValueError(f"expected rows of one site, got {', '.join(batches.sites)}; see TensorsByHook")
         self.batches = batches
         self._dtype, self._device = dtype, device
 
@@ -38,11 +63,11 @@ class TensorBatches(Iterator[Tensor]):
         return tensor_of(next(self.batches), None, self._dtype, self._device)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `MixedBatches.state_dict`."""
+        """See `Batches.state_dict`."""
         return self.batches.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `MixedBatches.load_state_dict`."""
+        """See `Batches.load_state_dict`."""
         self.batches.load_state_dict(state)
 
 
@@ -63,15 +88,15 @@ class TensorsByHook(Iterator[dict[str, Tensor]]):
 
     def __init__(
         self,
-        batches: MixedBatches,
+        batches: Batches,
         names: Mapping[str, str] | None = None,
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._names = dict(names) if names is not None else {site: site for site in batches.view.sites}
-        if self._names.keys() != set(batches.view.sites):
-            raise ValueError(f"names: of {', '.join(self._names)}; the rows are of {', '.join(batches.view.sites)}")
+        self._names = dict(names) if names is not None else {site: site for site in batches.sites}
+        if self._names.keys() != set(batches.sites):
+            raise ValueError(f"names: of {', '.join(self._names)}; the rows are of {', '.join(batches.sites)}")
         self.batches = batches
         self._dtype, self._device = dtype, device
 
@@ -83,14 +108,14 @@ class TensorsByHook(Iterator[dict[str, Tensor]]):
         return {name: tensor_of(batch, site, self._dtype, self._device) for site, name in self._names.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """See `MixedBatches.state_dict`."""
+        """See `Batches.state_dict`."""
         return self.batches.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `MixedBatches.load_state_dict`."""
+        """See `Batches.load_state_dict`."""
         self.batches.load_state_dict(state)
 
 
-def tensor_of(batch: RowBatch, site: str | None, dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
+def tensor_of(batch: Batch, site: str | None, dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
     """A batch's rows at a site."""
     return batch.torch(site).to(device=device, dtype=dtype)

@@ -29,7 +29,7 @@ from headgate.consumers.datasets.index.table import COLUMNS, Group, Table, Unit
 logger = logging.getLogger(__name__)
 
 MAGIC = b"headgate-index\0\0"
-VERSION = 1
+VERSION = 2
 _FIXED = struct.Struct("<16sIIQQI4x")  # magic, version, CRC of the header, its bytes, bytes of the columns, their CRC
 _ALIGN = 64
 _CHUNK = 16 << 20
@@ -43,6 +43,7 @@ class _Header(msgspec.Struct):
     num_units: int
     groups: list[Group]
     tags: list[str]
+    roles: list[str]
     problems: list[tuple[str, str, str]]
     places: dict[str, tuple[int, int, str]]
     """Name of an array -> its first byte, its bytes and its dtype."""
@@ -56,6 +57,7 @@ def write_index(root: str, table: Table, problems: list[Problem]) -> Iterator[by
     """The bytes of an index of `table`."""
     arrays: dict[str, npt.NDArray[Any]] = {name: table.columns[name] for name in COLUMNS}
     arrays["ids"] = table.ids
+    arrays["messages"] = table.messages.reshape(-1).astype("<i4")
     arrays["unit_names"] = np.frombuffer("\0".join(unit.name for unit in table.units).encode(), dtype=np.uint8)
     arrays["unit_layouts"] = np.frombuffer("".join(unit.layout[1] for unit in table.units).encode(), dtype=np.uint8)
     arrays["unit_sizes"] = np.array([unit.size for unit in table.units], dtype="<i8")
@@ -71,6 +73,7 @@ def write_index(root: str, table: Table, problems: list[Problem]) -> Iterator[by
             num_units=len(table.units),
             groups=table.groups,
             tags=table.tags,
+            roles=table.roles,
             problems=[(problem.kind, problem.path, problem.message) for problem in problems],
             places=places,
         )
@@ -107,6 +110,8 @@ def read_index(data: npt.NDArray[np.uint8], path: str) -> tuple[Table, list[Prob
     _, version, header_check, header_bytes, column_bytes, check = _FIXED.unpack(data[: _FIXED.size].tobytes())
     if version > VERSION:
         raise NewerFormatError(f"{path}: index of version {version}; this headgate reads version {VERSION}")
+    if version < VERSION:
+        raise CaptureFileError(f"{path}: index of version {version}, which lacks columns of version {VERSION}")
     start = _FIXED.size + header_bytes
     if len(data) != start + column_bytes:
         raise CaptureFileError(f"{path}: partial: {len(data)} bytes of {start + column_bytes}")
@@ -118,7 +123,13 @@ def read_index(data: npt.NDArray[np.uint8], path: str) -> tuple[Table, list[Prob
         name: data[start + at : start + at + size].view(dtype) for name, (at, size, dtype) in header.places.items()
     }
     table = Table(
-        {name: arrays[name] for name in COLUMNS}, arrays["ids"], _units(arrays, header), header.groups, header.tags
+        columns={name: arrays[name] for name in COLUMNS},
+        ids=arrays["ids"],
+        units=_units(arrays, header),
+        groups=header.groups,
+        tags=header.tags,
+        messages=arrays["messages"].reshape(-1, 3),
+        roles=header.roles,
     )
     return table, [Problem(*fields) for fields in header.problems], header.root  # type: ignore[arg-type]
 
@@ -144,10 +155,12 @@ _LAYOUTS: dict[int, Any] = {ord(name[1]): name for name in ("request", "shards",
 
 def digest_of(table: Table) -> str:
     """SHA-256 of an index's content, whichever root it is of."""
-    digest = sha256(json.dumps([table.tags, [msgspec.to_builtins(group) for group in table.groups]]).encode())
+    groups = [msgspec.to_builtins(group) for group in table.groups]
+    digest = sha256(json.dumps([table.tags, table.roles, groups]).encode())
     for name in COLUMNS:
         digest.update(np.ascontiguousarray(table.columns[name]).view(np.uint8).data)
     digest.update(np.ascontiguousarray(table.ids).data)
+    digest.update(np.ascontiguousarray(table.messages).view(np.uint8).data)
     digest.update("\0".join(f"{unit.name}\0{unit.size}" for unit in table.units).encode())
     return digest.hexdigest()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,7 @@ def _updated(source: Source, root: str, units: list[Unit], known: Known | None) 
         kept = {unit.name for unit in units if unit in old}
         chosen = np.array([unit.name in kept for unit in table.units], dtype=np.bool_)
         numbers = np.cumsum(chosen) - 1
-        part = Table(
-            dict(table.columns), table.ids, [u for u in table.units if u.name in kept], table.groups, table.tags
-        )
+        part = replace(table, columns=dict(table.columns), units=[u for u in table.units if u.name in kept])
         entries = np.flatnonzero(chosen[table.columns["unit"]])
         part.columns["unit"] = numbers[table.columns["unit"]].astype(np.int32)
         builder.add_table(part, entries)
@@ -113,7 +111,7 @@ def _in_order(table: Table, units: list[Unit]) -> Table:
     columns["unit"] = numbers[columns["unit"]]
     order = np.argsort(columns["unit"], kind="stable")
     builder = TableBuilder()
-    builder.add_table(Table(columns, table.ids, units, table.groups, table.tags), order)
+    builder.add_table(replace(table, columns=columns, units=units), order)
     return builder.build()
 
 

@@ -21,6 +21,7 @@ from headgate.consumers.filesystem.formats.layout import (
     POSITIONS,
     TOKEN_IDS,
     LayoutName,
+    MessagePlace,
     Sidecar,
     StoredPart,
     TensorRef,
@@ -44,13 +45,15 @@ COLUMNS: dict[str, str] = {
     "key": "<u8",
     "join": "<u8",
     "id_stop": "<i8",
+    "message_stop": "<i8",
 }
 """Columns with one number for each entry.
 
 ``at`` is where its data begin: a byte of the file (``request``), the row in its shard (``shards``), 0 (``raw``).
 ``first`` and ``step`` give its positions if they are evenly spaced; ``step`` is 0 if they are not. ``written`` is in
 milliseconds since 1970. ``key`` hashes tag, request id and sample; ``join`` what the stages of one request share, 0
-where one stage wrote it all. ``id_stop`` is the end of its request id in the text of all of them.
+where one stage wrote it all. ``id_stop`` is the end of its request id in the text of all of them, ``message_stop`` that
+of its messages among those of all.
 """
 
 
@@ -126,6 +129,9 @@ class Table:
         units: By number.
         groups: By number.
         tags: By number.
+        messages: int32 ``[messages, 3]``: role, first position and end of each message of the first entry, then of the
+            next. An entry without any does not say where its messages are, or is no chat.
+        roles: By number.
     """
 
     columns: dict[str, Column]
@@ -133,6 +139,8 @@ class Table:
     units: list[Unit]
     groups: list[Group]
     tags: list[str]
+    messages: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 3), dtype=np.int32))
+    roles: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.columns["unit"])
@@ -147,6 +155,12 @@ class Table:
     def tag(self, entry: int) -> str:
         """The entry's tag."""
         return self.tags[int(self.columns["tag"][entry])]
+
+    def messages_of(self, entries: npt.NDArray[np.int64]) -> tuple[Column, Column]:
+        """The messages of each of `entries` as ``(first, end)``, int64 numbers in `messages`."""
+        stops = self.columns["message_stop"]
+        ends = stops[entries]
+        return np.where(entries > 0, stops[entries - 1], 0) if len(entries) else ends, ends
 
     @classmethod
     def merged(cls, tables: Sequence[tuple[Table, npt.NDArray[np.intp] | None]]) -> Table:
@@ -169,6 +183,9 @@ class TableBuilder:
     _chunks: list[dict[str, Column]] = field(default_factory=list)
     _ids: list[npt.NDArray[np.uint8]] = field(default_factory=list)
     _id_bytes: int = 0
+    _messages: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    _num_messages: int = 0
+    _roles: dict[str, int] = field(default_factory=dict)
 
     def add_unit(self, unit: Unit, parts: Sequence[tuple[StoredPart, tuple[int, int]]]) -> None:
         """Add the entries of one unit.
@@ -189,18 +206,15 @@ class TableBuilder:
         self._id_bytes = int(lengths[-1])
         self._ids.append(np.frombuffer(b"".join(texts), dtype=np.uint8))
         columns = dict(zip(list(COLUMNS)[:12], values, strict=True))
-        columns |= {"key": hashes[0], "join": hashes[1], "id_stop": lengths}
+        stops = self._add_messages([part.sidecar.messages or () for part, _ in parts])
+        columns |= {"key": hashes[0], "join": hashes[1], "id_stop": lengths, "message_stop": stops}
         self._chunks.append({name: columns[name].astype(kind) for name, kind in COLUMNS.items()})
 
     def add_table(self, table: Table, chosen: npt.NDArray[np.intp] | None) -> None:
         """Add entries of `table`, and all of its units."""
         columns = {name: values if chosen is None else values[chosen] for name, values in table.columns.items()}
-        stops = table.columns["id_stop"]
-        ids = table.ids
-        if chosen is not None:
-            starts = np.concatenate(([0], stops[:-1]))[chosen] if len(stops) else stops
-            ids = _ranges(ids, starts, columns["id_stop"])
-            stops = np.cumsum(columns["id_stop"] - starts)
+        ids, stops = _ranges(table.ids, table.columns["id_stop"], chosen)
+        messages, message_stops = _ranges(table.messages, table.columns["message_stop"], chosen)
         tags = np.array([self._tags.setdefault(tag, len(self._tags)) for tag in table.tags], dtype=np.int32)
         groups = np.array([self._groups.setdefault(group, len(self._groups)) for group in table.groups], dtype=np.int32)
         columns["unit"] = columns["unit"] + np.int32(len(self.units))
@@ -208,6 +222,9 @@ class TableBuilder:
         columns["group"] = groups[columns["group"]] if len(groups) else columns["group"]
         columns["id_stop"] = stops + self._id_bytes
         self._id_bytes += len(ids)
+        columns["message_stop"] = message_stops + self._num_messages
+        self._num_messages += len(messages)
+        self._messages.append(self._with_roles(messages, table.roles))
         self.units.extend(table.units)
         self._ids.append(ids)
         self._chunks.append(columns)
@@ -219,7 +236,27 @@ class TableBuilder:
             for name, kind in COLUMNS.items()
         }
         ids = np.concatenate(self._ids) if self._ids else np.empty(0, dtype=np.uint8)
-        return Table(columns, ids, self.units, list(self._groups), list(self._tags))
+        messages = np.concatenate(self._messages) if self._messages else np.empty((0, 3), dtype=np.int32)
+        return Table(columns, ids, self.units, list(self._groups), list(self._tags), messages, list(self._roles))
+
+    def _add_messages(self, of_parts: Sequence[Sequence[MessagePlace]]) -> Column:
+        """Add the messages of some entries; return each one's ``message_stop``."""
+        rows = [
+            (self._roles.setdefault(message.role, len(self._roles)), message.start, message.stop)
+            for messages in of_parts
+            for message in messages
+        ]
+        self._messages.append(np.array(rows, dtype=np.int32).reshape(-1, 3))
+        stops = np.cumsum([len(messages) for messages in of_parts]) + self._num_messages
+        self._num_messages += len(rows)
+        return stops
+
+    def _with_roles(self, messages: npt.NDArray[np.int32], roles: Sequence[str]) -> npt.NDArray[np.int32]:
+        """Messages of another table, with the numbers that their roles have here."""
+        numbers = np.array([self._roles.setdefault(role, len(self._roles)) for role in roles], dtype=np.int32)
+        if not len(messages):
+            return messages
+        return np.concatenate([numbers[messages[:, :1]], messages[:, 1:]], axis=1)
 
     def _row(self, unit: int, part: StoredPart, spacing: tuple[int, int]) -> tuple[int, ...]:
         sidecar = part.sidecar
@@ -292,9 +329,12 @@ def _milliseconds(sidecar: Sidecar, path: str) -> int:
         raise CaptureFileError(f"{path}: damaged metadata: written_at: {error}") from error
 
 
-def _ranges(data: npt.NDArray[np.uint8], starts: Column, stops: Column) -> npt.NDArray[np.uint8]:
-    """The bytes of all ranges, one after the other."""
-    lengths = stops - starts
+def _ranges(data: Column, stops: Column, chosen: npt.NDArray[np.intp] | None) -> tuple[Column, Column]:
+    """The part of `data` that belongs to the entries `chosen`, or to all: entry after entry, and where each ends."""
+    if chosen is None or not len(stops):
+        return data, stops
+    starts, ends = np.concatenate(([0], stops[:-1]))[chosen], stops[chosen]
+    lengths = ends - starts
     total = int(lengths.sum())
     shifts = np.repeat(starts - np.concatenate(([0], np.cumsum(lengths)[:-1])), lengths) if total else 0
-    return data[np.arange(total) + shifts]
+    return data[np.arange(total) + shifts], np.cumsum(lengths)

@@ -32,6 +32,20 @@ ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "int64": 8}
 Bytes2D = npt.NDArray[np.uint8]
 
 
+class MessagePlace(msgspec.Struct, frozen=True):
+    """A message of a chat in its prompt, with the tokens that the chat template puts around its text.
+
+    Attributes:
+        role: As the client wrote it.
+        start: Its first position.
+        stop: The position behind its last.
+    """
+
+    role: str
+    start: int
+    stop: int
+
+
 class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a request's rows, stored with them, their positions and their tokens.
 
@@ -55,6 +69,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
         dropped_rows: Rows that overload kept from this file.
         pp_rank: Pipeline stage that wrote this file, of `pp_size`: it holds the sites of its own layers.
         written_at: UTC, ISO 8601.
+        messages: Those of the request's chat, in order; None if the request did not set ``capture_messages``.
     """
 
     format: str = FORMAT
@@ -82,6 +97,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     pp_rank: int
     pp_size: int
     written_at: str
+    messages: list[MessagePlace] | None = None
 
     def to_strings(self) -> dict[str, str]:
         """The form that safetensors metadata takes: text as it is, everything else as JSON."""
@@ -123,6 +139,7 @@ def sidecar_of(
         pp_rank=context.pp_rank,
         pp_size=context.pp_size,
         written_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        messages=msgspec.convert(request.spec.options.get("messages"), list[MessagePlace] | None),
     )
 
 

@@ -52,7 +52,14 @@ class RemoteRoot:
             numbering: As for `Uploader`.
             removed: As for `Uploader`.
         """
-        self._uploader = Uploader(f"{name}-upload", self._store, threads=threads, numbering=numbering, removed=removed)
+        self._uploader = Uploader(
+            f"{name}-upload",
+            self._store,
+            threads=threads,
+            numbering=numbering,
+            removed=removed,
+            ended=self._folder.close,  # not before: who takes over a folder uploads its files, too
+        )
         self._patience = Patience(f"{name}-answers", wait_s)
         for unit in self._folder.left:
             self._uploader.add(unit, None, is_old=True)
@@ -81,7 +88,6 @@ class RemoteRoot:
                 "root uploads them",
                 *(left, time.monotonic() - started, self.path),
             )
-        self._folder.close()
         return left
 
     def _upload(self, outcome: Outcome, written: Outcome) -> None:

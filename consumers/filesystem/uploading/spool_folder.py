@@ -139,6 +139,14 @@ def default_spool() -> Path:
     return Path(state).expanduser() / "headgate" / "spool"
 
 
+def is_waiting(parent: Path, tag: str) -> bool:
+    """Whether files of `tag` wait in any process's folder of `parent`."""
+    try:
+        return any(unit.names[0] == tag for path in parent.iterdir() if path.is_dir() for unit in units_of(path))
+    except FileNotFoundError:  # one went while they were looked at
+        return True
+
+
 def units_of(folder: Path) -> Iterator[Unit]:
     """Find the files in a process's folder that are whole, and folders of such files."""
     for tag in _entries(folder):

@@ -55,20 +55,30 @@ class Uploader:
         threads: Units uploaded at a time.
         numbering: Whether a name that is taken is answered with the next number instead of an error.
         removed: Called with the bytes and the number of files of a unit that has left the spool.
+        ended: Called once, when it is closed and nothing is uploaded any more.
     """
 
     def __init__(
-        self, name: str, store: ObjectStore, *, threads: int, numbering: bool, removed: Callable[[int, int], None]
+        self,
+        name: str,
+        store: ObjectStore,
+        *,
+        threads: int,
+        numbering: bool,
+        removed: Callable[[int, int], None],
+        ended: Callable[[], None],
     ) -> None:
         self.is_failing = False
         self._store = store
         self._numbering = numbering
         self._removed = removed
+        self._ended = ended
         self._tasks: list[_Task] = []
         self._num_running = 0
+        self._num_working = threads
         self._is_closed = False
         self._numbers = itertools.count()
-        self._changed = threading.Condition()  # guards the four above
+        self._changed = threading.Condition()  # guards the five above
         # Daemons: a store that hangs must not keep the process from ending.
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(threads)
@@ -90,29 +100,40 @@ class Uploader:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> int:
-        """Upload units for up to `timeout_s` seconds; return how many are left. May be called again."""
+        """Upload units for up to `timeout_s` seconds; return how many are left. May be called again.
+
+        Uploads that run then go on to their end.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._changed.wait_for(lambda: not self._tasks and not self._num_running, timeout_s)
             self._is_closed = True
             self._changed.notify_all()
-            left = len(self._tasks) + self._num_running
+            left, is_idle = len(self._tasks) + self._num_running, not self._num_running
         for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0.0))
+            thread.join(None if is_idle else max(deadline - time.monotonic(), 0.0))
         return left
 
     def _run(self) -> None:
         while (task := self._next()) is not None:
-            try:
-                self._upload(task)
-            except Exception as error:  # noqa: BLE001  (each store has errors of its own; none may lose a file)
-                self._try_again(task, error)
-            else:
-                self._note_success()
-            finally:
-                with self._changed:
-                    self._num_running -= 1
-                    self._changed.notify_all()
+            self._attempt(task)
+        with self._changed:
+            self._num_working -= 1
+            is_last = not self._num_working
+        if is_last:
+            self._ended()
+
+    def _attempt(self, task: _Task) -> None:
+        try:
+            self._upload(task)
+        except Exception as error:  # noqa: BLE001  (each store has errors of its own; none may lose a file)
+            self._try_again(task, error)
+        else:
+            self._note_success()
+        finally:
+            with self._changed:
+                self._num_running -= 1
+                self._changed.notify_all()
 
     def _next(self) -> _Task | None:
         """The next task that is due; None once closed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headgate.capture.probes.probe import POOLINGS
 from headgate.steering.control.openapi import (
     COUNT,
     HASH,
@@ -15,7 +16,6 @@ from headgate.steering.control.openapi import (
     list_of,
     object_of,
 )
-from headgate.steering.probes.probe import POOLINGS
 
 _NAME: Schema = {**TEXT, "minLength": 1, "maxLength": 256}
 _NUMBERS: Schema = list_of({"type": "number"})

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from headgate.capture.engine.contracts.request_part import CoreCall, Operation
+from headgate.capture.probes.probe import Probe, ProbeError
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.steering.control.operations import agreed, with_actor
 from headgate.steering.core.audit import OPERATOR, Actor
 from headgate.steering.core.probes import check_fits, open_probe
-from headgate.steering.probes.probe import Probe, ProbeError
 from headgate.steering.probes.wire import to_wire
 from headgate.steering.requests.probe_fields import read_probe
 from headgate.steering.vectors.phase_vectors import Steerable, check_name

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headgate.capture.engine.contracts.core_part import CoreServices
+from headgate.capture.probes.probe import Probe, ProbeKind
 from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.controllers.controller import StepReadings
@@ -17,7 +18,6 @@ from headgate.steering.gates.layout import Layout, ScoreColumn
 from headgate.steering.gates.readings import read_score
 from headgate.steering.gates.rule import AppliesTo, Selection
 from headgate.steering.gates.trace import GateSource, Writes
-from headgate.steering.probes.probe import Probe, ProbeKind
 from headgate.steering.programs.codes import with_change
 from headgate.steering.programs.program import Program
 from headgate.steering.vectors.dtypes import Float32Rows

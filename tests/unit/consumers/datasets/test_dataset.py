@@ -199,7 +199,7 @@ def test_rows_of_two_models_are_not_mixed(tmp_path: Path) -> None:
     [
         ({"phases": "middle"}, "phases: expected any of prefill, decode, got 'middle'"),
         ({"positions": "some"}, "positions: unknown selector"),
-        ({"positions": {"role": "user"}}, "files do not say where messages are"),
+        ({"positions": {"role": "user"}}, "use roles='user'"),
         ({"sites": "12.nothing"}, "not a site"),
         ({"sites": []}, "empty list"),
         ({"since": "tomorrow"}, "since: expected a time"),

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headgate.consumers.datasets import open_dataset
+from headgate.consumers.datasets.export.parquet import export_parquet
 from headgate.consumers.datasets.export.saelens_folder import hook_name
 from headgate.consumers.dump import app
 from tests.fakes.captured_roots import SITE, expected_facts, write_root
@@ -42,6 +43,31 @@ def test_npy_has_every_row_and_says_whose_it_is(tmp_path: Path, runner: CliRunne
     assert facts == expected_facts(requests)
     manifest = json.loads((to / "_headgate_manifest.json").read_text())
     assert manifest["export"] == {"format": "npy", "rows": len(rows), "left_out_rows": 0}
+
+
+def test_an_export_of_a_role_has_its_messages(tmp_path: Path, runner: CliRunner) -> None:
+    write_root(tmp_path / "root", NAMES[:3], messages=lambda _: [{"role": "user", "start": 1, "stop": 3}])
+    command = ["export", str(tmp_path / "root"), "--to", str(tmp_path / "out"), "--format", "npy", "--site", SITE]
+
+    assert runner.invoke(app, [*command, "--role", "user"]).exit_code == 0
+    assert np.load(tmp_path / "out" / "positions.npy").tolist() == [1, 2] * 3
+    refused = runner.invoke(app, [*command, "--role", "tool"])
+    assert (refused.exit_code, "no message has the role tool; there are user" in refused.output) == (1, True)
+
+
+def test_parquet_has_every_row(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    requests = write_root(tmp_path / "root", NAMES)
+    (tmp_path / "out").mkdir()
+
+    facts = export_parquet(open_dataset(tmp_path / "root", sites=SITE).rows(), tmp_path / "out")
+
+    table = parquet.read_table(tmp_path / "out")
+    columns = [table.column(name).to_pylist() for name in ("request_id", "position", "token_id")]
+    rows = [np.float32(row).tobytes() for row in table.column(SITE).to_pylist()]
+    assert Counter(zip(*columns, rows, strict=True)) == expected_facts(requests)
+    assert facts == {"format": "parquet", "rows": len(rows), "left_out_rows": 0}
 
 
 def test_webdataset_has_a_sample_for_each_request(tmp_path: Path, runner: CliRunner) -> None:

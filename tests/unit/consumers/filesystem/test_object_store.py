@@ -22,7 +22,7 @@ from headgate.consumers.filesystem.storage import object_store
 from headgate.consumers.reader import open_capture
 from tests.fakes.capturing import Capturing, capturing
 from tests.fakes.dying_uploads import WHOLE
-from tests.fakes.remote_roots import check, is_taken, root_of, waiting, write
+from tests.fakes.remote_roots import check, end_uploads, is_taken, root_of, waiting, write
 from tests.fakes.s3_server import S3Server
 
 NORM = Site.parse("final_norm")
@@ -102,6 +102,7 @@ def test_the_next_process_uploads_what_this_one_could_not(store: S3Server, tmp_p
     store.stop()
     requests = write(files, [f"r{n}" for n in range(6)])
     files.feed.consumer.close(0.5)
+    end_uploads()
     assert len(waiting(tmp_path)) > 6
 
     store.start()
@@ -119,7 +120,9 @@ def test_or_a_command_does(store: S3Server, tmp_path: Path) -> None:
 
     running = CliRunner().invoke(app, command)
     files.feed.consumer.close(0.2)
+    end_uploads()
     down = CliRunner().invoke(app, command)
+    end_uploads()
     store.start()
     up = CliRunner().invoke(app, command[:-2])
 
@@ -237,6 +240,7 @@ def test_uploads_that_were_cut_off_are_aborted(
     store.refuses = fail
     requests = write(files, ["a"], layout="request")
     files.feed.consumer.close(0.5)
+    end_uploads()
     assert store.unfinished() != []
 
     cut_off.clear()

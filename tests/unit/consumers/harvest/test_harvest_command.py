@@ -29,7 +29,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     @contextmanager
     def running(model: str, flags: Sequence[str], wanted: Wanted, root: HarvestRoot) -> Iterator[FakeEngine]:
         found.append((model, list(flags)))
-        with capturing(root.path) as files:
+        with capturing(root.params["root"]) as files:
             yield FakeEngine(files)
 
     monkeypatch.setattr(command, "_running", running)
@@ -84,7 +84,8 @@ def test_too_few_prompts_are_said_and_fail(tmp_path: Path, started: list[Any]) -
         ({"tokens": "answer"}, "expected one of prompt, generated, all"),
         ({"prompts": "gone.txt"}, "gone.txt cannot be read"),
         ({"field": "text"}, "line 1: expected an object with the field 'text'"),
-        ({"to": "s3://bucket/run"}, "local folder"),
+        ({"to": "s3://user:secret@bucket/run"}, "has credentials or options in it"),
+        ({"spool": "spool"}, "spool: is for roots in an object store"),
     ],
 )
 def test_wrong_options_are_refused_before_an_engine_starts(

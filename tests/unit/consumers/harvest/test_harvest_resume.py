@@ -20,7 +20,8 @@ from headgate.capture.schema.errors import CaptureFileError, ConfigError, Consum
 from headgate.consumers.datasets import open_dataset
 from headgate.consumers.filesystem.formats.shard_layout import INDEX
 from headgate.consumers.harvest import HarvestRoot, Progress, PromptSet, Wanted, harvest, parse_site_names
-from headgate.consumers.harvest.root import SETTINGS, TAG
+from headgate.consumers.harvest.places import TAG
+from headgate.consumers.harvest.root import SETTINGS
 from tests.fakes.captured_roots import Facts, facts_of
 from tests.fakes.capturing import capturing
 from tests.fakes.harvesting import FACTS, FakeEngine, Killed, prompt_file
@@ -292,11 +293,6 @@ def test_a_second_harvest_in_a_root_is_refused_until_the_first_is_gone(tmp_path:
 
     with HarvestRoot(tmp_path) as root:
         assert root.finished() == {}
-
-
-def test_object_stores_are_refused() -> None:
-    with pytest.raises(ConfigError, match="local folder"):
-        HarvestRoot("s3://bucket/run")
 
 
 @pytest.mark.parametrize(

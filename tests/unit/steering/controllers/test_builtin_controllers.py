@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headgate.capture.probes.files import save
+from headgate.capture.probes.probe import ProbeError
 from headgate.capture.schema.sites import Site
 from headgate.steering.controllers import Controller, Probe, SetGlobal, SetSteering
 from headgate.steering.controllers.pid import PidController
 from headgate.steering.controllers.testing import ControllerContract, ControllerFeed
 from headgate.steering.controllers.threshold import ThresholdController
-from headgate.steering.probes.files import save
-from headgate.steering.probes.probe import ProbeError
 
 Make = Callable[..., Any]
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headgate.capture.probes.probe import HiddenLayer
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import Site
 from headgate.steering.config import parse_config
 from headgate.steering.controllers import Probe, ProbeKind, loading
 from headgate.steering.controllers.loading import load_controller, parse_shorthand, read_probes
-from headgate.steering.probes.probe import HiddenLayer
 from tests.fakes import controllers
 from tests.fakes.controllers import EntryPoint, Scripted
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headgate.capture.probes.probe import Probe
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import parse_config
@@ -15,7 +16,6 @@ from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.gates.gate import FeatureReading, Gate, InlineProbe, Leaf, ModuleThen, NamedProbe, Then
 from headgate.steering.gates.layout import FOLLOWING, layout_of
 from headgate.steering.gates.names import probe_key
-from headgate.steering.probes.probe import Probe
 from headgate.steering.programs.codes import CODE, CODE_MASK, Code
 from headgate.steering.programs.gate_codes import Pool, Scope
 from headgate.steering.programs.operations import Method, Operation

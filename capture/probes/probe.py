@@ -20,7 +20,6 @@ import numpy.typing as npt
 from headgate.capture.monitoring.notebook import Table, norms, page
 from headgate.capture.schema.errors import HeadgateError, shown
 from headgate.capture.schema.sites import Site
-from headgate.steering.vectors.phase_vectors import MAX_NAME
 
 FloatArray = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float64]
@@ -31,6 +30,8 @@ POOLINGS: tuple[Pooling, ...] = ("token", "last_prompt", "prompt_mean")
 
 MAX_CLASSES = 256
 MAX_UNITS = 64
+MAX_CLASS_NAME = 256
+"""Characters of the name of a class or model, at most."""
 
 
 class ProbeError(HeadgateError, ValueError):
@@ -241,14 +242,14 @@ def _member(members: type[Enum], value: object, name: str) -> Enum:
 
 def _classes(names: Any) -> tuple[str, ...]:
     if isinstance(names, str) or not all(isinstance(name, str) and _is_name(name) for name in names):
-        raise ProbeError(f"expected printable names of 1 to {MAX_NAME} characters, got {shown(names)}", "classes")
+        raise ProbeError(f"expected printable names of 1 to {MAX_CLASS_NAME} characters, got {shown(names)}", "classes")
     if len(set(names)) != len(names):
         raise ProbeError(f"expected a name of its own for each class, got {shown(list(names))}", "classes")
     return tuple(names)
 
 
 def _is_name(text: str) -> bool:
-    return 0 < len(text) <= MAX_NAME and text.isprintable()
+    return 0 < len(text) <= MAX_CLASS_NAME and text.isprintable()
 
 
 def _threshold(value: object) -> float | None:

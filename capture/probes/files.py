@@ -8,15 +8,16 @@ Tensors, float32: ``weight`` ``[classes, hidden]`` and ``bias`` ``[classes]``; o
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
+from headgate.capture.probes.probe import Activation, FloatArray, HiddenLayer, Pooling, Probe, ProbeError, ProbeKind
 from headgate.capture.schema.sites import Site
-from headgate.steering.features.tensors import FeatureFileError, TensorFile, open_tensors
-from headgate.steering.probes.probe import Activation, FloatArray, HiddenLayer, Pooling, Probe, ProbeError, ProbeKind
 
 VERSION_KEY, VERSION = "headgate.probe", "1"
 _WEIGHT, _BIAS, _HIDDEN_WEIGHT, _HIDDEN_BIAS = "weight", "bias", "hidden.weight", "hidden.bias"
@@ -81,41 +82,44 @@ def load(path: str | os.PathLike[str]) -> Probe:
         ProbeError: If it is not there, damaged, cut off or of another format; the message names it.
     """
     place = Path(path)
+    if not place.is_file():
+        raise ProbeError(f"{place}: no such file")
     try:
-        file = open_tensors(place)
-        return _probe(file, _about(file))
-    except FeatureFileError as error:
-        raise ProbeError(str(error)) from error
+        with safe_open(place, "np") as file:
+            about = _about(file.metadata() or {})
+            names = [_WEIGHT, _BIAS] + ([] if about.activation is None else [_HIDDEN_WEIGHT, _HIDDEN_BIAS])
+            tensors = {name: np.asarray(file.get_tensor(name), np.float32) for name in names}
+            return _probe(about, tensors)
+    except (SafetensorError, OSError, TypeError) as error:
+        raise ProbeError(f"{place}: not a file of a probe, or it is cut off or damaged: {error}") from error
     except ProbeError as error:
         raise ProbeError(f"{place}: {error}") from error
 
 
-def _about(file: TensorFile) -> _About:
-    version = file.texts.get(VERSION_KEY)
+def _about(texts: Mapping[str, str]) -> _About:
+    version = texts.get(VERSION_KEY)
     if version != VERSION:
         found = "no probe of headgate" if version is None else f"a probe of the format {version!r}"
         raise ProbeError(f"{found}; expected the metadata {VERSION_KEY} = {VERSION!r}, as headgate probe fit writes it")
     try:
-        return msgspec.json.decode(file.texts.get("about", ""), type=_About)
+        return msgspec.json.decode(texts.get("about", ""), type=_About)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise ProbeError(f"the metadata 'about' is damaged: {error}") from error
 
 
-def _probe(file: TensorFile, about: _About) -> Probe:
+def _probe(about: _About, tensors: Mapping[str, FloatArray]) -> Probe:
     try:
         site = Site.parse(about.site)
     except ValueError as error:
         raise ProbeError(str(error), "at") from error
     hidden = None
     if about.activation is not None:
-        hidden = HiddenLayer(
-            weight=_read(file, _HIDDEN_WEIGHT), bias=_read(file, _HIDDEN_BIAS), activation=about.activation
-        )
+        hidden = HiddenLayer(weight=tensors[_HIDDEN_WEIGHT], bias=tensors[_HIDDEN_BIAS], activation=about.activation)
     probe = Probe(
         site=site,
         kind=about.kind,
-        weight=_read(file, _WEIGHT),
-        bias=_read(file, _BIAS),
+        weight=tensors[_WEIGHT],
+        bias=tensors[_BIAS],
         classes=about.classes,
         threshold=about.threshold,
         pooling=about.pooling,
@@ -126,8 +130,3 @@ def _probe(file: TensorFile, about: _About) -> Probe:
     if probe.sha256 != about.sha256:
         raise ProbeError(f"the content has the checksum {probe.sha256}, and {about.sha256} was written: it was changed")
     return probe
-
-
-def _read(file: TensorFile, name: str) -> FloatArray:
-    found: FloatArray = file[name].read(np.float32)
-    return found

@@ -1,0 +1,171 @@
+"""The consumer that answers each request with the scores of probes for each of its rows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial, reduce
+from typing import Any
+
+import numpy as np
+
+from headgate.capture.probes.probe import Probe, Scores
+from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.consumer import (
+    ConsumerContext,
+    FinishedRequest,
+    RequestInfo,
+    RowBlock,
+    SpecContext,
+    StreamingConsumer,
+)
+from headgate.capture.schema.errors import ConfigError, ConsumerError
+from headgate.capture.schema.spec import CaptureSpec
+from headgate.consumers.probe.params import PROBES, parse_params, parse_request
+
+
+class ProbeConsumer(StreamingConsumer):
+    """Answers with the scores of each row; `ProbeParams` lists the parameters.
+
+    The payload is ``{"positions": [...], "num_prompt_tokens": N, "probes": {NAME: {...}}}``. Of each probe it has
+    ``site``, ``kind``, ``classes``, ``threshold`` and ``scores``: for each position a number, or, with several classes,
+    a list of them; None where the row is not finite. Scores are those of `Probe.scores`, in float64.
+
+    A request asks with ``{"probes": [NAME, ...], "positions": SELECTOR}``; neither is required. It waits for its
+    result. Rows are scored as they come; none is kept.
+
+    Raises:
+        ConfigError: If a probe cannot be read, its site cannot be captured, or it is of another width.
+    """
+
+    location = "worker"
+    is_awaited = True
+
+    def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
+        super().__init__(params, context)
+        settings, self._probes = parse_params(params)
+        self._max_scores = settings.max_scores
+        for name, probe in self._probes.items():
+            _check(name, probe, context)
+        self._requests: dict[str, _RequestScores] = {}
+
+    @classmethod
+    def check_params(cls, params: Mapping[str, Any]) -> None:
+        parse_params(params)
+
+    @classmethod
+    def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
+        return parse_request(raw, context)
+
+    def begin(self, request: RequestInfo) -> None:
+        for name, sha256 in request.spec.options[PROBES].items():
+            if self._probes[name].sha256 != sha256:
+                raise ConsumerError(
+                    f"probe {name!r}: its file has changed since the engine started; restart the engine to use it"
+                )
+        self._requests[request.request_id] = _RequestScores(self._max_scores)
+
+    def write(self, blocks: Sequence[RowBlock]) -> None:
+        for block in blocks:
+            for number, site in enumerate(block.sites):
+                wanted = {name for span in block.spans for name in span.request.spec.options[PROBES]}
+                here = {name: self._probes[name] for name in wanted if self._probes[name].site == site}
+                if here:
+                    rows = block.rows[number].float().numpy()
+                    self._add(block, {name: probe.scores(rows) for name, probe in here.items()})
+
+    def _add(self, block: RowBlock, scores: Mapping[str, Scores]) -> None:
+        for span in block.spans:
+            part = slice(span.start, span.stop)
+            for name in scores.keys() & span.request.spec.options[PROBES].keys():
+                self._requests[span.request.request_id].add(name, block.positions[part], scores[name][part])
+
+    def finish(self, finished: FinishedRequest) -> dict[str, Any] | None:
+        found = self._requests.pop(finished.request.request_id)
+        sites = finished.request.spec.sites
+        names = [name for name in finished.request.spec.options[PROBES] if self._probes[name].site in sites]
+        if not names:
+            return None  # their sites belong to other pipeline stages
+        if found.is_full:
+            raise ConsumerError(
+                f"these scores are more than a result may hold here, {self._max_scores} numbers (parameter "
+                "max_scores); ask for fewer positions or probes"
+            )
+        positions, scores = found.joined(names, finished.final.num_rows)
+        return {
+            "positions": positions.tolist(),
+            "num_prompt_tokens": finished.final.num_prompt_tokens,
+            "probes": {name: _told(self._probes[name], scores[name]) for name in names},
+        }
+
+    def abandon(self, request: RequestInfo) -> None:
+        self._requests.pop(request.request_id, None)
+
+    def close(self, timeout_s: float) -> None:
+        self._requests.clear()
+
+
+class _RequestScores:
+    """Positions and scores of one request so far, by probe.
+
+    Attributes:
+        is_full: They were more than `max_scores` numbers, and are thrown away.
+    """
+
+    def __init__(self, max_scores: int) -> None:
+        self.is_full = False
+        self._left = max_scores
+        self._parts: defaultdict[str, list[tuple[Int64Array, Scores]]] = defaultdict(list)
+
+    def add(self, name: str, positions: Int64Array, scores: Scores) -> None:
+        """Add the scores ``[n, classes]`` of some rows."""
+        self._left -= scores.size
+        if self._left < 0:
+            self.is_full = True
+            self._parts.clear()
+        if not self.is_full:
+            # Copies: the slices would keep those of every request of the block.
+            self._parts[name].append((positions.copy(), scores.copy()))
+
+    def joined(self, names: Sequence[str], num_rows: int) -> tuple[Int64Array, dict[str, Scores]]:
+        """Positions below `num_rows` that every probe has a score for, and the scores there, by probe.
+
+        Sites have the same positions unless overload lost rows of some.
+        """
+        positions = {
+            name: np.concatenate([np.empty(0, np.int64), *(p for p, _ in self._parts[name])]) for name in names
+        }
+        common = reduce(partial(np.intersect1d, assume_unique=True), positions.values())
+        common = common[common < num_rows]
+        scores = {}
+        for name in names:
+            parts = [part for _, part in self._parts[name]]
+            whole = np.concatenate(parts) if parts else np.empty((0, 1))
+            scores[name] = whole[np.isin(positions[name], common)]
+        return common, scores
+
+
+def _check(name: str, probe: Probe, context: ConsumerContext) -> None:
+    if probe.hidden_size != context.model.hidden_size:
+        raise ConfigError(
+            f"probe: probes.{name}: reads rows of {probe.hidden_size} values; the model has {context.model.hidden_size}"
+        )
+    if probe.site not in context.model.sites:
+        configured = ", ".join(one.name for one in context.model.sites[:5])
+        raise ConfigError(
+            f"probe: probes.{name}: its site {probe.site.name} is not captured here, but {configured}, ...; add it to "
+            "capture.sites"
+        )
+
+
+def _told(probe: Probe, scores: Scores) -> dict[str, Any]:
+    values = scores[:, 0] if len(probe.classes) == 1 else scores
+    told = values.astype(object)
+    told[~np.isfinite(values)] = None  # JSON has no NaN
+    return {
+        "site": probe.site.name,
+        "kind": probe.kind.value,
+        "classes": list(probe.classes),
+        "threshold": probe.threshold,
+        "scores": told.tolist(),
+    }
