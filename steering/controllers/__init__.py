@@ -29,7 +29,7 @@ A package declares its class in the entry-point group ``headgate.controllers``; 
 Importing this package imports neither vLLM nor torch.
 """
 
-from headgate.steering.controllers.actions import Action, SetGlobal, SetScale, SetSteering, Stop
+from headgate.steering.controllers.actions import Action, SetGlobal, SetScale, SetSteering, SetSteeringEach, Stop
 from headgate.steering.controllers.controller import Controller, ReadRow, RequestView, StepReadings
 from headgate.steering.probes.files import load as load_probe
 from headgate.steering.probes.probe import Probe, ProbeKind
@@ -44,6 +44,7 @@ __all__ = [
     "SetGlobal",
     "SetScale",
     "SetSteering",
+    "SetSteeringEach",
     "StepReadings",
     "Stop",
     "load_probe",

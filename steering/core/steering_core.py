@@ -26,6 +26,7 @@ from headgate.steering.core.resolved import Resolved, SteeredBlocks
 from headgate.steering.core.rules.step_readings import StepReadings
 from headgate.steering.core.state import SteeringState
 from headgate.steering.gates.conversations import ConversationLatches
+from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import Note
 from headgate.steering.spec import PROGRAM_KEYS, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.dtypes import StoredType
@@ -167,9 +168,10 @@ class SteeringCore:
 
     def take_readings(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
         """Return a piece of each request's trace; see `ReadingCore`."""
+        step = StepTable.of(readings)
         if self._controllers is not None:
-            self._controllers.read(readings, discarded)
-        return self._readings.take(readings, discarded)
+            self._controllers.read(step, discarded)
+        return self._readings.take(step, discarded)
 
     def decide(self) -> Decided | None:
         """Let controllers decide; see `DecidingCore`."""

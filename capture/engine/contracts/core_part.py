@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 
 from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ModelInfo
 
 
@@ -137,6 +138,10 @@ class CoreServices(Protocol):
 
     def progress(self, req_id: str) -> Progress | None:
         """Return how far a request is; None if it has ended, or is not known."""
+        ...
+
+    def positions(self, req_ids: Sequence[str]) -> Int64Array:
+        """Return the position of the `progress` of each of some requests, int64 ``[n]``; -1 where there is none."""
         ...
 
     def fail(self, reason: str) -> None:

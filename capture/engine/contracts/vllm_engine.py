@@ -128,6 +128,7 @@ class Request(Protocol):
     sampling_params: RequestParams
     num_prompt_tokens: int
     num_computed_tokens: int
+    num_tokens: int
     skip_reading_prefix_cache: bool
     all_token_ids: Sequence[int]
     block_hashes: list[object]

@@ -114,7 +114,13 @@ class StepNotes:
 
     def _discarded(self, num_scheduled: Mapping[str, int]) -> set[str]:
         """Return the requests of a step that the scheduler will take nothing of it for."""
-        found = set()
+        if not self._stale:
+            known = self._scheduler.requests
+            requests = [one for req_id in num_scheduled if (one := known.get(req_id)) is not None]
+            are_all = len(requests) == len(num_scheduled) and restart.are_unfinished(requests)
+            if are_all and restart.none_awaits_stale_output(requests):
+                return set()
+        found: set[str] = set()
         for req_id, num_tokens in num_scheduled.items():
             request = self._scheduler.requests.get(req_id)
             is_stale = self._is_stale(req_id, num_tokens)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from headgate.capture.engine.contracts.core_part import CoreServices, Decided
+from headgate.steering.controllers.actions import SetSteeringEach
 from headgate.steering.controllers.controller import RequestView
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import Static
@@ -14,17 +15,19 @@ from headgate.steering.core.controllers.outcomes import APPLIED, SWITCHED_OFF, O
 from headgate.steering.core.controllers.readers import ReadStep, StepReader, ToldRows
 from headgate.steering.core.controllers.running import RunningController
 from headgate.steering.gates.rule import Selection
+from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import GateSource
 
 
 class _Followed(ToldRows):
     """A request, as controllers are told of it."""
 
-    __slots__ = ("begun", "selection", "static")
+    __slots__ = ("acting", "begun", "static")
 
-    def __init__(self, num_prompt: int, selection: Selection, static: Static) -> None:
+    def __init__(self, num_prompt: int, acting: list[RunningController], static: Static) -> None:
         super().__init__(num_prompt)
-        self.selection = selection
+        self.acting = acting
+        """Controllers that read its rows."""
         self.static = static
         self.begun: dict[str, RunningController] = {}
         """Controllers that were told that it began, by name."""
@@ -49,6 +52,8 @@ class Controllers:
         self._outcomes = Outcomes()
         self._decisions = Decisions(actuation, self._outcomes, services)
         self._requests: dict[str, _Followed] = {}
+        self._read: dict[str, _Followed] = {}
+        """Those among them whose rows a controller reads."""
         self._reader = StepReader(services)
         self._told_to: tuple[tuple[str, ...], list[_Part]] = ((), [])
         """The requests of the rows of the last step, and each controller's part of them."""
@@ -60,7 +65,7 @@ class Controllers:
     def acting(self, req_id: str) -> list[RunningController]:
         """Return the controllers that act on a request that was added. Any thread."""
         found = self._requests.get(req_id)
-        return [] if found is None else [each for each in self._running if each.reader.acts(found.selection)]
+        return [] if found is None else found.acting
 
     def sources(self, req_id: str) -> list[GateSource]:
         """Return the scores that are read of a request's rows, for its trace."""
@@ -74,7 +79,10 @@ class Controllers:
         self, req_id: str, num_prompt: int, selection: Selection, static: Static, *, is_traced: bool = False
     ) -> None:
         """Add a request that was accepted. Input thread."""
-        self._requests[req_id] = _Followed(num_prompt, selection, static)
+        acting = [each for each in self._running if each.reader.acts(selection)]
+        followed = self._requests[req_id] = _Followed(num_prompt, acting, static)
+        if acting:
+            self._read[req_id] = followed
         if is_traced:
             self._outcomes.traced.add(req_id)
 
@@ -87,6 +95,7 @@ class Controllers:
     def forget(self, req_id: str) -> None:
         """Forget a request that ended, or never ran, if it is known. Any thread."""
         found = self._requests.pop(req_id, None)
+        self._read.pop(req_id, None)
         self._actuation.forget(req_id)
         self._decisions.endings.pop(req_id, None)
         self._outcomes.forget(req_id)
@@ -95,10 +104,10 @@ class Controllers:
             for each in found.begun.values():
                 each.thread.tell(_call(each.thread.controller.request_ends, view))
 
-    def read(self, readings: Mapping[str, Any], discarded: Collection[str]) -> None:
+    def read(self, table: StepTable, discarded: Collection[str]) -> None:
         """Hand a step to the controllers; `decide` takes what they answer."""
-        self._present = readings["ids"]
-        step = self._reader.read(readings, discarded, self._requests)
+        self._present = table.ids
+        step = self._reader.read(table, discarded, self._read) if self._read else None
         if step is None:
             return
         if step.requests is not self._told_to[0]:
@@ -114,7 +123,7 @@ class Controllers:
         members = set()
         for req_id in dict.fromkeys(step.requests):
             followed = self._requests[req_id]
-            if not controller.reader.acts(followed.selection):
+            if not any(each is controller for each in followed.acting):
                 continue
             members.add(req_id)
             if controller.name not in followed.begun:
@@ -130,7 +139,10 @@ class Controllers:
         """Apply the actions that controllers answered; see `headgate.capture.engine.contracts.core_part`."""
         for each in self._running:
             for action in each.thread.take():
-                self._decisions.apply(each.name, action, self._requests)
+                if isinstance(action, SetSteeringEach):
+                    self._decisions.apply_each(each.name, action, self._requests)
+                else:
+                    self._decisions.apply(each.name, action, self._requests)
             if not each.thread.is_on and each.name not in self._off:
                 self._off.add(each.name)
                 known = list(self._requests.items())  # to which another thread adds
@@ -142,8 +154,8 @@ class Controllers:
 
     def orders(self, scheduled: Collection[str]) -> dict[str, Any] | None:
         """Return the coefficients that the workers are to take over with a step; None if there are none."""
-        drives = self._actuation.coefficients.take_changes(scheduled)
-        return {"drives": drives} if drives else None
+        changes = self._actuation.coefficients.take_changes(scheduled)
+        return None if changes is None else {"drives": changes.to_wire()}
 
     def global_changed(self) -> None:
         """Follow a change of the global vectors."""

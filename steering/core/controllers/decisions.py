@@ -5,9 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Mapping
 
+import numpy as np
+
 from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.errors import RequestError
-from headgate.steering.controllers.actions import Action, SetGlobal, SetScale, SetSteering, Stop
+from headgate.steering.controllers.actions import (
+    SetGlobal,
+    SetScale,
+    SetSteering,
+    SetSteeringEach,
+    SingleAction,
+    Stop,
+)
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import FIELD
 from headgate.steering.core.controllers.outcomes import APPLIED, DROPPED, REJECTED, Outcomes
@@ -36,7 +45,7 @@ class Decisions:
         self._outcomes = outcomes
         self._services = services
 
-    def apply(self, controller: str, action: Action, known: Container[str]) -> None:
+    def apply(self, controller: str, action: SingleAction, known: Container[str]) -> None:
         """Apply an action of a controller.
 
         Args:
@@ -57,7 +66,31 @@ class Decisions:
             if self._outcomes.traced:
                 self._outcomes.note(firsts, controller, action, APPLIED)
 
-    def _refuse(self, controller: str, action: Action, known: Container[str], reason: str) -> None:
+    def apply_each(self, controller: str, action: SetSteeringEach, known: Container[str]) -> None:
+        """Apply an action for several requests, as `apply` does what it stands for.
+
+        Args:
+            controller: Its name.
+            action: To apply; a malformed one is refused as a whole.
+            known: The requests that have not ended.
+        """
+        if np.shape(action.scales) != (len(action.requests),):
+            reason = f"scales: expected {len(action.requests)} numbers, got the shape {np.shape(action.scales)}"
+            self._outcomes.count(controller, REJECTED, len(action.requests))
+            logger.warning("headgate: controller %s: rejected: %s", controller, reason)
+            return
+        done, firsts = self._actuation.steer_each(controller, action)
+        num_done = int(np.count_nonzero(done))
+        self._outcomes.count(controller, APPLIED, num_done)
+        if num_done == len(done) and not self._outcomes.traced:
+            return
+        for one, is_done, first in zip(action.each(), done.tolist(), firsts.tolist(), strict=True):
+            if not is_done:
+                self.apply(controller, one, known)
+            elif one.request in self._outcomes.traced:
+                self._outcomes.note({one.request: first}, controller, one, APPLIED)
+
+    def _refuse(self, controller: str, action: SingleAction, known: Container[str], reason: str) -> None:
         target = action.request if isinstance(action, SetSteering | Stop) else None
         if target is not None and target not in known:
             self._outcomes.count(controller, DROPPED)
@@ -68,7 +101,7 @@ class Decisions:
         else:
             logger.warning("headgate: controller %s: rejected: %s", controller, reason)
 
-    def _act(self, controller: str, action: Action) -> Mapping[str, int]:
+    def _act(self, controller: str, action: SingleAction) -> Mapping[str, int]:
         if isinstance(action, SetSteering):
             return self._actuation.steer(controller, action)
         if isinstance(action, SetGlobal):

@@ -113,6 +113,8 @@ class GateRows(NamedTuple):
         return behind
 
     def _spread(self, firsts: Int64Array) -> Int64Array:
+        if (self.counts == 1).all():
+            return firsts
         before = np.cumsum(self.counts) - self.counts
         spread: Int64Array = np.repeat(firsts - before, self.counts) + np.arange(int(self.counts.sum()))
         return spread
@@ -202,6 +204,8 @@ class GatedBatch:
 
     def rows(self, view: BatchView) -> GateRows:
         """Return the rows of a step of this batch."""
+        if len(self._ids) == len(self.req_ids):
+            return GateRows(self._ids, view.starts, view.num_computed, view.num_scheduled)
         at = self._places
         return GateRows(self._ids, view.starts[at], view.num_computed[at], view.num_scheduled[at])
 

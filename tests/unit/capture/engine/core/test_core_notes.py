@@ -38,6 +38,7 @@ class Scheduler:
         self.requests[req_id] = SimpleNamespace(
             sampling_params=SimpleNamespace(extra_args={"headgate": wire} if wire else None),
             is_finished=lambda: False,
+            status="running",
             num_in_flight_tokens=0,
             **{"num_stale_output_tokens": 0, "drop_stale_output": False, **attributes},
         )
