@@ -22,6 +22,7 @@ _SAME = {
     **{"steering_sites": "sites", "steering_op_sites": "op_sites", "max_steering_ops_per_site": "max_ops_per_site"},
     "max_steering_gates": "max_gates",
     "max_steering_rules": "max_rules",
+    "max_probe_units": "max_probe_units",
     "steering_rules": "rules_file",
 }
 _SAES = ("sae_root", "max_sae_features")
@@ -100,6 +101,13 @@ _VALUED: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
         int,
         "N",
         f"Rules at a time (default {DEFAULT_RULES}); 0 for none.",
+    ),
+    (
+        "--max-probe-units",
+        int,
+        "N",
+        "Hidden units of MLP probes that the gates of a request read at one site, and one for each such probe "
+        "(default: those of --probes).",
     ),
     (
         "--sae-root",

@@ -119,7 +119,7 @@ class Controller:
     def probes(self) -> Mapping[str, Probe]:
         """Return the probes to read, by names of the controller's own; asked once, at start.
 
-        Their sites are op sites by that. Probes have one class, and are linear or cosine.
+        Probes have one class. Where some are MLPs, ``--max-probe-units`` has to make room for them.
         """
         raise NotImplementedError
 

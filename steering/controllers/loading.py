@@ -12,7 +12,7 @@ from headgate.capture.schema.config import parse_pairs
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.controllers.controller import Controller
 from headgate.steering.gates.rule import AppliesTo
-from headgate.steering.probes.probe import Probe, ProbeError, ProbeKind
+from headgate.steering.probes.probe import Probe, ProbeError
 from headgate.steering.vectors.phase_vectors import check_name
 
 GROUP = "headgate.controllers"
@@ -131,6 +131,6 @@ def read_probes(name: str, controller: Controller) -> dict[str, Probe]:
         where = f"controller {name!r}: probe {probe_name!r}"
         if not isinstance(probe, Probe):
             raise ConfigError(f"{where}: expected a headgate.steering.controllers.Probe, got {type(probe).__name__}")
-        if probe.kind is ProbeKind.MLP or len(probe.classes) > 1:
-            raise ConfigError(f"{where}: the forward reads linear and cosine probes of one class, no {probe.kind}")
+        if len(probe.classes) > 1:
+            raise ConfigError(f"{where}: a controller reads probes of one class, this has {len(probe.classes)}")
     return dict(found)

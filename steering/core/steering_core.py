@@ -83,7 +83,7 @@ class SteeringCore:
         *,
         has_conversations: bool = True,
     ) -> None:
-        limits = Limits(2 * config.max_ops_per_site, config.num_features)
+        limits = Limits(2 * config.max_ops_per_site, config.num_features, config.num_probe_units)
         latches = ConversationLatches() if has_conversations else None
         self.state = SteeringState(dtype, limits, steerable, latches)
         self.reservations: Reservations[str] = Reservations(capacity)

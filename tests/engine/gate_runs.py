@@ -51,6 +51,7 @@ def made_cases(references: ProcessPoolExecutor) -> list[GateCase]:
 def start(folder: Path, steering: Mapping[str, Any] | None = None, **settings: Any) -> Any:
     """Start an engine with everything that the cases name; `steering` are further settings of that section."""
     saes = {"sae": f"{SAE.save(folder / 'sae')}@{SAE_SITE.name}"}
+    usual = {"sites": SITES, "op_sites": SITES, "saes": saes, "max_probe_units": 40}
     llm = start_llm(
         model=tiny_model(FAMILY),
         dtype="float32",
@@ -65,7 +66,7 @@ def start(folder: Path, steering: Mapping[str, Any] | None = None, **settings: A
         additional_config={
             "headgate": {
                 "capture": {"consumers": [{"name": "memory"}], "sites": SITES},
-                "steering": {"sites": SITES, "op_sites": SITES, "saes": saes, **(steering or {})},
+                "steering": {**usual, **(steering or {})},
             }
         },
         **settings,

@@ -10,6 +10,7 @@ from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.config import MAX_DRIVEN, MAX_READ, WHERE, SteeringConfig, first_controller_column
 from headgate.steering.core.admission import Reservations
+from headgate.steering.core.content import check_programs
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.coefficients import Coefficients
 from headgate.steering.core.controllers.contents import Contents
@@ -53,6 +54,7 @@ def open_controllers(
     first = first_controller_column(config)
     try:
         running = list(start_controllers(config.controllers, content, modules, range(first, first + MAX_READ)))
+        check_programs([each.reader.program for each in running], state.limits, "controllers", "of all controllers")
         for each in running:
             _check_name(each.name, state)
             reservations.keep_module(f"controller\n{each.name}", demand_of_both(each.reader.program), "controllers")

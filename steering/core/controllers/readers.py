@@ -15,12 +15,11 @@ from headgate.steering.controllers.controller import StepReadings
 from headgate.steering.core.gates import GateContent
 from headgate.steering.gates.gate import InlineProbe
 from headgate.steering.gates.layout import Layout, ScoreColumn
-from headgate.steering.gates.readings import read_score
+from headgate.steering.gates.readings import Score, check_site, probe_entries
 from headgate.steering.gates.rule import AppliesTo, Selection
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import GateSource, Writes
-from headgate.steering.probes.probe import Probe, ProbeKind
-from headgate.steering.programs.codes import with_change
+from headgate.steering.probes.probe import Probe
 from headgate.steering.programs.program import Program
 from headgate.steering.vectors.dtypes import Float32Rows
 
@@ -80,20 +79,16 @@ def make_reader(
     entries, scores = [], []
     for column, (probe_name, probe) in zip(columns, probes.items(), strict=False):
         where = f"controller {name!r}: probe {probe_name!r}"
-        if probe.weight.shape[1] != content.hidden_size:
-            raise ConfigError(f"{where}: has the width {probe.weight.shape[1]}, the model {content.hidden_size}")
-        reading = InlineProbe(
-            site=probe.site,
-            weight=probe.weight[0],
-            bias=float(probe.biases[0]),
-            is_cosine=probe.kind is ProbeKind.COSINE,
-            where=where,
-        )
+        if probe.hidden_size != content.hidden_size:
+            raise ConfigError(f"{where}: has the width {probe.hidden_size}, the model {content.hidden_size}")
         try:
-            entry = read_score(reading, content, content.dtype).entry
+            check_site(probe.site, content.op_sites, where)
         except RequestError as error:
             raise ConfigError(str(error)) from error
-        entries.append(entry._replace(code=with_change(entry.code, column)))
+        score = Score(probe_entries(probe, content.dtype), None)
+        entries += score.at(column)
+        # No name that a request's own probe may share.
+        reading = InlineProbe(site=probe.site, weight=probe.weight[0], bias=0.0, is_cosine=False, where=where)
         scores.append(ScoreColumn(f"{name}.{probe_name}", reading, column))
     program = Program.from_entries(entries, content.dtype)
     source = GateSource(Layout(tuple(scores), (), len(scores)), _NOTHING, _NOTHING, program.key)

@@ -28,6 +28,7 @@ from headgate.steering.controllers import (
 from headgate.steering.core.controllers.opening import open_controllers
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.gates.coefficient_changes import CoefficientChange, CoefficientChanges
+from headgate.steering.probes.probe import Activation, HiddenLayer, ProbeKind
 from headgate.steering.requests.rules.rule_fields import read_rule
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
@@ -167,6 +168,12 @@ def test_what_cannot_run_is_refused_at_start(opened: Callable[..., Core], monkey
         probe = Probe(site=Site.parse("0.post_mlp"), weight=np.ones((1, 3), np.float32))
         patch.setattr(Scripted, "probe", probe)
         refused("has the width 3, the model 8")
+    layer = HiddenLayer(weight=np.ones((3, HIDDEN)), bias=np.zeros(3), activation=Activation.SILU)
+    mlp = Probe(site=Site.parse("0.post_mlp"), kind=ProbeKind.MLP, weight=np.ones((1, 3), np.float32), hidden=layer)
+    with monkeypatch.context() as patch:
+        patch.setattr(Scripted, "probe", mlp)
+        refused("the MLP probes at 0.post_mlp make 4 entries, at most 3 fit.*--max-probe-units", max_probe_units=3)
+        opened(max_probe_units=4).start()
     core = opened()
     rule = read_rule("listed", {"applies_to": "all", "when": "always", "then": "observe"}, core.core.state.steerable)
     core.core.operator.rules.register(rule)
