@@ -24,6 +24,7 @@ from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import StepPlan
 from headgate.capture.request_origin import ResultReporter, consumer_requests
+from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest
 from headgate.capture.schema.batching import HELD_SHARE
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
@@ -301,21 +302,23 @@ def open_session(
     pp_rank: int = 0,
     pp_size: int = 1,
     versions: Mapping[str, str] | None = None,
+    actions: ActionTarget = NOWHERE,
 ) -> CaptureSession:
     """Open the configured consumers and a session that sends results over ZMQ. For the arguments see both.
 
     Raises:
         ConfigError: If a consumer cannot be opened; those that were are closed.
     """
+    from headgate.capture.transport.action_channel import sink_of
     from headgate.capture.transport.result_sender import ZmqResultSender
 
-    opened = open_consumers(config, model=model, location="worker", pp_rank=pp_rank, pp_size=pp_size, versions=versions)
+    make, place = partial(sink_of, actions), {"pp_rank": pp_rank, "pp_size": pp_size}
+    opened = open_consumers(config, model=model, location="worker", versions=versions, make_sink=make, **place)
     sender = ZmqResultSender()
     here = {consumer.bit for consumer in opened}
     far = {bit: spec for bit, spec in enumerate(config.consumers) if bit not in here}
-    context = ConsumerContext(
-        instance_name="", model=model, pp_rank=pp_rank, pp_size=pp_size, versions=dict(versions or {})
-    )
+    known = dict(versions or {})
+    context = ConsumerContext(instance_name="", model=model, pp_rank=pp_rank, pp_size=pp_size, versions=known)
     try:
         return CaptureSession(
             config=config,

@@ -127,6 +127,8 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         controllers: Plug-ins that read scores and change steering while requests run. With any, each op site takes
             ``(2 * max_num_seqs + 3) * (2 * max_ops_per_site + max_sae_features + 32) * 48`` bytes of device memory
             more, each batch row 256 bytes and each of `max_num_seqs` requests twice that.
+        from_consumers: Capture consumers may steer running requests, too: ``context.steering.submit(action)``. Takes as
+            much memory as controllers do.
     """
 
     max_steering_slots: int = DEFAULT_SLOTS
@@ -151,6 +153,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     self_test: bool = True
     fire_counter: bool = False
     controllers: list[ControllerSpec] = msgspec.field(default_factory=list)
+    from_consumers: bool = False
 
     def steerable(self, *, num_layers: int, hidden_size: int, dtype: str) -> Steerable:
         """Resolve the configured sites and limits for a model.
@@ -220,10 +223,10 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Two for each operation, one for each feature, and one for a reconstruction if there can be one, of a request's
         and of the global ones; one for vectors; those that evaluate gates; and those of rules.
         """
-        of_units = self.num_probe_units * (bool(self.max_gates) + bool(self.max_rules) + bool(self.controllers))
+        of_units = self.num_probe_units * (bool(self.max_gates) + bool(self.max_rules) + has_controllers(self))
         of_gates = ENTRIES_PER_GATE * (self.max_gates + self.max_rules)
         of_gates += self.entries_driven * bool(self.max_rules)
-        of_controllers = (self.entries_driven + MAX_READ) * bool(self.controllers)
+        of_controllers = (self.entries_driven + MAX_READ) * has_controllers(self)
         of_both = 2 * (2 * self.max_ops_per_site + self.num_features + bool(self.sae_encode)) + 1
         return of_both + of_gates + of_controllers + of_units
 
@@ -235,7 +238,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def num_columns(self) -> int:
         """Numbers that gates keep for each row: those of requests first, then those of rules, then of controllers."""
-        return first_controller_column(self) + (MAX_READ + MAX_DRIVEN) * bool(self.controllers)
+        return first_controller_column(self) + (MAX_READ + MAX_DRIVEN) * has_controllers(self)
 
     def encoded_saes(self, hidden_size: int) -> dict[Site, SparseCoder]:
         """Open the SAEs of `sae_encode`, by site.
@@ -303,6 +306,11 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             return parse_sites(getattr(self, name), num_layers, name)
         except RequestError as error:
             raise ConfigError(f"{WHERE}.{error}") from error
+
+
+def has_controllers(config: SteeringConfig) -> bool:
+    """Whether controllers, or capture consumers, steer running requests."""
+    return bool(config.controllers) or config.from_consumers
 
 
 def _probe(config: SteeringConfig, name: str) -> Probe:

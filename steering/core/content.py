@@ -147,6 +147,12 @@ def check_programs(
                 raise RequestError(field, f"{where}, a feature of an SAE is changed twice at {site.name}")
             written.add((site, row))
     _check_changes(num_changes, limits.features, field, where)
+    _check_counts(entries, features, units, limits, field, where)
+
+
+def _check_counts(
+    entries: Counter[Site], features: Counter[Site], units: Counter[Site], limits: Limits, field: str, where: str
+) -> None:
     for what, limit, counts, flag in (
         ("operations", limits.entries, entries, "--max-steering-ops-per-site"),
         ("features", limits.features, features, "--max-sae-features"),

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.transport.action_channel import Submitted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +69,23 @@ class Progress(NamedTuple):
     token_ids: Sequence[int]
 
 
+class Actions(Protocol):
+    """Actions of capture consumers, as they come."""
+
+    def take(self) -> Sequence[Submitted]:
+        """Return those that have come since, in their order."""
+        ...
+
+
 class CoreServices(Protocol):
-    """Services of an engine core to its part. Engine thread only."""
+    """Services of an engine core to its part. Engine thread only.
+
+    Attributes:
+        actions: Those that capture consumers submit; None if the part takes none, or consumers have no way to it.
+    """
+
+    @property
+    def actions(self) -> Actions | None: ...
 
     def call_workers(self, method: str, args: Document) -> list[object]:
         """Call ``headgate_call(part, method, args)`` in every worker, after the steps that were launched.

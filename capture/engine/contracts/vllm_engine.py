@@ -90,6 +90,7 @@ class CompilationConfig(Protocol):
 class VllmConfig(Protocol):
     """``vllm.config.VllmConfig``."""
 
+    instance_id: str
     additional_config: Document
     model_config: ModelConfig
     parallel_config: ParallelConfig

@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from headgate.capture.engine.contracts.core_part import BlockKeys, CorePart, Progress
+from headgate.capture.engine.contracts.core_part import Actions, BlockKeys, CorePart, Progress
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import EngineCore, Function, Request, Scheduler
 from headgate.capture.engine.core import block_keys, restart
@@ -43,9 +43,16 @@ class PartServices:
         core: vLLM's ``EngineCore``.
         name: The part's.
         waiting: Requests that wait outside of the scheduler.
+        actions: Of capture consumers, if the part takes them.
+
+    Attributes:
+        actions: As given.
     """
 
-    def __init__(self, core: EngineCore, name: str, waiting: Mapping[str, Request]) -> None:
+    def __init__(
+        self, core: EngineCore, name: str, waiting: Mapping[str, Request], actions: Actions | None = None
+    ) -> None:
+        self.actions = actions
         self._core = core
         self._scheduler = core.scheduler
         self._name = name

@@ -96,6 +96,7 @@ class CapturePart:
                 pp_rank=facts.pp_rank,
                 pp_size=facts.pp_size,
                 versions=versions(),
+                actions=facts.actions,
             )
 
     @hookimpl

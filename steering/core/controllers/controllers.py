@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from headgate.capture.engine.contracts.core_part import CoreServices, Decided
-from headgate.steering.controllers.actions import SetSteeringEach
+from headgate.capture.engine.contracts.core_part import Actions, CoreServices, Decided
 from headgate.steering.controllers.controller import RequestView
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import Static
@@ -44,9 +43,17 @@ class Controllers:
         running: The controllers.
         actuation: Applies actions to requests.
         services: Gives the tokens of requests.
+        submitted: Actions of capture consumers; None if they are not taken.
     """
 
-    def __init__(self, running: Sequence[RunningController], actuation: Actuation, services: CoreServices) -> None:
+    def __init__(
+        self,
+        running: Sequence[RunningController],
+        actuation: Actuation,
+        services: CoreServices,
+        submitted: Actions | None = None,
+    ) -> None:
+        self._submitted = submitted
         self._running = tuple(running)
         self._actuation = actuation
         self._outcomes = Outcomes()
@@ -139,15 +146,15 @@ class Controllers:
         """Apply the actions that controllers answered; see `headgate.capture.engine.contracts.core_part`."""
         for each in self._running:
             for action in each.thread.take():
-                if isinstance(action, SetSteeringEach):
-                    self._decisions.apply_each(each.name, action, self._requests)
-                else:
-                    self._decisions.apply(each.name, action, self._requests)
+                self._decisions.apply(each.name, action, self._requests)
             if not each.thread.is_on and each.name not in self._off:
                 self._off.add(each.name)
                 known = list(self._requests.items())  # to which another thread adds
                 firsts = {req_id: None for req_id, one in known if each.name in one.begun}
                 self._outcomes.note(firsts, each.name, None, SWITCHED_OFF, each.thread.figures.error)
+        if self._submitted is not None:
+            for submitted in self._submitted.take():
+                self._decisions.apply_submitted(submitted, self._requests)
         endings, self._decisions.endings = self._decisions.endings, {}
         notes = self._outcomes.take_notes(self._present)
         return Decided(endings, notes) if endings or notes else None
@@ -167,9 +174,12 @@ class Controllers:
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """Return the actions by outcome, and the seconds, of each controller, for the metrics page."""
-        return {
+        found = {
             each.name: {"actions": self._counts(each), "seconds": each.thread.figures.seconds} for each in self._running
         }
+        for name in sorted(self._decisions.consumers):
+            found[name] = {"actions": self._outcomes.counts(name, 0), "seconds": 0.0}
+        return found
 
     def _counts(self, controller: RunningController) -> dict[str, int]:
         return self._outcomes.counts(controller.name, controller.thread.figures.dropped)

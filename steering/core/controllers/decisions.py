@@ -9,7 +9,10 @@ import numpy as np
 
 from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.errors import RequestError
+from headgate.capture.transport.action_channel import Submitted
+from headgate.steering.controllers.action_wire import read_action
 from headgate.steering.controllers.actions import (
+    Action,
     SetGlobal,
     SetScale,
     SetSteering,
@@ -37,15 +40,17 @@ class Decisions:
 
     Attributes:
         endings: Requests that are to end, with the reasons, until somebody takes them.
+        consumers: Names of capture consumers that have submitted actions.
     """
 
     def __init__(self, actuation: Actuation, outcomes: Outcomes, services: CoreServices) -> None:
         self.endings: dict[str, str] = {}
+        self.consumers: set[str] = set()
         self._actuation = actuation
         self._outcomes = outcomes
         self._services = services
 
-    def apply(self, controller: str, action: SingleAction, known: Container[str]) -> None:
+    def apply(self, controller: str, action: Action, known: Container[str]) -> None:
         """Apply an action of a controller.
 
         Args:
@@ -53,6 +58,30 @@ class Decisions:
             action: To apply.
             known: The requests that have not ended.
         """
+        if isinstance(action, SetSteeringEach):
+            self._apply_each(controller, action, known)
+        else:
+            self._apply_one(controller, action, known)
+
+    def apply_submitted(self, submitted: Submitted, known: Container[str]) -> None:
+        """Apply an action that a capture consumer submitted, under the name ``consumer:INSTANCE``.
+
+        Args:
+            submitted: As it came.
+            known: The requests that have not ended.
+        """
+        name = f"consumer:{submitted.consumer}"
+        self.consumers.add(name)
+        self._outcomes.count(name, DROPPED, submitted.num_dropped)
+        try:
+            action = read_action(submitted.action)
+        except ValueError as error:
+            self._outcomes.count(name, REJECTED)
+            logger.warning("headgate: %s: rejected: %s", name, error)
+            return
+        self.apply(name, action, known)
+
+    def _apply_one(self, controller: str, action: SingleAction, known: Container[str]) -> None:
         try:
             firsts = self._act(controller, action)
         except RequestError as error:
@@ -66,14 +95,8 @@ class Decisions:
             if self._outcomes.traced:
                 self._outcomes.note(firsts, controller, action, APPLIED)
 
-    def apply_each(self, controller: str, action: SetSteeringEach, known: Container[str]) -> None:
-        """Apply an action for several requests, as `apply` does what it stands for.
-
-        Args:
-            controller: Its name.
-            action: To apply; a malformed one is refused as a whole.
-            known: The requests that have not ended.
-        """
+    def _apply_each(self, controller: str, action: SetSteeringEach, known: Container[str]) -> None:
+        """Apply an action for several requests, as `apply` does what it stands for; a malformed one is refused."""
         if np.shape(action.scales) != (len(action.requests),):
             reason = f"scales: expected {len(action.requests)} numbers, got the shape {np.shape(action.scales)}"
             self._outcomes.count(controller, REJECTED, len(action.requests))
@@ -86,7 +109,7 @@ class Decisions:
             return
         for one, is_done, first in zip(action.each(), done.tolist(), firsts.tolist(), strict=True):
             if not is_done:
-                self.apply(controller, one, known)
+                self._apply_one(controller, one, known)
             elif one.request in self._outcomes.traced:
                 self._outcomes.note({one.request: first}, controller, one, APPLIED)
 

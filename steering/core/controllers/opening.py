@@ -72,7 +72,8 @@ def open_controllers(
     for each in running:
         logger.info("steering: controller %s, for %s", each.name, each.spec.applies_to)
     coefficients = Coefficients(drives, services, state.limits)
-    return Controllers(running, Actuation(Contents(state), coefficients), services)
+    submitted = services.actions if config.from_consumers else None
+    return Controllers(running, Actuation(Contents(state), coefficients), services, submitted)
 
 
 def _checked(steerable: Steerable | None, facts: CoreFacts) -> Steerable:
@@ -83,7 +84,7 @@ def _checked(steerable: Steerable | None, facts: CoreFacts) -> Steerable:
         )
     if steerable is None or not steerable.op_sites:
         raise ConfigError(
-            f"{_PLACE}: controllers read and write at op sites, and there are none; declare them with "
+            f"{_PLACE}: controllers, and consumers that steer, act at op sites, and there are none; declare them with "
             "--steering-op-sites, or with --probes NAME=PATH for the site of a probe"
         )
     return steerable

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from headgate.capture.engine.contracts.core_part import CoreFacts, Progress
+from headgate.capture.schema.actions.action_sink import encode_action
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import Site
+from headgate.capture.transport.action_channel import Submitted
 from headgate.steering.config import MAX_DRIVEN, SteeringConfig, parse_config
 from headgate.steering.controllers import (
     Action,
@@ -23,6 +25,7 @@ from headgate.steering.controllers import (
     SetSteering,
     SetSteeringEach,
     StepReadings,
+    Stop,
     loading,
 )
 from headgate.steering.core.controllers.opening import open_controllers
@@ -63,12 +66,22 @@ class Services:
         rules: As workers were told last.
         rekeyed: Requests whose block keys were asked for anew, with the positions.
         position: Of all requests.
+        submitted: Actions of capture consumers.
     """
 
     def __init__(self) -> None:
         self.rules: list[dict[str, Any]] = []
         self.rekeyed: list[tuple[str, int]] = []
         self.position = PROMPT
+        self.submitted: list[Submitted] = []
+
+    @property
+    def actions(self) -> Services:
+        return self
+
+    def take(self) -> list[Submitted]:
+        found, self.submitted = self.submitted, []
+        return found
 
     def progress(self, req_id: str) -> Progress | None:
         return None if req_id == "gone" else Progress(self.position, range(1000))
@@ -317,3 +330,42 @@ def test_an_action_for_many_requests_that_is_malformed_is_rejected(opened: Calla
     assert core.figures == {"applied": 1, "rejected": 3, "dropped": 0}
     (change,) = core.step(["b"], SetSteeringEach(["b", "b"], "m", np.array([2.0, 1.0])))[1:]
     assert (change.req_id, change.value) == ("b", 1.0)
+
+
+def submitted(action: object, num_dropped: int = 0) -> Submitted:
+    encoded = action if isinstance(action, bytes) else encode_action(action)
+    return Submitted("mine", encoded, num_dropped)
+
+
+def test_actions_of_consumers_are_applied_as_those_of_controllers(opened: Callable[..., Core]) -> None:
+    core = opened(controllers=[], from_consumers=True)
+    core.start()
+    core.add("a", "b")
+    rows = {"post_mlp": {1: np.full(HIDDEN, 0.5, np.float32)}}
+    core.services.submitted = [
+        submitted(SetSteering("a", module="m", scale=0.5)),
+        submitted(SetSteeringEach(["b", "gone"], "m", np.array([0.25, 1.0])), num_dropped=3),
+        submitted(SetSteering("b", vectors=rows, scale=2.0)),
+        submitted(Stop("a", "enough")),
+        submitted(SetSteering("a", module="none")),
+        submitted(b"\x00"),
+        submitted(SetGlobal(scale="many")),  # type: ignore[arg-type]
+    ]
+
+    told = core.step(["a", "b"])
+
+    # The vectors take the place of what the same consumer set before.
+    assert sorted((change.req_id, change.value) for change in told) == [("a", 0.5), ("b", 0.0), ("b", 0.25), ("b", 2.0)]
+    counts = core.core.call("counts", {})["controllers"]
+    assert counts == {"consumer:mine": {"actions": {"applied": 4, "rejected": 3, "dropped": 4}, "seconds": 0.0}}
+    assert core.core.block_keys("a") is not None
+
+
+def test_an_engine_that_does_not_take_them_asks_for_none(opened: Callable[..., Core]) -> None:
+    core = opened()
+    core.start()
+    core.add("a")
+    core.services.submitted = [submitted(SetSteering("a", module="m"))]
+
+    assert core.step(["a"]) == []
+    assert len(core.services.submitted) == 1
