@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 from weakref import WeakValueDictionary
@@ -28,6 +28,7 @@ from headgate.steering.core.state import SteeringState
 from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import Note
+from headgate.steering.requests.trace import Trace, join_notes
 from headgate.steering.spec import PROGRAM_KEYS, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
@@ -172,6 +173,10 @@ class SteeringCore:
         if self._controllers is not None:
             self._controllers.read(step, discarded)
         return self._readings.take(step, discarded)
+
+    def whole_note(self, notes: Sequence[Any]) -> Trace:
+        """Return the trace that pieces of it make; see `DescribingCore`."""
+        return join_notes(notes, None)
 
     def decide(self) -> Decided | None:
         """Let controllers decide; see `DecidingCore`."""

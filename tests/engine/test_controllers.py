@@ -369,5 +369,6 @@ def test_consumers_steer_from_the_worker_and_from_the_driver(llm, references):
         (note,) = output.outputs[0].steering_trace["actions"]
         assert (note["controller"], note["outcome"]) == (f"consumer:{name}", "applied")
         assert note["position"] < len(output.prompt_token_ids) + NUM_OUTPUT - 1
+        assert Submitting.notes[tuple(prompts[name])] == {"steering": output.outputs[0].steering_trace}
     counts = llm.llm_engine.engine_core.engine_core.headgate_call("steering", "counts", {})["ok"]["controllers"]
     assert counts["consumer:here"]["actions"] == {"applied": 1, "rejected": 0, "dropped": 0}

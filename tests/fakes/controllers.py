@@ -101,9 +101,11 @@ class Submitting(StreamingConsumer):
 
     Attributes:
         submitted: By prompt, set when the action was taken.
+        notes: By prompt, on the rows of the request that ended.
     """
 
     submitted: ClassVar[dict[tuple[int, ...], Event]] = {}
+    notes: ClassVar[dict[tuple[int, ...], Mapping[str, Any]]] = {}
 
     @classmethod
     def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
@@ -118,7 +120,7 @@ class Submitting(StreamingConsumer):
         pass
 
     def finish(self, finished: FinishedRequest) -> None:
-        pass
+        self.notes[tuple(finished.request.prompt_token_ids.tolist())] = finished.final.notes
 
     def abandon(self, request: RequestInfo) -> None:
         pass

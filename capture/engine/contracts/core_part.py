@@ -278,6 +278,20 @@ class ReadingCore(Protocol):
         ...
 
 
+@runtime_checkable
+class DescribingCore(ReadingCore, Protocol):
+    """A `ReadingCore` whose notes are told to capture consumers, too, where a request wants both."""
+
+    def whole_note(self, notes: Sequence[object]) -> Document:
+        """Return what all notes of a request say together; a list in it whose length is that of its ``positions``, and
+        which has numbers or None, is by row.
+
+        Args:
+            notes: In their order.
+        """
+        ...
+
+
 class Decided(NamedTuple):
     """Decisions of a part about requests, behind a step.
 
