@@ -119,7 +119,11 @@ class SteeringCore:
             return None
         if req_id in self._resolved:
             raise AssertionError(f"request {req_id!r} was taken already")
-        spec = from_wire(wire)
+        shared = {
+            name: self._payloads.shared(value) if name in ("prefill", "decode") else value
+            for name, value in wire.items()
+        }
+        spec = from_wire(shared)
         self.state.rules.add(req_id, spec.rules, num_prompt)
         try:
             resolved = self.state.resolve(req_id, spec, num_prompt, owner=wire.get("owner", ""))
@@ -128,10 +132,7 @@ class SteeringCore:
             raise
         self._resolved[req_id] = resolved
         self._readings.add(req_id, spec.gates, resolved, num_prompt, is_traced=bool(wire.get("trace")))
-        taken = {
-            name: self._payloads.shared(value) if name in ("prefill", "decode") else value
-            for name, value in wire.items()
-        }
+        taken = dict(shared)
         names = ("prefill_parts", "decode_parts", "prefill_programs", "decode_programs")
         for name, found in zip(names, resolved.parts, strict=True):
             if found:
@@ -145,7 +146,7 @@ class SteeringCore:
             prefill, decode = resolved.own
             taken.update(to_wire(SteeringSpec(prefill_program=prefill, decode_program=decode)))
         if self._controllers is not None:
-            static = Static.of(resolved, from_wire(taken).decode)
+            static = Static.of(resolved, None if resolved.takes_own else spec.decode)
             self._controllers.add(req_id, num_prompt, spec.rules, static, is_traced=bool(wire.get("trace")))
         return taken
 
