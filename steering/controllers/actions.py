@@ -83,7 +83,7 @@ class SetSteeringEach:
 
     def each(self) -> Iterator[SetSteering]:
         """Yield the same as actions of one request."""
-        for request, scale in zip(self.requests, self.scales.tolist(), strict=True):
+        for request, scale in zip(self.requests, np.asarray(self.scales, np.float64).tolist(), strict=True):
             yield SetSteering(request, module=self.module, scale=scale)
 
 

@@ -68,10 +68,8 @@ class ThresholdController(OneModuleController):
         """Update the averages, and change the scales that follow from them."""
         slots, scores = self._requests.of(readings.requests), readings.scores["score"].astype(np.float64)
         (at,) = np.nonzero((slots >= 0) & np.isfinite(scores) & (self.needs_prompts | ~readings.is_prompt))
-        if not len(at):
-            return
         slots, scores = slots[at], scores[at]
-        ends = np.append(np.flatnonzero(np.diff(slots)), len(slots) - 1)
+        ends = np.append(np.flatnonzero(np.diff(slots)), len(slots) - 1)[: len(slots)]
         if len(ends) == len(slots):
             self._read(slots, scores)
         else:

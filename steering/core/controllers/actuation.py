@@ -86,21 +86,23 @@ class Actuation:
     def steer_each(self, controller: str, action: SetSteeringEach) -> tuple[BoolArray, Int64Array]:
         """Apply an action to those of its requests on which its controller has that module on alone: by arrays.
 
+        Args:
+            controller: Its name.
+            action: With a scale for each request, float64 ``[n]``.
+
         Returns:
             To which of the requests it was applied, ``[n]``, and the first position of each of those, int64 ``[n]``.
             For the others nothing has changed; `steer` applies what `SetSteeringEach.each` yields for them.
         """
-        scales = np.asarray(action.scales, np.float64)
-        nobody = np.zeros(len(action.requests), np.bool_), np.zeros(len(action.requests), np.int64)
-        if scales.shape != nobody[0].shape or len(set(action.requests)) < len(action.requests):
+        count = len(action.requests)
+        nobody = np.zeros(count, np.bool_), np.zeros(count, np.int64)
+        if len(set(action.requests)) < count or not np.isfinite(action.scales).all():
             return nobody
         try:
             content = self._contents.of_module(action.module)
         except RequestError:
             return nobody
-        if not np.isfinite(scales).all():
-            return nobody
-        return self.coefficients.adjust_each(action.requests, (controller,), content, scales)
+        return self.coefficients.adjust_each(action.requests, (controller,), content, action.scales)
 
     def forget(self, req_id: str) -> None:
         """Forget a request, if it is known. Any thread."""

@@ -77,7 +77,7 @@ class Decisions:
             action = read_action(submitted.action)
         except ValueError as error:
             self._outcomes.count(name, REJECTED)
-            logger.warning("headgate: %s: rejected: %s", name, error)
+            logger.warning("headgate: %s: rejected: %s", name, str(error))
             return
         self.apply(name, action, known)
 
@@ -97,12 +97,13 @@ class Decisions:
 
     def _apply_each(self, controller: str, action: SetSteeringEach, known: Container[str]) -> None:
         """Apply an action for several requests, as `apply` does what it stands for; a malformed one is refused."""
-        if np.shape(action.scales) != (len(action.requests),):
-            reason = f"scales: expected {len(action.requests)} numbers, got the shape {np.shape(action.scales)}"
+        try:
+            action = _checked(action)
+            done, firsts = self._actuation.steer_each(controller, action)
+        except (TypeError, ValueError) as error:
             self._outcomes.count(controller, REJECTED, len(action.requests))
-            logger.warning("headgate: controller %s: rejected: %s", controller, reason)
+            logger.warning("headgate: controller %s: rejected: %s", controller, str(error))
             return
-        done, firsts = self._actuation.steer_each(controller, action)
         num_done = int(np.count_nonzero(done))
         self._outcomes.count(controller, APPLIED, num_done)
         if num_done == len(done) and not self._outcomes.traced:
@@ -114,7 +115,7 @@ class Decisions:
                 self._outcomes.note({one.request: first}, controller, one, APPLIED)
 
     def _refuse(self, controller: str, action: SingleAction, known: Container[str], reason: str) -> None:
-        target = action.request if isinstance(action, SetSteering | Stop) else None
+        target = action.request if isinstance(action, SetSteering | Stop) and isinstance(action.request, str) else None
         if target is not None and target not in known:
             self._outcomes.count(controller, DROPPED)
             return
@@ -125,6 +126,8 @@ class Decisions:
             logger.warning("headgate: controller %s: rejected: %s", controller, reason)
 
     def _act(self, controller: str, action: SingleAction) -> Mapping[str, int]:
+        if isinstance(action, SetSteering | Stop) and not isinstance(action.request, str):
+            raise RequestError(FIELD, f"request: expected the id of one, got {action.request!r}")
         if isinstance(action, SetSteering):
             return self._actuation.steer(controller, action)
         if isinstance(action, SetGlobal):
@@ -136,3 +139,18 @@ class Decisions:
             raise RequestError(FIELD, f"request {action.request!r} has ended")
         self.endings.setdefault(action.request, str(action.reason)[:MAX_REASON])
         return {action.request: progress.position}
+
+
+def _checked(action: SetSteeringEach) -> SetSteeringEach:
+    """Return an action with lists and arrays as they are expected.
+
+    Raises:
+        ValueError: If there is not a number for each request.
+        TypeError: If something in it is of another kind.
+    """
+    requests, scales = list(action.requests), np.asarray(action.scales, np.float64)
+    if scales.shape != (len(requests),):
+        raise ValueError(f"scales: expected {len(requests)} numbers, got the shape {list(scales.shape)}")
+    if not isinstance(action.module, str) or not all(isinstance(each, str) for each in requests):
+        raise TypeError(f"requests, module: expected names, got {requests[:3]!r} and {action.module!r}")
+    return SetSteeringEach(requests, action.module, scales)

@@ -205,7 +205,8 @@ class GatedBatch:
     def rows(self, view: BatchView) -> GateRows:
         """Return the rows of a step of this batch."""
         if len(self._ids) == len(self.req_ids):
-            return GateRows(self._ids, view.starts, view.num_computed, view.num_scheduled)
+            # Copies: they are read when the step's output is there, and the runner may write to its own before.
+            return GateRows(self._ids, view.starts.copy(), view.num_computed.copy(), view.num_scheduled.copy())
         at = self._places
         return GateRows(self._ids, view.starts[at], view.num_computed[at], view.num_scheduled[at])
 

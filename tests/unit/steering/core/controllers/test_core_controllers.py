@@ -323,11 +323,19 @@ def test_an_action_for_many_requests_that_is_malformed_is_rejected(opened: Calla
     core.start()
     core.add("a", "b")
 
-    assert core.step(["a", "b"], SetSteeringEach(["a", "b"], "m", np.ones(3))) == []
-    assert core.figures == {"applied": 0, "rejected": 2, "dropped": 0}
+    wrong: Any = ["x", "y"]
+    for each in (
+        SetSteeringEach(["a", "b"], "m", np.ones(3)),
+        SetSteeringEach(["a", "b"], "m", wrong),
+        SetSteeringEach([["a"], "b"], "m", np.ones(2)),  # type: ignore[list-item]
+        SetSteeringEach(["a", "b"], ["m"], np.ones(2)),  # type: ignore[arg-type]
+    ):
+        assert core.step(["a", "b"], each) == []
+    assert core.figures == {"applied": 0, "rejected": 8, "dropped": 0}
+    assert core.step(["a", "b"], SetSteering(["a"], module="m")) == []  # type: ignore[arg-type]
     (change,) = core.step(["a", "b"], SetSteeringEach(["a", "b"], "m", np.array([np.nan, 1.0])))
     assert (change.req_id, change.value) == ("b", 1.0)
-    assert core.figures == {"applied": 1, "rejected": 3, "dropped": 0}
+    assert core.figures == {"applied": 1, "rejected": 10, "dropped": 0}
     (change,) = core.step(["b"], SetSteeringEach(["b", "b"], "m", np.array([2.0, 1.0])))[1:]
     assert (change.req_id, change.value) == ("b", 1.0)
 
