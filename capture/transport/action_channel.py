@@ -14,12 +14,18 @@ import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import zmq
 
-from headgate.capture.schema.actions.action_sink import MAX_BYTES, MAX_SUBMITTED, ActionTarget, NoActions, encode_action
+from headgate.capture.schema.actions.action_sink import (
+    MAX_BYTES,
+    MAX_SUBMITTED,
+    ActionTarget,
+    NoActions,
+    Submitted,
+    encode_action,
+)
 from headgate.capture.schema.errors import ConsumerError, UnsupportedError
 from headgate.capture.transport.channel import Channel, Inbox
 from headgate.capture.transport.listener import PREFIX, SOCKET, sweep
@@ -30,20 +36,6 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     """Whose action it is, and how many of the same consumer were dropped since the last one that was sent."""
 
     consumer: str
-    num_dropped: int
-
-
-class Submitted(NamedTuple):
-    """An action that came.
-
-    Attributes:
-        consumer: Instance name of the consumer.
-        action: As `encode_action` made it.
-        num_dropped: Actions of that consumer that were dropped before it.
-    """
-
-    consumer: str
-    action: bytes
     num_dropped: int
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 
 from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.schema.actions.action_sink import Submitted
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ModelInfo
-from headgate.capture.transport.action_channel import Submitted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -64,6 +64,20 @@ class NoActions:
     def submit(self, action: object) -> bool:
         """See `ActionSink`."""
         raise ConsumerError(f"steering.submit: {self._refusal}")
+
+
+class Submitted(NamedTuple):
+    """An action that came to an engine core.
+
+    Attributes:
+        consumer: Instance name of the consumer.
+        action: As `encode_action` made it.
+        num_dropped: Actions of that consumer that were dropped before it.
+    """
+
+    consumer: str
+    action: bytes
+    num_dropped: int
 
 
 MakeSink = Callable[[str], ActionSink]

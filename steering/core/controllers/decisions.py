@@ -8,8 +8,8 @@ from collections.abc import Container, Mapping
 import numpy as np
 
 from headgate.capture.engine.contracts.core_part import CoreServices
+from headgate.capture.schema.actions.action_sink import Submitted
 from headgate.capture.schema.errors import RequestError
-from headgate.capture.transport.action_channel import Submitted
 from headgate.steering.controllers.action_wire import read_action
 from headgate.steering.controllers.actions import (
     Action,

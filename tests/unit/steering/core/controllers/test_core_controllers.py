@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from headgate.capture.engine.contracts.core_part import CoreFacts, Progress
-from headgate.capture.schema.actions.action_sink import encode_action
+from headgate.capture.schema.actions.action_sink import Submitted, encode_action
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import Site
-from headgate.capture.transport.action_channel import Submitted
 from headgate.steering.config import MAX_DRIVEN, SteeringConfig, parse_config
 from headgate.steering.controllers import (
     Action,
