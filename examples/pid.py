@@ -59,8 +59,7 @@ def make_files(model: str, folder: Path) -> None:
 
 if __name__ == "__main__":  # vLLM starts its engine in a process of its own
     with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        make_files(sys.argv[1], folder)
+        make_files(sys.argv[1], folder := Path(text))
         path = str(folder / "joy.safetensors")
         arguments = {"probe": path, "module": "joyful", "setpoint": SETPOINT, "kp": 1.0, "ki": 0.3}
         pid = {"name": "pid", "applies_to": "opt_in", "params": arguments}
