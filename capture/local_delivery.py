@@ -14,6 +14,7 @@ from headgate.capture.delivery.dispatcher import Dispatcher
 from headgate.capture.delivery.handoff import Dispatched, Handoff
 from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.request_origin import OnDone, ResultReporter
+from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batching import HELD_SHARE
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo
@@ -39,6 +40,7 @@ class Place:
         pp_rank: Pipeline stage of the worker.
         pp_size: Number of stages.
         versions: Of headgate, vllm and torch.
+        actions: Where actions of consumers go.
     """
 
     config: CaptureConsumersConfig
@@ -49,6 +51,7 @@ class Place:
     pp_rank: int = 0
     pp_size: int = 1
     versions: Mapping[str, str] = field(default_factory=dict)
+    actions: ActionTarget = NOWHERE
 
 
 class LocalDelivery:
@@ -145,11 +148,20 @@ def open_local_delivery(place: Place, on_done: OnDone | None = None) -> LocalDel
     Raises:
         ConfigError: If a consumer cannot be opened; those that were are closed.
     """
+    from headgate.capture.transport.action_channel import sink_of
     from headgate.capture.transport.result_sender import ZmqResultSender
 
     config, model = place.config, place.model
     rank, size, versions = place.pp_rank, place.pp_size, dict(place.versions)
-    opened = open_consumers(config, model=model, location="worker", pp_rank=rank, pp_size=size, versions=versions)
+    opened = open_consumers(
+        config,
+        model=model,
+        location="worker",
+        pp_rank=rank,
+        pp_size=size,
+        versions=versions,
+        make_sink=partial(sink_of, place.actions),
+    )
     sender = ZmqResultSender()
     bits = {consumer.bit for consumer in opened}
     far = {bit: spec for bit, spec in enumerate(config.consumers) if bit not in bits}

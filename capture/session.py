@@ -16,6 +16,7 @@ from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import StepPlan
 from headgate.capture.process.capture_process import open_capture_process
+from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import ModelInfo
@@ -239,6 +240,7 @@ def open_session(
     pp_size: int = 1,
     versions: Mapping[str, str] | None = None,
     process: SharedStaging | None = None,
+    actions: ActionTarget = NOWHERE,
 ) -> CaptureSession:
     """Open the configured consumers, and a session that sends results over ZMQ.
 
@@ -251,6 +253,7 @@ def open_session(
         pp_size: Number of stages.
         versions: Of headgate, vllm and torch.
         process: The ring's memory if a capture process is to deliver what is in it; else this process does.
+        actions: Where actions of consumers go.
 
     Raises:
         ConfigError: If a consumer cannot be opened; those that were are closed.
@@ -265,6 +268,7 @@ def open_session(
         pp_rank=pp_rank,
         pp_size=pp_size,
         versions=dict(versions or {}),
+        actions=actions,
     )
     delivery = open_local_delivery(place) if process is None else open_capture_process(place, sites, process)
     bits = {spec.instance: bit for bit, spec in enumerate(config.consumers)}

@@ -185,7 +185,7 @@ def encode(captured: CapturedRequest, context: ConsumerContext) -> bytes:
     sidecar = sidecar_of(
         finished,
         context,
-        num_rows=num_rows,
+        positions=captured.positions,
         num_prefill_rows=int(np.count_nonzero(captured.is_prefill)),
         name=captured.request.client_request_id,
     )

@@ -59,17 +59,11 @@ def make_files(model: str, folder: Path) -> None:
 
 if __name__ == "__main__":  # vLLM starts its engine in a process of its own
     with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        make_files(sys.argv[1], folder)
-        arguments = {
-            "probe": str(folder / "joy.safetensors"),
-            "module": "joyful",
-            "setpoint": SETPOINT,
-            "kp": 1.0,
-            "ki": 0.3,
-        }
+        make_files(sys.argv[1], folder := Path(text))
+        path = str(folder / "joy.safetensors")
+        arguments = {"probe": path, "module": "joyful", "setpoint": SETPOINT, "kp": 1.0, "ki": 0.3}
         pid = {"name": "pid", "applies_to": "opt_in", "params": arguments}
-        shadow = {"probe": str(folder / "joy.safetensors"), "module": "joyful", "threshold": SETPOINT, "gain": 0}
+        shadow = {"probe": path, "module": "joyful", "threshold": SETPOINT, "gain": 0}
         watch = {"name": "threshold", "instance_name": "watch", "params": shadow}
         llm = start(sys.argv[1], modules={"joyful": str(folder / "joyful.safetensors")}, controllers=[watch, pid])
 

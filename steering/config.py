@@ -9,6 +9,7 @@ The operator's document is ``additional_config={"headgate": {"steering": {...}}}
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 
 from headgate.capture.probes.files import load as load_probe
-from headgate.capture.probes.probe import ProbeError
+from headgate.capture.probes.probe import Probe, ProbeError
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import HookPoint, Site, parse_sites, sort_sites
 from headgate.steering.controllers.loading import ControllerSpec, check_specs
@@ -43,6 +44,7 @@ DEFAULT_RULES = 8
 MAX_RULES = 64
 ENTRIES_PER_GATE = 5
 """Entries of a gate at one site, on the average; one is the attenuation that it may be."""
+MAX_PROBE_UNITS = 2048
 MAX_READ = 32
 """Probes that all controllers together read."""
 MAX_DRIVEN = 32
@@ -109,6 +111,10 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             requests, and ``(2 * max_num_seqs + 3) * 5 * max_gates * 48`` bytes at each op site.
         max_rules: Rules that can be registered at a time; 0 for none. They take as much memory as gates do, and
             ``(2 * max_num_seqs + 3) * (2 * max_ops_per_site + max_sae_features) * 48`` bytes at each op site beside.
+        max_probe_units: Hidden units of MLP probes, and one more for each such probe, that the gates of a request read
+            at one site; as many are for all rules, and for all controllers. If None, as many as the probes of `probes`
+            at one site have together. Each takes ``(2 * max_num_seqs + 3) * 48`` bytes of device memory at each op site
+            for each of these three that the engine has.
         rules_file: File of rules to register at start, a list in YAML or JSON; none if None.
         probes: ``{name: path}`` of probes that gates can name (``.safetensors``). Their sites are op sites by that.
         modules: ``{name: path}`` of named modules to load at start, from files of every format that
@@ -121,6 +127,8 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         controllers: Plug-ins that read scores and change steering while requests run. With any, each op site takes
             ``(2 * max_num_seqs + 3) * (2 * max_ops_per_site + max_sae_features + 32) * 48`` bytes of device memory
             more, each batch row 256 bytes and each of `max_num_seqs` requests twice that.
+        from_consumers: Capture consumers may steer running requests, too: ``context.steering.submit(action)``. Takes as
+            much memory as controllers do.
     """
 
     max_steering_slots: int = DEFAULT_SLOTS
@@ -137,6 +145,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_sae_features: int = DEFAULT_FEATURES
     max_gates: int = DEFAULT_GATES
     max_rules: int = DEFAULT_RULES
+    max_probe_units: int | None = None
     rules_file: str | None = None
     probes: dict[str, str] = msgspec.field(default_factory=dict)
     modules: dict[str, str] = msgspec.field(default_factory=dict)
@@ -144,6 +153,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     self_test: bool = True
     fire_counter: bool = False
     controllers: list[ControllerSpec] = msgspec.field(default_factory=list)
+    from_consumers: bool = False
 
     def steerable(self, *, num_layers: int, hidden_size: int, dtype: str) -> Steerable:
         """Resolve the configured sites and limits for a model.
@@ -166,6 +176,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             max_changes=self.num_changes,
             max_gates=self.max_gates,
             max_rules=self.max_rules,
+            max_probe_units=self.num_probe_units,
         )
 
     @property
@@ -192,17 +203,32 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return {name: found for name, found in sites.items() if len(found) > 1}
 
     @property
+    def num_probe_units(self) -> int:
+        """See `max_probe_units`; 0 if no MLP probe can be read.
+
+        Raises:
+            ConfigError: If the file of a probe cannot be read.
+        """
+        if self.max_probe_units is not None:
+            return self.max_probe_units
+        counts = Counter[Site]()
+        for probe in (_probe(self, name) for name in self.probes):
+            counts[probe.site] += 0 if probe.hidden is None else len(probe.hidden.weight) + 1
+        return max(counts.values(), default=0)
+
+    @property
     def max_entries(self) -> int:
         """Entries of a program at one site.
 
         Two for each operation, one for each feature, and one for a reconstruction if there can be one, of a request's
         and of the global ones; one for vectors; those that evaluate gates; and those of rules.
         """
+        of_units = self.num_probe_units * (bool(self.max_gates) + bool(self.max_rules) + has_controllers(self))
         of_gates = ENTRIES_PER_GATE * (self.max_gates + self.max_rules)
         of_gates += self.entries_driven * bool(self.max_rules)
-        of_controllers = (self.entries_driven + MAX_READ) * bool(self.controllers)
+        of_controllers = (self.entries_driven + MAX_READ) * has_controllers(self)
         of_both = 2 * (2 * self.max_ops_per_site + self.num_features + bool(self.sae_encode)) + 1
-        return of_both + of_gates + of_controllers
+        return of_both + of_gates + of_controllers + of_units
 
     @property
     def entries_driven(self) -> int:
@@ -212,7 +238,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def num_columns(self) -> int:
         """Numbers that gates keep for each row: those of requests first, then those of rules, then of controllers."""
-        return first_controller_column(self) + (MAX_READ + MAX_DRIVEN) * bool(self.controllers)
+        return first_controller_column(self) + (MAX_READ + MAX_DRIVEN) * has_controllers(self)
 
     def encoded_saes(self, hidden_size: int) -> dict[Site, SparseCoder]:
         """Open the SAEs of `sae_encode`, by site.
@@ -263,17 +289,11 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def _op_sites(self, num_layers: int) -> tuple[Site, ...]:
         declared = self._parsed("op_sites", num_layers) if self.op_sites else ()
         of_files = {site: f"saes.{name} (--saes)" for name in self.saes for site in self._sae_sites(name)}
-        of_files |= {self._probe_site(name): f"probes.{name} (--probes)" for name in self.probes}
+        of_files |= {_probe(self, name).site: f"probes.{name} (--probes)" for name in self.probes}
         for site, where in of_files.items():
             if site.hook is not HookPoint.FINAL_NORM and site.layer >= num_layers:
                 raise ConfigError(f"{WHERE}.{where}: {site.name}: the model has {num_layers} layers")
         return sort_sites({*declared, *of_files})
-
-    def _probe_site(self, name: str) -> Site:
-        try:
-            return load_probe(self.probes[name]).site
-        except (ProbeError, OSError) as error:
-            raise ConfigError(f"{WHERE}.probes.{name} (--probes): {error}") from error
 
     def _sae_sites(self, name: str) -> tuple[Site, ...]:
         try:
@@ -286,6 +306,18 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             return parse_sites(getattr(self, name), num_layers, name)
         except RequestError as error:
             raise ConfigError(f"{WHERE}.{error}") from error
+
+
+def has_controllers(config: SteeringConfig) -> bool:
+    """Whether controllers, or capture consumers, steer running requests."""
+    return bool(config.controllers) or config.from_consumers
+
+
+def _probe(config: SteeringConfig, name: str) -> Probe:
+    try:
+        return load_probe(config.probes[name])
+    except (ProbeError, OSError) as error:
+        raise ConfigError(f"{WHERE}.probes.{name} (--probes): {error}") from error
 
 
 def first_controller_column(config: SteeringConfig) -> int:
@@ -330,6 +362,8 @@ def _check(config: SteeringConfig) -> None:
     for name, count, most in (("max_gates", config.max_gates, MAX_GATES), ("max_rules", config.max_rules, MAX_RULES)):
         if not 0 <= count <= most:
             raise ConfigError(f"{WHERE}: {name} must be from 0 to {most}, got {count}")
+    if config.max_probe_units is not None and not 0 <= config.max_probe_units <= MAX_PROBE_UNITS:
+        raise ConfigError(f"{WHERE}: max_probe_units must be from 0 to {MAX_PROBE_UNITS}, got {config.max_probe_units}")
     if config.max_waiting is not None and config.max_waiting < 0:
         raise ConfigError(f"{WHERE}: max_waiting must be at least 0, got {config.max_waiting}")
     if config.max_wait_s is not None and not config.max_wait_s > 0:

@@ -22,12 +22,25 @@ _SAME = {
     **{"steering_sites": "sites", "steering_op_sites": "op_sites", "max_steering_ops_per_site": "max_ops_per_site"},
     "max_steering_gates": "max_gates",
     "max_steering_rules": "max_rules",
+    "max_probe_units": "max_probe_units",
     "steering_rules": "rules_file",
 }
 _SAES = ("sae_root", "max_sae_features")
 _NAMED = {"steering_modules": "modules", "saes": "saes", "probes": "probes"}
 _CONTROLLERS = "steering_controllers"
-_FLAGS = ("enable_steering", *_SIZES, *_WAITS, *_SAME, *_SAES, *_NAMED, "sae_encode", "steering_audit", _CONTROLLERS)
+_FROM_CONSUMERS = "steering_from_consumers"
+_FLAGS = (
+    "enable_steering",
+    *_SIZES,
+    *_WAITS,
+    *_SAME,
+    *_SAES,
+    *_NAMED,
+    "sae_encode",
+    "steering_audit",
+    _CONTROLLERS,
+    _FROM_CONSUMERS,
+)
 
 
 _VALUED: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
@@ -102,6 +115,13 @@ _VALUED: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
         f"Rules at a time (default {DEFAULT_RULES}); 0 for none.",
     ),
     (
+        "--max-probe-units",
+        int,
+        "N",
+        "Hidden units of MLP probes that the gates of a request read at one site, and one for each such probe "
+        "(default: those of --probes).",
+    ),
+    (
         "--sae-root",
         os.path.abspath,
         "PATH",
@@ -161,6 +181,12 @@ def add_flags(group: FlagGroup) -> None:
     for name, metavar, text in _REPEATABLE:
         add_repeatable_flag(group, name, type=_named_path, metavar=metavar, help=text)
     add_repeatable_flag(group, "--sae-encode", type=_names, metavar="NAME[,NAME]", help=_SAE_ENCODE)
+    group.add_argument(
+        "--steering-from-consumers",
+        action="store_true",
+        default=None,
+        help="Let capture consumers steer running requests and end them (context.steering.submit), at op sites.",
+    )
     add_repeatable_flag(
         group, "--steering-controllers", type=_controller, metavar="NAME:KEY=VAL,KEY=VAL", help=_CONTROLLER_HELP
     )
@@ -190,6 +216,8 @@ def read_flags(args: argparse.Namespace, section: Mapping[str, Any] | None) -> d
     if "steering_audit" in given:
         document["audit_file"] = given["steering_audit"]
     document.update({name: given[flag] for flag, name in _SAME.items() if flag in given})
+    if _FROM_CONSUMERS in given:
+        document["from_consumers"] = True
     if _CONTROLLERS in given:
         document["controllers"] = [*(document.get("controllers") or ()), *given[_CONTROLLERS]]
     return document

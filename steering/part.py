@@ -37,6 +37,14 @@ def headgate_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreSe
 
 
 @hookimpl
+def headgate_takes_actions(section: Mapping[str, Any]) -> bool:
+    """Whether capture consumers may steer, as controllers do."""
+    from headgate.steering.config import parse_config
+
+    return parse_config(section).from_consumers
+
+
+@hookimpl
 def headgate_requests() -> RequestPart:
     """Return the fields ``steering_vectors`` and so on, flags, and ``LLM.steering``."""
     from headgate.steering.control.front_end import SteeringRequests

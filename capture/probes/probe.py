@@ -29,7 +29,7 @@ POOLINGS: tuple[Pooling, ...] = ("token", "last_prompt", "prompt_mean")
 """Rows that a probe was made for: each one, that of the prompt's last token, or the mean over the prompt."""
 
 MAX_CLASSES = 256
-MAX_UNITS = 64
+MAX_UNITS = 256
 MAX_CLASS_NAME = 256
 """Characters of the name of a class or model, at most."""
 
@@ -67,6 +67,8 @@ class Activation(str, Enum):
     RELU = "relu"
     GELU = "gelu"
     """x * Phi(x) with the error function, not its approximation by tanh."""
+    SILU = "silu"
+    """x / (1 + exp(-x))."""
 
     def __str__(self) -> str:
         return self.value
@@ -75,6 +77,8 @@ class Activation(str, Enum):
         """Return the activations of float64 values of any shape."""
         if self is Activation.RELU:
             return np.maximum(values, 0.0)
+        if self is Activation.SILU:
+            return values / (1.0 + np.exp(-values))
         erf = np.array([math.erf(value) for value in (values / math.sqrt(2.0)).ravel()], np.float64)
         return values * 0.5 * (1.0 + erf.reshape(values.shape))
 
@@ -167,6 +171,11 @@ class Probe:
     def hidden_size(self) -> int:
         """Values of a row that it reads."""
         return int((self.weight if self.hidden is None else self.hidden.weight).shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        return self.weight.nbytes + (0 if self.hidden is None else self.hidden.weight.nbytes)
 
     def _repr_html_(self) -> str:
         """Return it as HTML for a notebook: site, kind, metadata, and the weights' norms by class."""
@@ -280,7 +289,7 @@ def _check_shapes(probe: Probe) -> None:
     if probe.threshold is not None and num_classes > 1:
         raise ProbeError(f"a probe of {num_classes} classes has none: the largest score tells", "threshold")
     if (probe.kind is ProbeKind.MLP) != (probe.hidden is not None):
-        raise ProbeError(f"a probe of the kind {probe.kind} has {'a' if probe.hidden is None else 'no'} one", "hidden")
+        raise ProbeError(f"a probe of the kind {probe.kind} has {'one' if probe.hidden is None else 'none'}", "hidden")
     if probe.hidden is not None and len(probe.hidden.weight) != width:
         raise ProbeError(
             f"expected rows of {len(probe.hidden.weight)} values, one for each unit; got {width}", "weight"

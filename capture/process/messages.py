@@ -62,6 +62,7 @@ class End(msgspec.Struct, tag=2, array_like=True):
     num_prompt: int = 0
     token_ids: bytes | None = None
     status: str = ""
+    notes: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Wanted(msgspec.Struct, tag=3, array_like=True):
@@ -156,7 +157,7 @@ def message_of(item: Dispatched) -> ToProcess:
         if final is None:
             return End(item.req_id)
         token_ids = np.asarray(final.token_ids, np.int64).tobytes()
-        return End(item.req_id, final.num_prompt_tokens, token_ids, final.status)
+        return End(item.req_id, final.num_prompt_tokens, token_ids, final.status, dict(final.notes))
     assert isinstance(item, MemoryWanted)  # noqa: S101  (the last kind)
     return Wanted()
 
@@ -194,7 +195,10 @@ def request_ends(message: End) -> RequestEnds:
     if message.token_ids is None:
         return RequestEnds(message.req_id, None)
     final = FinalState(
-        num_prompt_tokens=message.num_prompt, token_ids=numbers(message.token_ids), status=message.status
+        num_prompt_tokens=message.num_prompt,
+        token_ids=numbers(message.token_ids),
+        status=message.status,
+        notes=message.notes,
     )
     return RequestEnds(message.req_id, final)
 

@@ -138,11 +138,14 @@ class FinalState:
         token_ids: All tokens, prompt and output, int64 ``[num_tokens]``. The last output token was sampled but
             never forwarded, so valid rows of the output have positions below ``num_tokens - 1``.
         status: ``stop``, ``length``, ``abort``, ``error`` ...: the finish reason.
+        notes: By part, what it noted of the request's rows: steering its trace, if the request wants one. In a note
+            with ``positions``, each list of numbers or None of that length is by row.
     """
 
     num_prompt_tokens: int
     token_ids: Int64Array = field(repr=False)
     status: str
+    notes: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def num_rows(self) -> int:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from headgate.capture.schema.actions.action_sink import ActionSink, NoActions
 from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.config import Location
 from headgate.capture.schema.errors import RequestError, shown
@@ -68,6 +69,7 @@ class ConsumerContext:
         pp_rank: Pipeline stage of this worker; it sees the sites of its own layers only. 0 in the driver.
         pp_size: Number of stages.
         versions: Of headgate, vllm and torch.
+        steering: ``steering.submit(action)`` steers running requests, where the engine takes actions of consumers.
     """
 
     instance_name: str
@@ -75,6 +77,7 @@ class ConsumerContext:
     pp_rank: int = 0
     pp_size: int = 1
     versions: Mapping[str, str] = field(default_factory=dict)
+    steering: ActionSink = field(default_factory=NoActions, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

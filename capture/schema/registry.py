@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import get_args
 
+from headgate.capture.schema.actions.action_sink import MakeSink, NoActions
 from headgate.capture.schema.config import MAX_LINGER_S, CaptureConsumersConfig, CaptureConsumerSpec, Location
 from headgate.capture.schema.consumer import (
     BatchedConsumer,
@@ -91,6 +92,7 @@ def open_consumers(
     pp_rank: int = 0,
     pp_size: int = 1,
     versions: Mapping[str, str] | None = None,
+    make_sink: MakeSink = lambda _: NoActions(),
 ) -> tuple[OpenConsumer, ...]:
     """Open the configured consumers of one location. Parameters of all are checked before any is opened.
 
@@ -102,6 +104,7 @@ def open_consumers(
         pp_rank: See `ConsumerContext`, like the rest.
         pp_size: Likewise.
         versions: Likewise.
+        make_sink: Makes what each takes its actions to.
 
     Raises:
         ConfigError: See `load_configured`; also if parameters are wrong or a consumer cannot be opened. Those that
@@ -118,7 +121,12 @@ def open_consumers(
         if ("driver" if consumer_class.location == "driver" else "worker") != location:
             continue
         context = ConsumerContext(
-            instance_name=spec.instance, model=model, pp_rank=pp_rank, pp_size=pp_size, versions=dict(versions or {})
+            instance_name=spec.instance,
+            model=model,
+            pp_rank=pp_rank,
+            pp_size=pp_size,
+            versions=dict(versions or {}),
+            steering=make_sink(spec.instance),
         )
         try:
             opened.append(OpenConsumer(bit, spec, consumer_class(spec.params, context)))

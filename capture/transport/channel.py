@@ -37,12 +37,28 @@ class Channel:
 
     Threads: any. A lock serialises them, and a `send` that waits for room holds it.
 
+    Args:
+        context: Of ZMQ.
+        address: Of the inbox.
+        window_bytes: See above.
+        window_messages: So many messages at most, too.
+        told: Logged when something is lost for the first time, with the address and the reason.
+
     Attributes:
         lost: Messages that were not sent, or whose receiver died before it acknowledged them.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, window_bytes: int) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        window_bytes: int,
+        window_messages: float = math.inf,
+        told: str = "The front end at %s %s: results or rows for it are lost",
+    ) -> None:
         self.lost = 0
+        self._window_messages = window_messages
+        self._told = told
         self._address = address
         self._window_bytes = window_bytes
         self._bytes_on_the_way = 0
@@ -108,7 +124,8 @@ class Channel:
 
     def _is_full(self, num_bytes: int) -> bool:
         """One message that is larger than the window goes alone."""
-        return self._bytes_on_the_way > 0 and self._bytes_on_the_way + num_bytes > self._window_bytes
+        is_over = self._bytes_on_the_way > 0 and self._bytes_on_the_way + num_bytes > self._window_bytes
+        return is_over or self._messages_on_the_way >= self._window_messages
 
     def _receive(self, timeout_s: float) -> None:
         """Read acknowledgements, and whether the other end is gone, waiting for the first."""
@@ -129,7 +146,7 @@ class Channel:
     def _lose(self, num_messages: int) -> None:
         if num_messages and not self.lost:
             why = "is gone" if self._is_dead else "does not keep up"
-            logger.warning("The front end at %s %s: results or rows for it are lost", self._address, why)
+            logger.warning(self._told, self._address, why)
         self.lost += num_messages
 
     def _disconnect(self) -> None:

@@ -15,10 +15,12 @@ from headgate.capture.delivery.consumer_queue import ConsumerQueue
 from headgate.capture.delivery.consumer_thread import ConsumerThread, UnfinishedWork
 from headgate.capture.delivery.request_assembler import Assembler
 from headgate.capture.monitoring.stats import ConsumerStats
+from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import BatchedConsumer, ModelInfo, RequestInfo, StreamingConsumer
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, load_configured, open_consumers
 from headgate.capture.schema.results import CaptureResult
+from headgate.capture.transport.action_channel import sink_of
 from headgate.capture.transport.channel import Inbox
 from headgate.capture.transport.listener import Closer
 from headgate.capture.transport.messages import DTYPES, origin_of
@@ -65,6 +67,7 @@ class DriverHost:
         model: The model being served.
         hub: Opens and closes the consumers with itself, in a forked child anew.
         versions: See `ConsumerContext`.
+        actions: Where their actions go.
 
     Raises:
         ConfigError: If a consumer cannot be loaded. If one cannot be opened, ``hub.address`` raises it.
@@ -77,11 +80,13 @@ class DriverHost:
         model: ModelInfo,
         hub: ResultHub,
         versions: Mapping[str, str] | None = None,
+        actions: ActionTarget = NOWHERE,
     ) -> None:
         self._config = config
         self._model = model
         self._hub = hub
         self._versions = dict(versions or {})
+        self._make_sink = partial(sink_of, actions)
         self._feeds: list[_Feed] = []
         self.instances = tuple(spec.instance for spec in config.consumers if load_configured(spec).location == "driver")
         if self.instances:
@@ -102,7 +107,13 @@ class DriverHost:
         )
 
     def _open(self, address: str) -> Closer:
-        opened = open_consumers(self._config, model=self._model, location="driver", versions=self._versions)
+        opened = open_consumers(
+            self._config,
+            model=self._model,
+            location="driver",
+            versions=self._versions,
+            make_sink=self._make_sink,
+        )
         row_bytes = self._model.hidden_size * DTYPES[self._model.dtype].itemsize
         feeds: list[_Feed] = []
         try:
@@ -117,7 +128,12 @@ class DriverHost:
 
 
 def open_drivers(
-    hub: ResultHub, *, config: CaptureConsumersConfig, model: ModelInfo, versions: Mapping[str, str] | None = None
+    hub: ResultHub,
+    *,
+    config: CaptureConsumersConfig,
+    model: ModelInfo,
+    versions: Mapping[str, str] | None = None,
+    actions: ActionTarget = NOWHERE,
 ) -> DriverHost:
     """Put the driver-located consumers of `config` to work beside `hub`, now.
 
@@ -125,7 +141,7 @@ def open_drivers(
         ConfigError: If one cannot be loaded or opened.
         UnsupportedError: If the hub cannot listen.
     """
-    host = DriverHost(config, model=model, hub=hub, versions=versions)
+    host = DriverHost(config, model=model, hub=hub, versions=versions, actions=actions)
     _ = hub.address
     return host
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -111,6 +111,7 @@ class FinishMessage(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
     num_prompt_tokens: int
     status: str
     dropped_rows: int
+    notes: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class AbandonMessage(msgspec.Struct, frozen=True, kw_only=True, tag="abandon"):
@@ -322,6 +323,7 @@ def encode_finish(finished: FinishedRequest, *, stage: int) -> list[bytes | memo
         num_prompt_tokens=finished.final.num_prompt_tokens,
         status=finished.final.status,
         dropped_rows=finished.dropped_rows,
+        notes=dict(finished.final.notes),
     )
     return encode(message, [array_bytes(finished.final.token_ids)])
 
@@ -334,7 +336,10 @@ def read_final(message: FinishMessage, frames: Sequence[zmq.Frame]) -> FinalStat
     """
     _check_num_arrays(frames, 1)
     return FinalState(
-        num_prompt_tokens=message.num_prompt_tokens, token_ids=read_int64(frames[1]), status=message.status
+        num_prompt_tokens=message.num_prompt_tokens,
+        token_ids=read_int64(frames[1]),
+        status=message.status,
+        notes=message.notes,
     )
 
 

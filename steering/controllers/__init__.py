@@ -31,7 +31,7 @@ Importing this package imports neither vLLM nor torch.
 
 from headgate.capture.probes.files import load as load_probe
 from headgate.capture.probes.probe import Probe, ProbeKind
-from headgate.steering.controllers.actions import Action, SetGlobal, SetScale, SetSteering, Stop
+from headgate.steering.controllers.actions import Action, SetGlobal, SetScale, SetSteering, SetSteeringEach, Stop
 from headgate.steering.controllers.controller import Controller, ReadRow, RequestView, StepReadings
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "SetGlobal",
     "SetScale",
     "SetSteering",
+    "SetSteeringEach",
     "StepReadings",
     "Stop",
     "load_probe",

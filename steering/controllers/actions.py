@@ -1,14 +1,17 @@
 """Actions of controllers. All act on generated positions only, from the first one whose step was not launched yet.
 
 What one controller sets on a request stays until the same controller sets something else there; what several
-controllers set adds up. Sites that an action writes at are op sites (``--steering-op-sites``). Standard library only.
+controllers set adds up. Sites that an action writes at are op sites (``--steering-op-sites``). Numpy only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 GLOBAL = "global"
 """Stands for the operator's global vectors in `SetScale`."""
@@ -61,6 +64,29 @@ class SetSteering(_Acting):
     compose: bool = True
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SetSteeringEach:
+    """`SetSteering` with one module on several requests, each with a scale of its own: fast where many requests run.
+
+    Attributes:
+        requests: Their ids.
+        module: Name of a registered module.
+        scales: A number for each request, ``[n]``.
+    """
+
+    requests: Sequence[str]
+    module: str
+    scales: npt.NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def each(self) -> Iterator[SetSteering]:
+        """Yield the same as actions of one request."""
+        for request, scale in zip(self.requests, np.asarray(self.scales, np.float64).tolist(), strict=True):
+            yield SetSteering(request, module=self.module, scale=scale)
+
+
 @dataclass(frozen=True, slots=True)
 class SetGlobal(_Acting):
     """Steer all requests, later ones too, in place of what this controller set for all; without content, no more.
@@ -104,10 +130,20 @@ class Stop:
     reason: str
 
 
-Action = SetSteering | SetGlobal | SetScale | Stop
+SingleAction = SetSteering | SetGlobal | SetScale | Stop
+Action = SingleAction | SetSteeringEach
 
 
-def told(action: Action) -> dict[str, Any]:
+def singles(actions: Iterable[Action]) -> Iterator[SingleAction]:
+    """Yield actions one by one: those for several requests as what they stand for."""
+    for action in actions:
+        if isinstance(action, SetSteeringEach):
+            yield from action.each()
+        else:
+            yield action
+
+
+def told(action: SingleAction) -> dict[str, Any]:
     """Return an action as plain values, as traces have it."""
     if isinstance(action, SetSteering):
         return {"set_steering": action.told, "compose": action.compose}

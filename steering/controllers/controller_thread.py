@@ -1,7 +1,8 @@
 """Calls a controller on a thread of its own, so that one that hangs, raises or floods costs the engine next to nothing.
 
 The engine hands a step's readings over and waits for the actions, for a budget of time at most. What comes later is
-taken at a later step; readings that come while the controller is busy are skipped, and counted. Standard library only.
+taken at a later step; readings that come while the controller is busy are skipped, and counted. One that says that it
+never waits is called at once, without a thread, until a step of it is over its budget. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from weakref import finalize, ref
 
-from headgate.steering.controllers.actions import Action, SetGlobal, SetScale, SetSteering, Stop
+from headgate.steering.controllers.actions import Action, SetGlobal, SetScale, SetSteering, SetSteeringEach, Stop
 from headgate.steering.controllers.controller import Controller, StepReadings
 
 logger = logging.getLogger("headgate")
@@ -51,11 +52,11 @@ class ControllerFigures:
 
 
 class ControllerThread:
-    """Runs one controller. Engine thread only, but for what its own thread does.
+    """Runs one controller. Engine thread only, but for what the controller's own thread does.
 
     Args:
         name: The controller's.
-        controller: Called on the thread alone.
+        controller: Called on the thread alone; or on the engine's, if it never waits.
         budget_s: Seconds that the engine waits for the actions of a step.
 
     Attributes:
@@ -78,8 +79,9 @@ class ControllerThread:
         """Whether that step has been counted as over budget."""
         self._num_over = 0
         self._num_flooded = 0
-        Thread(target=_work, args=(self._inbox, ref(self)), name=f"headgate-controller-{name}", daemon=True).start()
-        finalize(self, self._inbox.put, None)
+        self._is_called_at_once = bool(controller.never_waits)
+        if not self._is_called_at_once:
+            self._start_thread()
 
     @property
     def is_on(self) -> bool:
@@ -88,7 +90,9 @@ class ControllerThread:
 
     def tell(self, call: Callable[[], object]) -> None:
         """Have the thread do `call`, behind what it was told before; nothing is waited for."""
-        if self.is_on:
+        if self.is_on and self._is_called_at_once:
+            _guarded(call, self)
+        elif self.is_on:
             self._inbox.put(call)
 
     def step(self, readings: StepReadings) -> None:
@@ -99,7 +103,14 @@ class ControllerThread:
         self.figures.steps += 1
         self._done.clear()
         self._began, self._is_late, self._actions = time.perf_counter(), False, []
-        self._inbox.put(lambda: self._step(readings))
+        if not self._is_called_at_once:
+            self._inbox.put(lambda: self._step(readings))
+            return
+        _guarded(lambda: self._step(readings), self)
+        if time.perf_counter() - self._began > self._budget_s:
+            self.figures.over_budget += 1
+            self._is_called_at_once = False
+            self._start_thread()
 
     def take(self) -> list[Action]:
         """Return the actions of the last step, waiting for the budget at most; of a late step, once it is done."""
@@ -119,6 +130,12 @@ class ControllerThread:
             self.figures.error = error
             logger.error("headgate: controller %s is switched off: %s", self._name, error)
 
+    def _start_thread(self) -> None:
+        Thread(
+            target=_work, args=(self._inbox, ref(self)), name=f"headgate-controller-{self._name}", daemon=True
+        ).start()
+        finalize(self, self._inbox.put, None)
+
     def _wait_on(self) -> None:
         """Note that the step is late; switch the controller off if that was so too often, or if it hangs."""
         if not self._is_late:
@@ -136,13 +153,17 @@ class ControllerThread:
         start = time.perf_counter()
         try:
             limit = MAX_ACTIONS + MAX_ACTIONS_EACH * len(readings)
-            actions = list(islice(self.controller.step(readings), limit + 1))
-            for action in actions:
-                if not isinstance(action, SetSteering | SetGlobal | SetScale | Stop):
+            actions, count = [], 0
+            for action in islice(self.controller.step(readings), limit + 1):
+                if not isinstance(action, _ACTIONS):
                     raise TypeError(f"step returned {action!r}, which is no action of headgate.steering.controllers")
-            self._num_flooded = self._num_flooded + 1 if len(actions) > limit else 0
-            self.figures.dropped += len(actions) > limit
-            self._actions = actions[:limit]
+                count += len(action) if isinstance(action, SetSteeringEach) else 1
+                if count > limit:
+                    break
+                actions.append(action)
+            self._num_flooded = self._num_flooded + 1 if count > limit else 0
+            self.figures.dropped += count > limit
+            self._actions = actions
             if self._num_flooded >= MAX_OVER_BUDGET:
                 self.switch_off(
                     f"it returned more than {limit} actions in {self._num_flooded} steps one after the other"
@@ -155,6 +176,17 @@ class ControllerThread:
         """Take note of an error of the controller, whose thread ends with it."""
         self.switch_off(f"it raised {type(error).__name__}: {error}")
         self._done.set()
+
+
+_ACTIONS = (SetSteering, SetSteeringEach, SetGlobal, SetScale, Stop)
+
+
+def _guarded(call: Callable[[], object], owner: ControllerThread) -> None:
+    try:
+        call()
+    except (Exception, SystemExit) as error:
+        logger.exception("headgate: a controller raised")
+        owner.failed(error)
 
 
 def _work(inbox: SimpleQueue[Callable[[], object] | None], owner: ref[ControllerThread]) -> None:

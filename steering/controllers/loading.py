@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headgate.capture.probes.probe import Probe, ProbeError, ProbeKind
+from headgate.capture.probes.probe import Probe, ProbeError
 from headgate.capture.schema.config import parse_pairs
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.controllers.controller import Controller
@@ -131,6 +131,6 @@ def read_probes(name: str, controller: Controller) -> dict[str, Probe]:
         where = f"controller {name!r}: probe {probe_name!r}"
         if not isinstance(probe, Probe):
             raise ConfigError(f"{where}: expected a headgate.steering.controllers.Probe, got {type(probe).__name__}")
-        if probe.kind is ProbeKind.MLP or len(probe.classes) > 1:
-            raise ConfigError(f"{where}: the forward reads linear and cosine probes of one class, no {probe.kind}")
+        if len(probe.classes) > 1:
+            raise ConfigError(f"{where}: a controller reads probes of one class, this has {len(probe.classes)}")
     return dict(found)

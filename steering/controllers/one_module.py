@@ -22,6 +22,8 @@ class OneModuleController(Controller):
         ProbeError: If the probe cannot be read.
     """
 
+    never_waits = True
+
     def __init__(self, probe: str, module: str, **initial: float) -> None:
         self._probe = load(probe)
         self._module = module

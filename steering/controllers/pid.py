@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from headgate.steering.controllers.actions import Action, SetSteering
+from headgate.steering.controllers.actions import Action, SetSteeringEach
 from headgate.steering.controllers.controller import StepReadings
 from headgate.steering.controllers.one_module import OneModuleController
 
@@ -71,8 +71,9 @@ class PidController(OneModuleController):
         scales, known = self._next(slots, scores[at]), self._requests["scale"]
         changed = np.abs(scales - known[slots]) > self._min_delta
         known[slots[changed]] = scales[changed]
-        for index, scale in zip(at[changed].tolist(), scales[changed].tolist(), strict=True):
-            yield SetSteering(readings.requests[index], module=self._module, scale=scale)
+        if changed.any():
+            requests = [readings.requests[index] for index in at[changed].tolist()]
+            yield SetSteeringEach(requests, self._module, scales[changed])
 
     def _next(self, slots: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the scales of loops that read new scores."""

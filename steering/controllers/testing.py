@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from headgate.steering.controllers.actions import Action, SetGlobal, SetScale, SetSteering, Stop
+from headgate.steering.controllers.actions import SetGlobal, SetScale, SetSteering, SingleAction, Stop, singles
 from headgate.steering.controllers.controller import Controller, RequestView, StepReadings
 from headgate.steering.controllers.loading import read_probes
 
@@ -43,8 +43,8 @@ class ControllerFeed:
         self._tokens[request], self._num_prompt[request], self._told[request] = list(prompt), len(prompt), 0
         self._controller.request_begins(self._view(request))
 
-    def step(self, scores: Mapping[str, Sequence[float] | float]) -> list[Action]:
-        """Read rows of some requests, and return the controller's actions.
+    def step(self, scores: Mapping[str, Sequence[float] | float]) -> list[SingleAction]:
+        """Read rows of some requests, and return the controller's actions, those for several requests one by one.
 
         The rows of a prompt come first; each row behind it generates a token.
 
@@ -67,7 +67,7 @@ class ControllerFeed:
             scores={name: values.copy() for name in self._probes},
             tokens=[self._tokens[request] for request, *_ in rows],
         )
-        return list(self._controller.step(readings))
+        return list(singles(self._controller.step(readings)))
 
     def end(self, request: str) -> None:
         """End a request."""
@@ -125,7 +125,7 @@ class ControllerContract(ABC):
         assert answers[0] == answers[1]
 
 
-def _check(actions: Sequence[Action], running: set[str]) -> None:
+def _check(actions: Sequence[SingleAction], running: set[str]) -> None:
     for action in actions:
         assert isinstance(action, _ACTIONS), f"{action!r} is no action"
         if isinstance(action, SetSteering | Stop):

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.probes.probe import ProbeError
-from headgate.steering.controllers.actions import Action, SetGlobal, SetSteering
+from headgate.steering.controllers.actions import Action, SetGlobal, SetSteeringEach
 from headgate.steering.controllers.controller import StepReadings
 from headgate.steering.controllers.one_module import OneModuleController
 
@@ -67,24 +67,30 @@ class ThresholdController(OneModuleController):
     def step(self, readings: StepReadings) -> Iterator[Action]:
         """Update the averages, and change the scales that follow from them."""
         slots, scores = self._requests.of(readings.requests), readings.scores["score"].astype(np.float64)
-        counts = (slots >= 0) & np.isfinite(scores)
-        if not self.needs_prompts:
-            counts &= ~readings.is_prompt
-        if readings.is_prompt.any():  # several rows of a request, one after the other
-            for at in np.flatnonzero(counts).tolist():
-                self._read(slots[at : at + 1], scores[at : at + 1])
+        (at,) = np.nonzero((slots >= 0) & np.isfinite(scores) & (self.needs_prompts | ~readings.is_prompt))
+        slots, scores = slots[at], scores[at]
+        ends = np.append(np.flatnonzero(np.diff(slots)), len(slots) - 1)[: len(slots)]
+        if len(ends) == len(slots):
+            self._read(slots, scores)
         else:
-            self._read(slots[counts], scores[counts])
+            for slot, rows in zip(slots[ends].tolist(), np.split(scores, ends[:-1] + 1), strict=True):
+                self._read_rows(slot, rows)
         if self._is_global:
             yield from self._act_on_all()
-            return
-        last = dict(zip(slots[counts].tolist(), np.flatnonzero(counts).tolist(), strict=True))
-        read = np.array(list(last), np.int64)
-        scales, known = self._scales(read), self._requests["scale"]
-        for slot, scale in zip(read.tolist(), scales.tolist(), strict=True):
-            if self._is_new(scale, float(known[slot])):
-                known[slot] = scale
-                yield SetSteering(readings.requests[last[slot]], module=self._module, scale=scale)
+        elif self._gain:
+            yield from self._act_on_each(readings, slots[ends], at[ends])
+
+    def _act_on_each(
+        self, readings: StepReadings, slots: npt.NDArray[np.int64], at: npt.NDArray[np.int64]
+    ) -> Iterator[Action]:
+        """Change the scales of requests by their slots, whose last rows are those of some indices."""
+        scales, known = self._scales(slots), self._requests["scale"]
+        before = known[slots]
+        changed = (scales != before) & ((scales == 0) | (np.abs(scales - before) >= self._min_delta))
+        if changed.any():
+            known[slots[changed]] = scales[changed]
+            requests = [readings.requests[index] for index in at[changed].tolist()]
+            yield SetSteeringEach(requests, self._module, scales[changed])
 
     def _act_on_all(self) -> Iterator[Action]:
         scales = self._scales(self._requests.all())
@@ -100,6 +106,18 @@ class ThresholdController(OneModuleController):
         after = np.where(np.isnan(before), scores, (1 - self._alpha) * before + self._alpha * scores)
         average[slots] = after
         engaged[slots] = after >= self._threshold - self._hysteresis * engaged[slots]
+
+    def _read_rows(self, slot: int, scores: npt.NDArray[np.float64]) -> None:
+        """Take several scores of one request, in their order."""
+        average, averages = float(self._requests["average"][slot]), []
+        for score in scores.tolist():
+            average = score if math.isnan(average) else (1 - self._alpha) * average + self._alpha * score
+            averages.append(average)
+        self._requests["average"][slot] = average
+        found = np.array(averages)
+        (decisive,) = np.nonzero((found >= self._threshold) | (found < self._threshold - self._hysteresis))
+        if len(decisive):
+            self._requests["is_engaged"][slot] = found[decisive[-1]] >= self._threshold
 
     def _scales(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Return the scales that follow for some requests."""

@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.core.admission import Demand, Load
 from headgate.steering.programs.codes import CODE, CODE_MASK, Code, is_of_feature, is_of_gate
 from headgate.steering.programs.feature_edits import too_many_changes
+from headgate.steering.programs.gate_codes import SCORE_KIND_MASK, ScoreKind
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import SteeringSpec, content_key_of
 from headgate.steering.vectors.dtypes import StoredType
@@ -81,10 +84,12 @@ class Limits(NamedTuple):
     Attributes:
         entries: Entries of operations.
         features: Features of SAEs.
+        units: Entries of MLP probes that are read.
     """
 
     entries: int
     features: int
+    units: int = 0
 
 
 NO_ENTRIES = Limits(0, 0)
@@ -116,6 +121,7 @@ def check_programs(
         RequestError: Names `field`.
     """
     entries, features, written = Counter[Site](), Counter[Site](), set[tuple[Site, bytes]]()
+    units = Counter[Site]()
     reconstructed: set[Site] = set()
     num_changes = 0
     for program in programs:
@@ -124,6 +130,7 @@ def check_programs(
             entries.update(dict(program.runs))
             continue
         num_changes += program.num_changes
+        units.update(unit_counts(program))
         for site, code in zip(program.sites, kinds.tolist(), strict=True):
             if is_of_gate(code):
                 continue  # the columns of gates limit these
@@ -140,8 +147,17 @@ def check_programs(
                 raise RequestError(field, f"{where}, a feature of an SAE is changed twice at {site.name}")
             written.add((site, row))
     _check_changes(num_changes, limits.features, field, where)
-    flags = ("operations", limits.entries, entries, "--max-steering-ops-per-site")
-    for what, limit, counts, flag in (flags, ("features", limits.features, features, "--max-sae-features")):
+    _check_counts(entries, features, units, limits, field, where)
+
+
+def _check_counts(
+    entries: Counter[Site], features: Counter[Site], units: Counter[Site], limits: Limits, field: str, where: str
+) -> None:
+    for what, limit, counts, flag in (
+        ("operations", limits.entries, entries, "--max-steering-ops-per-site"),
+        ("features", limits.features, features, "--max-sae-features"),
+        ("MLP probes", limits.units, units, "--max-probe-units"),
+    ):
         crowded = next((site for site, count in counts.items() if count > limit), None)
         if crowded is not None:
             raise RequestError(
@@ -149,6 +165,13 @@ def check_programs(
                 f"{where}, the {what} at {crowded.name} make {counts[crowded]} entries, at most {limit} fit; the "
                 f"operator sets {flag}",
             )
+
+
+def unit_counts(program: Program) -> Counter[Site]:
+    """Return how many entries of MLP probes a program has at each site."""
+    codes = program.codes[:, CODE]
+    (units,) = np.nonzero((codes & CODE_MASK == Code.SCORE) & (codes & SCORE_KIND_MASK == ScoreKind.UNIT))
+    return Counter(program.sites[at] for at in units.tolist())
 
 
 def _check_changes(num_changes: int, limit: int, field: str, where: str) -> None:

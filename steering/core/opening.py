@@ -11,7 +11,7 @@ from typing import Any, cast
 from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
 from headgate.capture.probes.probe import ProbeError
 from headgate.capture.schema.errors import ConfigError, RequestError
-from headgate.steering.config import WHERE, parse_config
+from headgate.steering.config import WHERE, has_controllers, parse_config
 from headgate.steering.core.audit import Audit
 from headgate.steering.core.controllers.opening import open_controllers
 from headgate.steering.core.probes import open_probe
@@ -48,7 +48,7 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     for name, path in config.probes.items():
         _load_probe(core, name, path, steerable)
     _load_rules(core, config.rules_file, steerable)
-    if config.controllers:
+    if has_controllers(config):
         core.start(open_controllers(config, facts, core.state, core.reservations, core.operator.rules, services))
     logger.info("steering: %s", _room(core))
     return core

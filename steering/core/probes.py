@@ -11,7 +11,7 @@ from headgate.capture.probes.files import load
 from headgate.capture.probes.probe import Probe, ProbeError
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.gates.names import probe_key
-from headgate.steering.probes.wire import ProbeWire, check_kind, from_wire, to_wire
+from headgate.steering.probes.wire import ProbeWire, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
 
 MAX_BYTES = 256 << 20
@@ -34,7 +34,7 @@ class ProbeRegistry:
         """
         with self._lock:
             changed = {**self._probes, name: probe}
-            size = sum(each.weight.nbytes for each in changed.values())
+            size = sum(each.nbytes for each in changed.values())
             if size > MAX_BYTES:
                 raise RequestError(
                     "weight",
@@ -81,9 +81,14 @@ def check_fits(probe: Probe, steerable: Steerable) -> None:
     """Refuse a probe that this engine cannot evaluate.
 
     Raises:
-        ProbeError: If it is an MLP, its site is not declared, or its width is another one than the model's.
+        ProbeError: If it is too large an MLP, its site is not declared, or its width is another one than the model's.
     """
-    check_kind(probe.kind)
+    if probe.hidden is not None and len(probe.hidden.weight) >= steerable.max_probe_units:
+        raise ProbeError(
+            f"has {len(probe.hidden.weight)} units; room is for {steerable.max_probe_units}, with one more for each "
+            "probe; the operator sets --max-probe-units",
+            "hidden.weight",
+        )
     if probe.site not in steerable.op_sites:
         declared = ", ".join(site.name for site in steerable.op_sites) or "none"
         raise ProbeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 from weakref import WeakValueDictionary
@@ -26,7 +26,9 @@ from headgate.steering.core.resolved import Resolved, SteeredBlocks
 from headgate.steering.core.rules.step_readings import StepReadings
 from headgate.steering.core.state import SteeringState
 from headgate.steering.gates.conversations import ConversationLatches
+from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import Note
+from headgate.steering.requests.trace import Trace, join_notes
 from headgate.steering.spec import PROGRAM_KEYS, SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
@@ -82,7 +84,7 @@ class SteeringCore:
         *,
         has_conversations: bool = True,
     ) -> None:
-        limits = Limits(2 * config.max_ops_per_site, config.num_features)
+        limits = Limits(2 * config.max_ops_per_site, config.num_features, config.num_probe_units)
         latches = ConversationLatches() if has_conversations else None
         self.state = SteeringState(dtype, limits, steerable, latches)
         self.reservations: Reservations[str] = Reservations(capacity)
@@ -117,7 +119,11 @@ class SteeringCore:
             return None
         if req_id in self._resolved:
             raise AssertionError(f"request {req_id!r} was taken already")
-        spec = from_wire(wire)
+        shared = {
+            name: self._payloads.shared(value) if name in ("prefill", "decode") else value
+            for name, value in wire.items()
+        }
+        spec = from_wire(shared)
         self.state.rules.add(req_id, spec.rules, num_prompt)
         try:
             resolved = self.state.resolve(req_id, spec, num_prompt, owner=wire.get("owner", ""))
@@ -126,10 +132,7 @@ class SteeringCore:
             raise
         self._resolved[req_id] = resolved
         self._readings.add(req_id, spec.gates, resolved, num_prompt, is_traced=bool(wire.get("trace")))
-        taken = {
-            name: self._payloads.shared(value) if name in ("prefill", "decode") else value
-            for name, value in wire.items()
-        }
+        taken = dict(shared)
         names = ("prefill_parts", "decode_parts", "prefill_programs", "decode_programs")
         for name, found in zip(names, resolved.parts, strict=True):
             if found:
@@ -143,7 +146,7 @@ class SteeringCore:
             prefill, decode = resolved.own
             taken.update(to_wire(SteeringSpec(prefill_program=prefill, decode_program=decode)))
         if self._controllers is not None:
-            static = Static.of(resolved, from_wire(taken).decode)
+            static = Static.of(resolved, None if resolved.takes_own else spec.decode)
             self._controllers.add(req_id, num_prompt, spec.rules, static, is_traced=bool(wire.get("trace")))
         return taken
 
@@ -167,9 +170,14 @@ class SteeringCore:
 
     def take_readings(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
         """Return a piece of each request's trace; see `ReadingCore`."""
+        step = StepTable.of(readings)
         if self._controllers is not None:
-            self._controllers.read(readings, discarded)
-        return self._readings.take(readings, discarded)
+            self._controllers.read(step, discarded)
+        return self._readings.take(step, discarded)
+
+    def whole_note(self, notes: Sequence[Any]) -> Trace:
+        """Return the trace that pieces of it make; see `DescribingCore`."""
+        return join_notes(notes, None)
 
     def decide(self) -> Decided | None:
         """Let controllers decide; see `DecidingCore`."""

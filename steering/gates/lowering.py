@@ -80,7 +80,8 @@ def lower_gates(
     scores = {score.column: read_score(score.reading, content, dtype) for score in layout.scores}
     made = _Entries()
     for column, score in scores.items():
-        made.add(score.entry._replace(code=with_change(score.entry.code, column)))
+        for entry in score.at(column):
+            made.add(entry)
     attenuating: list[_Placed] = []
     for gate_column in layout.gates:
         placed = _Placed(gate_column, _reads(gate_column.gate, layout, scores))
@@ -148,7 +149,7 @@ class _Placed:
 
 
 def _reads(gate: Gate, layout: Layout, scores: Mapping[int, Score]) -> tuple[Site, ...]:
-    return sort_sites({scores[layout.score_column(leaf.reading)].entry.site for leaf in gate.leaves})
+    return sort_sites({scores[layout.score_column(leaf.reading)].site for leaf in gate.leaves})
 
 
 def _check(placed: _Placed, written: Sequence[Site], op_sites: Sequence[Site]) -> None:

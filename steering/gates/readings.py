@@ -7,15 +7,15 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from headgate.capture.probes.probe import Probe, ProbeKind
+from headgate.capture.probes.probe import Activation, Probe, ProbeKind
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.gates.gate import FeatureReading, InlineProbe, ModuleThen, NamedProbe, Reading
-from headgate.steering.programs.codes import Code
+from headgate.steering.programs.codes import Code, with_change
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.feature_lowering import reading_entry
-from headgate.steering.programs.gate_codes import ScoreKind
+from headgate.steering.programs.gate_codes import ScoreKind, Unit
 from headgate.steering.programs.lowering import split_row
 from headgate.steering.programs.operations import Float32Row, Lookup, ModuleVector
 from headgate.steering.programs.program import Entry, Program
@@ -78,16 +78,25 @@ class Score(NamedTuple):
     """A reading in terms of content.
 
     Attributes:
-        entry: Its entry, without the column.
+        entries: Its entries, without the column: one, or of an MLP those of its units and the one that sums them up.
         threshold: The probe's own; None if it has none.
     """
 
-    entry: Entry
+    entries: tuple[Entry, ...]
     threshold: float | None
+
+    @property
+    def site(self) -> Site:
+        """The site that is read."""
+        return self.entries[-1].site
+
+    def at(self, column: int) -> list[Entry]:
+        """Return the entries, which write a column."""
+        return [entry._replace(code=with_change(entry.code, column)) for entry in self.entries]
 
 
 def read_score(reading: Reading, content: Content, dtype: StoredType) -> Score:
-    """Return the entry of a reading.
+    """Return the entries of a reading.
 
     Args:
         reading: Of a gate.
@@ -101,17 +110,38 @@ def read_score(reading: Reading, content: Content, dtype: StoredType) -> Score:
     if isinstance(reading, NamedProbe):
         probe = content.probe(reading)
         _check_probe(probe, reading)
-        is_cosine = probe.kind is ProbeKind.COSINE
-        _check_site(probe.site, content.op_sites, reading.where)
-        return Score(_score(probe.site, probe.weight[0], float(probe.biases[0]), is_cosine, dtype), probe.threshold)
+        check_site(probe.site, content.op_sites, reading.where)
+        return Score(probe_entries(probe, dtype), probe.threshold)
     if isinstance(reading, InlineProbe):
-        _check_site(reading.site, content.op_sites, reading.where)
+        check_site(reading.site, content.op_sites, reading.where)
         weight = _weight(reading, content)
-        return Score(_score(reading.site, weight, reading.bias, reading.is_cosine, dtype), None)
+        return Score((_score(reading.site, weight, reading.bias, reading.is_cosine, dtype),), None)
     coder, site = content.coder(reading)
-    _check_site(site, content.op_sites, reading.where)
+    check_site(site, content.op_sites, reading.where)
     entry = reading_entry(coder, site, reading.feature, dtype)
-    return Score(entry._replace(code=Code.SCORE | ScoreKind.ACTIVATION | entry.code), None)
+    return Score((entry._replace(code=Code.SCORE | ScoreKind.ACTIVATION | entry.code),), None)
+
+
+def probe_entries(probe: Probe, dtype: StoredType) -> tuple[Entry, ...]:
+    """Return the entries of a probe of one class, without the column."""
+    bias = float(probe.biases[0])
+    if probe.hidden is None:
+        return (_score(probe.site, probe.weight[0], bias, probe.kind is ProbeKind.COSINE, dtype),)
+    unit = Code.SCORE | ScoreKind.UNIT | _UNITS[probe.hidden.activation]
+    entries = []
+    for row, shift, weight in zip(
+        probe.hidden.weight, probe.hidden.bias.tolist(), probe.weight[0].tolist(), strict=True
+    ):
+        if weight and row.any():
+            read = _score(probe.site, row, shift, False, dtype)
+            entries.append(read._replace(code=unit, params=(*read.params, weight)))
+        elif weight:  # Its value is the same for all rows.
+            bias += weight * float(probe.hidden.activation.apply(np.array([shift]))[0])
+    total = Entry(probe.site, Code.SCORE | ScoreKind.UNIT | Unit.SUM, None, None, (0.0, 0.0, bias))
+    return (*entries, total)
+
+
+_UNITS = {Activation.RELU: Unit.RELU, Activation.GELU: Unit.GELU, Activation.SILU: Unit.SILU}
 
 
 def _check_probe(probe: Probe, reading: NamedProbe) -> None:
@@ -122,7 +152,12 @@ def _check_probe(probe: Probe, reading: NamedProbe) -> None:
         )
 
 
-def _check_site(site: Site, op_sites: Sequence[Site], where: str) -> None:
+def check_site(site: Site, op_sites: Sequence[Site], where: str) -> None:
+    """Refuse a site where no gate can read.
+
+    Raises:
+        RequestError: Naming `where`.
+    """
     if site not in op_sites:
         declared = ", ".join(each.name for each in op_sites) or "none"
         raise RequestError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -198,28 +198,6 @@ def _gate_columns(own: GateSource, rules: Iterable[GateSource]) -> dict[str, tup
 
 def _put(column: list[float | None], at: int, values: Float32Rows) -> None:
     column[at : at + len(values)] = _plain(values)
-
-
-class StepRows(NamedTuple):
-    """The rows of one request in a step: position of the first, and their signals ``[rows, columns]``."""
-
-    req_id: str
-    first: int
-    signals: Float32Rows
-
-
-def rows_of(readings: Mapping[str, Any]) -> Iterator[StepRows]:
-    """Yield the rows of each request in what a worker read of a step.
-
-    Args:
-        readings: As `headgate.steering.worker.gates.readings.SignalReadings.collect` made them.
-    """
-    firsts, counts = (np.frombuffer(readings[name], np.int64).tolist() for name in ("firsts", "counts"))
-    values = np.frombuffer(readings["values"], np.float32).reshape(-1, readings["columns"])
-    start = 0
-    for req_id, first, count in zip(readings["ids"], firsts, counts, strict=True):
-        yield StepRows(req_id, first, values[start : start + count])
-        start += count
 
 
 def _plain(values: Float32Rows) -> list[float | None]:

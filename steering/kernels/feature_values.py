@@ -12,7 +12,7 @@ import triton.language as tl
 from headgate.steering.programs import codes as program_codes
 from headgate.steering.programs import gate_codes
 from headgate.steering.programs.codes import Activation, Code, Edit, Flag, InputNorm
-from headgate.steering.programs.gate_codes import ScoreKind
+from headgate.steering.programs.gate_codes import ScoreKind, Unit
 
 _CODE_MASK = tl.constexpr(program_codes.CODE_MASK)
 _READ_FEATURE = tl.constexpr(int(Code.READ_FEATURE))
@@ -35,6 +35,12 @@ _AT_MOST = tl.constexpr(int(Edit.AT_MOST))
 _SCORE_KIND_MASK = tl.constexpr(gate_codes.SCORE_KIND_MASK)
 _COSINE = tl.constexpr(int(ScoreKind.COSINE))
 _ACTIVATION = tl.constexpr(int(ScoreKind.ACTIVATION))
+_UNIT = tl.constexpr(int(ScoreKind.UNIT))
+_UNIT_MASK = tl.constexpr(gate_codes.UNIT_MASK)
+_GELU = tl.constexpr(int(Unit.GELU))
+_SILU = tl.constexpr(int(Unit.SILU))
+_SUM = tl.constexpr(int(Unit.SUM))
+_SQRT_HALF = tl.constexpr(0.5**0.5)
 
 
 @triton.jit
@@ -96,6 +102,39 @@ def scores_of_row(code, numbers, dots, rests, mean, std, norm, D):
     cosine = tl.where(norm > 0, y / norm, 0.0)
     a = activation(code & _ACTIVATION_MASK, z, p0, p1, p3, p4)
     return tl.where(kind == _ACTIVATION, a, tl.where(kind == _COSINE, cosine, y) + p0)
+
+
+@triton.jit
+def units_together(code, index, numbers, dots, rests, scores, total):
+    """Return scores with those that units make together, the sum that goes on behind them, and which are to be stored.
+
+    Args:
+        code: Of some entries; 0 for those that do not count.
+        index: Their places, ascending.
+        numbers: Their params.
+        dots: Products of the row with their first rows.
+        rests: The same with their second rows.
+        scores: As `scores_of_row` returns them: right but for units.
+        total: The sum of the units before, since the last `Unit.SUM`.
+    """
+    is_unit = (code != 0) & (code & _SCORE_KIND_MASK == _UNIT)
+    kind = code & _UNIT_MASK
+    is_sum = is_unit & (kind == _SUM)
+    if tl.max(is_unit.to(tl.int32)) > 0:
+        read_scale, write_scale, p0, p1, _p2, _p3, _p4, _p5 = numbers
+        q = read_scale * dots + write_scale * rests + p0
+        soft = tl.where(kind == _SILU, q / (1.0 + tl.exp(-q)), 0.5 * q * (1.0 + tl.erf(q * _SQRT_HALF)))
+        added = p1 * tl.where((kind == _GELU) | (kind == _SILU), soft, tl.maximum(q, 0.0))
+        added = tl.where(is_unit, tl.where(is_sum, 0.0, added), 0.0)
+        # Units count towards the next sum: those with as many sums before them as it has.
+        is_before = index[None, :] < index[:, None]
+        part = tl.sum((is_before & is_sum[None, :]).to(tl.int32), axis=1)
+        is_part = is_before & (part[None, :] == part[:, None])
+        inside = tl.sum(tl.where(is_part, added[None, :], 0.0), axis=1)
+        scores = tl.where(is_sum, p0 + inside + tl.where(part == 0, total, 0.0), scores)
+        num_sums = tl.sum(is_sum.to(tl.int32))
+        total = tl.where(num_sums == 0, total, 0.0) + tl.sum(tl.where(part == num_sums, added, 0.0))
+    return scores, total, (code != 0) & ((code & _SCORE_KIND_MASK != _UNIT) | is_sum)
 
 
 @triton.jit

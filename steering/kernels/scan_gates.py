@@ -12,7 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headgate.steering.kernels.feature_values import norms_of_scores, scores_of_row, statistics_of_row
+from headgate.steering.kernels.feature_values import (
+    norms_of_scores,
+    scores_of_row,
+    statistics_of_row,
+    units_together,
+)
 from headgate.steering.kernels.gate_coefficients import attenuation
 from headgate.steering.kernels.gate_values import evaluate_gates
 from headgate.steering.kernels.program_arguments import Gates, strides_of
@@ -119,6 +124,7 @@ def _num_gates(codes, count, BLOCK_E: tl.constexpr):
 def _store_scores(h, codes, params, num_scored, signals, pool_ptr, pool_stride, columns, D, TILE: tl.constexpr):
     """Store what entries `SCORE` read of a row; `TILE` are read at once."""
     mean, std, norm = 0.0, -1.0, -1.0  # negative until a score needs them
+    total = tl.full((), 0.0, tl.float32)
     for start in range(0, num_scored, TILE):
         index = start + tl.arange(0, TILE)
         code = tl.load(codes + index * _NUM_CODES, mask=index < num_scored, other=0)
@@ -132,7 +138,8 @@ def _store_scores(h, codes, params, num_scored, signals, pool_ptr, pool_stride, 
         dots = tl.sum(h[None, :] * u.to(tl.float32), axis=1)
         rests = tl.sum(h[None, :] * w.to(tl.float32), axis=1)
         scores = scores_of_row(code, numbers, dots, rests, mean, std, norm, D)
-        tl.store(signals + (code >> _CHANGE_SHIFT & _CHANGE_MASK), scores, mask=code != 0)
+        scores, total, is_told = units_together(code, index, numbers, dots, rests, scores, total)
+        tl.store(signals + (code >> _CHANGE_SHIFT & _CHANGE_MASK), scores, mask=is_told)
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -7,12 +7,20 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from headgate.capture.probes.probe import Pooling, Probe, ProbeError, ProbeKind
+from headgate.capture.probes.probe import Activation, HiddenLayer, Pooling, Probe, ProbeKind
 from headgate.capture.schema.sites import Site
 
 
+class HiddenWire(TypedDict):
+    """A `HiddenLayer`; `weight` and `bias` are the raw bytes of float32 values."""
+
+    weight: bytes
+    bias: bytes
+    activation: str
+
+
 class ProbeWire(TypedDict):
-    """A `Probe` that is no MLP; `weight` and `bias` are the raw bytes of float32 values."""
+    """A `Probe`; `weight` and `bias` are the raw bytes of float32 values."""
 
     site: str
     kind: str
@@ -23,15 +31,12 @@ class ProbeWire(TypedDict):
     pooling: Pooling
     model: str | None
     metadata: dict[str, str]
+    hidden: HiddenWire | None
 
 
 def to_wire(probe: Probe) -> ProbeWire:
-    """Return plain values that `from_wire` reads back.
-
-    Raises:
-        ProbeError: If it is an MLP, which engines do not evaluate.
-    """
-    check_kind(probe.kind)
+    """Return plain values that `from_wire` reads back."""
+    hidden = probe.hidden
     return {
         "site": probe.site.name,
         "kind": probe.kind.value,
@@ -42,11 +47,23 @@ def to_wire(probe: Probe) -> ProbeWire:
         "pooling": probe.pooling,
         "model": probe.model,
         "metadata": dict(probe.metadata),
+        "hidden": None
+        if hidden is None
+        else {
+            "weight": hidden.weight.tobytes(),
+            "bias": hidden.bias.tobytes(),
+            "activation": hidden.activation.value,
+        },
     }
 
 
 def from_wire(wire: Mapping[str, Any]) -> Probe:
     """Return the probe that `to_wire` wrote."""
+    hidden = None
+    if (layer := wire["hidden"]) is not None:
+        bias = np.frombuffer(layer["bias"], np.float32)
+        weight = np.frombuffer(layer["weight"], np.float32).reshape(len(bias), -1)
+        hidden = HiddenLayer(weight=weight, bias=bias, activation=Activation(layer["activation"]))
     return Probe(
         site=Site.parse(wire["site"]),
         kind=ProbeKind(wire["kind"]),
@@ -57,14 +74,5 @@ def from_wire(wire: Mapping[str, Any]) -> Probe:
         pooling=wire["pooling"],
         model=wire["model"],
         metadata=wire["metadata"],
+        hidden=hidden,
     )
-
-
-def check_kind(kind: ProbeKind) -> None:
-    """Refuse the kind of probe that engines do not evaluate.
-
-    Raises:
-        ProbeError: If `kind` is an MLP.
-    """
-    if kind is ProbeKind.MLP:
-        raise ProbeError("mlp probes cannot be registered yet: use it offline, with Probe.scores", "kind")

@@ -6,7 +6,9 @@ an entry (`headgate.steering.programs.codes.change_index`) is its first column, 
 
 * `SCORE`: ``s[c] = y + p0`` with ``y = read_scale * (h . u) + write_scale * (h . w)``; `w` is what rounding took from
   `u`, none where that is nothing. With `ScoreKind.COSINE` ``y / norm(h)``, and 0 for a row of zeros; with
-  `ScoreKind.ACTIVATION` the activation of a feature, from the params of a feature.
+  `ScoreKind.ACTIVATION` the activation of a feature, from the params of a feature. With `ScoreKind.UNIT` it writes
+  nothing but adds ``p1 * f(y + p0)`` to a sum, where f is a `Unit`; `Unit.SUM` writes ``s[c] = sum + p0`` of the units
+  before it, which stand one behind the other, and begins another sum.
 * `LEAF`: compares the score ``s[p4]``, pooled over rows of the request (`Pool`, `EMA` with the weight p3), with the
   threshold p0 and the hysteresis p1, by a `Mode` with its number p2. ``s[c]`` is the strength, ``s[c + 1]`` whether it
   fires, ``s[c + 2]`` the pooled score. ``m[c]`` is whether it fired, ``m[c + 1]`` the pooled score, ``m[c + 2]`` over
@@ -31,13 +33,30 @@ from enum import IntEnum, IntFlag
 
 
 class ScoreKind(IntEnum):
-    """How `Code.SCORE` reads a row: bits 16 and 17 of the code. Activations have theirs in the bits of a feature."""
+    """How `Code.SCORE` reads a row: bits 16 and 17 of the code. Activations have theirs in the bits of a feature.
+
+    `UNIT` is a hidden unit of a small network, or their sum.
+    """
 
     LINEAR = 0 << 16
     COSINE = 1 << 16
     ACTIVATION = 2 << 16
+    UNIT = 3 << 16
 
 
+class Unit(IntEnum):
+    """The function of a `ScoreKind.UNIT`: bits 12 and 13 of the code."""
+
+    RELU = 0 << 12
+    GELU = 1 << 12
+    """x * Phi(x), with the error function."""
+    SILU = 2 << 12
+    """x / (1 + exp(-x))."""
+    SUM = 3 << 12
+    """No unit: the score that the units before it make together."""
+
+
+UNIT_MASK = 3 << 12
 SCORE_KIND_MASK = 3 << 16
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from headgate.capture.probes.probe import MAX_CLASSES, FloatArray, Probe, ProbeError, ProbeKind
+from headgate.capture.probes.probe import MAX_CLASSES, MAX_UNITS, FloatArray, HiddenLayer, Probe, ProbeError
 from headgate.capture.schema.errors import RequestError, shown
-from headgate.steering.probes.wire import check_kind
 from headgate.steering.requests.op_documents import read_site
 from headgate.steering.requests.vector_forms import check_scale, packed_rows, packed_type, read_single
 from headgate.steering.vectors.dtypes import StoredType, widen
 
-PROBE_FIELDS = ("at", "weight", "bias", "kind", "threshold", "classes", "pooling", "model")
+PROBE_FIELDS = ("at", "weight", "bias", "kind", "threshold", "classes", "pooling", "model", "hidden")
+_HIDDEN_FIELDS = ("weight", "bias", "activation")
 
 
 def read_probe(document: Mapping[str, Any], hidden: int) -> Probe:
@@ -23,7 +23,9 @@ def read_probe(document: Mapping[str, Any], hidden: int) -> Probe:
 
     Args:
         document: ``weight`` is one vector, or a list of them, one for each class: lists, arrays, tensors, or packed as
-            ``{"dtype", "shape": [hidden] or [classes, hidden], "data"}``; ``bias`` a number, or a list of them.
+            ``{"dtype", "shape": [hidden] or [classes, hidden], "data"}``; ``bias`` a number, or a list of them. An MLP
+            has ``hidden``: ``{"weight": units of hidden values, "bias", "activation"}``; its ``weight`` has a value for
+            each unit.
         hidden: The model's hidden size.
 
     Raises:
@@ -37,7 +39,8 @@ def read_probe(document: Mapping[str, Any], hidden: int) -> Probe:
         if name not in given:
             raise RequestError(name, "is missing")
     site = read_site(given.pop("at"), "at")
-    weight = _weight(given.pop("weight"), hidden)
+    layer = _hidden(given.pop("hidden"), hidden) if "hidden" in given else None
+    weight = _weight(given.pop("weight"), hidden if layer is None else len(layer.weight))
     if "bias" in given:
         given["bias"] = _bias(given["bias"], len(weight))
     if "classes" in given:
@@ -47,21 +50,15 @@ def read_probe(document: Mapping[str, Any], hidden: int) -> Probe:
     if "threshold" in given:
         given["threshold"] = check_scale(given["threshold"], "threshold")
     try:
-        if given.get("kind") == ProbeKind.MLP.value:
-            check_kind(ProbeKind.MLP)
-        return Probe(site=site, weight=weight, **given)
+        return Probe(site=site, weight=weight, hidden=layer, **given)
     except ProbeError as error:
         raise RequestError(error.field or "weight", error.message) from error
 
 
 def probe_document(probe: Probe) -> dict[str, Any]:
-    """Return the fields that `read_probe` reads back; metadata is not among them.
-
-    Raises:
-        ProbeError: If it is an MLP.
-    """
-    check_kind(probe.kind)
-    return {
+    """Return the fields that `read_probe` reads back; metadata is not among them."""
+    layer = probe.hidden
+    made = {
         "at": probe.site.name,
         "weight": probe.weight,
         "bias": probe.biases.tolist(),
@@ -71,55 +68,75 @@ def probe_document(probe: Probe) -> dict[str, Any]:
         "pooling": probe.pooling,
         "model": probe.model,
     }
+    if layer is not None:
+        made["hidden"] = {
+            "weight": layer.weight,
+            "bias": layer.bias.tolist(),
+            "activation": layer.activation.value,
+        }
+    return made
 
 
-def _weight(value: Any, hidden: int) -> FloatArray:
+def _hidden(value: Any, hidden: int) -> HiddenLayer:
+    if not isinstance(value, Mapping) or set(value) != set(_HIDDEN_FIELDS):
+        raise RequestError("hidden", f"expected an object with {', '.join(_HIDDEN_FIELDS)}; got {shown(value)}")
+    weight = _weight(value["weight"], hidden, "hidden.weight", MAX_UNITS)
+    bias = _bias(value["bias"], len(weight), "hidden.bias")
+    try:
+        return HiddenLayer(weight=weight, bias=np.array(bias), activation=value["activation"])
+    except ProbeError as error:
+        raise RequestError(error.field or "hidden", error.message) from error
+
+
+def _weight(value: Any, hidden: int, field: str = "weight", most: int = MAX_CLASSES) -> FloatArray:
     if isinstance(value, Mapping) and isinstance(value.get("shape"), list | tuple) and len(value["shape"]) == 2:
-        return _packed(value, hidden)
+        return _packed(value, hidden, field, most)
     torch = sys.modules.get("torch")
     is_tensor = torch is not None and isinstance(value, torch.Tensor)
     is_array = is_tensor or isinstance(value, np.ndarray)
     has_rows = value.ndim == 2 if is_array else isinstance(value, list | tuple) and bool(value) and _is_row(value[0])
     if not has_rows:
-        return read_single(value, hidden, "weight")[None]
-    _check_count(len(value))
-    return np.stack([read_single(row, hidden, f"weight[{index}]") for index, row in enumerate(value)])
+        return read_single(value, hidden, field)[None]
+    _check_count(len(value), field, most)
+    return np.stack([read_single(row, hidden, f"{field}[{index}]") for index, row in enumerate(value)])
 
 
 def _is_row(value: Any) -> bool:
     return isinstance(value, list | tuple | Mapping) or (hasattr(value, "shape") and len(value.shape) > 0)
 
 
-def _packed(value: Mapping[Any, Any], hidden: int) -> FloatArray:
+def _packed(value: Mapping[Any, Any], hidden: int, field: str, most: int) -> FloatArray:
     if set(value) != {"dtype", "shape", "data"}:
-        raise RequestError("weight", f"expected the keys 'dtype', 'shape' and 'data', got {shown(list(value))}")
-    dtype = packed_type(value["dtype"], "weight.dtype")
+        raise RequestError(field, f"expected the keys 'dtype', 'shape' and 'data', got {shown(list(value))}")
+    dtype = packed_type(value["dtype"], f"{field}.dtype")
     count, width = value["shape"]
     if not isinstance(count, int) or isinstance(count, bool) or width != hidden or count < 1:
         raise RequestError(
-            "weight.shape", f"expected [classes, {hidden}], the hidden size; got {shown(value['shape'])}"
+            f"{field}.shape",
+            f"expected [{'classes' if field == 'weight' else 'units'}, {hidden}]; got {shown(value['shape'])}",
         )
-    _check_count(count)
+    _check_count(count, field, most)
     stored: StoredType = "float32" if dtype == "float64" else dtype  # type: ignore[assignment]
-    rows = widen(packed_rows(value["data"], dtype, count, hidden, "weight.data"), stored)
+    rows = widen(packed_rows(value["data"], dtype, count, hidden, f"{field}.data"), stored)
     if not np.isfinite(rows).all():
         wrong = [int(index) for index in np.argwhere(~np.isfinite(rows))[0]]
-        raise RequestError("weight", f"the value at {wrong} is not finite in float32")
+        raise RequestError(field, f"the value at {wrong} is not finite in float32")
     return rows
 
 
-def _check_count(count: int) -> None:
-    if count > MAX_CLASSES:
-        raise RequestError("weight", f"expected at most {MAX_CLASSES} rows, one for each class; got {count}")
+def _check_count(count: int, field: str, most: int) -> None:
+    if count > most:
+        each = "class" if field == "weight" else "unit"
+        raise RequestError(field, f"expected at most {most} rows, one for each {each}; got {count}")
 
 
-def _bias(value: Any, num_classes: int) -> list[float]:
+def _bias(value: Any, num_classes: int, field: str = "bias") -> list[float]:
     if hasattr(value, "tolist"):
         value = value.tolist()
     listed = value if isinstance(value, list | tuple) else [value]
     if len(listed) != num_classes:
-        raise RequestError("bias", f"expected {num_classes} numbers, one for each row of weight; got {len(listed)}")
-    where = "bias" if listed is not value else "bias[{}]"
+        raise RequestError(field, f"expected {num_classes} numbers, one for each row of weight; got {len(listed)}")
+    where = field if listed is not value else field + "[{}]"
     return [check_scale(each, where.format(index)) for index, each in enumerate(listed)]
 
 

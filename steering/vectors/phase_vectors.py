@@ -43,6 +43,7 @@ class Steerable:
             no transcoders.
         max_gates: Gates of one request; 0 if there can be none.
         max_rules: Rules that can be registered; 0 if there can be none.
+        max_probe_units: Units of MLP probes at one site, and one for each probe; 0 if none can be read.
     """
 
     num_layers: int
@@ -56,6 +57,7 @@ class Steerable:
     max_changes: int = 0
     max_gates: int = 0
     max_rules: int = 0
+    max_probe_units: int = 0
     ranks: Mapping[HookPoint, Sequence[int]] = field(init=False, repr=False, compare=False)
     """Per hook point, each layer's index into `sites`; -1 where it cannot be steered."""
 

@@ -10,12 +10,12 @@ import torch
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.sites import Site
+from headgate.steering.gates.coefficient_changes import CoefficientChanges
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import PhaseContent, SteeringSpec, from_wire, steered
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, sum_of
 from headgate.steering.worker.device_tables import DeviceTables
-from headgate.steering.worker.gates.driven import CoefficientChange
 from headgate.steering.worker.gates.readings import SignalReadings
 from headgate.steering.worker.gates.requests import OwnGates
 from headgate.steering.worker.gates.step_gates import StepGates
@@ -158,11 +158,11 @@ class WorkerSteering:
         if self.gates is not None:
             self.gates.set_rules(read)
 
-    def drive(self, drives: Sequence[tuple[str, int, int, float]]) -> None:
-        """Follow what controllers decided; each as `CoefficientChange`, of a request that was added."""
+    def drive(self, drives: Mapping[str, Any]) -> None:
+        """Follow what controllers decided, as `CoefficientChanges.to_wire` wrote it, of requests that were added."""
         if self.gates is None:
             raise AssertionError("steering: a worker without op sites is driven")
-        for req_id, columns in self.gates.drive([CoefficientChange(*one) for one in drives]).items():
+        for req_id, columns in self.gates.drive(CoefficientChanges.from_wire(drives)).items():
             self.table.drive(req_id, columns)
 
     def keep_module(self, name: str, spec: Mapping[str, Any]) -> None:

@@ -14,7 +14,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize(
-    ("example", "package"), [("consumer_plugin", "headgate_cosine"), ("controller_plugin", "headgate_refusal")]
+    ("example", "package"),
+    [
+        ("consumer_plugin", "headgate_cosine"),
+        ("controller_plugin", "headgate_refusal"),
+        ("steering_consumer", "headgate_loop_guard"),
+    ],
 )
 def test_an_example_plugin_installs_and_passes_its_tests(tmp_path: Path, example: str, package: str) -> None:
     source, installed = tmp_path / "source", tmp_path / "installed"

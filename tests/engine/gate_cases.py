@@ -31,6 +31,7 @@ def cases_of(rows: Sequence[Mapping[Site, Tensor]]) -> list[GateCase]:
         *_attenuating_beside(make),
         *_together(make),
         *_named(make),
+        *_networks(make),
         *features(make),
         *operations(make),
         *_predecessor(make),
@@ -227,6 +228,27 @@ def _named(make: Maker) -> Iterator[GateCase]:
             },
         ],
     )
+
+
+def _networks(make: Maker) -> Iterator[GateCase]:
+    for at, scope in enumerate(("this_token", "next_token", "rest_of_request")):
+        yield GateCase(
+            name=f"networks, {scope}",
+            prompt=at % 2,
+            gates=[
+                {
+                    "when": {"any": [make.network("gelu", at % 2, q=0.8), {"probe": "anger", "above": 3.0}]},
+                    "then": {"vectors": make.vectors(*LATE)},
+                    "scope": scope,
+                },
+                {
+                    "when": {**make.network("silu", at % 2), "pool": {"ema": 0.5}},
+                    "then": {"vectors": make.vectors(LATE[1])},
+                    "strength": {"sigmoid": 0.8},
+                },
+                {"when": make.network("relu", at % 2, q=0.6), "then": {"vectors": make.vectors(LATE[0])}},
+            ],
+        )
 
 
 def _predecessor(make: Maker) -> Iterator[GateCase]:

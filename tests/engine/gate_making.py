@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
-from tests.engine.gate_semantics import Effect, Names, additions, site_of
+from tests.engine.gate_semantics import Effect, Names, additions, network_score, site_of
 from tests.engine.hf_reference import Steering
 from tests.engine.steering_cases import Case, vectors
 from tests.engine.tiny_models import HIDDEN, VOCABULARY
@@ -129,6 +129,14 @@ class Maker:
             more["hysteresis"] = float(scores.std()) / 2
         return {**found, **more}
 
+    def network(self, name: str, prompt: int = LONG, q: float = 0.7) -> dict[str, Any]:
+        """A comparison of a probe of `named_probes` that is a network, which fires on the part 1 - `q` of the rows."""
+        document = named_probes()[name]
+        rows = self._rows[prompt][site_of(document["at"])].double().numpy()
+        scores = sorted(network_score(document, row) for row in rows)
+        index = int(q * (len(scores) - 1))
+        return {"probe": name, "above": (scores[index] + scores[index + 1]) / 2}
+
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(next(self._seeds))
 
@@ -149,4 +157,14 @@ def named_probes() -> dict[str, dict[str, Any]]:
     return {
         "anger": {"at": "0.post_mlp", "weight": first, "bias": 0.5, "kind": "linear"},
         "angle": {"at": "2.pre_attn", "weight": second, "kind": "cosine"},
+        **{name: _network(name, units) for name, units in (("relu", 5), ("gelu", 8), ("silu", 12))},
     }
+
+
+def _network(activation: str, units: int) -> dict[str, Any]:
+    """A small MLP, named after what its units do."""
+    generator = torch.Generator().manual_seed(units)
+    first, second, bias = (torch.randn(units, width, generator=generator) for width in (HIDDEN, 1, 1))
+    hidden = {"weight": (first / 4).tolist(), "bias": (bias[:, 0] / 2).tolist(), "activation": activation}
+    at = "1.post_attn" if activation == "silu" else "0.post_mlp"
+    return {"at": at, "weight": second[:, 0].tolist(), "bias": 0.3, "kind": "mlp", "hidden": hidden}

@@ -48,9 +48,19 @@ def made_cases(references: ProcessPoolExecutor) -> list[GateCase]:
     return cases_of(references.submit(plain_rows, tiny_model(FAMILY), FAMILY, PROMPTS, NUM_OUTPUT).result())
 
 
-def start(folder: Path, steering: Mapping[str, Any] | None = None, **settings: Any) -> Any:
-    """Start an engine with everything that the cases name; `steering` are further settings of that section."""
+def start(
+    folder: Path, steering: Mapping[str, Any] | None = None, consumers: Sequence[str] = (), **settings: Any
+) -> Any:
+    """Start an engine with everything that the cases name.
+
+    Args:
+        folder: For files.
+        steering: Further settings of that section.
+        consumers: Capture consumers beside ``memory``.
+        settings: Of the engine.
+    """
     saes = {"sae": f"{SAE.save(folder / 'sae')}@{SAE_SITE.name}"}
+    usual = {"sites": SITES, "op_sites": SITES, "saes": saes, "max_probe_units": 40}
     llm = start_llm(
         model=tiny_model(FAMILY),
         dtype="float32",
@@ -64,8 +74,8 @@ def start(folder: Path, steering: Mapping[str, Any] | None = None, **settings: A
         enable_prefix_caching=True,
         additional_config={
             "headgate": {
-                "capture": {"consumers": [{"name": "memory"}], "sites": SITES},
-                "steering": {"sites": SITES, "op_sites": SITES, "saes": saes, **(steering or {})},
+                "capture": {"consumers": [{"name": name} for name in ("memory", *consumers)], "sites": SITES},
+                "steering": {**usual, **(steering or {})},
             }
         },
         **settings,

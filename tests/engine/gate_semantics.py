@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,22 @@ def additions(nested: Mapping[str, Any], scale: float = 1.0) -> tuple[Acting, ..
             site = FINAL_NORM_SITE if layer is None else Site(int(layer), HookPoint(hook))
             found.append((site, {"method": "additive", "vector": np.asarray(vector, np.float64), "scale": scale}))
     return tuple(found)
+
+
+def network_score(document: Mapping[str, Any], row: Row) -> float:
+    """Return the score that an MLP probe gives a row."""
+    layer = document["hidden"]
+    total = float(document["bias"])
+    for weights, bias, out in zip(layer["weight"], layer["bias"], document["weight"], strict=True):
+        value = float(np.asarray(weights, np.float32).astype(np.float64) @ row) + float(np.float32(bias))
+        if layer["activation"] == "relu":
+            value = max(value, 0.0)
+        elif layer["activation"] == "gelu":
+            value *= (1 + math.erf(value / math.sqrt(2))) / 2
+        else:
+            value /= 1 + math.exp(-value)
+        total += float(np.float32(out)) * value
+    return total
 
 
 class _Leaf:
@@ -139,6 +156,8 @@ def _reading(document: Mapping[str, Any], names: Names) -> tuple[Site, Callable[
         probe = names.probes[probe]
     is_cosine = probe is None or probe.get("kind") == "cosine"
     read = {"at": document["at"], "weight": document["cosine"]} if probe is None else probe
+    if "hidden" in read:
+        return site_of(read["at"]), partial(network_score, read)
     weight = np.asarray(read["weight"], np.float64)
     bias = 0.0 if is_cosine else float(read.get("bias") or 0.0)
 

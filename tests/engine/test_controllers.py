@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from headgate.capture.engine.core.engine_core import adapter_of
+from headgate.capture.schema import registry
 from headgate.steering.controllers import Probe, ReadRow, RequestView, SetGlobal, SetScale, SetSteering, Stop, loading
 from tests.conftest import stop_llm
 from tests.engine.controller_cases import (
@@ -33,7 +35,10 @@ from tests.engine.hf_reference import own_process, relative_error
 from tests.engine.steering_cases import MAX_ERROR, Case, Tiers
 from tests.engine.tiny_models import HIDDEN
 from tests.fakes import controllers
-from tests.fakes.controllers import Hanging, Scripted
+from tests.fakes.controllers import Hanging, Scripted, Submitting
+
+WAIT_S = 0.9
+"""Less than the budget of the controller that waits."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +57,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "entry_points", controllers.entry_points)
-        llm = start(tmp_path_factory.mktemp("saes"), {"controllers": configured})
+        patch.setattr(registry, "entry_points", controllers.consumer_entry_points)
+        steering = {"controllers": configured, "from_consumers": True}
+        llm = start(tmp_path_factory.mktemp("saes"), steering, ["here", "there"])
     yield llm
     Hanging.released.set()
     stop_llm(llm)
@@ -337,3 +344,31 @@ def test_random_requests_are_replays_of_their_traces_and_leave_nothing_behind(ll
     assert part.reservations.num_admitted == 0
     (stats,) = llm.collective_rpc("headgate_stats")
     assert stats["steering"]["slots_live"] <= part.reservations.num_reserved  # of modules and contents
+
+
+def test_consumers_steer_from_the_worker_and_from_the_driver(llm, references):
+    prompts = {name: prompt_of(90 + at, 9) for at, name in enumerate(("here", "there"))}
+    cases = [Driven(name=name) for name in prompts]
+
+    def plan(view: RequestView, row: ReadRow) -> Iterator[SetSteering]:
+        if row.position == view.num_prompt_tokens:  # the engine goes on when it was submitted
+            assert Submitting.submitted[tuple(view.token_ids[: view.num_prompt_tokens])].wait(WAIT_S)
+        yield from ()
+
+    for prompt in prompts.values():
+        Scripted.plans[tuple(prompt)] = plan
+        Submitting.submitted[tuple(prompt)] = Event()
+    params = [params_of(case, NUM_OUTPUT) for case in cases]
+    for name, each in zip(prompts, params, strict=True):
+        each.capture = {name: {"hooks": {"post_mlp": [1]}, "positions": "all"}}
+
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts.values()], params, use_tqdm=False)
+
+    check(outputs, cases, references)
+    for name, output in zip(prompts, outputs, strict=True):
+        (note,) = output.outputs[0].steering_trace["actions"]
+        assert (note["controller"], note["outcome"]) == (f"consumer:{name}", "applied")
+        assert note["position"] < len(output.prompt_token_ids) + NUM_OUTPUT - 1
+        assert Submitting.notes[tuple(prompts[name])] == {"steering": output.outputs[0].steering_trace}
+    counts = llm.llm_engine.engine_core.engine_core.headgate_call("steering", "counts", {})["ok"]["controllers"]
+    assert counts["consumer:here"]["actions"] == {"applied": 1, "rejected": 0, "dropped": 0}

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
 from threading import Event
 from typing import Any, ClassVar, NamedTuple
 
+from headgate.capture.schema import registry
+from headgate.capture.schema.consumer import (
+    FinishedRequest,
+    RequestInfo,
+    RowBlock,
+    SpecContext,
+    StreamingConsumer,
+    parse_client_spec,
+)
+from headgate.capture.schema.spec import CaptureSpec
 from headgate.steering.controllers import Action, Controller, Probe, ReadRow, RequestView, SetSteering, StepReadings
 
 Plan = Callable[[RequestView, ReadRow], Iterable[Action]]
@@ -85,6 +96,42 @@ class Flooding(Scripted):
             yield SetSteering(readings.requests[-1], module="calm", scale=0.0)
 
 
+class Submitting(StreamingConsumer):
+    """Turns a module on for each request whose prompt is known here, when it hears of it.
+
+    Attributes:
+        submitted: By prompt, set when the action was taken.
+        notes: By prompt, on the rows of the request that ended.
+    """
+
+    submitted: ClassVar[dict[tuple[int, ...], Event]] = {}
+    notes: ClassVar[dict[tuple[int, ...], Mapping[str, Any]]] = {}
+
+    @classmethod
+    def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
+        return parse_client_spec(raw, context, options=())
+
+    def begin(self, request: RequestInfo) -> None:
+        event = self.submitted.get(tuple(request.prompt_token_ids.tolist()))
+        if event is not None and self.context.steering.submit(SetSteering(request.request_id, module="calm")):
+            event.set()
+
+    def write(self, blocks: Sequence[RowBlock]) -> None:
+        pass
+
+    def finish(self, finished: FinishedRequest) -> None:
+        self.notes[tuple(finished.request.prompt_token_ids.tolist())] = finished.final.notes
+
+    def abandon(self, request: RequestInfo) -> None:
+        pass
+
+
+class SubmittingDriver(Submitting):
+    """The same in the driver."""
+
+    location = "driver"
+
+
 class EntryPoint(NamedTuple):
     """An entry point of the group ``headgate.controllers``."""
 
@@ -103,3 +150,10 @@ def entry_points(**_: str) -> list[EntryPoint]:
     """In place of `importlib.metadata.entry_points`."""
     classes = (Scripted, Raising, Exiting, Hanging, Flooding)
     return [EntryPoint(found.__name__.lower(), found) for found in classes]
+
+
+def consumer_entry_points(**given: str) -> Any:
+    """In place of `importlib.metadata.entry_points` for consumers: two more."""
+    mine = {"here": Submitting, "there": SubmittingDriver}
+    made = [metadata.EntryPoint(name, f"{__name__}:{kind.__name__}", registry.GROUP) for name, kind in mine.items()]
+    return metadata.EntryPoints([*metadata.entry_points(**given), *made])

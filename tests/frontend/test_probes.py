@@ -20,6 +20,7 @@ from headgate.steering.client.calls import Access
 from headgate.steering.core import probes as core_probes
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.probes import HiddenLayer, Probe, save
+from headgate.steering.requests.probe_fields import probe_document
 from tests.frontend.test_app import VECTOR, Server, conforms, starter
 
 pytestmark = pytest.mark.engine
@@ -28,6 +29,7 @@ PROBES, REGISTER = "/v1/steering/probes", "/v1/steering/probes/register"
 UNREGISTER, AUDIT = "/v1/steering/probes/unregister", "/v1/steering/audit"
 SITE = Site.parse("2.post_mlp")
 ANGER = {"name": "anger", "at": "2.post_mlp", "weight": VECTOR}
+HIDDEN = {"weight": [VECTOR], "bias": [0.0], "activation": "gelu"}
 ROWS = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
 
 
@@ -106,7 +108,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "a packed row of another size": (
         {**ANGER, "weight": {"dtype": "float32", "shape": [1, 4], "data": ""}},
         "weight.shape",
-        "hidden size",
+        "expected [classes, 8]",
     ),
     "packed data that is cut off": (
         {**ANGER, "weight": {"dtype": "float32", "shape": [1, 8], "data": "AAAA"}},
@@ -130,7 +132,24 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "a bias of a cosine": ({**ANGER, "bias": 1.0, "kind": "cosine"}, "bias", "a cosine probe has none"),
     "another kind": ({**ANGER, "kind": "tree"}, "kind", "linear, cosine, mlp"),
     "a kind of a list": ({**ANGER, "kind": []}, "kind", "linear, cosine, mlp"),
-    "an mlp": ({**ANGER, "kind": "mlp"}, "kind", "mlp probes cannot be registered yet: use it offline"),
+    "an mlp without a layer": ({**ANGER, "kind": "mlp"}, "hidden", "a probe of the kind mlp has one"),
+    "a layer of others": ({**ANGER, "weight": [1.0], "hidden": HIDDEN}, "hidden", "of the kind linear has none"),
+    "a larger mlp than fits": (
+        {**ANGER, "weight": [1.0], "kind": "mlp", "hidden": HIDDEN},
+        "hidden.weight",
+        "is for 0",
+    ),
+    "half a layer": ({**ANGER, "kind": "mlp", "hidden": {"bias": [0.0]}}, "hidden", "weight, bias, activation"),
+    "a narrow layer": (
+        {**ANGER, "weight": [1.0], "kind": "mlp", "hidden": {**HIDDEN, "weight": [[1.0]]}},
+        "hidden.weight[0]",
+        "expected",
+    ),
+    "another function": (
+        {**ANGER, "weight": [1.0], "kind": "mlp", "hidden": {**HIDDEN, "activation": "tanh"}},
+        "hidden.activation",
+        "relu, gelu, silu",
+    ),
     "a threshold of true": ({**ANGER, "threshold": True}, "threshold", "expected a finite number"),
     "a threshold of two classes": ({**ANGER, "weight": [VECTOR] * 2, "threshold": 1}, "threshold", "2 classes"),
     "one name for two": ({**ANGER, "weight": [VECTOR] * 2, "classes": ["a"]}, "classes", "expected 2 names"),
@@ -231,11 +250,11 @@ def test_probes_of_the_configuration_declare_their_sites(started: Callable[..., 
     assert server.get("/v1/steering/layers").json()["op_hook_points"] == {"mlp_out": [1], "post_mlp": [2]}
 
 
-LAYER = HiddenLayer(weight=np.ones((2, 8)), bias=np.zeros(2), activation="relu")  # type: ignore[arg-type]
+WIDE = HiddenLayer(weight=np.ones((2, 9)), bias=np.zeros(2), activation="relu")  # type: ignore[arg-type]
 UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     "a layer that is not there": ({"site": Site.parse("4.post_mlp"), "weight": [VECTOR]}, "the model has 4 layers"),
     "another width": ({"site": SITE, "weight": [[1.0, 2.0]]}, "expected rows of 8 values, the hidden size; got 2"),
-    "an mlp": ({"site": SITE, "kind": "mlp", "weight": [[1.0, 2.0]], "hidden": LAYER}, "mlp probes cannot be"),
+    "a wide mlp": ({"site": SITE, "kind": "mlp", "weight": [[1.0, 2.0]], "hidden": WIDE}, "expected rows of 8 values"),
 }
 
 
@@ -248,6 +267,27 @@ def test_a_probe_that_does_not_fit_keeps_the_server_from_starting(
 
     with pytest.raises(ConfigError, match=rf"probes\.p \(--probes\): .*{message}"):
         started(probes={"p": str(path)})
+
+
+def test_an_mlp_of_the_configuration_makes_room_for_those_that_are_registered_later(
+    started: Callable[..., Server], tmp_path: Path
+) -> None:
+    layer = HiddenLayer(weight=ROWS[:2], bias=np.array([0.5, -0.5]), activation="silu")  # type: ignore[arg-type]
+    probe = Probe(site=SITE, kind="mlp", weight=[[1.0, -2.0]], hidden=layer)  # type: ignore[arg-type]
+    save(tmp_path / "p.safetensors", probe)
+    server = started(probes={"p": str(tmp_path / "p.safetensors")})
+
+    body = {"name": "q", **probe_document(probe), "weight": [1.0, -2.0]}
+    body["hidden"] = {**body["hidden"], "weight": ROWS[:2].tolist()}
+    answer = server.post(REGISTER, **body)
+
+    assert answer.status_code == 200, answer.text
+    assert (answer.json()["kind"], answer.json()["hidden_size"]) == ("mlp", 8)
+    assert found(server, "q")[0].sha256 == found(server, "p")[0].sha256 == probe.sha256
+    body["hidden"]["weight"], body["hidden"]["bias"], body["weight"] = ROWS.tolist(), [0.0] * 3, [1.0] * 3
+    refused = server.post(REGISTER, **body)
+    assert refused.status_code == 400
+    assert "has 3 units; room is for 3, with one more for each probe" in refused.text
 
 
 @pytest.mark.parametrize("is_binary", [False, True], ids=["json", "msgpack"])

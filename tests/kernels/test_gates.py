@@ -25,6 +25,7 @@ from headgate.steering.programs.gate_codes import (
     Scope,
     ScoreKind,
     TokenFlag,
+    Unit,
 )
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.program_reference import program_deltas_reference
@@ -84,6 +85,26 @@ def test_each_score_is_its_formula():
     steps.rows[0][1] = 0
     steps.step([1])
     steps.step([2])
+
+
+def mlp(column: int, kinds: Sequence[Unit]) -> list[Entry]:
+    """A small network: a unit of each kind, and their sum."""
+    numbers = [(0.7, 0.3, 0.2 - at / 10, 1.5 - at / 2) for at in range(len(kinds))]
+    units = [score(column, ScoreKind.UNIT | kind, 1 + at % 8, numbers[at]) for at, kind in enumerate(kinds)]
+    for entry in units[::2]:
+        entry.write = 3
+    return [*units, score(column, ScoreKind.UNIT | Unit.SUM, 0, (0.0, 0.0, 0.25))]
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_units_make_scores_together_with_others_between(before):
+    functions = [Unit.RELU, Unit.GELU, Unit.SILU]
+    program = [score(0)] * before  # so that sums have both places in a tile
+    for column, kinds in enumerate((functions, functions[:1], functions * 2, [], functions[1:]), 1):
+        program += [*mlp(column, kinds), *([score(20 + column, ScoreKind.COSINE)] if column % 2 else [])]
+    program += [leaf(30, 3, Mode.SIGMOID), gate(33, 30)]
+
+    in_steps([*program, gated(OPERATIONS["linear"], 33)])
 
 
 @pytest.mark.parametrize("pool", list(Pool), ids=lambda pool: pool.name)

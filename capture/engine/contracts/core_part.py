@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 
 from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.schema.actions.action_sink import Submitted
+from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ModelInfo
 
 
@@ -67,8 +69,23 @@ class Progress(NamedTuple):
     token_ids: Sequence[int]
 
 
+class Actions(Protocol):
+    """Actions of capture consumers, as they come."""
+
+    def take(self) -> Sequence[Submitted]:
+        """Return those that have come since, in their order."""
+        ...
+
+
 class CoreServices(Protocol):
-    """Services of an engine core to its part. Engine thread only."""
+    """Services of an engine core to its part. Engine thread only.
+
+    Attributes:
+        actions: Those that capture consumers submit; None if the part takes none, or consumers have no way to it.
+    """
+
+    @property
+    def actions(self) -> Actions | None: ...
 
     def call_workers(self, method: str, args: Document) -> list[object]:
         """Call ``headgate_call(part, method, args)`` in every worker, after the steps that were launched.
@@ -137,6 +154,10 @@ class CoreServices(Protocol):
 
     def progress(self, req_id: str) -> Progress | None:
         """Return how far a request is; None if it has ended, or is not known."""
+        ...
+
+    def positions(self, req_ids: Sequence[str]) -> Int64Array:
+        """Return the position of the `progress` of each of some requests, int64 ``[n]``; -1 where there is none."""
         ...
 
     def fail(self, reason: str) -> None:
@@ -253,6 +274,20 @@ class ReadingCore(Protocol):
             A note for each request that the front end is to be told something of: plain values and bytes, by id. They
             come with the request's next output, and reach its `request_part.NotesReader`; notes of requests whose
             `request_part.PartRequest` does not want them are dropped.
+        """
+        ...
+
+
+@runtime_checkable
+class DescribingCore(ReadingCore, Protocol):
+    """A `ReadingCore` whose notes are told to capture consumers, too, where a request wants both."""
+
+    def whole_note(self, notes: Sequence[object]) -> Document:
+        """Return what all notes of a request say together; a list in it whose length is that of its ``positions``, and
+        which has numbers or None, is by row.
+
+        Args:
+            notes: In their order.
         """
         ...
 

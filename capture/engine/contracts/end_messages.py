@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from headgate.capture.engine.contracts.plain_values import Document
+
 FINAL_ATTRIBUTE = "headgate_final"
-Final = tuple[int, list[int], str]
-"""Number of prompt tokens, all token ids, and the finish reason."""
+Final = tuple[int, list[int], str] | tuple[int, list[int], str, Document]
+"""Number of prompt tokens, all token ids, and the finish reason; and notes on its rows by part, if there are any."""
 OVERLOADED = "headgate: overloaded: "
 """Start of the stop reason of a request that was sent away unserved, with the finish reason "error"; the cause
 follows."""

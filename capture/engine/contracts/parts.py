@@ -70,6 +70,14 @@ class PartSpecs:
         """
 
     @hookspec(firstresult=True)
+    def headgate_takes_actions(self, section: Document) -> bool | None:
+        """Whether the part's half in the engine core takes actions of capture consumers (`CoreServices.actions`).
+
+        Raises:
+            ConfigError: If the section is wrong.
+        """
+
+    @hookspec(firstresult=True)
     def headgate_requests(self) -> RequestPart | None:
         """Make the part's half where requests are made. Asked once in every process with vLLM in it."""
 
@@ -129,6 +137,10 @@ class Part:
         """Call ``headgate_core``."""
         core: CorePart = self._hook.headgate_core(facts=facts, section=section, services=services)
         return core
+
+    def takes_actions(self, section: Document) -> bool:
+        """Call ``headgate_takes_actions``."""
+        return bool(self._hook.headgate_takes_actions(section=section))
 
     def requests(self) -> RequestPart | None:
         """Call ``headgate_requests``."""

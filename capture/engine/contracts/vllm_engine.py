@@ -90,6 +90,7 @@ class CompilationConfig(Protocol):
 class VllmConfig(Protocol):
     """``vllm.config.VllmConfig``."""
 
+    instance_id: str
     additional_config: Document
     model_config: ModelConfig
     parallel_config: ParallelConfig
@@ -128,6 +129,7 @@ class Request(Protocol):
     sampling_params: RequestParams
     num_prompt_tokens: int
     num_computed_tokens: int
+    num_tokens: int
     skip_reading_prefix_cache: bool
     all_token_ids: Sequence[int]
     block_hashes: list[object]

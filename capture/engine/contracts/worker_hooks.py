@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.part_hooks import checked_hooks, hookspec
@@ -42,6 +43,7 @@ class WorkerFacts:
         reapplies_mid: Whether layers carry the stream alone, so that `SiteAction.reapply_to_residual` is called.
         has_one_row_each: Tells operations, while a forward is launched or recorded, whether each request has one row in
             it; False if that is not certain.
+        actions: Where the actions of consumers go.
     """
 
     model: ModelInfo
@@ -56,6 +58,7 @@ class WorkerFacts:
     pp_size: int = 1
     reapplies_mid: bool = False
     has_one_row_each: Callable[[], bool] = lambda: False
+    actions: ActionTarget = NOWHERE
 
     @property
     def is_last_stage(self) -> bool:

@@ -31,10 +31,12 @@ from headgate.capture.engine.core.fan_out import SharedWires
 from headgate.capture.engine.core.overload import SentAway, send_away
 from headgate.capture.engine.core.part_services import SERVICES, PartServices
 from headgate.capture.engine.core.step_notes import StepNotes
+from headgate.capture.engine.setup.action_target import action_target
 from headgate.capture.engine.setup.client_errors import as_client_error
 from headgate.capture.engine.setup.settings import model_info, section
 from headgate.capture.schema.batch import WIRE_VERSION, RequestWire
 from headgate.capture.schema.errors import ForbiddenError, OverloadedError, RequestError
+from headgate.capture.transport.action_channel import ActionInbox
 
 logger = logging.getLogger("headgate")
 
@@ -74,7 +76,9 @@ class EngineCoreAdapter:
             num_stages=parallel.pipeline_parallel_size,
             num_engines=parallel.data_parallel_size,
         )
-        self._services = PartServices(core, part.name, self._waiting)
+        target = action_target(config)
+        actions = None if target.address is None else ActionInbox(target.address)
+        self._services = PartServices(core, part.name, self._waiting, actions)
         self._part: CorePart = part.core(facts, section(config, part.name), self._services)
         self.notes = StepNotes(core.scheduler, part.name, self._part)
         self._services.open(self._part, self.notes)

@@ -68,57 +68,48 @@ def send_input(original: Function) -> Function:
 
 
 @contextmanager
-def fan_out(client: SendingClient, num_samples: int) -> Iterator[None]:
+def fan_out(client: SendingClient, num_samples: int, sent: list[Any] | None = None) -> Iterator[None]:
     """Send what `num_samples` samples share once, until the block ends.
 
     Args:
         client: Of an `LLM`; one whose engine core is in this process sends nothing.
         num_samples: That the block adds, of one prompt.
+        sent: Gets what the client returned for the last messages: those of an `AsyncLLM` are to be awaited.
     """
     if num_samples == 1:
         yield
         return
     samples = FanOut()
-    try:
-        with _sharing(samples):
-            yield
-    finally:
-        for release in _releases(client, samples):
-            release()
-
-
-@asynccontextmanager
-async def fan_out_async(client: SendingClient) -> AsyncIterator[None]:
-    """The same for the client of an `AsyncLLM`."""
-    samples = FanOut()
-    try:
-        with _sharing(samples):
-            yield
-    finally:
-        for release in _releases(client, samples):
-            sent: Awaitable[object] = release()
-            await sent
-
-
-@contextmanager
-def _sharing(samples: FanOut) -> Iterator[None]:
-    """Requests that are sent within are `samples`."""
     token = _fan_out.set(samples)
     try:
         yield
     finally:
         _fan_out.reset(token)
+        released = _release(client, samples)
+        if sent is not None:
+            sent += released
 
 
-def _releases(client: SendingClient, samples: FanOut) -> Iterator[Function]:
-    """Yield what tells each engine core that all samples are sent; nothing if the engine is dead."""
+@asynccontextmanager
+async def fan_out_async(client: SendingClient, num_samples: int = 2) -> AsyncIterator[None]:
+    """The same for the client of an `AsyncLLM`."""
+    sent: list[Awaitable[object]] = []
+    try:
+        with fan_out(client, num_samples, sent):
+            yield
+    finally:
+        for each in sent:
+            await each
+
+
+def _release(client: SendingClient, samples: FanOut) -> list[object]:
+    """Tell each engine core that all samples are sent; nothing if the engine is dead."""
     if not samples.engines or client.resources.engine_dead:
-        return
+        return []
     from vllm.v1.engine import EngineCoreRequestType
 
-    for engine in samples.engines:
-        known = () if engine is None else (engine,)
-        yield lambda known=known: client._send_input(EngineCoreRequestType.ABORT, [mark_sent(samples.key)], *known)
+    told = (EngineCoreRequestType.ABORT, [mark_sent(samples.key)])
+    return [client._send_input(*told, *(() if engine is None else (engine,))) for engine in samples.engines]
 
 
 class SharedWires:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import chain
+from operator import attrgetter
 
-from headgate.capture.engine.contracts.core_part import BlockKeys, CorePart, Progress
+import numpy as np
+
+from headgate.capture.engine.contracts.core_part import Actions, BlockKeys, CorePart, Progress
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import EngineCore, Function, Request, Scheduler
 from headgate.capture.engine.core import block_keys, restart
 from headgate.capture.engine.core.block_keys import SaltedKeys
 from headgate.capture.engine.core.step_notes import StepNotes
+from headgate.capture.schema.batch import Int64Array
 
 logger = logging.getLogger("headgate")
 
@@ -39,9 +43,16 @@ class PartServices:
         core: vLLM's ``EngineCore``.
         name: The part's.
         waiting: Requests that wait outside of the scheduler.
+        actions: Of capture consumers, if the part takes them.
+
+    Attributes:
+        actions: As given.
     """
 
-    def __init__(self, core: EngineCore, name: str, waiting: Mapping[str, Request]) -> None:
+    def __init__(
+        self, core: EngineCore, name: str, waiting: Mapping[str, Request], actions: Actions | None = None
+    ) -> None:
+        self.actions = actions
         self._core = core
         self._scheduler = core.scheduler
         self._name = name
@@ -96,20 +107,32 @@ class PartServices:
 
     def rekey(self, req_id: str, first: int) -> None:
         """Implement `CoreServices`."""
-        request = self._find(req_id)
+        request = _find(req_id, self._scheduler.requests, self._waiting)
         if request is None:
             raise AssertionError(f"request {req_id} is not here, so it has no block keys")
         block_keys.rehash_from(request, self.keys(req_id), first, self._scheduler.hash_block_size)
 
     def progress(self, req_id: str) -> Progress | None:
         """Implement `CoreServices`."""
-        request = self._find(req_id)
+        request = _find(req_id, self._scheduler.requests, self._waiting)
         if request is None:
             return None
-        # Of a preempted one, the row of the last token at the earliest: those before it were computed already.
-        known = len(request.all_token_ids) - (len(request.all_token_ids) > request.num_prompt_tokens)
-        position = max(request.num_computed_tokens, known, request.num_prompt_tokens)
-        return Progress(position, request.all_token_ids)
+        return Progress(_position(request), request.all_token_ids)
+
+    def positions(self, req_ids: Sequence[str]) -> Int64Array:
+        """Implement `CoreServices`."""
+        requests = list(map(self._scheduler.requests.get, req_ids))
+        present = [request for request in requests if request is not None]
+        if len(present) == len(requests) and restart.are_unfinished(present):
+            computed, known, prompts = (
+                np.fromiter(map(attrgetter(name), present), np.int64, len(present))
+                for name in ("num_computed_tokens", "num_tokens", "num_prompt_tokens")
+            )
+            # `_position` of each.
+            positions: Int64Array = np.maximum(np.maximum(computed, known - (known > prompts)), prompts)
+            return positions
+        found = [_find(req_id, self._scheduler.requests, self._waiting) for req_id in req_ids]
+        return np.array([-1 if request is None else _position(request) for request in found], np.int64)
 
     def fail(self, reason: str) -> None:
         """Implement `CoreServices`."""
@@ -139,12 +162,20 @@ class PartServices:
         """Forget a request that was freed."""
         self._salts.pop(req_id, None)
 
-    def _find(self, req_id: str) -> Request | None:
-        request = self._scheduler.requests.get(req_id) or self._waiting.get(req_id)
-        return None if request is None or request.is_finished() else request
-
     def _present(self, req_id: str) -> BlockKeys | None:
         return None if self._part is None else self._part.block_keys(req_id)
+
+
+def _find(req_id: str, *held: Mapping[str, Request]) -> Request | None:
+    request = next((each[req_id] for each in held if req_id in each), None)
+    return None if request is None or request.is_finished() else request
+
+
+def _position(request: Request) -> int:
+    """Return the first position of a request, behind its prompt, whose row no launched step computes anew."""
+    # Of a preempted one, the row of the last token at the earliest: those before it were computed already.
+    known = request.num_tokens - (request.num_tokens > request.num_prompt_tokens)
+    return max(request.num_computed_tokens, known, request.num_prompt_tokens)
 
 
 def _live(*held: Mapping[str, Request]) -> Iterator[tuple[str, Request]]:

@@ -22,6 +22,7 @@ from headgate.capture.engine.contracts.end_messages import (
     is_mark,
     split_marks,
 )
+from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import (
     AsyncEngineClient,
     EngineCore,
@@ -77,10 +78,14 @@ class RequestEnds:
 
 def _trim(final: Final, kept: KeptTokens | None) -> Final:
     """Cut a final state to what the front end kept, unless the engine ended the request at the very same token."""
-    num_prompt, token_ids, status = final
+    num_prompt, token_ids, status = final[:3]
     if kept is None or (kept.num_tokens >= len(token_ids) and status != "abort"):
         return final
-    return num_prompt, token_ids[: kept.num_tokens], kept.status
+    return _final(num_prompt, token_ids[: kept.num_tokens], kept.status, final[3] if len(final) == 4 else {})
+
+
+def _final(num_prompt: int, token_ids: list[int], status: str, notes: Document) -> Final:
+    return (num_prompt, token_ids, status, notes) if notes else (num_prompt, token_ids, status)
 
 
 def _ends(scheduler: Scheduler) -> RequestEnds:
@@ -97,12 +102,14 @@ def free_request(original: Function) -> Function:
     @wraps(original)
     def _free_request(self: Scheduler, request: Request, *args: object, **kwargs: object) -> object:
         params = request.sampling_params
+        adapter = engine_core.adapter_of(self)
         if is_captured(params):
             status = str(request.get_finished_reason())
-            final = (int(request.num_prompt_tokens), list(request.all_token_ids), status)
+            notes = {} if adapter is None else adapter.notes.take_whole(request.request_id)
+            final = _final(int(request.num_prompt_tokens), list(request.all_token_ids), status, notes)
             _ends(self).end(request.request_id, final, is_decided=status == "abort" or not params.stop)
         result = original(self, request, *args, **kwargs)
-        if (adapter := engine_core.adapter_of(self)) is not None:
+        if adapter is not None:
             adapter.release(request.request_id)
         return result
 

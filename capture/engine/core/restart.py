@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Sequence
+from operator import attrgetter
 
 from headgate.capture.engine.contracts.vllm_engine import EngineCore, Request, Scheduler
 from headgate.capture.engine.setup.versions import WORKS_WITH
@@ -93,6 +95,30 @@ def awaits_stale_output(request: Request) -> bool:
     if hasattr(request, "num_stale_output_tokens"):
         return request.drop_stale_output and request.num_stale_output_tokens > 0
     return request.async_tokens_to_discard > 0
+
+
+def none_awaits_stale_output(requests: Sequence[Request]) -> bool:
+    """Whether `awaits_stale_output` holds for none of some requests; may be False though none does."""
+    if not requests:
+        return True
+    is_new = hasattr(requests[0], "num_stale_output_tokens")
+    return not any(map(_stale_tokens if is_new else _discarded_tokens, requests))
+
+
+def are_unfinished(requests: Sequence[Request]) -> bool:
+    """Whether requests that all have one status, as those of a step nearly always do, are not finished.
+
+    Args:
+        requests: vLLM's. If they differ in their status the answer is False, whatever they are.
+    """
+    if not requests:
+        return True
+    statuses = list(map(_status, requests))
+    return statuses.count(statuses[0]) == len(statuses) and not requests[0].is_finished()
+
+
+_status = attrgetter("status")
+_stale_tokens, _discarded_tokens = attrgetter("num_stale_output_tokens"), attrgetter("async_tokens_to_discard")
 
 
 def _drops_stale_output(scheduler: Scheduler) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from headgate.capture.engine.contracts.core_part import CorePart, DecidingCore, ReadingCore
+from headgate.capture.engine.contracts.core_part import CorePart, DecidingCore, DescribingCore, ReadingCore
 from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import (
     CoreOutputs,
@@ -17,7 +17,7 @@ from headgate.capture.engine.contracts.vllm_engine import (
     Scheduler,
     SchedulerOutput,
 )
-from headgate.capture.engine.contracts.wire_format import NOTES_KEY, READINGS_ATTRIBUTE, wants_notes
+from headgate.capture.engine.contracts.wire_format import NOTES_KEY, READINGS_ATTRIBUTE, is_captured, wants_notes
 from headgate.capture.engine.core import restart
 from headgate.capture.engine.core.step_orders import end_requests
 from headgate.capture.engine.setup.versions import WORKS_WITH
@@ -55,6 +55,9 @@ class StepNotes:
         self.deciding = part if isinstance(part, DecidingCore) else None
         self._kept: dict[str, list[object]] = {}
         """In order, by request."""
+        self._describing = part if isinstance(part, DescribingCore) else None
+        self._of_captured: dict[str, list[object]] = {}
+        """All notes of requests that capture."""
         self._stale: dict[str, int] = {}
         """Tokens in flight of restarted requests, which the scheduler drops."""
         self._is_in_step = False
@@ -85,6 +88,11 @@ class StepNotes:
         if not self._is_in_step:
             self._kept.pop(req_id, None)
 
+    def take_whole(self, req_id: str) -> Document:
+        """Return what the notes of a request that captured say together, by part; nothing if there are none."""
+        notes = self._of_captured.pop(req_id, None)
+        return {} if notes is None or self._describing is None else {self._name: self._describing.whole_note(notes)}
+
     def restarted(self) -> None:
         """Follow a restart of whatever runs: steps that were launched before count for no request."""
         in_flight = {req_id: request.num_in_flight_tokens for req_id, request in self._scheduler.requests.items()}
@@ -103,6 +111,8 @@ class StepNotes:
         request = self._scheduler.requests.get(req_id)
         if request is not None and wants_notes(request.sampling_params):
             self._kept.setdefault(req_id, []).append(note)
+            if self._describing is not None and is_captured(request.sampling_params):
+                self._of_captured.setdefault(req_id, []).append(note)
 
     def _take(self, readings: Mapping[str, Document], discarded: Collection[str]) -> None:
         for name, document in readings.items():
@@ -114,7 +124,13 @@ class StepNotes:
 
     def _discarded(self, num_scheduled: Mapping[str, int]) -> set[str]:
         """Return the requests of a step that the scheduler will take nothing of it for."""
-        found = set()
+        if not self._stale:
+            known = self._scheduler.requests
+            requests = [one for req_id in num_scheduled if (one := known.get(req_id)) is not None]
+            are_all = len(requests) == len(num_scheduled) and restart.are_unfinished(requests)
+            if are_all and restart.none_awaits_stale_output(requests):
+                return set()
+        found: set[str] = set()
         for req_id, num_tokens in num_scheduled.items():
             request = self._scheduler.requests.get(req_id)
             is_stale = self._is_stale(req_id, num_tokens)

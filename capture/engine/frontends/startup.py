@@ -12,6 +12,7 @@ from headgate.capture.engine.contracts.vllm_frontend import StartedEngine
 from headgate.capture.engine.frontends.closing_time import let_consumers_close
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.engine.requests.request_reader import OpenPart
+from headgate.capture.engine.setup.action_target import action_target
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import capture_config, model_info, section, sections
 from headgate.capture.engine.setup.startup_checks import check_servable
@@ -46,7 +47,9 @@ def open_front_end(vllm_config: VllmConfig) -> FrontEnd | None:
         model,
         consumers,
         num_stages=vllm_config.parallel_config.pipeline_parallel_size,
-        open_drivers=partial(open_drivers, config=config, model=model, versions=versions()),
+        open_drivers=partial(
+            open_drivers, config=config, model=model, versions=versions(), actions=action_target(vllm_config)
+        ),
         num_front_ends=vllm_config.parallel_config._api_process_count,
     )
 

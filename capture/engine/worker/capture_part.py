@@ -103,6 +103,7 @@ class CapturePart:
                 pp_size=facts.pp_size,
                 versions=versions(),
                 process=self._shared,
+                actions=facts.actions,
             )
 
     @hookimpl

@@ -22,6 +22,7 @@ from headgate.capture.engine.contracts.worker_hooks import SiteAction, WorkerFac
 from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
 from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
+from headgate.capture.engine.setup.action_target import action_target
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
 from headgate.capture.engine.setup.settings import compiler_config, model_info, section, sections
@@ -292,6 +293,7 @@ def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int], is_mid_rea
         pp_size=get_pp_group().world_size,
         reapplies_mid=is_mid_reapplied,
         has_one_row_each=forward_shape.has_one_row_each if knows_steps else lambda: False,
+        actions=action_target(config),
     )
 
 

@@ -70,6 +70,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
         pp_rank: Pipeline stage that wrote this file, of `pp_size`: it holds the sites of its own layers.
         written_at: UTC, ISO 8601.
         messages: Those of the request's chat, in order; None if the request did not set ``capture_messages``.
+        notes: By part, what it noted of the rows in this file (`of_rows`): of ``steering``, scores and strengths.
     """
 
     format: str = FORMAT
@@ -98,22 +99,60 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int
     written_at: str
     messages: list[MessagePlace] | None = None
+    notes: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def to_strings(self) -> dict[str, str]:
-        """The form that safetensors metadata takes: text as it is, everything else as JSON."""
+        """The form that safetensors metadata takes: text as it is, everything else as JSON, and notes if there are."""
         return {
             key: value if key in _TEXT_FIELDS else msgspec.json.encode(value).decode()
             for key, value in msgspec.to_builtins(self).items()
+            if value or key != "notes"
         }
 
 
 _TEXT_FIELDS = {field.name for field in msgspec.structs.fields(Sidecar) if field.type is str}
 
 
+def of_rows(note: Any, positions: Int64Array) -> Any:
+    """Return a note about the rows at some positions, ascending: what it has of others is left out.
+
+    Args:
+        note: Of a part. Without ``positions``, or if it is no object, it is returned as it is.
+        positions: int64 ``[n]``.
+    """
+    if not isinstance(note, Mapping) or "positions" not in note:
+        return note
+    at = np.flatnonzero(np.isin(np.array(note["positions"], np.int64), positions)).tolist()
+    return _picked(note, at, len(note["positions"]))
+
+
+def _picked(value: Any, at: list[int], count: int) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _picked(each, at, count) for key, each in value.items()}
+    is_by_row = isinstance(value, list) and len(value) == count
+    if is_by_row and all(each is None or isinstance(each, int | float) for each in value):
+        return [value[index] for index in at]
+    return value
+
+
 def sidecar_of(
-    finished: FinishedRequest, context: ConsumerContext, *, num_rows: int, num_prefill_rows: int, name: str
+    finished: FinishedRequest,
+    context: ConsumerContext,
+    *,
+    positions: Int64Array,
+    num_prefill_rows: int,
+    name: str,
 ) -> Sidecar:
-    """Describe a finished request's rows; `name` is the file's without extension and stage."""
+    """Describe a finished request's rows.
+
+    Args:
+        finished: The request.
+        context: The consumer's.
+        positions: int64 ``[rows]``, ascending.
+        num_prefill_rows: How many of them are the prompt's.
+        name: The file's, without extension and stage.
+    """
+    num_rows = len(positions)
     request, final, model = finished.request, finished.final, context.model
     return Sidecar(
         request_id=str(request.spec.options["request_id"]),
@@ -140,6 +179,7 @@ def sidecar_of(
         pp_size=context.pp_size,
         written_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         messages=msgspec.convert(request.spec.options.get("messages"), list[MessagePlace] | None),
+        notes={part: of_rows(note, positions) for part, note in final.notes.items()},
     )
 
 

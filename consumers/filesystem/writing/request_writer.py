@@ -328,7 +328,7 @@ class RequestWriter:
         sidecar = sidecar_of(
             finished,
             self._context,
-            num_rows=rows.num_rows,
+            positions=rows.positions,
             num_prefill_rows=int(np.searchsorted(rows.positions, final.num_prompt_tokens)),
             name=stem_of(
                 request.spec.options["name"], sample=(request.sample_index, request.num_samples), stage=(0, 1)

@@ -27,7 +27,19 @@ _PACKED: Schema = object_of(
     },
     required=("dtype", "shape", "data"),
 )
-_KIND: Schema = {"type": "string", "enum": ["linear", "cosine"]}
+_KIND: Schema = {"type": "string", "enum": ["linear", "cosine", "mlp"]}
+_ROWS: Schema = {"anyOf": [_NUMBERS, list_of({"anyOf": [_NUMBERS, _PACKED]}), _PACKED]}
+_HIDDEN: Schema = {
+    **object_of(
+        {
+            "weight": {**_ROWS, "description": "A row of the hidden size for each unit."},
+            "bias": {**_NUMBERS, "description": "A number for each unit."},
+            "activation": {"type": "string", "enum": ["relu", "gelu", "silu"]},
+        },
+        required=("weight", "bias", "activation"),
+    ),
+    "description": "The first layer of an MLP; then weight has a value for each of its units.",
+}
 _POOLING: Schema = {
     "type": "string",
     "enum": list(POOLINGS),
@@ -74,16 +86,14 @@ REGISTER: dict[str, Any] = {
             {
                 "name": _NAME,
                 "at": {**TEXT, "description": "A site where operations can act, such as 12.post_mlp."},
-                "weight": {
-                    "anyOf": [_NUMBERS, list_of({"anyOf": [_NUMBERS, _PACKED]}), _PACKED],
-                    "description": "One row of the hidden size, or one for each class.",
-                },
+                "weight": {**_ROWS, "description": "One row of the hidden size, or one for each class."},
                 "bias": {"anyOf": [{"type": "number"}, _NUMBERS, {"type": "null"}]},
                 "kind": {"anyOf": [_KIND, {"type": "null"}], "default": "linear"},
                 "threshold": {"type": ["number", "null"], "description": "Of the score, for a probe of one row."},
                 "classes": {"anyOf": [list_of(_NAME), {"type": "null"}], "description": "A name for each row."},
                 "pooling": {"anyOf": [_POOLING, {"type": "null"}], "default": "token"},
                 "model": {"anyOf": [_NAME, {"type": "null"}]},
+                "hidden": {"anyOf": [_HIDDEN, {"type": "null"}]},
             },
             required=("name", "at", "weight"),
         ),
@@ -94,6 +104,17 @@ REGISTER: dict[str, Any] = {
                 "weight": [0.5, -1.0, 0.25],
                 "bias": 0.1,
                 "threshold": 0.5,
+            },
+            "mlp of two units": {
+                "name": "mood",
+                "at": "12.post_mlp",
+                "kind": "mlp",
+                "hidden": {
+                    "weight": [[0.5, -1.0, 0.25], [0.1, 0.0, -0.3]],
+                    "bias": [0.0, 0.2],
+                    "activation": "gelu",
+                },
+                "weight": [1.0, -2.0],
             },
             "two classes, packed": {
                 "name": "language",

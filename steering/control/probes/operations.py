@@ -29,7 +29,7 @@ class ProbeStatus:
     Attributes:
         name: Its name in gates.
         at: The site that it reads.
-        kind: ``linear`` or ``cosine``.
+        kind: ``linear``, ``cosine`` or ``mlp``.
         classes: A name for each of its scores.
         hidden_size: Values of a row.
         threshold: Of its score, if one was chosen.

@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.errors import RequestError
-from headgate.steering.controllers.actions import GLOBAL, SetGlobal, SetScale, SetSteering
+from headgate.steering.controllers.actions import GLOBAL, SetGlobal, SetScale, SetSteering, SetSteeringEach
 from headgate.steering.core.controllers.coefficients import Coefficients, Contribution, Source
 from headgate.steering.core.controllers.contents import FIELD, Contents, Static
 
@@ -79,6 +82,27 @@ class Actuation:
         if action.module is not None and own is not None and action.compose:
             again[controller] = action.module, self._contents.version
         return {action.request: first}
+
+    def steer_each(self, controller: str, action: SetSteeringEach) -> tuple[BoolArray, Int64Array]:
+        """Apply an action to those of its requests on which its controller has that module on alone: by arrays.
+
+        Args:
+            controller: Its name.
+            action: With a scale for each request, float64 ``[n]``.
+
+        Returns:
+            To which of the requests it was applied, ``[n]``, and the first position of each of those, int64 ``[n]``.
+            For the others nothing has changed; `steer` applies what `SetSteeringEach.each` yields for them.
+        """
+        count = len(action.requests)
+        nobody = np.zeros(count, np.bool_), np.zeros(count, np.int64)
+        if len(set(action.requests)) < count or not np.isfinite(action.scales).all():
+            return nobody
+        try:
+            content = self._contents.of_module(action.module)
+        except RequestError:
+            return nobody
+        return self.coefficients.adjust_each(action.requests, (controller,), content, action.scales)
 
     def forget(self, req_id: str) -> None:
         """Forget a request, if it is known. Any thread."""

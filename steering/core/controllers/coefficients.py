@@ -1,17 +1,27 @@
-"""Coefficients of contents on running requests, of what is contributed to each. Engine thread only."""
+"""Coefficients of contents on running requests, of what is contributed to each. Engine thread only.
+
+Most requests have one contribution, whose value changes behind each row. Those are kept in arrays beside (`_Lanes`), so
+that one change of many requests is a few operations on arrays.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from headgate.capture.engine.contracts.core_part import CoreServices
+from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.content import Limits, check_programs
 from headgate.steering.core.controllers.contents import FIELD, Static
 from headgate.steering.core.controllers.drives import Drive, Drives
+from headgate.steering.gates.coefficient_changes import CoefficientChange, CoefficientChanges
 from headgate.steering.programs.program import Program
 
 Source = tuple[str, ...]
@@ -36,16 +46,87 @@ class DrivenRequest:
         drives: Those that it has had, by column.
         values: The coefficient in each column.
         key: Content key of what was set; None as long as nothing was.
-        changes: Changes that the workers do not know: column, first position and coefficient of each.
+        number: Its place in arrays.
     """
 
     num_prompt: int
     static: Static
+    number: int
     contributions: dict[Source, tuple[int, float]] = field(default_factory=dict)
     drives: dict[int, Drive] = field(default_factory=dict)
     values: dict[int, float] = field(default_factory=dict)
     key: bytes | None = None
-    changes: list[tuple[int, int, float]] = field(default_factory=list)
+
+
+class _Lanes:
+    """Requests with one contribution each: its value is here, by the number of the request."""
+
+    def __init__(self) -> None:
+        self._free = list(range(_AT_FIRST - 1, -1, -1))
+        self.lanes: Int64Array = np.full(_AT_FIRST, _NO_LANE, np.int64)
+        """Number of the drive and source; `_NO_LANE` for requests that have none, or several."""
+        self.values: npt.NDArray[np.float64] = np.zeros(_AT_FIRST)
+        self._sources: dict[Source, int] = {}
+
+    def of(self, drive: Drive, source: Source) -> int:
+        """Return the lane of what a source contributes by a drive."""
+        return drive.serial << 20 | self._sources.setdefault(source, len(self._sources))
+
+    def take(self) -> int:
+        """Return a free number."""
+        if not self._free:
+            size = len(self.lanes)
+            self._free = list(range(2 * size - 1, size - 1, -1))
+            self.lanes = np.concatenate([self.lanes, np.full(size, _NO_LANE, np.int64)])
+            self.values = np.concatenate([self.values, np.zeros(size)])
+        return self._free.pop()
+
+    def free(self, number: int) -> None:
+        """Let a number be another request's."""
+        self.lanes[number] = _NO_LANE
+        self._free.append(number)
+
+
+_AT_FIRST = 64
+_NO_LANE = -1
+
+
+class _Untold:
+    """Changes that the workers do not know, in the order in which they were decided."""
+
+    def __init__(self) -> None:
+        self._parts: list[CoefficientChanges] = []
+
+    def add(self, changes: CoefficientChanges) -> None:
+        """Add some."""
+        self._parts.append(changes)
+
+    def take(self, scheduled: Collection[str]) -> CoefficientChanges | None:
+        """Take those of some requests; None if there are none."""
+        if not self._parts:
+            return None
+        if all(map(scheduled.__contains__, chain.from_iterable(part.req_ids for part in self._parts))):
+            found, self._parts = self._parts, []
+        else:
+            found = self._split(scheduled.__contains__)
+        return CoefficientChanges.joined(found) if found else None
+
+    def drop(self, req_id: str) -> None:
+        """Drop those of a request."""
+        if any(req_id in part.req_ids for part in self._parts):
+            self._split(lambda known: known == req_id)
+
+    def _split(self, is_taken: Callable[[str], bool]) -> list[CoefficientChanges]:
+        """Take those of some requests out, and keep the others."""
+        found: list[CoefficientChanges] = []
+        kept: list[CoefficientChanges] = []
+        for part in self._parts:
+            takes = [is_taken(req_id) for req_id in part.req_ids]
+            for into, wanted in ((found, True), (kept, False)):
+                if at := [index for index, taken in enumerate(takes) if taken is wanted]:
+                    into.append(part.part(at))
+        self._parts = kept
+        return found
 
 
 class Coefficients:
@@ -62,20 +143,23 @@ class Coefficients:
         self._services = services
         self._limits = limits
         self._requests: dict[str, DrivenRequest] = {}
-        self._changed: dict[str, None] = {}
-        """Requests with changes that the workers do not know."""
+        self._lanes = _Lanes()
+        self._untold = _Untold()
         self._num_keys = 0
 
     def add(self, req_id: str, num_prompt: int, static: Static) -> None:
         """Add a request, on which nothing is set."""
-        self._requests[req_id] = DrivenRequest(num_prompt, static)
+        self._requests[req_id] = DrivenRequest(num_prompt, static, self._lanes.take())
 
     def forget(self, req_id: str) -> None:
         """Forget a request, if it is known."""
         request = self._requests.pop(req_id, None)
-        self._changed.pop(req_id, None)
-        for column in request.drives if request is not None else ():
+        if request is None:
+            return
+        self._lanes.free(request.number)
+        for column in request.drives:
             self._drives.let_go(column)
+        self._untold.drop(req_id)
 
     def ids(self) -> list[str]:
         """Return the requests."""
@@ -130,6 +214,7 @@ class Coefficients:
             self.adjust(req_id, source, added.value, first)
             return
         self.check(req_id, [added])
+        self._leave_lane(request)
         touched: set[int] = set()
         if request.contributions.pop(source, None) is not None and earlier is not None:
             touched.add(earlier[0])
@@ -141,23 +226,66 @@ class Coefficients:
                 self._drives.use(drive.column)
         for column in sorted(touched):
             self._set(req_id, request, column, first)
+        self._enter_lane(request)
 
     def adjust(self, req_id: str, source: Source, value: float, first: int) -> None:
         """Change the coefficient of what a source contributes to a request already, from a position on."""
         request = self._requests[req_id]
+        self._leave_lane(request)
         column, _ = request.contributions[source]
         request.contributions[source] = column, value
         self._set(req_id, request, column, first)
+        self._enter_lane(request)
 
-    def take_changes(self, scheduled: Collection[str]) -> list[tuple[str, int, int, float]]:
+    def adjust_each(
+        self, req_ids: Sequence[str], source: Source, content: Program, values: npt.NDArray[np.float64]
+    ) -> tuple[BoolArray, Int64Array]:
+        """Change the coefficient of many requests, whose one contribution is this content of a source.
+
+        Args:
+            req_ids: The requests, each once.
+            source: Whose contribution.
+            content: What it contributes.
+            values: The coefficients, float64 ``[n]``, finite.
+
+        Returns:
+            Of which requests it is that now, ``[n]``: the others are not known, have ended, or have other
+            contributions. And the first position of each of those, int64 ``[n]``.
+        """
+        drive, lanes = self._drives.find(content), self._lanes
+        if drive is None:
+            return np.zeros(len(req_ids), np.bool_), np.zeros(len(req_ids), np.int64)
+        known = list(map(self._requests.get, req_ids))
+        numbers = np.array([-1 if request is None else request.number for request in known], np.int64)
+        firsts = self._services.positions(req_ids)
+        done: BoolArray = (numbers >= 0) & (firsts >= 0) & (lanes.lanes[numbers] == lanes.of(drive, source))
+        changed = done & (lanes.values[numbers] != values)
+        lanes.values[numbers[changed]] = values[changed]
+        at = np.flatnonzero(changed)
+        if len(at):
+            told = list(req_ids) if len(at) == len(req_ids) else [req_ids[each] for each in at.tolist()]
+            columns = np.full(len(at), drive.column, np.int64)
+            self._untold.add(CoefficientChanges(told, columns, firsts[at], values[at].astype(np.float32)))
+        return done, firsts
+
+    def take_changes(self, scheduled: Collection[str]) -> CoefficientChanges | None:
         """Return the changes that the workers do not know about the requests of a step; they count as told."""
-        found = []
-        for req_id in [known for known in self._changed if known in scheduled]:
-            del self._changed[req_id]
-            request = self._requests[req_id]
-            found += [(req_id, *change) for change in request.changes]
-            request.changes = []
-        return found
+        return self._untold.take(scheduled)
+
+    def _leave_lane(self, request: DrivenRequest) -> None:
+        """Put the value of a request's one contribution back to where several have theirs."""
+        if self._lanes.lanes[request.number] == _NO_LANE:
+            return
+        self._lanes.lanes[request.number] = _NO_LANE
+        ((source, (column, _)),) = request.contributions.items()
+        request.contributions[source] = column, float(self._lanes.values[request.number])
+        request.values[column] = request.contributions[source][1]
+
+    def _enter_lane(self, request: DrivenRequest) -> None:
+        if len(request.contributions) == 1 and request.key is not None:
+            ((source, (column, value)),) = request.contributions.items()
+            self._lanes.lanes[request.number] = self._lanes.of(request.drives[column], source)
+            self._lanes.values[request.number] = value
 
     def _set(self, req_id: str, request: DrivenRequest, column: int, first: int) -> None:
         contributions = request.contributions
@@ -169,8 +297,7 @@ class Coefficients:
         if value == request.values.get(column, 0.0):
             return
         request.values[column] = value
-        request.changes.append((column, first, value))
-        self._changed[req_id] = None
+        self._untold.add(CoefficientChanges.of([CoefficientChange(req_id, column, first, value)]))
         if request.key is None:
             # From here on its KV follows from what was decided, which no other request knows.
             self._num_keys += 1

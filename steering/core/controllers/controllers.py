@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from headgate.capture.engine.contracts.core_part import CoreServices, Decided
+from headgate.capture.engine.contracts.core_part import Actions, CoreServices, Decided
 from headgate.steering.controllers.controller import RequestView
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import Static
@@ -14,17 +14,19 @@ from headgate.steering.core.controllers.outcomes import APPLIED, SWITCHED_OFF, O
 from headgate.steering.core.controllers.readers import ReadStep, StepReader, ToldRows
 from headgate.steering.core.controllers.running import RunningController
 from headgate.steering.gates.rule import Selection
+from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import GateSource
 
 
 class _Followed(ToldRows):
     """A request, as controllers are told of it."""
 
-    __slots__ = ("begun", "selection", "static")
+    __slots__ = ("acting", "begun", "static")
 
-    def __init__(self, num_prompt: int, selection: Selection, static: Static) -> None:
+    def __init__(self, num_prompt: int, acting: list[RunningController], static: Static) -> None:
         super().__init__(num_prompt)
-        self.selection = selection
+        self.acting = acting
+        """Controllers that read its rows."""
         self.static = static
         self.begun: dict[str, RunningController] = {}
         """Controllers that were told that it began, by name."""
@@ -41,14 +43,24 @@ class Controllers:
         running: The controllers.
         actuation: Applies actions to requests.
         services: Gives the tokens of requests.
+        submitted: Actions of capture consumers; None if they are not taken.
     """
 
-    def __init__(self, running: Sequence[RunningController], actuation: Actuation, services: CoreServices) -> None:
+    def __init__(
+        self,
+        running: Sequence[RunningController],
+        actuation: Actuation,
+        services: CoreServices,
+        submitted: Actions | None = None,
+    ) -> None:
+        self._submitted = submitted
         self._running = tuple(running)
         self._actuation = actuation
         self._outcomes = Outcomes()
         self._decisions = Decisions(actuation, self._outcomes, services)
         self._requests: dict[str, _Followed] = {}
+        self._read: dict[str, _Followed] = {}
+        """Those among them whose rows a controller reads."""
         self._reader = StepReader(services)
         self._told_to: tuple[tuple[str, ...], list[_Part]] = ((), [])
         """The requests of the rows of the last step, and each controller's part of them."""
@@ -60,7 +72,7 @@ class Controllers:
     def acting(self, req_id: str) -> list[RunningController]:
         """Return the controllers that act on a request that was added. Any thread."""
         found = self._requests.get(req_id)
-        return [] if found is None else [each for each in self._running if each.reader.acts(found.selection)]
+        return [] if found is None else found.acting
 
     def sources(self, req_id: str) -> list[GateSource]:
         """Return the scores that are read of a request's rows, for its trace."""
@@ -74,7 +86,10 @@ class Controllers:
         self, req_id: str, num_prompt: int, selection: Selection, static: Static, *, is_traced: bool = False
     ) -> None:
         """Add a request that was accepted. Input thread."""
-        self._requests[req_id] = _Followed(num_prompt, selection, static)
+        acting = [each for each in self._running if each.reader.acts(selection)]
+        followed = self._requests[req_id] = _Followed(num_prompt, acting, static)
+        if acting:
+            self._read[req_id] = followed
         if is_traced:
             self._outcomes.traced.add(req_id)
 
@@ -87,6 +102,7 @@ class Controllers:
     def forget(self, req_id: str) -> None:
         """Forget a request that ended, or never ran, if it is known. Any thread."""
         found = self._requests.pop(req_id, None)
+        self._read.pop(req_id, None)
         self._actuation.forget(req_id)
         self._decisions.endings.pop(req_id, None)
         self._outcomes.forget(req_id)
@@ -95,10 +111,10 @@ class Controllers:
             for each in found.begun.values():
                 each.thread.tell(_call(each.thread.controller.request_ends, view))
 
-    def read(self, readings: Mapping[str, Any], discarded: Collection[str]) -> None:
+    def read(self, table: StepTable, discarded: Collection[str]) -> None:
         """Hand a step to the controllers; `decide` takes what they answer."""
-        self._present = readings["ids"]
-        step = self._reader.read(readings, discarded, self._requests)
+        self._present = table.ids
+        step = self._reader.read(table, discarded, self._read) if self._read else None
         if step is None:
             return
         if step.requests is not self._told_to[0]:
@@ -114,7 +130,7 @@ class Controllers:
         members = set()
         for req_id in dict.fromkeys(step.requests):
             followed = self._requests[req_id]
-            if not controller.reader.acts(followed.selection):
+            if not any(each is controller for each in followed.acting):
                 continue
             members.add(req_id)
             if controller.name not in followed.begun:
@@ -136,14 +152,17 @@ class Controllers:
                 known = list(self._requests.items())  # to which another thread adds
                 firsts = {req_id: None for req_id, one in known if each.name in one.begun}
                 self._outcomes.note(firsts, each.name, None, SWITCHED_OFF, each.thread.figures.error)
+        if self._submitted is not None:
+            for submitted in self._submitted.take():
+                self._decisions.apply_submitted(submitted, self._requests)
         endings, self._decisions.endings = self._decisions.endings, {}
         notes = self._outcomes.take_notes(self._present)
         return Decided(endings, notes) if endings or notes else None
 
     def orders(self, scheduled: Collection[str]) -> dict[str, Any] | None:
         """Return the coefficients that the workers are to take over with a step; None if there are none."""
-        drives = self._actuation.coefficients.take_changes(scheduled)
-        return {"drives": drives} if drives else None
+        changes = self._actuation.coefficients.take_changes(scheduled)
+        return None if changes is None else {"drives": changes.to_wire()}
 
     def global_changed(self) -> None:
         """Follow a change of the global vectors."""
@@ -155,9 +174,12 @@ class Controllers:
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """Return the actions by outcome, and the seconds, of each controller, for the metrics page."""
-        return {
+        found = {
             each.name: {"actions": self._counts(each), "seconds": each.thread.figures.seconds} for each in self._running
         }
+        for name in sorted(self._decisions.consumers):
+            found[name] = {"actions": self._outcomes.counts(name, 0), "seconds": 0.0}
+        return found
 
     def _counts(self, controller: RunningController) -> dict[str, int]:
         return self._outcomes.counts(controller.name, controller.thread.figures.dropped)

@@ -5,9 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Mapping
 
+import numpy as np
+
 from headgate.capture.engine.contracts.core_part import CoreServices
+from headgate.capture.schema.actions.action_sink import Submitted
 from headgate.capture.schema.errors import RequestError
-from headgate.steering.controllers.actions import Action, SetGlobal, SetScale, SetSteering, Stop
+from headgate.steering.controllers.action_wire import read_action
+from headgate.steering.controllers.actions import (
+    Action,
+    SetGlobal,
+    SetScale,
+    SetSteering,
+    SetSteeringEach,
+    SingleAction,
+    Stop,
+)
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import FIELD
 from headgate.steering.core.controllers.outcomes import APPLIED, DROPPED, REJECTED, Outcomes
@@ -28,10 +40,12 @@ class Decisions:
 
     Attributes:
         endings: Requests that are to end, with the reasons, until somebody takes them.
+        consumers: Names of capture consumers that have submitted actions.
     """
 
     def __init__(self, actuation: Actuation, outcomes: Outcomes, services: CoreServices) -> None:
         self.endings: dict[str, str] = {}
+        self.consumers: set[str] = set()
         self._actuation = actuation
         self._outcomes = outcomes
         self._services = services
@@ -44,6 +58,30 @@ class Decisions:
             action: To apply.
             known: The requests that have not ended.
         """
+        if isinstance(action, SetSteeringEach):
+            self._apply_each(controller, action, known)
+        else:
+            self._apply_one(controller, action, known)
+
+    def apply_submitted(self, submitted: Submitted, known: Container[str]) -> None:
+        """Apply an action that a capture consumer submitted, under the name ``consumer:INSTANCE``.
+
+        Args:
+            submitted: As it came.
+            known: The requests that have not ended.
+        """
+        name = f"consumer:{submitted.consumer}"
+        self.consumers.add(name)
+        self._outcomes.count(name, DROPPED, submitted.num_dropped)
+        try:
+            action = read_action(submitted.action)
+        except ValueError as error:
+            self._outcomes.count(name, REJECTED)
+            logger.warning("headgate: %s: rejected: %s", name, str(error))
+            return
+        self.apply(name, action, known)
+
+    def _apply_one(self, controller: str, action: SingleAction, known: Container[str]) -> None:
         try:
             firsts = self._act(controller, action)
         except RequestError as error:
@@ -57,8 +95,27 @@ class Decisions:
             if self._outcomes.traced:
                 self._outcomes.note(firsts, controller, action, APPLIED)
 
-    def _refuse(self, controller: str, action: Action, known: Container[str], reason: str) -> None:
-        target = action.request if isinstance(action, SetSteering | Stop) else None
+    def _apply_each(self, controller: str, action: SetSteeringEach, known: Container[str]) -> None:
+        """Apply an action for several requests, as `apply` does what it stands for; a malformed one is refused."""
+        try:
+            action = _checked(action)
+            done, firsts = self._actuation.steer_each(controller, action)
+        except (TypeError, ValueError) as error:
+            self._outcomes.count(controller, REJECTED, len(action.requests))
+            logger.warning("headgate: controller %s: rejected: %s", controller, str(error))
+            return
+        num_done = int(np.count_nonzero(done))
+        self._outcomes.count(controller, APPLIED, num_done)
+        if num_done == len(done) and not self._outcomes.traced:
+            return
+        for one, is_done, first in zip(action.each(), done.tolist(), firsts.tolist(), strict=True):
+            if not is_done:
+                self._apply_one(controller, one, known)
+            elif one.request in self._outcomes.traced:
+                self._outcomes.note({one.request: first}, controller, one, APPLIED)
+
+    def _refuse(self, controller: str, action: SingleAction, known: Container[str], reason: str) -> None:
+        target = action.request if isinstance(action, SetSteering | Stop) and isinstance(action.request, str) else None
         if target is not None and target not in known:
             self._outcomes.count(controller, DROPPED)
             return
@@ -68,7 +125,9 @@ class Decisions:
         else:
             logger.warning("headgate: controller %s: rejected: %s", controller, reason)
 
-    def _act(self, controller: str, action: Action) -> Mapping[str, int]:
+    def _act(self, controller: str, action: SingleAction) -> Mapping[str, int]:
+        if isinstance(action, SetSteering | Stop) and not isinstance(action.request, str):
+            raise RequestError(FIELD, f"request: expected the id of one, got {action.request!r}")
         if isinstance(action, SetSteering):
             return self._actuation.steer(controller, action)
         if isinstance(action, SetGlobal):
@@ -80,3 +139,18 @@ class Decisions:
             raise RequestError(FIELD, f"request {action.request!r} has ended")
         self.endings.setdefault(action.request, str(action.reason)[:MAX_REASON])
         return {action.request: progress.position}
+
+
+def _checked(action: SetSteeringEach) -> SetSteeringEach:
+    """Return an action with lists and arrays as they are expected.
+
+    Raises:
+        ValueError: If there is not a number for each request.
+        TypeError: If something in it is of another kind.
+    """
+    requests, scales = list(action.requests), np.asarray(action.scales, np.float64)
+    if scales.shape != (len(requests),):
+        raise ValueError(f"scales: expected {len(requests)} numbers, got the shape {list(scales.shape)}")
+    if not isinstance(action.module, str) or not all(isinstance(each, str) for each in requests):
+        raise TypeError(f"requests, module: expected names, got {requests[:3]!r} and {action.module!r}")
+    return SetSteeringEach(requests, action.module, scales)

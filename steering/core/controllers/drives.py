@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 from headgate.capture.schema.errors import RequestError
@@ -18,10 +19,12 @@ class Drive(NamedTuple):
     Attributes:
         column: Of its coefficient.
         program: With that column in it.
+        serial: Of all that there were: another content in this column has another.
     """
 
     column: int
     program: Program
+    serial: int
 
     def to_worker(self) -> dict[str, Any]:
         """Return plain values for `headgate.steering.worker.rows.rule_programs.ActingRule`."""
@@ -53,6 +56,7 @@ class Drives:
         self._tell = tell
         self._known: dict[bytes, Drive] = {}
         """By the key of the content, the one that was used the longest time ago first."""
+        self._serials = count()
         self._users: Counter[int] = Counter()
         """Requests, by column."""
 
@@ -67,7 +71,7 @@ class Drives:
             self._known[content.key] = known
             return known
         column = self._free[-1] if self._free else self._make_room()
-        made = Drive(column, driven(content, column))
+        made = Drive(column, driven(content, column), next(self._serials))
         self._reservations.keep_module(_key(column), demand_of_both(made.program), FIELD)
         try:
             self._tell([*(drive.to_worker() for drive in self._known.values()), made.to_worker()])
@@ -77,6 +81,10 @@ class Drives:
         self._free.remove(column)
         self._known[content.key] = made
         return made
+
+    def find(self, content: Program) -> Drive | None:
+        """Return the drive of a content, if the workers know it."""
+        return self._known.get(content.key)
 
     def use(self, column: int) -> None:
         """Count a request that is driven in a column."""

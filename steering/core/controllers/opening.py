@@ -10,6 +10,7 @@ from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.config import MAX_DRIVEN, MAX_READ, WHERE, SteeringConfig, first_controller_column
 from headgate.steering.core.admission import Reservations
+from headgate.steering.core.content import check_programs
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.coefficients import Coefficients
 from headgate.steering.core.controllers.contents import Contents
@@ -53,6 +54,7 @@ def open_controllers(
     first = first_controller_column(config)
     try:
         running = list(start_controllers(config.controllers, content, modules, range(first, first + MAX_READ)))
+        check_programs([each.reader.program for each in running], state.limits, "controllers", "of all controllers")
         for each in running:
             _check_name(each.name, state)
             reservations.keep_module(f"controller\n{each.name}", demand_of_both(each.reader.program), "controllers")
@@ -70,7 +72,8 @@ def open_controllers(
     for each in running:
         logger.info("steering: controller %s, for %s", each.name, each.spec.applies_to)
     coefficients = Coefficients(drives, services, state.limits)
-    return Controllers(running, Actuation(Contents(state), coefficients), services)
+    submitted = services.actions if config.from_consumers else None
+    return Controllers(running, Actuation(Contents(state), coefficients), services, submitted)
 
 
 def _checked(steerable: Steerable | None, facts: CoreFacts) -> Steerable:
@@ -81,7 +84,7 @@ def _checked(steerable: Steerable | None, facts: CoreFacts) -> Steerable:
         )
     if steerable is None or not steerable.op_sites:
         raise ConfigError(
-            f"{_PLACE}: controllers read and write at op sites, and there are none; declare them with "
+            f"{_PLACE}: controllers, and consumers that steer, act at op sites, and there are none; declare them with "
             "--steering-op-sites, or with --probes NAME=PATH for the site of a probe"
         )
     return steerable

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from headgate.steering.controllers.actions import Action, told
+from headgate.steering.controllers.actions import SingleAction, told
 from headgate.steering.gates.trace import Note
 
 APPLIED, REJECTED, DROPPED, SWITCHED_OFF = "applied", "rejected", "dropped", "switched off"
@@ -32,15 +32,15 @@ class Outcomes:
         found = {outcome: self._counts[controller, outcome] for outcome in OUTCOMES}
         return {**found, DROPPED: found[DROPPED] + num_flooded}
 
-    def count(self, controller: str, outcome: str) -> None:
-        """Count an action."""
-        self._counts[controller, outcome] += 1
+    def count(self, controller: str, outcome: str, number: int = 1) -> None:
+        """Count an action, or several."""
+        self._counts[controller, outcome] += number
 
     def note(
         self,
         firsts: Mapping[str, int | None],
         controller: str,
-        action: Action | None,
+        action: SingleAction | None,
         outcome: str,
         reason: str | None = None,
     ) -> None:
@@ -61,6 +61,8 @@ class Outcomes:
 
     def take_notes(self, present: Collection[str]) -> dict[str, Note]:
         """Return the notes of requests of a step, as pieces of their traces; they count as told."""
+        if not self._notes:
+            return {}
         return {
             req_id: {"positions": [], "actions": self._notes.pop(req_id)}
             for req_id in [known for known in list(self._notes) if known in present]

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from headgate.capture.engine.contracts.core_part import CoreServices
-from headgate.capture.probes.probe import Probe, ProbeKind
+from headgate.capture.probes.probe import Probe
 from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.steering.controllers.controller import StepReadings
 from headgate.steering.core.gates import GateContent
 from headgate.steering.gates.gate import InlineProbe
 from headgate.steering.gates.layout import Layout, ScoreColumn
-from headgate.steering.gates.readings import read_score
+from headgate.steering.gates.readings import Score, check_site, probe_entries
 from headgate.steering.gates.rule import AppliesTo, Selection
+from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import GateSource, Writes
-from headgate.steering.programs.codes import with_change
 from headgate.steering.programs.program import Program
 from headgate.steering.vectors.dtypes import Float32Rows
 
@@ -78,20 +79,16 @@ def make_reader(
     entries, scores = [], []
     for column, (probe_name, probe) in zip(columns, probes.items(), strict=False):
         where = f"controller {name!r}: probe {probe_name!r}"
-        if probe.weight.shape[1] != content.hidden_size:
-            raise ConfigError(f"{where}: has the width {probe.weight.shape[1]}, the model {content.hidden_size}")
-        reading = InlineProbe(
-            site=probe.site,
-            weight=probe.weight[0],
-            bias=float(probe.biases[0]),
-            is_cosine=probe.kind is ProbeKind.COSINE,
-            where=where,
-        )
+        if probe.hidden_size != content.hidden_size:
+            raise ConfigError(f"{where}: has the width {probe.hidden_size}, the model {content.hidden_size}")
         try:
-            entry = read_score(reading, content, content.dtype).entry
+            check_site(probe.site, content.op_sites, where)
         except RequestError as error:
             raise ConfigError(str(error)) from error
-        entries.append(entry._replace(code=with_change(entry.code, column)))
+        score = Score(probe_entries(probe, content.dtype), None)
+        entries += score.at(column)
+        # No name that a request's own probe may share.
+        reading = InlineProbe(site=probe.site, weight=probe.weight[0], bias=0.0, is_cosine=False, where=where)
         scores.append(ScoreColumn(f"{name}.{probe_name}", reading, column))
     program = Program.from_entries(entries, content.dtype)
     source = GateSource(Layout(tuple(scores), (), len(scores)), _NOTHING, _NOTHING, program.key)
@@ -176,43 +173,33 @@ class StepReader:
         self._services = services
         self._decoding: _Decoding | None = None
 
-    def read(
-        self, readings: Mapping[str, Any], discarded: Collection[str], requests: Mapping[str, ToldRows]
-    ) -> ReadStep | None:
+    def read(self, step: StepTable, discarded: Collection[str], requests: Mapping[str, ToldRows]) -> ReadStep | None:
         """Return the rows of a step that are new; None if there are none.
 
         Args:
-            readings: As `headgate.steering.worker.gates.readings.SignalReadings.collect` made them.
+            step: As workers read it.
             discarded: Requests of the step for which it does not count.
             requests: Those that are followed.
         """
-        firsts, counts = (np.frombuffer(readings[name], np.int64) for name in ("firsts", "counts"))
-        signals = np.frombuffer(readings["values"], np.float32).reshape(-1, readings["columns"])
         known = self._decoding
         if known is not None:
-            is_next = not discarded and readings["ids"] == known.ids and bool((counts == 1).all())
-            if is_next and bool((firsts > known.last).all()) and all(map(requests.__contains__, known.ids)):
-                step = known.step._replace(positions=firsts, signals=signals)
-                self._decoding = known._replace(last=firsts, step=step)
-                return step
+            is_next = not discarded and step.has_one_row_each and step.ids == known.ids
+            if is_next and bool((step.firsts > known.last).all()) and all(map(requests.__contains__, known.ids)):
+                read = known.step._replace(positions=step.firsts, signals=step.signals)
+                self._decoding = known._replace(last=step.firsts, step=read)
+                return read
             for told, last in zip(known.told, known.last.tolist(), strict=True):
                 told.end = last + 1
         self._decoding = None
-        return self._read_rows(readings["ids"], firsts, counts, signals, discarded, requests)
+        return self._read_rows(step, discarded, requests)
 
     def _read_rows(
-        self,
-        ids: list[str],
-        firsts: Int64Array,
-        counts: Int64Array,
-        signals: Float32Rows,
-        discarded: Collection[str],
-        requests: Mapping[str, ToldRows],
+        self, step: StepTable, discarded: Collection[str], requests: Mapping[str, ToldRows]
     ) -> ReadStep | None:
-        found: list[tuple[str, ToldRows, int]] = []
-        rows: list[int] = []
+        found: list[tuple[str, ToldRows, range]] = []
+        is_told = np.zeros(len(step.signals), np.bool_)
         start = 0
-        for req_id, first, count in zip(ids, firsts.tolist(), counts.tolist(), strict=True):
+        for req_id, first, count in zip(step.ids, step.firsts.tolist(), step.counts.tolist(), strict=True):
             begin, start = start, start + count
             told = requests.get(req_id)
             if told is None or req_id in discarded:
@@ -221,14 +208,17 @@ class StepReader:
                 told.tokens = progress.token_ids
             new = max(first, told.end)
             told.end = max(told.end, first + count)
-            found += [(req_id, told, position) for position in range(new, first + count)]
-            rows += range(begin + new - first, start)
+            if new < first + count:
+                found.append((req_id, told, range(new, first + count)))
+                is_told[begin + new - first : start] = True
         if not found:
             return None
-        positions = np.array([position for *_, position in found], np.int64)
-        is_prompt = np.array([position < told.num_prompt for _, told, position in found])
-        tokens = [told.tokens for _, told, _ in found]
-        step = ReadStep(tuple(req_id for req_id, *_ in found), positions, is_prompt, tokens, signals[rows])
-        if len(rows) == len(signals) == len(ids) and not is_prompt.any():
-            self._decoding = _Decoding(list(ids), [told for _, told, _ in found], positions, step)
-        return step
+        positions = np.fromiter(chain.from_iterable(rows for *_, rows in found), np.int64)
+        lengths = np.repeat([told.num_prompt for _, told, _ in found], [len(rows) for *_, rows in found])
+        names = tuple(chain.from_iterable(repeat(req_id, len(rows)) for req_id, _, rows in found))
+        tokens = list(chain.from_iterable(repeat(told.tokens, len(rows)) for _, told, rows in found))
+        is_prompt = positions < lengths
+        read = ReadStep(names, positions, is_prompt, tokens, step.signals[is_told])
+        if len(found) == len(step.ids) and step.has_one_row_each and not is_prompt.any():
+            self._decoding = _Decoding(list(step.ids), [told for _, told, _ in found], positions, read)
+        return read

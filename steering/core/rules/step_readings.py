@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,8 @@ from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
 from headgate.steering.gates.conversations import ConversationLatches, LatchKey
 from headgate.steering.gates.gate import Gate
 from headgate.steering.gates.layout import FOLLOWING, layout_of
-from headgate.steering.gates.trace import GateSource, Note, StepRows, TraceWriter, rows_of
+from headgate.steering.gates.step_table import StepRows, StepTable
+from headgate.steering.gates.trace import GateSource, Note, TraceWriter
 from headgate.steering.vectors.dtypes import Float32Rows
 
 MAX_NAMES = 256
@@ -218,34 +218,31 @@ class StepReadings:
         self._apart.pop(req_id, None)
         self._since.pop(req_id, None)
 
-    def take(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
+    def take(self, step: StepTable, discarded: Collection[str]) -> dict[str, Note]:
         """Return a piece of each request's trace, from what a step read; see `ReadingCore.take_readings`."""
         found: dict[str, Note] = {}
         if self._rules.all():
-            self._count_rules(readings)
+            self._count_rules(step)
         if self._own:
-            self._count_own(readings, discarded)
-        for rows in rows_of(readings) if self._writers else ():
+            self._count_own(step, discarded)
+        for rows in step.rows() if self._writers else ():
             writer = None if rows.req_id in discarded else self._writers.get(rows.req_id)
             if writer is not None and (note := writer.note(rows.first, rows.signals)) is not None:
                 found[rows.req_id] = note
         return found
 
-    def _count_own(self, readings: Mapping[str, Any], discarded: Collection[str]) -> None:
+    def _count_own(self, step: StepTable, discarded: Collection[str]) -> None:
         """Count what requests' own gates wrote; a step of one row each costs little, since it comes for each token."""
-        ids: list[str] = readings["ids"]
-        firsts, counts = (np.frombuffer(readings[name], np.int64) for name in ("firsts", "counts"))
-        if len(ids) and (counts == 1).all():
-            signals = np.frombuffer(readings["values"], np.float32).reshape(-1, readings["columns"])
+        if step.has_one_row_each:
             known, decoding = self._known, self._decoding
-            if decoding is None or decoding.known is not known or decoding.ids != ids:
-                self._decoding = decoding = _Decoding(ids, self._own, self.counts, known)
-            decoding.count(firsts, signals)
+            if decoding is None or decoding.known is not known or decoding.ids != step.ids:
+                self._decoding = decoding = _Decoding(step.ids, self._own, self.counts, known)
+            decoding.count(step.firsts, step.signals)
             for at, latches in decoding.latching:
-                if ids[at] not in discarded:
-                    self._latch(latches, signals[at])
+                if step.ids[at] not in discarded:
+                    self._latch(latches, step.signals[at])
             return
-        for rows in rows_of(readings):
+        for rows in step.rows():
             if (own := self._own.get(rows.req_id)) is not None and len(rows.signals):
                 self.counts.add_gates(own.source, own.written(rows))
                 if rows.req_id not in discarded:
@@ -257,11 +254,9 @@ class StepReadings:
         if self._latches is not None and strengths:
             self._latches.latch({key: strength for key, strength in strengths.items() if math.isfinite(strength)})
 
-    def _count_rules(self, readings: Mapping[str, Any]) -> None:
+    def _count_rules(self, step: StepTable) -> None:
         """Count the rows of a step; steps that were launched before a change are passed over."""
-        ids: list[str] = readings["ids"]
-        firsts, counts = (np.frombuffer(readings[name], np.int64) for name in ("firsts", "counts"))
-        signals = np.frombuffer(readings["values"], np.float32).reshape(-1, readings["columns"])
+        ids, firsts, counts, signals, _ = step
         ends = np.cumsum(counts).tolist()
         groups: dict[int, tuple[tuple[KeptRule, ...], list[int]]] = {}
         for at, (req_id, first) in enumerate(zip(ids, firsts.tolist(), strict=True)):

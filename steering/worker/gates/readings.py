@@ -26,12 +26,12 @@ class StepSignals:
     Args:
         signals: float32 ``[T, C]``, as the forward writes them; the copy is made on the current stream.
         rows: The step's.
-        index: int64 ``[N]`` on the device: their batch rows.
+        index: int64 ``[N]`` on the device: their batch rows; None if those are the first ones of the batch.
     """
 
-    def __init__(self, signals: Tensor, rows: GateRows, index: Tensor) -> None:
+    def __init__(self, signals: Tensor, rows: GateRows, index: Tensor | None) -> None:
         self.rows = rows
-        found = signals[index]
+        found = signals[: int(rows.counts.sum())] if index is None else signals[index]
         self._done: torch.cuda.Event | None = None
         if found.device.type == "cuda":
             pinned = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
@@ -39,6 +39,8 @@ class StepSignals:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
             found = pinned
+        elif index is None:
+            found = found.clone()
         self._values = found
         self._lock = Lock()
 

@@ -7,7 +7,7 @@ entries of a program at the site. Codes and columns: `headgate.steering.programs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,7 @@ from headgate.steering.programs.gate_codes import (
     POOL_MASK,
     SCOPE_MASK,
     SCORE_KIND_MASK,
+    UNIT_MASK,
     Combine,
     GateFlag,
     Mode,
@@ -54,6 +55,7 @@ from headgate.steering.programs.gate_codes import (
     Scope,
     ScoreKind,
     TokenFlag,
+    Unit,
     gate_column,
 )
 from headgate.steering.vectors.dtypes import Float32Rows
@@ -104,16 +106,38 @@ def evaluate(
     for index_N, codes, params in tokens_of:
         number = gate_entries(codes)
         listed: list[int] = index_N.tolist()
-        for fields, numbers in zip(codes[:number], params, strict=False):
-            if fields[CODE] & CODE_MASK == Code.SCORE:
-                scores = _scores(x_TD[index_N], pool_SD[[fields[READ], fields[WRITE]]].to(x_TD.dtype), fields, numbers)
-                signals[listed, change_index(fields[CODE])] = scores.float().cpu().numpy()
+        for column, scores in _scores_of(x_TD[index_N], pool_SD, codes[:number], params):
+            signals[listed, column] = scores.float().cpu().numpy()
         rows += [(token, codes[:number], params) for token in listed]
     for token, codes, params in sorted(rows, key=lambda row: row[0]):
         _evaluate_row(codes, params, signals[token], states, tokens[token])
     if gates.signals.device.type != "cpu":
         gates.signals.copy_(torch.from_numpy(signals))
         gates.states.copy_(torch.from_numpy(states))
+
+
+def _scores_of(x_ND: Tensor, pool_SD: Tensor, codes: Entries, params: Params) -> Iterator[tuple[int, Tensor]]:
+    """Yield column and scores ``[N]`` of each score of a program."""
+    total_N = torch.zeros_like(x_ND[:, 0])
+    for fields, numbers in zip(codes, params, strict=False):
+        code = fields[CODE]
+        if code & CODE_MASK != Code.SCORE:
+            continue
+        scores_N = _scores(x_ND, pool_SD[[fields[READ], fields[WRITE]]].to(x_ND.dtype), fields, numbers)
+        if code & SCORE_KIND_MASK != ScoreKind.UNIT:
+            yield change_index(code), scores_N
+        elif code & UNIT_MASK == Unit.SUM:
+            yield change_index(code), total_N + numbers[P0]
+            total_N = torch.zeros_like(total_N)
+        else:
+            total_N = total_N + numbers[P1] * _UNITS[Unit(code & UNIT_MASK)](scores_N)
+
+
+_UNITS: dict[Unit, Callable[[Tensor], Tensor]] = {
+    Unit.RELU: torch.relu,
+    Unit.GELU: torch.nn.functional.gelu,
+    Unit.SILU: torch.nn.functional.silu,
+}
 
 
 def _scores(x_ND: Tensor, rows_2D: Tensor, fields: Sequence[int], params: Sequence[float]) -> Tensor:

@@ -113,6 +113,8 @@ class GateRows(NamedTuple):
         return behind
 
     def _spread(self, firsts: Int64Array) -> Int64Array:
+        if (self.counts == 1).all():
+            return firsts
         before = np.cumsum(self.counts) - self.counts
         spread: Int64Array = np.repeat(firsts - before, self.counts) + np.arange(int(self.counts.sum()))
         return spread
@@ -202,6 +204,9 @@ class GatedBatch:
 
     def rows(self, view: BatchView) -> GateRows:
         """Return the rows of a step of this batch."""
+        if len(self._ids) == len(self.req_ids):
+            # Copies: they are read when the step's output is there, and the runner may write to its own before.
+            return GateRows(self._ids, view.starts.copy(), view.num_computed.copy(), view.num_scheduled.copy())
         at = self._places
         return GateRows(self._ids, view.starts[at], view.num_computed[at], view.num_scheduled[at])
 

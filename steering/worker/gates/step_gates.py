@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
+from headgate.steering.gates.coefficient_changes import CoefficientChanges
 from headgate.steering.vectors.dtypes import Float32Rows
-from headgate.steering.worker.gates.driven import CoefficientChange, DrivenStrengths, Place
+from headgate.steering.worker.gates.driven import DrivenStrengths, Places
 from headgate.steering.worker.gates.readings import GateHistory, SignalReadings, StepSignals
 from headgate.steering.worker.gates.reference import FLAGS, SLOT, GateTensors
 from headgate.steering.worker.gates.requests import (
@@ -80,7 +81,7 @@ class StepGates:
         self._new_columns: list[tuple[int, int]] = []
         self._slots = GateSlots(num_slots)
         self._history = GateHistory()
-        self._driven = DrivenStrengths()
+        self._driven = DrivenStrengths(num_slots)
         self._tokens = np.zeros((max_tokens, 2), np.int32)
         """As the device has them after the writes."""
         self._num_marked = 0
@@ -89,8 +90,8 @@ class StepGates:
         self._decoded: tuple[GatedBatch, bytes] | None = None
         """Batch and first batch rows of the step before, if each request had one generated row."""
         self._rows: GateRows | None = None
-        self._index: tuple[bytes, Tensor] | None = None
-        """Batch rows of the last step that was read, as bytes, and on the device."""
+        self._index: tuple[bytes, Tensor | None] | None = None
+        """Batch rows of the last step that was read, as bytes, and on the device; None there for the first ones."""
         self._signals: StepSignals | None = None
 
     @property
@@ -120,7 +121,7 @@ class StepGates:
         for req_id, own in self._own.items():
             self._follow(req_id, own)
 
-    def drive(self, drives: Sequence[CoefficientChange]) -> dict[str, frozenset[int]]:
+    def drive(self, changes: CoefficientChanges) -> dict[str, frozenset[int]]:
         """Take coefficients that controllers set.
 
         Returns:
@@ -129,7 +130,7 @@ class StepGates:
         Raises:
             AssertionError: If a request is not known.
         """
-        changed = {req_id: self._driven.columns(req_id) for req_id in self._driven.set(drives)}
+        changed = {req_id: self._driven.columns(req_id) for req_id in self._driven.set(changes)}
         for req_id in changed:
             if req_id not in self._own:
                 raise AssertionError(f"request {req_id!r} is driven, but was never added")
@@ -174,7 +175,9 @@ class StepGates:
         if decoded is not None and decoded == self._decoded and not self._new_columns:
             changed = self._driven.changes(rows, batch)
             return (
-                GateWrites(_NO_TOKENS, _NO_PLACES, _NO_VALUES, _NO_SLOTS, (), *self._flat(changed)) if changed else None
+                GateWrites(_NO_TOKENS, _NO_PLACES, _NO_VALUES, _NO_SLOTS, (), *self._flat(changed))
+                if len(changed)
+                else None
             )
         self._decoded = decoded
         return self._writes(rows, batch)
@@ -183,9 +186,9 @@ class StepGates:
         columns, self._new_columns = tuple(self._new_columns), []
         cleared = batch.cleared(rows)
         index, flags = rows.batch_rows, batch.take_flags(rows)
-        replayed = self._history.strengths(rows, batch, flags) if batch.has_early else []
-        replayed += self._driven.replayed(rows, batch, flags)
-        states = self._driven.states(rows, batch.slots, cleared)
+        handed_on = self._history.strengths(rows, batch, flags) if batch.has_early else []
+        replayed = Places.joined(Places.of(handed_on), self._driven.replayed(rows, batch, flags))
+        states = self._driven.states(rows, batch, cleared)
         changed = np.empty((len(flags), 2), np.int32)
         changed[:, SLOT], changed[:, FLAGS] = np.repeat(batch.slots, rows.counts), flags
         end = int(index.max()) + 1
@@ -193,15 +196,16 @@ class StepGates:
         tokens = np.zeros((max(end, self._num_marked), 2), np.int32)
         tokens[index] = changed
         self._num_marked = end
-        if np.array_equal(self._tokens[: len(tokens)], tokens) and not (replayed or states or len(cleared) or columns):
+        if np.array_equal(self._tokens[: len(tokens)], tokens) and not (
+            len(replayed) or len(states) or len(cleared) or columns
+        ):
             return None
         self._tokens[: len(tokens)] = tokens
         return GateWrites(tokens, *self._flat(replayed), cleared, columns, *self._flat(states))
 
-    def _flat(self, places: Sequence[Place]) -> tuple[Int64Array, Float32Rows]:
+    def _flat(self, places: Places) -> tuple[Int64Array, Float32Rows]:
         """Return flat places of signals or states, int64, and their values, float32."""
-        flat = np.array([row * self.tensors.signals.shape[1] + column for row, column, _ in places], np.int64)
-        return flat, np.array([value for _, _, value in places], np.float32)
+        return places.rows * self.tensors.signals.shape[1] + places.columns, places.values
 
     def step_ends(self) -> None:
         """Copy what the gates of the step did, behind its forward."""
@@ -211,7 +215,8 @@ class StepGates:
         index = rows.batch_rows
         key = index.tobytes()
         if self._index is None or self._index[0] != key:
-            self._index = key, torch.from_numpy(index).to(self.tensors.signals.device)
+            are_first = np.array_equal(index, np.arange(len(index)))
+            self._index = key, None if are_first else torch.from_numpy(index).to(self.tensors.signals.device)
         self._signals = StepSignals(self.tensors.signals, rows, self._index[1])
         if batch.has_early:
             self._history.keep(self._signals, batch)

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from headgate.capture.schema.batch import Int32Array
 from headgate.capture.schema.sites import Site
 from headgate.steering.gates.rule import AppliesTo, Selection
 from headgate.steering.programs.program import Program
+from headgate.steering.vectors.dtypes import Rows
 from headgate.steering.worker.placed_programs import PlacedProgram, place
 
-if TYPE_CHECKING:
-    from headgate.steering.worker.rows.vector_pool import SlotPool
+
+class Slots(Protocol):
+    """A pool of vectors, as far as it is needed here; see `headgate.steering.worker.rows.vector_pool.SlotPool`."""
+
+    def acquire(self, vectors: Rows) -> Int32Array:
+        """Return a slot for each of `vectors`: int32 ``[n]``."""
+        ...
+
+    def release(self, slots: Int32Array) -> None:
+        """Free slots that one call of `acquire` returned."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +81,7 @@ class RulePrograms:
         op_sites: Index of each site of this worker where programs act.
     """
 
-    def __init__(self, pool: SlotPool, op_sites: Mapping[Site, int]) -> None:
+    def __init__(self, pool: Slots, op_sites: Mapping[Site, int]) -> None:
         self._pool = pool
         self._op_sites = op_sites
         self._slots: dict[bytes, Int32Array] = {}

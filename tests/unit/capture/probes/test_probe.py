@@ -82,12 +82,7 @@ def test_a_file_holds_all_of_a_probe(probe: Probe, tmp_path_factory: pytest.Temp
 
 
 @given(probe=probes())
-def test_the_wire_holds_all_of_a_probe_but_an_mlp(probe: Probe) -> None:
-    if probe.kind is ProbeKind.MLP:
-        with pytest.raises(ProbeError, match="kind: mlp probes cannot be registered yet: use it offline"):
-            to_wire(probe)
-        return
-
+def test_the_wire_holds_all_of_a_probe(probe: Probe) -> None:
     travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(to_wire(probe)))
 
     assert plain(from_wire(travelled)) == plain(probe)
@@ -121,7 +116,7 @@ def test_an_mlp_is_torchs(activation: Activation) -> None:
 
     x = torch.from_numpy(ROWS).double()
     units = x @ torch.tensor(hidden.weight.tolist()).double().T + torch.tensor(hidden.bias.tolist()).double()
-    units = torch.relu(units) if activation is Activation.RELU else torch.nn.functional.gelu(units)
+    units = getattr(torch.nn.functional, activation.value)(units)
     expected = units @ torch.from_numpy(weight).double().T + torch.from_numpy(bias).double()
 
     np.testing.assert_allclose(probe.scores(ROWS), expected.numpy(), rtol=1e-12)
@@ -192,8 +187,8 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "a threshold of two": ({"weight": TWO, "classes": ("a", "b"), "threshold": 1.0}, "threshold", "2 classes"),
     "another pooling": ({"pooling": "max"}, "pooling", "last_prompt"),
     "numbers as metadata": ({"metadata": {"a": 1}}, "metadata", "texts by name"),
-    "no hidden layer": ({"kind": "mlp"}, "hidden", "has a one"),
-    "a hidden layer of a linear one": ({"hidden": layer()}, "hidden", "has no one"),
+    "no hidden layer": ({"kind": "mlp"}, "hidden", "has one"),
+    "a hidden layer of a linear one": ({"hidden": layer()}, "hidden", "has none"),
     "units that do not fit": ({"kind": "mlp", "hidden": layer(2)}, "weight", "rows of 2 values"),
     "dead units": ({"kind": "mlp", "hidden": layer(4, weight=np.zeros((4, 4)))}, "hidden.weight", "reads nothing"),
 }

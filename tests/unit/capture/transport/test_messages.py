@@ -146,7 +146,8 @@ def test_a_key_belongs_to_its_request() -> None:
 
 def test_begin_and_finish_arrive_as_sent() -> None:
     begin = frames_of(encode_begin(request(), stage=1, num_stages=2))
-    final = FinalState(num_prompt_tokens=5, token_ids=np.array([1, 2**40, 3], dtype=np.int64), status="stop")
+    tokens, notes = np.array([1, 2**40, 3], dtype=np.int64), {"part": {"positions": [0, 1], "seen": [0.5, None]}}
+    final = FinalState(num_prompt_tokens=5, token_ids=tokens, status="stop", notes=notes)
     finish = frames_of(encode_finish(FinishedRequest(request=request(), final=final, dropped_rows=4), stage=1))
 
     begun, finished = decode(begin), decode(finish)
@@ -162,6 +163,7 @@ def test_begin_and_finish_arrive_as_sent() -> None:
     assert finished.dropped_rows == 4
     assert np.array_equal(received_final.token_ids, final.token_ids)
     assert (received_final.num_prompt_tokens, received_final.status) == (5, "stop")
+    assert received_final.notes == notes
 
 
 def test_a_request_without_an_origin_cannot_be_sent() -> None:

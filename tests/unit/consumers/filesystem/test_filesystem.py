@@ -87,6 +87,34 @@ def test_shards_are_flat_arrays_with_an_index(tmp_path: Path) -> None:
     assert [line["request_id"] for line in lines] == ["r0", "r1", "r2"]
 
 
+@pytest.mark.parametrize("layout", ["request", "raw", "shards"])
+def test_files_tell_what_was_noted_of_their_rows(tmp_path: Path, layout: str) -> None:
+    trace = {
+        "positions": [1, 2, 3, 4, 5, 6],
+        "scores": {"anger": [0.1, 0.2, None, 0.4, 0.5, 0.6]},
+        "gates": {"calm": {"strength": [0, 0, 1.0, 1.0, 0.5, 1.0], "applied": [0, 0, 0, 1.0, 0.5, 1.0]}},
+        "actions": [{"position": at} for at in range(6)],
+    }
+    with capturing(tmp_path, layout=layout) as files:
+        noted, plain = (files.request({"positions": [0, 3, 5], "request_id": name}) for name in ("noted", "plain"))
+        noted.final = replace(noted.final, notes={"steering": trace, "other": "told"})
+        for request in (noted, plain):
+            files.feed.whole(request)
+
+    captures = {capture.name: capture for capture in open_captures(tmp_path)}
+    assert captures["plain"].metadata["notes"] == {}
+    assert captures["noted"].positions.tolist() == [0, 3, 5]
+    assert captures["noted"].metadata["notes"] == {
+        "steering": {
+            "positions": [3, 5],  # the row at 0 came from the prefix cache, where nobody was asked
+            "scores": {"anger": [None, 0.5]},
+            "gates": {"calm": {"strength": [1.0, 0.5], "applied": [0, 0.5]}},
+            "actions": trace["actions"],
+        },
+        "other": "told",
+    }
+
+
 def test_a_full_shard_is_followed_by_another(tmp_path: Path) -> None:
     with capturing(tmp_path, layout="shards", threads=1, shard_bytes=2000) as files:
         requests = [files.request(client_id=f"r{index}") for index in range(6)]

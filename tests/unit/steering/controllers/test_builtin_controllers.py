@@ -83,6 +83,22 @@ def test_the_first_row_seeds_the_average_and_rows_of_the_prompt_prime_it(thresho
     assert other.step({"a": 1.0}) == [on("a", 1.0)]
 
 
+def test_a_chunk_of_a_prompt_is_read_as_its_rows_one_by_one(threshold: Make) -> None:
+    scores = [round(math.sin(at) + math.sin(at / 3), 2) for at in range(60)]
+    whole, single = (threshold(hysteresis=0.4, ema_alpha=0.6, threshold=0.8) for _ in range(2))
+    for feed in (whole, single):
+        feed.begin("a", [1] * 60)
+    states, found = [0.0, 0.0], []
+    for length in (3, 1, 7, 2, 11, 4, 12, 9, 11):
+        rows, scores = scores[:length], scores[length:]
+        told = whole.step({"a": rows}), [action for row in rows for action in single.step({"a": row})]
+        states = [actions[-1].scale if actions else before for actions, before in zip(told, states, strict=True)]
+        assert states[0] == states[1]
+        found.append(states[0])
+
+    assert set(found) == {0.0, 1.0}
+
+
 def test_a_proportional_gain_follows_the_average_in_steps(threshold: Make) -> None:
     feed = threshold(ema_alpha=1.0, hysteresis=1.0, gain=4.0, gain_mode="proportional", min_emit_delta=0.5)
     feed.begin("a", [1])

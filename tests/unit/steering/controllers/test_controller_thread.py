@@ -11,7 +11,7 @@ from weakref import ref
 import numpy as np
 import pytest
 
-from headgate.steering.controllers import Action, Controller, Probe, SetSteering, StepReadings
+from headgate.steering.controllers import Action, Controller, Probe, SetSteering, SetSteeringEach, StepReadings
 from headgate.steering.controllers import controller_thread as module
 from headgate.steering.controllers.controller_thread import ControllerThread
 
@@ -171,3 +171,67 @@ def test_the_thread_ends_with_its_owner() -> None:
     running.join(TIMEOUT_S)
     assert not running.is_alive()
     assert gone() is None
+
+
+class Prompt(Asked):
+    """Says that it never waits."""
+
+    never_waits = True
+
+
+def test_one_that_never_waits_is_called_at_once_and_without_a_thread() -> None:
+    callers: list[threading.Thread] = []
+
+    def note(step: StepReadings) -> Iterator[Action]:
+        callers.append(threading.current_thread())
+        yield SetSteering(step.requests[0])
+
+    thread = ControllerThread("prompt", Prompt(note), TIMEOUT_S)
+    thread.tell(lambda: callers.append(threading.current_thread()))
+    thread.step(readings("a"))
+
+    assert callers == [threading.current_thread()] * 2
+    assert names(thread.take()) == ["a"]
+    assert "headgate-controller-prompt" not in [each.name for each in threading.enumerate()]
+
+
+def test_one_that_said_so_and_waits_gets_a_thread() -> None:
+    callers: list[threading.Thread] = []
+
+    def note(step: StepReadings) -> Iterator[Action]:
+        callers.append(threading.current_thread())
+        yield SetSteering(step.requests[0])
+
+    thread = ControllerThread("prompt", Prompt(note), budget_s=0.0)
+    thread.step(readings("a"))
+    assert names(thread.take()) == ["a"]
+    done = threading.Event()
+    thread.step(readings("b"))
+    thread.tell(done.set)
+
+    assert done.wait(TIMEOUT_S)
+    assert names(thread.take()) == ["b"]
+    assert callers[0] is threading.current_thread()
+    assert callers[1] is not threading.current_thread()
+    assert thread.figures.over_budget >= 1
+
+
+def test_one_that_never_waits_and_raises_is_switched_off() -> None:
+    thread = ControllerThread("prompt", Prompt(lambda _: ["a"]), TIMEOUT_S)  # type: ignore[list-item, return-value]
+
+    thread.step(readings("a"))
+
+    assert thread.take() == []
+    assert "no action of headgate.steering.controllers" in str(thread.figures.error)
+
+
+def test_an_action_for_many_requests_counts_as_so_many() -> None:
+    def flood(step: StepReadings) -> Iterator[Action]:
+        yield SetSteering("a")
+        yield SetSteeringEach(["a"] * module.MAX_ACTIONS * 2, "m", np.ones(module.MAX_ACTIONS * 2))
+
+    thread = ControllerThread("c", Asked(flood), TIMEOUT_S)
+    thread.step(readings("a"))
+
+    assert names(thread.take()) == ["a"]
+    assert thread.figures.dropped == 1

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headgate.capture.probes.probe import HiddenLayer
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import Site
 from headgate.steering.config import parse_config
-from headgate.steering.controllers import Probe, ProbeKind, loading
+from headgate.steering.controllers import Probe, loading
 from headgate.steering.controllers.loading import load_controller, parse_shorthand, read_probes
 from tests.fakes import controllers
 from tests.fakes.controllers import EntryPoint, Scripted
@@ -76,16 +75,12 @@ def test_what_cannot_be_made_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
             load_controller(parse_shorthand(text))
 
 
-MLP = HiddenLayer(weight=np.ones((2, 8), np.float32), bias=np.zeros(2, np.float32), activation="relu")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("probes", "message"),
     [
         ({}, "returned none"),
         ({"p": "probe.safetensors"}, "expected a headgate.steering.controllers.Probe, got str"),
         ({"p": probe(weight=np.ones((2, 8), np.float32), classes=("a", "b"))}, "one class"),
-        ({"p": probe(kind=ProbeKind.MLP, weight=np.ones((1, 2), np.float32), hidden=MLP)}, "no mlp"),
     ],
 )
 def test_probes_that_cannot_be_read_are_refused_by_name(probes: Any, message: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headgate.capture.probes.probe import Probe
+from headgate.capture.probes.probe import Activation, HiddenLayer, Probe, ProbeKind
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import parse_config
@@ -17,7 +17,7 @@ from headgate.steering.gates.gate import FeatureReading, Gate, InlineProbe, Leaf
 from headgate.steering.gates.layout import FOLLOWING, layout_of
 from headgate.steering.gates.names import probe_key
 from headgate.steering.programs.codes import CODE, CODE_MASK, Code
-from headgate.steering.programs.gate_codes import Pool, Scope
+from headgate.steering.programs.gate_codes import UNIT_MASK, Pool, Scope, Unit
 from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.spec import SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
@@ -27,6 +27,19 @@ READ, LATE, UNDECLARED = Site(1, HookPoint.POST_MLP), Site(2, HookPoint.POST_MLP
 CONFIG = parse_config({"op_sites": {"post_mlp": [1, 2]}})
 STEERABLE = CONFIG.steerable(num_layers=4, hidden_size=HIDDEN, dtype="float32")
 WEIGHT = np.array([1, 0, 0, 0], np.float32)
+
+
+MLP = Probe(
+    site=READ,
+    kind=ProbeKind.MLP,
+    weight=np.array([[1.0, -2.0, 0.0]], np.float32),
+    hidden=HiddenLayer(
+        weight=np.array([[1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]], np.float32),
+        bias=np.array([0.5, 0.25, 1.0], np.float32),
+        activation=Activation.GELU,
+    ),
+    threshold=0.0,
+)
 
 
 class NoWorkers:
@@ -237,3 +250,29 @@ def test_front_ends_learn_the_names_of_probes() -> None:
 
     assert list(listed) == ["anger", probe_key("anger")]
     assert listed[probe_key("anger")] == {"name": probe_key("anger"), "at": "1.post_mlp", "classes": ["positive"]}
+
+
+def test_an_mlp_becomes_an_entry_for_each_unit_that_counts_and_their_sum():
+    config = parse_config({"op_sites": {"post_mlp": [1, 2]}, "max_probe_units": 3})
+    core = SteeringCore("float32", 64, NoWorkers(), config, steerable=STEERABLE)
+    core.state.probes.put("mood", MLP)
+    mood = NamedProbe("mood", "steering_gates[0].when.probe")
+
+    wire = core.accept("a", to_wire(SteeringSpec(gates=(gate(mood),))), 4)
+
+    (program, _) = [one for _, one in from_wire(wire).phases]
+    scores = program.codes[:, CODE][program.codes[:, CODE] & CODE_MASK == Code.SCORE]
+    assert [code & UNIT_MASK for code in scores.tolist()] == [Unit.GELU, Unit.SUM]
+    constant = float(Activation.GELU.apply(np.array([0.25]))[0])
+    np.testing.assert_allclose(program.params[:2, 2:4], [[0.5, 1.0], [-2.0 * constant, 0.0]], rtol=1e-6)
+
+
+def test_more_units_than_fit_are_refused():
+    config = parse_config({"op_sites": {"post_mlp": [1, 2]}, "max_probe_units": 3})
+    core = SteeringCore("float32", 64, NoWorkers(), config, steerable=STEERABLE)
+    core.state.probes.put("mood", MLP)
+    core.state.probes.put("same", replace(MLP, threshold=1.0))
+    gates = [gate(NamedProbe(name, f"g{at}"), name=name) for at, name in enumerate(("mood", "same"))]
+
+    with pytest.raises(RequestError, match=r"the MLP probes at 1\.post_mlp make 4 entries, at most 3 fit"):
+        core.accept("a", to_wire(SteeringSpec(gates=tuple(gates))), 4)

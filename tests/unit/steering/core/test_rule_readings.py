@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from headgate.steering.core.rules import step_readings
 from headgate.steering.core.rules.step_readings import OTHERS, StepReadings
 from headgate.steering.gates.gate import Gate
+from headgate.steering.gates.step_table import StepTable
 from headgate.steering.requests.gate_fields import read_gates
 from headgate.steering.requests.trace import join_notes
 from headgate.steering.spec import SteeringSpec
@@ -20,19 +21,20 @@ from tests.fakes.ruled import STEERABLE, Rules, document
 COLUMNS = 40
 
 
-def readings(*rows: tuple[str, int, list[dict[int, float]]]) -> dict[str, Any]:
+def readings(*rows: tuple[str, int, list[dict[int, float]]]) -> StepTable:
     """As a worker tells: of each request the position of its first row, and some columns of each row."""
     values = np.full((sum(len(told) for *_, told in rows), COLUMNS), 7.0, np.float32)  # stale but where told
     listed = [each for *_, told in rows for each in told]
     for value, each in zip(values, listed, strict=True):
         value[list(each)] = list(each.values())
-    return {
+    wire = {
         "ids": [req_id for req_id, *_ in rows],
         "firsts": np.array([first for _, first, _ in rows], np.int64).tobytes(),
         "counts": np.array([len(told) for *_, told in rows], np.int64).tobytes(),
         "columns": COLUMNS,
         "values": values.tobytes(),
     }
+    return StepTable.of(wire)
 
 
 @pytest.fixture

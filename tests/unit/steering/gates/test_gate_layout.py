@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.gates.gate import Always, Condition, Gate, Group, InlineProbe, Leaf, NamedProbe, Negation, Then
 from headgate.steering.gates.layout import FOLLOWING, layout_of, num_columns
-from headgate.steering.gates.trace import GateSource, TraceWriter, rows_of
+from headgate.steering.gates.step_table import StepTable
+from headgate.steering.gates.trace import GateSource, TraceWriter
 from headgate.steering.programs.codes import EVERYWHERE, Code
 from headgate.steering.programs.gate_codes import Combine, gate_field
 from headgate.steering.programs.program import Entry, Program
@@ -100,6 +101,6 @@ def test_readings_are_parted_by_request():
         "values": values.tobytes(),
     }
 
-    found = [(rows.req_id, rows.first, rows.signals.tolist()) for rows in rows_of(readings)]
+    found = [(rows.req_id, rows.first, rows.signals.tolist()) for rows in StepTable.of(readings).rows()]
 
     assert found == [("a", 7, [[0, 1]]), ("b", 0, [[2, 3], [4, 5]])]

@@ -106,7 +106,7 @@ def test_what_headgate_ships_joins_through_this_group_alone() -> None:
     found = {name: {hook for hook in hooks if load_part(name).implements(hook)} for name in part_names()}
 
     assert found == {
-        "capture": set(hooks) - {"headgate_captures", "headgate_core", "headgate_requests"},
+        "capture": set(hooks) - {"headgate_captures", "headgate_core", "headgate_requests", "headgate_takes_actions"},
         "consumers": {"headgate_captures", "headgate_commands"},
         "steering": set(hooks) - {"headgate_captures"},
     }

@@ -38,6 +38,7 @@ class Scheduler:
         self.requests[req_id] = SimpleNamespace(
             sampling_params=SimpleNamespace(extra_args={"headgate": wire} if wire else None),
             is_finished=lambda: False,
+            status="running",
             num_in_flight_tokens=0,
             **{"num_stale_output_tokens": 0, "drop_stale_output": False, **attributes},
         )
@@ -213,3 +214,23 @@ def test_a_vllm_without_the_field_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
     with pytest.raises(UnsupportedError, match="no field 'kv_transfer_params'"):
         check_carrier()
+
+
+class Describing(Part):
+    """Tells all notes of a request that captures, too."""
+
+    def whole_note(self, notes: Any) -> Any:
+        return {"all": list(notes)}
+
+
+def test_all_notes_of_a_request_that_captures_are_told_at_its_end() -> None:
+    scheduler = Scheduler()
+    scheduler.notes = StepNotes(scheduler, "reading", Describing())  # type: ignore[arg-type]
+    scheduler.add("a", wire={"v": 1, "notes": True, "capture": {}})
+    scheduler.add("b")
+    scheduler.add("silent", wire={"v": 1, "capture": {}})
+    for number in (1, 2):
+        scheduler.step("a", "b", "silent", readings=dict.fromkeys(("a", "b", "silent"), number))
+
+    assert scheduler.notes.take_whole("a") == {"reading": {"all": [1, 2]}}
+    assert [scheduler.notes.take_whole(name) for name in ("a", "b", "silent")] == [{}] * 3

@@ -107,3 +107,13 @@ def test_marks_travel_among_ids(ids: list[str], kept: dict[str, KeptTokens]) -> 
 
     assert split_marks(entries) == (ids, kept, [])
     assert split_marks(entries[::-1]) == (ids[::-1], kept, [])
+
+
+def test_notes_stay_with_a_final_state_that_is_cut() -> None:
+    ends, noted = RequestEnds(), (*final("length"), {"part": {"seen": 1}})
+
+    ends.end("a", noted, is_decided=False)
+    ends.front_end_kept("a", KeptTokens(4, "stop"), is_running=False)
+    ends.end("b", noted, is_decided=True)
+
+    assert ends.pop_finals() == {"a": (2, TOKENS[:4], "stop", {"part": {"seen": 1}}), "b": noted}

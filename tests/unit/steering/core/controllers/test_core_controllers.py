@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from headgate.capture.engine.contracts.core_part import CoreFacts, Progress
+from headgate.capture.probes.probe import Activation, HiddenLayer, ProbeKind
+from headgate.capture.schema.actions.action_sink import Submitted, encode_action
+from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.config import MAX_DRIVEN, SteeringConfig, parse_config
-from headgate.steering.controllers import Action, Probe, SetGlobal, SetSteering, StepReadings, loading
+from headgate.steering.controllers import (
+    Action,
+    Probe,
+    SetGlobal,
+    SetSteering,
+    SetSteeringEach,
+    StepReadings,
+    Stop,
+    loading,
+)
 from headgate.steering.core.controllers.opening import open_controllers
 from headgate.steering.core.steering_core import SteeringCore
+from headgate.steering.gates.coefficient_changes import CoefficientChange, CoefficientChanges
 from headgate.steering.requests.rules.rule_fields import read_rule
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
@@ -51,15 +65,29 @@ class Services:
         rules: As workers were told last.
         rekeyed: Requests whose block keys were asked for anew, with the positions.
         position: Of all requests.
+        submitted: Actions of capture consumers.
     """
 
     def __init__(self) -> None:
         self.rules: list[dict[str, Any]] = []
         self.rekeyed: list[tuple[str, int]] = []
         self.position = PROMPT
+        self.submitted: list[Submitted] = []
+
+    @property
+    def actions(self) -> Services:
+        return self
+
+    def take(self) -> list[Submitted]:
+        found, self.submitted = self.submitted, []
+        return found
 
     def progress(self, req_id: str) -> Progress | None:
         return None if req_id == "gone" else Progress(self.position, range(1000))
+
+    def positions(self, req_ids: Sequence[str]) -> Int64Array:
+        found = map(self.progress, req_ids)
+        return np.array([-1 if progress is None else progress.position for progress in found], np.int64)
 
     def rekey(self, req_id: str, first: int) -> None:
         self.rekeyed.append((req_id, first))
@@ -98,7 +126,7 @@ class Core:
             self.core.accept(name, None, PROMPT)
             self.core.offer(name, priority=0, is_session=False, is_offline=False)
 
-    def step(self, names: list[str], *actions: Action) -> list[tuple[str, int, int, float]]:
+    def step(self, names: list[str], *actions: Action) -> list[CoefficientChange]:
         """Read a row of each request, and return what the workers are to be told; the position moves on."""
         Listed.actions = list(actions)
         self.services.position += 1
@@ -115,7 +143,7 @@ class Core:
         )
         self.core.decide()
         orders = self.core.orders(names)
-        return [] if orders is None else list(orders["drives"])
+        return [] if orders is None else list(CoefficientChanges.from_wire(orders["drives"]).each())
 
     @property
     def figures(self) -> dict[str, int]:
@@ -152,6 +180,12 @@ def test_what_cannot_run_is_refused_at_start(opened: Callable[..., Core], monkey
         probe = Probe(site=Site.parse("0.post_mlp"), weight=np.ones((1, 3), np.float32))
         patch.setattr(Scripted, "probe", probe)
         refused("has the width 3, the model 8")
+    layer = HiddenLayer(weight=np.ones((3, HIDDEN)), bias=np.zeros(3), activation=Activation.SILU)
+    mlp = Probe(site=Site.parse("0.post_mlp"), kind=ProbeKind.MLP, weight=np.ones((1, 3), np.float32), hidden=layer)
+    with monkeypatch.context() as patch:
+        patch.setattr(Scripted, "probe", mlp)
+        refused("the MLP probes at 0.post_mlp make 4 entries, at most 3 fit.*--max-probe-units", max_probe_units=3)
+        opened(max_probe_units=4).start()
     core = opened()
     rule = read_rule("listed", {"applies_to": "all", "when": "always", "then": "observe"}, core.core.state.steerable)
     core.core.operator.rules.register(rule)
@@ -247,3 +281,98 @@ def test_actions_for_requests_that_are_gone_are_dropped(opened: Callable[..., Co
 
     assert core.step(["a"], SetSteering("nobody", module="m"), SetSteering("a", module="none")) == []
     assert core.figures == {"applied": 0, "rejected": 1, "dropped": 1}
+
+
+def test_one_action_for_many_requests_does_what_one_for_each_does(opened: Callable[..., Core]) -> None:
+    rng = random.Random(5)
+    cores = [opened(), opened()]
+    names = [f"r{at}" for at in range(70)]
+    for core in cores:
+        core.core.operator.register("other", SteeringSpec(decode=vectors(2.0)))
+        core.start()
+        core.add(*names)
+    for _ in range(60):
+        requests = rng.sample([*names, "gone", "nobody"], rng.randint(1, 12) if rng.random() < 0.5 else len(names))
+        scales = np.array([rng.choice((0.0, 0.5, rng.random())) for _ in requests])
+        each = SetSteeringEach(requests, rng.choice(("m", "m", "m", "other")), scales)
+        more: list[Action] = [
+            SetSteering(rng.choice(names), module="other"),
+            SetSteering(rng.choice(names), module="m", compose=False),
+            SetGlobal(module="m", scale=rng.random()),
+            SetGlobal(),
+        ]
+        beside = [more[rng.randrange(4)]] if rng.random() < 0.3 else []
+        scheduled = rng.sample(names, rng.randint(30, 70))
+
+        told = [
+            {change[:3]: change.value for change in core.step(scheduled, *actions, *beside)}
+            for core, actions in zip(cores, ([each], list(each.each())), strict=True)
+        ]
+
+        assert told[0] == told[1]
+        assert cores[0].figures == cores[1].figures
+    for core in cores:
+        for name in names:
+            core.core.release(name)
+    assert cores[0].core.reservations.num_reserved == cores[1].core.reservations.num_reserved
+
+
+def test_an_action_for_many_requests_that_is_malformed_is_rejected(opened: Callable[..., Core]) -> None:
+    core = opened()
+    core.start()
+    core.add("a", "b")
+
+    wrong: Any = ["x", "y"]
+    for each in (
+        SetSteeringEach(["a", "b"], "m", np.ones(3)),
+        SetSteeringEach(["a", "b"], "m", wrong),
+        SetSteeringEach([["a"], "b"], "m", np.ones(2)),  # type: ignore[list-item]
+        SetSteeringEach(["a", "b"], ["m"], np.ones(2)),  # type: ignore[arg-type]
+    ):
+        assert core.step(["a", "b"], each) == []
+    assert core.figures == {"applied": 0, "rejected": 8, "dropped": 0}
+    assert core.step(["a", "b"], SetSteering(["a"], module="m")) == []  # type: ignore[arg-type]
+    (change,) = core.step(["a", "b"], SetSteeringEach(["a", "b"], "m", np.array([np.nan, 1.0])))
+    assert (change.req_id, change.value) == ("b", 1.0)
+    assert core.figures == {"applied": 1, "rejected": 10, "dropped": 0}
+    (change,) = core.step(["b"], SetSteeringEach(["b", "b"], "m", np.array([2.0, 1.0])))[1:]
+    assert (change.req_id, change.value) == ("b", 1.0)
+
+
+def submitted(action: object, num_dropped: int = 0) -> Submitted:
+    encoded = action if isinstance(action, bytes) else encode_action(action)
+    return Submitted("mine", encoded, num_dropped)
+
+
+def test_actions_of_consumers_are_applied_as_those_of_controllers(opened: Callable[..., Core]) -> None:
+    core = opened(controllers=[], from_consumers=True)
+    core.start()
+    core.add("a", "b")
+    rows = {"post_mlp": {1: np.full(HIDDEN, 0.5, np.float32)}}
+    core.services.submitted = [
+        submitted(SetSteering("a", module="m", scale=0.5)),
+        submitted(SetSteeringEach(["b", "gone"], "m", np.array([0.25, 1.0])), num_dropped=3),
+        submitted(SetSteering("b", vectors=rows, scale=2.0)),
+        submitted(Stop("a", "enough")),
+        submitted(SetSteering("a", module="none")),
+        submitted(b"\x00"),
+        submitted(SetGlobal(scale="many")),  # type: ignore[arg-type]
+    ]
+
+    told = core.step(["a", "b"])
+
+    # The vectors take the place of what the same consumer set before.
+    assert sorted((change.req_id, change.value) for change in told) == [("a", 0.5), ("b", 0.0), ("b", 0.25), ("b", 2.0)]
+    counts = core.core.call("counts", {})["controllers"]
+    assert counts == {"consumer:mine": {"actions": {"applied": 4, "rejected": 3, "dropped": 4}, "seconds": 0.0}}
+    assert core.core.block_keys("a") is not None
+
+
+def test_an_engine_that_does_not_take_them_asks_for_none(opened: Callable[..., Core]) -> None:
+    core = opened()
+    core.start()
+    core.add("a")
+    core.services.submitted = [submitted(SetSteering("a", module="m"))]
+
+    assert core.step(["a"]) == []
+    assert len(core.services.submitted) == 1

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headgate.steering.gates.coefficient_changes import CoefficientChange, CoefficientChanges
 from headgate.steering.programs.codes import EVERYWHERE, Code
 from headgate.steering.programs.gate_codes import TokenFlag, gate_field
 from headgate.steering.programs.program import Entry, Program
-from headgate.steering.worker.gates.driven import CoefficientChange
 from headgate.steering.worker.gates.requests import OwnGates
 from headgate.steering.worker.gates.step_gates import GateWrites, StepGates
 from headgate.steering.worker.rows.rule_programs import ActingRule
@@ -73,7 +73,7 @@ def test_each_row_has_what_was_set_for_its_position(
     device, expected = Device(), [dict.fromkeys(DRIVEN, 0.0) for _ in range(LAST + 1)]
     device.gates.add("a", OwnGates(PROMPT))
     device.gates.add("b", OwnGates(PROMPT))
-    device.gates.drive([CoefficientChange("b", 1, PROMPT, 9.0)])
+    device.gates.drive(CoefficientChanges.of([CoefficientChange("b", 1, PROMPT, 9.0)]))
     device.step(("a", 0, PROMPT), ("b", 0, 1))
     for position in range(PROMPT, LAST + 1):
         due = [
@@ -81,7 +81,7 @@ def test_each_row_has_what_was_set_for_its_position(
             for first, column, value in sorted(changes)
             if first == position
         ]
-        device.gates.drive(due)
+        device.gates.drive(CoefficientChanges.of(due))
         for _, column, _, value in due:
             for later in expected[position:]:
                 later[column] = value
@@ -99,14 +99,14 @@ def test_each_row_has_what_was_set_for_its_position(
 def test_a_request_that_comes_again_has_nothing_of_its_former_self() -> None:
     device = Device()
     device.gates.add("a", OwnGates(1))
-    device.gates.drive([CoefficientChange("a", 3, 1, 5.0)])
+    device.gates.drive(CoefficientChanges.of([CoefficientChange("a", 3, 1, 5.0)]))
     device.step(("a", 0, 1))
     assert device.step(("a", 1, 1)) == [{1: 0.0, 3: 5.0}]
 
     device.gates.remove("a")
     device.gates.add("a", OwnGates(1))
     device.gates.add("b", OwnGates(1))
-    device.gates.drive([CoefficientChange("b", 3, 1, 0.0)])
+    device.gates.drive(CoefficientChanges.of([CoefficientChange("b", 3, 1, 0.0)]))
 
     device.step(("a", 0, 1), ("b", 0, 1))
     assert device.step(("b", 1, 1)) == [{1: 0.0, 3: 0.0}]
@@ -116,7 +116,7 @@ def test_a_request_that_comes_again_has_nothing_of_its_former_self() -> None:
 def test_steps_in_which_nothing_changes_write_nothing() -> None:
     device = Device()
     device.gates.add("a", OwnGates(1))
-    device.gates.drive([CoefficientChange("a", 1, 3, 5.0)])
+    device.gates.drive(CoefficientChanges.of([CoefficientChange("a", 1, 3, 5.0)]))
     for position in range(3):
         device.step(("a", position, 1))
 
@@ -125,3 +125,28 @@ def test_steps_in_which_nothing_changes_write_nothing() -> None:
     assert writes is not None
     assert (writes.states.tolist(), len(writes.tokens)) == ([5.0], 0)
     assert device.gates.step_begins(view(("a", 4, 1))) is None
+
+
+def test_a_long_history_is_kept_where_most_requests_have_ended() -> None:
+    device, length = Device(), 300
+    names = [f"r{at}" for at in range(3)]
+    for name in names:
+        device.gates.add(name, OwnGates(1))
+    device.step(*((name, 0, 1) for name in names))
+    for position in range(1, length):
+        changes = [CoefficientChange(name, 1, position, position + at / 4) for at, name in enumerate(names)]
+        device.gates.drive(CoefficientChanges.of(changes))
+        found = device.step(*((name, position, 1) for name in names))
+        assert [each[1] for each in found] == [position + at / 4 for at in range(len(names))]
+        if position == length // 2:
+            device.gates.remove(names.pop(0))
+            device.gates.add("new", OwnGates(1))  # has the place of the one before
+            device.gates.drive(CoefficientChanges.of([CoefficientChange("new", 3, 1, 7.0)]))
+            device.step(("new", 0, 1))
+    (name, _) = names
+
+    again = [each for start in range(0, length, 60) for each in device.step((name, start, 60))]
+
+    before, behind = range(1, length // 2 + 1), range(length // 2 + 1, length)
+    assert [each[1] for each in again] == [0.0, *(position + 1 / 4 for position in before), *behind]
+    assert device.step(("new", 0, 2))[1][3] == 7.0

@@ -1,0 +1,1 @@
+"""Actions of consumers: how they reach the controllers of the engine."""

@@ -1,0 +1,53 @@
+"""The rows of one step as a worker read them, unpacked once for all who look at them. Numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from headgate.capture.schema.batch import Int64Array
+from headgate.steering.vectors.dtypes import Float32Rows
+
+
+class StepRows(NamedTuple):
+    """The rows of one request in a step: position of the first, and their signals ``[rows, columns]``."""
+
+    req_id: str
+    first: int
+    signals: Float32Rows
+
+
+class StepTable(NamedTuple):
+    """The rows of a step's requests, one request after the other.
+
+    Attributes:
+        ids: The requests.
+        firsts: int64 ``[G]``: position of the first row of each.
+        counts: int64 ``[G]``: rows of each.
+        signals: float32 ``[rows, columns]``.
+        has_one_row_each: Whether each request has one row.
+    """
+
+    ids: list[str]
+    firsts: Int64Array
+    counts: Int64Array
+    signals: Float32Rows
+    has_one_row_each: bool
+
+    @classmethod
+    def of(cls, readings: Mapping[str, Any]) -> StepTable:
+        """Unpack what `headgate.steering.worker.gates.readings.SignalReadings.collect` made."""
+        firsts, counts = (np.frombuffer(readings[name], np.int64) for name in ("firsts", "counts"))
+        signals = np.frombuffer(readings["values"], np.float32).reshape(-1, readings["columns"])
+        ids: list[str] = readings["ids"]
+        has_one = len(signals) == len(ids) and bool((counts == 1).all())
+        return cls(ids, firsts, counts, signals, has_one)
+
+    def rows(self) -> Iterator[StepRows]:
+        """Yield the rows of each request."""
+        start = 0
+        for req_id, first, count in zip(self.ids, self.firsts.tolist(), self.counts.tolist(), strict=True):
+            yield StepRows(req_id, first, self.signals[start : start + count])
+            start += count

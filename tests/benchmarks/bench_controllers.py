@@ -1,0 +1,220 @@
+"""What controllers cost the host in a step: ``python -m tests.benchmarks.bench_controllers [--profile MODE]``.
+
+No engine and no GPU: the engine core's half and the worker's half of steering, with a scheduler that only counts. 64
+requests decode a token each in `STEPS` steps; scores are random numbers. *core* is what the engine core does with the
+readings of a step and for the next one, hand-over to controllers' threads included; *worker* is the step thread, whose
+copies cost what they cost on a CPU; *output* makes the readings of the step's signals. Medians in microseconds, without
+what the same steps take of requests on which no controller acts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from headgate.capture.engine.contracts.core_part import CoreFacts
+from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE
+from headgate.capture.engine.contracts.worker_hooks import WorkerFacts, direct_calls, make_hooks
+from headgate.capture.engine.core.part_services import PartServices
+from headgate.capture.engine.core.step_notes import StepNotes
+from headgate.capture.engine.core.step_orders import attach_orders
+from headgate.capture.schema.batch import BatchView, NewRequest
+from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.sites import HookPoint, Site
+from headgate.steering import PhaseVectors, probes
+from headgate.steering.config import parse_config
+from headgate.steering.core.controllers.opening import open_controllers
+from headgate.steering.core.steering_core import SteeringCore
+from headgate.steering.spec import SteeringSpec, to_wire
+from headgate.steering.worker.steering_part import SteeringPart
+
+IN_FLIGHT, PROMPT, STEPS, HIDDEN, LAYERS = 64, 16, 600, 64, 8
+MODEL = ModelInfo(name="m", num_layers=LAYERS, hidden_size=HIDDEN, dtype="float32", sites=())
+MODES: dict[str, tuple[str, ...]] = {"none": (), "threshold": ("watch",), "pid": ("hold",), "both": ("watch", "hold")}
+"""Controllers that every request selects."""
+
+
+class Request:
+    """A request as vLLM's scheduler has it, as far as headgate looks at it."""
+
+    def __init__(self, req_id: str) -> None:
+        self.request_id = req_id
+        self.all_token_ids = [1] * PROMPT
+        self.num_prompt_tokens = PROMPT
+        self.num_computed_tokens = 0
+        self.block_hashes: list[bytes] = []
+        self.status = 1
+        self.num_stale_output_tokens, self.drop_stale_output = 0, False
+        self.sampling_params = SimpleNamespace(extra_args=None)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    def is_finished(self) -> bool:
+        return False
+
+    def update_block_hashes(self) -> None:
+        pass
+
+
+class Engine:
+    """Both halves of steering, joined by a scheduler that only counts."""
+
+    def __init__(self, folder: Path, selects: tuple[str, ...]) -> None:
+        rng = np.random.default_rng(3)
+        site = Site(1, HookPoint.POST_MLP)
+        probes.save(folder / "p.safetensors", probes.Probe(site=site, weight=rng.normal(size=(1, HIDDEN))))
+        keys = {"probe": str(folder / "p.safetensors"), "module": "calm"}
+        config = parse_config(
+            {
+                "op_sites": {"post_mlp": "all"},
+                "controllers": [
+                    {"name": name, "instance_name": instance, "applies_to": "opt_in", "params": {**keys, **params}}
+                    for name, instance, params in (
+                        ("threshold", "watch", {"threshold": 0.0, "gain": 0.0, "prime": False}),
+                        ("pid", "hold", {"setpoint": 0.5, "max_scale": 1.0, "min_scale": -1.0}),
+                    )
+                ],
+            }
+        )
+        self.requests = {f"cmpl-{index:032d}-0": Request(f"cmpl-{index:032d}-0") for index in range(IN_FLIGHT)}
+        self.columns, self.rng = config.num_columns, rng
+        self._open_worker(config)
+        self._open_core(config)
+        wire = to_wire(SteeringSpec(rules=selects))
+        for req_id in self.requests:
+            parts = self.core.accept(req_id, wire, PROMPT)
+            self.core.offer(req_id, priority=0, is_session=False, is_offline=False)
+            told: Any = {"v": 1, "parts": {"steering": parts}}
+            self.hooks.headgate_request_added(new=NewRequest(req_id=req_id, prompt_token_ids=(1,) * PROMPT, wire=told))
+
+    def _open_worker(self, config: Any) -> None:
+        self.part = SteeringPart(config)
+        self.hooks = make_hooks({"steering": self.part}).hook
+        facts = WorkerFacts(
+            model=MODEL,
+            owned_layers=tuple(range(LAYERS)),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            max_tokens=2048,
+            max_num_seqs=256,
+            is_compiled=False,
+        )
+        self.hooks.headgate_allocate(facts=facts)
+        self.begins, self.ends = (
+            direct_calls(hook) for hook in (self.hooks.headgate_step_begins, self.hooks.headgate_step_ends)
+        )
+
+    def _open_core(self, config: Any) -> None:
+        self.scheduler: Any = SimpleNamespace(requests=self.requests, hash_block_size=16)
+        call: Callable[..., Any] = lambda method, args: self.hooks.headgate_call(  # noqa: E731
+            part="steering", method=args[1], args=args[2]
+        )
+        core: Any = SimpleNamespace(
+            scheduler=self.scheduler,
+            model_executor=SimpleNamespace(collective_rpc=lambda method, args: call(method, args)),
+        )
+        services = PartServices(core, "steering", {})
+        steerable = config.steerable(num_layers=LAYERS, hidden_size=HIDDEN, dtype="float32")
+        self.core = SteeringCore("float32", config.num_slots(LAYERS) - 1, services, config, steerable=steerable)
+        row = np.ones(HIDDEN, np.float32)
+        self.core.operator.register(
+            "calm", SteeringSpec(decode=PhaseVectors.from_rows({Site(6, HookPoint.POST_MLP): row}))
+        )
+        facts, rules = CoreFacts(model=MODEL), self.core.operator.rules
+        self.core.start(open_controllers(config, facts, self.core.state, self.core.reservations, rules, services))
+        self.notes = StepNotes(self.scheduler, "steering", self.core)
+        services.open(self.core, self.notes)
+
+    def step(self, count: int, clocks: dict[str, list[float]]) -> None:
+        """Run a step of `count` rows of each request."""
+        output = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(self.requests, count))
+        start = time.perf_counter()
+        deciding: Any = self.notes.deciding
+        attach_orders("steering", deciding, output)  # type: ignore[arg-type]
+        core_s = time.perf_counter() - start
+
+        orders = getattr(output, ORDERS_ATTRIBUTE, None)
+        counts = np.full(IN_FLIGHT, count, np.int64)
+        computed = np.array([each.num_computed_tokens for each in self.requests.values()], np.int64)
+        view = BatchView(tuple(self.requests), np.cumsum(counts) - counts, counts, computed)
+        for request in self.requests.values():
+            request.num_computed_tokens += count
+        rows = IN_FLIGHT * count
+        state: Any = self.part._allocated()
+        scores = torch.from_numpy(self.rng.normal(size=(rows, 2)).astype(np.float32))
+        start = time.perf_counter()
+        if orders is not None:
+            self.hooks.headgate_ordered(part="steering", orders=orders["steering"])
+        self.begins(view, None)
+        worker_s = time.perf_counter() - start
+        state.gates.tensors.signals[:rows, 128:130] = scores
+        start = time.perf_counter()
+        self.ends()
+        readings = self.part.headgate_step_readings()
+        worker_s += time.perf_counter() - start
+
+        start = time.perf_counter()
+        found = None if readings is None else {"steering": readings.collect()}
+        output_s = time.perf_counter() - start
+
+        made = SimpleNamespace(**({} if found is None else {READINGS_ATTRIBUTE: found}))
+        start = time.perf_counter()
+        self.notes.update(self._update, output, made)  # type: ignore[arg-type]
+        core_s += time.perf_counter() - start
+        for name, seconds in (("core", core_s), ("worker", worker_s), ("output", output_s)):
+            clocks[name].append(1e6 * seconds)
+
+    def _update(self, scheduler: Any, output: Any, made: Any) -> dict[int, Any]:
+        for request in self.requests.values():
+            request.all_token_ids += [1] * (request.num_computed_tokens - len(request.all_token_ids) + 1)
+        return {}
+
+
+def measure(selects: tuple[str, ...], profile: cProfile.Profile | None = None) -> dict[str, float]:
+    """Return medians of a mode's parts, in microseconds."""
+    clocks: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine(Path(folder), selects)
+        engine.step(PROMPT, clocks)
+        for _ in range(STEPS):
+            if profile is not None:
+                profile.enable()
+            engine.step(1, clocks)
+    if profile is not None:
+        profile.disable()
+    print(engine.core.call("counts", {})["controllers"])
+    return {name: float(np.median(values[50:])) for name, values in clocks.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What controllers cost the host in a step.")
+    parser.add_argument("--profile", choices=MODES, help="show where the time of a mode goes")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.profile:
+        profile = cProfile.Profile()
+        measure(MODES[args.profile], profile)
+        pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+        return
+    idle = measure(())
+    print(f"{'':12}{'core':>8}{'worker':>8}{'output':>8}{'sum':>8}   us a step, {IN_FLIGHT} requests")
+    for name, selects in MODES.items():
+        found = idle if not selects else {k: v - idle[k] for k, v in measure(selects).items()}
+        print(f"{name:12}" + "".join(f"{v:8.0f}" for v in (*found.values(), sum(found.values()))))
+
+
+if __name__ == "__main__":
+    main()

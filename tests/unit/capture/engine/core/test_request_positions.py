@@ -1,0 +1,59 @@
+"""Positions of many requests at once: those that each request by itself has."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headgate.capture.engine.core.part_services import PartServices
+
+
+class Held:
+    """A request of a scheduler: its prompt, its tokens, and how many of them were computed."""
+
+    def __init__(self, num_prompt: int, num_generated: int, num_computed: int, status: str) -> None:
+        self.num_prompt_tokens = num_prompt
+        self.all_token_ids = [0] * (num_prompt + num_generated)
+        self.num_tokens = num_prompt + num_generated
+        self.num_computed_tokens = num_computed
+        self.status = status
+
+    def is_finished(self) -> bool:
+        return self.status == "finished"
+
+
+requests = st.builds(
+    Held,
+    num_prompt=st.integers(1, 9),
+    num_generated=st.integers(0, 5),
+    num_computed=st.integers(0, 14),
+    status=st.sampled_from(["running"] * 8 + ["preempted", "finished"]),
+)
+
+
+def services(held: dict[str, Held], waiting: dict[str, Any]) -> PartServices:
+    core: Any = SimpleNamespace(scheduler=SimpleNamespace(requests=held))
+    return PartServices(core, "part", waiting)
+
+
+@given(held=st.dictionaries(st.sampled_from("abcdef"), requests), asked=st.lists(st.sampled_from("abcdefgh")))
+def test_positions_are_those_of_each_request(held: dict[str, Held], asked: list[str]) -> None:
+    made = services(held, {"g": Held(3, 0, 0, "waiting")})
+
+    found = made.positions(asked).tolist()
+
+    known = [made.progress(req_id) for req_id in asked]
+    assert found == [-1 if progress is None else progress.position for progress in known]
+
+
+@pytest.mark.parametrize("status", ["running", "finished"])
+def test_requests_of_one_status(status: str) -> None:
+    held = {name: Held(2, 3, computed, status) for name, computed in (("a", 4), ("b", 6), ("c", 0))}
+
+    found = services(held, {}).positions("abc").tolist()
+
+    assert found == ([4, 6, 4] if status == "running" else [-1] * 3)
