@@ -49,14 +49,17 @@ def made_cases(references: ProcessPoolExecutor) -> list[GateCase]:
 
 
 def start(
-    folder: Path, steering: Mapping[str, Any] | None = None, consumers: Sequence[str] = (), **settings: Any
+    folder: Path,
+    steering: Mapping[str, Any] | None = None,
+    consumers: Sequence[Mapping[str, Any]] = (),
+    **settings: Any,
 ) -> Any:
     """Start an engine with everything that the cases name.
 
     Args:
         folder: For files.
         steering: Further settings of that section.
-        consumers: Capture consumers beside ``memory``.
+        consumers: Capture consumers beside ``memory``, as they are configured.
         settings: Of the engine.
     """
     saes = {"sae": f"{SAE.save(folder / 'sae')}@{SAE_SITE.name}"}
@@ -74,7 +77,7 @@ def start(
         enable_prefix_caching=True,
         additional_config={
             "headgate": {
-                "capture": {"consumers": [{"name": name} for name in ("memory", *consumers)], "sites": SITES},
+                "capture": {"consumers": [{"name": "memory"}, *consumers], "sites": SITES},
                 "steering": {**usual, **(steering or {})},
             }
         },

@@ -59,7 +59,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         patch.setattr(loading, "entry_points", controllers.entry_points)
         patch.setattr(registry, "entry_points", controllers.consumer_entry_points)
         steering = {"controllers": configured, "from_consumers": True}
-        llm = start(tmp_path_factory.mktemp("saes"), steering, ["here", "there"])
+        # What it has submitted is known where it lives: a capture process would keep that for itself.
+        consumers = [{"name": "here", "location": "engine"}, {"name": "there"}]
+        llm = start(tmp_path_factory.mktemp("saes"), steering, consumers)
     yield llm
     Hanging.released.set()
     stop_llm(llm)

@@ -9,18 +9,22 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 import torch
 
+from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.staging.ring import StagingRing
 from headgate.capture.staging.shared_memory import SharedStaging
+from headgate.capture.transport.action_channel import ActionInbox
 from headgate.capture.transport.result_hub import ResultHub
 from tests.fakes.capture_world import World, want
 from tests.fakes.pipeline import HIDDEN, MODEL, ROW_BYTES, SITES, TIMEOUT_S, final_state
@@ -28,7 +32,13 @@ from tests.fakes.published import install_plugin
 
 CONSUMERS = """
 import os
+from dataclasses import dataclass
 from headgate.capture.schema.consumer import BatchedConsumer
+
+@dataclass
+class Told:
+    request: str
+    notes: list
 
 class Telling(BatchedConsumer):
     def __init__(self, params, context):
@@ -40,6 +50,8 @@ class Telling(BatchedConsumer):
     def check_params(cls, params): ...
 
     def on_capture(self, captured):
+        if captured.request.client_request_id == "client-acting":
+            self.context.steering.submit(Told(captured.request.request_id, list(captured.final.notes["steering"])))
         if captured.request.client_request_id == "client-deadly":
             os.kill(os.getpid(), 11)
         sums = [float(rows.double().sum()) for rows in captured.rows.values()]
@@ -59,7 +71,7 @@ def consumers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     sys.modules.pop("consumers_of_acme", None)
 
 
-def open_one(**params: object) -> tuple[CaptureSession, StagingRing]:
+def open_one(actions: ActionTarget = NOWHERE, **params: object) -> tuple[CaptureSession, StagingRing]:
     device = torch.device("cpu")
     memory = SharedStaging(NUM_ROWS, HIDDEN, torch.float32, device)
     staging = StagingRing(
@@ -74,14 +86,15 @@ def open_one(**params: object) -> tuple[CaptureSession, StagingRing]:
     )
     consumer = CaptureConsumerSpec(name="telling", params=dict(params))
     config = CaptureConsumersConfig(consumers=(consumer,), linger_s=0)
-    return open_session(config=config, model=MODEL, sites=SITES, staging=staging, process=memory), staging
+    session = open_session(config=config, model=MODEL, sites=SITES, staging=staging, process=memory, actions=actions)
+    return session, staging
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[tuple[World, ResultHub]]:
+def opened(folder: Path, actions: ActionTarget = NOWHERE) -> Iterator[tuple[World, ResultHub]]:
     """A worker with a capture process, and the front end that waits for its results."""
     hub = ResultHub(folder=str(folder))
-    session, staging = open_one()
+    session, staging = open_one(actions)
     try:
         yield World(session, staging, sender=None), hub  # type: ignore[arg-type]
     finally:
@@ -179,6 +192,30 @@ def test_a_stopped_process_does_not_hold_up_the_step_thread(tmp_path: Path) -> N
         assert result_of(hub, "last").status == "ok"
 
     assert took_s < TIMEOUT_S / 2
+
+
+def test_what_parts_note_reaches_consumers_and_their_actions_the_engine_core(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/headgate-core/socket"
+    inbox = ActionInbox(address)
+    try:
+        with opened(tmp_path, ActionTarget(address=address)) as (it, hub):
+            hub.expect("key-acting", instances=["telling"])
+            it.add("acting", {"telling": want()}, reply=hub.address)
+            it.step(acting=(0, 4))
+            notes = {"steering": {"positions": [0, 1], "strength": [0.5, None]}}
+            it.session.request_finished("acting", replace(final_state(num_tokens=5), notes=notes))
+            assert result_of(hub, "acting").status == "ok"
+            it.session.close(TIMEOUT_S)
+
+        (submitted,) = inbox.take()
+    finally:
+        inbox.close()
+
+    assert submitted.consumer == "telling"
+    assert msgspec.msgpack.decode(submitted.action) == [
+        "Told",
+        {"request": "acting", "notes": ["positions", "strength"]},
+    ]
 
 
 def test_a_consumer_that_cannot_be_opened_refuses_the_start() -> None:
