@@ -55,7 +55,32 @@ class Replay:
             column[position:] = sum(each.get(name, 0.0) for each in self._set.values())
 
 
-def replayed(case: GateCase, prompt: Sequence[int], sample: Any, contents: Mapping[str, Any]) -> Gated:
+def named_gates(case: GateCase) -> list[dict[str, Any]]:
+    """Gates with the names that traces give them."""
+    return [{"name": f"gate{at}", **gate} for at, gate in enumerate(case.gates)]
+
+
+Known = dict[tuple[str, tuple[int, ...]], list[float]]
+"""By case and the tokens up to a row of a prompt: what was applied of each gate there."""
+
+
+def told_of_prompts(cases: Sequence[GateCase], outputs: Sequence[Any]) -> Known:
+    """What traces tell of the rows of prompts: who finds those rows in the prefix cache is not told again."""
+    found: Known = {}
+    for case, output in zip(cases, outputs, strict=True):
+        trace, prompt = output.outputs[0].steering_trace, output.prompt_token_ids
+        if not trace["gates"]:
+            continue  # it has no gates, or was ended before its first row
+        columns = [trace["gates"][gate["name"]]["applied"] for gate in named_gates(case)]
+        for position, *applied in zip(trace["positions"], *columns, strict=True):
+            if position < len(prompt):
+                found[case.name, tuple(prompt[: position + 1])] = [value or 0.0 for value in applied]
+    return found
+
+
+def replayed(
+    case: GateCase, prompt: Sequence[int], sample: Any, contents: Mapping[str, Any], known: Known | None = None
+) -> Gated:
     """A request for the reference, with its gates' strengths, and what controllers did, from its trace.
 
     Args:
@@ -63,6 +88,7 @@ def replayed(case: GateCase, prompt: Sequence[int], sample: Any, contents: Mappi
         prompt: Tokens.
         sample: The engine's, with its trace.
         contents: By kind: what the controllers turn on.
+        known: Of rows that were read from the prefix cache, if any could be; of others nobody is told.
     """
     num_rows = len(prompt) + len(sample.token_ids) - 1
     trace = sample.steering_trace
@@ -70,10 +96,13 @@ def replayed(case: GateCase, prompt: Sequence[int], sample: Any, contents: Mappi
     for note in trace["actions"]:
         if note["outcome"] == "applied" and "stop" not in note["action"]:
             replay.act(note)
-    own = [{"name": f"gate{at}", **gate} for at, gate in enumerate(case.gates)]
+    own = named_gates(case)
     gates, applied = [*own], {}
-    for name in (gate["name"] for gate in own):
+    cached = sorted(set(range(len(prompt))) - set(trace["positions"])) if known is not None and own else []
+    for at, name in enumerate(gate["name"] for gate in own):
         column = np.zeros(num_rows)
+        rows = [(known or {}).get((case.name, tuple(prompt[: position + 1]))) for position in cached]
+        column[cached] = [0.0 if applied is None else applied[at] for applied in rows]
         column[trace["positions"]] = [value or 0.0 for value in trace["gates"][name]["applied"]]
         applied[name] = column.tolist()
     for kind, column in replay.applied.items():

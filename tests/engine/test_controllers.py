@@ -28,7 +28,7 @@ from tests.engine.controller_cases import (
     prompt_of,
     steering,
 )
-from tests.engine.controller_replays import check_replays, replayed
+from tests.engine.controller_replays import check_replays, replayed, told_of_prompts
 from tests.engine.gate_making import NUM_OUTPUT, SAE_SITE, GateCase
 from tests.engine.gate_runs import BLOCK, captured_of, generate, made_cases, params_of, start
 from tests.engine.hf_reference import own_process, relative_error
@@ -329,9 +329,10 @@ def test_random_requests_are_replays_of_their_traces_and_leave_nothing_behind(ll
     (done, cases) = zip(*((outputs[at], load.cases[at]) for at in sorted(outputs)), strict=True)
     acting = sum(any(note["outcome"] == "applied" for note in one.outputs[0].steering_trace["actions"]) for one in done)
     assert acting > num_requests / 2
+    known = told_of_prompts(cases, done)
     samples = [output.outputs[0] for output in done if output.outputs[0].token_ids]
     requests = [
-        replayed(case, output.prompt_token_ids, output.outputs[0], CONTENTS)
+        replayed(case, output.prompt_token_ids, output.outputs[0], CONTENTS, known)
         for case, output in zip(cases, done, strict=True)
         if output.outputs[0].token_ids
     ]
