@@ -54,7 +54,7 @@ WITH_PYARROW = (
     "consumers/harvest/test_harvest_prompts.py::test_a_column_of_parquet_is_read",
     "consumers/stream",
 )
-"""Tests among them of extras with pyarrow: the pinned one, which is not replaced, takes no numpy as old as the lowest."""
+"""Tests among them with pyarrow: the pinned one, which is not replaced, takes no numpy as old as the lowest."""
 
 FRONT_END = ("tests/frontend/test_steering_http.py",)
 
