@@ -45,8 +45,9 @@ def test_a_script_closes_its_consumers_at_its_end_and_says_why_it_failed_last(tm
     assert done.returncode == (end == "fails"), shown
     *captured, ended, closed = log.read_text().splitlines()
     assert (captured, closed) == (["captured 6", "captured 6"], "closed"), shown
-    assert is_over - float(ended) < ending_script.CLOSING_S + MOST_S
-    assert "force killing" not in shown
-    assert [line for line in shown.splitlines() if line.startswith("Traceback")] == [TRACEBACK] * (end == "fails")
+    assert is_over - float(ended) < ending_script.CLOSING_S + MOST_S, shown
+    assert "force killing" not in shown, shown
+    tracebacks = [line for line in shown.splitlines() if line.startswith("Traceback")]
+    assert tracebacks == [TRACEBACK] * (end == "fails"), shown
     if end == "fails":
         assert done.stderr.splitlines()[-1] == ending_script.ERROR
