@@ -44,7 +44,7 @@ def main(model: str, log: str, end: str) -> None:
     capture: dict[str, Any] = {
         "consumers": [{"name": "slow", "params": {"log": log}}],
         "sites": {"post_mlp": [1]},
-        "close_timeout_s": 30,  # enough on a busy machine
+        "close_timeout_s": 60,  # enough on a busy machine
     }
     llm = LLM(
         model,

@@ -14,7 +14,7 @@ from tests.engine import ending_script
 from tests.engine.tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[2]
-MOST_S = 30
+MOST_S = 50
 """Seconds beside the consumer's own in which all else of the script ends."""
 TRACEBACK = "Traceback (most recent call last):"
 ENTRY_POINTS = "[vllm.capture_consumers]\nslow = tests.engine.ending_script:Slow\n"
