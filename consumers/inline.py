@@ -76,9 +76,7 @@ class InlineConsumer(StreamingConsumer):
         self._rows.begin(request)
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
-        for block in blocks:
-            spans = tuple(span for span in block.spans if self._has_room(span, block))
-            self._rows.write([replace(block, spans=spans)])
+        self._rows.write(blocks, self._has_room)
 
     def finish(self, finished: FinishedRequest) -> Any:
         if not self._sizes.end(finished.request):

@@ -118,9 +118,7 @@ class MemoryConsumer(StreamingConsumer):
         self._rows.begin(request)
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
-        for block in blocks:
-            spans = tuple(span for span in block.spans if self._reserve(span, block))
-            self._rows.write([replace(block, spans=spans)])
+        self._rows.write(blocks, self._reserve)
 
     def finish(self, finished: FinishedRequest) -> CapturedRows:
         request = finished.request

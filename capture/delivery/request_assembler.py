@@ -5,7 +5,7 @@ Shapes: S sites, N rows of a block, C rows that there is room for, D hidden size
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from headgate.capture.schema.consumer import (
     ModelInfo,
     RequestInfo,
     RowBlock,
+    RowSpan,
 )
 from headgate.capture.schema.sites import Site
 
@@ -56,12 +57,15 @@ class Assembler:
         """Expect rows of `request`."""
         self._requests[request.request_id] = _CollectedRows(request, self._consumer.context.model, self._pool)
 
-    def write(self, blocks: Sequence[RowBlock]) -> None:
-        """Copy out the rows of every span."""
+    def write(
+        self, blocks: Sequence[RowBlock], has_room: Callable[[RowSpan, RowBlock], bool] = lambda span, block: True
+    ) -> None:
+        """Copy out the rows of every span, or of those that `has_room` says so of."""
         for block in blocks:
             rows_SNB: Bytes = block.rows.view(torch.uint8).numpy()
             for span in block.spans:
-                self._requests[span.request.request_id].add(block, rows_SNB, span.start, span.stop)
+                if has_room(span, block):
+                    self._requests[span.request.request_id].add(block, rows_SNB, span.start, span.stop)
 
     def finish(self, finished: FinishedRequest) -> Any:
         """Hand the request over, without the rows that were computed in vain; return what the consumer returns."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from headgate.capture.delivery.request_assembler import Assembler
@@ -90,9 +89,7 @@ class StreamConsumer(StreamingConsumer):
         self._rows.begin(request)
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
-        for block in blocks:
-            spans = tuple(span for span in block.spans if self._reserve(span, block))
-            self._rows.write([replace(block, spans=spans)])
+        self._rows.write(blocks, self._reserve)
 
     def finish(self, finished: FinishedRequest) -> Any:
         request_id = finished.request.request_id
