@@ -18,7 +18,7 @@ from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batching import HELD_SHARE
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo
-from headgate.capture.schema.registry import OpenConsumer, close_consumers, load_configured, open_consumers
+from headgate.capture.schema.registry import OpenConsumer, close_consumers, open_consumers
 
 if TYPE_CHECKING:
     from headgate.capture.transport.result_sender import ResultSender
@@ -183,5 +183,5 @@ def _stand_ins(
     made = []
     for bit, spec in specs.items():
         sink = RowSender(spec, replace(context, instance_name=spec.instance), sender)
-        made.append(OpenConsumer(bit, spec, sink, load_configured(spec).linger_s))
+        made.append(OpenConsumer(bit, spec, sink))
     return made

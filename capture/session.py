@@ -19,7 +19,7 @@ from headgate.capture.process.capture_process import open_capture_process
 from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import CaptureConsumersConfig
-from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import SpecReader
@@ -239,7 +239,6 @@ def open_session(
     pp_rank: int = 0,
     pp_size: int = 1,
     versions: Mapping[str, str] | None = None,
-    process: SharedStaging | None = None,
     actions: ActionTarget = NOWHERE,
 ) -> CaptureSession:
     """Open the configured consumers, and a session that sends results over ZMQ.
@@ -248,17 +247,16 @@ def open_session(
         config: As configured.
         model: The model being served.
         sites: Those that this worker owns, in the order of the ring.
-        staging: The memory that the forward pass writes to.
+        staging: The memory that the forward pass writes to. A capture process delivers what is in it if they share it.
         pp_rank: Pipeline stage of this worker.
         pp_size: Number of stages.
         versions: Of headgate, vllm and torch.
-        process: The ring's memory if a capture process is to deliver what is in it; else this process does.
         actions: Where actions of consumers go.
 
     Raises:
         ConfigError: If a consumer cannot be opened; those that were are closed.
     """
-    linger_s = lingers(config, {bit: load_configured(spec).linger_s for bit, spec in enumerate(config.consumers)})
+    linger_s = lingers(config, {bit: load_configured(spec) for bit, spec in enumerate(config.consumers)})
     place = Place(
         config=config,
         model=model,
@@ -270,9 +268,15 @@ def open_session(
         versions=dict(versions or {}),
         actions=actions,
     )
-    delivery = open_local_delivery(place) if process is None else open_capture_process(place, sites, process)
-    bits = {spec.instance: bit for bit, spec in enumerate(config.consumers)}
-    return CaptureSession(config=config, sites=sites, staging=staging, delivery=delivery, bits=bits, linger_s=linger_s)
+    memory = staging.memory
+    delivery: Delivery
+    if isinstance(memory, SharedStaging):
+        delivery = open_capture_process(place, sites, memory)
+    else:
+        delivery = open_local_delivery(place)
+    return CaptureSession(
+        config=config, sites=sites, staging=staging, delivery=delivery, bits=config.bits, linger_s=linger_s
+    )
 
 
 def wants_process(config: CaptureConsumersConfig) -> bool:
@@ -284,9 +288,12 @@ def wants_process(config: CaptureConsumersConfig) -> bool:
     return config.processes > 0 and all(load_configured(spec).location != "engine" for spec in config.consumers)
 
 
-def lingers(config: CaptureConsumersConfig, by_class: Mapping[int, float]) -> dict[int, float]:
-    """Seconds that rows of each consumer may wait for others, by its bit: as configured, or as its class says."""
-    return {bit: linger_s if config.linger_s is None else config.linger_s for bit, linger_s in by_class.items()}
+def lingers(config: CaptureConsumersConfig, classes: Mapping[int, type[CaptureConsumer]]) -> dict[int, float]:
+    """Seconds that rows of each consumer may wait for others, by its bit: as configured, or as its class says.
+
+    The class of a consumer in the driver counts, not that of what stands in for it in a worker.
+    """
+    return {bit: found.linger_s if config.linger_s is None else config.linger_s for bit, found in classes.items()}
 
 
 def _patience_s(config: CaptureConsumersConfig) -> float:

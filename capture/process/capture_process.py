@@ -292,6 +292,5 @@ def open_capture_process(place: Place, sites: Sequence[Site], memory: SharedStag
         path=tuple(sys.path),
     )
     far = [spec for spec in place.config.consumers if load_configured(spec).location == "driver"]
-    bits = {spec.instance: bit for bit, spec in enumerate(place.config.consumers)}
-    ledger = Ledger(place, bits, far, ZmqResultSender)
+    ledger = Ledger(place, place.config.bits, far, ZmqResultSender)
     return CaptureProcess(memory, ledger, lambda: spawn(settings, memory.shared))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from headgate.capture.delivery.handoff import RequestBegins, consumer_requests
+from headgate.capture.delivery.handoff import RequestBegins
 from headgate.capture.local_delivery import Place
 from headgate.capture.request_origin import ResultReporter
 from headgate.capture.schema.config import CaptureConsumerSpec
@@ -90,7 +90,7 @@ class Ledger:
         sender = self._sender = self._sender or self._make_sender()
         reporter = ResultReporter(sender, self._place.pp_rank, self._place.pp_size)
         failed = Counter[str]()
-        for bit, request in consumer_requests(begins.new, begins.specs).items():
+        for bit, request in begins.requests().items():
             instance = self._instances[bit]
             if instance not in instances:
                 continue

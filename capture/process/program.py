@@ -96,8 +96,7 @@ def main(arguments: Sequence[str]) -> None:
     place = settings.place
     shared = SharedMemory(settings.num_rows * place.row_bytes, (memory_fd, freed_fd))
     rows_AD = shared.rows(place.model.hidden_size, getattr(torch, place.model.dtype))
-    bits = {spec.instance: bit for bit, spec in enumerate(place.config.consumers)}
-    server = CaptureServer(settings.sites, bits, rows_AD, SharedRows(shared), connection)
+    server = CaptureServer(settings.sites, place.config.bits, rows_AD, SharedRows(shared), connection)
     server.serve(partial(open_local_delivery, place), place.config.close_timeout_s)
 
 

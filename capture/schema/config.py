@@ -113,6 +113,11 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     max_request_rows: int | None = None
     max_request_bytes: int | None = None
 
+    @property
+    def bits(self) -> dict[str, int]:
+        """The bit of each consumer in a row's mask, by its instance: its place in `consumers`."""
+        return {spec.instance: bit for bit, spec in enumerate(self.consumers)}
+
 
 def parse_config(document: Mapping[str, Any] | None) -> CaptureConsumersConfig:
     """Read the value of ``additional_config["headgate"]["capture"]``.

@@ -32,13 +32,11 @@ class OpenConsumer:
         bit: Its index in ``config.consumers``: the bit of a row's mask that stands for it, everywhere.
         spec: As configured.
         consumer: The instance; in a worker, a driver-located consumer is stood in for.
-        linger_s: See `CaptureConsumer`; of a stand-in, that of the consumer in the driver. The consumer's own if None.
     """
 
     bit: int
     spec: CaptureConsumerSpec
     consumer: BatchedConsumer | StreamingConsumer = field(repr=False)
-    linger_s: float | None = None
 
 
 def load_consumer(name: str) -> type[BatchedConsumer] | type[StreamingConsumer]:

@@ -71,6 +71,7 @@ class Arena:
     def num_leased(self) -> int:
         """Rows in use."""
         with self._freed:
+            self._reclaim()
             return sum(lease.num_rows for lease in self._leases)
 
     def try_lease(self, num_rows: int) -> Lease | None:
@@ -100,10 +101,14 @@ class Arena:
         """Give a lease back; its rows are free when those leased before it are."""
         with self._freed:
             lease.is_released = True
-            while self._leases and self._leases[0].is_released:
-                self._leases.popleft()
+            self._reclaim()
             self._num_released += 1
             self._freed.notify_all()
+
+    def _reclaim(self) -> None:
+        """Take back what was released, in the order in which it was leased."""
+        while self._leases and self._leases[0].is_released:
+            self._leases.popleft()
 
     def _lease(self, size: int) -> Lease | None:
         start = self._find(size)

@@ -131,6 +131,7 @@ class StagingRing:
             Never moves; the graph reads ``slots[:n]``.
         counters: Steps, rows and bytes that passed through, and stalls.
         device_bytes: Memory on the device, buffers of the copies included.
+        memory: The host memory that rows are copied to.
         on_wait: Called before the step thread waits for host memory, so that a holder of staged rows releases them.
 
     Args:
@@ -176,7 +177,7 @@ class StagingRing:
             self.slots = self._slot_table.slots
             make_copier = CudaCopier if is_cuda else HostCopier
             copier = make_copier(self.buffers.view(-1, hidden_size), self.slots, self._max_part_rows)
-        self._memory = memory
+        self.memory = memory
         self._copier: DeviceCopier = copier
         tensors_bytes = self.buffers.nbytes + self._token_ids.nbytes
         self.device_bytes = tensors_bytes + self._slot_table.device_bytes + copier.device_bytes
@@ -190,12 +191,12 @@ class StagingRing:
     @property
     def host_bytes(self) -> int:
         """Size of the host memory."""
-        return self._memory.rows_AD.nbytes
+        return self.memory.rows_AD.nbytes
 
     @property
     def staged_bytes(self) -> int:
         """Host memory in use now. Any thread."""
-        return self._memory.arena.num_leased * self.row_bytes
+        return self.memory.arena.num_leased * self.row_bytes
 
     def reset(self) -> None:
         """Empty the ring: no row is wanted, and its memory holds zeros."""
@@ -304,17 +305,17 @@ class StagingRing:
                 if lease is None:
                     self._count_lost(parts[number:], patience_s)
                     break
-                copied = self._memory.announce(lease, self._copy(part, lease, first_slot), self._copier)
-                hand_over(StagedRows(part, self._memory.rows_AD, self._memory.arena, lease, copied, kept[0].since))
+                copied = self.memory.announce(lease, self._copy(part, lease, first_slot), self._copier)
+                hand_over(StagedRows(part, self.memory.rows_AD, self.memory.arena, lease, copied, kept[0].since))
         finally:
             self._copier.free_after_copy(first_slot, stop_slot)
 
     def _lease(self, count: int, patience_s: float) -> Lease | None:
-        lease = self._memory.arena.try_lease(count)
+        lease = self.memory.arena.try_lease(count)
         if lease is None:
             started = time.monotonic()
             self.on_wait()
-            lease = self._memory.arena.lease(count, patience_s)
+            lease = self.memory.arena.lease(count, patience_s)
             self.counters.stalls += 1
             self.counters.stall_s += time.monotonic() - started
         return lease
@@ -337,10 +338,10 @@ class StagingRing:
             start = stop
         if part.num_token_rows:
             slot = base + part.start
-            target = as_int32(self._memory.rows_AD, lease.start, part.num_rows)
+            target = as_int32(self.memory.rows_AD, lease.start, part.num_rows)
             self._copier.fetch(self._token_ids[slot : slot + part.num_rows], target)
         first = lease.start + part.num_token_rows
-        copied = self._copier.gather(part.num_copies, self._memory.rows_AD[first : first + part.num_copies])
+        copied = self._copier.gather(part.num_copies, self.memory.rows_AD[first : first + part.num_copies])
         self.counters.bytes += part.num_copies * self.row_bytes
         self.counters.rows += part.num_rows
         return copied

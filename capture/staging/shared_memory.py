@@ -162,13 +162,6 @@ class SharedArena(Arena):
             self._reclaim()
             return self._num_released != seen
 
-    @property
-    def num_leased(self) -> int:
-        """See `Arena.num_leased`."""
-        with self._freed:
-            self._reclaim()
-            return sum(lease.num_rows for lease in self._leases)
-
     def release(self, lease: Lease) -> None:
         """Give back a lease that was not handed over."""
         self._shared.release(lease.number)

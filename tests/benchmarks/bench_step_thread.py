@@ -146,7 +146,7 @@ def open_one(consumer: CaptureConsumerSpec, *, is_process: bool) -> CaptureSessi
     )
     model = ModelInfo(name="m", num_layers=34, hidden_size=HIDDEN, dtype="bfloat16", sites=SITES)
     config = CaptureConsumersConfig(consumers=(consumer,))
-    return open_session(config=config, model=model, sites=SITES, staging=staging, process=memory)
+    return open_session(config=config, model=model, sites=SITES, staging=staging)
 
 
 def line(name: str, timed: Timed) -> str:

@@ -130,11 +130,6 @@ def make_staging(
     )
 
 
-def linger_of(consumer: OpenConsumer) -> float:
-    """Seconds that a consumer allows rows to wait for others, by itself."""
-    return type(consumer.consumer).linger_s if consumer.linger_s is None else consumer.linger_s
-
-
 def local_session(
     *,
     config: CaptureConsumersConfig,
@@ -147,10 +142,7 @@ def local_session(
     pp_size: int = 1,
 ) -> CaptureSession:
     """A session that delivers on threads of this process, to consumers that are there."""
-    by_class = {
-        each.bit: type(each.consumer).linger_s if each.linger_s is None else each.linger_s for each in consumers
-    }
-    linger_s = lingers(config, by_class)
+    linger_s = lingers(config, {each.bit: type(each.consumer) for each in consumers})
     place = Place(
         config=config,
         model=MODEL,
@@ -160,7 +152,7 @@ def local_session(
         pp_rank=pp_rank,
         pp_size=pp_size,
     )
-    memory = staging._memory
+    memory = staging.memory
     delivery: Delivery
     if isinstance(memory, SharedStaging):
         delivery = looped_process(place, sites, consumers, sender, memory, close_sender)

@@ -133,7 +133,7 @@ def test_nothing_is_torn_late_or_foreign_under_overload(
 ) -> None:
     random = Random(seed)
     ring = make_ring(num_rows=num_rows, staging_rows=staging_rows, is_shared=is_shared)
-    ring._memory.rows_AD.fill_(CANARY)
+    ring.memory.rows_AD.fill_(CANARY)
     model, dispatch, planned = Model(ring, is_graph=seed % 2 == 0), Dispatch(Random(seed + 100)), 0
     ring.on_wait = dispatch.let_go
 
@@ -152,7 +152,7 @@ def test_nothing_is_torn_late_or_foreign_under_overload(
     assert dispatch.wrong == []
     assert (dispatch.num_rows, ring.counters.dropped_rows) == (planned, 0)
     assert ring.counters.stalls > 0 or staging_rows > 128, "the memory was never short: no overload"
-    assert bool((ring._memory.rows_AD == CANARY).all()), "a copy came after its memory was given back"
+    assert bool((ring.memory.rows_AD == CANARY).all()), "a copy came after its memory was given back"
     assert ring.staged_bytes == 0
     for index, rows in enumerate(ring.buffers[:, :num_rows]):
         assert set(rows[:, 2:].unique().tolist()) <= {0.0, float(index)}, "a row of another site"

@@ -91,7 +91,7 @@ def fan_out(client: SendingClient, num_samples: int, sent: list[Any] | None = No
 
 
 @asynccontextmanager
-async def fan_out_async(client: SendingClient, num_samples: int = 2) -> AsyncIterator[None]:
+async def fan_out_async(client: SendingClient, num_samples: int) -> AsyncIterator[None]:
     """The same for the client of an `AsyncLLM`."""
     sent: list[Awaitable[object]] = []
     try:

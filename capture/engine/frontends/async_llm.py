@@ -99,7 +99,7 @@ def add_request(original: Function) -> Function:
         try:
             if getattr(params, "n", 1) == 1:  # pooling has none
                 return await original(self, request_id, prompt, params, *args, **kwargs)
-            async with fan_out_async(self.engine_core):
+            async with fan_out_async(self.engine_core, params.n):
                 return await original(self, request_id, prompt, params, *args, **kwargs)
         except Exception:
             forget_unsent(self.input_processor, prompt)

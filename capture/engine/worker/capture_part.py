@@ -35,7 +35,6 @@ class CapturePart:
         self._config = config
         self._sites: tuple[Site, ...] = ()
         self._staging: StagingRing | None = None
-        self._shared: SharedStaging | None = None
         self._session: CaptureSession | None = None
         self._run_counts: torch.Tensor | None = None
 
@@ -48,8 +47,6 @@ class CapturePart:
         num_rows = self._num_rows(facts)
         ring = self._check_memory(facts, num_rows)
         staging_bytes = self._config.staging_bytes or default_staging_bytes(facts, len(self._sites))
-        if wants_process(self._config):
-            self._shared = shared_staging(facts, len(self._sites), staging_bytes)
         self._staging = StagingRing(
             sites=self._sites,
             num_rows=num_rows,
@@ -58,7 +55,7 @@ class CapturePart:
             dtype=facts.dtype,
             device=facts.device,
             staging_bytes=staging_bytes,
-            memory=self._shared,
+            memory=shared_staging(facts, len(self._sites), staging_bytes) if wants_process(self._config) else None,
         )
         if self._config.fire_counter:
             self._run_counts = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
@@ -102,7 +99,6 @@ class CapturePart:
                 pp_rank=facts.pp_rank,
                 pp_size=facts.pp_size,
                 versions=versions(),
-                process=self._shared,
                 actions=facts.actions,
             )
 

@@ -27,7 +27,7 @@ from headgate.capture.staging.shared_memory import SharedStaging
 from headgate.capture.transport.action_channel import ActionInbox
 from headgate.capture.transport.result_hub import ResultHub
 from tests.fakes.capture_world import World, want
-from tests.fakes.pipeline import HIDDEN, MODEL, ROW_BYTES, SITES, TIMEOUT_S, final_state
+from tests.fakes.pipeline import HIDDEN, MODEL, ROW_BYTES, SITES, TIMEOUT_S, final_state, row_values
 from tests.fakes.published import install_plugin
 
 CONSUMERS = """
@@ -86,7 +86,7 @@ def open_one(actions: ActionTarget = NOWHERE, **params: object) -> tuple[Capture
     )
     consumer = CaptureConsumerSpec(name="telling", params=dict(params))
     config = CaptureConsumersConfig(consumers=(consumer,), linger_s=0)
-    session = open_session(config=config, model=MODEL, sites=SITES, staging=staging, process=memory, actions=actions)
+    session = open_session(config=config, model=MODEL, sites=SITES, staging=staging, actions=actions)
     return session, staging
 
 
@@ -141,8 +141,6 @@ def test_rows_and_results_pass_through_a_process_beside_the_worker(tmp_path: Pat
 
 
 def site_rows(number: int) -> list[torch.Tensor]:
-    from tests.fakes.pipeline import row_values
-
     return [row_values(number, np.arange(4), index) for index in range(len(SITES))]
 
 

@@ -108,7 +108,7 @@ def test_a_full_queue_does_not_keep_the_dispatch_thread_from_closing(monkeypatch
 def test_a_stalled_engine_goes_on_when_the_consumer_does(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, staging = Gate(), make_staging(staging_rows=32)
     slow = Recorder(at_gate(gate, "write"))
-    stalls = when_it_waits(staging._memory.arena._freed, monkeypatch)
+    stalls = when_it_waits(staging.memory.arena._freed, monkeypatch)
     thread = threading.Thread(target=lambda: stalls.wait(TIMEOUT_S) and gate.opened.set())
 
     with world((slow, {"queue_bytes": 1}), staging=staging) as it:
@@ -133,6 +133,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sys.modules.pop("consumers_of_acme", None)
 
 
+@pytest.mark.threads_only
 @pytest.mark.usefixtures("plugins")
 def test_a_session_opens_worker_consumers_and_stands_in_for_the_others() -> None:
     config = CaptureConsumersConfig(consumers=(CaptureConsumerSpec(name="far"), CaptureConsumerSpec(name="good")))
@@ -144,6 +145,7 @@ def test_a_session_opens_worker_consumers_and_stands_in_for_the_others() -> None
     assert sys.modules["consumers_of_acme"].log[2:] == [("open", "good"), ("close", "good")]
 
 
+@pytest.mark.threads_only
 @pytest.mark.usefixtures("plugins")
 def test_a_session_that_cannot_open_closes_what_it_opened(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")

@@ -9,10 +9,9 @@ import pytest
 from headgate.capture import local_delivery
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ConsumerContext
-from headgate.capture.schema.registry import OpenConsumer
-from headgate.capture.session import lingers as lingers_of
+from headgate.capture.session import lingers, open_session
 from headgate.consumers.filesystem import FilesystemConsumer
-from tests.fakes.capture_world import SITES, Keeper, linger_of, make_staging, make_world, want, world
+from tests.fakes.capture_world import SITES, Keeper, make_staging, make_world, want, world
 from tests.fakes.pipeline import MODEL, TIMEOUT_S, final_state
 
 LONG_S = 1.0
@@ -138,19 +137,24 @@ def test_rows_wait_as_long_as_every_consumer_that_runs_allows(monkeypatch: pytes
     assert kept == [1, 0, 2, 3, 0, 1, 2, 0]
 
 
+@pytest.mark.threads_only
 def test_a_stand_in_waits_as_the_consumer_in_the_driver_does() -> None:
-    def lingers(consumer: OpenConsumer, linger_s: float | None = None) -> float:
-        (found,) = lingers_of(CaptureConsumersConfig(linger_s=linger_s), {0: linger_of(consumer)}).values()
-        return found
+    def allowed(linger_s: float | None = None) -> float:
+        config = CaptureConsumersConfig(consumers=(spec,), linger_s=linger_s)
+        session = open_session(config=config, model=MODEL, sites=SITES, staging=make_staging())
+        assert session.close(TIMEOUT_S).is_clean
+        return session._window.least
+
+    def alone(linger_s: float | None = None) -> float:
+        return lingers(CaptureConsumersConfig(linger_s=linger_s), {0: Patient})[0]
 
     spec = CaptureConsumerSpec(name="filesystem", location="driver", params={"root": "/data"})
     context = ConsumerContext(instance_name="", model=MODEL)
     (stand_in,) = local_delivery._stand_ins({3: spec}, context, sender=None)
-    alone = OpenConsumer(0, CaptureConsumerSpec(name="patient"), Patient())
 
     assert (stand_in.bit, stand_in.consumer.location) == (3, "driver")
-    assert lingers(stand_in) == FilesystemConsumer.linger_s != type(stand_in.consumer).linger_s
-    assert (lingers(alone), lingers(alone, 0.5), lingers(stand_in, 0.5)) == (Patient.linger_s, 0.5, 0.5)
+    assert allowed() == FilesystemConsumer.linger_s != type(stand_in.consumer).linger_s
+    assert (alone(), alone(0.5), allowed(0.5)) == (Patient.linger_s, 0.5, 0.5)
 
 
 def test_an_id_that_begins_again_does_not_mix_with_what_waits() -> None:

@@ -176,7 +176,7 @@ def filled_ring() -> tuple[StagingRing, StepPlan, list[StagedRows]]:
 
 def test_full_host_memory_holds_up_the_step_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     ring, plan, held = filled_ring()
-    waits = when_it_waits(ring._memory.arena._freed, monkeypatch)
+    waits = when_it_waits(ring.memory.arena._freed, monkeypatch)
     thread = threading.Thread(target=lambda: waits.wait(TIMEOUT_S) and contents(held))
     thread.start()
 

@@ -125,7 +125,7 @@ def test_each_engine_core_gets_the_vectors_once_and_forgets_them() -> None:
     client = Client(num_engines=3)
 
     async def send_all() -> None:
-        async with fan_out_async(client):
+        async with fan_out_async(client, 2):
             for index, request in enumerate(samples(8)):
                 await client._send_input(EngineCoreRequestType.ADD, request, index % 2)
 
@@ -141,7 +141,7 @@ def test_prompts_that_are_sent_at_the_same_time_do_not_mix() -> None:
     client = Client(num_engines=1)
 
     async def send_all(requests: list[EngineCoreRequest]) -> None:
-        async with fan_out_async(client):
+        async with fan_out_async(client, 2):
             for request in requests:
                 await client._send_input(EngineCoreRequestType.ADD, request, 0)
 
