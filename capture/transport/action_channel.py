@@ -104,7 +104,7 @@ class ActionSender:
 
 def _close_channel(channel: Channel, pid: int) -> None:
     if os.getpid() == pid:  # the sockets of a forked child's parent are not its own
-        channel.close(0)
+        channel.close(_CLOSE_S)
 
 
 class _Queue:
@@ -137,6 +137,11 @@ class _Queue:
             found, self._waiting = self._waiting, []
             self._changed.notify_all()
         return found
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._waiting), timeout_s)
 
     def close(self) -> None:
         """Let nobody wait any more."""
@@ -176,6 +181,10 @@ class ActionInbox:
         """Messages that could not be read."""
         return self._inbox.malformed
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until there is something to take; False if nothing came in `timeout_s` seconds."""
+        return self._queue.wait(timeout_s)
+
     def take(self) -> list[Submitted]:
         """Return the actions that have come, in their order."""
         return self._queue.take()
@@ -193,5 +202,6 @@ def _close(queue: _Queue, inbox: Inbox, folder: Path, pid: int) -> None:
 
 
 _CLOSE_S = 1.0
+"""Seconds that what was sent gets to arrive, and what is being read to be put down."""
 _SHARE = MAX_SUBMITTED // 2
 """Of a consumer's actions, so many are on their way, and so many have come and wait."""

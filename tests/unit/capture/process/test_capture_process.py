@@ -205,6 +205,7 @@ def test_what_parts_note_reaches_consumers_and_their_actions_the_engine_core(tmp
             assert result_of(hub, "acting").status == "ok"
             it.session.close(TIMEOUT_S)
 
+        assert inbox.wait(TIMEOUT_S)
         (submitted,) = inbox.take()
     finally:
         inbox.close()

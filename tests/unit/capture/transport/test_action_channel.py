@@ -47,10 +47,8 @@ def inbox(address: str) -> Iterator[ActionInbox]:
 def taken(inbox: ActionInbox, count: int) -> list[Submitted]:
     """So many actions, waited for."""
     found: list[Submitted] = []
-    queue = inbox._queue
     while len(found) < count:
-        with queue._changed:
-            assert queue._changed.wait_for(lambda: queue._waiting, timeout=TIMEOUT_S), f"{len(found)} came"
+        assert inbox.wait(TIMEOUT_S), f"{len(found)} came"
         found += inbox.take()
     return found
 
