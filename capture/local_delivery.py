@@ -19,6 +19,7 @@ from headgate.capture.schema.batching import HELD_SHARE
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, open_consumers
+from headgate.capture.transport.network import NetworkKeys
 
 if TYPE_CHECKING:
     from headgate.capture.transport.result_sender import ResultSender
@@ -41,6 +42,7 @@ class Place:
         pp_size: Number of stages.
         versions: Of headgate, vllm and torch.
         actions: Where actions of consumers go.
+        keys: To reach front ends on other hosts; None if all are on this one.
     """
 
     config: CaptureConsumersConfig
@@ -52,6 +54,7 @@ class Place:
     pp_size: int = 1
     versions: Mapping[str, str] = field(default_factory=dict)
     actions: ActionTarget = NOWHERE
+    keys: NetworkKeys | None = None
 
 
 class LocalDelivery:
@@ -162,7 +165,7 @@ def open_local_delivery(place: Place, on_done: OnDone | None = None) -> LocalDel
         versions=versions,
         make_sink=partial(sink_of, place.actions),
     )
-    sender = ZmqResultSender()
+    sender = ZmqResultSender(keys=place.keys)
     bits = {consumer.bit for consumer in opened}
     far = {bit: spec for bit, spec in enumerate(config.consumers) if bit not in bits}
     context = ConsumerContext(instance_name="", model=model, pp_rank=rank, pp_size=size, versions=versions)

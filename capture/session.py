@@ -27,6 +27,7 @@ from headgate.capture.staging.batching_window import BatchingWindow
 from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.staging.ring import StagingRing
 from headgate.capture.staging.shared_memory import SharedStaging
+from headgate.capture.transport.network import NetworkKeys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -240,6 +241,7 @@ def open_session(
     pp_size: int = 1,
     versions: Mapping[str, str] | None = None,
     actions: ActionTarget = NOWHERE,
+    keys: NetworkKeys | None = None,
 ) -> CaptureSession:
     """Open the configured consumers, and a session that sends results over ZMQ.
 
@@ -252,6 +254,7 @@ def open_session(
         pp_size: Number of stages.
         versions: Of headgate, vllm and torch.
         actions: Where actions of consumers go.
+        keys: To reach front ends on other hosts.
 
     Raises:
         ConfigError: If a consumer cannot be opened; those that were are closed.
@@ -267,6 +270,7 @@ def open_session(
         pp_size=pp_size,
         versions=dict(versions or {}),
         actions=actions,
+        keys=keys,
     )
     memory = staging.memory
     delivery: Delivery

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 
 import torch
 
@@ -292,5 +293,5 @@ def open_capture_process(place: Place, sites: Sequence[Site], memory: SharedStag
         path=tuple(sys.path),
     )
     far = [spec for spec in place.config.consumers if load_configured(spec).location == "driver"]
-    ledger = Ledger(place, place.config.bits, far, ZmqResultSender)
+    ledger = Ledger(place, place.config.bits, far, partial(ZmqResultSender, keys=place.keys))
     return CaptureProcess(memory, ledger, lambda: spawn(settings, memory.shared))

@@ -2,7 +2,8 @@
 
 The operator's document is ``additional_config={"headgate": {"capture": {...}, "server": {...}}}`` (or vLLM's
 ``--additional-config``). The keys of each section are the fields of a class below; unknown keys are refused.
-The section ``server`` concerns the API servers alone: an engine without capture and steering stays stock with it.
+The section ``server`` concerns the API servers alone: an engine without capture and steering stays stock with it. So
+does ``network``, which concerns engines on several hosts.
 """
 
 from __future__ import annotations
@@ -287,6 +288,30 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_buffered_bytes: int | None = None
     keys_file: str | None = None
     usage_file: str | None = None
+
+
+class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How workers on other hosts reach the front ends of their engine; used by engines that span hosts, and only there.
+
+    Attributes:
+        listen: Address of the front ends' host that the others connect to: ``IP``, ``IP:PORT`` or ``IP:FIRST-LAST``.
+            Each API server takes a port for results and one for each driver-located consumer, any free one if none is
+            named. On hosts without a front end nothing listens, whatever this is.
+        keys_file: File of the keys with which both ends know each other, the same on each host; if None, they are in
+            the environment variable ``HEADGATE_NETWORK_KEYS``.
+    """
+
+    listen: str | None = None
+    keys_file: str | None = None
+
+
+def parse_network(document: object) -> NetworkConfig:
+    """Read the section; None gives the defaults.
+
+    Raises:
+        ConfigError: On an unknown key or a wrong type.
+    """
+    return _read_section("network", document, NetworkConfig)
 
 
 def parse_server(document: object) -> ServerConfig:

@@ -27,7 +27,9 @@ from headgate.capture.schema.actions.action_sink import (
     encode_action,
 )
 from headgate.capture.schema.errors import ConsumerError, UnsupportedError
-from headgate.capture.transport.channel import Channel, Inbox
+from headgate.capture.transport.addresses import Endpoint
+from headgate.capture.transport.channel import Channel
+from headgate.capture.transport.inbox import Inbox
 from headgate.capture.transport.listener import PREFIX, SOCKET, sweep
 from headgate.capture.transport.messages import MalformedMessage
 
@@ -93,7 +95,7 @@ class ActionSender:
             self._pid = os.getpid()
             channel = self._channel = Channel(
                 zmq.Context.instance(),
-                self._address,
+                Endpoint(self._address),
                 _SHARE * MAX_BYTES,
                 window_messages=_SHARE,
                 told="The engine core at %s %s: actions of consumers are lost",

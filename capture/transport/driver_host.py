@@ -21,11 +21,9 @@ from headgate.capture.schema.consumer import BatchedConsumer, ModelInfo, Request
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, load_configured, open_consumers
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.transport.action_channel import sink_of
-from headgate.capture.transport.channel import Inbox
-from headgate.capture.transport.listener import Closer
+from headgate.capture.transport.listener import Closer, Doors
 from headgate.capture.transport.messages import DTYPES, origin_of
 from headgate.capture.transport.result_hub import ResultHub
-from headgate.capture.transport.result_sender import rows_address
 from headgate.capture.transport.row_receiver import RowReceiver
 
 logger = logging.getLogger("headgate")
@@ -106,7 +104,7 @@ class DriverHost:
             malformed=sum(feed.inbox.malformed for feed in self._feeds),
         )
 
-    def _open(self, address: str) -> Closer:
+    def _open(self, doors: Doors) -> Closer:
         opened = open_consumers(
             self._config,
             model=self._model,
@@ -118,7 +116,7 @@ class DriverHost:
         feeds: list[_Feed] = []
         try:
             for consumer in opened:
-                feeds.append(_Feed(consumer, self._hub, address, row_bytes))
+                feeds.append(_Feed(consumer, self._hub, doors, row_bytes))
         except BaseException:
             close_consumers(opened[len(feeds) :], self._config.close_timeout_s)
             _close(feeds, self._config.close_timeout_s)
@@ -149,7 +147,7 @@ def open_drivers(
 class _Feed:
     """One consumer, its thread, and the inbox and receiver that fill its queue."""
 
-    def __init__(self, consumer: OpenConsumer, hub: ResultHub, address: str, row_bytes: int) -> None:
+    def __init__(self, consumer: OpenConsumer, hub: ResultHub, doors: Doors, row_bytes: int) -> None:
         instance, opened = consumer.spec.instance, consumer.consumer
         self.consumer = consumer
         self.thread = ConsumerThread(
@@ -160,8 +158,8 @@ class _Feed:
             accepts_empty=True,
         )
         self.receiver = RowReceiver(self.thread.queue, hub.knows)
-        self.inbox = Inbox(
-            rows_address(address, instance),
+        self.inbox = doors.rows(
+            instance,
             self.receiver.handle,
             name=f"headgate-{instance}-rows",
             watch=partial(_fail_hung, self.thread.queue),

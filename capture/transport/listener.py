@@ -12,12 +12,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import zmq
 
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.transport.channel import Inbox
+from headgate.capture.transport.addresses import FarAddress, suffix
+from headgate.capture.transport.inbox import Inbox
+from headgate.capture.transport.network import Listening, host_id
 
 UNDO_TIMEOUT_S = 1.0
 """Seconds that each part gets to close when the listener could not be opened as a whole."""
@@ -32,8 +34,44 @@ OLD_S = 60.0
 """Age from which a folder of which nobody listens is a leftover: a new one is made before its sockets are."""
 
 Closer: TypeAlias = Callable[[float], bool]
-Opener: TypeAlias = Callable[[str], Closer]
 Handle: TypeAlias = Callable[[Sequence[zmq.Frame]], None]
+
+
+class Doors:
+    """The inboxes of one hub: its own, and those that are opened beside it for rows.
+
+    Args:
+        address: Of the hub's own Unix socket.
+        listening: Where all of them listen for other hosts, too.
+    """
+
+    def __init__(self, address: str, listening: Listening | None) -> None:
+        self._address = address
+        self._listening = listening
+        self._hub: Inbox | None = None
+        self._rows: dict[str, Inbox] = {}
+
+    @property
+    def address(self) -> str:
+        """What requests carry; see `headgate.capture.transport.addresses`."""
+        if self._hub is None or self._hub.far_address is None:
+            return self._address
+        rows = {name: inbox.far_address for name, inbox in self._rows.items() if inbox.far_address is not None}
+        return str(FarAddress(host=host_id(), ipc=self._address, tcp=self._hub.far_address, rows=rows))
+
+    def hub(self, handle: Handle, **settings: Any) -> Inbox:
+        """Open the hub's own inbox; see `Inbox`."""
+        self._hub = Inbox(self._address, handle, listening=self._listening, **settings)
+        return self._hub
+
+    def rows(self, instance: str, handle: Handle, **settings: Any) -> Inbox:
+        """Open the inbox of a driver-located consumer, by its instance name; see `Inbox`."""
+        name = suffix(instance)
+        inbox = self._rows[name] = Inbox(f"{self._address}.{name}", handle, listening=self._listening, **settings)
+        return inbox
+
+
+Opener: TypeAlias = Callable[[Doors], Closer]
 
 
 class Listener:
@@ -44,14 +82,19 @@ class Listener:
     Args:
         parent_folder: Where the private folder is made; the system's folder for temporary files if None.
         on_failure: Called with the reason when the inbox gives up.
+        listening: Where to listen for other hosts, too.
     """
 
-    def __init__(self, parent_folder: str | None, on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self, parent_folder: str | None, on_failure: Callable[[str], None], listening: Listening | None = None
+    ) -> None:
         self._parent_folder = parent_folder
         self._on_failure = on_failure
+        self._listening = listening
         self._openers: list[Opener] = []
         self._of_parent: list[object] = []
         self._inbox: Inbox | None = None
+        self._doors: Doors | None = None
         self._closers: list[Closer] = []
         self.reset()
 
@@ -60,8 +103,8 @@ class Listener:
         self._lock = threading.Lock()
         if self._inbox is not None:
             # Their sockets are the parent's: never closed here, nor collected.
-            self._of_parent += [self._inbox, *self._closers]
-        self._inbox = None
+            self._of_parent += [self._inbox, self._doors, *self._closers]
+        self._inbox = self._doors = None
         self._closers = []
         self._is_closed = False
 
@@ -72,14 +115,14 @@ class Listener:
         return 0 if inbox is None else inbox.malformed
 
     def on_open(self, opener: Opener) -> None:
-        """Call ``opener(address)`` whenever it opens; at once, too, if it is open."""
+        """Call ``opener(doors)`` whenever it opens; at once, too, if it is open."""
         with self._lock:
             self._openers.append(opener)
-            if self._inbox is not None:
-                self._closers.append(opener(self._inbox.address))
+            if self._doors is not None:
+                self._closers.append(opener(self._doors))
 
     def open(self, handle: Handle) -> str:
-        """Start listening unless it does; return the address.
+        """Start listening unless it does; return the address that requests carry.
 
         Args:
             handle: Takes the frames of one message, on the inbox's thread.
@@ -90,38 +133,39 @@ class Listener:
         with self._lock:
             if self._is_closed:
                 raise UnsupportedError("this front end was shut down, and takes no captures any more: start another")
-            if self._inbox is None:
-                self._inbox = self._make_inbox(handle)
-            return self._inbox.address
+            if self._doors is None:
+                self._doors, self._inbox = self._make_inbox(handle)
+            return self._doors.address
 
     def close(self, timeout_s: float) -> bool:
         """Stop listening for good and remove the socket; False if something did not end within `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             inbox, closers = self._inbox, self._closers
-            self._inbox, self._closers, self._is_closed = None, [], True
+            self._inbox, self._doors, self._closers, self._is_closed = None, None, [], True
             if inbox is None:
                 return True
             ended = [close(max(deadline - time.monotonic(), 0)) for close in [*closers, inbox.close]]
             _remove_own(os.path.dirname(inbox.path), os.getpid())
         return all(ended)
 
-    def _make_inbox(self, handle: Handle) -> Inbox:
+    def _make_inbox(self, handle: Handle) -> tuple[Doors, Inbox]:
         parent = self._parent_folder or tempfile.gettempdir()
         sweep(parent)
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)  # mode 0700
         remove = weakref.finalize(self, _remove_own, folder, os.getpid())
         with contextlib.ExitStack() as undo:
             undo.callback(remove)
-            inbox = Inbox(f"ipc://{folder}/{SOCKET}", handle, name="headgate-results", on_failure=self._on_failure)
+            doors = Doors(f"ipc://{folder}/{SOCKET}", self._listening)
+            inbox = doors.hub(handle, name="headgate-results", on_failure=self._on_failure)
             undo.callback(inbox.close, UNDO_TIMEOUT_S)
             closers = []
             for opener in self._openers:
-                closers.append(opener(inbox.address))
+                closers.append(opener(doors))
                 undo.callback(closers[-1], UNDO_TIMEOUT_S)
             undo.pop_all()
         self._closers = closers
-        return inbox
+        return doors, inbox
 
 
 def _remove_own(folder: str, pid: int) -> None:

@@ -21,6 +21,7 @@ from headgate.capture.schema.results import CaptureResult, CaptureResults
 from headgate.capture.transport.expected_results import ExpectedRequest, ExpectedResults
 from headgate.capture.transport.listener import Listener, Opener
 from headgate.capture.transport.messages import MalformedMessage, ResultMessage, decode
+from headgate.capture.transport.network import Listening
 
 logger = logging.getLogger("headgate")
 
@@ -56,10 +57,11 @@ class ResultHub:
 
     Args:
         folder: Where the private folder is made; the system's folder for temporary files if None.
+        listening: Where to listen for workers on other hosts, too.
     """
 
-    def __init__(self, *, folder: str | None = None) -> None:
-        self._listener = Listener(folder, self.fail)
+    def __init__(self, *, folder: str | None = None, listening: Listening | None = None) -> None:
+        self._listener = Listener(folder, self.fail, listening)
         self._table = ExpectedResults()
         self._reset()
         os.register_at_fork(after_in_child=functools.partial(_reset_forked, weakref.ref(self)))
@@ -74,10 +76,10 @@ class ResultHub:
         return self._listener.open(self._handle)
 
     def on_open(self, opener: Opener) -> None:
-        """Call ``opener(address)`` whenever the hub starts to listen, before anybody learns the address.
+        """Call ``opener(doors)`` whenever the hub starts to listen, before anybody learns the address.
 
-        The function that it returns is called when the hub is shut down, with the seconds that are left, and tells
-        whether it was done in time.
+        It opens inboxes beside the hub's with `Doors.rows`. The function that it returns is called when the hub is shut
+        down, with the seconds that are left, and tells whether it was done in time.
         """
         self._listener.on_open(opener)
 

@@ -7,9 +7,10 @@ be sent are counted and logged once an address; lost rows are also named in the 
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,7 +24,8 @@ from headgate.capture.schema.config import MIB, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RequestInfo, RowBlock, StreamingConsumer
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.results import CaptureResult, plain_payload
-from headgate.capture.transport.channel import Channel
+from headgate.capture.transport.addresses import endpoint_of, rows_address
+from headgate.capture.transport.channel import GIVE_UP_S, Channel
 from headgate.capture.transport.messages import (
     AbandonMessage,
     Frames,
@@ -35,9 +37,15 @@ from headgate.capture.transport.messages import (
     origin_of,
     select_spans,
 )
+from headgate.capture.transport.network import NetworkKeys
+
+logger = logging.getLogger("headgate")
 
 WINDOW_BYTES = 32 * MIB
 """Bytes on their way to one inbox; one larger message may go alone."""
+
+TEND_S = 0.25
+"""Interval at which connections to other hosts are looked after: the last message may be lost with one, too."""
 
 WAIT_SHARE = 0.8
 """Part of ``max_stall_s`` that a worker waits for a front end, so that the wait does not count as a hang."""
@@ -95,23 +103,32 @@ class ResultSender(Protocol):
         ...
 
 
-def rows_address(reply: str, instance: str) -> str:
-    """Address of the rows for a driver-located consumer: beside the hub, so that `reply` is all a request carries."""
-    return f"{reply}.{hashlib.blake2b(instance.encode(), digest_size=6).hexdigest()}"
-
-
 class ZmqResultSender:
     """`ResultSender` over ZMQ. Opens a channel when an address is first used.
 
-    Threads: any; the lock guards the table of channels, each channel has its own.
+    Threads: any; the lock guards the table of channels, each channel has its own. While there are channels to other
+    hosts, a thread of its own mends their connections.
+
+    Args:
+        window_bytes: Bytes on their way to one inbox.
+        keys: To reach front ends on other hosts; None if there are none.
+        give_up_s: Seconds without a connection after which such a front end counts as gone.
     """
 
-    def __init__(self, *, window_bytes: int = WINDOW_BYTES) -> None:
+    def __init__(
+        self, *, window_bytes: int = WINDOW_BYTES, keys: NetworkKeys | None = None, give_up_s: float = GIVE_UP_S
+    ) -> None:
         self._window_bytes = window_bytes
+        self._keys = keys
+        self._give_up_s = give_up_s
+        self._stopping = threading.Event()
+        self._tending: threading.Thread | None = None
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._results: dict[str, Channel] = {}
         self._rows: dict[str, Channel] = {}
+        self._num_unreachable: Counter[bool] = Counter()
+        """Messages of which nobody knows the way, by whether they were results."""
         self._is_closed = False
 
     def send_result(
@@ -164,8 +181,8 @@ class ZmqResultSender:
         """Counters so far."""
         with self._lock:
             return SenderStats(
-                lost_results=sum(channel.lost for channel in self._results.values()),
-                lost_messages=sum(channel.lost for channel in self._rows.values()),
+                lost_results=sum(channel.lost for channel in self._results.values()) + self._num_unreachable[True],
+                lost_messages=sum(channel.lost for channel in self._rows.values()) + self._num_unreachable[False],
             )
 
     def close(self, timeout_s: float) -> int:
@@ -177,6 +194,9 @@ class ZmqResultSender:
         with self._lock:
             self._is_closed = True
             channels = [*self._results.values(), *self._rows.values()]
+        self._stopping.set()
+        if self._tending is not None:
+            self._tending.join()
         unacknowledged = sum(channel.close(max(deadline - time.monotonic(), 0)) for channel in channels)
         if self._context is not None:
             self._context.term()
@@ -188,10 +208,33 @@ class ZmqResultSender:
                 return False
             channel = channels.get(address)
             if channel is None:
-                if self._context is None:
-                    self._context = zmq.Context()
-                channel = channels[address] = Channel(self._context, address, self._window_bytes)
+                try:
+                    channel = channels[address] = self._open(address)
+                except ValueError as error:
+                    return self._lose(channels, error)
         return channel.send(frames, timeout_s=timeout_s)
+
+    def _open(self, address: str) -> Channel:
+        endpoint = endpoint_of(address, self._keys)
+        if self._context is None:
+            self._context = zmq.Context()
+        if endpoint.is_far and self._tending is None:
+            self._tending = threading.Thread(target=self._tend, name="headgate-links", daemon=True)
+            self._tending.start()
+        return Channel(self._context, endpoint, self._window_bytes, give_up_s=self._give_up_s)
+
+    def _lose(self, channels: dict[str, Channel], why: ValueError) -> bool:
+        if not self._num_unreachable:
+            logger.warning("Results or rows cannot be sent: %s", why)
+        self._num_unreachable[channels is self._results] += 1
+        return False
+
+    def _tend(self) -> None:
+        while not self._stopping.wait(TEND_S):
+            with self._lock:
+                channels = [*self._results.values(), *self._rows.values()]
+            for channel in channels:
+                channel.tend()
 
 
 def _encode_result(message: ResultMessage) -> list[bytes | memoryview]:

@@ -26,6 +26,7 @@ from headgate.capture.schema.registry import GROUP
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import Site
 from headgate.capture.transport.driver_host import DriverHost, open_drivers
+from headgate.capture.transport.network import Listening
 from headgate.capture.transport.result_hub import ResultHub
 from headgate.capture.transport.result_sender import ResultSender, RowSender
 from tests.fakes.pipeline import (
@@ -96,9 +97,11 @@ def config(*consumers: CaptureConsumerSpec) -> CaptureConsumersConfig:
 
 
 @contextmanager
-def hosting(folder: Path, *consumers: CaptureConsumerSpec) -> Iterator[tuple[ResultHub, DriverHost]]:
+def hosting(
+    folder: Path, *consumers: CaptureConsumerSpec, listening: Listening | None = None
+) -> Iterator[tuple[ResultHub, DriverHost]]:
     """A front end with some consumers, which ends cleanly."""
-    hub = ResultHub(folder=str(folder))
+    hub = ResultHub(folder=str(folder), listening=listening)
     host = open_drivers(hub, config=config(*consumers), model=MODEL)
     try:
         yield hub, host

@@ -1,4 +1,4 @@
-"""``headgate keys``: makes clients' keys and checks the file that holds their digests."""
+"""``headgate keys``: makes clients' keys and checks the file that holds their digests; makes the keys of hosts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from headgate.capture.engine.access.access_key import digest_of, make_key
 from headgate.capture.engine.access.key_ring import known_roles
 from headgate.capture.engine.access.keys_file import add_entry, read_keys
 from headgate.capture.schema.errors import ConfigError
+from headgate.capture.transport.network import NetworkKeys, write_keys
 
-keys = typer.Typer(add_completion=False, no_args_is_help=True, help="Make and check clients' keys.")
+keys = typer.Typer(add_completion=False, no_args_is_help=True, help="Make keys of clients and of hosts.")
 
 _File = Annotated[Path, typer.Argument(help="JSON file of keys, for headgate serve --headgate-keys FILE.")]
 
@@ -36,6 +37,25 @@ def add(
         _fail(error)
     typer.echo(f"Added {name} to {file}. This is its key, shown now and never again:", err=True)
     typer.echo(key)
+
+
+@keys.command()
+def new(
+    file: Annotated[Path | None, typer.Argument(help="The file to make; nothing else is printed then.")] = None,
+) -> None:
+    """Make the keys with which the hosts of one engine know each other: in a file, or printed.
+
+    Every host gets the same: the file, named with --headgate-network-keys, or what is printed, in the environment
+    variable HEADGATE_NETWORK_KEYS. Whoever has them can read what is captured, and send results in a worker's place.
+    """
+    made = NetworkKeys.make()
+    if file is None:
+        typer.echo(made.text)
+        return
+    try:
+        write_keys(file, made)
+    except ConfigError as error:
+        _fail(error)
 
 
 @keys.command("hash")

@@ -294,6 +294,7 @@ class Worker(Protocol):
     vllm_config: VllmConfig
     model_runner: ModelRunner
     device: torch.device | str
+    rank: int
 
     def load_model(self, *args: object, **kwargs: object) -> object: ...
 

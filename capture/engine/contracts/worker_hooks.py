@@ -23,6 +23,7 @@ from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.part_hooks import checked_hooks, hookspec
 from headgate.capture.schema.sites import Site
+from headgate.capture.transport.network import NetworkKeys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +45,7 @@ class WorkerFacts:
         has_one_row_each: Tells operations, while a forward is launched or recorded, whether each request has one row in
             it; False if that is not certain.
         actions: Where the actions of consumers go.
+        network_keys: To reach front ends on other hosts; None if all are on this one.
     """
 
     model: ModelInfo
@@ -59,6 +61,7 @@ class WorkerFacts:
     reapplies_mid: bool = False
     has_one_row_each: Callable[[], bool] = lambda: False
     actions: ActionTarget = NOWHERE
+    network_keys: NetworkKeys | None = None
 
     @property
     def is_last_stage(self) -> bool:

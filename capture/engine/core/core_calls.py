@@ -18,6 +18,7 @@ from headgate.capture.engine.contracts.request_part import CoreCall, Operation, 
 from headgate.capture.engine.contracts.vllm_engine import AsyncEngineClient, EngineClient
 from headgate.capture.engine.core.frames import lift
 from headgate.capture.engine.setup.client_errors import as_client_error
+from headgate.capture.engine.setup.hosts import SETUP_RPC
 from headgate.capture.schema.errors import EngineStateError, ForbiddenError, RequestError
 
 METHOD = "headgate_call"
@@ -115,6 +116,17 @@ class AsyncCoreClient:
                 f"{self._part}: {method} succeeded on {len(engines)} of {self.num_engines} engine cores and could not "
                 f"be taken back on {len(failures)} of them ({failures[0]}); they differ until it succeeds in all"
             ) from failures[0]
+
+
+async def worker_setups(client: AsyncEngineClient) -> list[object]:
+    """Ask each worker of all engine cores for `headgate.capture.engine.setup.hosts.worker_setup`."""
+    found = await asyncio.gather(
+        *(
+            client._call_utility_async("collective_rpc", SETUP_RPC, None, (), None, engine=engine)
+            for engine in client.core_engines
+        )
+    )
+    return [setup for setups in found for setup in cast("list[object]", setups)]
 
 
 @dataclass(frozen=True, slots=True)

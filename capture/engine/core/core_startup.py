@@ -16,6 +16,7 @@ from headgate.capture.engine.core import block_keys, restart
 from headgate.capture.engine.core.engine_core import CORE_ADAPTER, EngineCoreAdapter
 from headgate.capture.engine.core.overload import after_step
 from headgate.capture.engine.core.step_notes import check_carrier
+from headgate.capture.engine.setup.hosts import SETUP_RPC, check_agreement
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import sections
 from headgate.capture.engine.setup.startup_checks import check_servable
@@ -26,7 +27,8 @@ _noted: weakref.ref[EngineCore] | None = None
 
 
 def initialize_kv_caches(original: Function) -> Function:
-    """Wrap ``EngineCore._initialize_kv_caches``: refuse in this process too, and make sure every worker took part.
+    """Wrap ``EngineCore._initialize_kv_caches``: refuse in this process too, and make sure every worker took part
+    and is configured alike.
 
     It is what an engine core calls next after it has loaded plugins and started its workers.
     """
@@ -36,7 +38,7 @@ def initialize_kv_caches(original: Function) -> Function:
         global _noted
         check_servable(vllm_config)
         if sections(vllm_config):
-            self.model_executor.collective_rpc("headgate_stats")
+            check_agreement(vllm_config, self.model_executor.collective_rpc(SETUP_RPC))
             _noted = weakref.ref(self)
         return original(self, vllm_config, *args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import replace
 from functools import wraps
@@ -9,6 +10,7 @@ from functools import wraps
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
 from headgate.capture.engine.contracts.wire_format import CAPTURE
+from headgate.capture.engine.core.core_calls import worker_setups
 from headgate.capture.engine.core.fan_out import fan_out_async
 from headgate.capture.engine.frontends.metering import Meter, metered, open_meter
 from headgate.capture.engine.frontends.noted_outputs import with_values
@@ -28,6 +30,8 @@ from headgate.capture.engine.requests.sampling_params import (
 )
 from headgate.capture.engine.requests.stray_fields import refuse_unknown_in
 from headgate.capture.engine.setup.client_errors import as_client_error, is_without_field, overloaded
+from headgate.capture.engine.setup.hosts import check_agreement, has_far_engines
+from headgate.capture.engine.setup.settings import sections
 from headgate.capture.schema.errors import UnsupportedError
 
 
@@ -97,6 +101,8 @@ def add_request(original: Function) -> Function:
         self: AsyncLLM, request_id: str, prompt: object, params: SamplingParams, *args: object, **kwargs: object
     ) -> object:
         try:
+            if has_far_engines(self.vllm_config):
+                await _agreed(self)
             if getattr(params, "n", 1) == 1:  # pooling has none
                 return await original(self, request_id, prompt, params, *args, **kwargs)
             async with fan_out_async(self.engine_core, params.n):
@@ -106,6 +112,23 @@ def add_request(original: Function) -> Function:
             raise
 
     return wrapped
+
+
+_AGREEMENT = "_headgate_agreement"
+
+
+async def _agreed(engine: AsyncLLM) -> None:
+    """Compare this process with the workers of all hosts, once: no earlier moment has an event loop and all of them.
+
+    Raises:
+        UnsupportedError: If one differs, for every request.
+    """
+    if sections(engine.vllm_config):
+        found: asyncio.Future[list[object]] | None = vars(engine).get(_AGREEMENT)
+        if found is None:
+            found = asyncio.ensure_future(worker_setups(engine.engine_core))
+            setattr(engine, _AGREEMENT, found)
+        check_agreement(engine.vllm_config, await asyncio.shield(found))
 
 
 def _require_capture_role(params: SamplingParams) -> None:
@@ -204,6 +227,11 @@ def check_health(original: Function) -> Function:
     @wraps(original)
     async def wrapped(self: AsyncLLM, *args: object, **kwargs: object) -> object:
         result = await original(self, *args, **kwargs)
+        if has_far_engines(self.vllm_config):
+            try:
+                await _agreed(self)
+            except UnsupportedError as error:
+                raise self.dead_error from error
         front = front_end_of(self)
         if front is not None and front.problem is not None:
             raise self.dead_error from UnsupportedError(front.problem)

@@ -13,6 +13,7 @@ from headgate.capture.engine.frontends.closing_time import let_consumers_close
 from headgate.capture.engine.requests.capture_frontend import FrontEnd, front_end_of
 from headgate.capture.engine.requests.request_reader import OpenPart
 from headgate.capture.engine.setup.action_target import action_target
+from headgate.capture.engine.setup.hosts import listening
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.settings import capture_config, model_info, section, sections
 from headgate.capture.engine.setup.startup_checks import check_servable
@@ -51,6 +52,7 @@ def open_front_end(vllm_config: VllmConfig) -> FrontEnd | None:
             open_drivers, config=config, model=model, versions=versions(), actions=action_target(vllm_config)
         ),
         num_front_ends=vllm_config.parallel_config._api_process_count,
+        listening=listening(vllm_config),
     )
 
 

@@ -36,6 +36,7 @@ from headgate.capture.schema.results import (
 )
 from headgate.capture.transport.driver_host import DriverHost, DriverStats
 from headgate.capture.transport.messages import DTYPES
+from headgate.capture.transport.network import Listening
 from headgate.capture.transport.result_hub import HubStats, ResultHub
 
 logger = logging.getLogger("headgate")
@@ -57,6 +58,7 @@ class FrontEnd:
         num_stages: Pipeline stages of the engine.
         open_drivers: Opens the consumers that are located here, for a hub.
         num_front_ends: API processes of the server; each has consumers of its own.
+        listening: Where workers on other hosts send results; None if there are none.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class FrontEnd:
         num_stages: int,
         open_drivers: Callable[[ResultHub], DriverHost],
         num_front_ends: int = 1,
+        listening: Listening | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -84,6 +87,7 @@ class FrontEnd:
         self._awaited: dict[str, float] = {}
         """By the keys of the requests whose results are collected: seconds that their rows may wait in the worker."""
         self._num_stages = num_stages
+        self._listening = listening
         self._num_front_ends = num_front_ends
         self._open_drivers = open_drivers
         self._lock = threading.Lock()
@@ -188,20 +192,20 @@ class FrontEnd:
             if self._hub is None:
                 if self._is_closed:
                     raise UnsupportedError("capture: this engine was shut down; start another")
-                hub = ResultHub()
+                hub = ResultHub(listening=self._listening)
                 if self._drivers:
                     self._drivers_here = self._open_drivers(hub)
                 self._hub = hub
             return self._hub
 
     def open(self) -> None:
-        """Open the consumers that are located here, if there are any, before requests come.
+        """Open the consumers that are located here, and the ports for other hosts, before requests come.
 
         Raises:
             ConfigError: If one of them cannot be opened.
             UnsupportedError: If the hub cannot listen.
         """
-        if self._drivers:
+        if self._drivers or self._listening is not None:
             _ = self.hub
 
     @property

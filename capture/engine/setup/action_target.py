@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headgate.capture.engine.contracts.parts import core_part_names, load_part
 from headgate.capture.engine.contracts.vllm_engine import VllmConfig
+from headgate.capture.engine.setup.hosts import spans_hosts
 from headgate.capture.engine.setup.settings import section, sections
 from headgate.capture.schema.actions.action_sink import ActionTarget
 from headgate.capture.transport.action_channel import actions_address
@@ -26,5 +27,10 @@ def action_target(vllm_config: VllmConfig) -> ActionTarget:
         return ActionTarget(
             refusal="actions of consumers are not taken with data parallelism, nor with several API servers: start the "
             "engine with --data-parallel-size 1 and --api-server-count 1"
+        )
+    if spans_hosts(vllm_config):
+        return ActionTarget(
+            refusal="actions of consumers are not taken by an engine whose workers may be on other hosts: they go to "
+            "its engine core over a Unix socket; start the engine on one host, or use gates and controllers"
         )
     return ActionTarget(address=actions_address(vllm_config.instance_id, parallel.data_parallel_index))

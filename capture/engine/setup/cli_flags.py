@@ -20,11 +20,12 @@ from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.request_part import FlagGroup
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.setup.server_args import read_server_args, take_flag
-from headgate.capture.engine.setup.settings import OUR_KEY, SERVER
+from headgate.capture.engine.setup.settings import NETWORK, OUR_KEY, SERVER
 from headgate.capture.schema.config import (
     HIDDEN_STATES,
     CaptureConsumerSpec,
     parse_config,
+    parse_network,
     parse_server,
     parse_shorthand,
 )
@@ -136,8 +137,10 @@ def add_flags(group: FlagGroup) -> None:
         help="Let requests set return_hidden_states: the last row of the final norm with each choice. Adds the "
         "consumer hidden_states and the site final_norm to what is configured.",
     )
-    for flag, (_, help_text) in _SERVER_FLAGS.items():
-        group.add_argument(flag, type=os.path.abspath, default=None, metavar="FILE", help=help_text)
+    for flag, (_, _, help_text) in _FLAGS.items():
+        kind = str if flag == "--headgate-listen" else os.path.abspath
+        metavar = "IP[:FIRST-LAST]" if kind is str else "FILE"
+        group.add_argument(flag, type=kind, default=None, metavar=metavar, help=help_text)
     for part in request_parts().values():
         part.add_flags(group)
 
@@ -172,35 +175,50 @@ def translate_flags(args: argparse.Namespace) -> None:
     consumers, sites = take_flag(args, "capture_consumers"), take_flag(args, "capture_sites")
     if take_flag(args, _STATES):
         consumers = [*(consumers or ()), *_missing_states(consumers or (), _object(sections.get("capture"), "capture"))]
-    _move_server_flags(args)
+    _move_own_flags(args)
     if consumers is None and sites is None and not parts:
         return
     base = read_server_args(args).additional_config
     args.additional_config = additional_config(consumers=consumers or (), sites=sites, base=base, **parts)
 
 
-_SERVER_FLAGS = {
+_FLAGS = {
     "--headgate-keys": (
+        SERVER,
         "keys_file",
         "JSON file of clients' keys, their roles and limits; `headgate keys add` makes it.",
     ),
-    "--headgate-usage": ("usage_file", "File in which the keys' limits are counted, over restarts and processes."),
+    "--headgate-usage": (
+        SERVER,
+        "usage_file",
+        "File in which the keys' limits are counted, over restarts and processes.",
+    ),
+    "--headgate-listen": (
+        NETWORK,
+        "listen",
+        "Address of this host at which the workers of an engine on several hosts reach its front ends.",
+    ),
+    "--headgate-network-keys": (
+        NETWORK,
+        "keys_file",
+        "File with which the hosts of one engine know each other, the same on each; `headgate keys new` makes it.",
+    ),
 }
-"""Flags of the HTTP server, each with its setting and its help."""
+"""Flags that belong to no part, each with its section, its setting and its help."""
+
+_PARSERS = {SERVER: parse_server, NETWORK: parse_network}
 
 
-def _move_server_flags(args: argparse.Namespace) -> None:
-    """Move the flags of the HTTP server into its section."""
-    given: dict[str, str] = {}
-    for flag, (setting, _) in _SERVER_FLAGS.items():
-        if (value := take_flag(args, flag.removeprefix("--").replace("-", "_"))) is not None:
-            given[setting] = value
-    if given:
+def _move_own_flags(args: argparse.Namespace) -> None:
+    """Move the flags that belong to no part into their sections."""
+    for flag, (name, setting, _) in _FLAGS.items():
+        if (value := take_flag(args, flag.removeprefix("--").replace("-", "_"))) is None:
+            continue
         base = read_server_args(args).additional_config
         ours = _object(base.get(OUR_KEY), _OURS)
-        server = {**_object(ours.get(SERVER), SERVER), **given}
-        parse_server(server)
-        args.additional_config = {**base, OUR_KEY: {**ours, SERVER: server}}
+        section = {**_object(ours.get(name), name), setting: value}
+        _PARSERS[name](section)
+        args.additional_config = {**base, OUR_KEY: {**ours, name: section}}
 
 
 _STATES = "enable_return_hidden_states"

@@ -27,13 +27,6 @@ def _sequence_parallel(config: VllmConfig) -> bool:
     return bool(getattr(config.compilation_config.pass_config, "enable_sp", False))
 
 
-def _remote_engines(config: VllmConfig) -> bool:
-    parallel = config.parallel_config
-    # Offline, or behind a balancer of its own, a front end has the engines of its own host alone.
-    is_alone = parallel.local_engines_only or parallel.data_parallel_rank_local is not None
-    return not is_alone and parallel.data_parallel_size_local != parallel.data_parallel_size
-
-
 def _uses_ray(config: VllmConfig) -> bool:
     return config.parallel_config.use_ray or config.parallel_config.data_parallel_backend == "ray"
 
@@ -49,18 +42,6 @@ ONE_HOST = "results go to the front end over a Unix socket, which a worker on an
 ON_ONE_HOST = "tensor, pipeline and data parallel work on one host, with --distributed-executor-backend mp"
 
 REFUSALS = (
-    Refusal(
-        lambda config: config.parallel_config.nnodes > 1,
-        "several hosts (--nnodes)",
-        ONE_HOST,
-        ON_ONE_HOST,
-    ),
-    Refusal(
-        _remote_engines,
-        "data-parallel engines on other hosts (--data-parallel-size-local below --data-parallel-size)",
-        ONE_HOST,
-        "leave out --data-parallel-size-local, or serve each host by itself and balance in front of them",
-    ),
     Refusal(
         _uses_ray,
         "Ray (--distributed-executor-backend ray, --data-parallel-backend ray)",

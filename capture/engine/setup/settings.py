@@ -18,8 +18,10 @@ from headgate.capture.engine.contracts.vllm_engine import VllmConfig
 from headgate.capture.schema.config import (
     CaptureConsumersConfig,
     CompilerConfig,
+    NetworkConfig,
     parse_compiler,
     parse_config,
+    parse_network,
     parse_server,
 )
 from headgate.capture.schema.consumer import ModelInfo
@@ -31,6 +33,8 @@ SERVER = "server"
 """The section of the HTTP server, which no part of an engine reads."""
 COMPILER = "compiler"
 """The section of what headgate does to inductor, which no part reads."""
+NETWORK = "network"
+"""The section of engines that span hosts, which no part reads; hosts may differ in it."""
 
 
 @dataclass(slots=True)
@@ -39,6 +43,7 @@ class _Kept:
 
     sections: Mapping[str, Document] | None = None
     compiler: CompilerConfig | None = None
+    network: NetworkConfig | None = None
     model: ModelInfo | None = None
     capture: CaptureConsumersConfig | None = None
 
@@ -72,7 +77,8 @@ def sections(vllm_config: VllmConfig) -> Mapping[str, Document]:
     parse_server(ours.get(SERVER))
     kept = _kept_of(vllm_config)
     kept.compiler = parse_compiler(ours.get(COMPILER))
-    kept.sections = {name: document for name, document in ours.items() if name not in (SERVER, COMPILER)}
+    kept.network = parse_network(ours.get(NETWORK))
+    kept.sections = {name: document for name, document in ours.items() if name not in (SERVER, COMPILER, NETWORK)}
     return kept.sections
 
 
@@ -81,6 +87,13 @@ def compiler_config(vllm_config: VllmConfig) -> CompilerConfig:
     sections(vllm_config)
     known = _kept.get(id(vllm_config))
     return CompilerConfig() if known is None or known.compiler is None else known.compiler
+
+
+def network_config(vllm_config: VllmConfig) -> NetworkConfig:
+    """Return the section ``network``, or its defaults."""
+    sections(vllm_config)
+    known = _kept.get(id(vllm_config))
+    return NetworkConfig() if known is None or known.network is None else known.network
 
 
 def section(vllm_config: VllmConfig, name: str) -> Document:

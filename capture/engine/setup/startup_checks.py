@@ -6,6 +6,7 @@ from functools import wraps
 
 from headgate.capture.engine.contracts.parts import worker_part
 from headgate.capture.engine.contracts.vllm_engine import Function, VllmConfig
+from headgate.capture.engine.setup.hosts import network_keys
 from headgate.capture.engine.setup.patch_set import process_patches
 from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
 from headgate.capture.engine.setup.settings import sections
@@ -20,7 +21,8 @@ def check_servable(vllm_config: VllmConfig) -> None:
     """Refuse to start an engine that is configured for headgate but cannot serve it.
 
     Raises:
-        ConfigError: If a section of the configuration is unknown, or its part cannot be loaded.
+        ConfigError: If a section of the configuration is unknown, its part cannot be loaded, or an engine on several
+            hosts has no keys.
         UnsupportedError: If this vLLM or a setting cannot be served.
     """
     found = sections(vllm_config)
@@ -43,6 +45,7 @@ def check_servable(vllm_config: VllmConfig) -> None:
     if envs.VLLM_USE_RUST_FRONTEND:
         raise UnsupportedError("requests to the Rust front end do not reach headgate; unset VLLM_USE_RUST_FRONTEND")
     refuse_unsupported_settings(vllm_config)
+    network_keys(vllm_config)
 
 
 def create_engine_config(original: Function) -> Function:

@@ -100,6 +100,7 @@ class CapturePart:
                 pp_size=facts.pp_size,
                 versions=versions(),
                 actions=facts.actions,
+                keys=facts.network_keys,
             )
 
     @hookimpl

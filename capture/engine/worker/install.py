@@ -23,6 +23,7 @@ from headgate.capture.engine.model import forward_wrappers
 from headgate.capture.engine.model.find_layers import find_decoder_stack, find_final_norm
 from headgate.capture.engine.model.layer_layout import LayerLayout, analyse_layer
 from headgate.capture.engine.setup.action_target import action_target
+from headgate.capture.engine.setup.hosts import SETUP_RPC, network_keys, worker_setup
 from headgate.capture.engine.setup.logs import speak_through_vllm
 from headgate.capture.engine.setup.refusals import refuse_unsupported_settings
 from headgate.capture.engine.setup.settings import compiler_config, model_info, section, sections
@@ -58,12 +59,20 @@ def patch_worker(module: ModuleType) -> None:
     wrapper.load_model = load_model
     module.WorkerBase.headgate_stats = _stats
     module.WorkerBase.headgate_call = _call
+    setattr(module.WorkerBase, SETUP_RPC, _setup)
 
 
 def _stats(self: Worker) -> Document:
     """Serve a worker RPC: counters of every part, by name."""
     installed: InstalledWorker = getattr(self, ENGINE_ATTRIBUTE)
     return installed.stats()
+
+
+def _setup(self: Worker) -> Document:
+    """Serve a worker RPC: what all workers of an engine must have alike; refuses where nothing was installed."""
+    if not hasattr(self, ENGINE_ATTRIBUTE):
+        raise UnsupportedError(f"headgate was not installed in the worker of rank {self.rank}")
+    return worker_setup(self.vllm_config, self.rank)
 
 
 def _call(self: Worker, part: str, method: str, args: Document) -> object:
@@ -294,6 +303,7 @@ def _facts(worker: Worker, model: ModelInfo, owned_layers: list[int], is_mid_rea
         reapplies_mid=is_mid_reapplied,
         has_one_row_each=forward_shape.has_one_row_each if knows_steps else lambda: False,
         actions=action_target(config),
+        network_keys=network_keys(config),
     )
 
 

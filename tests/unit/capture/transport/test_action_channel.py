@@ -18,6 +18,7 @@ from headgate.capture.schema.actions.action_sink import MAX_BYTES, ActionTarget,
 from headgate.capture.schema.errors import ConsumerError, UnsupportedError
 from headgate.capture.transport import action_channel
 from headgate.capture.transport.action_channel import ActionInbox, ActionSender, actions_address, sink_of
+from headgate.capture.transport.addresses import Endpoint
 from headgate.capture.transport.channel import Channel
 
 TIMEOUT_S = 30
@@ -121,7 +122,7 @@ def test_a_folder_of_somebody_else_is_not_used(address: str) -> None:
 
 
 def test_other_messages_are_counted_and_passed_over(address: str, inbox: ActionInbox) -> None:
-    channel = Channel(zmq.Context.instance(), address, 1 << 20)
+    channel = Channel(zmq.Context.instance(), Endpoint(address), 1 << 20)
     for frames in ([b"x"], [b"x", b"y"], [msgspec.msgpack.encode(["one", "many"]), b"y"]):
         assert channel.send(frames, timeout_s=TIMEOUT_S)
     assert channel.close(TIMEOUT_S) == 0

@@ -16,7 +16,9 @@ import pytest
 import zmq
 
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.transport.channel import Channel, Inbox
+from headgate.capture.transport.addresses import Endpoint
+from headgate.capture.transport.channel import Channel
+from headgate.capture.transport.inbox import Inbox
 from headgate.capture.transport.messages import MalformedMessage
 
 TIMEOUT_S = 120.0
@@ -24,7 +26,7 @@ TIMEOUT_S = 120.0
 
 READER = """
 import sys, threading
-from headgate.capture.transport.channel import Inbox
+from headgate.capture.transport.inbox import Inbox
 inbox = Inbox(sys.argv[1], lambda frames: threading.Event().wait(), name="reader")
 print("listening", flush=True)
 sys.stdin.read()
@@ -32,8 +34,9 @@ sys.stdin.read()
 
 SENDER = """
 import sys, zmq
+from headgate.capture.transport.addresses import Endpoint
 from headgate.capture.transport.channel import Channel
-channel = Channel(zmq.Context(), sys.argv[1], window_bytes=1 << 30)
+channel = Channel(zmq.Context(), Endpoint(sys.argv[1]), window_bytes=1 << 30)
 while True:
     channel.send([b"a" * 100_000], timeout_s=None)
 """
@@ -89,7 +92,7 @@ def open_channel(context: zmq.Context[zmq.Socket[bytes]], address: str) -> Itera
     channels: list[Channel] = []
 
     def open_channel(window_bytes: int = 1000) -> Channel:
-        channels.append(Channel(context, address, window_bytes))
+        channels.append(Channel(context, Endpoint(address), window_bytes))
         return channels[-1]
 
     yield open_channel

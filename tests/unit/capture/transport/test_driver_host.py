@@ -13,7 +13,9 @@ from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.consumer import CapturedRequest, Origin
 from headgate.capture.schema.results import CaptureResult
-from headgate.capture.transport.result_sender import ZmqResultSender, rows_address
+from headgate.capture.transport.addresses import rows_address
+from headgate.capture.transport.channel import numbering
+from headgate.capture.transport.result_sender import ZmqResultSender
 from tests.fakes.driver_consumers import FLOW, WHOLE, Worker, assert_rows, expect, flow, hosting, result, whole
 from tests.fakes.pipeline import ROW_BYTES, TIMEOUT_S, Gate, Reports, at_gate, final_state, packet, running
 
@@ -300,8 +302,8 @@ def test_forged_and_malformed_messages_change_nothing(folder: Path, sender: ZmqR
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = context.socket(zmq.DEALER)
         socket.connect(rows_address(hub.address, "whole"))
-        for frames in ([b""], [b"\x80\x04pickle"], [b"\xff", b"x" * 100]):
-            socket.send_multipart(frames)
+        for number, frames in enumerate(([b""], [b"\x80\x04pickle"], [b"\xff", b"x" * 100])):
+            socket.send_multipart([numbering(b"a" * 8, number), *frames])
             socket.recv()
         context.destroy(linger=0)
         worker.write((request, [0, 1, 2, 3]))

@@ -17,7 +17,9 @@ from msgspec.structs import replace
 
 from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.schema.results import CaptureResult, CaptureResults
+from headgate.capture.transport.channel import numbering
 from headgate.capture.transport.expected_results import MAX_CLOSED_KEYS
+from headgate.capture.transport.listener import Doors
 from headgate.capture.transport.messages import BeginMessage, FinishMessage, ResultMessage, encode
 from headgate.capture.transport.result_hub import ResultHub
 from headgate.capture.transport.result_sender import ZmqResultSender
@@ -218,16 +220,16 @@ def test_forged_and_malformed_messages_are_counted_and_the_hub_goes_on(hub: Resu
         [b"\x91" * 100_000],
     ]
 
-    for frames in malformed:
-        socket.send_multipart(frames)
-    socket.send_multipart(encode(forged))
+    socket.send_multipart([b"no number"])
+    for number, frames in enumerate([*malformed, encode(forged)]):
+        socket.send_multipart([numbering(b"a" * 8, number), *frames])
     acknowledgements = [socket.recv() for _ in range(len(malformed) + 1)]
     socket.close(linger=0)
     send(sender, hub, "k", ok("true"))
 
     assert hub.wait("k", TIMEOUT_S).merged["files"].payload == "true"
     assert len(acknowledgements) == len(malformed) + 1
-    assert hub.stats().malformed == len(malformed)
+    assert hub.stats().malformed == len(malformed) + 1
     assert hub.stats().unknown == 1
 
 
@@ -308,7 +310,7 @@ def test_the_socket_is_private_made_on_first_use_and_removed_at_the_end(folder: 
 def test_a_hub_that_was_shut_down_stays_closed_and_nobody_waits_for_it(folder: Path) -> None:
     before, opened = set(threading.enumerate()), []
     hub = ResultHub(folder=str(folder))
-    hub.on_open(lambda address: opened.append(address) or (lambda timeout_s: True))
+    hub.on_open(lambda doors: opened.append(doors.address) or (lambda timeout_s: True))
     hub.expect("k", instances=["files"])
     address = hub.address
     waiting = threading.Thread(target=hub.wait, args=("k", TIMEOUT_S))
@@ -334,11 +336,11 @@ def test_what_opens_with_the_hub_closes_with_it_and_a_failure_leaves_nothing(fol
     events: list[object] = []
     fails = [True]
 
-    def open_one(address: str) -> object:
-        events.append(address.startswith("ipc://"))
+    def open_one(doors: Doors) -> object:
+        events.append(doors.address.startswith("ipc://"))
         return lambda timeout_s: events.append("closed") is None
 
-    def open_two(address: str) -> object:
+    def open_two(doors: Doors) -> object:
         if fails.pop():
             raise RuntimeError("no")
         return lambda timeout_s: False

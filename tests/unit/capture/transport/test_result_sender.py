@@ -31,7 +31,8 @@ from headgate.capture.schema.positions import Named
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.capture.transport.channel import Inbox
+from headgate.capture.transport.addresses import rows_address
+from headgate.capture.transport.inbox import Inbox
 from headgate.capture.transport.messages import (
     AbandonMessage,
     BeginMessage,
@@ -42,7 +43,7 @@ from headgate.capture.transport.messages import (
     decode,
     read_rows,
 )
-from headgate.capture.transport.result_sender import RowSender, ZmqResultSender, rows_address, split_by_reply
+from headgate.capture.transport.result_sender import RowSender, ZmqResultSender, split_by_reply
 
 TIMEOUT_S = 30.0
 SITES = (Site(0, HookPoint.POST_MLP), Site(1, HookPoint.POST_MLP))

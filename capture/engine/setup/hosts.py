@@ -1,0 +1,101 @@
+"""Engines whose workers may be on other hosts than their front ends: what they need, and whether all hosts agree.
+
+Each host reads a command line of its own, so nothing but a comparison at the start keeps them from differing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+from headgate.capture.engine.contracts.plain_values import Document
+from headgate.capture.engine.contracts.vllm_engine import VllmConfig
+from headgate.capture.engine.setup.settings import (
+    capture_config,
+    compiler_config,
+    network_config,
+    sections,
+)
+from headgate.capture.engine.setup.versions import versions
+from headgate.capture.schema.errors import UnsupportedError
+from headgate.capture.transport.network import Listening, NetworkKeys, listening_of, read_keys
+
+SETUP_RPC = "headgate_setup"
+"""Name of the worker RPC that returns `setup_of`."""
+
+_PLACE = ("host", "rank")
+"""What tells workers apart; everything else must be the same."""
+
+
+def has_far_engines(config: VllmConfig) -> bool:
+    """Whether the front end serves engine cores that other hosts start."""
+    parallel = config.parallel_config
+    # Offline, or behind a balancer of its own, a front end has the engines of its own host alone.
+    is_alone = parallel.local_engines_only or parallel.data_parallel_rank_local is not None
+    return not is_alone and parallel.data_parallel_size_local != parallel.data_parallel_size
+
+
+def spans_hosts(config: VllmConfig) -> bool:
+    """Whether workers may be on other hosts than the front ends of their engine."""
+    return config.parallel_config.nnodes > 1 or has_far_engines(config)
+
+
+def network_keys(config: VllmConfig) -> NetworkKeys | None:
+    """Return the keys with which workers reach front ends on other hosts; None where none are needed.
+
+    Raises:
+        ConfigError: If they are missing or wrong.
+    """
+    if not spans_hosts(config) or capture_config(config) is None:
+        return None
+    return read_keys(network_config(config))
+
+
+def listening(config: VllmConfig) -> Listening | None:
+    """Return where the engine's front ends listen for workers on other hosts; None where there are none.
+
+    Raises:
+        ConfigError: If it is not told where, or the keys are missing or wrong.
+    """
+    if not spans_hosts(config) or capture_config(config) is None:
+        return None
+    return listening_of(network_config(config))
+
+
+def setup_of(config: VllmConfig) -> dict[str, str]:
+    """Return what all processes of an engine must have alike: releases, and a digest of each section."""
+    told = {name: json.dumps(document, sort_keys=True, default=str) for name, document in sections(config).items()}
+    told["compiler"] = repr(compiler_config(config))
+    digests = {f"section {name}": hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in told.items()}
+    return {**{f"release of {name}": version for name, version in versions().items()}, **digests}
+
+
+def worker_setup(config: VllmConfig, rank: int) -> Document:
+    """Return `setup_of` as a worker has it, and where that is."""
+    return {**setup_of(config), "host": socket.gethostname(), "rank": rank}
+
+
+def check_agreement(config: VllmConfig, workers: Iterable[object]) -> None:
+    """Compare what workers have with what this process has.
+
+    Args:
+        config: This process's.
+        workers: `worker_setup` of each.
+
+    Raises:
+        UnsupportedError: If one differs.
+    """
+    own = setup_of(config)
+    for each in workers:
+        found = cast("Mapping[str, object]", each)
+        theirs = {name: value for name, value in found.items() if name not in _PLACE}
+        differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+        if differing:
+            raise UnsupportedError(
+                f"the worker of rank {found.get('rank')} on host {found.get('host')} differs from this process on "
+                f"{socket.gethostname()} in: {', '.join(differing)}; start every host with the same releases, the same "
+                "flags and the same files"
+            )
