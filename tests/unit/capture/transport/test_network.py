@@ -104,6 +104,7 @@ def test_rows_for_a_driver_located_consumer_come_from_another_host(tmp_path: Pat
 
         assert result(hub, "whole").status == "ok"
         assert_rows(whole(host).captured[0], 1, [0, 1, 2, 3])
+        assert far_sender.close(TIMEOUT_S) == 0  # while somebody is there to acknowledge the end
 
 
 def test_an_address_tells_both_ways(tmp_path: Path) -> None:
