@@ -167,6 +167,11 @@ def parse_listen(text: str) -> tuple[str, range | None]:
     return host, found
 
 
+def has_keys(config: NetworkConfig) -> bool:
+    """Whether keys are configured, right or wrong."""
+    return config.keys_file is not None or ENVIRONMENT in os.environ
+
+
 def read_keys(config: NetworkConfig) -> NetworkKeys:
     """Return the keys, from the file that is configured, or else from the environment.
 

@@ -21,7 +21,7 @@ from headgate.capture.engine.setup.settings import (
 )
 from headgate.capture.engine.setup.versions import versions
 from headgate.capture.schema.errors import UnsupportedError
-from headgate.capture.transport.network import Listening, NetworkKeys, listening_of, read_keys
+from headgate.capture.transport.network import Listening, NetworkKeys, has_keys, listening_of, read_keys
 
 SETUP_RPC = "headgate_setup"
 """Name of the worker RPC that returns `setup_of`."""
@@ -44,14 +44,18 @@ def spans_hosts(config: VllmConfig) -> bool:
 
 
 def network_keys(config: VllmConfig) -> NetworkKeys | None:
-    """Return the keys with which workers reach front ends on other hosts; None where none are needed.
+    """Return the keys with which workers reach front ends on other hosts; None where there are none, and need not be.
+
+    An engine core that another host's front end serves looks, to its workers, like one by itself: they have the keys
+    that are configured.
 
     Raises:
         ConfigError: If they are missing or wrong.
     """
-    if not spans_hosts(config) or capture_config(config) is None:
+    if capture_config(config) is None:
         return None
-    return read_keys(network_config(config))
+    network = network_config(config)
+    return read_keys(network) if spans_hosts(config) or has_keys(network) else None
 
 
 def listening(config: VllmConfig) -> Listening | None:
