@@ -4,7 +4,12 @@ every rank alike.
 
 from __future__ import annotations
 
+import json
+import socket
+import tempfile
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +18,9 @@ import torch
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
+from headgate.capture.transport.network import NetworkKeys, write_keys
 from headgate.consumers.reader import open_captures
-from tests.conftest import start_llm, stop_llm
+from tests.conftest import ENGINE_DEFAULTS, start_llm, stop_llm
 from tests.engine.hf_reference import HFReference, Steering, relative_error
 from tests.engine.steering_cases import (
     OP_LAYER,
@@ -30,6 +36,7 @@ from tests.engine.steering_cases import (
     vectors,
 )
 from tests.engine.tiny_models import tiny_model
+from tests.fakes import far_host
 
 HOOKS = ("pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_mlp")
 SITES: dict[str, Any] = {**dict.fromkeys(HOOKS, "all"), "final_norm": "all"}
@@ -42,6 +49,15 @@ OP_SITES: dict[str, Any] = {
 PHASES = ("both", "prefill", "decode")
 PROMPTS = [[3 + (7 * i) % 500 for i in range(40)], [9], [3 + (11 * i) % 500 for i in range(17)]]
 NUM_OUTPUT = 5
+CUT_S = 60
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+    "max_num_batched_tokens": 32,
+    "max_logprobs": -1,
+    "distributed_executor_backend": "mp",
+}
 EVERYWHERE = sites_of(*(hook for hook in HookPoint if hook is not HookPoint.HOOK_Z))  # ranks share its values
 STREAM = sites_of(HookPoint.PRE_ATTN, HookPoint.POST_MLP)
 STEERING = [
@@ -62,17 +78,20 @@ class Served(NamedTuple):
         num_stages: Of the pipeline.
         root: Where the files of the filesystem consumer are.
         far_root: Of the one that is configured for the driver.
+        far_host: Where the last stage is, if it is on another host.
     """
 
     llm: Any
     num_stages: int
     root: Path
     far_root: Path
+    far_host: far_host.FarHost | None
 
 
-@pytest.fixture(scope="module", params=["tensor", "pipeline"])
+@pytest.fixture(scope="module", params=["tensor", "pipeline", "hosts"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    transcoders = [WITHIN] if request.param == "pipeline" else [WITHIN, ACROSS]
+    way = "tensor" if request.param == "tensor" else "pipeline"
+    transcoders = [WITHIN] if way == "pipeline" else [WITHIN, ACROSS]
     saes = saved_saes(transcoders, tmp_path_factory.mktemp("saes"))
     root, far_root = tmp_path_factory.mktemp(request.param), tmp_path_factory.mktemp(f"{request.param}-far")
     consumers = [
@@ -80,26 +99,46 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         {"name": "filesystem", "params": {"root": str(root)}},
         {"name": "filesystem", "instance_name": "far", "location": "driver", "params": {"root": str(far_root)}},
     ]
-    with pytest.MonkeyPatch.context() as environment:
+    config = {
+        "capture": {"consumers": consumers, "sites": SITES},
+        "steering": {"sites": SITES, "op_sites": OP_SITES, "max_steering_slots": 256, "saes": saes},
+    }
+    with ExitStack() as stack:
+        environment = stack.enter_context(pytest.MonkeyPatch.context())
         environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers on a machine with one NUMA node
-        llm = start_llm(
-            model=tiny_model("llama"),
-            dtype="float32",
-            skip_tokenizer_init=True,
-            max_model_len=128,
-            max_num_batched_tokens=32,
-            max_logprobs=-1,
-            distributed_executor_backend="mp",
-            additional_config={
-                "headgate": {
-                    "capture": {"consumers": consumers, "sites": SITES},
-                    "steering": {"sites": SITES, "op_sites": OP_SITES, "max_steering_slots": 256, "saes": saes},
-                }
-            },
-            **{f"{request.param}_parallel_size": 2},
-        )
-        yield Served(llm, 2 if request.param == "pipeline" else 1, root, far_root)
-        stop_llm(llm)
+        settings, host = {**SETTINGS, f"{way}_parallel_size": 2}, None
+        if request.param == "hosts":
+            host, cluster = on_two_hosts(stack, environment, settings, config, tmp_path_factory)
+            settings |= cluster
+        llm = start_llm(model=tiny_model("llama"), additional_config={"headgate": config}, **settings)
+        stack.callback(stop_llm, llm)
+        yield Served(llm, 2 if way == "pipeline" else 1, root, far_root, host)
+
+
+def on_two_hosts(
+    stack: ExitStack,
+    environment: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    config: dict[str, Any],
+    folders: pytest.TempPathFactory,
+) -> tuple[far_host.FarHost, dict[str, Any]]:
+    """Start the second stage on another host, and return that, and what the first stage needs to find it."""
+    if not far_host.is_possible():
+        pytest.skip("another host takes root, ip and unshare")
+    keys = folders.mktemp("keys") / "keys"
+    write_keys(keys, NetworkKeys.make())
+    here = folders.mktemp("here")
+    environment.setenv("TMPDIR", str(here))
+    environment.setattr(tempfile, "tempdir", None)
+    host = stack.enter_context(far_host.far_host({here: folders.mktemp("there")}))
+    for name, value in host.variables(host.here).items():
+        environment.setenv(name, value)
+    config["network"] = {"listen": host.here, "keys_file": str(keys)}
+    cluster = {"nnodes": 2, "master_addr": host.here, "master_port": free_port()}
+    flags = {**ENGINE_DEFAULTS, **settings, **cluster, "node_rank": 1}
+    flags["additional_config"] = json.dumps({"headgate": config})
+    host.start(*far_host.node_command(tiny_model("llama"), flags))
+    return host, {**cluster, "node_rank": 0}
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +183,26 @@ def test_rows_of_two_ranks_equal_the_solo_run(served, reference):
         for site, rows in expected.items():
             assert relative_error(capture.tensor(site.name), rows) <= 1e-4, site
             assert torch.equal(far[output.request_id].tensor(site.name), capture.tensor(site.name))
+
+
+def test_a_cable_that_is_pulled_for_a_while_loses_nothing(served, reference):
+    if served.far_host is None:
+        pytest.skip("one host")
+    done = []
+    params = sampling(capture={name: {"hooks": SITES} for name in ("memory", "filesystem", "far")})
+    running = threading.Thread(target=lambda: done.extend(generate(served.llm, PROMPTS, params)))
+
+    served.far_host.cut()
+    running.start()
+    running.join(2.0)
+    assert running.is_alive()
+    served.far_host.mend()
+    running.join(CUT_S)
+
+    for prompt, output in zip(PROMPTS, done, strict=True):
+        expected = whole(reference.run(prompt, list(output.outputs[0].token_ids)).rows)
+        assert_all_rows(output, expected, num_rows=len(prompt) + NUM_OUTPUT - 1)
+        assert {output.capture_results[name].status for name in ("filesystem", "far")} == {"ok"}
 
 
 def test_requests_steered_by_two_ranks_equal_the_solo_run(served, reference):
@@ -235,3 +294,10 @@ def assert_all_rows(output: Any, expected: dict[Site, torch.Tensor], num_rows: i
     assert set(result.payload.sites) == set(expected)
     for site, rows in expected.items():
         assert relative_error(result.payload.rows[site], rows) <= 1e-4, site
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
