@@ -11,7 +11,8 @@ frames after it are arrays, whose shapes and dtypes the header tells:
 `AbandonMessage` none
 ================ ==================================================================================
 
-Both ends run on one host, so arrays are in its byte order. bfloat16 rows are sent as they are.
+Arrays are in the byte order of their host: an engine whose hosts differ in it does not start. bfloat16 rows are sent as
+they are.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ every rank alike.
 from __future__ import annotations
 
 import json
-import socket
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,7 +16,6 @@ import torch
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
-from headgate.capture.transport.network import NetworkKeys, write_keys
 from headgate.consumers.reader import open_captures
 from tests.conftest import ENGINE_DEFAULTS, start_llm, stop_llm
 from tests.engine.hf_reference import HFReference, Steering, relative_error
@@ -36,7 +33,7 @@ from tests.engine.steering_cases import (
     vectors,
 )
 from tests.engine.tiny_models import tiny_model
-from tests.fakes import far_host
+from tests.fakes.far_host import FarHost, free_port, node_command, second_host
 
 HOOKS = ("pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_mlp")
 SITES: dict[str, Any] = {**dict.fromkeys(HOOKS, "all"), "final_norm": "all"}
@@ -85,7 +82,7 @@ class Served(NamedTuple):
     num_stages: int
     root: Path
     far_root: Path
-    far_host: far_host.FarHost | None
+    far_host: FarHost | None
 
 
 @pytest.fixture(scope="module", params=["tensor", "pipeline", "hosts"])
@@ -121,23 +118,13 @@ def on_two_hosts(
     settings: dict[str, Any],
     config: dict[str, Any],
     folders: pytest.TempPathFactory,
-) -> tuple[far_host.FarHost, dict[str, Any]]:
+) -> tuple[FarHost, dict[str, Any]]:
     """Start the second stage on another host, and return that, and what the first stage needs to find it."""
-    if not far_host.is_possible():
-        pytest.skip("another host takes root, ip and unshare")
-    keys = folders.mktemp("keys") / "keys"
-    write_keys(keys, NetworkKeys.make())
-    here = folders.mktemp("here")
-    environment.setenv("TMPDIR", str(here))
-    environment.setattr(tempfile, "tempdir", None)
-    host = stack.enter_context(far_host.far_host({here: folders.mktemp("there")}))
-    for name, value in host.variables(host.here).items():
-        environment.setenv(name, value)
-    config["network"] = {"listen": host.here, "keys_file": str(keys)}
+    host, config["network"] = second_host(stack, environment, folders)
     cluster = {"nnodes": 2, "master_addr": host.here, "master_port": free_port()}
     flags = {**ENGINE_DEFAULTS, **settings, **cluster, "node_rank": 1}
     flags["additional_config"] = json.dumps({"headgate": config})
-    host.start(*far_host.node_command(tiny_model("llama"), flags))
+    host.start(*node_command(tiny_model("llama"), flags))
     return host, {**cluster, "node_rank": 0}
 
 
@@ -294,10 +281,3 @@ def assert_all_rows(output: Any, expected: dict[Site, torch.Tensor], num_rows: i
     assert set(result.payload.sites) == set(expected)
     for site, rows in expected.items():
         assert relative_error(result.payload.rows[site], rows) <= 1e-4, site
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -7,12 +7,18 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import pytest
+
+from headgate.capture.transport.network import NetworkKeys, write_keys
 
 MOUNT = 'while [ "$1" != -- ]; do mount --bind "$2" "$1"; shift 2; done; shift; exec "$@"'
 """Puts folders in the place of others, for one command and what it starts."""
@@ -112,6 +118,34 @@ def far_host(folders: Mapping[Path, Path]) -> Iterator[FarHost]:
         raise
     finally:
         host.close()
+
+
+def second_host(
+    stack: contextlib.ExitStack, environment: pytest.MonkeyPatch, folders: pytest.TempPathFactory
+) -> tuple[FarHost, dict[str, str]]:
+    """Add a host to this one for an engine; return that, and headgate's settings of the network.
+
+    The test is skipped where it is not possible.
+    """
+    if not is_possible():
+        pytest.skip("another host takes root, ip and unshare")
+    keys = folders.mktemp("keys") / "keys"
+    write_keys(keys, NetworkKeys.make())
+    here = folders.mktemp("here")
+    environment.setenv("TMPDIR", str(here))
+    environment.setattr(tempfile, "tempdir", None)
+    host = stack.enter_context(far_host({here: folders.mktemp("there")}))
+    for name, value in host.variables(host.here).items():
+        environment.setenv(name, value)
+    return host, {"listen": host.here, "keys_file": str(keys)}
+
+
+def free_port() -> int:
+    """Return a TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def node_command(model: Path, flags: Mapping[str, object]) -> list[str]:

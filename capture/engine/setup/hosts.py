@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import sys
 from collections.abc import Iterable, Mapping
 from typing import cast
 
@@ -74,7 +75,8 @@ def setup_of(config: VllmConfig) -> dict[str, str]:
     told = {name: json.dumps(document, sort_keys=True, default=str) for name, document in sections(config).items()}
     told["compiler"] = repr(compiler_config(config))
     digests = {f"section {name}": hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in told.items()}
-    return {**{f"release of {name}": version for name, version in versions().items()}, **digests}
+    releases = {f"release of {name}": version for name, version in versions().items()}
+    return {**releases, **digests, "byte order": sys.byteorder}
 
 
 def worker_setup(config: VllmConfig, rank: int) -> Document:

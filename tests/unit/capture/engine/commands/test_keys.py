@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from headgate.capture.engine.access.access_key import digest_of
 from headgate.capture.engine.access.key_ring import KeyRing
 from headgate.capture.engine.commands.keys import keys
+from headgate.capture.transport.network import NetworkKeys
 
 
 @pytest.fixture
@@ -57,3 +58,17 @@ def test_what_is_wrong_is_said_and_nothing_changes(path: Path) -> None:
     assert path.read_text() == before
     path.write_text(json.dumps({"keys": [{"name": "alice"}]}))
     assert "missing required field `sha256`" in runner.invoke(keys, ["check", str(path)]).output
+
+
+def test_keys_of_hosts_are_made_in_a_file_or_printed(tmp_path: Path) -> None:
+    runner, path = CliRunner(), tmp_path / "hosts"
+
+    made = runner.invoke(keys, ["new", str(path)])
+    again = runner.invoke(keys, ["new", str(path)])
+    printed = runner.invoke(keys, ["new"])
+
+    assert (made.exit_code, made.output, path.stat().st_mode & 0o777) == (0, "", 0o600)
+    assert again.exit_code == 1
+    assert "an engine whose hosts have different keys does not start" in again.output
+    found = [NetworkKeys.parse(text, "here") for text in (path.read_text(), printed.stdout)]
+    assert found[0] != found[1]

@@ -49,8 +49,6 @@ def test_ordinary_settings_are_served():
     ("change", "value", "text"),
     [
         ("parallel_config__use_ubatching", True, "--enable-dbo"),
-        ("parallel_config__nnodes", 2, "several hosts"),
-        ("parallel_config__data_parallel_size_local", 1, "--data-parallel-size-local"),
         ("parallel_config__use_ray", True, "--distributed-executor-backend ray"),
         ("parallel_config__data_parallel_backend", "ray", "--data-parallel-backend ray"),
         ("parallel_config__distributed_executor_backend", "external_launcher", "external_launcher"),
@@ -72,13 +70,13 @@ def test_each_is_refused_with_what_to_do_instead(change, value, text):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"local_engines_only": True, "data_parallel_size_local": 1},
-        {"data_parallel_rank_local": 0, "data_parallel_size_local": 1},
+        {"nnodes": 2},
+        {"data_parallel_size_local": 1},
         {"distributed_executor_backend": "external_launcher", "world_size": 1},
     ],
-    ids=["own balancer", "offline rank", "one rank"],
+    ids=["nodes", "far engines", "one rank"],
 )
-def test_front_ends_whose_engines_are_on_their_host_are_served(changes):
+def test_engines_on_several_hosts_and_launchers_of_one_rank_are_served(changes):
     refuse_unsupported_settings(settings(**{f"parallel_config__{name}": value for name, value in changes.items()}))
 
 
