@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,10 @@ SHOWN_REQUESTS = 10
 """Requests of a folder that a notebook lists."""
 
 
+_Found = tuple[Source, StoredPart]
+"""A part of a request, and where its files are."""
+
+
 class StoredCapture:
     """One request's rows on disk.
 
@@ -66,24 +70,24 @@ class StoredCapture:
         paths: Its files; for ``shards`` the folder of its shard.
     """
 
-    def __init__(self, source: Source, parts: list[StoredPart]) -> None:
-        first = parts[0]
-        self._source = source
+    def __init__(self, found: Sequence[_Found]) -> None:
+        parts = [part for _, part in found]
+        self._source, first = found[0]
         self._first = first
-        self._tensors = {name: ref for part in parts for name, ref in part.tensors.items()}
+        self._places = {name: (source, ref) for source, part in found for name, ref in part.tensors.items()}
         self.layout: LayoutName = first.layout
         self.tag = first.sidecar.tag
         self.request_id = first.sidecar.request_id
         self.name = first.sidecar.name
-        self.sites = sort_sites(Site.parse(name) for name in self._tensors)
+        self.sites = sort_sites(Site.parse(name) for name in self._places)
         self.num_rows = first.sidecar.num_rows
-        self.num_bytes = sum(ref.num_bytes for ref in self._tensors.values())
+        self.num_bytes = sum(ref.num_bytes for _, ref in self._places.values())
         self.messages = first.sidecar.messages
         self.paths = tuple(dict.fromkeys(path for part in parts for path in part.paths))
         self.metadata: dict[str, Any] = msgspec.to_builtins(first.sidecar)
         self.metadata["sites"] = [site.name for site in self.sites]
-        for part in parts[1:]:
-            if not np.array_equal(self.positions, self._int64(part.positions)):
+        for source, part in found[1:]:
+            if not np.array_equal(self.positions, _int64(source, part.positions)):
                 raise CaptureFileError(f"{part.paths[0]}: not the positions that {first.paths[0]} has")
 
     def __repr__(self) -> str:
@@ -112,12 +116,12 @@ class StoredCapture:
     @property
     def positions(self) -> npt.NDArray[np.int64]:
         """int64 ``[rows]``, ascending: the absolute position of each row."""
-        return self._int64(self._first.positions)
+        return _int64(self._source, self._first.positions)
 
     @property
     def token_ids(self) -> npt.NDArray[np.int64]:
         """int64 ``[rows]``: the token whose forward gave the row."""
-        return self._int64(self._first.token_ids)
+        return _int64(self._source, self._first.token_ids)
 
     @property
     def is_prefill(self) -> npt.NDArray[np.bool_]:
@@ -155,11 +159,11 @@ class StoredCapture:
         """
         import torch  # reading positions, metadata or numpy needs none
 
-        ref = self._ref(site)
+        source, ref = self._place(site)
         dtype = getattr(torch, ref.dtype)
         if not ref.num_bytes:
             return torch.empty(ref.shape, dtype=dtype)
-        data = torch.from_numpy(self._source.array(ref.path, ref.offset, ref.num_bytes))
+        data = torch.from_numpy(source.array(ref.path, ref.offset, ref.num_bytes))
         return data.view(dtype).reshape(ref.shape)
 
     def numpy(self, site: Site | str) -> npt.NDArray[Any]:
@@ -172,21 +176,22 @@ class StoredCapture:
 
     def _stored(self, site: Site | str) -> npt.NDArray[Any]:
         """``[rows, hidden]`` as stored; of bfloat16 its bits as uint16."""
-        ref = self._ref(site)
-        data = self._source.array(ref.path, ref.offset, ref.num_bytes)
+        source, ref = self._place(site)
+        data = source.array(ref.path, ref.offset, ref.num_bytes)
         return data.view(np.uint16 if ref.dtype == "bfloat16" else ref.dtype).reshape(ref.shape)
 
-    def _ref(self, site: Site | str) -> TensorRef:
+    def _place(self, site: Site | str) -> tuple[Source, TensorRef]:
         try:
             name = (site if isinstance(site, Site) else Site.parse(site)).name
-            return self._tensors[name]
+            return self._places[name]
         except (KeyError, ValueError):
             raise KeyError(f"{site}: not captured; {self!r} has {', '.join(s.name for s in self.sites)}") from None
 
-    def _int64(self, column: npt.NDArray[np.int64] | TensorRef) -> npt.NDArray[np.int64]:
-        if isinstance(column, TensorRef):
-            return self._source.array(column.path, column.offset, column.num_bytes).view(np.int64)
-        return column
+
+def _int64(source: Source, column: npt.NDArray[np.int64] | TensorRef) -> npt.NDArray[np.int64]:
+    if isinstance(column, TensorRef):
+        return source.array(column.path, column.offset, column.num_bytes).view(np.int64)
+    return column
 
 
 def _widened(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -196,16 +201,17 @@ def _widened(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 class CaptureFolder:
-    """All requests in a root of the filesystem consumer. Iterating reads it anew: tags, then names, in their order.
+    """All requests in roots of the filesystem consumer. Iterating reads them anew: tags, then names, in their order.
 
     Attributes:
         damaged: Errors of the files that the last iteration left out, if the folder was opened with ``strict=False``.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, strict: bool) -> None:
-        self._source, self._root = open_source(os.fspath(root))
-        if not self._source.is_folder(self._root):
-            raise CaptureFileError(f"{root}: no such folder")
+    def __init__(self, roots: Sequence[str | os.PathLike[str]], *, strict: bool) -> None:
+        self._roots = [open_source(os.fspath(root)) for root in roots]
+        for root, (source, folder) in zip(roots, self._roots, strict=True):
+            if not source.is_folder(folder):
+                raise CaptureFileError(f"{root}: no such folder")
         self._strict = strict
         self.damaged: list[CaptureFileError] = []
 
@@ -215,7 +221,7 @@ class CaptureFolder:
     def _repr_html_(self) -> str:
         """Return it as HTML for a notebook: its tags and first requests. `damaged` is left as it is."""
         tags, damaged = self.tags, self.damaged
-        facts = {"root": self._root, f"{len(tags)} tags": ", ".join(tags) or "none"}
+        facts = {"root": ", ".join(folder for _, folder in self._roots), f"{len(tags)} tags": ", ".join(tags) or "none"}
         try:
             first = list(islice(self, SHOWN_REQUESTS + 1))
         except CaptureFileError as error:
@@ -230,8 +236,8 @@ class CaptureFolder:
     @property
     def tags(self) -> list[str]:
         """The tags that have a folder."""
-        names = self._source.names(self._root)
-        return [name for name, is_folder in names if is_folder and not name.startswith((".", "_"))]
+        names = {name for source, root in self._roots for name, is_folder in source.names(root) if is_folder}
+        return sorted(name for name in names if not name.startswith((".", "_")))
 
     def find(self, request_id: str, tag: str | None = None) -> list[StoredCapture]:
         """Every capture of `request_id`: one per tag, sample and, in shards, request that used the id again."""
@@ -257,40 +263,46 @@ class CaptureFolder:
     def _captures(self, tags: list[str], prefix: str) -> Iterator[StoredCapture]:
         self.damaged = []
         for tag in tags:
-            stages: dict[tuple[object, ...], list[StoredPart]] = {}
+            stages: dict[tuple[object, ...], list[_Found]] = {}
             seen: Counter[tuple[object, ...]] = Counter()
-            for part in self._parts(f"{self._root}/{tag}", prefix):
+            for source, part in self._found(tag, prefix):
                 if part.sidecar.pp_size == 1:
-                    yield StoredCapture(self._source, [part])
+                    yield StoredCapture([(source, part)])
                 else:
                     # An id that was used twice comes twice from each stage, in the same order.
                     key = _request_key(part)
-                    stages.setdefault((*key, seen[(*key, part.sidecar.pp_rank)]), []).append(part)
+                    stages.setdefault((*key, seen[(*key, part.sidecar.pp_rank)]), []).append((source, part))
                     seen[(*key, part.sidecar.pp_rank)] += 1
-            for parts in stages.values():
-                yield StoredCapture(self._source, parts)
+            for found in stages.values():
+                yield StoredCapture(found)
 
-    def _parts(self, folder: str, prefix: str) -> Iterator[StoredPart]:
+    def _found(self, tag: str, prefix: str) -> Iterator[_Found]:
+        for source, root in self._roots:
+            if source.is_folder(f"{root}/{tag}"):
+                for part in self._parts(source, f"{root}/{tag}", prefix):
+                    yield source, part
+
+    def _parts(self, source: Source, folder: str, prefix: str) -> Iterator[StoredPart]:
         """Parts of a tag's folder whose names begin with `prefix`, and all requests in its shards."""
-        for name, is_folder in self._source.names(folder):
+        for name, is_folder in source.names(folder):
             if name == SHARD_FOLDER and is_folder:
-                for shard, _ in self._source.names(f"{folder}/{name}"):
-                    yield from self._shard(f"{folder}/{name}/{shard}")
+                for shard, _ in source.names(f"{folder}/{name}"):
+                    yield from self._shard(source, f"{folder}/{name}/{shard}")
             elif name.startswith(prefix) and not name.startswith("."):
-                part = self._file(f"{folder}/{name}", is_folder)
+                part = self._file(source, f"{folder}/{name}", is_folder)
                 if part is not None:
                     yield part
 
-    def _file(self, path: str, is_folder: bool) -> StoredPart | None:
+    def _file(self, source: Source, path: str, is_folder: bool) -> StoredPart | None:
         try:
-            return _read_part(self._source, path, is_folder)
+            return _read_part(source, path, is_folder)
         except CaptureFileError as error:
             self._note(error)
             return None
 
-    def _shard(self, path: str) -> Iterator[StoredPart]:
+    def _shard(self, source: Source, path: str) -> Iterator[StoredPart]:
         try:
-            yield from read_shard(self._source, path)
+            yield from read_shard(source, path)
         except CaptureFileError as error:
             self._note(error)
 
@@ -300,17 +312,18 @@ class CaptureFolder:
         self.damaged.append(error)
 
 
-def open_captures(root: str | os.PathLike[str], *, strict: bool = True) -> CaptureFolder:
-    """Open a root of the filesystem consumer, a folder or an fsspec URL, while it is written to or afterwards.
+def open_captures(root: str | os.PathLike[str], *more: str | os.PathLike[str], strict: bool = True) -> CaptureFolder:
+    """Open roots of the filesystem consumer, folders or fsspec URLs, while they are written to or afterwards.
 
     Args:
         root: The consumer's ``root``.
+        more: Those of other hosts: stages of a pipeline that lie in several roots are put together.
         strict: Raise on a damaged file; otherwise leave it out and note it in `CaptureFolder.damaged`.
 
     Raises:
         CaptureFileError: If there is no such folder.
     """
-    return CaptureFolder(root, strict=strict)
+    return CaptureFolder([root, *more], strict=strict)
 
 
 def open_capture(path: str | os.PathLike[str]) -> StoredCapture:
@@ -323,7 +336,7 @@ def open_capture(path: str | os.PathLike[str]) -> StoredCapture:
     part = _read_part(source, where, source.is_folder(where))
     if part is None:
         raise CaptureFileError(f"{path}: not written by headgate's filesystem consumer")
-    return StoredCapture(source, [part])
+    return StoredCapture([(source, part)])
 
 
 def open_stored(payload: Any) -> StoredCapture:
@@ -336,7 +349,7 @@ def open_stored(payload: Any) -> StoredCapture:
         CaptureFileError: If a file is not there any more, or damaged.
     """
     stages = payload if isinstance(payload, list) else [payload]
-    parts, source = [], None
+    found: list[_Found] = []
     for stage in stages:
         source, where = open_source(stage["paths"][0])
         if stage["layout"] == "shards":
@@ -348,9 +361,8 @@ def open_stored(payload: Any) -> StoredCapture:
         if part is None:
             late = " yet: its upload had not ended when the result was given" if stage.get("uploaded") is False else ""
             raise CaptureFileError(f"{stage['paths'][0]}: the request that was written there is not there{late}")
-        parts.append(part)
-    assert source is not None  # noqa: S101  (a payload has a stage at least)
-    return StoredCapture(source, parts)
+        found.append((source, part))
+    return StoredCapture(found)
 
 
 @lru_cache(maxsize=4)

@@ -73,6 +73,28 @@ def test_one_id_can_have_several_captures(tmp_path: Path) -> None:
         folder["client-2"]
 
 
+@pytest.mark.parametrize("layout", ["request", "shards", "raw"])
+def test_stages_on_different_hosts_are_put_together_from_their_roots(tmp_path: Path, layout: str) -> None:
+    roots = [tmp_path / "one", tmp_path / "two"]
+    for rank, root in enumerate(roots):
+        with capturing(root, stage=(rank, 2)) as files:
+            spec = {"layout": layout, "hooks": {"post_mlp": [2 * rank + 1]}}
+            for number in range(3):
+                files.feed.whole(files.request(spec, client_id=f"client-{number}"))
+
+    together = {capture.request_id: capture for capture in open_captures(*roots)}
+    alone = [open_captures(root)["client-1"].sites for root in roots]
+
+    assert set(together) == {"client-0", "client-1", "client-2"}
+    assert not set(alone[0]) & set(alone[1])
+    for name, capture in together.items():
+        assert set(capture.sites) == {*alone[0], *alone[1]}
+        for root in roots:
+            own = open_captures(root)[name]
+            assert all(torch.equal(capture.tensor(site), own.tensor(site)) for site in own.sites)
+    assert open_captures(*roots).tags == open_captures(roots[0]).tags
+
+
 def test_a_stage_that_wrote_other_positions_is_refused(tmp_path: Path) -> None:
     for rank, positions in enumerate(("all", "all_prompt")):
         with capturing(tmp_path, stage=(rank, 2)) as files:
