@@ -240,7 +240,7 @@ class _Retry:
 
 
 class _Heard(NamedTuple):
-    """What a connection has told.
+    """News of a connection.
 
     Attributes:
         numbers: Acknowledged, or `REFUSED`.

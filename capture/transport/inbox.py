@@ -101,9 +101,8 @@ class Inbox:
             self._let_nobody_in()
             self._context.destroy(linger=0)
             raise
-        self._stop_receiver = self._context.socket(zmq.PAIR)
+        self._stop_receiver, self._stop_sender = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._stop_receiver.bind("inproc://stop")
-        self._stop_sender = self._context.socket(zmq.PAIR)
         self._stop_sender.connect("inproc://stop")
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

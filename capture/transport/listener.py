@@ -53,7 +53,7 @@ class Doors:
 
     @property
     def address(self) -> str:
-        """What requests carry; see `headgate.capture.transport.addresses`."""
+        """The text that requests carry; see `headgate.capture.transport.addresses`."""
         if self._hub is None or self._hub.far_address is None:
             return self._address
         rows = {name: inbox.far_address for name, inbox in self._rows.items() if inbox.far_address is not None}

@@ -28,7 +28,7 @@ SETUP_RPC = "headgate_setup"
 """Name of the worker RPC that returns `setup_of`."""
 
 _PLACE = ("host", "rank")
-"""What tells workers apart; everything else must be the same."""
+"""The entries that tell workers apart; all others must be the same."""
 
 
 def has_far_engines(config: VllmConfig) -> bool:
@@ -40,8 +40,9 @@ def has_far_engines(config: VllmConfig) -> bool:
 
 
 def spans_hosts(config: VllmConfig) -> bool:
-    """Whether workers may be on other hosts than the front ends of their engine."""
-    return config.parallel_config.nnodes > 1 or has_far_engines(config)
+    """Whether workers may be on other hosts than the front ends of their engine: Ray places them as it likes."""
+    parallel = config.parallel_config
+    return parallel.use_ray or parallel.nnodes > 1 or has_far_engines(config)
 
 
 def network_keys(config: VllmConfig) -> NetworkKeys | None:

@@ -27,32 +27,23 @@ def _sequence_parallel(config: VllmConfig) -> bool:
     return bool(getattr(config.compilation_config.pass_config, "enable_sp", False))
 
 
-def _uses_ray(config: VllmConfig) -> bool:
-    return config.parallel_config.use_ray or config.parallel_config.data_parallel_backend == "ray"
-
-
 def _external_launcher(config: VllmConfig) -> bool:
     parallel = config.parallel_config
     return parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1
 
 
-ONE_HOST = "results go to the front end over a Unix socket, which a worker on another host cannot reach"
-"""The reason why an engine must be on one host."""
-
-ON_ONE_HOST = "tensor, pipeline and data parallel work on one host, with --distributed-executor-backend mp"
-
 REFUSALS = (
     Refusal(
-        _uses_ray,
-        "Ray (--distributed-executor-backend ray, --data-parallel-backend ray)",
-        f"it may place workers on other hosts, and {ONE_HOST}",
-        ON_ONE_HOST,
+        lambda config: config.parallel_config.data_parallel_backend == "ray",
+        "data-parallel engines that Ray starts (--data-parallel-backend ray)",
+        "engine cores are actors then, whose start is not the one that headgate follows",
+        "start the engines of each host with --data-parallel-backend mp; --distributed-executor-backend ray is served",
     ),
     Refusal(
         _external_launcher,
         "the executor external_launcher with more than one rank",
         "every process runs every request and one rank captures, so the others would wait for results that never come",
-        ON_ONE_HOST,
+        "start it with --distributed-executor-backend mp or ray",
     ),
     Refusal(
         lambda config: config.parallel_config.use_ubatching,

@@ -34,7 +34,7 @@ class Config(SimpleNamespace):
 
 
 def config(parallel: dict[str, Any], **sections: Any) -> Any:
-    whole = {"local_engines_only": False, "data_parallel_rank_local": None, **parallel}
+    whole = {"local_engines_only": False, "data_parallel_rank_local": None, "use_ray": False, **parallel}
     return Config(parallel_config=SimpleNamespace(**whole), additional_config={"headgate": sections})
 
 
@@ -49,10 +49,11 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         (ALONE, False, False),
         (NODES, True, False),
         (FAR, True, True),
+        ({**ALONE, "use_ray": True}, True, False),
         ({**FAR, "local_engines_only": True}, False, False),
         ({**FAR, "data_parallel_rank_local": 0}, False, False),
     ],
-    ids=["one host", "nodes", "far engines", "own balancer", "offline rank"],
+    ids=["one host", "nodes", "far engines", "ray", "own balancer", "offline rank"],
 )
 def test_which_engines_span_hosts(parallel: dict[str, Any], spans: bool, far: bool) -> None:
     assert (spans_hosts(config(parallel)), has_far_engines(config(parallel))) == (spans, far)

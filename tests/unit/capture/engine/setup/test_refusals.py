@@ -49,7 +49,6 @@ def test_ordinary_settings_are_served():
     ("change", "value", "text"),
     [
         ("parallel_config__use_ubatching", True, "--enable-dbo"),
-        ("parallel_config__use_ray", True, "--distributed-executor-backend ray"),
         ("parallel_config__data_parallel_backend", "ray", "--data-parallel-backend ray"),
         ("parallel_config__distributed_executor_backend", "external_launcher", "external_launcher"),
         ("model_config__is_diffusion", True, "block-diffusion"),
@@ -72,9 +71,10 @@ def test_each_is_refused_with_what_to_do_instead(change, value, text):
     [
         {"nnodes": 2},
         {"data_parallel_size_local": 1},
+        {"use_ray": True},
         {"distributed_executor_backend": "external_launcher", "world_size": 1},
     ],
-    ids=["nodes", "far engines", "one rank"],
+    ids=["nodes", "far engines", "ray", "one rank"],
 )
 def test_engines_on_several_hosts_and_launchers_of_one_rank_are_served(changes):
     refuse_unsupported_settings(settings(**{f"parallel_config__{name}": value for name, value in changes.items()}))
