@@ -177,7 +177,12 @@ def read_keys(config: NetworkConfig) -> NetworkKeys:
 
     Raises:
         ConfigError: If there are none, if they are wrong, or if others may read the file.
+        UnsupportedError: If this ZMQ cannot use them.
     """
+    if not zmq.has("curve"):
+        raise UnsupportedError(
+            "network: this ZMQ was built without CURVE, which connections between hosts need; install pyzmq from PyPI"
+        )
     if config.keys_file is None:
         if (text := os.environ.get(ENVIRONMENT)) is None:
             raise ConfigError(

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from headgate.capture.schema.config import NetworkConfig, parse_network
-from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.errors import ConfigError, UnsupportedError
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.transport import addresses
 from headgate.capture.transport.addresses import FarAddress, endpoint_of, rows_address
@@ -165,6 +166,14 @@ def test_missing_keys_are_named_with_what_to_do(tmp_path: Path, monkeypatch: pyt
     path.chmod(0o440)
     with pytest.raises(ConfigError, match=r"network.listen: .*start it with --headgate-listen IP"):
         listening_of(NetworkConfig(keys_file=str(path)))
+
+
+def test_a_zmq_without_encryption_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq, "has", lambda name: name != "curve")
+    monkeypatch.setenv(ENVIRONMENT, KEYS.text)
+
+    with pytest.raises(UnsupportedError, match="built without CURVE"):
+        read_keys(NetworkConfig())
 
 
 @pytest.mark.parametrize(
