@@ -361,8 +361,8 @@ def open_stored(payload: Any) -> StoredCapture:
         if part is None:
             late = " yet: its upload had not ended when the result was given" if stage.get("uploaded") is False else ""
             raise CaptureFileError(
-                f"{stage['paths'][0]}: the request that was written there is not there{late}; an engine on several hosts "
-                "writes on the host of each stage"
+                f"{stage['paths'][0]}: the request that was written there is not there{late}; an engine on several "
+                "hosts writes on the host of each stage"
             )
         found.append((source, part))
     return StoredCapture(found)
