@@ -23,12 +23,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
+import torch
 
+from headgate.capture.schema.consumer import ModelInfo
+from headgate.capture.schema.sites import HookPoint, Site
 from tests.benchmarks.models import write_model
 
 RUNNING, PROMPT = 256, 16
@@ -203,23 +206,30 @@ def server(_: Path) -> None:
 
 
 class Scheduled:
-    """256 requests in the scheduler of an engine core."""
+    """256 requests in the scheduler of an engine core; with steering configured, or without anything of ours."""
 
-    def __init__(self, model: Path, **settings: Any) -> None:
-        from tests.fakes.steered_core import Core
+    def __init__(self, model: Path, *, is_ours: bool) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor import Executor
+
+        from tests.fakes.steered_core import engine_config, engine_request
+        from tests.frontend.conftest import ENGINE
 
         limits = {"max_num_seqs": RUNNING, "max_num_batched_tokens": 8192, "max_model_len": 1024}
-        self._core = Core(model, **limits, **settings)
+        if is_ours:
+            config = engine_config(model, **limits)
+        else:
+            config = EngineArgs(**{**ENGINE, **limits, "model": str(model)}).create_engine_config()
+        self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         for index in range(RUNNING):
-            self._core.add(f"cmpl-{index:032d}-0", [5 + index] * PROMPT, max_tokens=900)
+            request = engine_request(f"cmpl-{index:032d}-0", [5 + index] * PROMPT, max_tokens=900)
+            self._core.add_request(self._core.preprocess_add_request(request)[0])
 
     def run(self) -> float:
         """Return the least seconds of a step."""
-        best = float("inf")
         with quiet_gc():
-            for _ in range(STEPS // 2):
-                best = min(best, self._step())
-        return best
+            return min(self._step() for _ in range(STEPS))
 
     def _step(self) -> float:
         from vllm.v1.outputs import ModelRunnerOutput
@@ -237,22 +247,25 @@ class Scheduled:
         return seconds + time.perf_counter() - start
 
     def close(self) -> None:
-        self._core.close()
+        self._core.shutdown()
 
 
 def core(model: Path) -> None:
     from headgate.capture.engine.plugin import unregister
+    from headgate.capture.engine.worker import install
 
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    cores = {"ours": Scheduled(model), "stock": Scheduled(model, is_stock=True)}
-    unregister()
+    cores = {"stock": Scheduled(model, is_ours=False)}
+    unregister()  # vLLM has loaded its plugins
+    real, install.install = install.install, lambda worker: None  # type: ignore[assignment]
+    with patched(True):
+        cores["ours"] = Scheduled(model, is_ours=True)
+    install.install = real
 
     def run(name: str) -> float:
         with patched(name == "ours"):
             return cores[name].run()
 
-    found = least({name: (lambda name=name: run(name)) for name in ("stock", "ours")})
-    show("core", found, 1, "a step")
+    show("core", least({name: partial(run, name) for name in ("stock", "ours")}), 1, "a step")
     for each in cores.values():
         each.close()
 
@@ -260,50 +273,70 @@ def core(model: Path) -> None:
 class Runner:
     """The methods of a model runner that are called in a step; they do nothing."""
 
-    def __init__(self) -> None:
-        self.batch = SimpleNamespace()
-
-    def execute_model(self, scheduler_output: Any) -> Any:
+    def execute_model(self, scheduler_output: Any) -> None:
         self._prepare_inputs(scheduler_output, None)
 
-    def _prepare_inputs(self, scheduler_output: Any, num_scheduled: Any) -> Any:
-        return None
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled: Any) -> None:
+        pass
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        return self.batch
+    def sample_tokens(self, grammar_output: Any) -> None:
+        pass
 
     def _dummy_run(self, num_tokens: int) -> None:
         raise AssertionError("not here")
 
 
-def worker(_: Path) -> None:
+@contextmanager
+def parts(folder: Path) -> Iterator[Any]:
+    """The hooks of capture and steering in a worker; a consumer is open."""
+    from headgate.capture.engine.contracts.worker_hooks import WorkerFacts, make_hooks
+    from headgate.capture.engine.worker.capture_part import CapturePart
+    from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
+    from headgate.steering.config import parse_config
+    from headgate.steering.worker.steering_part import SteeringPart
+
+    sites = (Site(1, HookPoint.POST_MLP),)
+    facts = WorkerFacts(
+        model=ModelInfo(name="m", num_layers=2, hidden_size=64, dtype="float32", sites=sites),
+        owned_layers=(0, 1),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_tokens=2048,
+        max_num_seqs=RUNNING,
+        is_compiled=False,
+    )
+    consumer = CaptureConsumerSpec(name="filesystem", params={"root": str(folder)})
+    config = CaptureConsumersConfig(consumers=[consumer], staging_bytes=64 << 20)
+    steering = SteeringPart(parse_config({"op_sites": {"post_mlp": "all"}}))
+    hooks = make_hooks({"capture": CapturePart(config), "steering": steering})
+    hooks.hook.headgate_allocate(facts=facts)
+    hooks.hook.headgate_start(facts=facts)
+    yield hooks
+    hooks.hook.headgate_close()
+
+
+def worker(folder: Path) -> None:
     from headgate.capture.engine.worker.runner import RunnerAdapter
-    from tests.benchmarks.idle_worker import parts
 
-    runners = {"stock": Runner(), "ours": Runner()}
-    with tempfile.TemporaryDirectory() as folder, parts(Path(folder), RUNNING) as hooks:
-        RunnerAdapter(runners["ours"], hooks, has_token_ids=True)  # type: ignore[arg-type]
-        new = [
-            SimpleNamespace(
-                req_id=f"cmpl-{index:032d}-0", sampling_params=SimpleNamespace(extra_args=None), prompt_token_ids=[1]
-            )
-            for index in range(RUNNING)
-        ]
-        first = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=new)
-        runners["ours"].execute_model(first)
-        step = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[])
+    runners: dict[str, Any] = {"stock": Runner(), "ours": Runner()}
+    params = SimpleNamespace(extra_args=None)
+    new = [
+        SimpleNamespace(req_id=f"cmpl-{index:032d}-0", sampling_params=params, prompt_token_ids=[1])
+        for index in range(RUNNING)
+    ]
+    step = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[])
 
-        def run(runner: Any) -> float:
-            times = []
-            for _ in range(200):
-                start = time.perf_counter()
-                runner.execute_model(step)
-                runner.sample_tokens(None)
-                times.append(time.perf_counter() - start)
-            return float(np.median(times))
+    def run(name: str) -> float:
+        start = time.perf_counter()
+        for _ in range(1000):
+            runners[name].execute_model(step)
+            runners[name].sample_tokens(None)
+        return time.perf_counter() - start
 
-        found = least({name: (lambda runner=runner: run(runner)) for name, runner in runners.items()})
-    show("worker", found, 1, "a step")
+    with parts(folder / "rows") as hooks:
+        RunnerAdapter(runners["ours"], hooks, has_token_ids=True)
+        runners["ours"].execute_model(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=new))
+        show("worker", least({name: partial(run, name) for name in runners}), 1000, "a step")
 
 
 SECTIONS = {"outputs": outputs, "server": server, "core": core, "worker": worker}
@@ -311,8 +344,9 @@ SECTIONS = {"outputs": outputs, "server": server, "core": core, "worker": worker
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What headgate costs requests that ask for nothing of it.")
-    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="those to run; all if none is named")
+    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all if none is named")
     chosen = parser.parse_args().sections or list(SECTIONS)
+    os.environ.update(VLLM_PLUGINS="headgate", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="WARNING")
     print(f"{'':10}{'stock':>10}{'ours':>10}{'more':>10}")
     with tempfile.TemporaryDirectory() as folder:
         write_model("tiny", Path(folder))

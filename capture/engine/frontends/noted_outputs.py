@@ -104,7 +104,7 @@ def _merging(kind: type[OutputQueue]) -> type[OutputQueue]:
             earlier = self.output if self.aggregate else None
             super().put(output)
             if hasattr(earlier, "outputs") and hasattr(output, "outputs"):  # neither is an error
-                _merge(earlier, cast("RequestOutput", output))
+                _merge(cast("RequestOutput", earlier), cast("RequestOutput", output))
 
     return _named_like(kind, Merging)
 
@@ -131,7 +131,9 @@ def check_methods(module: ModuleType) -> None:
     for owner, name, expected in needed:
         found = tuple(inspect.signature(getattr(owner, name)).parameters)
         if found[: len(expected)] != expected:
-            raise TypeError(f"{owner.__name__}.{name} takes ({', '.join(found)}), expected ({', '.join(expected)}, ...)")
+            raise TypeError(
+                f"{owner.__name__}.{name} takes ({', '.join(found)}), expected ({', '.join(expected)}, ...)"
+            )
 
 
 def _with_notes(state: RequestState, output: CompletionOutput, *, has_ended: bool) -> CompletionOutput:
