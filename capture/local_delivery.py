@@ -13,7 +13,7 @@ from headgate.capture.delivery.delivery import CloseReport, DeliveryStats
 from headgate.capture.delivery.dispatcher import Dispatcher
 from headgate.capture.delivery.handoff import Dispatched, Handoff
 from headgate.capture.delivery.request_assembler import Assembler
-from headgate.capture.request_origin import OnDone, ResultReporter
+from headgate.capture.request_origin import ResultReporter, ResultWatcher
 from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batching import HELD_SHARE
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
@@ -62,7 +62,7 @@ class LocalDelivery:
         consumers: In any order; their bits are their places in ``config.consumers``.
         sender: Where results go.
         close_sender: Called last, with the seconds it may take; returns how many messages did not arrive.
-        on_done: See `OnDone`.
+        watcher: Is told of each result; None if nobody is.
 
     Raises:
         ConfigError: If a spill file cannot be made.
@@ -77,10 +77,10 @@ class LocalDelivery:
         sender: ResultSender,
         *,
         close_sender: Callable[[float], int] | None = None,
-        on_done: OnDone | None = None,
+        watcher: ResultWatcher | None = None,
     ) -> None:
         self._sender = sender
-        self._reporter = ResultReporter(sender, place.pp_rank, place.pp_size, on_done)
+        self._reporter = ResultReporter(sender, place.pp_rank, place.pp_size, watcher)
         self._close_sender = close_sender
         self._consumers = {opened.bit: self._make_consumer(opened, place) for opened in consumers}
         self._handoff: Handoff[Dispatched] = Handoff()
@@ -142,7 +142,7 @@ class LocalDelivery:
         )
 
 
-def open_local_delivery(place: Place, on_done: OnDone | None = None) -> LocalDelivery:
+def open_local_delivery(place: Place, watcher: ResultWatcher | None = None) -> LocalDelivery:
     """Open the configured consumers, and a delivery that sends results over ZMQ.
 
     Raises:
@@ -168,7 +168,7 @@ def open_local_delivery(place: Place, on_done: OnDone | None = None) -> LocalDel
     context = ConsumerContext(instance_name="", model=model, pp_rank=rank, pp_size=size, versions=versions)
     try:
         consumers = [*opened, *_stand_ins(far, context, sender)]
-        return LocalDelivery(place, consumers, sender, close_sender=sender.close, on_done=on_done)
+        return LocalDelivery(place, consumers, sender, close_sender=sender.close, watcher=watcher)
     except BaseException:
         close_consumers(opened, config.close_timeout_s)
         raise

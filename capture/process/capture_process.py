@@ -21,17 +21,16 @@ from headgate.capture.monitoring.stats import ConsumerStats
 from headgate.capture.process.connection import Connection
 from headgate.capture.process.ledger import Ledger
 from headgate.capture.process.messages import (
-    Ask,
     Close,
     Closed,
     Done,
     Ready,
-    Told,
     decode_to_worker,
     encode,
     message_of,
 )
 from headgate.capture.process.program import Child, Settings, spawn
+from headgate.capture.process.stats_board import StatsBoard
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.sites import Site
@@ -41,8 +40,6 @@ logger = logging.getLogger("headgate")
 
 START_S = 300.0
 """Seconds that the start may take: imports from a slow disk, and whatever consumers do when they are opened."""
-STATS_S = 5.0
-"""Seconds that counters may take to come."""
 END_S = 5.0
 """Seconds that it may take to end by itself once it has closed everything, or is gone."""
 MAX_THREADS = 4
@@ -60,10 +57,11 @@ class CaptureProcess:
     Args:
         memory: The staging memory that the process reads.
         ledger: Of open requests.
+        board: Where the process shows its counters.
         start: Starts a process.
     """
 
-    def __init__(self, memory: SharedStaging, ledger: Ledger, start: Spawn) -> None:
+    def __init__(self, memory: SharedStaging, ledger: Ledger, board: StatsBoard, start: Spawn) -> None:
         self._memory = memory
         self._ledger = ledger
         self._start = start
@@ -73,7 +71,8 @@ class CaptureProcess:
         self._is_closing = threading.Event()
         self._ended = threading.Event()
         self._report: CloseReport | None = None
-        self._counters = _Counters()
+        self._board = board
+        self._counters = _Counters(board)
         self._connection, self._child = start()
         self._await_ready()
         self._started_at = time.monotonic()
@@ -102,12 +101,7 @@ class CaptureProcess:
             self._memory.arena.is_served = True
 
     def stats(self) -> DeliveryStats:
-        """Counters as of now; as they were last if the process does not answer."""
-        with self._lock:
-            number = self._counters.ask() if self._serving.is_set() else 0
-            is_asked = bool(number) and self._connection.send(encode(Ask(number)))
-        if is_asked and not self._counters.wait(number, STATS_S):
-            logger.warning("the capture process has not told its counters for %g s: they are those of before", STATS_S)
+        """Counters as the process has shown them last."""
         return self._counters.total()
 
     def close(self, timeout_s: float) -> CloseReport:
@@ -123,6 +117,7 @@ class CaptureProcess:
         self._thread.join(END_S)
         lost = self._ledger.fail_all("capture was shut down before the request had ended and was delivered")
         self._memory.close()
+        self._board.close()
         return replace(self._report or CloseReport(), num_lost=sum(lost.values()))
 
     def _await_ready(self) -> None:
@@ -158,11 +153,9 @@ class CaptureProcess:
         message = decode_to_worker(data)
         if isinstance(message, Done):
             self._ledger.end(message.ended)
-        elif isinstance(message, Told):
-            self._counters.tell(message.number, message.stats)
         elif isinstance(message, Closed):
             self._report = message.report
-            self._counters.tell(0, message.stats)
+            self._counters.close(message.stats)
             self._ended.set()
 
     def _start_again(self) -> bool:
@@ -206,49 +199,48 @@ class CaptureProcess:
 
 
 class _Counters:
-    """The counters of a process, and of those before it. Threads: any."""
+    """The counters of a process, and of those before it. Threads: any.
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
+    Args:
+        board: Where the process shows its own.
+    """
+
+    def __init__(self, board: StatsBoard) -> None:
+        self._lock = threading.Lock()
+        self._board = board
         self._before = DeliveryStats()
         self._now = DeliveryStats()
-        self._asked = self._told = 0
+        self._is_closed = False
 
-    def ask(self) -> int:
-        """The number of the next question."""
-        with self._changed:
-            self._asked += 1
-            return self._asked
-
-    def tell(self, number: int, stats: DeliveryStats) -> None:
-        """An answer has come."""
-        with self._changed:
-            self._told, self._now = max(number, self._told), stats
-            self._changed.notify_all()
-
-    def wait(self, number: int, timeout_s: float) -> bool:
-        """Wait for an answer, or for the end of the process; False if neither comes in time."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._told >= number, timeout_s)
+    def close(self, stats: DeliveryStats) -> None:
+        """The process has ended, and `stats` were its last words."""
+        with self._lock:
+            self._now, self._is_closed = stats, True
 
     def fail(self, failed: Counter[str]) -> None:
         """Count results of requests that the process did not get or end: all are errors."""
         errors = tuple(ConsumerStats(instance=name, requests=count, errors=count) for name, count in failed.items())
-        with self._changed:
+        with self._lock:
             self._before = added(self._before, DeliveryStats(consumers=errors))
 
     def lose(self, failed: Counter[str]) -> None:
-        """The process is gone: its counters stay as they were told last."""
+        """The process is gone: its counters stay as they were shown last."""
         self.fail(failed)
-        with self._changed:
+        with self._lock:
+            self._read()
             self._before = added(self._before, replace(self._now, restarts=1))
-            self._now, self._told = DeliveryStats(), self._asked
-            self._changed.notify_all()
+            self._now = DeliveryStats()
+            self._board.clear()
 
     def total(self) -> DeliveryStats:
         """All together."""
-        with self._changed:
+        with self._lock:
+            self._read()
             return added(self._before, self._now)
+
+    def _read(self) -> None:
+        if not self._is_closed:
+            self._now = self._board.read() or self._now
 
 
 _GAUGES = ("queued_bytes", "spilled_bytes", "is_hung")
@@ -293,4 +285,5 @@ def open_capture_process(place: Place, sites: Sequence[Site], memory: SharedStag
     )
     far = [spec for spec in place.config.consumers if load_configured(spec).location == "driver"]
     ledger = Ledger(place, place.config.bits, far, ZmqResultSender)
-    return CaptureProcess(memory, ledger, lambda: spawn(settings, memory.shared))
+    board = StatsBoard(place.config.bits)
+    return CaptureProcess(memory, ledger, board, lambda: spawn(settings, memory.shared, board))

@@ -22,6 +22,7 @@ import torch
 from headgate.capture.local_delivery import Place, open_local_delivery
 from headgate.capture.process.connection import Connection
 from headgate.capture.process.serving import CaptureServer
+from headgate.capture.process.stats_board import StatsBoard
 from headgate.capture.schema.sites import Site
 from headgate.capture.staging.shared_memory import SharedMemory, SharedRows
 
@@ -62,10 +63,10 @@ class Child(Protocol):
         ...
 
 
-def spawn(settings: Settings, memory: SharedMemory) -> tuple[Connection, Child]:
-    """Start a capture process that reads `memory`. It says `Ready` when its consumers are open."""
+def spawn(settings: Settings, memory: SharedMemory, board: StatsBoard) -> tuple[Connection, Child]:
+    """Start a capture process that reads `memory` and shows counters on `board`. It says `Ready` when it serves."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    fds = (theirs.fileno(), memory.memory_fd, memory.freed_fd)
+    fds = (theirs.fileno(), memory.memory_fd, memory.freed_fd, board.fd)
     command = [sys.executable, "-m", "headgate.capture.process", *map(str, fds)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with theirs:
@@ -78,12 +79,12 @@ def spawn(settings: Settings, memory: SharedMemory) -> tuple[Connection, Child]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve the worker at the other end of the socket; the arguments are three numbers of open files."""
+    """Serve the worker at the other end of the socket; the arguments are four numbers of open files."""
     # A terminal and a supervisor signal the whole group: the worker says when to end, and its end is noticed.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
-    end, memory_fd, freed_fd = map(int, arguments)
+    end, memory_fd, freed_fd, board_fd = map(int, arguments)
     connection = Connection(socket.socket(fileno=end))
     data = connection.receive()
     if data is None:
@@ -96,7 +97,8 @@ def main(arguments: Sequence[str]) -> None:
     place = settings.place
     shared = SharedMemory(settings.num_rows * place.row_bytes, (memory_fd, freed_fd))
     rows_AD = shared.rows(place.model.hidden_size, getattr(torch, place.model.dtype))
-    server = CaptureServer(settings.sites, place.config.bits, rows_AD, SharedRows(shared), connection)
+    board = StatsBoard(place.config.bits, board_fd)
+    server = CaptureServer(settings.sites, place.config.bits, rows_AD, SharedRows(shared), connection, board)
     server.serve(partial(open_local_delivery, place), place.config.close_timeout_s)
 
 

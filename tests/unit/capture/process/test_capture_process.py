@@ -32,6 +32,7 @@ from tests.fakes.published import install_plugin
 
 CONSUMERS = """
 import os
+import threading
 from dataclasses import dataclass
 from headgate.capture.schema.consumer import BatchedConsumer
 
@@ -54,6 +55,7 @@ class Telling(BatchedConsumer):
             self.context.steering.submit(Told(captured.request.request_id, list(captured.final.notes["steering"])))
         if captured.request.client_request_id == "client-deadly":
             os.kill(os.getpid(), 11)
+            threading.Event().wait()  # the signal may end the process from another thread
         sums = [float(rows.double().sum()) for rows in captured.rows.values()]
         return {"pid": os.getpid(), "sums": sums}
 
@@ -190,6 +192,22 @@ def test_a_stopped_process_does_not_hold_up_the_step_thread(tmp_path: Path) -> N
         assert result_of(hub, "last").status == "ok"
 
     assert took_s < TIMEOUT_S / 2
+
+
+def test_counters_are_read_without_waiting_for_the_process(tmp_path: Path) -> None:
+    with opened(tmp_path) as (it, hub):
+        capture(it, hub, "first")
+        assert result_of(hub, "first").status == "ok"
+        child = process_of(it)
+        child.suspend()
+        began = time.monotonic()
+        for _ in range(100):
+            stats = it.session.stats()
+        took_s = time.monotonic() - began
+        child.resume()
+
+    assert (stats.consumers[0].rows, stats.consumers[0].requests) == (4, 1)
+    assert took_s < TIMEOUT_S / 10
 
 
 def test_what_parts_note_reaches_consumers_and_their_actions_the_engine_core(tmp_path: Path) -> None:
