@@ -39,6 +39,7 @@ class Place:
         linger_s: The shortest time that rows of any consumer may wait for others, in seconds.
         pp_rank: Pipeline stage of the worker.
         pp_size: Number of stages.
+        bits: Of the consumers that are served here; None if all are.
         versions: Of headgate, vllm and torch.
         actions: Where actions of consumers go.
     """
@@ -50,8 +51,14 @@ class Place:
     linger_s: float = 0.0
     pp_rank: int = 0
     pp_size: int = 1
+    bits: frozenset[int] | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     actions: ActionTarget = NOWHERE
+
+    @property
+    def served(self) -> dict[str, int]:
+        """The consumers that are served here, by instance, each with its bit."""
+        return {name: bit for name, bit in self.config.bits.items() if self.bits is None or bit in self.bits}
 
 
 class LocalDelivery:
@@ -161,10 +168,10 @@ def open_local_delivery(place: Place, watcher: ResultWatcher | None = None) -> L
         pp_size=size,
         versions=versions,
         make_sink=partial(sink_of, place.actions),
+        only=place.bits,
     )
     sender = ZmqResultSender()
-    bits = {consumer.bit for consumer in opened}
-    far = {bit: spec for bit, spec in enumerate(config.consumers) if bit not in bits}
+    far = {bit: config.consumers[bit] for bit in set(place.served.values()) - {consumer.bit for consumer in opened}}
     context = ConsumerContext(instance_name="", model=model, pp_rank=rank, pp_size=size, versions=versions)
     try:
         consumers = [*opened, *_stand_ins(far, context, sender)]

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from headgate.capture.delivery.delivery import CloseReport, Delivery
 from headgate.capture.delivery.handoff import MemoryWanted, RequestBegins, RequestEnds
-from headgate.capture.local_delivery import Place, open_local_delivery
+from headgate.capture.local_delivery import Place
 from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import StepPlan
-from headgate.capture.process.capture_process import open_capture_process
+from headgate.capture.process.spread import open_delivery
 from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import CaptureConsumersConfig
@@ -26,7 +26,6 @@ from headgate.capture.schema.spec import SpecReader
 from headgate.capture.staging.batching_window import BatchingWindow
 from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.staging.ring import StagingRing
-from headgate.capture.staging.shared_memory import SharedStaging
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,6 +209,7 @@ class CaptureSession:
             return self._close_report
         self._end_what_waits()
         self._close_report = report = self._delivery.close(timeout_s)
+        self._staging.memory.close()
         if not report.is_clean:
             logger.warning("capture was closed before everything was delivered: %s", report)
         return report
@@ -268,24 +268,10 @@ def open_session(
         versions=dict(versions or {}),
         actions=actions,
     )
-    memory = staging.memory
-    delivery: Delivery
-    if isinstance(memory, SharedStaging):
-        delivery = open_capture_process(place, sites, memory)
-    else:
-        delivery = open_local_delivery(place)
+    delivery = open_delivery(place, sites, staging.memory)
     return CaptureSession(
         config=config, sites=sites, staging=staging, delivery=delivery, bits=config.bits, linger_s=linger_s
     )
-
-
-def wants_process(config: CaptureConsumersConfig) -> bool:
-    """Whether consumers run in a process beside the worker.
-
-    Raises:
-        ConfigError: If a consumer cannot be loaded.
-    """
-    return config.processes > 0 and all(load_configured(spec).location != "engine" for spec in config.consumers)
 
 
 def lingers(config: CaptureConsumersConfig, classes: Mapping[int, type[CaptureConsumer]]) -> dict[int, float]:

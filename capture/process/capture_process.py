@@ -55,14 +55,18 @@ class CaptureProcess:
     One thread waits for what the process says; it costs nothing while that is silent.
 
     Args:
-        memory: The staging memory that the process reads.
+        memory: The staging memory that the process reads. Whoever has made it closes it, after this.
         ledger: Of open requests.
         board: Where the process shows its counters.
         start: Starts a process.
+        reader: Which reader of the memory the process is.
     """
 
-    def __init__(self, memory: SharedStaging, ledger: Ledger, board: StatsBoard, start: Spawn) -> None:
-        self._memory = memory
+    def __init__(
+        self, memory: SharedStaging, ledger: Ledger, board: StatsBoard, start: Spawn, *, reader: int = 0
+    ) -> None:
+        self._arena = memory.arena
+        self._reader = reader
         self._ledger = ledger
         self._start = start
         self._lock = threading.Lock()
@@ -95,10 +99,9 @@ class CaptureProcess:
 
     def recover(self) -> None:
         """See `Delivery.recover`."""
-        self._memory.arena.forget()
         with self._lock:
+            self._arena.enter(self._reader)
             self.is_lost = False
-            self._memory.arena.is_served = True
 
     def stats(self) -> DeliveryStats:
         """Counters as the process has shown them last."""
@@ -116,7 +119,6 @@ class CaptureProcess:
         self._end_child()
         self._thread.join(END_S)
         lost = self._ledger.fail_all("capture was shut down before the request had ended and was delivered")
-        self._memory.close()
         self._board.close()
         return replace(self._report or CloseReport(), num_lost=sum(lost.values()))
 
@@ -137,8 +139,9 @@ class CaptureProcess:
             self._serving.set()
             return
         self._connection.close()
+        ended = self._end_child()
         text = message.error if isinstance(message, Ready) else None
-        raise ConfigError(text or f"the capture process did not start: it {self._end_child()}; its log says why")
+        raise ConfigError(text or f"the capture process did not start: it {ended}; its log says why")
 
     def _watch(self) -> None:
         while True:
@@ -163,7 +166,7 @@ class CaptureProcess:
         with self._lock:
             self._serving.clear()
             self.is_lost = True
-            self._memory.arena.is_served = False
+            self._arena.leave(self._reader)
         reason = f"the capture process {self._end_child()}: what it had of the request is lost"
         failed = self._ledger.fail_all(reason)
         logger.error("%s, for %d requests; it is started again", reason, sum(failed.values()))
@@ -267,8 +270,14 @@ def _added(before: ConsumerStats, now: ConsumerStats) -> ConsumerStats:
     return replace(now, **sums, result_counts=counts)
 
 
-def open_capture_process(place: Place, sites: Sequence[Site], memory: SharedStaging) -> CaptureProcess:
+def open_capture_process(place: Place, sites: Sequence[Site], memory: SharedStaging, reader: int = 0) -> CaptureProcess:
     """Start a capture process for a worker, and wait until its consumers are open.
+
+    Args:
+        place: The worker, and the consumers that the process serves.
+        sites: Of the worker, in the order of the ring.
+        memory: What the process reads.
+        reader: Which of its readers the process is.
 
     Raises:
         ConfigError: If one of them cannot be opened, or the process cannot be started.
@@ -279,11 +288,13 @@ def open_capture_process(place: Place, sites: Sequence[Site], memory: SharedStag
         place=place,
         sites=tuple(sites),
         num_rows=memory.num_rows,
+        num_readers=memory.shared.num_readers,
+        reader=reader,
         num_threads=min(torch.get_num_threads(), MAX_THREADS),
         log_level=logger.getEffectiveLevel(),
         path=tuple(sys.path),
     )
     far = [spec for spec in place.config.consumers if load_configured(spec).location == "driver"]
-    ledger = Ledger(place, place.config.bits, far, ZmqResultSender)
-    board = StatsBoard(place.config.bits)
-    return CaptureProcess(memory, ledger, board, lambda: spawn(settings, memory.shared, board))
+    ledger = Ledger(place, place.served, far, ZmqResultSender)
+    board = StatsBoard(place.served)
+    return CaptureProcess(memory, ledger, board, lambda: spawn(settings, memory.shared, board), reader=reader)

@@ -38,6 +38,8 @@ class Settings:
         place: The worker whose rows are delivered.
         sites: Those of the worker, in the order of the ring.
         num_rows: Rows of the staging memory.
+        num_readers: Those who read it.
+        reader: Which of them this process is.
         num_threads: Of torch's, for copies of many rows.
         log_level: Of headgate's log.
         path: The worker's `sys.path`.
@@ -46,6 +48,8 @@ class Settings:
     place: Place
     sites: tuple[Site, ...]
     num_rows: int
+    num_readers: int
+    reader: int
     num_threads: int
     log_level: int
     path: tuple[str, ...]
@@ -95,10 +99,11 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(settings.num_threads)
     threading.Thread(target=_await_orphaned, args=(os.getppid(), connection), daemon=True).start()
     place = settings.place
-    shared = SharedMemory(settings.num_rows * place.row_bytes, (memory_fd, freed_fd))
+    shared = SharedMemory(settings.num_rows * place.row_bytes, settings.num_readers, (memory_fd, freed_fd))
     rows_AD = shared.rows(place.model.hidden_size, getattr(torch, place.model.dtype))
-    board = StatsBoard(place.config.bits, board_fd)
-    server = CaptureServer(settings.sites, place.config.bits, rows_AD, SharedRows(shared), connection, board)
+    board = StatsBoard(place.served, board_fd)
+    rows = SharedRows(shared, settings.reader)
+    server = CaptureServer(settings.sites, place.served, rows_AD, rows, connection, board)
     server.serve(partial(open_local_delivery, place), place.config.close_timeout_s)
 
 

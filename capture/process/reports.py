@@ -1,4 +1,4 @@
-"""What a capture process tells its worker by itself: its counters, and which requests are over."""
+"""Reports of a capture process to its worker, unasked: its counters, and which requests are over."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class CaptureServer:
 
     Args:
         sites: Those of the worker, in the order of the ring.
-        bits: Of each consumer, by its instance: its bit in a row's mask.
+        bits: Of each consumer that is served here, by its instance: its bit in a row's mask.
         rows_AD: The staging memory, ``[A, D]``.
         rows: The same memory's leases and arrivals.
         connection: To the worker.
@@ -111,7 +111,9 @@ class CaptureServer:
 
     def _request_begins(self, message: Begin) -> RequestBegins:
         wanted = {} if message.capture is None else message.capture["specs"]
-        specs = {self._bits[instance]: self._specs.read(raw) for instance, raw in wanted.items()}
+        specs = {
+            self._bits[instance]: self._specs.read(raw) for instance, raw in wanted.items() if instance in self._bits
+        }
         return RequestBegins(new_request(message), specs, message.is_same_client)
 
     def _staged_rows(self, message: Staged) -> StagedRows:

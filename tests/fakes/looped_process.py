@@ -42,6 +42,7 @@ def looped_process(
     sender: ResultSender,
     memory: SharedStaging,
     close_sender: Callable[[float], int] | None = None,
+    reader: int = 0,
 ) -> CaptureProcess:
     """A delivery over a socket and shared memory to consumers in this process."""
     bits = {each.spec.instance: each.bit for each in consumers}
@@ -52,7 +53,7 @@ def looped_process(
     def start() -> tuple[Connection, Child]:
         ours, theirs = socket.socketpair()
         connection = Connection(theirs)
-        server = CaptureServer(sites, bits, rows_AD, SharedRows(memory.shared), connection, board)
+        server = CaptureServer(sites, bits, rows_AD, SharedRows(memory.shared, reader), connection, board)
 
         def serve() -> None:
             server.serve(
@@ -65,4 +66,4 @@ def looped_process(
         return Connection(ours), Looped(thread)
 
     far = [each.spec for each in consumers if each.consumer.location == "driver"]
-    return CaptureProcess(memory, Ledger(place, bits, far, lambda: sender), board, start)
+    return CaptureProcess(memory, Ledger(place, bits, far, lambda: sender), board, start, reader=reader)

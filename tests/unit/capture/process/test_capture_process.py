@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from headgate.capture.process.spread import deal_out
 from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError
@@ -74,8 +75,15 @@ def consumers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def open_one(actions: ActionTarget = NOWHERE, **params: object) -> tuple[CaptureSession, StagingRing]:
+    consumer = CaptureConsumerSpec(name="telling", params=dict(params))
+    return open_configured(CaptureConsumersConfig(consumers=(consumer,), linger_s=0), actions)
+
+
+def open_configured(
+    config: CaptureConsumersConfig, actions: ActionTarget = NOWHERE
+) -> tuple[CaptureSession, StagingRing]:
     device = torch.device("cpu")
-    memory = SharedStaging(NUM_ROWS, HIDDEN, torch.float32, device)
+    memory = SharedStaging(NUM_ROWS, HIDDEN, torch.float32, device, deal_out(config).num_readers)
     staging = StagingRing(
         sites=SITES,
         num_rows=64,
@@ -86,8 +94,6 @@ def open_one(actions: ActionTarget = NOWHERE, **params: object) -> tuple[Capture
         staging_bytes=NUM_ROWS * ROW_BYTES,
         memory=memory,
     )
-    consumer = CaptureConsumerSpec(name="telling", params=dict(params))
-    config = CaptureConsumersConfig(consumers=(consumer,), linger_s=0)
     session = open_session(config=config, model=MODEL, sites=SITES, staging=staging, actions=actions)
     return session, staging
 
