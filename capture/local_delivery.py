@@ -109,6 +109,9 @@ class LocalDelivery:
         """See `Delivery.put`."""
         return self._handoff.put(item)
 
+    def flush(self) -> None:
+        """See `Delivery.flush`; nothing lies here."""
+
     def stats(self) -> DeliveryStats:
         """Counters as of now."""
         return DeliveryStats(

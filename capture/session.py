@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from headgate.capture.delivery.delivery import CloseReport, Delivery
@@ -75,7 +76,7 @@ class CaptureSession:
         self._planner = StepPlanner(sites)
         self._patience_s = _patience_s(config)
         self._close_report: CloseReport | None = None
-        staging.on_wait = lambda: delivery.put(MemoryWanted())
+        staging.on_wait = partial(_ask_for_memory, delivery)
 
     def request_added(self, new: NewRequest) -> None:
         """Take a request; one that is known under its id is given up for it.
@@ -173,6 +174,7 @@ class CaptureSession:
         ends, self._ends = self._ends, {}
         for end in ends.values():
             self._delivery.put(end)
+        self._delivery.flush()
 
     def _start_afresh(self) -> None:
         """Forget all requests and rows: what was to deliver them is gone, and has said so to their clients."""
@@ -272,6 +274,11 @@ def open_session(
     return CaptureSession(
         config=config, sites=sites, staging=staging, delivery=delivery, bits=config.bits, linger_s=linger_s
     )
+
+
+def _ask_for_memory(delivery: Delivery) -> None:
+    delivery.put(MemoryWanted())
+    delivery.flush()
 
 
 def lingers(config: CaptureConsumersConfig, classes: Mapping[int, type[CaptureConsumer]]) -> dict[int, float]:

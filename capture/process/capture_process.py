@@ -42,6 +42,8 @@ START_S = 300.0
 """Seconds that the start may take: imports from a slow disk, and whatever consumers do when they are opened."""
 END_S = 5.0
 """Seconds that it may take to end by itself once it has closed everything, or is gone."""
+MAX_UNSENT = 256
+"""Items that wait to be sent together: each call of the system wakes the process, and takes the step thread 0.1 ms."""
 MAX_THREADS = 4
 QUICK_S, MAX_PAUSE_S = 60.0, 60.0
 """One that dies sooner after its start is started again after a pause, doubled each time up to the latter."""
@@ -77,6 +79,7 @@ class CaptureProcess:
         self._report: CloseReport | None = None
         self._board = board
         self._counters = _Counters(board)
+        self._unsent: list[bytes] = []
         self._connection, self._child = start()
         self._await_ready()
         self._started_at = time.monotonic()
@@ -90,12 +93,23 @@ class CaptureProcess:
             is_open = self._serving.is_set() and not self.is_lost
             if is_open and isinstance(item, RequestBegins):
                 self._ledger.begin(item)
-            if is_open and self._connection.send(encode(message_of(item))):
-                return True
+            if is_open:
+                self._unsent.append(encode(message_of(item)))
+                return len(self._unsent) < MAX_UNSENT or self._send_unsent()
         if isinstance(item, RequestBegins) and not self._is_closing.is_set():
             reason = "the capture process has ended and is being started again; send the request again in a moment"
             self._counters.fail(self._ledger.fail(item, reason))
         return False
+
+    def flush(self) -> None:
+        """See `Delivery.flush`."""
+        with self._lock:
+            self._send_unsent()
+
+    def _send_unsent(self) -> bool:
+        """Under the lock."""
+        unsent, self._unsent = self._unsent, []
+        return not unsent or self._connection.send(*unsent)
 
     def recover(self) -> None:
         """See `Delivery.recover`."""
@@ -111,7 +125,8 @@ class CaptureProcess:
         """See `Delivery.close`."""
         self._is_closing.set()
         with self._lock:
-            is_asked = self._serving.is_set() and self._connection.send(encode(Close(timeout_s)))
+            is_asked = self._serving.is_set() and self._send_unsent()
+            is_asked = is_asked and self._connection.send(encode(Close(timeout_s)))
             self._serving.clear()
         if is_asked:
             self._ended.wait(timeout_s + END_S)
@@ -165,6 +180,7 @@ class CaptureProcess:
         """End the requests of a process that is gone, and start another; False if it is closed meanwhile."""
         with self._lock:
             self._serving.clear()
+            self._unsent.clear()
             self.is_lost = True
             self._arena.leave(self._reader)
         reason = f"the capture process {self._end_child()}: what it had of the request is lost"

@@ -153,6 +153,11 @@ class SpreadDelivery:
                 reader.delivery.put(item)
         return True
 
+    def flush(self) -> None:
+        """See `Delivery.flush`."""
+        for reader in self._readers:
+            reader.delivery.flush()
+
     def stats(self) -> DeliveryStats:
         """Counters of all."""
         found = [reader.delivery.stats() for reader in self._readers]

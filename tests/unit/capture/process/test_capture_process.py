@@ -200,6 +200,42 @@ def test_a_stopped_process_does_not_hold_up_the_step_thread(tmp_path: Path) -> N
     assert took_s < TIMEOUT_S / 2
 
 
+def test_requests_that_begin_are_told_with_their_first_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as (it, hub):
+        connection, sent = it.session._delivery._connection, []
+        send = connection.send
+        monkeypatch.setattr(connection, "send", lambda *messages: sent.append(len(messages)) or send(*messages))
+        names = [f"request{number}" for number in range(3)]
+        for name in names:
+            hub.expect(f"key-{name}", instances=["telling"])
+            it.add(name, {"telling": want()}, reply=hub.address)
+        before = list(sent)
+        it.step(**dict.fromkeys(names, (0, 4)))
+        rows = list(sent)
+        for name in names:
+            it.session.request_finished(name, final_state(num_tokens=5))
+
+        assert [result_of(hub, name).status for name in names] == ["ok"] * 3
+
+    assert (before, rows) == ([], [4])
+
+
+def test_a_process_that_dies_with_requests_unsent_fails_them(tmp_path: Path) -> None:
+    with opened(tmp_path) as (it, hub):
+        hub.expect("key-unsent", instances=["telling"])
+        it.add("unsent", {"telling": want()}, reply=hub.address)
+        process_of(it).kill()
+
+        result = result_of(hub, "unsent")
+
+        assert it.session._delivery._serving.wait(TIMEOUT_S)
+        capture(it, hub, "next", number=2)
+        assert result_of(hub, "next").status == "ok"
+
+    assert result.status == "error"
+    assert "was ended by SIGKILL" in result.error
+
+
 def test_counters_are_read_without_waiting_for_the_process(tmp_path: Path) -> None:
     with opened(tmp_path) as (it, hub):
         capture(it, hub, "first")
