@@ -76,6 +76,7 @@ class CaptureProcess:
         self._serving = threading.Event()
         self._is_closing = threading.Event()
         self._ended = threading.Event()
+        self._is_asked = False
         self._report: CloseReport | None = None
         self._board = board
         self._counters = _Counters(board)
@@ -121,14 +122,20 @@ class CaptureProcess:
         """Counters as the process has shown them last."""
         return self._counters.total()
 
-    def close(self, timeout_s: float) -> CloseReport:
-        """See `Delivery.close`."""
+    def stop(self, timeout_s: float) -> None:
+        """Take nothing more, and let the process close what it has within that time; `close` waits for it."""
+        if self._is_closing.is_set():
+            return
         self._is_closing.set()
         with self._lock:
-            is_asked = self._serving.is_set() and self._send_unsent()
-            is_asked = is_asked and self._connection.send(encode(Close(timeout_s)))
+            if self._serving.is_set() and self._send_unsent():
+                self._is_asked = self._connection.send(encode(Close(timeout_s)))
             self._serving.clear()
-        if is_asked:
+
+    def close(self, timeout_s: float) -> CloseReport:
+        """See `Delivery.close`."""
+        self.stop(timeout_s)
+        if self._is_asked:
             self._ended.wait(timeout_s + END_S)
         self._connection.shut()
         self._end_child()

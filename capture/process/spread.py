@@ -6,6 +6,7 @@ If a process is lost, the others go on; requests that it knew get nothing from t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +17,7 @@ from headgate.capture.delivery.delivery import CloseReport, Delivery, DeliverySt
 from headgate.capture.delivery.handoff import Dispatched, RequestBegins, RequestEnds
 from headgate.capture.local_delivery import Place, open_local_delivery
 from headgate.capture.planning.step_plan import PackGroup
-from headgate.capture.process.capture_process import open_capture_process
+from headgate.capture.process.capture_process import CaptureProcess, open_capture_process
 from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.sites import Site
@@ -100,6 +101,10 @@ class Reader:
             self._known.remove(item.req_id)
             self.delivery.put(item)
 
+    def forget(self, req_id: str) -> None:
+        """Forget a request that nobody took: its end is not told."""
+        self._missed.discard(req_id)
+
     def put_rows(self, staged: StagedRows) -> None:
         """Give it those rows, or give them back for it."""
         lease, groups = staged.lease, [self._own(group) for group in staged.part.groups]
@@ -143,6 +148,8 @@ class SpreadDelivery:
             reader.recover()
         if isinstance(item, RequestBegins):
             are_taken = [reader.begin(item) for reader in self._readers]
+            if not any(are_taken):
+                self._forget(item.req_id)
             return any(are_taken)
         for reader in self._readers:
             if isinstance(item, StagedRows):
@@ -152,6 +159,10 @@ class SpreadDelivery:
             else:
                 reader.delivery.put(item)
         return True
+
+    def _forget(self, req_id: str) -> None:
+        for reader in self._readers:
+            reader.forget(req_id)
 
     def flush(self) -> None:
         """See `Delivery.flush`."""
@@ -172,8 +183,11 @@ class SpreadDelivery:
 
     def close(self, timeout_s: float) -> CloseReport:
         """See `Delivery.close`; all at the same time."""
-        with ThreadPoolExecutor(len(self._readers)) as pool:
-            reports = list(pool.map(lambda reader: reader.delivery.close(timeout_s), self._readers))
+        close_by = time.monotonic() + timeout_s
+        for reader in self._readers:
+            if isinstance(reader.delivery, CaptureProcess):
+                reader.delivery.stop(timeout_s)  # no thread for each: at the end of Python none can be started
+        reports = [reader.delivery.close(max(close_by - time.monotonic(), 0)) for reader in self._readers]
         left: Mapping[str, UnfinishedWork] = {name: work for each in reports for name, work in each.consumers.items()}
         return CloseReport(
             consumers={name: left[name] for name in self._places if name in left},
