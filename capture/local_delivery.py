@@ -13,7 +13,7 @@ from headgate.capture.delivery.delivery import CloseReport, DeliveryStats
 from headgate.capture.delivery.dispatcher import Dispatcher
 from headgate.capture.delivery.handoff import Dispatched, Handoff
 from headgate.capture.delivery.request_assembler import Assembler
-from headgate.capture.request_origin import OnDone, ResultReporter
+from headgate.capture.request_origin import ResultReporter, ResultWatcher
 from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batching import HELD_SHARE
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
@@ -40,6 +40,7 @@ class Place:
         linger_s: The shortest time that rows of any consumer may wait for others, in seconds.
         pp_rank: Pipeline stage of the worker.
         pp_size: Number of stages.
+        bits: Of the consumers that are served here; None if all are.
         versions: Of headgate, vllm and torch.
         actions: Where actions of consumers go.
         keys: To reach front ends on other hosts; None if all are on this one.
@@ -52,9 +53,15 @@ class Place:
     linger_s: float = 0.0
     pp_rank: int = 0
     pp_size: int = 1
+    bits: frozenset[int] | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     actions: ActionTarget = NOWHERE
     keys: NetworkKeys | None = None
+
+    @property
+    def served(self) -> dict[str, int]:
+        """The consumers that are served here, by instance, each with its bit."""
+        return {name: bit for name, bit in self.config.bits.items() if self.bits is None or bit in self.bits}
 
 
 class LocalDelivery:
@@ -65,7 +72,7 @@ class LocalDelivery:
         consumers: In any order; their bits are their places in ``config.consumers``.
         sender: Where results go.
         close_sender: Called last, with the seconds it may take; returns how many messages did not arrive.
-        on_done: See `OnDone`.
+        watcher: Is told of each result; None if nobody is.
 
     Raises:
         ConfigError: If a spill file cannot be made.
@@ -80,10 +87,10 @@ class LocalDelivery:
         sender: ResultSender,
         *,
         close_sender: Callable[[float], int] | None = None,
-        on_done: OnDone | None = None,
+        watcher: ResultWatcher | None = None,
     ) -> None:
         self._sender = sender
-        self._reporter = ResultReporter(sender, place.pp_rank, place.pp_size, on_done)
+        self._reporter = ResultReporter(sender, place.pp_rank, place.pp_size, watcher)
         self._close_sender = close_sender
         self._consumers = {opened.bit: self._make_consumer(opened, place) for opened in consumers}
         self._handoff: Handoff[Dispatched] = Handoff()
@@ -104,6 +111,9 @@ class LocalDelivery:
     def put(self, item: Dispatched) -> bool:
         """See `Delivery.put`."""
         return self._handoff.put(item)
+
+    def flush(self) -> None:
+        """See `Delivery.flush`; nothing lies here."""
 
     def stats(self) -> DeliveryStats:
         """Counters as of now."""
@@ -145,7 +155,7 @@ class LocalDelivery:
         )
 
 
-def open_local_delivery(place: Place, on_done: OnDone | None = None) -> LocalDelivery:
+def open_local_delivery(place: Place, watcher: ResultWatcher | None = None) -> LocalDelivery:
     """Open the configured consumers, and a delivery that sends results over ZMQ.
 
     Raises:
@@ -164,14 +174,14 @@ def open_local_delivery(place: Place, on_done: OnDone | None = None) -> LocalDel
         pp_size=size,
         versions=versions,
         make_sink=partial(sink_of, place.actions),
+        only=place.bits,
     )
     sender = ZmqResultSender(keys=place.keys)
-    bits = {consumer.bit for consumer in opened}
-    far = {bit: spec for bit, spec in enumerate(config.consumers) if bit not in bits}
+    far = {bit: config.consumers[bit] for bit in set(place.served.values()) - {consumer.bit for consumer in opened}}
     context = ConsumerContext(instance_name="", model=model, pp_rank=rank, pp_size=size, versions=versions)
     try:
         consumers = [*opened, *_stand_ins(far, context, sender)]
-        return LocalDelivery(place, consumers, sender, close_sender=sender.close, on_done=on_done)
+        return LocalDelivery(place, consumers, sender, close_sender=sender.close, watcher=watcher)
     except BaseException:
         close_consumers(opened, config.close_timeout_s)
         raise

@@ -5,8 +5,7 @@ The front end puts its address and the request's key on the wire; results carry 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from headgate.capture.schema.consumer import RequestInfo
 from headgate.capture.schema.results import CaptureResult
@@ -14,8 +13,17 @@ from headgate.capture.schema.results import CaptureResult
 if TYPE_CHECKING:
     from headgate.capture.transport.result_sender import ResultSender
 
-OnDone = Callable[[str, str, str], None]
-"""Called behind each result with the consumer's instance, the request's internal id and its key. Any thread."""
+
+class ResultWatcher(Protocol):
+    """Follows the results that are sent. Any thread."""
+
+    def due(self) -> None:
+        """Follow a result that is counted and about to be sent."""
+        ...
+
+    def done(self, instance: str, req_id: str, key: str) -> None:
+        """Follow a result that was sent: of that consumer, for the request of that internal id and key."""
+        ...
 
 
 class ResultReporter:
@@ -25,7 +33,7 @@ class ResultReporter:
         sender: Takes the messages.
         stage: Pipeline stage of this worker.
         num_stages: Number of stages.
-        on_done: See `OnDone`.
+        watcher: Is told of each; None if nobody is.
     """
 
     def __init__(
@@ -33,12 +41,12 @@ class ResultReporter:
         sender: ResultSender,
         stage: int,
         num_stages: int,
-        on_done: OnDone | None = None,
+        watcher: ResultWatcher | None = None,
     ) -> None:
         self._sender = sender
         self._stage = stage
         self._num_stages = num_stages
-        self._on_done = on_done
+        self._watcher = watcher
 
     def report(self, instance: str, request: RequestInfo, result: CaptureResult | None) -> None:
         """Send the result of `request` for the consumer that requests call `instance`; None comes from elsewhere."""
@@ -46,6 +54,8 @@ class ResultReporter:
         if origin is None:
             raise RuntimeError(f"request {request.request_id} has no origin")
         try:
+            if self._watcher is not None:
+                self._watcher.due()
             if result is not None:
                 self._sender.send_result(
                     reply=origin.reply,
@@ -58,5 +68,5 @@ class ResultReporter:
                     num_stages=self._num_stages,
                 )
         finally:
-            if self._on_done is not None:
-                self._on_done(instance, request.request_id, origin.key)
+            if self._watcher is not None:
+                self._watcher.done(instance, request.request_id, origin.key)

@@ -7,15 +7,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from headgate.capture.delivery.delivery import CloseReport, Delivery
 from headgate.capture.delivery.handoff import MemoryWanted, RequestBegins, RequestEnds
-from headgate.capture.local_delivery import Place, open_local_delivery
+from headgate.capture.local_delivery import Place
 from headgate.capture.monitoring.stats import CaptureStats
 from headgate.capture.planning.planner import StepPlanner
 from headgate.capture.planning.step_plan import StepPlan
-from headgate.capture.process.capture_process import open_capture_process
+from headgate.capture.process.spread import open_delivery
 from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import CaptureConsumersConfig
@@ -26,7 +27,6 @@ from headgate.capture.schema.spec import SpecReader
 from headgate.capture.staging.batching_window import BatchingWindow
 from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.staging.ring import StagingRing
-from headgate.capture.staging.shared_memory import SharedStaging
 from headgate.capture.transport.network import NetworkKeys
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class CaptureSession:
         self._planner = StepPlanner(sites)
         self._patience_s = _patience_s(config)
         self._close_report: CloseReport | None = None
-        staging.on_wait = lambda: delivery.put(MemoryWanted())
+        staging.on_wait = partial(_ask_for_memory, delivery)
 
     def request_added(self, new: NewRequest) -> None:
         """Take a request; one that is known under its id is given up for it.
@@ -175,6 +175,7 @@ class CaptureSession:
         ends, self._ends = self._ends, {}
         for end in ends.values():
             self._delivery.put(end)
+        self._delivery.flush()
 
     def _start_afresh(self) -> None:
         """Forget all requests and rows: what was to deliver them is gone, and has said so to their clients."""
@@ -211,6 +212,7 @@ class CaptureSession:
             return self._close_report
         self._end_what_waits()
         self._close_report = report = self._delivery.close(timeout_s)
+        self._staging.memory.close()
         if not report.is_clean:
             logger.warning("capture was closed before everything was delivered: %s", report)
         return report
@@ -272,24 +274,15 @@ def open_session(
         actions=actions,
         keys=keys,
     )
-    memory = staging.memory
-    delivery: Delivery
-    if isinstance(memory, SharedStaging):
-        delivery = open_capture_process(place, sites, memory)
-    else:
-        delivery = open_local_delivery(place)
+    delivery = open_delivery(place, sites, staging.memory)
     return CaptureSession(
         config=config, sites=sites, staging=staging, delivery=delivery, bits=config.bits, linger_s=linger_s
     )
 
 
-def wants_process(config: CaptureConsumersConfig) -> bool:
-    """Whether consumers run in a process beside the worker.
-
-    Raises:
-        ConfigError: If a consumer cannot be loaded.
-    """
-    return config.processes > 0 and all(load_configured(spec).location != "engine" for spec in config.consumers)
+def _ask_for_memory(delivery: Delivery) -> None:
+    delivery.put(MemoryWanted())
+    delivery.flush()
 
 
 def lingers(config: CaptureConsumersConfig, classes: Mapping[int, type[CaptureConsumer]]) -> dict[int, float]:

@@ -219,7 +219,6 @@ def foreign_packages(tree: ast.Module) -> Iterator[str]:
 
 
 CALLED_BY_OTHERS = {
-    "attach_router": "vLLM calls it of endpoint plug-ins",
     "init_state": "vLLM calls it of endpoint plug-ins",
     "scatter_rows_reference": "the definition of a kernel, which its tests compare it with",
     "add_rows_reference": "the definition of a kernel, which its tests compare it with",

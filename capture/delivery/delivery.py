@@ -48,7 +48,7 @@ class DeliveryStats:
 class Delivery(Protocol):
     """Takes rows and requests from the step thread, in order, and has consumers called and results sent.
 
-    `put`, `is_lost` and `recover` are for the step thread, `stats` and `close` for any.
+    `put`, `flush`, `is_lost` and `recover` are for the step thread, `stats` and `close` for any.
     """
 
     @property
@@ -61,7 +61,14 @@ class Delivery(Protocol):
         ...
 
     def put(self, item: Dispatched) -> bool:
-        """Take `item`, without waiting; False if it was not taken. A request that is not taken has got its error."""
+        """Take `item`, without waiting; False if it was not taken. A request that is not taken has got its error.
+
+        What was taken may lie until `flush`, or until more is put.
+        """
+        ...
+
+    def flush(self) -> None:
+        """See to it that everything that was put is on its way."""
         ...
 
     def stats(self) -> DeliveryStats:

@@ -142,10 +142,12 @@ class Dispatcher:
         if token_ids is not None:
             positions, ids = group.positions, token_ids.tolist()
             for req_id, start, stop in group.spans:
+                if (check := self._token_checks.get(req_id)) is None:
+                    continue  # none of its consumers is served here
                 if stop - start == 1:
-                    self._token_checks[req_id].note_one(int(positions[start]), ids[start])
+                    check.note_one(int(positions[start]), ids[start])
                 else:
-                    self._token_checks[req_id].note(positions[start:stop], token_ids[start:stop])
+                    check.note(positions[start:stop], token_ids[start:stop])
 
     def _dispatch_rows(self) -> None:
         parts: dict[int, list[BlockPart]] = {}

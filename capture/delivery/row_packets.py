@@ -109,6 +109,8 @@ def _by_sites(staged: Iterable[StagedRows]) -> list[list[_Part]]:
     found: dict[SiteSet, list[_Part]] = {}
     for each in staged:
         for group, start in each.places:
+            if not group.masks.any():
+                continue  # its consumers are served elsewhere
             found.setdefault(group.site_set, []).append(_Part(group, each, start))
     return list(found.values())
 

@@ -126,6 +126,11 @@ CHANGES = (
     Change("OutputProcessor._headgate_watched", "attribute", f"{_FRONT}.output_processor", "requests that capture"),
     Change("OutputProcessor._headgate_is_noted", "attribute", _NOTED, "whether notes are to be taken out"),
     Change("RequestState._headgate_notes", "attribute", _NOTED, "notes about a sample that its next output takes"),
+    Change("RequestState.__class__", "instance", _NOTED, "of requests that ask for notes: their outputs have them"),
+    Change(
+        "RequestOutputCollector.__class__",
+        *("instance", _NOTED, "of the same requests: outputs that are merged keep the notes of both"),
+    ),
     Change("CompletionOutput._headgate_notes", "attribute", _NOTED, "those of an output, until it is handed out"),
     Change("CompletionOutput.steering_trace", "attribute", _NOTED, "what return_steering_trace asks for; else None"),
     Change("LLMEngine._headgate_desk", "attribute", f"{_FRONT}.llm", "results that wait for their request's output"),

@@ -19,7 +19,6 @@ from headgate.capture.engine.frontends import (
     closing_time,
     input_processor,
     llm,
-    noted_outputs,
     output_processor,
     startup,
     unsent_renderings,
@@ -267,20 +266,6 @@ PATCHES = (
         wrap=output_processor.add_request,
         why="notes capturing requests, whose end the engine cannot always see",
         parameters=("self", "request"),
-    ),
-    Patch(
-        module=_OUTPUT,
-        target="RequestState._new_completion_output",
-        wrap=noted_outputs.new_completion_output,
-        why="gives an output the notes about its tokens",
-        parameters=("self", "token_ids", "finish_reason", "stop_reason"),
-    ),
-    Patch(
-        module="vllm.outputs",
-        target="RequestOutput.add",
-        wrap=noted_outputs.add_output,
-        why="outputs that are merged, since their reader is slow, keep the notes of both",
-        parameters=("self", "next_output", "aggregate"),
     ),
     Patch(
         module=_OUTPUT,

@@ -46,6 +46,7 @@ def _install() -> PatchSet:
     patches.when_imported("vllm.sampling_params", sampling_params.add_properties)
     patches.when_imported("vllm.outputs", capture_frontend.add_results)
     patches.when_imported("vllm.outputs", noted_outputs.add_values)
+    patches.when_imported("vllm.v1.engine.output_processor", noted_outputs.check_methods)
     patches.when_imported("vllm.entrypoints.llm", engine_handles.add_handles)
     patches.when_imported("vllm.v1.engine.async_llm", engine_handles.add_async_handles)
     patches.when_imported("vllm.v1.worker.worker_base", _patch_worker)

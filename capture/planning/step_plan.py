@@ -39,7 +39,8 @@ class PackGroup:
             serve as a key.
         rows: int64 ``[N]``, offsets into `StepPlan.token_rows`.
         positions: int64 ``[N]``, absolute; ascending within a request.
-        masks: int64 ``[N]``, never 0; bit i: consumer i wants the row at these sites.
+        masks: int64 ``[N]``; bit i: consumer i wants the row at these sites. Never 0 as planned; what is handed over
+            for some of the consumers has no bits of the others.
         spans: ``(req_id, start, stop)``: rows ``start : stop`` of the group are that request's. In batch order,
             one per request, together covering ``0 : N``.
     """

@@ -22,17 +22,16 @@ from headgate.capture.monitoring.stats import ConsumerStats
 from headgate.capture.process.connection import Connection
 from headgate.capture.process.ledger import Ledger
 from headgate.capture.process.messages import (
-    Ask,
     Close,
     Closed,
     Done,
     Ready,
-    Told,
     decode_to_worker,
     encode,
     message_of,
 )
 from headgate.capture.process.program import Child, Settings, spawn
+from headgate.capture.process.stats_board import StatsBoard
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.sites import Site
@@ -42,10 +41,10 @@ logger = logging.getLogger("headgate")
 
 START_S = 300.0
 """Seconds that the start may take: imports from a slow disk, and whatever consumers do when they are opened."""
-STATS_S = 5.0
-"""Seconds that counters may take to come."""
 END_S = 5.0
 """Seconds that it may take to end by itself once it has closed everything, or is gone."""
+MAX_UNSENT = 256
+"""Items that wait to be sent together: each call of the system wakes the process, and takes the step thread 0.1 ms."""
 MAX_THREADS = 4
 QUICK_S, MAX_PAUSE_S = 60.0, 60.0
 """One that dies sooner after its start is started again after a pause, doubled each time up to the latter."""
@@ -59,13 +58,18 @@ class CaptureProcess:
     One thread waits for what the process says; it costs nothing while that is silent.
 
     Args:
-        memory: The staging memory that the process reads.
+        memory: The staging memory that the process reads. Whoever has made it closes it, after this.
         ledger: Of open requests.
+        board: Where the process shows its counters.
         start: Starts a process.
+        reader: Which reader of the memory the process is.
     """
 
-    def __init__(self, memory: SharedStaging, ledger: Ledger, start: Spawn) -> None:
-        self._memory = memory
+    def __init__(
+        self, memory: SharedStaging, ledger: Ledger, board: StatsBoard, start: Spawn, *, reader: int = 0
+    ) -> None:
+        self._arena = memory.arena
+        self._reader = reader
         self._ledger = ledger
         self._start = start
         self._lock = threading.Lock()
@@ -73,8 +77,11 @@ class CaptureProcess:
         self._serving = threading.Event()
         self._is_closing = threading.Event()
         self._ended = threading.Event()
+        self._is_asked = False
         self._report: CloseReport | None = None
-        self._counters = _Counters()
+        self._board = board
+        self._counters = _Counters(board)
+        self._unsent: list[bytes] = []
         self._connection, self._child = start()
         self._await_ready()
         self._started_at = time.monotonic()
@@ -88,42 +95,54 @@ class CaptureProcess:
             is_open = self._serving.is_set() and not self.is_lost
             if is_open and isinstance(item, RequestBegins):
                 self._ledger.begin(item)
-            if is_open and self._connection.send(encode(message_of(item))):
-                return True
+            if is_open:
+                self._unsent.append(encode(message_of(item)))
+                return len(self._unsent) < MAX_UNSENT or self._send_unsent()
         if isinstance(item, RequestBegins) and not self._is_closing.is_set():
             reason = "the capture process has ended and is being started again; send the request again in a moment"
             self._counters.fail(self._ledger.fail(item, reason))
         return False
 
+    def flush(self) -> None:
+        """See `Delivery.flush`."""
+        with self._lock:
+            self._send_unsent()
+
+    def _send_unsent(self) -> bool:
+        """Under the lock."""
+        unsent, self._unsent = self._unsent, []
+        return not unsent or self._connection.send(*unsent)
+
     def recover(self) -> None:
         """See `Delivery.recover`."""
-        self._memory.arena.forget()
         with self._lock:
+            self._arena.enter(self._reader)
             self.is_lost = False
-            self._memory.arena.is_served = True
 
     def stats(self) -> DeliveryStats:
-        """Counters as of now; as they were last if the process does not answer."""
-        with self._lock:
-            number = self._counters.ask() if self._serving.is_set() else 0
-            is_asked = bool(number) and self._connection.send(encode(Ask(number)))
-        if is_asked and not self._counters.wait(number, STATS_S):
-            logger.warning("the capture process has not told its counters for %g s: they are those of before", STATS_S)
+        """Counters as the process has shown them last."""
         return self._counters.total()
+
+    def stop(self, timeout_s: float) -> None:
+        """Take nothing more, and let the process close what it has within that time; `close` waits for it."""
+        if self._is_closing.is_set():
+            return
+        self._is_closing.set()
+        with self._lock:
+            if self._serving.is_set() and self._send_unsent():
+                self._is_asked = self._connection.send(encode(Close(timeout_s)))
+            self._serving.clear()
 
     def close(self, timeout_s: float) -> CloseReport:
         """See `Delivery.close`."""
-        self._is_closing.set()
-        with self._lock:
-            is_asked = self._serving.is_set() and self._connection.send(encode(Close(timeout_s)))
-            self._serving.clear()
-        if is_asked:
+        self.stop(timeout_s)
+        if self._is_asked:
             self._ended.wait(timeout_s + END_S)
         self._connection.shut()
         self._end_child()
         self._thread.join(END_S)
         lost = self._ledger.fail_all("capture was shut down before the request had ended and was delivered")
-        self._memory.close()
+        self._board.close()
         return replace(self._report or CloseReport(), num_lost=sum(lost.values()))
 
     def _await_ready(self) -> None:
@@ -143,8 +162,9 @@ class CaptureProcess:
             self._serving.set()
             return
         self._connection.close()
+        ended = self._end_child()
         text = message.error if isinstance(message, Ready) else None
-        raise ConfigError(text or f"the capture process did not start: it {self._end_child()}; its log says why")
+        raise ConfigError(text or f"the capture process did not start: it {ended}; its log says why")
 
     def _watch(self) -> None:
         while True:
@@ -159,19 +179,18 @@ class CaptureProcess:
         message = decode_to_worker(data)
         if isinstance(message, Done):
             self._ledger.end(message.ended)
-        elif isinstance(message, Told):
-            self._counters.tell(message.number, message.stats)
         elif isinstance(message, Closed):
             self._report = message.report
-            self._counters.tell(0, message.stats)
+            self._counters.close(message.stats)
             self._ended.set()
 
     def _start_again(self) -> bool:
         """End the requests of a process that is gone, and start another; False if it is closed meanwhile."""
         with self._lock:
             self._serving.clear()
+            self._unsent.clear()
             self.is_lost = True
-            self._memory.arena.is_served = False
+            self._arena.leave(self._reader)
         reason = f"the capture process {self._end_child()}: what it had of the request is lost"
         failed = self._ledger.fail_all(reason)
         logger.error("%s, for %d requests; it is started again", reason, sum(failed.values()))
@@ -207,49 +226,48 @@ class CaptureProcess:
 
 
 class _Counters:
-    """The counters of a process, and of those before it. Threads: any."""
+    """The counters of a process, and of those before it. Threads: any.
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
+    Args:
+        board: Where the process shows its own.
+    """
+
+    def __init__(self, board: StatsBoard) -> None:
+        self._lock = threading.Lock()
+        self._board = board
         self._before = DeliveryStats()
         self._now = DeliveryStats()
-        self._asked = self._told = 0
+        self._is_closed = False
 
-    def ask(self) -> int:
-        """The number of the next question."""
-        with self._changed:
-            self._asked += 1
-            return self._asked
-
-    def tell(self, number: int, stats: DeliveryStats) -> None:
-        """An answer has come."""
-        with self._changed:
-            self._told, self._now = max(number, self._told), stats
-            self._changed.notify_all()
-
-    def wait(self, number: int, timeout_s: float) -> bool:
-        """Wait for an answer, or for the end of the process; False if neither comes in time."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._told >= number, timeout_s)
+    def close(self, stats: DeliveryStats) -> None:
+        """The process has ended, and `stats` were its last words."""
+        with self._lock:
+            self._now, self._is_closed = stats, True
 
     def fail(self, failed: Counter[str]) -> None:
         """Count results of requests that the process did not get or end: all are errors."""
         errors = tuple(ConsumerStats(instance=name, requests=count, errors=count) for name, count in failed.items())
-        with self._changed:
+        with self._lock:
             self._before = added(self._before, DeliveryStats(consumers=errors))
 
     def lose(self, failed: Counter[str]) -> None:
-        """The process is gone: its counters stay as they were told last."""
+        """The process is gone: its counters stay as they were shown last."""
         self.fail(failed)
-        with self._changed:
+        with self._lock:
+            self._read()
             self._before = added(self._before, replace(self._now, restarts=1))
-            self._now, self._told = DeliveryStats(), self._asked
-            self._changed.notify_all()
+            self._now = DeliveryStats()
+            self._board.clear()
 
     def total(self) -> DeliveryStats:
         """All together."""
-        with self._changed:
+        with self._lock:
+            self._read()
             return added(self._before, self._now)
+
+    def _read(self) -> None:
+        if not self._is_closed:
+            self._now = self._board.read() or self._now
 
 
 _GAUGES = ("queued_bytes", "spilled_bytes", "is_hung")
@@ -276,8 +294,14 @@ def _added(before: ConsumerStats, now: ConsumerStats) -> ConsumerStats:
     return replace(now, **sums, result_counts=counts)
 
 
-def open_capture_process(place: Place, sites: Sequence[Site], memory: SharedStaging) -> CaptureProcess:
+def open_capture_process(place: Place, sites: Sequence[Site], memory: SharedStaging, reader: int = 0) -> CaptureProcess:
     """Start a capture process for a worker, and wait until its consumers are open.
+
+    Args:
+        place: The worker, and the consumers that the process serves.
+        sites: Of the worker, in the order of the ring.
+        memory: What the process reads.
+        reader: Which of its readers the process is.
 
     Raises:
         ConfigError: If one of them cannot be opened, or the process cannot be started.
@@ -288,10 +312,13 @@ def open_capture_process(place: Place, sites: Sequence[Site], memory: SharedStag
         place=place,
         sites=tuple(sites),
         num_rows=memory.num_rows,
+        num_readers=memory.shared.num_readers,
+        reader=reader,
         num_threads=min(torch.get_num_threads(), MAX_THREADS),
         log_level=logger.getEffectiveLevel(),
         path=tuple(sys.path),
     )
     far = [spec for spec in place.config.consumers if load_configured(spec).location == "driver"]
-    ledger = Ledger(place, place.config.bits, far, partial(ZmqResultSender, keys=place.keys))
-    return CaptureProcess(memory, ledger, lambda: spawn(settings, memory.shared))
+    ledger = Ledger(place, place.served, far, partial(ZmqResultSender, keys=place.keys))
+    board = StatsBoard(place.served)
+    return CaptureProcess(memory, ledger, board, lambda: spawn(settings, memory.shared, board), reader=reader)

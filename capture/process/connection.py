@@ -27,9 +27,10 @@ class Connection:
         self._unsent: deque[memoryview] = deque()
         self._is_broken = self._is_pumping = False
 
-    def send(self, message: bytes) -> bool:
-        """Send a message, or have it sent; False once the other end is gone."""
-        framed = memoryview(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+    def send(self, *messages: bytes) -> bool:
+        """Send messages with one call of the system, or have them sent; False once the other end is gone."""
+        pieces = [piece for each in messages for piece in (len(each).to_bytes(_LENGTH_BYTES, "little"), each)]
+        framed = memoryview(b"".join(pieces))
         with self._lock:
             if self._is_broken:
                 return False

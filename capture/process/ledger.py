@@ -58,7 +58,7 @@ class Ledger:
             found.owed.update(self._instances[bit] for bit in begins.specs)
 
     def end(self, ended: Iterable[tuple[str, str, str]]) -> None:
-        """Consumers have ended requests; see `OnDone`."""
+        """Consumers have ended requests; see `ResultWatcher.done`."""
         with self._lock:
             for instance, req_id, key in ended:
                 found = self._open.get((req_id, key))

@@ -69,19 +69,13 @@ class Wanted(msgspec.Struct, tag=3, array_like=True):
     """A `MemoryWanted`."""
 
 
-class Ask(msgspec.Struct, tag=4, array_like=True):
-    """Asks for a `Told` with the same number."""
-
-    number: int
-
-
-class Close(msgspec.Struct, tag=5, array_like=True):
+class Close(msgspec.Struct, tag=4, array_like=True):
     """Asks to deliver what is there in so many seconds, and to end."""
 
     timeout_s: float
 
 
-ToProcess = Begin | Staged | End | Wanted | Ask | Close
+ToProcess = Begin | Staged | End | Wanted | Close
 
 
 class Ready(msgspec.Struct, tag=0, array_like=True):
@@ -96,21 +90,14 @@ class Done(msgspec.Struct, tag=1, array_like=True):
     ended: list[tuple[str, str, str]]
 
 
-class Told(msgspec.Struct, tag=2, array_like=True):
-    """The counters that were asked for."""
-
-    number: int
-    stats: DeliveryStats
-
-
-class Closed(msgspec.Struct, tag=3, array_like=True):
+class Closed(msgspec.Struct, tag=2, array_like=True):
     """The last message: everything was closed, and these are the counters."""
 
     report: CloseReport
     stats: DeliveryStats
 
 
-ToWorker = Ready | Done | Told | Closed
+ToWorker = Ready | Done | Closed
 
 
 def _plain(value: object) -> object:

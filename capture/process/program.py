@@ -22,6 +22,7 @@ import torch
 from headgate.capture.local_delivery import Place, open_local_delivery
 from headgate.capture.process.connection import Connection
 from headgate.capture.process.serving import CaptureServer
+from headgate.capture.process.stats_board import StatsBoard
 from headgate.capture.schema.sites import Site
 from headgate.capture.staging.shared_memory import SharedMemory, SharedRows
 
@@ -37,6 +38,8 @@ class Settings:
         place: The worker whose rows are delivered.
         sites: Those of the worker, in the order of the ring.
         num_rows: Rows of the staging memory.
+        num_readers: Those who read it.
+        reader: Which of them this process is.
         num_threads: Of torch's, for copies of many rows.
         log_level: Of headgate's log.
         path: The worker's `sys.path`.
@@ -45,6 +48,8 @@ class Settings:
     place: Place
     sites: tuple[Site, ...]
     num_rows: int
+    num_readers: int
+    reader: int
     num_threads: int
     log_level: int
     path: tuple[str, ...]
@@ -62,10 +67,10 @@ class Child(Protocol):
         ...
 
 
-def spawn(settings: Settings, memory: SharedMemory) -> tuple[Connection, Child]:
-    """Start a capture process that reads `memory`. It says `Ready` when its consumers are open."""
+def spawn(settings: Settings, memory: SharedMemory, board: StatsBoard) -> tuple[Connection, Child]:
+    """Start a capture process that reads `memory` and shows counters on `board`. It says `Ready` when it serves."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    fds = (theirs.fileno(), memory.memory_fd, memory.freed_fd)
+    fds = (theirs.fileno(), memory.memory_fd, memory.freed_fd, board.fd)
     command = [sys.executable, "-m", "headgate.capture.process", *map(str, fds)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with theirs:
@@ -78,12 +83,12 @@ def spawn(settings: Settings, memory: SharedMemory) -> tuple[Connection, Child]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve the worker at the other end of the socket; the arguments are three numbers of open files."""
+    """Serve the worker at the other end of the socket; the arguments are four numbers of open files."""
     # A terminal and a supervisor signal the whole group: the worker says when to end, and its end is noticed.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
-    end, memory_fd, freed_fd = map(int, arguments)
+    end, memory_fd, freed_fd, board_fd = map(int, arguments)
     connection = Connection(socket.socket(fileno=end))
     data = connection.receive()
     if data is None:
@@ -94,9 +99,11 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(settings.num_threads)
     threading.Thread(target=_await_orphaned, args=(os.getppid(), connection), daemon=True).start()
     place = settings.place
-    shared = SharedMemory(settings.num_rows * place.row_bytes, (memory_fd, freed_fd))
+    shared = SharedMemory(settings.num_rows * place.row_bytes, settings.num_readers, (memory_fd, freed_fd))
     rows_AD = shared.rows(place.model.hidden_size, getattr(torch, place.model.dtype))
-    server = CaptureServer(settings.sites, place.config.bits, rows_AD, SharedRows(shared), connection)
+    board = StatsBoard(place.served, board_fd)
+    rows = SharedRows(shared, settings.reader)
+    server = CaptureServer(settings.sites, place.served, rows_AD, rows, connection, board)
     server.serve(partial(open_local_delivery, place), place.config.close_timeout_s)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
@@ -12,16 +11,13 @@ from headgate.capture.delivery.handoff import MemoryWanted, RequestBegins
 from headgate.capture.planning.step_plan import PackGroup, SiteSet
 from headgate.capture.process.connection import Connection
 from headgate.capture.process.messages import (
-    Ask,
     Begin,
     Close,
     Closed,
-    Done,
     End,
     Group,
     Ready,
     Staged,
-    Told,
     ToProcess,
     copy_part,
     decode_to_process,
@@ -30,65 +26,20 @@ from headgate.capture.process.messages import (
     numbers,
     request_ends,
 )
-from headgate.capture.request_origin import OnDone
+from headgate.capture.process.reports import Reports
+from headgate.capture.process.stats_board import StatsBoard
+from headgate.capture.request_origin import ResultWatcher
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import SpecReader
 from headgate.capture.staging.host_rows import Lease, StagedRows
 from headgate.capture.staging.shared_memory import NumberedCopy, SharedRows
 
-MAX_UNTOLD, UNTOLD_S = 256, 0.25
-"""Requests that have ended are told in batches: so many, or after so many seconds."""
-
 MAX_SITE_SETS = 1024
 """Sets of sites that are known again by their bytes, so that rows of the same sites can be put together."""
 
-OpenDelivery = Callable[[OnDone], Delivery]
-"""Opens the consumers; raises `ConfigError` if it cannot."""
-
-
-class EndedRequests:
-    """Tells the worker which requests are over, some at a time: each message costs the worker a switch of threads.
-
-    Args:
-        connection: To the worker.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._changed = threading.Condition()
-        self._untold: list[tuple[str, str, str]] = []
-        self._is_closed = False
-        threading.Thread(target=self._run, name="headgate-ended", daemon=True).start()
-
-    def add(self, instance: str, req_id: str, key: str) -> None:
-        """See `OnDone`."""
-        with self._changed:
-            self._untold.append((instance, req_id, key))
-            self._changed.notify()
-
-    def tell(self) -> None:
-        """Tell what is untold now."""
-        with self._changed:
-            ended, self._untold = self._untold, []
-        if ended:
-            self._connection.send(encode(Done(ended)))
-
-    def close(self) -> None:
-        """Tell the rest, and end the thread."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-        self.tell()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._untold or self._is_closed)
-                self._changed.wait_for(lambda: len(self._untold) >= MAX_UNTOLD or self._is_closed, UNTOLD_S)
-                if self._is_closed:
-                    return
-            self.tell()
+OpenDelivery = Callable[[ResultWatcher], Delivery]
+"""Opens the consumers, whose results the watcher is told of; raises `ConfigError` if it cannot."""
 
 
 class CaptureServer:
@@ -96,10 +47,11 @@ class CaptureServer:
 
     Args:
         sites: Those of the worker, in the order of the ring.
-        bits: Of each consumer, by its instance: its bit in a row's mask.
+        bits: Of each consumer that is served here, by its instance: its bit in a row's mask.
         rows_AD: The staging memory, ``[A, D]``.
         rows: The same memory's leases and arrivals.
         connection: To the worker.
+        board: Where counters are shown.
     """
 
     def __init__(
@@ -109,6 +61,7 @@ class CaptureServer:
         rows_AD: Tensor,
         rows: SharedRows,
         connection: Connection,
+        board: StatsBoard,
     ) -> None:
         self._sites = tuple(sites)
         self._specs = SpecReader(sites)
@@ -117,7 +70,7 @@ class CaptureServer:
         self._rows = rows
         self._connection = connection
         self._site_sets: dict[bytes, SiteSet] = {}
-        self._ended = EndedRequests(connection)
+        self._reports = Reports(connection, board)
 
     def serve(self, open_delivery: OpenDelivery, close_timeout_s: float) -> None:
         """Open the consumers, say so, and deliver what comes; returns when everything is closed.
@@ -127,11 +80,11 @@ class CaptureServer:
             close_timeout_s: Seconds to close them in once the worker is gone; if it closes, it says how many.
         """
         try:
-            delivery = open_delivery(self._ended.add)
+            delivery = open_delivery(self._reports)
         except ConfigError as error:
-            self._ended.close()
             self._connection.send(encode(Ready(str(error))))
             return
+        self._reports.open(delivery.stats)
         self._connection.send(encode(Ready()))
         timeout_s = close_timeout_s
         while (data := self._connection.receive()) is not None:
@@ -143,7 +96,7 @@ class CaptureServer:
         else:
             self._rows.is_over = True
         report = delivery.close(timeout_s)
-        self._ended.close()
+        self._reports.close()
         self._connection.send(encode(Closed(report, delivery.stats())))
 
     def _take(self, message: ToProcess, delivery: Delivery) -> None:
@@ -153,15 +106,14 @@ class CaptureServer:
             delivery.put(self._request_begins(message))
         elif isinstance(message, End):
             delivery.put(request_ends(message))
-        elif isinstance(message, Ask):
-            self._ended.tell()
-            self._connection.send(encode(Told(message.number, delivery.stats())))
         else:
             delivery.put(MemoryWanted())
 
     def _request_begins(self, message: Begin) -> RequestBegins:
         wanted = {} if message.capture is None else message.capture["specs"]
-        specs = {self._bits[instance]: self._specs.read(raw) for instance, raw in wanted.items()}
+        specs = {
+            self._bits[instance]: self._specs.read(raw) for instance, raw in wanted.items() if instance in self._bits
+        }
         return RequestBegins(new_request(message), specs, message.is_same_client)
 
     def _staged_rows(self, message: Staged) -> StagedRows:

@@ -26,6 +26,8 @@ GIB = 1 << 30
 
 MAX_LINGER_S = 1.0
 """Rows may wait so long for those of the next steps, at most."""
+MAX_PROCESSES = 16
+"""Capture processes beside each worker."""
 MAX_CONSUMERS = 63
 """A row's consumer mask is one int64."""
 
@@ -42,8 +44,8 @@ class CaptureConsumerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         params: Passed to the consumer, which checks them.
         location: ``driver`` puts a consumer that would run in the worker into the process that owns the requests (the
             API server, or `LLM`'s). The engine's interpreter is spared its work, and rows of all pipeline stages come
-            to it as one; they are sent there, which takes memory bandwidth. ``engine`` puts it into the worker's own
-            process, and with it all others that would run beside the worker. Where it belongs if None.
+            to it as one; they are sent there, which takes memory bandwidth. ``engine`` puts it onto threads of the
+            worker's own process; others stay beside it. Where it belongs if None.
         overload: What happens to rows while the consumer's queue is full: ``block`` holds up the forward pass
             (nothing is lost), ``drop`` loses them (counted, and said in the result), ``spill`` writes them to
             local disk and delivers them later, in order.
@@ -77,9 +79,10 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
         ring_rows: Rows of the staging ring on the device, at least ``max_num_batched_tokens``; that if None.
         staging_bytes: Pinned host memory that the device copies rows into. If None, what a full step of all sites
             needs, rounded up to a power of two, within 256 MiB and 2 GiB and a sixteenth of the machine's memory.
-        processes: 1: consumers run in a process beside each worker, so that the engine's interpreter is spared their
-            work and a consumer that crashes takes no engine with it. 0: on threads of the worker, where every call of
-            theirs delays the engine's steps.
+        processes: Processes beside each worker in which consumers run, so that the engine's interpreter is spared their
+            work and a consumer that crashes takes no engine with it. With more than one, consumers are dealt out among
+            them in the order in which they are configured. 0: on threads of the worker, where every call of theirs
+            delays the engine's steps.
         linger_s: Seconds that captured rows may wait for those of the next steps, so that the rows of several steps
             are copied and handed to consumers at once; 0 does so for each step. If None, what the consumers of the
             running requests allow. So may the end of a request, unless its client waits for its results. Rows that
@@ -103,7 +106,7 @@ class CaptureConsumersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     sites: dict[str, Any] = msgspec.field(default_factory=lambda: {"post_mlp": "all"})
     ring_rows: int | None = None
     staging_bytes: int | None = None
-    processes: Literal[0, 1] = 1
+    processes: int = 1
     linger_s: float | None = None
     spill_dir: str | None = None
     self_test: bool = True
@@ -173,6 +176,8 @@ def _check(config: CaptureConsumersConfig) -> None:
     for name, size in sizes.items():
         if size is not None and size <= 0:
             raise ConfigError(f"{name}: must be above 0, got {size}")
+    if not 0 <= config.processes <= MAX_PROCESSES:
+        raise ConfigError(f"processes: {config.processes} given; expected 0 to {MAX_PROCESSES} for each worker")
     waits = {
         "result_timeout_s": config.result_timeout_s,
         "close_timeout_s": config.close_timeout_s,

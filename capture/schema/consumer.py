@@ -240,9 +240,10 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
     """The base of every consumer; subclass `BatchedConsumer` or `StreamingConsumer`.
 
     Class attributes:
-        location: ``"worker"``: in the engine's worker, next to the model, once per pipeline stage; nothing is
-            shipped but the payload (JSON values). ``"driver"``: in the process that owns the request, where live
-            Python objects are at hand; rows are shipped there. The operator may move a worker's consumer there, too.
+        location: ``"worker"``: beside the engine's worker, in a capture process, once per pipeline stage; nothing is
+            shipped but the payload (JSON values). ``"engine"``: the same on threads of the worker. ``"driver"``: in the
+            process that owns the request, where live Python objects are at hand; rows are shipped there. The operator
+            may move a worker's consumer there, too.
         reads_client_spec: False if requests cannot name it: it then works through `global_capture_spec` alone.
         takes_messages: It keeps where the messages of a chat lie: of a request with ``capture_messages``, the option
             ``messages`` of its spec lists ``{"role", "start", "stop"}`` of each, in positions of the prompt.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import get_args
@@ -91,6 +91,7 @@ def open_consumers(
     pp_size: int = 1,
     versions: Mapping[str, str] | None = None,
     make_sink: MakeSink = lambda _: NoActions(),
+    only: Collection[int] | None = None,
 ) -> tuple[OpenConsumer, ...]:
     """Open the configured consumers of one location. Parameters of all are checked before any is opened.
 
@@ -103,6 +104,7 @@ def open_consumers(
         pp_size: Likewise.
         versions: Likewise.
         make_sink: Makes what each takes its actions to.
+        only: Bits of those that are opened here, if not all of the location are.
 
     Raises:
         ConfigError: See `load_configured`; also if parameters are wrong or a consumer cannot be opened. Those that
@@ -116,7 +118,8 @@ def open_consumers(
             raise ConfigError(f"consumer {spec.instance!r}: {error}") from error
     opened: list[OpenConsumer] = []
     for bit, (spec, consumer_class) in enumerate(zip(config.consumers, classes, strict=True)):
-        if ("driver" if consumer_class.location == "driver" else "worker") != location:
+        is_here = only is None or bit in only
+        if not is_here or ("driver" if consumer_class.location == "driver" else "worker") != location:
             continue
         context = ConsumerContext(
             instance_name=spec.instance,

@@ -1,7 +1,8 @@
-"""Staging memory that a worker writes and a capture process reads, and how they tell each other without a thread.
+"""Staging memory that a worker writes and others read, and how they tell each other without a thread.
 
-A copy into it is followed, on the same stream, by a copy of its number into a word of the memory, which the reader
-watches. The reader writes the number of each lease that it has read into a table, where the step thread finds it.
+A copy into it is followed, on the same stream, by a copy of its number into a word of the memory, which the readers
+watch. Each reader writes the number of each lease that it has read into a table of its own, where the step thread finds
+it: a lease is free when its number stands in all of them. Readers are capture processes, or threads of the worker.
 
 Shapes: A rows of the arena, D hidden size.
 """
@@ -27,8 +28,8 @@ from headgate.capture.staging.host_rows import Arena, Lease, round_up
 MAX_LEASES = 4096
 """Leases that may be out at a time, at most half of it; their numbers are counted modulo this."""
 
-_HEADER = 2 + MAX_LEASES
-"""int64 words in front of the rows: the last copy that has arrived, whether somebody waits, and released leases."""
+_HEADER = 2
+"""int64 words in front of the rows: the last copy that has arrived, whether somebody waits; then released leases."""
 _ARRIVED, _IS_WAITING, _RELEASED = 0, 1, 2
 _PAGE = mmap.PAGESIZE
 
@@ -39,20 +40,22 @@ FIRST_POLL_S, LAST_POLL_S = 20e-6, 500e-6
 
 
 class SharedMemory:
-    """Anonymous memory that two processes map: it is gone when both are, however they end.
+    """Anonymous memory that processes map: it is gone when all of them are, however they end.
 
     Attributes:
         memory_fd: Of the memory.
         freed_fd: An eventfd that is written to when a lease was released and somebody waits.
-        words: int64 ``[_HEADER]``: see there.
+        words: int64 ``[_HEADER + num_readers * MAX_LEASES]``: see there.
 
     Args:
         num_bytes: Of the rows.
+        num_readers: Tables of released leases.
         fds: Of memory that another process has made; None to make it.
     """
 
-    def __init__(self, num_bytes: int, fds: tuple[int, int] | None = None) -> None:
-        offset = -(-8 * _HEADER // _PAGE) * _PAGE
+    def __init__(self, num_bytes: int, num_readers: int = 1, fds: tuple[int, int] | None = None) -> None:
+        num_words = _HEADER + num_readers * MAX_LEASES
+        offset = -(-8 * num_words // _PAGE) * _PAGE
         if fds is None:
             self.memory_fd = os.memfd_create("headgate-staging")
             os.ftruncate(self.memory_fd, offset + num_bytes)
@@ -61,7 +64,8 @@ class SharedMemory:
             self.memory_fd, self.freed_fd = fds
         self._mapped = mmap.mmap(self.memory_fd, offset + num_bytes)
         self._pinned: weakref.finalize[..., object] | None = None
-        self.words: Int64Array = np.frombuffer(self._mapped, np.int64, _HEADER)
+        self.words: Int64Array = np.frombuffer(self._mapped, np.int64, num_words)
+        self._released = self.words[_RELEASED:].reshape(num_readers, MAX_LEASES)
         self._bytes = torch.frombuffer(self._mapped, dtype=torch.uint8, offset=offset, count=num_bytes)
 
     def rows(self, hidden_size: int, dtype: torch.dtype) -> Tensor:
@@ -97,9 +101,19 @@ class SharedMemory:
         os.close(self.memory_fd)
         os.close(self.freed_fd)
 
-    def release(self, number: int) -> None:
-        """Give the lease of that number back. In the reading process."""
-        self.words[_RELEASED + number % MAX_LEASES] = number
+    @property
+    def num_readers(self) -> int:
+        """Tables of released leases."""
+        return len(self._released)
+
+    def is_released(self, number: int) -> bool:
+        """Whether every reader has given the lease of that number back."""
+        at = number % MAX_LEASES
+        return all(int(table[at]) == number for table in self._released)
+
+    def release(self, number: int, reader: int) -> None:
+        """Give the lease of that number back, for that reader."""
+        self._released[reader, number % MAX_LEASES] = number
         if self.words[_IS_WAITING]:
             os.eventfd_write(self.freed_fd, 1)
 
@@ -125,8 +139,13 @@ class SharedArena(Arena):
         super().__init__(num_rows)
         self._shared = shared
         self._last_number = 0
-        self.is_served = True
+        self._gone: set[int] = set()
+        """Readers that release nothing."""
+
+    @property
+    def is_served(self) -> bool:
         """Whether somebody is there who releases."""
+        return len(self._gone) < self._shared.num_readers
 
     def try_lease(self, num_rows: int) -> Lease | None:
         """See `Arena.try_lease`."""
@@ -145,6 +164,7 @@ class SharedArena(Arena):
         try:
             deadline = time.monotonic() + patience_s
             while (lease := self.try_lease(num_rows)) is None and self.is_served:
+                self._release_for_gone()
                 seen, left_s = self._num_released, deadline - time.monotonic()
                 if left_s <= 0:
                     return None
@@ -163,17 +183,34 @@ class SharedArena(Arena):
             return self._num_released != seen
 
     def release(self, lease: Lease) -> None:
-        """Give back a lease that was not handed over."""
-        self._shared.release(lease.number)
+        """Give back a lease that was not handed over to anybody."""
+        for reader in range(self._shared.num_readers):
+            self._shared.release(lease.number, reader)
 
-    def forget(self) -> None:
-        """Take every lease back: the process that read their rows is gone."""
+    def release_for(self, lease: Lease, reader: int) -> None:
+        """Give back a lease that was not handed over to that reader."""
+        self._shared.release(lease.number, reader)
+
+    def leave(self, reader: int) -> None:
+        """Note that a reader is gone: whoever waits for memory takes back what it holds. Any thread."""
+        self._gone.add(reader)
+
+    def enter(self, reader: int) -> None:
+        """Take back what a reader held that was gone, and note that another is there in its place."""
+        self._release_all(reader)
+        self._gone.discard(reader)
+
+    def _release_for_gone(self) -> None:
+        for reader in tuple(self._gone):
+            self._release_all(reader)
+
+    def _release_all(self, reader: int) -> None:
         with self._freed:
-            self._leases.clear()
+            for lease in self._leases:
+                self._shared.release(lease.number, reader)
 
     def _reclaim(self) -> None:
-        released = self._shared.words
-        while self._leases and released[_RELEASED + self._leases[0].number % MAX_LEASES] == self._leases[0].number:
+        while self._leases and self._shared.is_released(self._leases[0].number):
             self._leases.popleft()
             self._num_released += 1
 
@@ -186,15 +223,17 @@ class SharedRows:
 
     Args:
         shared: The memory.
+        reader: Which reader this is.
     """
 
-    def __init__(self, shared: SharedMemory) -> None:
+    def __init__(self, shared: SharedMemory, reader: int = 0) -> None:
         self._shared = shared
+        self._reader = reader
         self.is_over = False
 
     def release(self, lease: Lease) -> None:
         """Give a lease back."""
-        self._shared.release(lease.number)
+        self._shared.release(lease.number, self._reader)
 
     def await_copy(self, number: int) -> None:
         """Wait until the copies of the lease of that number have arrived.
@@ -228,20 +267,23 @@ class NumberedCopy:
 
 
 class SharedStaging:
-    """Memory whose reader is another process. Implements `StagingMemory`.
+    """Memory with readers that take leases back for themselves. Implements `StagingMemory`.
 
     Args:
         num_rows: ``A``, before it is rounded down to whole granules.
         hidden_size: ``D``.
         dtype: Of the rows.
         device: Where the forward pass runs.
+        num_readers: Of capture processes, and of the worker's own threads.
     """
 
-    def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device, num_readers: int = 1
+    ) -> None:
         # Tensors that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             self.num_rows = num_rows
-            self.shared = SharedMemory(num_rows * hidden_size * dtype.itemsize)
+            self.shared = SharedMemory(num_rows * hidden_size * dtype.itemsize, num_readers)
             self.arena = SharedArena(num_rows, self.shared)
             self.rows_AD = self.shared.rows(hidden_size, dtype)[: self.arena.num_rows]
             self._arrived = torch.from_numpy(self.shared.words)[_ARRIVED : _ARRIVED + 1]

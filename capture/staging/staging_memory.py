@@ -32,6 +32,10 @@ class StagingMemory(Protocol):
         """Say that the copies into `lease` were all enqueued; return what to wait for."""
         ...
 
+    def close(self) -> None:
+        """Give back what must not stay behind; nothing is copied any more, and nobody else is told of rows."""
+        ...
+
 
 class PinnedMemory:
     """Memory of this process."""
@@ -43,3 +47,6 @@ class PinnedMemory:
     def announce(self, lease: Lease, copied: Copied, copier: DeviceCopier) -> Copied:
         """See `StagingMemory.announce`: an event stands behind the copies."""
         return copied
+
+    def close(self) -> None:
+        """See `StagingMemory.close`; it goes with the last reference to it."""

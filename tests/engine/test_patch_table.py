@@ -32,6 +32,8 @@ NOT_SEEN_HERE = {
     "{Async}._headgate_step": "set where a part reads steps that are scheduled ahead",
     "{Async}.__class__": "the same",
     "OutputProcessor._headgate_is_noted": "set where a request asks for its trace",
+    "RequestState.__class__": "set where a request asks for its trace",
+    "RequestOutputCollector.__class__": "set where a request asks for its trace",
     "RequestState._headgate_notes": "set where a request asks for its trace",
     "CompletionOutput._headgate_notes": "set where a request asks for its trace",
     "CompletionOutput.steering_trace": "set where a request asks for its trace",

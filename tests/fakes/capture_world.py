@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from headgate.capture.delivery.delivery import Delivery
 from headgate.capture.local_delivery import LocalDelivery, Place
+from headgate.capture.process.spread import Reader, SpreadDelivery
 from headgate.capture.schema.batch import BatchView, NewRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, CaptureConsumer, CapturedRequest, ConsumerContext
@@ -28,8 +29,9 @@ from headgate.capture.transport.result_sender import ResultSender, SenderStats
 from tests.fakes.looped_process import looped_process
 from tests.fakes.pipeline import HIDDEN, MODEL, ROW_BYTES, SITES, TIMEOUT_S, row_values
 
-IS_PROCESS = False
-"""Whether rows are delivered through `looped_process`."""
+NUM_READERS = 0
+"""Of shared staging memory: one `looped_process`; three are two of them and threads, among which consumers are dealt
+out. 0: threads, and memory of their own."""
 
 
 class Keeper(BatchedConsumer):
@@ -126,7 +128,7 @@ def make_staging(
         dtype=torch.float32,
         device=device,
         staging_bytes=staging_rows * ROW_BYTES,
-        memory=SharedStaging(staging_rows, HIDDEN, torch.float32, device) if IS_PROCESS else None,
+        memory=SharedStaging(staging_rows, HIDDEN, torch.float32, device, NUM_READERS) if NUM_READERS else None,
     )
 
 
@@ -154,12 +156,37 @@ def local_session(
     )
     memory = staging.memory
     delivery: Delivery
-    if isinstance(memory, SharedStaging):
+    if isinstance(memory, SharedStaging) and memory.shared.num_readers > 1:
+        delivery = spread_delivery(place, sites, consumers, sender, memory, close_sender)
+    elif isinstance(memory, SharedStaging):
         delivery = looped_process(place, sites, consumers, sender, memory, close_sender)
     else:
         delivery = LocalDelivery(place, consumers, sender, close_sender=close_sender)
     bits = {each.spec.instance: each.bit for each in consumers}
     return CaptureSession(config=config, sites=sites, staging=staging, delivery=delivery, bits=bits, linger_s=linger_s)
+
+
+def spread_delivery(
+    place: Place,
+    sites: tuple[Site, ...],
+    consumers: Sequence[OpenConsumer],
+    sender: ResultSender,
+    memory: SharedStaging,
+    close_sender: Callable[[float], int] | None,
+) -> SpreadDelivery:
+    """Consumers dealt out among processes and, last, threads of this one."""
+    readers, count = [], memory.shared.num_readers
+    for index in range(count):
+        own = consumers[index::count]
+        at = replace(place, bits=frozenset(each.bit for each in own))
+        closing = close_sender if index == 0 else None
+        delivery: Delivery
+        if index < count - 1:
+            delivery = looped_process(at, sites, own, sender, memory, closing, index)
+        else:
+            delivery = LocalDelivery(at, own, sender)
+        readers.append(Reader(delivery, at.bits, index, memory))
+    return SpreadDelivery(readers, [each.spec.instance for each in consumers])
 
 
 Configured = tuple[CaptureConsumer, dict[str, Any]]

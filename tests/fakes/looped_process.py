@@ -14,6 +14,7 @@ from headgate.capture.process.connection import Connection
 from headgate.capture.process.ledger import Ledger
 from headgate.capture.process.program import Child
 from headgate.capture.process.serving import CaptureServer
+from headgate.capture.process.stats_board import StatsBoard
 from headgate.capture.schema.registry import OpenConsumer
 from headgate.capture.schema.sites import Site
 from headgate.capture.staging.shared_memory import SharedRows, SharedStaging
@@ -41,19 +42,22 @@ def looped_process(
     sender: ResultSender,
     memory: SharedStaging,
     close_sender: Callable[[float], int] | None = None,
+    reader: int = 0,
 ) -> CaptureProcess:
     """A delivery over a socket and shared memory to consumers in this process."""
     bits = {each.spec.instance: each.bit for each in consumers}
     rows_AD = memory.shared.rows(place.model.hidden_size, getattr(torch, place.model.dtype))
 
+    board = StatsBoard(bits)
+
     def start() -> tuple[Connection, Child]:
         ours, theirs = socket.socketpair()
         connection = Connection(theirs)
-        server = CaptureServer(sites, bits, rows_AD, SharedRows(memory.shared), connection)
+        server = CaptureServer(sites, bits, rows_AD, SharedRows(memory.shared, reader), connection, board)
 
         def serve() -> None:
             server.serve(
-                lambda on_done: LocalDelivery(place, consumers, sender, close_sender=close_sender, on_done=on_done), 1
+                lambda watcher: LocalDelivery(place, consumers, sender, close_sender=close_sender, watcher=watcher), 1
             )
             connection.close()
 
@@ -62,4 +66,4 @@ def looped_process(
         return Connection(ours), Looped(thread)
 
     far = [each.spec for each in consumers if each.consumer.location == "driver"]
-    return CaptureProcess(memory, Ledger(place, bits, far, lambda: sender), start)
+    return CaptureProcess(memory, Ledger(place, bits, far, lambda: sender), board, start, reader=reader)

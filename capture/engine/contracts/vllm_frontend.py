@@ -82,9 +82,17 @@ class Detokenizer(Protocol):
     def num_output_tokens(self) -> int: ...
 
 
+class OutputQueue(Protocol):
+    """``vllm.v1.engine.output_processor.RequestOutputCollector``."""
+
+    aggregate: bool
+    output: object
+
+
 class RequestState(Protocol):
     """``vllm.v1.engine.output_processor.RequestState``."""
 
+    queue: OutputQueue | None
     prompt_len: int
     detokenizer: Detokenizer
     output_kind: OutputKind

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import pluggy
 import torch
@@ -268,8 +268,8 @@ def make_hooks(plugins: Mapping[str, object]) -> pluggy.PluginManager:
     return checked_hooks(WorkerHooks, plugins)
 
 
-def direct_readers(hook: pluggy.HookCaller) -> dict[str, Callable[[], StepReadings | None]]:
-    """Return the implementations of `hook`, which takes no arguments, by the names of their parts.
+def direct_questions(hook: pluggy.HookCaller) -> dict[str, Callable[[], Any]]:
+    """Return the implementations of `hook`, which takes no arguments and answers, by the names of their parts.
 
     Raises:
         AssertionError: If one is a wrapper.
@@ -277,7 +277,7 @@ def direct_readers(hook: pluggy.HookCaller) -> dict[str, Callable[[], StepReadin
     found = hook.get_hookimpls()
     if any(one.wrapper or one.hookwrapper for one in found):
         raise AssertionError(f"{hook.name} cannot be called without pluggy: {found}")
-    return {one.plugin_name: cast("Callable[[], StepReadings | None]", one.function) for one in found}
+    return {one.plugin_name: one.function for one in found}
 
 
 def direct_calls(hook: pluggy.HookCaller) -> Callable[..., None]:

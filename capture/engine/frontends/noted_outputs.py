@@ -6,16 +6,18 @@ is handed out, and values are made of them then.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable
-from functools import wraps
+import inspect
+from collections.abc import AsyncGenerator, Iterable
+from functools import cache
 from types import ModuleType
-from typing import cast
+from typing import TypeVar, cast
 
-from headgate.capture.engine.contracts.vllm_engine import EngineCoreRequest, Function
+from headgate.capture.engine.contracts.vllm_engine import EngineCoreRequest
 from headgate.capture.engine.contracts.vllm_frontend import (
     CompletionOutput,
     EngineCoreOutput,
     OutputProcessor,
+    OutputQueue,
     RequestOutput,
     RequestState,
 )
@@ -30,6 +32,8 @@ _IS_NOTED = "_headgate_is_noted"
 _NOTES = "_headgate_notes"
 """Attribute of a `RequestState`: its `Notes` that no output has yet or, unless outputs are deltas, all. Also of a
 `CompletionOutput` until it is handed out: its own."""
+_IS_OURS = "_headgate_is_noting"
+"""Attribute of the subclasses that are made here."""
 
 
 def add_values(module: ModuleType) -> None:
@@ -41,14 +45,15 @@ def add_values(module: ModuleType) -> None:
 
 
 def expect_notes(processor: OutputProcessor, request: EngineCoreRequest) -> None:
-    """A request was added to an `OutputProcessor`."""
+    """Follow a request that was added to an `OutputProcessor`, if its notes are wanted."""
     if wants_notes(request.sampling_params):
-        vars(processor)[_IS_NOTED] = True
+        setattr(processor, _IS_NOTED, True)
+        _follow(processor.request_states[request.request_id])
 
 
 def take_notes(processor: OutputProcessor, outputs: Iterable[EngineCoreOutput]) -> None:
     """Take the notes out of the engine core's outputs before vLLM looks at these; keep those of running requests."""
-    if _IS_NOTED not in vars(processor):
+    if not getattr(processor, _IS_NOTED, False):  # `vars` would make its attributes slower to find
         return
     for output in outputs:
         carrier = output.kv_transfer_params
@@ -60,44 +65,100 @@ def take_notes(processor: OutputProcessor, outputs: Iterable[EngineCoreOutput]) 
             vars(state).setdefault(_NOTES, Notes()).add(found)
 
 
-def new_completion_output(original: Callable[..., CompletionOutput]) -> Function:
-    """Wrap ``RequestState._new_completion_output``: an output has the notes since the last one, or all of them."""
+def _follow(state: RequestState) -> None:
+    """Let a running request, and the queue of its outputs, carry notes from now on; those of others stay vLLM's own."""
+    # A subclass, and no method of the object: that would lead back to it, and hold its tokens in a circle.
+    state.__class__ = _noting(state.__class__)
+    if state.queue is not None:
+        state.queue.__class__ = _merging(state.queue.__class__)
 
-    @wraps(original)
-    def wrapped(
-        self: RequestState, token_ids: object, finish_reason: object, *args: object, **kwargs: object
-    ) -> CompletionOutput:
-        output = original(self, token_ids, finish_reason, *args, **kwargs)
-        held: Notes | None = vars(self).get(_NOTES)
-        if held is not None:
-            if is_delta(self.output_kind):
-                del vars(self)[_NOTES]
-            else:
-                held = Notes({part: list(notes) for part, notes in held.by_part.items()})
-            if finish_reason is not None:
-                held.end = self.prompt_len + self.detokenizer.num_output_tokens()
-            setattr(output, _NOTES, held)
+
+@cache
+def _noting(kind: type[RequestState]) -> type[RequestState]:
+    """Make the subclass of ``RequestState`` for requests whose notes are wanted; one of those is its own."""
+    if getattr(kind, _IS_OURS, False):
+        return kind
+
+    class Noting(kind):  # type: ignore[misc, valid-type]
+        """A request whose outputs have the notes since the last one, or all of them."""
+
+        def _new_completion_output(
+            self, token_ids: object, finish_reason: object, *args: object, **kwargs: object
+        ) -> CompletionOutput:
+            output: CompletionOutput = super()._new_completion_output(token_ids, finish_reason, *args, **kwargs)
+            return _with_notes(self, output, has_ended=finish_reason is not None)
+
+    return _named_like(kind, Noting)
+
+
+@cache
+def _merging(kind: type[OutputQueue]) -> type[OutputQueue]:
+    """Make the subclass of ``RequestOutputCollector`` for the same requests."""
+    if getattr(kind, _IS_OURS, False):
+        return kind
+
+    class Merging(kind):  # type: ignore[misc, valid-type]
+        """A queue that appends notes, too, where it appends new tokens to those of an output that nobody has read."""
+
+        def put(self, output: object) -> None:
+            earlier = self.output if self.aggregate else None
+            super().put(output)
+            if hasattr(earlier, "outputs") and hasattr(output, "outputs"):  # neither is an error
+                _merge(cast("RequestOutput", earlier), cast("RequestOutput", output))
+
+    return _named_like(kind, Merging)
+
+
+_Kind = TypeVar("_Kind", bound=type)
+
+
+def _named_like(kind: type, made: _Kind) -> _Kind:
+    made.__name__, made.__qualname__ = kind.__name__, kind.__qualname__
+    setattr(made, _IS_OURS, True)
+    return made
+
+
+def check_methods(module: ModuleType) -> None:
+    """Refuse a ``vllm.v1.engine.output_processor`` in which `expect_notes` would not be enough.
+
+    Raises:
+        TypeError: Naming the method.
+    """
+    needed = (
+        (module.RequestState, "_new_completion_output", ("self", "token_ids", "finish_reason", "stop_reason")),
+        (module.RequestOutputCollector, "put", ("self", "output")),
+    )
+    for owner, name, expected in needed:
+        found = tuple(inspect.signature(getattr(owner, name)).parameters)
+        if found[: len(expected)] != expected:
+            raise TypeError(
+                f"{owner.__name__}.{name} takes ({', '.join(found)}), expected ({', '.join(expected)}, ...)"
+            )
+
+
+def _with_notes(state: RequestState, output: CompletionOutput, *, has_ended: bool) -> CompletionOutput:
+    held: Notes | None = vars(state).get(_NOTES)
+    if held is None:
         return output
+    if is_delta(state.output_kind):
+        del vars(state)[_NOTES]
+    else:
+        held = Notes({part: list(notes) for part, notes in held.by_part.items()})
+    if has_ended:
+        held.end = state.prompt_len + state.detokenizer.num_output_tokens()
+    setattr(output, _NOTES, held)
+    return output
 
-    return wrapped
 
-
-def add_output(original: Function) -> Function:
-    """Wrap ``RequestOutput.add``: where new tokens are appended to those of an earlier output, so are notes."""
-
-    @wraps(original)
-    def wrapped(self: RequestOutput, next_output: RequestOutput, aggregate: bool) -> object:
-        earlier = {completion.index: completion for completion in self.outputs} if aggregate else {}
-        result = original(self, next_output, aggregate)
-        for later in next_output.outputs:
-            held: Notes | None = vars(later).get(_NOTES)
-            if held is not None and later.index in earlier:
-                merged: Notes = vars(earlier[later.index]).setdefault(_NOTES, Notes())
-                merged.add(held.by_part)
-                merged.end = held.end
-        return result
-
-    return wrapped
+def _merge(earlier: RequestOutput, later: RequestOutput) -> None:
+    """Append the notes of an output that was merged with one before it."""
+    samples = {sample.index: sample for sample in earlier.outputs}
+    for sample in later.outputs:
+        held: Notes | None = vars(sample).get(_NOTES)
+        if held is not None and samples[sample.index] is not sample:
+            merged: Notes = vars(samples[sample.index]).setdefault(_NOTES, Notes())
+            merged.add(held.by_part)
+            merged.end = held.end
 
 
 def is_delta(kind: object) -> bool:

@@ -49,7 +49,7 @@ def process_outputs(original: Callable[..., ProcessedOutputs]) -> Function:
     ) -> ProcessedOutputs:
         take_notes(self, engine_core_outputs)
         processed = original(self, engine_core_outputs, *args, **kwargs)
-        if watched := vars(self).get(_WATCHED):
+        if watched := getattr(self, _WATCHED, None):
             for output in engine_core_outputs:
                 req_id = output.request_id
                 if req_id in watched and req_id not in self.request_states:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Iterable
 from http import HTTPStatus
 
 from headgate.capture.engine.contracts.vllm_frontend import AsgiApp, AsgiMessage, Receive, Scope, Send
 from headgate.capture.engine.contracts.vllm_server import ErrorAnswers
-from headgate.capture.engine.requests.call_context import refusals, watch_refusals
+from headgate.capture.engine.requests.call_context import Refusal, refusals, watch_refusals
 from headgate.capture.schema.errors import OverloadedError
 
 RETRY_AFTER_S = 5
@@ -29,14 +29,19 @@ class RetryAfterMiddleware:
             return
         refused = watch_refusals()
 
-        async def send_on(message: AsgiMessage) -> None:
-            is_sent_away = any(isinstance(error, OverloadedError) for error in refused)
-            if is_sent_away and message.get("status") == HTTPStatus.SERVICE_UNAVAILABLE:
-                headers = [*message.get("headers", ()), (b"retry-after", b"%d" % RETRY_AFTER_S)]
-                message = {**message, "headers": headers}
-            await send(message)
+        # No coroutine of its own: each piece of a streamed answer comes through here.
+        def send_on(message: AsgiMessage) -> Awaitable[None]:
+            if refused and message.get("status") == HTTPStatus.SERVICE_UNAVAILABLE:
+                return send(_with_header(message, refused))
+            return send(message)
 
         await self._app(scope, receive, send_on)
+
+
+def _with_header(message: AsgiMessage, refused: Iterable[Refusal]) -> AsgiMessage:
+    if not any(isinstance(error, OverloadedError) for error in refused):
+        return message
+    return {**message, "headers": [*message.get("headers", ()), (b"retry-after", b"%d" % RETRY_AFTER_S)]}
 
 
 async def await_first_event(answer: object, handler: ErrorAnswers) -> object:

@@ -16,12 +16,13 @@ from headgate.capture.engine.contracts.worker_hooks import SiteAction, SiteRun, 
 from headgate.capture.engine.setup.versions import versions
 from headgate.capture.engine.worker import capture_ops, self_test
 from headgate.capture.monitoring.machine_memory import share_of_memory
+from headgate.capture.process.spread import deal_out
 from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import MIB, CaptureConsumersConfig
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.sites import Site
-from headgate.capture.session import CaptureSession, open_session, wants_process
+from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.staging.ring import NUM_TRASH_ROWS, StagingRing, most_part_rows
 from headgate.capture.staging.shared_memory import SharedStaging
 
@@ -47,6 +48,7 @@ class CapturePart:
         num_rows = self._num_rows(facts)
         ring = self._check_memory(facts, num_rows)
         staging_bytes = self._config.staging_bytes or default_staging_bytes(facts, len(self._sites))
+        num_readers = deal_out(self._config).num_readers
         self._staging = StagingRing(
             sites=self._sites,
             num_rows=num_rows,
@@ -55,7 +57,7 @@ class CapturePart:
             dtype=facts.dtype,
             device=facts.device,
             staging_bytes=staging_bytes,
-            memory=shared_staging(facts, len(self._sites), staging_bytes) if wants_process(self._config) else None,
+            memory=shared_staging(facts, len(self._sites), staging_bytes, num_readers) if num_readers else None,
         )
         if self._config.fire_counter:
             self._run_counts = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
@@ -199,8 +201,8 @@ def default_staging_bytes(facts: WorkerFacts, num_sites: int) -> int:
     return min(wanted, 1 << (most.bit_length() - 1))
 
 
-def shared_staging(facts: WorkerFacts, num_sites: int, staging_bytes: int) -> SharedStaging:
-    """Allocate the staging memory that the worker and its capture process share.
+def shared_staging(facts: WorkerFacts, num_sites: int, staging_bytes: int, num_readers: int) -> SharedStaging:
+    """Allocate the staging memory that the worker and its capture processes share.
 
     Raises:
         ConfigError: If it cannot hold two rows of every site, or cannot be pinned.
@@ -208,7 +210,7 @@ def shared_staging(facts: WorkerFacts, num_sites: int, staging_bytes: int) -> Sh
     row_bytes = facts.model.hidden_size * facts.dtype.itemsize
     num_rows = staging_bytes // row_bytes
     most_part_rows(num_rows, num_sites, row_bytes)
-    return SharedStaging(num_rows, facts.model.hidden_size, facts.dtype, facts.device)
+    return SharedStaging(num_rows, facts.model.hidden_size, facts.dtype, facts.device, num_readers)
 
 
 def capture_action(facts: WorkerFacts) -> SiteRun:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Protocol, cast
 
@@ -28,7 +28,7 @@ from headgate.capture.engine.contracts.vllm_engine import (
     StepBatch,
 )
 from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE, WIRE_KEY, wire_of
-from headgate.capture.engine.contracts.worker_hooks import StepReadings, direct_calls, direct_readers
+from headgate.capture.engine.contracts.worker_hooks import StepReadings, direct_calls, direct_questions
 from headgate.capture.engine.worker.step_readings import with_readings
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest, RequestWire
 from headgate.capture.schema.errors import UnsupportedError
@@ -122,7 +122,9 @@ class RunnerAdapter:
         self._request_added = direct_calls(hooks.hook.headgate_request_added)
         self._request_stopped = direct_calls(hooks.hook.headgate_request_stopped)
         self._request_finished = direct_calls(hooks.hook.headgate_request_finished)
-        self._readers = direct_readers(hooks.hook.headgate_step_readings) if is_output_rank else {}
+        readers = direct_questions(hooks.hook.headgate_step_readings) if is_output_rank else {}
+        self._readers: dict[str, Callable[[], StepReadings | None]] = readers
+        self._needs_plain_steps = tuple(direct_questions(hooks.hook.headgate_needs_plain_steps).values())
         self._readings: dict[str, StepReadings] | None = None
         """Of the step that was launched last, until its output is there."""
         self._layout = layout_of(runner)
@@ -210,7 +212,7 @@ class RunnerAdapter:
 
     def _lay_out(self, original: Function, *args: object, **kwargs: object) -> object:
         result = original(*args, **kwargs)
-        if self._live or (self._plain and any(self._hook.headgate_needs_plain_steps())):
+        if self._live or (self._plain and any(needs() for needs in self._needs_plain_steps)):
             self._was_active = self._is_laid_out = True
             view = self._layout.view(args, result)
             token_ids = self._layout.token_ids(result) if self._has_token_ids else None

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from headgate.capture.process.spread import deal_out
 from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError
@@ -32,6 +33,7 @@ from tests.fakes.published import install_plugin
 
 CONSUMERS = """
 import os
+import threading
 from dataclasses import dataclass
 from headgate.capture.schema.consumer import BatchedConsumer
 
@@ -54,6 +56,7 @@ class Telling(BatchedConsumer):
             self.context.steering.submit(Told(captured.request.request_id, list(captured.final.notes["steering"])))
         if captured.request.client_request_id == "client-deadly":
             os.kill(os.getpid(), 11)
+            threading.Event().wait()  # the signal may end the process from another thread
         sums = [float(rows.double().sum()) for rows in captured.rows.values()]
         return {"pid": os.getpid(), "sums": sums}
 
@@ -72,8 +75,15 @@ def consumers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def open_one(actions: ActionTarget = NOWHERE, **params: object) -> tuple[CaptureSession, StagingRing]:
+    consumer = CaptureConsumerSpec(name="telling", params=dict(params))
+    return open_configured(CaptureConsumersConfig(consumers=(consumer,), linger_s=0), actions)
+
+
+def open_configured(
+    config: CaptureConsumersConfig, actions: ActionTarget = NOWHERE
+) -> tuple[CaptureSession, StagingRing]:
     device = torch.device("cpu")
-    memory = SharedStaging(NUM_ROWS, HIDDEN, torch.float32, device)
+    memory = SharedStaging(NUM_ROWS, HIDDEN, torch.float32, device, deal_out(config).num_readers)
     staging = StagingRing(
         sites=SITES,
         num_rows=64,
@@ -84,8 +94,6 @@ def open_one(actions: ActionTarget = NOWHERE, **params: object) -> tuple[Capture
         staging_bytes=NUM_ROWS * ROW_BYTES,
         memory=memory,
     )
-    consumer = CaptureConsumerSpec(name="telling", params=dict(params))
-    config = CaptureConsumersConfig(consumers=(consumer,), linger_s=0)
     session = open_session(config=config, model=MODEL, sites=SITES, staging=staging, actions=actions)
     return session, staging
 
@@ -190,6 +198,58 @@ def test_a_stopped_process_does_not_hold_up_the_step_thread(tmp_path: Path) -> N
         assert result_of(hub, "last").status == "ok"
 
     assert took_s < TIMEOUT_S / 2
+
+
+def test_requests_that_begin_are_told_with_their_first_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as (it, hub):
+        connection, sent = it.session._delivery._connection, []
+        send = connection.send
+        monkeypatch.setattr(connection, "send", lambda *messages: sent.append(len(messages)) or send(*messages))
+        names = [f"request{number}" for number in range(3)]
+        for name in names:
+            hub.expect(f"key-{name}", instances=["telling"])
+            it.add(name, {"telling": want()}, reply=hub.address)
+        before = list(sent)
+        it.step(**dict.fromkeys(names, (0, 4)))
+        rows = list(sent)
+        for name in names:
+            it.session.request_finished(name, final_state(num_tokens=5))
+
+        assert [result_of(hub, name).status for name in names] == ["ok"] * 3
+
+    assert (before, rows) == ([], [4])
+
+
+def test_a_process_that_dies_with_requests_unsent_fails_them(tmp_path: Path) -> None:
+    with opened(tmp_path) as (it, hub):
+        hub.expect("key-unsent", instances=["telling"])
+        it.add("unsent", {"telling": want()}, reply=hub.address)
+        process_of(it).kill()
+
+        result = result_of(hub, "unsent")
+
+        assert it.session._delivery._serving.wait(TIMEOUT_S)
+        capture(it, hub, "next", number=2)
+        assert result_of(hub, "next").status == "ok"
+
+    assert result.status == "error"
+    assert "was ended by SIGKILL" in result.error
+
+
+def test_counters_are_read_without_waiting_for_the_process(tmp_path: Path) -> None:
+    with opened(tmp_path) as (it, hub):
+        capture(it, hub, "first")
+        assert result_of(hub, "first").status == "ok"
+        child = process_of(it)
+        child.suspend()
+        began = time.monotonic()
+        for _ in range(100):
+            stats = it.session.stats()
+        took_s = time.monotonic() - began
+        child.resume()
+
+    assert (stats.consumers[0].rows, stats.consumers[0].requests) == (4, 1)
+    assert took_s < TIMEOUT_S / 10
 
 
 def test_what_parts_note_reaches_consumers_and_their_actions_the_engine_core(tmp_path: Path) -> None:

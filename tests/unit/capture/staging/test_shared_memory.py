@@ -77,17 +77,45 @@ def test_nobody_waits_for_memory_without_patience_or_without_a_reader() -> None:
     arena.try_lease(1)
     assert arena.lease(1, patience_s=0) is None
 
-    arena.is_served = False
+    arena.leave(0)
+    assert not arena.is_served
     assert arena.lease(1, patience_s=TIMEOUT_S) is None
 
-    arena.forget()
+    arena.enter(0)
+    assert arena.is_served
     assert arena.try_lease(1) is not None
+
+
+def test_a_lease_is_free_when_every_reader_has_given_it_back() -> None:
+    shared = SharedMemory(1024, num_readers=3)
+    arena = SharedArena(GRANULARITY, shared)
+    first, second, third = (SharedRows(shared, reader) for reader in range(3))
+    lease = arena.try_lease(1)
+
+    first.release(lease)
+    arena.release_for(lease, 1)  # as if it had not got the rows
+    assert arena.try_lease(1) is None
+    third.release(lease)
+    lease = arena.try_lease(1)
+    assert lease.number == 2
+
+    second.release(lease)
+    third.release(lease)
+    arena.leave(0)
+    assert arena.is_served
+    assert arena.try_lease(1) is None  # whoever reads it may still do so
+    arena.enter(0)
+    lease = arena.try_lease(1)
+    assert lease.number == 3
+
+    arena.release(lease)
+    assert arena.num_leased == 0
 
 
 def test_both_ends_see_the_same_rows() -> None:
     staging = SharedStaging(64, 8, torch.float32, torch.device("cpu"))
     shared = staging.shared
-    far = SharedMemory(64 * 8 * 4, (shared.memory_fd, shared.freed_fd))
+    far = SharedMemory(64 * 8 * 4, fds=(shared.memory_fd, shared.freed_fd))
 
     staging.rows_AD.copy_(torch.arange(64 * 8).view(64, 8))
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
 from headgate.capture.engine.contracts.request_part import PartRequest
 from headgate.capture.engine.frontends import noted_outputs
@@ -16,8 +18,6 @@ from headgate.capture.engine.frontends.noted_outputs import add_values, expect_n
 from headgate.capture.engine.requests import sampling_params
 from headgate.capture.engine.requests.request_reader import OpenPart, RequestReader
 from headgate.capture.engine.requests.sampling_params import HeadgateRequest, fold
-
-merge = noted_outputs.add_output(RequestOutput.add)
 
 
 class Reader:
@@ -32,20 +32,34 @@ READER = RequestReader(None, {"reading": OpenPart("reading", PART, Reader())})  
 ASKS = HeadgateRequest(parts={"reading": PartRequest(wire={}, field="f", names={}, wants_notes=True)})
 
 
+class State:
+    """vLLM's ``RequestState``, as far as it makes outputs of samples."""
+
+    def __init__(self, kind: str, index: int, queue: RequestOutputCollector | None) -> None:
+        self.prompt_len, self.index, self.queue = 10, index, queue
+        self.detokenizer = SimpleNamespace(num_output_tokens=lambda: 3)
+        self.output_kind = SimpleNamespace(name=kind)
+
+    def _new_completion_output(self, token_ids: Any, finish_reason: Any, stop_reason: Any) -> CompletionOutput:
+        return completion(self.index, finish_reason)
+
+
+def queue_of(kind: str) -> RequestOutputCollector:
+    return RequestOutputCollector(RequestOutputKind[kind], "r")
+
+
 def processor(*req_ids: str, kind: str = "DELTA") -> Any:
-    """An output processor with running requests of which notes are wanted."""
-    made = SimpleNamespace(request_states={req_id: state(kind) for req_id in req_ids})
-    expect_notes(made, core_request({"v": 1, "notes": True}))
+    """An output processor with running requests of which notes are wanted: samples of one prompt, in one queue."""
+    queue = queue_of(kind)
+    made = SimpleNamespace(request_states={req_id: State(kind, i, queue) for i, req_id in enumerate(req_ids)})
+    for req_id in req_ids:
+        expect_notes(made, core_request({"v": 1, "notes": True}, req_id))
     return made
 
 
-def core_request(wire: Any) -> Any:
-    return SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"headgate": wire} if wire else None))
-
-
-def state(kind: str) -> Any:
-    detokenizer = SimpleNamespace(num_output_tokens=lambda: 3)
-    return SimpleNamespace(prompt_len=10, detokenizer=detokenizer, output_kind=SimpleNamespace(name=kind))
+def core_request(wire: Any, req_id: str = "a") -> Any:
+    params = SimpleNamespace(extra_args={"headgate": wire} if wire else None)
+    return SimpleNamespace(request_id=req_id, sampling_params=params)
 
 
 def noted(req_id: str, *notes: object, **others: Any) -> EngineCoreOutput:
@@ -57,9 +71,8 @@ def completion(index: int = 0, reason: str | None = None) -> CompletionOutput:
     return CompletionOutput(index, "", [1], None, None, finish_reason=reason)
 
 
-def output_of(request_state: Any, index: int = 0, reason: str | None = None) -> CompletionOutput:
-    make = noted_outputs.new_completion_output(lambda state, tokens, why, stop: completion(index, why))
-    made: CompletionOutput = make(request_state, [1], reason, None)
+def output_of(request_state: Any, reason: str | None = None) -> CompletionOutput:
+    made: CompletionOutput = request_state._new_completion_output([1], reason, None)
     return made
 
 
@@ -117,35 +130,88 @@ def test_other_outputs_have_all_and_keep_them(kind: str) -> None:
 def test_merged_deltas_have_the_notes_of_both() -> None:
     front = processor("a", "b")
     states = front.request_states
+    put = states["a"].queue.put
     take_notes(front, [noted("a", 1)])
-    waiting = request_output(output_of(states["a"]))
+    put(request_output(output_of(states["a"])))
     take_notes(front, [noted("a", 2), noted("b", 3)])
-    merge(waiting, request_output(output_of(states["a"])), aggregate=True)
-    merge(waiting, request_output(output_of(states["b"], index=1)), aggregate=True)
-    merge(waiting, request_output(output_of(states["a"])), aggregate=True)
+    put(request_output(output_of(states["a"])))
+    put(request_output(output_of(states["b"])))
+    put(request_output(output_of(states["a"])))
     take_notes(front, [noted("b", 4)])
-    merge(waiting, request_output(output_of(states["b"], index=1, reason="stop")), aggregate=True)
+    put(request_output(output_of(states["b"], reason="stop")))
 
+    waiting = states["b"].queue.get_nowait()
+    assert waiting.outputs[0].token_ids == [1, 1, 1]
     assert told(waiting) == [([1, 2], None), ([3, 4], 13)]
 
 
 def test_a_delta_without_notes_takes_those_of_the_next_in() -> None:
     front = processor("a")
-    waiting = request_output(output_of(front.request_states["a"]))
+    state = front.request_states["a"]
+    state.queue.put(request_output(output_of(state)))
     take_notes(front, [noted("a", 1)])
-    merge(waiting, request_output(output_of(front.request_states["a"])), aggregate=True)
+    state.queue.put(request_output(output_of(state)))
 
-    assert told(waiting) == [([1], None)]
+    assert told(state.queue.get_nowait()) == [([1], None)]
 
 
 def test_a_cumulative_output_takes_the_place_of_the_one_before() -> None:
     front = processor("a", kind="CUMULATIVE")
+    state = front.request_states["a"]
     take_notes(front, [noted("a", 1)])
-    waiting = request_output(output_of(front.request_states["a"]))
+    state.queue.put(request_output(output_of(state)))
     take_notes(front, [noted("a", 2)])
-    merge(waiting, request_output(output_of(front.request_states["a"])), aggregate=False)
+    state.queue.put(request_output(output_of(state)))
 
-    assert told(waiting) == [([1, 2], None)]
+    assert told(state.queue.get_nowait()) == [([1, 2], None)]
+
+
+def test_an_error_takes_the_place_of_outputs_with_notes() -> None:
+    front = processor("a")
+    state = front.request_states["a"]
+    take_notes(front, [noted("a", 1)])
+    state.queue.put(request_output(output_of(state)))
+    state.queue.put(ValueError("the engine is gone"))
+    take_notes(front, [noted("a", 2)])
+    state.queue.put(request_output(output_of(state)))
+
+    with pytest.raises(ValueError, match="is gone"):
+        state.queue.get_nowait()
+
+
+def test_requests_that_do_not_ask_are_left_as_they_are() -> None:
+    queue = queue_of("DELTA")
+    idle: Any = SimpleNamespace(request_states={"a": State("DELTA", 0, queue)})
+
+    expect_notes(idle, core_request({"v": 1}))
+
+    assert type(idle.request_states["a"]) is State
+    assert type(queue) is RequestOutputCollector
+
+
+def test_a_request_that_asks_again_is_followed_once() -> None:
+    front = processor("a")
+    before = type(front.request_states["a"])
+
+    expect_notes(front, core_request({"v": 1, "notes": True}))
+
+    assert type(front.request_states["a"]) is before
+    assert isinstance(front.request_states["a"], State)
+    assert isinstance(front.request_states["a"].queue, RequestOutputCollector)
+
+
+def test_an_output_processor_that_makes_outputs_otherwise_is_refused() -> None:
+    class Other:
+        """vLLM's class of a release to come."""
+
+        def _new_completion_output(self, tokens: Any) -> None: ...
+
+    module = SimpleNamespace(RequestState=RequestState, RequestOutputCollector=RequestOutputCollector)
+    noted_outputs.check_methods(module)  # type: ignore[arg-type]
+    module.RequestState = Other
+
+    with pytest.raises(TypeError, match=r"Other\._new_completion_output takes \(self, tokens\), expected"):
+        noted_outputs.check_methods(module)  # type: ignore[arg-type]
 
 
 def test_a_part_that_wants_notes_and_cannot_read_them_is_a_bug() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
-from headgate.capture.engine.contracts.worker_hooks import direct_readers, make_hooks
+from headgate.capture.engine.contracts.worker_hooks import direct_questions, make_hooks
 from headgate.capture.engine.worker.runner import RunnerAdapter
 from headgate.capture.engine.worker.step_readings import with_readings
 from headgate.capture.schema.errors import UnsupportedError
@@ -255,4 +255,4 @@ def test_a_hook_that_wraps_others_is_refused() -> None:
             return (yield)
 
     with pytest.raises(AssertionError, match="headgate_step_readings cannot be called without pluggy"):
-        direct_readers(make_hooks({"wraps": Wraps()}).hook.headgate_step_readings)
+        direct_questions(make_hooks({"wraps": Wraps()}).hook.headgate_step_readings)
