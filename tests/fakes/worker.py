@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
+from headgate.capture.engine.setup.hosts import worker_setup
 from headgate.capture.schema.batch import RequestWire
 from headgate.capture.schema.results import CaptureResult
 from headgate.capture.schema.selectors.parsing import selector_from_wire
@@ -106,6 +107,10 @@ class FakeWorker(WorkerBase):  # type: ignore[misc]
     def headgate_stats(self) -> dict[str, Any]:
         """Requests that headgate knows now, by id."""
         return {"running": [*self._requests], "ended": [*self._ended]}
+
+    def headgate_setup(self) -> dict[str, Any]:
+        """Tell what all workers have alike, as the real one does."""
+        return dict(worker_setup(self.vllm_config, self.rank))
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self._follow_ends(scheduler_output)
