@@ -155,6 +155,11 @@ class SaeRegistry:
         self._saes = {other: sae for other, sae in self._saes.items() if other != name}
         self._forget_programs()
 
+    @property
+    def by_name(self) -> Mapping[str, Sae]:
+        """All SAEs: another object after each change."""
+        return self._saes
+
     def find(self, name: str) -> Sae | None:
         """Return the SAE of that name, if there is one."""
         return self._saes.get(name)
@@ -185,7 +190,7 @@ class SaeRegistry:
             if key in self._made:
                 self._made.move_to_end(key)
                 return self._made[key]
-        facts = {edit.sae: saes[edit.sae].facts for edit in edits}
+        facts = {name: saes[name].facts for name in {edit.sae for edit in edits}}
         check_edits(edits, lambda edit: facts[edit.sae], self._max_per_site)
         changes = count()
         made = Program.from_entries(

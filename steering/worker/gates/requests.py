@@ -157,6 +157,10 @@ class GateSlots:
         return len(self._slots)
 
 
+_RESETS, _ENDS_PROMPT, _IS_GENERATED, _IS_REPLAYED, _IS_SCANNED = (np.int32(flag) for flag in TokenFlag)
+"""Numpy takes ten times as long to multiply by a member of an enumeration."""
+
+
 def flags_of(rows: GateRows, num_prompt: Int64Array, is_new: BoolArray) -> Int32Array:
     """Return the `TokenFlag` of each row of a step, int32 ``[N]``.
 
@@ -170,14 +174,12 @@ def flags_of(rows: GateRows, num_prompt: Int64Array, is_new: BoolArray) -> Int32
     is_generated = positions >= lengths
     begins = ~behind & np.repeat(is_new | (rows.firsts == 0), rows.counts)
     # The states that rows behind the first would find are made by this very forward, too late for earlier sites.
-    flags = (
-        TokenFlag.RESETS * begins
-        | TokenFlag.ENDS_PROMPT * (positions == lengths - 1)
-        | TokenFlag.IS_GENERATED * is_generated
-        | TokenFlag.IS_REPLAYED * (is_generated & behind)
-        | TokenFlag.IS_SCANNED * np.repeat(rows.counts > 1, rows.counts)
-    )
-    return np.asarray(flags, np.int32)
+    flags = _RESETS * begins
+    flags |= _ENDS_PROMPT * (positions == lengths - 1)
+    flags |= _IS_GENERATED * is_generated
+    flags |= _IS_REPLAYED * (is_generated & behind)
+    flags |= _IS_SCANNED * np.repeat(rows.counts > 1, rows.counts)
+    return flags
 
 
 class GatedBatch:
