@@ -167,6 +167,7 @@ def readings(req_id: str, first: int, signals: np.ndarray) -> dict[str, Any]:
         "firsts": np.array([first]).tobytes(),
         "counts": np.array([len(signals)]).tobytes(),
         "columns": signals.shape[1],
+        "told": None,
         "values": signals.astype(np.float32).tobytes(),
     }
 
