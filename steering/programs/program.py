@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.schema.batch import Int32Array
+from headgate.capture.schema.batch import BoolArray, Int32Array
 from headgate.capture.schema.positions import PositionSelector
 from headgate.capture.schema.selectors.parsing import selector_from_wire
 from headgate.capture.schema.sites import HookPoint, Site, sort_sites
@@ -230,10 +230,10 @@ class Program:
         kinds = self.codes[:, CODE] & CODE_MASK
         (found,) = np.nonzero((kinds >= _FEATURE) & (kinds <= _WRITE_FEATURE) & (self.codes[:, WRITE] != NO_ROW))
         rows = self.codes[found, WRITE] - 1
-        is_zero = ~self.rows[rows, :_HEAD].any(axis=1)
-        is_zero[is_zero] = ~self.rows[rows[is_zero]].any(axis=1)
-        pairs = zip(found[~is_zero].tolist(), rows[~is_zero].tolist(), strict=True)
-        return {index: (self.sites[index], row) for index, row in pairs}
+        is_zero: BoolArray = np.logical_not(self.rows[rows, :_HEAD].any(axis=1))
+        is_zero[is_zero] = np.logical_not(self.rows[rows[is_zero]].any(axis=1))
+        pairs = zip(found.tolist(), rows.tolist(), is_zero.tolist(), strict=True)
+        return {index: (self.sites[index], row) for index, row, is_nothing in pairs if not is_nothing}
 
     @property
     def changes_features(self) -> bool:

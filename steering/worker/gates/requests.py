@@ -195,7 +195,7 @@ def flags_of(rows: GateRows, num_prompt: Int64Array, is_new: BoolArray) -> Int32
     is_generated = positions >= lengths
     begins = ~behind & np.repeat(is_new | (rows.firsts == 0), rows.counts)
     # The states that rows behind the first would find are made by this very forward, too late for earlier sites.
-    flags = _RESETS * begins
+    flags: Int32Array = _RESETS * begins
     flags |= _ENDS_PROMPT * (positions == lengths - 1)
     flags |= _IS_GENERATED * is_generated
     flags |= _IS_REPLAYED * (is_generated & behind)
