@@ -46,7 +46,7 @@ def main() -> int:
         target = RECORDED if keeps else Path(folder)
         try:
             install()
-            command = [sys.executable, ROOT / "tests" / "producers" / "record.py", target]
+            command: list[str | Path] = [sys.executable, ROOT / "tests" / "producers" / "record.py", target]
             setup_env.run(command, "the producers' classes could not record", env={**os.environ, **ENVIRONMENT})
         except SetupError as error:
             print(f"\ntest-producers failed: {error}", file=sys.stderr)
