@@ -246,7 +246,7 @@ class _Pool:
             done = 0
             for start, stop in blocks:
                 rows = slice(done, done + stop - start)
-                self._view.read_to(start, stop, {site: Slots(m, slots[rows]) for site, (m, slots) in memory.items()})
+                self._view.read_into(start, stop, {site: Slots(m, slots[rows]) for site, (m, slots) in memory.items()})
                 done = rows.stop
 
         self._rows.read(numbers, fill)

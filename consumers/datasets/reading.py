@@ -37,7 +37,7 @@ class Slots(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the rows."""
-        return len(self.chosen) * self.memory.shape[1]
+        return len(self.chosen) * int(self.memory.shape[1])
 
     def put(self, data: Bytes) -> None:
         """Copy the bytes of all rows, one behind the other."""
@@ -50,7 +50,7 @@ class Slots(NamedTuple):
 
     def views(self) -> list[memoryview]:
         """The memory of each row."""
-        flat, width = memoryview(self.memory.reshape(-1)), self.memory.shape[1]
+        flat, width = self.memory.reshape(-1).data, self.memory.shape[1]
         return [flat[at : at + width] for at in (self.chosen * width).tolist()]
 
 

@@ -161,17 +161,13 @@ class RowView:
         self.read_into(start, stop, out)
         return out
 
-    def read_into(self, start: int, stop: int, out: dict[str, Bytes]) -> None:
-        """The same into memory that is there, uint8 ``[rows, row_bytes]``, contiguous, by site."""
+    def read_into(self, start: int, stop: int, out: Mapping[str, Bytes | Slots]) -> None:
+        """The same into memory that is there, by site: uint8 ``[rows, row_bytes]``, contiguous, or slots."""
         starts, stops, ranges = self._cut(start, stop)
         for number, site in enumerate(self.sites):
-            self.files.read(self.entries[ranges, number], starts, stops, site, out[site].reshape(-1))
-
-    def read_to(self, start: int, stop: int, out: Mapping[str, Slots]) -> None:
-        """The same into slots of memory, by site."""
-        starts, stops, ranges = self._cut(start, stop)
-        for number, site in enumerate(self.sites):
-            self.files.read(self.entries[ranges, number], starts, stops, site, out[site])
+            memory = out[site]
+            flat = memory if isinstance(memory, Slots) else memory.reshape(-1)
+            self.files.read(self.entries[ranges, number], starts, stops, site, flat)
 
     def gather(self, rows: Numbers) -> dict[str, Bytes]:
         """Rows by number, in any order: uint8 ``[rows, row_bytes]`` by site. Those between near ones are read too."""
