@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from threading import Lock
 from typing import NamedTuple, cast
 
 import msgspec
@@ -15,6 +13,7 @@ from headgate.capture.probes.probe import Probe
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
 from headgate.steering.core.content import Limits, check_phases, check_programs
+from headgate.steering.core.kept_programs import KeptPrograms, bytes_of
 from headgate.steering.core.modules import Module
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import Named, Resolved, module_programs, resolved_of
@@ -56,27 +55,16 @@ class LoweredGates:
     """Programs of the last gates, by their content: many requests of a load bring the same. Any thread."""
 
     def __init__(self) -> None:
-        self._made: OrderedDict[bytes, tuple[Registered, GatedPrograms]] = OrderedDict()
-        self._lock = Lock()
+        self._kept: KeptPrograms[tuple[Registered, GatedPrograms]] = KeptPrograms()
 
     def find(self, key: bytes, now: Registered) -> GatedPrograms | None:
         """Return programs that were made with the same registered names; None if there are none."""
-        with self._lock:
-            registered, made = self._made.get(key, (None, None))
-            if registered is None or not registered.is_same(now):
-                return None
-            self._made.move_to_end(key)
-            return made
+        found = self._kept.find(key)
+        return found[1] if found is not None and found[0].is_same(now) else None
 
     def keep(self, key: bytes, registered: Registered, made: GatedPrograms) -> None:
-        """Keep programs, at the expense of those that were not used for the longest time."""
-        with self._lock:
-            self._made[key] = registered, made
-            while len(self._made) > _KEPT_GATES:
-                self._made.popitem(last=False)
-
-
-_KEPT_GATES = 64
+        """Keep programs that were made with these registered names."""
+        self._kept.keep(key, (registered, made), bytes_of(made.prefill, made.decode))
 
 
 class GateContent:
