@@ -7,6 +7,7 @@ them that somebody reads.
 from __future__ import annotations
 
 from collections import deque
+from functools import cached_property
 from threading import Lock
 from typing import Any, cast
 
@@ -31,12 +32,16 @@ class ToldColumns:
 
     Attributes:
         columns: As given.
-        on_device: The same on the device.
     """
 
     def __init__(self, columns: Int64Array, device: torch.device) -> None:
         self.columns = columns
-        self.on_device = torch.from_numpy(columns).to(device)
+        self._device = device
+
+    @cached_property
+    def on_device(self) -> Tensor:
+        """The same on the device: sent when they are needed first."""
+        return torch.from_numpy(self.columns).to(self._device)
 
 
 LARGE_BYTES = 64 << 10

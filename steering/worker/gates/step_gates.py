@@ -218,7 +218,7 @@ class StepGates:
         if self._index is None or self._index[0] != key:
             are_first = np.array_equal(index, np.arange(len(index)))
             self._index = key, None if are_first else torch.from_numpy(index).to(self.tensors.signals.device)
-        if self._told is None or self._told.columns is not batch.told:
+        if self._told is None or not np.array_equal(self._told.columns, batch.told):
             self._told = ToldColumns(batch.told, self.tensors.signals.device)
         self._signals = StepSignals(self.tensors.signals, rows, self._index[1], self._told)
         if batch.has_early:
