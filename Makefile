@@ -71,7 +71,7 @@ dist: setup ## Build wheel and sdist, install the wheel in a fresh environment, 
 test-lowest: setup ## Some of the tests and one engine with the oldest dependencies that pyproject.toml allows
 	@$(BIN)/python .ci/test_lowest.py
 
-test-producers: setup ## The readers of SAE files against sae-lens and other producers, in an environment of their own
+test-producers: setup ## The readers of SAE files and data sets against sae-lens and other producers
 	@$(BIN)/python .ci/test_producers.py
 
 gpu-test: ## The tests that need a CUDA GPU, in the Python that holds your vLLM: make gpu-test GPU_PYTHON=python3

@@ -1,6 +1,7 @@
 """Readers of SAE files against the classes that write them, and data sets against the trainers that read them.
 
-sae-lens and the others bring two hundred packages, so they get an environment of their own, in .cache/producers. Their
+sae-lens and the others require two hundred packages and another torch. What they import of these is little, so they are
+installed without what they require, beside the environment of the tests: in .cache/producers, 150 MB. Their
 classes record files and activations anew; the tests of our readers then read those in place of the recorded ones.
 ``test_producers.py --keep`` replaces the recorded ones. There, too, trainers are fed with data sets and exports read.
 """
@@ -8,6 +9,7 @@ classes record files and activations anew; the tests of our readers then read th
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,16 +18,25 @@ from pathlib import Path
 import setup_env
 from setup_env import ROOT, SetupError, say
 
-ENVIRONMENT = ROOT / ".cache" / "producers"
+PACKAGES = ROOT / ".cache" / "producers"
 RECORDED = ROOT / "tests" / "producers" / "recorded"
 TESTS = "tests/unit/steering/features/test_producers.py"
 TRAINERS = "tests/producers/test_trainers.py"
-WITH_ALL = (
-    *("sae-lens==6.54.12", "nnsight", "natsort", "schedulefree", "zstandard"),
-    *("datasets", "pyarrow", "scikit-learn", "torchdata", "webdataset", "pytest"),
+INSTALLED = (
+    *("sae-lens==6.54.12", "dictionary-learning==0.1.0", "eai-sparsify==1.3.3", "circuit-tracer==0.5.0"),
+    *("datasets==5.2.0", "torchdata==0.11.0", "webdataset==1.0.2"),
+    *("transformer-lens==2.18.0", "jaxtyping==0.3.11", "better-abc==0.0.3", "typeguard==4.6.1", "einops==0.8.2"),
+    *("nnsight==0.8.1", "astor==0.8.1", "greenlet==3.5.6", "cloudpickle==3.1.3", "toml==0.10.2", "wandb==0.31.0"),
+    *("natsort==8.4.0", "schedulefree==1.4.1", "zstandard==0.25.0", "simple-parsing==0.1.9"),
+    *("docstring-parser==0.18.0", "braceexpand==0.1.7", "dill==0.4.1", "multiprocess==0.70.19", "xxhash==4.1.0"),
+    *("pandas==3.1.1", "python-dateutil==4.0.0", "pytz==2026.6", "six==1.17.0", "tzdata==2026.6"),
 )
-ALONE = ("dictionary-learning==0.1.0", "eai-sparsify==1.3.3", "circuit-tracer==0.5.0")
-"""Installed without what they require, of which the others bring all that their SAE classes import."""
+"""The producers, what they import and the environment of the tests has not; all of it without what it requires."""
+ENVIRONMENT = {
+    "PYTHONPATH": str(PACKAGES),
+    "HF_HUB_OFFLINE": "1",
+    "SPARSIFY_DISABLE_TRITON": "1",  # which is installed here, and finds no GPU
+}
 
 
 def main() -> int:
@@ -35,8 +46,8 @@ def main() -> int:
         target = RECORDED if keeps else Path(folder)
         try:
             install()
-            command = [ENVIRONMENT / "bin" / "python", ROOT / "tests" / "producers" / "record.py", target]
-            setup_env.run(command, "the producers' classes could not record", env=dict(os.environ))
+            command: list[str | Path] = [sys.executable, ROOT / "tests" / "producers" / "record.py", target]
+            setup_env.run(command, "the producers' classes could not record", env={**os.environ, **ENVIRONMENT})
         except SetupError as error:
             print(f"\ntest-producers failed: {error}", file=sys.stderr)
             return 1
@@ -46,30 +57,26 @@ def main() -> int:
 
 
 def test_trainers() -> int:
-    """Feed data sets to the trainers, in their environment, which has no vLLM and not all that the fixtures need."""
-    command = [str(ENVIRONMENT / "bin" / "python"), "-m", "pytest", "-q", "--noconftest", TRAINERS]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}).returncode
+    """Feed data sets to the trainers; fixtures of other tests are not theirs."""
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", TRAINERS]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}).returncode
 
 
 def install() -> None:
-    """Make the environment, unless it is there."""
-    done = ENVIRONMENT / "done"
-    if done.is_file() and done.read_text() == repr((WITH_ALL, ALONE)):
+    """Install the packages, unless they are there."""
+    done = PACKAGES / "done"
+    if done.is_file() and done.read_text() == repr(INSTALLED):
         return
-    uv = Path(sys.executable).parent / "uv"
-    python = ENVIRONMENT / "bin" / "python"
-    index = {**os.environ, **setup_env.pip_index(Path(sys.executable))}
-    say("installing sae-lens and the others, about 2 GB")
-    setup_env.run(
-        [uv, "venv", "--quiet", "--clear", "--python", sys.executable, ENVIRONMENT], "no environment", env=index
+    shutil.rmtree(PACKAGES, ignore_errors=True)
+    python = Path(sys.executable)
+    say("installing sae-lens and the others, about 150 MB")
+    setup_env.install(
+        python,
+        setup_env.pip_index(python),
+        ["--no-deps", "--target", PACKAGES, *INSTALLED],
+        "the producers' packages could not be installed",
     )
-    setup_env.install_torch(python, index)
-    into: list[str | Path] = [uv, "pip", "install", "--quiet", "--python", python]
-    why = "the producers' packages could not be installed"
-    setup_env.run([*into, setup_env.TORCH, *WITH_ALL], why, env=index)
-    setup_env.run([*into, "--no-deps", *ALONE], why, env=index)
-    setup_env.run([*into, "-e", ROOT], why, env=index)
-    done.write_text(repr((WITH_ALL, ALONE)))
+    done.write_text(repr(INSTALLED))
 
 
 if __name__ == "__main__":

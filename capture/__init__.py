@@ -35,6 +35,7 @@ from headgate.capture.schema.spec import CaptureSpec
 if TYPE_CHECKING:
     __version__: str
     from headgate.capture.engine.api import LLM, SamplingParams, start_llm
+    from headgate.capture.engine.requests.chat_messages import message_spans
     from headgate.capture.engine.setup.cli_flags import additional_config
     from headgate.capture.handles import CaptureHandle, RowView, UnreadCaptureWarning, fetch_all
 
@@ -69,6 +70,7 @@ __all__ = [
     "additional_config",
     "fetch_all",
     "hookimpl",
+    "message_spans",
     "parse_client_spec",
     "site_map",
     "start_llm",
@@ -82,6 +84,7 @@ _LATE = {
     "UnreadCaptureWarning": "headgate.capture.handles",
     "additional_config": "headgate.capture.engine.setup.cli_flags",
     "fetch_all": "headgate.capture.handles",
+    "message_spans": "headgate.capture.engine.requests.chat_messages",
     "start_llm": "headgate.capture.engine.api",
 }
 """Names that need vLLM or are part of its world, and what few need: imported when they are first used."""

@@ -120,7 +120,7 @@ class LocalDelivery:
         return DeliveryStats(
             **asdict(self._sender.stats()),
             dispatch_errors=self._dispatcher.num_errors,
-            consumers=tuple(self._consumers[bit].queue.stats() for bit in sorted(self._consumers)),
+            consumers=tuple(self._consumers[bit].stats() for bit in sorted(self._consumers)),
         )
 
     def close(self, timeout_s: float) -> CloseReport:

@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from headgate.capture.delivery.request_assembler import Assembler
+from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import (
     BatchedConsumer,
     CapturedRequest,
@@ -25,7 +27,8 @@ from headgate.capture.schema.consumer import (
     SpecContext,
     StreamingConsumer,
 )
-from headgate.capture.schema.errors import ConfigError, ConsumerError
+from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError, shown
+from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.transport.messages import DTYPES
 from headgate.consumers.filesystem.formats.layout import POSITIONS, TOKEN_IDS, sidecar_of
@@ -193,6 +196,55 @@ def encode(captured: CapturedRequest, context: ConsumerContext) -> bytes:
         tensors[site.name] = captured.rows[site].reshape(num_rows, model.hidden_size).clone()
     data: bytes = save(tensors, metadata=sidecar.to_strings())
     return data
+
+
+class InlineRows:
+    """The rows of one sample, from a payload of the consumer `inline`; implements `FetchedRows`.
+
+    ``rows["12.post_mlp"]`` is a tensor ``[num_rows, hidden]`` in the model's dtype; aliases and `Site` work too.
+
+    Attributes:
+        sites: In the order of the forward pass.
+        positions: int64 ``[num_rows]``, ascending.
+        token_ids: int64 ``[num_rows]``: the token whose forward gave the row.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        length = int.from_bytes(data[:8], "little")
+        about = msgspec.json.decode(data[8 : 8 + length])["__metadata__"]
+        tensors = load(data)
+        self.sites = tuple(Site.parse(name) for name in msgspec.json.decode(about["sites"]))
+        self.positions: Int64Array = tensors.pop(POSITIONS).numpy()
+        self.token_ids: Int64Array = tensors.pop(TOKEN_IDS).numpy()
+        self._rows: dict[Site, torch.Tensor] = {site: tensors[site.name] for site in self.sites}
+
+    def __len__(self) -> int:
+        """Rows per site."""
+        return len(self.positions)
+
+    def __getitem__(self, site: Site | str) -> torch.Tensor:
+        """``[num_rows, hidden]`` of one site.
+
+        Raises:
+            KeyError: If it was not captured; the message lists those that were.
+        """
+        try:
+            return self._rows[site if isinstance(site, Site) else Site.parse(site)]
+        except (KeyError, ValueError):
+            raise KeyError(f"{site}: not captured; there are {', '.join(s.name for s in self.sites)}") from None
+
+
+def fetch_rows(payload: Mapping[str, Any]) -> InlineRows:
+    """Return the rows in the payload of one sample's result, from an `LLM` or out of an answer over HTTP.
+
+    Raises:
+        CaptureFileError: If it is no payload of the consumer `inline`, or damaged.
+    """
+    try:
+        return InlineRows(base64.b64decode(payload["data"], validate=True))
+    except (TypeError, KeyError, ValueError, SafetensorError) as error:
+        what = "expected a payload of the consumer 'inline'"
+        raise CaptureFileError(f"{what}, got {shown(payload)}: {error!r}") from error
 
 
 def _parse(params: Mapping[str, Any]) -> InlineParams:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
@@ -15,6 +15,7 @@ from headgate.capture.delivery.consumer_queue import Abandon, ConsumerQueue, Fin
 from headgate.capture.delivery.row_packets import Packet
 from headgate.capture.delivery.spill_file import SpillFile
 from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.monitoring.stats import ConsumerStats, figures_of
 from headgate.capture.schema.batch import FinalState
 from headgate.capture.schema.config import CaptureConsumerSpec
 from headgate.capture.schema.consumer import FinishedRequest, RequestInfo, RowBlock
@@ -104,6 +105,15 @@ class ConsumerThread:
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+
+    def stats(self) -> ConsumerStats:
+        """Counters as of now, and the consumer's own figures."""
+        try:
+            figures = figures_of(self._sink)
+        except Exception as error:  # noqa: BLE001  (a consumer may raise what it likes)
+            self._log.error("its figures are not told", cause=error)
+            figures = ()
+        return replace(self.queue.stats(), figures=figures)
 
     def close(self, close_by: float) -> None:
         """Let the thread deliver what is queued, close the consumer and end; `close_by` is on the monotonic clock."""

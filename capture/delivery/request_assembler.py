@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.delivery.buffer_pool import RowPool
+from headgate.capture.monitoring.stats import Figure, figures_of
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import MIB
 from headgate.capture.schema.consumer import (
@@ -85,6 +86,10 @@ class Assembler:
     def abandon(self, request: RequestInfo) -> None:
         """Throw away the collected rows of `request`, if any."""
         self._requests.pop(request.request_id, None)
+
+    def figures(self) -> tuple[Figure, ...]:
+        """Those that the consumer counts by itself."""
+        return figures_of(self._consumer)
 
     def close(self, timeout_s: float) -> None:
         """Close the consumer; requests that are not finished by now never will be."""

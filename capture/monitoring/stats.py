@@ -4,10 +4,53 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, runtime_checkable
 
 RESULT_BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the buckets in which `ConsumerStats.result_counts` counts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """A number that a consumer counts by itself.
+
+    Attributes:
+        name: Small letters, digits and ``_``: ``/metrics`` has it behind ``headgate_capture_consumer_own_``.
+        kind: Counters only ever grow while the consumer lives.
+        about: A sentence, with the unit.
+        value: Now.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    about: str
+    value: float
+
+
+@runtime_checkable
+class HasFigures(Protocol):
+    """A consumer that counts something by itself."""
+
+    def figures(self) -> Sequence[Figure]:
+        """Return all its figures, at once: for each scrape of ``/metrics``. Any thread."""
+        ...
+
+
+def figures_of(consumer: object) -> tuple[Figure, ...]:
+    """Return the figures of a consumer; none if it has none."""
+    return tuple(consumer.figures()) if isinstance(consumer, HasFigures) else ()
+
+
+def added_figures(before: Sequence[Figure], now: Sequence[Figure]) -> tuple[Figure, ...]:
+    """Return the figures of a consumer that was opened anew: counters of both together, gauges of `now`."""
+    earlier = {each.name: each for each in before if each.kind == "counter"}
+    found = []
+    for each in now:
+        known = earlier.pop(each.name, None)
+        is_sum = known is not None and each.kind == "counter"
+        found.append(replace(each, value=each.value + known.value) if known is not None and is_sum else each)
+    return (*found, *earlier.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +75,7 @@ class ConsumerStats:
         queued_bytes: Now: rows in its queue or in its hands.
         spilled_bytes: Now: rows in its spill file.
         is_hung: Now.
+        figures: Those that it counts by itself.
     """
 
     instance: str
@@ -51,6 +95,7 @@ class ConsumerStats:
     queued_bytes: int = 0
     spilled_bytes: int = 0
     is_hung: bool = False
+    figures: tuple[Figure, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 from headgate.capture.delivery.delivery import CloseReport, DeliveryStats
 from headgate.capture.delivery.handoff import Dispatched, RequestBegins
 from headgate.capture.local_delivery import Place
-from headgate.capture.monitoring.stats import ConsumerStats
+from headgate.capture.monitoring.stats import ConsumerStats, added_figures
 from headgate.capture.process.connection import Connection
 from headgate.capture.process.ledger import Ledger
 from headgate.capture.process.messages import (
@@ -288,10 +288,11 @@ def added(before: DeliveryStats, now: DeliveryStats) -> DeliveryStats:
 
 
 def _added(before: ConsumerStats, now: ConsumerStats) -> ConsumerStats:
-    counters = [each.name for each in fields(now) if each.name not in ("instance", "result_counts", *_GAUGES)]
+    others = ("instance", "result_counts", "figures", *_GAUGES)
+    counters = [each.name for each in fields(now) if each.name not in others]
     sums = {name: getattr(before, name) + getattr(now, name) for name in counters}
     counts = tuple(one + other for one, other in zip(before.result_counts, now.result_counts, strict=True))
-    return replace(now, **sums, result_counts=counts)
+    return replace(now, **sums, result_counts=counts, figures=added_figures(before.figures, now.figures))
 
 
 def open_capture_process(place: Place, sites: Sequence[Site], memory: SharedStaging, reader: int = 0) -> CaptureProcess:

@@ -99,7 +99,7 @@ class DriverHost:
     def stats(self) -> DriverStats:
         """Counters as of now; waits for no consumer."""
         return DriverStats(
-            consumers=tuple(feed.thread.queue.stats() for feed in self._feeds),
+            consumers=tuple(feed.thread.stats() for feed in self._feeds),
             unknown=sum(feed.receiver.num_unknown for feed in self._feeds),
             malformed=sum(feed.inbox.malformed for feed in self._feeds),
         )

@@ -7,7 +7,7 @@ drawn uniformly from the pool, which is filled up again before the next one. So 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from headgate.consumers.datasets.batches import RowBatch, check_positive
 from headgate.consumers.datasets.pool import RowPool
-from headgate.consumers.datasets.reading import Bytes
+from headgate.consumers.datasets.reading import Bytes, Slots
 from headgate.consumers.datasets.sinks import SinkFilter
 from headgate.consumers.datasets.view import RowView, fingerprint_of
 
@@ -153,18 +153,23 @@ class MixedBatches(Iterator[RowBatch]):
 
     def _fill(self) -> None:
         pool = self._pool
-        while self._next_block < len(self._starts) and (
-            pool.count < self._min_rows or pool.num_requests < self._min_requests
-        ):
-            start, stop = int(self._starts[self._next_block]), int(self._stops[self._next_block])
-            self._next_block += 1
-            numbers = np.arange(start, stop, dtype=np.int64)
-            data = self.view.read(start, stop)
-            if self._filter is not None:
-                kept = self._filter.keeps(data)
-                self.num_sinks += int(np.count_nonzero(~kept))
-                numbers, data = numbers[kept], {site: rows[kept] for site, rows in data.items()}
-            pool.add(numbers, data)
+        while self._next_block < len(self._starts):
+            lacking = self._min_rows - pool.count
+            if lacking <= 0 and pool.num_requests >= self._min_requests:
+                break
+            if self._filter is None:
+                self._next_block = pool.read(self._starts, self._stops, self._next_block, lacking)
+            else:
+                self._add_filtered(self._filter)
+
+    def _add_filtered(self, sinks: SinkFilter) -> None:
+        start, stop = int(self._starts[self._next_block]), int(self._stops[self._next_block])
+        self._next_block += 1
+        data = self.view.read(start, stop)
+        kept = sinks.keeps(data)
+        self.num_sinks += int(np.count_nonzero(~kept))
+        numbers = np.arange(start, stop, dtype=np.int64)[kept]
+        self._pool.add(numbers, {site: rows[kept] for site, rows in data.items()})
 
 
 def block_order(view: RowView, block_rows: int, random: np.random.Generator) -> tuple[Numbers, Numbers]:
@@ -224,6 +229,31 @@ class _Pool:
     def add(self, numbers: Numbers, data: dict[str, Bytes]) -> None:
         """Add rows."""
         self._rows.add(numbers, data)
+        self._count(numbers)
+
+    def read(self, starts: Numbers, stops: Numbers, first: int, num_rows: int) -> int:
+        """Add the rows of blocks, from block `first` on: of one, and further ones up to `num_rows` rows.
+
+        Returns:
+            The block behind the last.
+        """
+        ends = np.cumsum(stops[first : first + max(num_rows, 1)] - starts[first : first + max(num_rows, 1)])
+        count = min(int(np.searchsorted(ends, num_rows)) + 1, len(ends))
+        blocks = list(zip(starts[first : first + count].tolist(), stops[first : first + count].tolist(), strict=True))
+        numbers = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in blocks])
+
+        def fill(memory: Mapping[str, Slots]) -> None:
+            done = 0
+            for start, stop in blocks:
+                rows = slice(done, done + stop - start)
+                self._view.read_into(start, stop, {site: Slots(m, slots[rows]) for site, (m, slots) in memory.items()})
+                done = rows.stop
+
+        self._rows.read(numbers, fill)
+        self._count(numbers)
+        return first + count
+
+    def _count(self, numbers: Numbers) -> None:
         requests, counts = np.unique(self._view.requests(numbers), return_counts=True)
         self.num_requests += int(np.count_nonzero(self._per_request[requests] == 0))
         self._per_request[requests] += counts.astype(np.int32)

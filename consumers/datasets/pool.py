@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from headgate.consumers.datasets.reading import Bytes
+from headgate.consumers.datasets.reading import Bytes, Slots
 
 Numbers = npt.NDArray[np.int64]
 
@@ -49,14 +49,25 @@ class RowPool:
 
     def add(self, numbers: Numbers, data: Mapping[str, Bytes]) -> None:
         """Add rows: uint8 ``[rows, row_bytes]`` by site, which are copied."""
+        slots = self._free_slots(numbers)
+        for site, rows in data.items():
+            self._rows[site][slots] = _as_items(rows)
+        self.count += len(numbers)
+
+    def read(self, numbers: Numbers, fill: Callable[[Mapping[str, Slots]], None]) -> None:
+        """Add rows that `fill` reads to where they are to lie; if it raises, none is added."""
+        slots = self._free_slots(numbers)
+        fill({site: Slots(rows.view(np.uint8).reshape(len(rows), -1), slots) for site, rows in self._rows.items()})
+        self.count += len(numbers)
+
+    def _free_slots(self, numbers: Numbers) -> Numbers:
+        """Slots for rows that are about to be added."""
         needed = self.count + len(numbers)
         if needed > len(self._slots):
             self._grow(max(needed, len(self._slots) * 5 // 4))
-        slots = self._slots[self.count : needed]
+        slots = self._slots[self.count : needed].copy()
         self._numbers[slots] = numbers
-        for site, rows in data.items():
-            self._rows[site][slots] = _as_items(rows)
-        self.count = needed
+        return slots
 
     def draw(self, random: np.random.Generator, count: int) -> tuple[Numbers, dict[str, Bytes]]:
         """Take rows out at random, all if there are not more than `count`: their numbers and, by site, their bytes."""

@@ -17,8 +17,41 @@ from headgate.consumers.filesystem.storage.object_store import open_files
 
 MAX_OPEN = 128
 """Files kept open."""
+_VECTORS = 512
+"""Rows that one call of the system reads to their places; it takes at most 1024."""
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class Slots(NamedTuple):
+    """Memory for rows, in any order: each is read to its place, without a copy of all in between.
+
+    Attributes:
+        memory: uint8 ``[slots, row_bytes]``, contiguous.
+        chosen: int64 ``[rows]``: the slot of each row, in the order of the rows.
+    """
+
+    memory: Bytes
+    chosen: npt.NDArray[np.int64]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return len(self.chosen) * int(self.memory.shape[1])
+
+    def put(self, data: Bytes) -> None:
+        """Copy the bytes of all rows, one behind the other."""
+        self.memory[self.chosen] = data.reshape(len(self.chosen), -1)
+
+    def part(self, start: int, stop: int) -> Slots:
+        """The bytes ``start : stop`` of the rows; both lie between rows."""
+        width = self.memory.shape[1]
+        return Slots(self.memory, self.chosen[start // width : stop // width])
+
+    def views(self) -> list[memoryview]:
+        """The memory of each row."""
+        flat, width = self.memory.reshape(-1).data, self.memory.shape[1]
+        return [flat[at : at + width] for at in (self.chosen * width).tolist()]
 
 
 class Piece(NamedTuple):
@@ -34,7 +67,7 @@ class Piece(NamedTuple):
     unit: Unit
     name: str
     offset: int
-    out: Bytes
+    out: Bytes | Slots
 
 
 class Reader:
@@ -80,6 +113,9 @@ class Reader:
                 _fill(piece, data, files, path)
 
     def _read_local(self, piece: Piece) -> None:
+        if isinstance(piece.out, Slots):
+            self._read_slots(piece, piece.out)
+            return
         file = self._file(piece.unit, piece.name)
         view, done = piece.out.data, 0
         while done < len(view):
@@ -88,6 +124,15 @@ class Reader:
                 path = self.path(piece.unit, piece.name)
                 raise CaptureFileError(f"{path}: torn: ends {len(view) - done} bytes early")
             done += count
+
+    def _read_slots(self, piece: Piece, out: Slots) -> None:
+        file, width = self._file(piece.unit, piece.name), out.memory.shape[1]
+        for start in range(0, out.nbytes, _VECTORS * width):
+            part = out.part(start, min(start + _VECTORS * width, out.nbytes))
+            if os.preadv(file, part.views(), piece.offset + start) < part.nbytes:  # cut off, by a signal or for good
+                whole = np.empty(part.nbytes, dtype=np.uint8)
+                self._read_local(piece._replace(offset=piece.offset + start, out=whole))
+                part.put(whole)
 
     def read_all(self, unit: Unit, name: str) -> bytes:
         """A whole small file."""
@@ -151,4 +196,8 @@ def _fill(piece: Piece, data: bytes | Exception, files: Any, path: str) -> None:
         raise CaptureFileError(f"{path}: torn: {piece.out.nbytes} bytes expected at {piece.offset}, {found} found")
     if isinstance(data, Exception):
         raise data
-    piece.out[:] = np.frombuffer(data, dtype=np.uint8)
+    found_bytes = np.frombuffer(data, dtype=np.uint8)
+    if isinstance(piece.out, Slots):
+        piece.out.put(found_bytes)
+    else:
+        piece.out[:] = found_bytes

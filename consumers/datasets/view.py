@@ -6,7 +6,7 @@ of them are not in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.datasets.index.table import Table
-from headgate.consumers.datasets.reading import Bytes, Piece, Reader
+from headgate.consumers.datasets.reading import Bytes, Piece, Reader, Slots
 from headgate.consumers.filesystem.formats.layout import ITEM_SIZES, POSITIONS, TOKEN_IDS
 from headgate.consumers.filesystem.formats.raw_layout import DATA_SUFFIX, SIDECAR_SUFFIX
 from headgate.consumers.filesystem.formats.shard_layout import COLUMN_SUFFIX
@@ -59,7 +59,7 @@ class Files:
         self.read(np.array([entry]), np.array([start]), np.array([stop]), name, out)
         return out.view(np.int64)
 
-    def read(self, entries: Numbers, starts: Numbers, stops: Numbers, tensor: str, out: Bytes) -> None:
+    def read(self, entries: Numbers, starts: Numbers, stops: Numbers, tensor: str, out: Bytes | Slots) -> None:
         """Fill `out` with a tensor's rows of several ranges; ranges that touch in a file are read at once."""
         columns = self.table.columns
         at, rows, units, groups = (columns[name][entries] for name in ("at", "rows", "unit", "group"))
@@ -76,14 +76,16 @@ class Files:
                 spans.append((int(units[number]), int(groups[number]), begin, end))
         self._read(spans, tensor, out)
 
-    def _read(self, spans: Sequence[tuple[int, int, int, int]], tensor: str, out: Bytes) -> None:
+    def _read(self, spans: Sequence[tuple[int, int, int, int]], tensor: str, out: Bytes | Slots) -> None:
         pieces: dict[int, list[Piece]] = {}
         done = 0
         for unit, group, begin, end in spans:
             name = _file_name(self.table.groups[group].layout, tensor)
-            piece = Piece(self.table.units[unit], name, begin, out[done : done + end - begin])
+            stop = done + end - begin
+            memory = out.part(done, stop) if isinstance(out, Slots) else out[done:stop]
+            piece = Piece(self.table.units[unit], name, begin, memory)
             pieces.setdefault(int(self._root_of_unit[unit]), []).append(piece)
-            done += end - begin
+            done = stop
         for root, of_root in pieces.items():
             self._readers[root].read(of_root)
 
@@ -159,11 +161,13 @@ class RowView:
         self.read_into(start, stop, out)
         return out
 
-    def read_into(self, start: int, stop: int, out: dict[str, Bytes]) -> None:
-        """The same into memory that is there, uint8 ``[rows, row_bytes]``, contiguous, by site."""
+    def read_into(self, start: int, stop: int, out: Mapping[str, Bytes | Slots]) -> None:
+        """The same into memory that is there, by site: uint8 ``[rows, row_bytes]``, contiguous, or slots."""
         starts, stops, ranges = self._cut(start, stop)
         for number, site in enumerate(self.sites):
-            self.files.read(self.entries[ranges, number], starts, stops, site, out[site].reshape(-1))
+            memory = out[site]
+            flat = memory if isinstance(memory, Slots) else memory.reshape(-1)
+            self.files.read(self.entries[ranges, number], starts, stops, site, flat)
 
     def gather(self, rows: Numbers) -> dict[str, Bytes]:
         """Rows by number, in any order: uint8 ``[rows, row_bytes]`` by site. Those between near ones are read too."""

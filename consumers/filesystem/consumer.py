@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from headgate.capture.monitoring.stats import Figure
 from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
@@ -132,7 +133,7 @@ class FilesystemConsumer(StreamingConsumer):
 
     def begin(self, request: RequestInfo) -> None:
         if request.spec.sites:
-            index = self._index(request.request_id)
+            index = _writer_of(request.request_id, len(self._threads))
             # Nobody wakes up for it: the first rows bring the writer to it.
             self._threads[index].submit(partial(self._request_writers[index].begin, request), is_urgent=False)
 
@@ -157,7 +158,7 @@ class FilesystemConsumer(StreamingConsumer):
         with self._outstanding_lock:
             self._outstanding.add(outcome)
         outcome.add_done_callback(partial(self._stored, ticket, _num_files(finished.request)))
-        index = self._index(finished.request.request_id)
+        index = _writer_of(finished.request.request_id, len(self._threads))
         self._threads[index].submit(
             partial(self._request_writers[index].finish, finished, chunks, outcome),
             sum(chunk.num_bytes for chunk in chunks),
@@ -167,8 +168,12 @@ class FilesystemConsumer(StreamingConsumer):
     def abandon(self, request: RequestInfo) -> None:
         self._quota.release(request.request_id)
         self._gatherer.pop(request.request_id)
-        index = self._index(request.request_id)
+        index = _writer_of(request.request_id, len(self._threads))
         self._threads[index].submit(partial(self._request_writers[index].abandon, request))
+
+    def figures(self) -> Sequence[Figure]:
+        """Return what waits in the spool and was uploaded, of a root in an object store."""
+        return () if self._remote is None else self._remote.figures()
 
     def close(self, timeout_s: float) -> None:
         """Write all queued rows within `timeout_s` seconds; requests left over end with an error. Any thread."""
@@ -202,13 +207,10 @@ class FilesystemConsumer(StreamingConsumer):
         by_writer: dict[int, list[tuple[str, Chunk]]] = defaultdict(list)
         for request_id, of_request in chunks.items():
             if of_request:
-                by_writer[self._index(request_id)] += [(request_id, chunk) for chunk in of_request]
+                by_writer[_writer_of(request_id, len(self._threads))] += [(request_id, chunk) for chunk in of_request]
         for index, pairs in by_writer.items():
             num_bytes = sum(chunk.num_bytes for _, chunk in pairs)
             self._threads[index].submit(partial(self._request_writers[index].append, pairs), num_bytes)
-
-    def _index(self, request_id: str) -> int:
-        return zlib.crc32(request_id.encode("utf-8", "surrogatepass")) % len(self._threads)
 
     def _book(self, request: RequestInfo) -> int:
         """Count the files that an ended request will have; return the ticket of `DiskQuota.store`.
@@ -228,6 +230,11 @@ class FilesystemConsumer(StreamingConsumer):
             self._outstanding.discard(outcome)
         is_stored = outcome.exception() is None
         self._quota.settle(ticket, outcome.result()["num_bytes"] + num_files * FILE_BYTES if is_stored else 0)
+
+
+def _writer_of(request_id: str, num_writers: int) -> int:
+    """The writer thread of a request: always the same one."""
+    return zlib.crc32(request_id.encode("utf-8", "surrogatepass")) % num_writers
 
 
 def _rows_of(block: RowBlock, dtype: Any, hidden_size: int) -> npt.NDArray[np.uint8]:

@@ -18,13 +18,17 @@ from headgate.capture.schema.limits import check_tag
 from headgate.capture.schema.selectors.parsing import parse_positions
 from headgate.capture.schema.sites import parse_hook
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.consumers.filesystem.formats.layout import LayoutName
+from headgate.consumers.filesystem.formats.layout import LayoutName, MessagePlace
 from headgate.consumers.filesystem.storage.object_store import check_writable
 from headgate.consumers.filesystem.storage.store import check_name, slug
 from headgate.consumers.filesystem.uploading.spool_folder import default_spool
 
 LAYOUTS: tuple[LayoutName, ...] = ("request", "shards", "raw")
-OPTIONS = ("tag", "request_id", "layout")
+OPTIONS = ("tag", "request_id", "layout", "messages")
+MAX_MESSAGES = 1024
+MAX_POSITION = (1 << 31) - 1
+MAX_ROLE = 128
+"""Characters of a message's role, at most."""
 
 
 class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,10 +139,11 @@ def parse_params(params: Mapping[str, Any]) -> FilesystemParams:
 
 
 def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
-    """Check and resolve ``{"hooks", "positions", "tag", "request_id", "layout"}``; only ``hooks`` is required.
+    """Check and resolve ``{"hooks", "positions", "tag", "request_id", "layout", "messages"}``; ``hooks`` is required.
 
     Returns:
-        The spec; its options are ``tag``, ``request_id``, ``layout`` and ``name``, the file's name.
+        The spec; its options are ``tag``, ``request_id``, ``layout`` and ``name``, the file's name; and ``messages``,
+        where those of the chat lie, if the request told.
 
     Raises:
         RequestError: Naming the field.
@@ -156,7 +161,31 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     else:  # made by the front end or a proxy: the client may not even know it, so it is no reason to refuse
         request_id, name = context.client_request_id, slug(context.client_request_id)
     resolved = {"tag": tag, "request_id": request_id, "name": name, "layout": layout}
+    if "messages" in options:
+        resolved["messages"] = _messages(options["messages"], f"{context.field}.messages")
     return CaptureSpec(sites=spec.sites, positions=spec.positions, options=resolved)
+
+
+def _messages(value: object, field: str) -> list[dict[str, Any]]:
+    """Check where the messages of a chat lie, as a client tells that rendered it itself."""
+    if not isinstance(value, list | tuple) or len(value) > MAX_MESSAGES:
+        got = f"{len(value)} of them" if isinstance(value, list | tuple) else shown(value)
+        raise RequestError(field, f"expected a list of at most {MAX_MESSAGES} messages; got {got}")
+    end, told = 0, []
+    for number, given in enumerate(value):
+        try:
+            one = msgspec.convert(given, MessagePlace)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"{field}[{number}]", f"expected role, start and stop of a message: {error}") from error
+        if not end <= one.start < one.stop <= MAX_POSITION or len(one.role) > MAX_ROLE:
+            raise RequestError(
+                f"{field}[{number}]",
+                f"expected a role of at most {MAX_ROLE} characters, and positions that ascend from message to message; "
+                f"got {shown(given)}",
+            )
+        end = one.stop
+        told.append(msgspec.to_builtins(one))
+    return told
 
 
 def parse_global(context: SpecContext) -> CaptureSpec | None:

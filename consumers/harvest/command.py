@@ -45,6 +45,7 @@ def run(
     temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0,
     drop_first: Annotated[int, typer.Option(help="Positions left out: 1 for BOS, more for sinks.")] = 0,
     context: Annotated[int | None, typer.Option(help="Tokens that longer prompts are cut to.")] = None,
+    messages: Annotated[bool, typer.Option("--messages", help="Files tell where the messages of chats lie.")] = False,
     batch: Annotated[int, typer.Option(min=1, help="Prompts that run together.")] = DEFAULT_BATCH,
     spool: Annotated[Path | None, typer.Option(metavar="PATH", help="Where files wait for an object store.")] = None,
 ) -> None:
@@ -54,14 +55,9 @@ def run(
     goes on without gaps or doubles. `open_dataset(ROOT)` opens the rows for a training.
     """
     with _failing_well():
-        num_rows = _whole(rows)
-        wanted = Wanted(
-            sites=parse_site_names(sites),
-            tokens=cast("Tokens", tokens),
-            drop_first=drop_first,
-            max_tokens=max_tokens,
-            temperature=temperature,
-        )
+        num_rows, asked = _whole(rows), cast("Tokens", tokens)
+        how: dict[str, Any] = {"drop_first": drop_first, "max_tokens": max_tokens, "messages": messages}
+        wanted = Wanted(sites=parse_site_names(sites), tokens=asked, temperature=temperature, **how)
         given = open_prompts(prompts, field=field, split=split)
         with HarvestRoot(to, spool=spool) as root:
             early = {"model": model, **described(given, wanted, context, batch)}
@@ -120,6 +116,11 @@ def _say(manifest: dict[str, Any], to: str) -> None:
     console.print(f"{facts['rows']:,} rows of {', '.join(facts['sites'])} from {prompts:,} prompts in {escape(to)}")
     if facts["prompts_cut_in_this_run"]:
         console.print(f"{facts['prompts_cut_in_this_run']:,} prompts were cut to {facts['context']:,} tokens")
+    if facts["chats_without_messages_in_this_run"]:
+        console.print(
+            f"{facts['chats_without_messages_in_this_run']:,} chats without the places of their messages: the model's "
+            "chat template does not show them"
+        )
     if not facts["has_all_rows"]:
         _fail(f"the prompts have no more than {facts['rows']:,} rows; {facts['rows_wanted']:,} were asked for")
 

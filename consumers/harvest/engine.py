@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol, cast
 
+from headgate.capture import message_spans
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.results import CaptureResult
-from headgate.consumers.harvest.prompts import Prompt
+from headgate.capture.schema.results import CaptureResult, MessageSpan
+from headgate.consumers.harvest.prompts import Chat, Prompt, is_chat
 from headgate.consumers.harvest.wanted import Task, Wanted
 
 
@@ -45,6 +47,10 @@ class HarvestEngine(Protocol):
         """The tokens of a prompt."""
         ...
 
+    def messages(self, chat: Chat) -> Sequence[MessageSpan] | None:
+        """Where the messages of a chat lie in its tokens; None if the chat template does not show it."""
+        ...
+
     def run(
         self, tasks: Sequence[Task], wanted: Wanted, consumer: str, specs: Sequence[Mapping[str, Any]]
     ) -> list[CaptureResult]:
@@ -71,7 +77,6 @@ class VllmEngine:
     def __init__(self, llm: Any) -> None:
         config = llm.llm_engine.vllm_config.model_config
         self._llm = llm
-        self._tokenizer: Any = None
         self.facts = EngineFacts(
             model=config.model,
             revision=config.revision or getattr(config.hf_config, "_commit_hash", None),
@@ -83,15 +88,21 @@ class VllmEngine:
         )
 
     def tokens(self, prompt: Prompt) -> Sequence[int]:
-        if not isinstance(prompt, str) and (not prompt or isinstance(prompt[0], int)):
-            return prompt  # type: ignore[return-value]
-        if self._tokenizer is None:
-            self._tokenizer = self._llm.get_tokenizer()
-        if isinstance(prompt, str):
-            return list(self._tokenizer.encode(prompt))
-        is_open = prompt[-1]["role"] != "assistant"
+        if is_chat(prompt):
+            return self._render(prompt, is_open=prompt[-1]["role"] != "assistant")
+        return list(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else cast("list[int]", prompt)
+
+    def messages(self, chat: Chat) -> Sequence[MessageSpan] | None:
+        bos = getattr(self._tokenizer, "bos_token_id", None)
+        return message_spans(chat, self.tokens(chat), partial(self._render, is_open=False), bos=bos)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return self._llm.get_tokenizer()
+
+    def _render(self, chat: Sequence[Mapping[str, Any]], *, is_open: bool) -> list[int]:
         found = self._tokenizer.apply_chat_template(
-            prompt, tokenize=True, add_generation_prompt=is_open, return_dict=False
+            list(chat), tokenize=True, add_generation_prompt=is_open, return_dict=False
         )
         return list(found)
 
@@ -123,6 +134,6 @@ def engine_of(llm: object) -> HarvestEngine:
     """
     if hasattr(llm, "llm_engine"):
         return VllmEngine(llm)
-    if all(hasattr(llm, name) for name in ("facts", "tokens", "run")):
+    if all(hasattr(llm, name) for name in ("facts", "tokens", "messages", "run")):
         return llm  # type: ignore[return-value]
     raise ConfigError(f"expected an LLM of vLLM or a HarvestEngine, got {type(llm).__name__}")

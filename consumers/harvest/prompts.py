@@ -16,13 +16,14 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
 from headgate.capture.schema.errors import ConfigError, shown
 
-Prompt = str | list[dict[str, Any]] | list[int]
+Chat = list[dict[str, Any]]
+Prompt = str | Chat | list[int]
 """A text, the messages of a chat, or token ids."""
 
 FIELDS = ("text", "messages", "prompt", "input_ids", "token_ids")
@@ -56,6 +57,11 @@ class PromptSet:
         """
         for place, record in self._records():
             yield _prompt(_value(record, self.field, place), place)
+
+
+def is_chat(prompt: Prompt) -> TypeGuard[Chat]:
+    """Whether a prompt is a chat."""
+    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
 
 
 def open_prompts(name: str, *, field: str | None = None, split: str = "train") -> PromptSet:

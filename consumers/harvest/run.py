@@ -8,11 +8,12 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError
+from headgate.capture.schema.results import MessageSpan
 from headgate.consumers.datasets.dataset import open_dataset
 from headgate.consumers.filesystem.formats.layout import ITEM_SIZES
 from headgate.consumers.harvest.engine import EngineFacts, HarvestEngine
 from headgate.consumers.harvest.places import TAG
-from headgate.consumers.harvest.prompts import Prompt, PromptSet
+from headgate.consumers.harvest.prompts import Prompt, PromptSet, is_chat
 from headgate.consumers.harvest.root import HarvestRoot
 from headgate.consumers.harvest.wanted import Task, Wanted, settings_of
 
@@ -48,6 +49,7 @@ class _Run:
         rows: Rows of the prompts gone through so far, those of the batch that runs included where they are known.
         skipped: Prompts gone through that have no rows.
         cut: Prompts that this run cut to the context.
+        unclear: Chats that this run has found no messages in.
     """
 
     engine: HarvestEngine
@@ -59,6 +61,9 @@ class _Run:
     rows: int = 0
     skipped: int = 0
     cut: int = 0
+    unclear: int = 0
+    messages: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """Of chats that have yet to run, where their messages lie."""
     durable: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,8 +109,13 @@ class _Run:
         task = self.wanted.plan(index, self.engine.tokens(prompt), self.context)
         if task is None:
             self.skipped += 1
-        else:
-            self.cut += task.was_cut
+            return None
+        self.cut += task.was_cut
+        if self.wanted.messages and is_chat(prompt):
+            found = self.engine.messages(prompt)
+            self.unclear += found is None
+            if found is not None:
+                self.messages[index] = _within(found, len(task.token_ids))
         return task
 
     def take(self, tasks: Sequence[Task], consumer: str) -> None:
@@ -115,10 +125,8 @@ class _Run:
             ConsumerError: If a prompt lacks rows, or they are not on the disk.
         """
         hooks = self.wanted.hooks
-        specs = [
-            {"hooks": hooks, "positions": task.positions, "tag": TAG, "request_id": task.name, "layout": "shards"}
-            for task in tasks
-        ]
+        alike = {"hooks": hooks, "tag": TAG, "layout": "shards"}
+        specs = [{**alike, "positions": task.positions, "request_id": task.name, **self._told(task)} for task in tasks]
         results = self.engine.run(tasks, self.wanted, consumer, specs)
         for task, result in zip(tasks, results, strict=True):
             if result.status != "ok":
@@ -128,6 +136,19 @@ class _Run:
                 raise ConsumerError(f"{task.name}: {result.num_rows} rows came, expected {task.most_rows}")
             self.done[task.index] = result.num_rows
             self.durable += result.num_rows
+
+    def _told(self, task: Task) -> dict[str, Any]:
+        found = self.messages.pop(task.index, None)
+        return {} if found is None else {"messages": found}
+
+
+def _within(messages: Sequence[MessageSpan], length: int) -> list[dict[str, Any]]:
+    """Where messages lie in a prompt that is cut to a length."""
+    return [
+        {"role": one.role, "start": one.start, "stop": min(one.stop, length)}
+        for one in messages
+        if one.start < min(one.stop, length)
+    ]
 
 
 Finish = Callable[[], dict[str, Any]]
@@ -246,6 +267,7 @@ def _manifest(run: _Run, root: HarvestRoot, settings: Mapping[str, Any], facts: 
         "prompts_with_rows": len(run.done),
         "prompts_without_rows": run.skipped,
         "prompts_cut_in_this_run": run.cut,
+        "chats_without_messages_in_this_run": run.unclear,
         "has_all_rows": run.durable >= run.wanted_rows,
     }
     return {**whole, "harvest": {**settings, **counts}}

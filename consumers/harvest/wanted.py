@@ -54,6 +54,7 @@ class Wanted:
         drop_first: Positions at the beginning whose rows are left out, such as those of BOS and of attention sinks.
         max_tokens: Tokens that are generated; the last one has no row.
         temperature: Of the sampling; 0 takes the likeliest token. Each prompt's index is its seed.
+        messages: Whether files tell where the messages of chats lie.
 
     Raises:
         ConfigError: If a value is out of range, or no token can have a row.
@@ -64,6 +65,7 @@ class Wanted:
     drop_first: int = 0
     max_tokens: int = 1
     temperature: float = 0.0
+    messages: bool = False
 
     def __post_init__(self) -> None:
         if not self.sites:
@@ -152,6 +154,7 @@ def settings_of(wanted: Wanted, context: int | None, batch: int) -> dict[str, An
         "drop_first": wanted.drop_first,
         "max_tokens": wanted.max_tokens,
         "temperature": wanted.temperature,
+        "messages": wanted.messages,
         "context": context,
         "batch": None if wanted.is_exact else batch,
     }

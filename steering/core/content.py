@@ -106,6 +106,21 @@ def check_shared(programs: Sequence[Program], limits: Limits, who: str, field: s
     check_programs(programs, limits, field, f"in {who}")
 
 
+def check_phases(
+    phases: Sequence[Sequence[Program]], limits: Limits, field: str, where: str = "with those of the modules"
+) -> None:
+    """Check the programs of each phase with `check_programs`; phases that have the same ones are checked once.
+
+    Raises:
+        RequestError: Names `field`.
+    """
+    checked: list[list[int]] = []
+    for programs in phases:
+        if (listed := [id(program) for program in programs]) not in checked:
+            check_programs(programs, limits, field, where)
+            checked.append(listed)
+
+
 def check_programs(
     programs: Sequence[Program], limits: Limits, field: str, where: str = "with those of the modules"
 ) -> None:
@@ -120,17 +135,16 @@ def check_programs(
     Raises:
         RequestError: Names `field`.
     """
-    entries, features, written = Counter[Site](), Counter[Site](), set[tuple[Site, bytes]]()
-    units = Counter[Site]()
+    entries, features, units = Counter[Site](), Counter[Site](), Counter[Site]()
     reconstructed: set[Site] = set()
     num_changes = 0
     for program in programs:
-        kinds = program.codes[:, CODE] & CODE_MASK
-        if not (kinds >= Code.RECONSTRUCT).any():
+        if max(program.kinds) < Code.RECONSTRUCT:
             entries.update(dict(program.runs))
             continue
         num_changes += program.num_changes
         units.update(unit_counts(program))
+        kinds = program.codes[:, CODE] & CODE_MASK
         for site, code in zip(program.sites, kinds.tolist(), strict=True):
             if is_of_gate(code):
                 continue  # the columns of gates limit these
@@ -142,12 +156,21 @@ def check_programs(
                 features[site] += 1
             else:
                 entries[site] += 1
-        for site, row in program.written_features.values():
-            if (site, row) in written:
-                raise RequestError(field, f"{where}, a feature of an SAE is changed twice at {site.name}")
-            written.add((site, row))
+    _check_written(programs, field, where)
     _check_changes(num_changes, limits.features, field, where)
     _check_counts(entries, features, units, limits, field, where)
+
+
+def _check_written(programs: Sequence[Program], field: str, where: str) -> None:
+    """Refuse a feature that is changed twice at a site."""
+    changing = [program for program in programs if program.changes_features]
+    # One program has each row once, so that the row's number tells as much as its bytes.
+    written = [program.written_rows if len(changing) == 1 else program.written_features for program in changing]
+    seen: set[tuple[Site, int | bytes]] = set()
+    for site, row in (found for features in written for found in features.values()):
+        if (site, row) in seen:
+            raise RequestError(field, f"{where}, a feature of an SAE is changed twice at {site.name}")
+        seen.add((site, row))
 
 
 def _check_counts(
@@ -169,6 +192,8 @@ def _check_counts(
 
 def unit_counts(program: Program) -> Counter[Site]:
     """Return how many entries of MLP probes a program has at each site."""
+    if Code.SCORE not in program.kinds:
+        return Counter()
     codes = program.codes[:, CODE]
     (units,) = np.nonzero((codes & CODE_MASK == Code.SCORE) & (codes & SCORE_KIND_MASK == ScoreKind.UNIT))
     return Counter(program.sites[at] for at in units.tolist())

@@ -7,10 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
+import msgspec
+
 from headgate.capture.probes.probe import Probe
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
-from headgate.steering.core.content import Limits, check_programs
+from headgate.steering.core.content import Limits, check_phases, check_programs
+from headgate.steering.core.kept_programs import KeptPrograms, bytes_of
 from headgate.steering.core.modules import Module
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import Named, Resolved, module_programs, resolved_of
@@ -19,14 +22,49 @@ from headgate.steering.core.saes.registry import SaeRegistry
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.gates.conversations import Conversation, ConversationLatches, LatchKey
 from headgate.steering.gates.gate import FeatureReading, Gate, ModuleThen, NamedProbe
-from headgate.steering.gates.lowering import Own, lower_gates
+from headgate.steering.gates.lowering import GatedPrograms, Own, lower_gates
 from headgate.steering.gates.rule import Rule
+from headgate.steering.gates.wire import gates_to_wire
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.operations import Lookup
 from headgate.steering.programs.program import Program, joined
 from headgate.steering.spec import SteeringSpec
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, weighted_sum
+
+
+class Registered(NamedTuple):
+    """Everything that is registered at a moment, for what depends on all of it; compare it by identity.
+
+    Attributes:
+        probes: By name; another object after each change.
+        saes: Likewise.
+        version: `SteeringState.version`, which counts changes of modules.
+    """
+
+    probes: Mapping[str, object]
+    saes: Mapping[str, object]
+    version: int
+
+    def is_same(self, other: Registered) -> bool:
+        """Whether nothing changed."""
+        return self.probes is other.probes and self.saes is other.saes and self.version == other.version
+
+
+class LoweredGates:
+    """Programs of the last gates, by their content: many requests of a load bring the same. Any thread."""
+
+    def __init__(self) -> None:
+        self._kept: KeptPrograms[tuple[Registered, GatedPrograms]] = KeptPrograms()
+
+    def find(self, key: bytes, now: Registered) -> GatedPrograms | None:
+        """Return programs that were made with the same registered names; None if there are none."""
+        found = self._kept.find(key)
+        return found[1] if found is not None and found[0].is_same(now) else None
+
+    def keep(self, key: bytes, registered: Registered, made: GatedPrograms) -> None:
+        """Keep programs that were made with these registered names."""
+        self._kept.keep(key, (registered, made), bytes_of(made.prefill, made.decode))
 
 
 class GateContent:
@@ -37,10 +75,16 @@ class GateContent:
         probes: Of the engine core.
         saes: Likewise.
         modules: By name, as they are when the request is taken in.
+        version: `SteeringState.version` of the modules.
     """
 
     def __init__(
-        self, steerable: Steerable | None, probes: ProbeRegistry, saes: SaeRegistry, modules: Mapping[str, Module]
+        self,
+        steerable: Steerable | None,
+        probes: ProbeRegistry,
+        saes: SaeRegistry,
+        modules: Mapping[str, Module],
+        version: int = 0,
     ) -> None:
         if steerable is None:
             raise AssertionError("gates in an engine core that does not know its model")
@@ -48,6 +92,12 @@ class GateContent:
         self._probes = probes
         self._saes = saes
         self._modules = modules
+        self._version = version
+
+    @property
+    def registered(self) -> Registered:
+        """Everything that is registered now."""
+        return Registered(self._probes.by_name, self._saes.by_name, self._version)
 
     @property
     def dtype(self) -> StoredType:
@@ -119,15 +169,17 @@ class GateContent:
 
 
 class Owned(NamedTuple):
-    """A client's conversations.
+    """A client's conversations, and what all clients share.
 
     Attributes:
         owner: Name of its key; empty without one.
         latches: Of all conversations; None if they are not served.
+        lowered: Programs of gates that are no conversation's.
     """
 
     owner: str
     latches: ConversationLatches | None
+    lowered: LoweredGates
 
     def keys(self, gates: Sequence[Gate], content: GateContent) -> dict[str, LatchKey]:
         """Return the keys of gates that go on in a conversation, by their names.
@@ -177,7 +229,7 @@ def gated(
         content: Gives probes, modules and SAEs by name.
         limits: Of what its programs hold at one site.
         num_prompt: Tokens of its prompt.
-        owned: The client's conversations.
+        owned: The client's conversations, and the programs of the last gates.
 
     Raises:
         RequestError: Naming the field of a gate.
@@ -188,17 +240,34 @@ def gated(
             "this engine takes no gates: its layers lie on several pipeline stages; start it with tensor parallelism",
         )
     keys = owned.keys(spec.gates, content)
-    made = lower_gates(spec.gates, content, content.dtype, _own(spec, static, named), owned.latched(keys))
+    made = _lowered(spec, static, named, content, owned, keys)
     programs: tuple[Program | None, ...] = (made.prefill, made.decode)
     if not made.takes_own:
-        pairs = zip(static.own, (made.prefill, made.decode), strict=True)
-        programs = tuple(program if own is None else joined([own, program]) for own, program in pairs)
+        both = zip(static.own, (made.prefill, made.decode), strict=True)
+        programs = tuple(program if own is None else joined([own, program]) for own, program in both)
     brought: Brought = ([], []) if made.takes_own else module_programs(named)
-    for program, others in zip(programs, brought, strict=True):
-        check_programs([*(one for one, _ in others), *([program] if program else [])], limits, spec.gates[0].where)
+    pairs = zip(programs, brought, strict=True)
+    acting = [[*(one for one, _ in others), *([program] if program else [])] for program, others in pairs]
+    check_phases(acting, limits, spec.gates[0].where)
     static_spec, modules = (SteeringSpec(), []) if made.takes_own else (spec, named)
     resolved = resolved_of(static_spec, (programs[0], programs[1]), modules, num_prompt)
     return replace(resolved, takes_own=made.takes_own, latch_keys=keys)
+
+
+def _lowered(
+    spec: SteeringSpec, static: Resolved, named: Named, content: GateContent, owned: Owned, keys: Mapping[str, LatchKey]
+) -> GatedPrograms:
+    """Return the programs of a request's gates, found by their content if nothing else decides what they are."""
+    if keys or any(gate.then.attenuate is not None for gate in spec.gates):
+        return lower_gates(spec.gates, content, content.dtype, _own(spec, static, named), owned.latched(keys))
+    key = hashlib.sha256(msgspec.msgpack.encode(gates_to_wire(spec.gates))).digest()
+    registered = content.registered
+    made = owned.lowered.find(key, registered)
+    if made is None:
+        made = lower_gates(spec.gates, content, content.dtype, _NO_OWN, {})
+        if content.registered.is_same(registered):
+            owned.lowered.keep(key, registered, made)
+    return made
 
 
 def lowered_rule(

@@ -10,13 +10,15 @@ from typing import Any, cast
 
 from headgate.capture.engine.contracts.core_part import CoreFacts, CoreServices
 from headgate.capture.probes.probe import ProbeError
+from headgate.capture.schema.config import MIB
 from headgate.capture.schema.errors import ConfigError, RequestError
-from headgate.steering.config import WHERE, has_controllers, parse_config
+from headgate.steering.config import WHERE, SteeringConfig, has_controllers, parse_config
 from headgate.steering.core.audit import Audit
 from headgate.steering.core.controllers.opening import open_controllers
 from headgate.steering.core.probes import open_probe
 from headgate.steering.core.saes.registry import open_sae, warn_of_other_model
 from headgate.steering.core.steering_core import SteeringCore
+from headgate.steering.features.sparse_coder import gathered
 from headgate.steering.features.tensors import FeatureFileError
 from headgate.steering.files.vector_files import VectorFileError, load
 from headgate.steering.requests.rules.rule_files import load_rules
@@ -41,8 +43,7 @@ def open_core(facts: CoreFacts, section: Mapping[str, Any], services: CoreServic
     core = SteeringCore(
         dtype, capacity, services, config, audit, steerable=steerable, has_conversations=has_conversations
     )
-    for name, text in config.saes.items():
-        _load_sae(core, name, SaeSource.parse(text), steerable, model.name, is_encoded=name in config.sae_encode)
+    _load_saes(core, config, steerable, model.name)
     for name, path in config.modules.items():
         _load_module(core, name, path, steerable)
     for name, path in config.probes.items():
@@ -80,21 +81,29 @@ def _load_module(core: SteeringCore, name: str, path: str, steerable: Steerable)
         raise ConfigError(f"{WHERE}.modules.{name}: {path}: {error}") from error
 
 
-def _load_sae(
-    core: SteeringCore, name: str, source: SaeSource, steerable: Steerable, model: str, *, is_encoded: bool
-) -> None:
-    """Register an SAE of the configuration; `is_encoded`: workers have its weights.
+GATHERED_BYTES = 1 << 30
+"""Rows of configured SAEs that an engine core keeps in memory, at most, because their files hold them as columns."""
+
+
+def _load_saes(core: SteeringCore, config: SteeringConfig, steerable: Steerable, model: str) -> None:
+    """Register the SAEs of the configuration.
 
     Raises:
-        ConfigError: If it cannot be read, or does not fit the model.
+        ConfigError: If one cannot be read, or does not fit the model.
     """
-    try:
-        sae = open_sae(name, source.path, source.site, steerable)
-    except (OSError, FeatureFileError) as error:
-        raise ConfigError(f"{WHERE}.saes.{name} (--saes): {error}") from error
-    warn_of_other_model(sae, model)
-    core.state.saes.put(replace(sae, is_encoded=is_encoded))
-    logger.info("steering: SAE %s, %d features at %s", name, sae.coder.num_features, sae.site.name)
+    left = GATHERED_BYTES
+    for name, text in config.saes.items():
+        source = SaeSource.parse(text)
+        try:
+            sae = open_sae(name, source.path, source.site, steerable)
+            coder, taken = gathered(sae.coder, left)
+        except (OSError, FeatureFileError) as error:
+            raise ConfigError(f"{WHERE}.saes.{name} (--saes): {error}") from error
+        warn_of_other_model(sae, model)
+        left -= taken
+        core.state.saes.put(replace(sae, coder=coder, is_encoded=name in config.sae_encode))
+        kept = f", {taken / MIB:.0f} MiB of rows copied into memory" if taken else ""
+        logger.info("steering: SAE %s, %d features at %s%s", name, sae.coder.num_features, sae.site.name, kept)
 
 
 def _load_probe(core: SteeringCore, name: str, path: str, steerable: Steerable) -> None:

@@ -47,6 +47,11 @@ class ProbeRegistry:
         with self._lock:
             self._probes = {other: probe for other, probe in self._probes.items() if other != name}
 
+    @property
+    def by_name(self) -> Mapping[str, Probe]:
+        """All probes: another object after each change."""
+        return self._probes
+
     def find(self, name: str) -> Probe | None:
         """Return the probe of that name, if there is one."""
         return self._probes.get(name)

@@ -16,12 +16,12 @@ from headgate.steering.core.content import (
     NO_ENTRIES,
     Limits,
     check_limit,
-    check_programs,
+    check_phases,
     check_shared,
     demand_of,
     described,
 )
-from headgate.steering.core.gates import GateContent, Owned, gated
+from headgate.steering.core.gates import GateContent, LoweredGates, Owned, gated
 from headgate.steering.core.modules import Module, ModuleRegistry
 from headgate.steering.core.probes import ProbeRegistry
 from headgate.steering.core.resolved import Resolved, check_scales, module_programs, resolved_of
@@ -170,6 +170,7 @@ class SteeringState:
         self.global_keys = GlobalKeys()
         self._dtype: StoredType = dtype
         self._registry = ModuleRegistry()
+        self._lowered_gates = LoweredGates()
 
     def global_phases(self, tiers: GlobalTiers, field: str = "global") -> SteeringSpec:
         """Return what acts of `tiers` in each phase, to reserve its slots before `set_global`.
@@ -288,24 +289,26 @@ class SteeringState:
             RequestError: On an unknown name, if the sum could leave what the model's dtype can hold, on operations that
                 cannot act on such a prompt, or on too many at one site.
         """
-        own = max(peak(spec.prefill), peak(spec.decode))
+        largest = max(peak(spec.prefill), peak(spec.decode))
         features = self._features(spec)
         with self._registry.lock:
             named = [(self._registry.find(ref.name, field), ref.scale) for ref in spec.modules]
             check_limit(max((abs(scale) for _, scale in named), default=0.0), "float32", field)
-            check_limit(own + sum(abs(scale) * module.peak for module, scale in named), self._dtype, field)
+            check_limit(largest + sum(abs(scale) * module.peak for module, scale in named), self._dtype, field)
             check_scales(named, field)
             resolved = resolved_of(spec, self._programs(spec, features), named, num_prompt)
-            for program, brought in zip(resolved.own, module_programs(named), strict=True):
-                check_programs([*(one for one, _ in brought), *([program] if program else [])], self.limits, field)
+            pairs = zip(resolved.own, module_programs(named), strict=True)
+            acting = [[*(one for one, _ in brought), *([own] if own else [])] for own, brought in pairs]
+            check_phases(acting, self.limits, field)
             parts = frozenset(key for found in resolved.parts for key, _ in found)
             self._registry.hold(req_id, parts)
             modules = {module.name: module for module in self._registry.all()} if spec.gates else {}
+            version = self.version
         if not spec.gates:
             return resolved
         try:
-            content = GateContent(self.steerable, self.probes, self.saes, modules)
-            owned = Owned(owner, self.latches)
+            content = GateContent(self.steerable, self.probes, self.saes, modules, version)
+            owned = Owned(owner, self.latches, self._lowered_gates)
             return gated(spec, resolved, named, content, self.limits, num_prompt, owned)
         except BaseException:
             self.release(req_id)

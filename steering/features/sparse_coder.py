@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -127,8 +127,8 @@ class SparseCoder:
         """
         index = self._index(features)
         encoding = self.weights.encoding(index, np.float32)
-        sites = range(len(self.weights.source.decoders))
-        decoders = np.stack([self.weights.decoder(index, site, np.float32) for site in sites])
+        found = [self.weights.decoder(index, site, np.float32) for site in range(len(self.weights.source.decoders))]
+        decoders = found[0][None] if len(found) == 1 else np.stack(found)
         return FeatureRows(encoding.encoder, decoders, *encoding[1:])
 
     def max_activations(self, features: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Float32 | None:
@@ -265,6 +265,27 @@ def coder_of(source: SourceCoder, path: Path, name: str | None = None) -> Sparse
         declared=source.declared,
         weights=FoldedWeights(source),
     )
+
+
+def gathered(coder: SparseCoder, max_bytes: int) -> tuple[SparseCoder, int]:
+    """Return a coder whose rows are contiguous, as far as its file does not have them so, and the bytes of its copies.
+
+    Features of such a file are columns: one takes a cache line for each of its values.
+
+    Args:
+        coder: As it was opened.
+        max_bytes: Of the copies. A coder that needs more is returned as it is, with 0.
+    """
+    source = coder.weights.source
+    scattered = [tensor for tensor in (source.encoder, *source.decoders) if tensor.is_scattered]
+    num_bytes = sum(tensor.values.nbytes for tensor in scattered)
+    if not 0 < num_bytes <= max_bytes:
+        return coder, 0
+    encoder, *decoders = (
+        tensor.gathered() if tensor.is_scattered else tensor for tensor in (source.encoder, *source.decoders)
+    )
+    weights = FoldedWeights(replace(source, encoder=encoder, decoders=tuple(decoders)))
+    return replace(coder, weights=weights), num_bytes
 
 
 def digest(paths: tuple[Path, ...]) -> str:

@@ -31,7 +31,7 @@ from headgate.steering.programs.gate_codes import (
 from headgate.steering.programs.lowering import lower
 from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.programs.program import Entry, Program, entries_of
-from headgate.steering.vectors.dtypes import StoredType
+from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 
 PREFILL, DECODE = range(2)
@@ -78,7 +78,7 @@ def lower_gates(
     """
     layout = layout_of(gates, first)
     scores = {score.column: read_score(score.reading, content, dtype) for score in layout.scores}
-    made = _Entries()
+    made, zeros = _Entries(), np.zeros(content.hidden_size, STORAGE[dtype])
     for column, score in scores.items():
         for entry in score.at(column):
             made.add(entry)
@@ -96,7 +96,7 @@ def lower_gates(
             attenuating[-1] = placed
         evaluation = _Evaluation(placed, layout, scores)
         root = evaluation.put(placed.gate.when)
-        made.evaluate(evaluation.finish(root, latched.get(placed.gate.name, math.nan), content.hidden_size))
+        made.evaluate(evaluation.finish(root, latched.get(placed.gate.name, math.nan), zeros))
         made.write(placed, thens)
     if attenuating:
         made.attenuate(attenuating, own, dtype)
@@ -238,14 +238,16 @@ class _Evaluation:
             found = self._node(condition.combine, found, self.put(other))
         return found
 
-    def finish(self, root: int, latched: float, hidden_size: int) -> list[Entry]:
-        """Add the entry of the gate, whose condition is at column `root`; return all."""
+    def finish(self, root: int, latched: float, zeros: Rows) -> list[Entry]:
+        """Add the entry of the gate, whose condition is at column `root`; return all.
+
+        It writes `zeros`, a stored row: a program has rows.
+        """
         gate = self._placed.gate
         code = Code.GATE | gate.scope
         code |= GateFlag.FROM_PROMPT_END if gate.is_pooled_over_prompt else 0
         code |= GateFlag.OBSERVES if gate.then.observes else 0
         params = (0.0, 0.0, latched, 0.0, 0.0, 0.0, float(root), 0.0)
-        zeros = np.zeros(hidden_size, np.float32)  # It writes zeros: a program has rows.
         column = self._placed.column.column
         return [*self.entries, Entry(self._placed.site, with_change(code, column), None, zeros, params)]
 

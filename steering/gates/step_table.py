@@ -11,6 +11,22 @@ from headgate.capture.schema.batch import Int64Array
 from headgate.steering.vectors.dtypes import Float32Rows
 
 
+def spread(values: Float32Rows, told: Int64Array | None, num_columns: int) -> Float32Rows:
+    """Return the signals of rows, float32 ``[rows, num_columns]``, from those of some columns; the others are 0.
+
+    Args:
+        values: float32 ``[rows, len(told)]``.
+        told: int64, ascending: the columns that are known; None for all.
+        num_columns: Of the signals.
+    """
+    if told is None:
+        return values
+    # Column by column, so that pages of columns that nobody told of are never touched.
+    signals = np.zeros((num_columns, len(values)), np.float32)
+    signals[told] = values.T
+    return signals.T
+
+
 class StepRows(NamedTuple):
     """The rows of one request in a step: position of the first, and their signals ``[rows, columns]``."""
 
@@ -26,7 +42,7 @@ class StepTable(NamedTuple):
         ids: The requests.
         firsts: int64 ``[G]``: position of the first row of each.
         counts: int64 ``[G]``: rows of each.
-        signals: float32 ``[rows, columns]``.
+        signals: float32 ``[rows, columns]``; 0 in columns that nobody reads.
         has_one_row_each: Whether each request has one row.
     """
 
@@ -40,7 +56,10 @@ class StepTable(NamedTuple):
     def of(cls, readings: Mapping[str, Any]) -> StepTable:
         """Unpack what `headgate.steering.worker.gates.readings.SignalReadings.collect` made."""
         firsts, counts = (np.frombuffer(readings[name], np.int64) for name in ("firsts", "counts"))
-        signals = np.frombuffer(readings["values"], np.float32).reshape(-1, readings["columns"])
+        num_columns, given = readings["columns"], readings["told"]
+        told = None if given is None else np.frombuffer(given, np.int64)
+        shape = int(counts.sum()), num_columns if told is None else len(told)
+        signals = spread(np.frombuffer(readings["values"], np.float32).reshape(shape), told, num_columns)
         ids: list[str] = readings["ids"]
         has_one = len(signals) == len(ids) and bool((counts == 1).all())
         return cls(ids, firsts, counts, signals, has_one)

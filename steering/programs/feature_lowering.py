@@ -37,8 +37,8 @@ from headgate.steering.programs.codes import (
 )
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.program import Entry
-from headgate.steering.vectors.dtypes import Float32Rows, StoredType, widen
-from headgate.steering.vectors.sums import LIMIT, round_to
+from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, widen
+from headgate.steering.vectors.sums import BLOCK, LIMIT, round_to
 
 _ACTIVATIONS: dict[Kind, Activation] = {
     Kind.RELU: Activation.RELU,
@@ -97,9 +97,9 @@ def _feature_entries(
     features = [edit.feature for edit in edits]
     rows = coder.rows(features)
     values = _values(coder, edits, features)
-    _check_sizes(edits, values, np.abs(rows.decoders).max(axis=(0, 2)), dtype)
+    _check_sizes(edits, values, _peaks(rows.decoders).max(axis=0), dtype)
     read, read_scales = _stored(rows.encoder, dtype)
-    params = _params(rows, values, read_scales, read)
+    params = _params(rows, values, read_scales, widen(read, dtype))
     write_sites = coder.write_sites if coder.is_transcoder else (site,)
     written = [_stored(decoder, dtype) for decoder in rows.decoders]
     entries: list[Entry] = []
@@ -135,7 +135,7 @@ def reading_entry(coder: SparseCoder, site: Site, feature: int, dtype: StoredTyp
     """
     rows = coder.rows([feature])
     read, scales = _stored(rows.encoder, dtype)
-    params = _params(rows, np.zeros(1), scales, read)[0]
+    params = _params(rows, np.zeros(1), scales, widen(read, dtype))[0]
     params[WRITE_SCALE] = 0.0
     return Entry(site, INPUT_NORMS[coder.norm] | _ACTIVATIONS[coder.kind], read[0], None, params.tolist())
 
@@ -144,7 +144,7 @@ class _Write(NamedTuple):
     """A decoder row of a feature as it is stored, and the power of two that it must be multiplied by."""
 
     site: Site
-    row: npt.NDArray[np.float32]
+    row: Rows
     scale: float
 
 
@@ -192,11 +192,20 @@ def _values(coder: SparseCoder, edits: Sequence[FeatureEdit], features: list[int
     return np.where([edit.is_relative for edit in edits], values * largest, values)
 
 
-def _stored(rows: Float32Rows, dtype: StoredType) -> tuple[Float32Rows, npt.NDArray[np.float64]]:
-    """Return rows as they are stored, widened, and the power of two for each that they must be multiplied by."""
-    exponents = np.frexp(np.abs(rows).max(axis=1))[1]
-    stored = widen(round_to(np.ldexp(rows, -exponents[:, None]), dtype), dtype)
+def _stored(rows: Float32Rows, dtype: StoredType) -> tuple[Rows, npt.NDArray[np.float64]]:
+    """Return rows as they are stored, and the power of two for each that they must be multiplied by."""
+    exponents = np.frexp(_peaks(rows))[1]
+    stored = np.empty(rows.shape, STORAGE[dtype])
+    step = max(BLOCK // rows.shape[1], 1)
+    for part in (slice(start, start + step) for start in range(0, len(rows), step)):
+        stored[part] = round_to(np.ldexp(rows[part], -exponents[part, None]), dtype)
     return stored, np.ldexp(1.0, exponents)
+
+
+def _peaks(rows: Float32Rows) -> Float32Rows:
+    """Return the largest magnitude of each row: without an array of all magnitudes."""
+    peaks: Float32Rows = np.maximum(rows.max(axis=-1), -rows.min(axis=-1))
+    return peaks
 
 
 def _check_sizes(

@@ -20,7 +20,7 @@ from headgate.capture.schema.positions import Named, PositionSelector
 from headgate.steering.programs.codes import EVERYWHERE, MAX_GROUPS, Code, Flag
 from headgate.steering.programs.operations import Float32Row, Lookup, Method, ModuleVector, Operation
 from headgate.steering.programs.program import Entry, Program
-from headgate.steering.vectors.dtypes import StoredType, widen
+from headgate.steering.vectors.dtypes import Rows, StoredType, widen
 from headgate.steering.vectors.sums import LIMIT, round_to
 
 Float64Row = npt.NDArray[np.float64]
@@ -80,49 +80,62 @@ def _flagged(parts: list[_Part], operation: Operation) -> list[_Part]:
 
 
 class StoredRow(NamedTuple):
-    """A row as it is stored, float32 ``[hidden]``: the vector is ``factor * row``."""
+    """A row as it is stored, ``[hidden]``: the vector is ``factor * row``."""
 
-    row: Float32Row
+    row: Rows
     factor: float
 
 
 def split_row(values: Float32Row, dtype: StoredType) -> tuple[StoredRow, StoredRow | None]:
     """Return a vector as it is stored in `dtype`, and what rounding took from it, if that is anything."""
     whole = _store(values[None], dtype)[0]
+    if np.array_equal(whole.row * np.float32(whole.factor), values):
+        return StoredRow(whole.stored, whole.factor), None
     rest = values.astype(np.float64) - whole.factor * whole.row.astype(np.float64)
     if not rest.any():
-        return StoredRow(whole.row, whole.factor), None
+        return StoredRow(whole.stored, whole.factor), None
     lower = _store(rest[None], dtype)[0]
-    return StoredRow(whole.row, whole.factor), StoredRow(lower.row, lower.factor)
+    return StoredRow(whole.stored, whole.factor), StoredRow(lower.stored, lower.factor)
 
 
 class _Part(NamedTuple):
     """An entry without its site."""
 
     code: int
-    read: Float32Row | None
-    write: Float32Row | None
+    read: Rows | None
+    write: Rows | None
     params: Sequence[float]
+
+
+_MAX_EXPONENT = 120
+"""Powers of two up to it, and from its reciprocal on, are numbers of float32 as any other."""
 
 
 class _Stored(NamedTuple):
     """A vector as it is stored.
 
     Attributes:
-        row: The stored values, widened.
+        stored: The stored row.
+        row: Its values, widened.
         factor: A power of two; the vector is ``factor * row`` but for its rounding.
         norm: Of `row`; 0 for zeros.
-        values: The vector before rounding.
-        peak: The largest magnitude of `values`.
+        given: The vector before rounding, as it was given.
+        peak: The largest magnitude of `given`.
         row_peak: The largest magnitude of `row`.
     """
 
+    stored: Rows
     row: Float32Row
     factor: float
     norm: float
-    values: Float64Row
+    given: npt.NDArray[np.floating]
     peak: float
     row_peak: float
+
+    @property
+    def values(self) -> Float64Row:
+        """The vector before rounding."""
+        return self.given.astype(np.float64)
 
     @property
     def unit(self) -> Float64Row:
@@ -142,17 +155,19 @@ class _Stored(NamedTuple):
 
 def _store(values: npt.NDArray[np.floating], dtype: StoredType) -> list[_Stored]:
     """Round vectors, ``[n, hidden]``, to the model's dtype: all at once, since each step of numpy has a price."""
-    exact = values.astype(np.float64)
-    peaks = np.abs(exact).max(axis=1)
+    peaks = np.abs(values).max(axis=1)
     exponents = np.frexp(peaks)[1]
-    scaled = exact * np.ldexp(1.0, -exponents)[:, None]  # exact, and ten times as fast as `ldexp` of all values
-    rows = widen(round_to(scaled.astype(np.float32), dtype), dtype)
+    powers = np.ldexp(1.0, -exponents)  # multiplied in, which is exact, and ten times as fast as `ldexp` of all values
+    # A power beyond float32's range, of vectors as small as its smallest numbers, makes the product one of float64.
+    powers = powers.astype(np.float32) if exponents.min() > -_MAX_EXPONENT else powers
+    stored = round_to((values * powers[:, None]).astype(np.float32, copy=False), dtype)
+    rows = widen(stored, dtype)
     norms = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1))
     factors, row_peaks = np.ldexp(1.0, exponents), np.abs(rows).max(axis=1)
     numbers = zip(factors.tolist(), norms.tolist(), peaks.tolist(), row_peaks.tolist(), strict=True)
     return [
-        _Stored(row, factor, norm, whole, peak, row_peak)
-        for row, whole, (factor, norm, peak, row_peak) in zip(rows, exact, numbers, strict=True)
+        _Stored(kept, row, factor, norm, whole, peak, row_peak)
+        for kept, row, whole, (factor, norm, peak, row_peak) in zip(stored, rows, values, numbers, strict=True)
     ]
 
 
@@ -247,14 +262,14 @@ def _added(operation: Operation, key: str, vector: _Stored, scale: float, rows: 
     if scale == 0 or vector.norm == 0:
         return []
     rows.check(abs(scale) * vector.peak, operation, key)
-    return [_Part(Code.ADD, None, vector.row, (0.0, scale * vector.factor))]
+    return [_Part(Code.ADD, None, vector.stored, (0.0, scale * vector.factor))]
 
 
 def _linear(vector: _Stored, of_projection: float, constant: float) -> list[_Part]:
     """``h + (of_projection * p + constant) v^``."""
     if of_projection == 0 and constant == 0:
         return []
-    return [_Part(Code.LINEAR, vector.row, vector.row, (*_along(vector), of_projection, constant))]
+    return [_Part(Code.LINEAR, vector.stored, vector.stored, (*_along(vector), of_projection, constant))]
 
 
 def _along(vector: _Stored) -> tuple[float, float]:
@@ -287,7 +302,7 @@ def _clipped(operation: Operation, rows: _Rows, low: float, high: float) -> list
     vector, strength = rows.direction(operation, "vector"), operation.numbers["scale"]
     largest = max(abs(bound) for bound in (low, high) if math.isfinite(bound))
     rows.check(largest * vector.unit_peak, operation, "vector")
-    return [_Part(Code.CLAMP, vector.row, vector.row, (*_along(vector), low, high, strength))] if strength else []
+    return [_Part(Code.CLAMP, vector.stored, vector.stored, (*_along(vector), low, high, strength))] if strength else []
 
 
 def _swap(operation: Operation, rows: _Rows) -> list[_Part]:
@@ -295,7 +310,7 @@ def _swap(operation: Operation, rows: _Rows) -> list[_Part]:
     written = rows.made("swap", vector, target, lambda: _unit(target.values) - vector.unit)
     if written.length < PARALLEL:
         raise RequestError(f"{operation.where}.target", "has the direction of 'vector': nothing would change")
-    return [_Part(Code.LINEAR, vector.row, written.row, (1 / vector.norm, written.factor, 1.0))]
+    return [_Part(Code.LINEAR, vector.stored, written.stored, (1 / vector.norm, written.factor, 1.0))]
 
 
 def _affine(operation: Operation, rows: _Rows) -> list[_Part]:
@@ -315,7 +330,7 @@ def _mean_ablate(operation: Operation, rows: _Rows) -> list[_Part]:
 def _norm_scaled_add(operation: Operation, rows: _Rows) -> list[_Part]:
     vector, ratio = rows.direction(operation, "vector"), operation.numbers.get("max_ratio", math.inf)
     scale = min(max(operation.numbers["scale"], -ratio), ratio)
-    return [_Part(Code.NORM_ADD, None, vector.row, (0.0, 1 / vector.norm, scale))] if scale else []
+    return [_Part(Code.NORM_ADD, None, vector.stored, (0.0, 1 / vector.norm, scale))] if scale else []
 
 
 def _rotate(operation: Operation, rows: _Rows) -> list[_Part]:
@@ -326,7 +341,7 @@ def _rotate(operation: Operation, rows: _Rows) -> list[_Part]:
     angle = math.radians(math.fmod(operation.numbers["degrees"], 360))
     code = Code.ROTATE | (Flag.IF_POSITIVE if operation.only_if_positive else 0)
     params = (1 / first.norm, 1 / second.norm, math.cos(angle), math.sin(angle), 1.0)
-    return [_Part(code, first.row, second.row, params)]
+    return [_Part(code, first.stored, second.stored, params)]
 
 
 def _replace(operation: Operation, rows: _Rows) -> list[_Part]:
@@ -335,7 +350,7 @@ def _replace(operation: Operation, rows: _Rows) -> list[_Part]:
         return []
     rows.check(vector.peak, operation, "vector")
     if mask is None:
-        return [_Part(Code.REPLACE, None, vector.row, (0.0, vector.factor, alpha))]
+        return [_Part(Code.REPLACE, None, vector.stored, (0.0, vector.factor, alpha))]
     chosen = mask.astype(np.float32)
     return [_Part(Code.REPLACE, chosen, vector.row * chosen, (0.0, vector.factor, alpha))]
 

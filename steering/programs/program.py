@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, groupby
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from headgate.capture.schema.batch import Int32Array
+from headgate.capture.schema.batch import BoolArray, Int32Array
 from headgate.capture.schema.positions import PositionSelector
 from headgate.capture.schema.selectors.parsing import selector_from_wire
 from headgate.capture.schema.sites import HookPoint, Site, sort_sites
@@ -41,7 +41,7 @@ from headgate.steering.programs.codes import (
     with_change,
 )
 from headgate.steering.programs.gate_codes import GROUP_MASK, GateFlag
-from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, widen
+from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType
 from headgate.steering.vectors.sums import round_to
 
 _NO_PARAMS = (0.0,) * NUM_PARAMS
@@ -64,6 +64,9 @@ _WEIGHTS: dict[int, tuple[int, ...]] = {
 """Params of each code that its effect is proportional to."""
 
 _FEATURE, _READ_FEATURE, _WRITE_FEATURE = int(Code.FEATURE), int(Code.READ_FEATURE), int(Code.WRITE_FEATURE)
+_HEAD = 16
+"""Values of a row that are compared with zero first; in nearly every row that is not zero, one of them is not."""
+_FEATURES = {_FEATURE, _READ_FEATURE, _WRITE_FEATURE}
 _GATE, _RECONSTRUCT = int(Code.GATE), int(Code.RECONSTRUCT)
 """Numpy compares arrays with members of an enumeration three times as slowly as with numbers."""
 
@@ -87,7 +90,7 @@ class Entry(NamedTuple):
     Attributes:
         site: Where it acts.
         code: A `Code` with its flags.
-        read: float32 ``[hidden]``, a row of `Program.rows` widened; None if none is read.
+        read: ``[hidden]``, a row of `Program.rows` as it is stored, or widened to float32; None if none is read.
         write: The same for the row that is written.
         params: Up to `NUM_PARAMS` numbers, `read_scale` and `write_scale` first; the others are 0.
         group: Index of a selector, counted from 1, or `EVERYWHERE`; with the entry's gate, if it has one
@@ -96,8 +99,8 @@ class Entry(NamedTuple):
 
     site: Site
     code: int
-    read: npt.NDArray[np.float32] | None
-    write: npt.NDArray[np.float32] | None
+    read: npt.NDArray[Any] | None
+    write: npt.NDArray[Any] | None
     params: Sequence[float]
     group: int = EVERYWHERE
 
@@ -136,6 +139,11 @@ class Program:
     dtype: StoredType
     groups: tuple[PositionSelector, ...] = ()
     key: bytes = field(repr=False)
+    kinds: frozenset[int] = field(init=False, repr=False, compare=False)
+    """The `Code` of any entry, without flags."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", frozenset((self.codes[:, CODE] & CODE_MASK).tolist()))
 
     @classmethod
     def from_entries(
@@ -145,7 +153,7 @@ class Program:
 
         Args:
             entries: At least one; those of one site in the order of the request.
-            dtype: The model's. Rows must be exact in it.
+            dtype: The model's. Rows that are not stored in it yet must be exact in it.
             groups: Selectors of the position groups.
 
         Raises:
@@ -157,9 +165,10 @@ class Program:
         ranks = {site: rank for rank, site in enumerate(sort_sites({entry.site for entry in listed}))}
         listed.sort(key=lambda entry: (ranks[entry.site], pass_of(entry.code)))
         given = {id(row): row for entry in listed for row in (entry.read, entry.write) if row is not None}
-        stored = round_to(np.stack(list(given.values())), dtype)
         found: dict[bytes, int] = {}
-        numbers = {key: found.setdefault(row.tobytes(), len(found) + 1) for key, row in zip(given, stored, strict=True)}
+        numbers = {
+            key: found.setdefault(_as_stored(row, dtype).tobytes(), len(found) + 1) for key, row in given.items()
+        }
         numbers[id(None)] = NO_ROW
         codes = [(one.code, numbers[id(one.read)], numbers[id(one.write)], one.group) for one in listed]
         params = [(*one.params, *_NO_PARAMS[len(one.params) :]) for one in listed]
@@ -175,6 +184,8 @@ class Program:
     @property
     def num_changes(self) -> int:
         """Changes of features that are read at one site and written at others; their indices are below it."""
+        if _READ_FEATURE not in self.kinds:
+            return 0
         codes = self.codes[:, CODE]
         read = codes[codes & CODE_MASK == _READ_FEATURE].tolist()
         return max(map(change_index, read), default=-1) + 1
@@ -182,11 +193,13 @@ class Program:
     @property
     def has_gates(self) -> bool:
         """Whether gates are evaluated."""
-        return bool((self.codes[:, CODE] & CODE_MASK == _GATE).any())
+        return _GATE in self.kinds
 
     @property
     def is_decided_at_prompt_end(self) -> bool:
         """Whether a gate is 0 on rows before the last one of the prompt."""
+        if _GATE not in self.kinds:
+            return False
         codes = self.codes[:, CODE]
         gates = codes[codes & CODE_MASK == _GATE]
         return bool((gates & GateFlag.FROM_PROMPT_END).any())
@@ -199,7 +212,7 @@ class Program:
     @property
     def reconstructs(self) -> bool:
         """Whether rows become reconstructions of an SAE; that has no scale."""
-        return bool((self.codes[:, CODE] & CODE_MASK == _RECONSTRUCT).any())
+        return _RECONSTRUCT in self.kinds
 
     @property
     def written_features(self) -> dict[int, tuple[Site, bytes]]:
@@ -207,13 +220,25 @@ class Program:
 
         They tell which feature it is: a feature is not written twice at a site.
         """
-        found = {}
+        return {index: (site, self.rows[row].tobytes()) for index, (site, row) in self.written_rows.items()}
+
+    @property
+    def written_rows(self) -> dict[int, tuple[Site, int]]:
+        """The same with the index of the row in place of the row."""
+        if not self.changes_features:
+            return {}
         kinds = self.codes[:, CODE] & CODE_MASK
-        for index in np.flatnonzero((kinds >= _FEATURE) & (kinds <= _WRITE_FEATURE)).tolist():
-            write = int(self.codes[index, WRITE])
-            if write != NO_ROW and self.rows[write - 1].any():
-                found[index] = self.sites[index], self.rows[write - 1].tobytes()
-        return found
+        (found,) = np.nonzero((kinds >= _FEATURE) & (kinds <= _WRITE_FEATURE) & (self.codes[:, WRITE] != NO_ROW))
+        rows = self.codes[found, WRITE] - 1
+        is_zero: BoolArray = np.logical_not(self.rows[rows, :_HEAD].any(axis=1))
+        is_zero[is_zero] = np.logical_not(self.rows[rows[is_zero]].any(axis=1))
+        pairs = zip(found.tolist(), rows.tolist(), is_zero.tolist(), strict=True)
+        return {index: (self.sites[index], row) for index, row, is_nothing in pairs if not is_nothing}
+
+    @property
+    def changes_features(self) -> bool:
+        """Whether features of SAEs are changed."""
+        return bool(self.kinds & _FEATURES)
 
     @property
     def runs(self) -> list[tuple[Site, int]]:
@@ -298,17 +323,14 @@ def joined(programs: Sequence[Program]) -> Program:
 
 def entries_of(program: Program, first_group: int = 0, first_change: int = 0) -> list[Entry]:
     """Return the entries of a program, with its groups and changes counted behind `first_group` and `first_change`."""
-    rows = widen(program.rows, program.dtype)
-
-    def row(index: int) -> npt.NDArray[np.float32] | None:
-        return None if index == NO_ROW else rows[index - 1]
+    rows = [None, *program.rows]
 
     return [
         Entry(
             site,
             _moved(code, first_change),
-            row(read),
-            row(write),
+            rows[read],
+            rows[write],
             params,
             group + first_group if group & GROUP_MASK else group,
         )
@@ -316,6 +338,11 @@ def entries_of(program: Program, first_group: int = 0, first_change: int = 0) ->
             program.sites, program.codes.tolist(), program.params.tolist(), strict=True
         )
     ]
+
+
+def _as_stored(row: npt.NDArray[Any], dtype: StoredType) -> Rows:
+    """Return a row of an entry as it is stored."""
+    return row if row.dtype == STORAGE[dtype] and dtype != "float32" else round_to(row, dtype)
 
 
 def _moved(code: int, first_change: int) -> int:

@@ -54,6 +54,7 @@ _KNOWN = frozenset(key for keys in _KEYS.values() for key in keys)
 _GROUPS = {"any": Combine.ANY, "all": Combine.ALL}
 _POOLS = {"token": Pool.TOKEN, "last_prompt": Pool.LAST_PROMPT, "prompt_mean": Pool.PROMPT_MEAN}
 _PROBE_KEYS = ("at", "weight", "bias")
+_REGISTERED_KEYS = ("kind", "hidden", "classes")
 
 
 class Conditions:
@@ -132,6 +133,14 @@ class Conditions:
             raise RequestError(
                 where, f'expected the name of a probe, or {{"at", "weight", "bias"}}; got {shown(given)}'
             )
+        for key in given:
+            if key in _REGISTERED_KEYS:
+                raise RequestError(
+                    f"{where}.{key}",
+                    "is for registered probes; one that a request brings is linear, and has at, weight and bias. "
+                    "Register an MLP with POST /v1/steering/probes/register, or --probes NAME=PATH, and name it here; "
+                    'a cosine is the condition {"cosine": vector, "at"}',
+                )
         check_keys(given, _PROBE_KEYS, where, "a probe")
         site = self._site(given, where)
         bias = _number(given, "bias", 0.0, where)

@@ -7,7 +7,7 @@ is the same as an absent key. Names, scopes and strengths of all gates are read 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import FINAL_NORM_SITE
@@ -33,7 +33,9 @@ from headgate.steering.requests.op_documents import Sites, Vectors
 from headgate.steering.requests.op_fields import check_lowers, read_gated
 from headgate.steering.requests.request_fields import GATES, PREDECESSOR, read_tier
 from headgate.steering.requests.vector_forms import check_scale
+from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, check_name
+from headgate.steering.vectors.sums import LIMIT
 
 PREDECESSOR_FORM = (
     '[{"when": {"kind": "always"} or {"kind": "probe", "probe": VECTOR, "threshold", "sharpness"}, "scope", "apply": '
@@ -258,15 +260,18 @@ def _additions(vectors: PhaseVectors | None, scale: float, steerable: Steerable,
     if vectors is None:
         raise RequestError(where, 'adds nothing: its scales are 0; a gate that only observes has "then": "observe"')
     sites = Sites(steerable.op_sites, steerable.max_ops_per_site)
-    operations = []
-    for site, row in zip(vectors.sites, vectors.float32(), strict=True):
+    operations, rows = [], vectors.float32()
+    for site, row in zip(vectors.sites, rows, strict=True):
         layer = "" if site == FINAL_NORM_SITE else f".{site.layer}"
         place = f"{where}.{site.hook.value}{layer}"
         sites.check((site,), place)
         operations.append(
             Operation(method=Method.ADDITIVE, site=site, vectors={"vector": row}, numbers={"scale": scale}, where=place)
         )
-    check_lowers(operations, steerable)
+    # Lowering takes a hundred times as long, and refuses additions for their size and for rows of zeros alone.
+    is_small = abs(scale) * vectors.peak < LIMIT[cast("StoredType", steerable.dtype)]
+    if scale == 0 or not (is_small and rows.any(axis=1).all()):
+        check_lowers(operations, steerable)
     return tuple(operations)
 
 

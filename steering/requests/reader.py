@@ -176,10 +176,16 @@ class SteeringReader:
             RequestError: Naming the field, if an SAE has no such feature, or cannot do what is asked.
         """
 
-        def facts_of(edit: FeatureEdit) -> SaeFacts:
-            return SaeFacts.from_plain(known[sae_key(edit.sae)])
+        facts: dict[str, SaeFacts] = {}
 
-        for edits in (spec.prefill_features, spec.decode_features, *(gate.then.features for gate in spec.gates)):
+        def facts_of(edit: FeatureEdit) -> SaeFacts:
+            if edit.sae not in facts:
+                facts[edit.sae] = SaeFacts.from_plain(known[sae_key(edit.sae)])
+            return facts[edit.sae]
+
+        phases = [spec.prefill_features]
+        phases += [spec.decode_features] if spec.decode_features is not spec.prefill_features else []
+        for edits in (*phases, *(gate.then.features for gate in spec.gates)):
             check_edits(edits, facts_of, self.steerable.max_sae_features)
 
     def _check_sum(self, spec: SteeringSpec, fields: Mapping[str, str], known: Known) -> None:

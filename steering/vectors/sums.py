@@ -26,6 +26,12 @@ LIMIT: dict[StoredType, float] = {
 }
 """Magnitude that the global vectors, and a request's, must stay below: their sum is then finite once rounded."""
 
+_BFLOAT16_OVERFLOW = 0x7F7F8000
+"""Bits of the smallest float32 that rounds to infinity in bfloat16."""
+
+BLOCK = 1 << 14
+"""Values that are rounded together, which stay in a processor's cache."""
+
 _HEAD = 16
 """Values of a row that are compared with zero first; in nearly every row that is not zero, one of them is not."""
 
@@ -181,13 +187,7 @@ def round_to(values: Float32Rows, dtype: StoredType) -> Rows:
         AssertionError: If a result is not finite.
     """
     if dtype == "bfloat16":
-        bits = np.ascontiguousarray(values).view(np.uint32)
-        rounded = (bits >> np.uint32(16)) & np.uint32(1)
-        rounded += np.uint32(0x7FFF)
-        rounded += bits
-        rounded >>= np.uint32(16)
-        stored: Rows = rounded.astype(STORAGE[dtype])
-        is_finite = bool(np.isfinite(values).all()) and bool(((stored & 0x7F80) != 0x7F80).all())
+        stored, is_finite = _round_to_bfloat16(np.ascontiguousarray(values))
     else:
         with np.errstate(over="ignore", under="ignore"):
             stored = values.astype(STORAGE[dtype], copy=False)
@@ -195,6 +195,23 @@ def round_to(values: Float32Rows, dtype: StoredType) -> Rows:
     if not is_finite:
         raise AssertionError(f"the sum of steering vectors is not finite in {dtype}")
     return stored
+
+
+def _round_to_bfloat16(values: Float32Rows) -> tuple[Rows, bool]:
+    """Return rounded values as bits, and whether all are finite."""
+    bits = values.reshape(-1).view(np.uint32)
+    stored, is_finite = np.empty(values.shape, STORAGE["bfloat16"]), True
+    flat = stored.reshape(-1)
+    for start in range(0, len(bits), BLOCK):  # Arrays of the size of all would be fetched from the system each time.
+        part = bits[start : start + BLOCK]
+        rounded = (part >> np.uint32(16)) & np.uint32(1)
+        rounded += np.uint32(0x7FFF)
+        rounded += part
+        rounded >>= np.uint32(16)
+        flat[start : start + BLOCK] = rounded
+        # Magnitudes order as their bits do; infinity and NaN lie above all that round to something finite.
+        is_finite &= int((part & np.uint32(0x7FFFFFFF)).max()) < _BFLOAT16_OVERFLOW
+    return stored, is_finite
 
 
 def is_zero(rows: Rows) -> BoolArray:

@@ -1,10 +1,11 @@
-"""Host time of a request that brings operations of its own: ``python -m tests.benchmarks.bench_new_operations``.
+"""Host time of a request that brings content of its own: ``python -m tests.benchmarks.bench_new_operations KIND``.
 
-Gemma-3-4B's sizes; `IN_FLIGHT` requests, each with the 4 operations of `operations.operations` at 8 sites, of which no
-worker has seen the set before. Whenever one ends, the next begins. No engine and no GPU: the parts of headgate that
-each process runs, one after the other, on the CPU. Microseconds of CPU time, but for the latencies, which are told by
-the clock: the 10th, 50th and 90th percentile over the requests. Takes ten seconds. The first is the one to compare: a
-machine's speed changes within seconds.
+Gemma-3-4B's sizes; `IN_FLIGHT` requests, of whose content no worker has seen the like before: ``operations`` are the 4
+of `operations.operations` at 8 sites, ``gates`` one with a probe and a vector of its own, ``features`` 16 features of
+an SAE. Whenever one ends, the next begins. No engine and no GPU: the parts of headgate that each process runs, one
+after the other, on the CPU. Microseconds of CPU time, but for the latencies, which are told by the clock: the 10th,
+50th and 90th percentile over the requests. Takes ten seconds. The first is the one to compare: a machine's speed
+changes within seconds.
 
 *API server*: what the body costs in Python's lock. `beside a busy loop` is the latency of the same work on a thread,
 while the event loop has so much work of its own in each step of 5.8 ms: the thread has to wait for Python's lock
@@ -19,14 +20,18 @@ step: each takes a GPU's host some 5 to 10 us, which is not in the times.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import platform
 import statistics
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -40,28 +45,74 @@ from headgate.capture.engine.server.loop_threads import in_turn, run_in_thread
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.steering.config import SteeringConfig
+from headgate.steering.core.opening import GATHERED_BYTES
+from headgate.steering.core.saes.registry import Sae, open_sae
 from headgate.steering.core.steering_core import SteeringCore
-from headgate.steering.requests.op_fields import REQUEST_FIELDS
-from headgate.steering.requests.reader import SteeringReader
+from headgate.steering.features.sparse_coder import gathered
+from headgate.steering.programs.feature_edits import sae_key
+from headgate.steering.requests.reader import FIELD_DOCS, SteeringReader
+from headgate.steering.vectors.phase_vectors import Steerable
 from headgate.steering.worker.rows.step_rows import RowResolver
 from headgate.steering.worker.worker_steering import EntryLimits, WorkerSteering
 from tests.benchmarks.models import ModelSize
-from tests.benchmarks.operations import encoded_operations, op_sites
+from tests.benchmarks.operations import encoded_gate, encoded_operations, op_sites
+from tests.benchmarks.saes import FEATURES_OF, SIZES, encoded_features, write_sae
 
 SIZE = ModelSize(num_layers=34, hidden=2560, vocabulary=262208)
-NUM_SETS, NUM_OPS, IN_FLIGHT, PROMPT = 256, 4, 64, 256
+NUM_SETS, NUM_OPS, NUM_FEATURES, IN_FLIGHT, PROMPT = 256, 4, 16, 64, 256
 STEP_S, MAX_TOKENS = 5.8e-3, 8192
 STEADY_STEPS = 3
 """Behind each step in which a request joins."""
-CONFIG = SteeringConfig(op_sites=op_sites(SIZE))
-STEERABLE = CONFIG.steerable(num_layers=SIZE.num_layers, hidden_size=SIZE.hidden, dtype="bfloat16")
 
 Given, Made = TypeVar("Given"), TypeVar("Made")
 
 
-def body(number: int) -> bytes:
+class Kind(NamedTuple):
+    """What requests bring.
+
+    Attributes:
+        field: That it is in.
+        value: By the number of the request.
+        has_sae: Whether the server has an SAE.
+    """
+
+    field: str
+    value: Callable[[int], msgspec.Raw]
+    has_sae: bool = False
+
+
+KINDS = {
+    "operations": Kind("steering_ops", lambda number: encoded_operations(number, SIZE, NUM_OPS)),
+    "gates": Kind("steering_gates", lambda number: encoded_gate(number, SIZE)),
+    "features": Kind("steering_features", lambda number: encoded_features(number, NUM_FEATURES), has_sae=True),
+}
+
+
+class Server(NamedTuple):
+    """A configuration, and what is known of its model."""
+
+    config: SteeringConfig
+    steerable: Steerable
+    saes: Sequence[Sae]
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """What front ends know of registered names."""
+        return {sae_key(sae.name): sae.described() for sae in self.saes}
+
+
+def server(kind: Kind, folder: Path) -> Server:
+    """Return a server with 8 op sites, and an SAE if requests need one."""
+    paths = {FEATURES_OF: write_sae(folder, SIZES[FEATURES_OF], SIZE, layer=17)} if kind.has_sae else {}
+    config = SteeringConfig(op_sites=op_sites(SIZE), saes={name: str(path) for name, path in paths.items()})
+    steerable = config.steerable(num_layers=SIZE.num_layers, hidden_size=SIZE.hidden, dtype="bfloat16")
+    saes = [open_sae(name, path, None, steerable) for name, path in paths.items()]
+    return Server(config, steerable, [replace(sae, coder=gathered(sae.coder, GATHERED_BYTES)[0]) for sae in saes])
+
+
+def body(kind: Kind, number: int) -> bytes:
     prompt = list(range(1000, 1000 + PROMPT))
-    return msgspec.json.encode({"prompt": prompt, "steering_ops": encoded_operations(number, SIZE, NUM_OPS)})
+    return msgspec.json.encode({"prompt": prompt, kind.field: kind.value(number)})
 
 
 def show(name: str, seconds: Iterable[float]) -> None:
@@ -85,35 +136,39 @@ def each(name: str, call: Callable[[Given], Made], given: Sequence[Given]) -> li
     return made
 
 
-def read(fields: Mapping[str, Any], reader: SteeringReader) -> dict[str, Any]:
+def read(fields: Mapping[str, Any], reader: SteeringReader, known: Mapping[str, Any]) -> dict[str, Any]:
     wanted = reader.read(fields)
     assert wanted is not None
+    reader.check(wanted, known)
     return lift(wanted.wire)
 
 
 def extracted(given: bytes) -> Mapping[str, Any]:
-    return extract_json(given, REQUEST_FIELDS.all)[1]
+    return extract_json(given, FIELD_DOCS)[1]
 
 
-def operations_of(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {name: value for name, value in document.items() if name in REQUEST_FIELDS.all}
+def steering_of(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in document.items() if name in FIELD_DOCS}
 
 
-def in_server(bodies: Sequence[bytes]) -> list[bytes]:
+def in_server(served: Server, bodies: Sequence[bytes]) -> list[bytes]:
     """The front end's part; returns the messages to the engine core."""
-    reader = SteeringReader(STEERABLE)
+    reading = partial(read, reader=SteeringReader(served.steerable), known=served.known)
     print(f"API server, bodies of {len(bodies[0]) / 1e3:.1f} kB")
-    wires = each("read", partial(read, reader=reader), each("parsed on a thread", extracted, bodies))
-    known = each("parsed on the loop", msgspec.json.decode, bodies)
-    each("read, when it was read before", partial(read, reader=reader), [operations_of(one) for one in known])
+    wires = each("read", reading, each("parsed on a thread", extracted, bodies))
+    documents = each("parsed on the loop", msgspec.json.decode, bodies)
+    each("read, when it was read before", reading, [steering_of(one) for one in documents])
     messages = each("encoded", msgspec.msgpack.encode, wires)
     for share in (0.0, 0.5, 0.9):
-        times = asyncio.run(beside_busy_loop(share, bodies[:64], SteeringReader(STEERABLE)))
+        afresh = partial(read, reader=SteeringReader(served.steerable), known=served.known)
+        times = asyncio.run(beside_busy_loop(share, bodies[:64], afresh))
         show(f"latency on a thread beside a loop {share:.0%} busy", times)
     return messages
 
 
-async def beside_busy_loop(share: float, bodies: Sequence[bytes], reader: SteeringReader) -> list[float]:
+async def beside_busy_loop(
+    share: float, bodies: Sequence[bytes], reading: Callable[[Mapping[str, Any]], object]
+) -> list[float]:
     """Return the seconds for each body, on a thread."""
 
     async def be_busy() -> None:
@@ -124,7 +179,7 @@ async def beside_busy_loop(share: float, bodies: Sequence[bytes], reader: Steeri
             await asyncio.sleep((1 - share) * STEP_S)
 
     def work(given: bytes) -> object:
-        return read(in_turn(partial(extracted, given)), reader)
+        return reading(in_turn(partial(extracted, given)))
 
     busy, times = asyncio.create_task(be_busy()), []
     for given in bodies:
@@ -158,9 +213,13 @@ class NoWorkers:
         raise AssertionError(reason)
 
 
-def in_core(messages: Sequence[bytes]) -> list[Any]:
+def in_core(served: Server, messages: Sequence[bytes]) -> list[Any]:
     """The engine core's part; returns what its workers get."""
-    core = SteeringCore("bfloat16", CONFIG.num_slots(SIZE.num_layers) - 1, NoWorkers(), CONFIG, steerable=STEERABLE)
+    config = served.config
+    capacity = config.num_slots(SIZE.num_layers) - 1
+    core = SteeringCore("bfloat16", capacity, NoWorkers(), config, steerable=served.steerable)
+    for sae in served.saes:
+        core.state.saes.put(sae)
     numbered = enumerate(messages)
 
     def take(message: bytes) -> Any:
@@ -195,7 +254,7 @@ def view(joined: Sequence[int], *, is_new: bool) -> BatchView:
     return BatchView(tuple(f"request-{one}" for one in joined), starts, num_scheduled, num_computed)
 
 
-def opened_worker() -> WorkerSteering:
+def opened_worker(served: Server) -> WorkerSteering:
     model = ModelInfo(name="m", num_layers=SIZE.num_layers, hidden_size=SIZE.hidden, dtype="bfloat16", sites=())
     facts = WorkerFacts(
         model=model,
@@ -206,8 +265,10 @@ def opened_worker() -> WorkerSteering:
         max_num_seqs=IN_FLIGHT,
         is_compiled=False,
     )
-    num_slots = CONFIG.num_slots(SIZE.num_layers)
-    return WorkerSteering(num_slots, STEERABLE.sites, facts, STEERABLE.op_sites, EntryLimits(CONFIG.max_entries))
+    config, steerable = served.config, served.steerable
+    limits = EntryLimits(config.max_entries, config.num_changes, config.num_columns)
+    num_slots = config.num_slots(SIZE.num_layers)
+    return WorkerSteering(num_slots, steerable.sites, facts, steerable.op_sites, limits)
 
 
 class Steps:
@@ -220,23 +281,26 @@ class Steps:
 
     def step(self, running: Sequence[int], times: list[float], *, is_new: bool = False) -> None:
         laid_out = view(running, is_new=is_new)
-        rows, writes = clocked(lambda _: self._begin(laid_out), None, times)
+        rows, writes, gates = clocked(self._begin, laid_out, times)
         with Launches() as counter:
-            self._worker.tables.update(writes, rows)
+            self._worker.tables.update(writes, rows, gates)
         self.launches.append(counter.count)
+        self._worker.step_ends()
 
-    def _begin(self, laid_out: BatchView) -> tuple[Any, Any]:
-        return self._resolver.resolve(laid_out), self._worker.table.take_writes()
+    def _begin(self, laid_out: BatchView) -> tuple[Any, Any, Any]:
+        gates = self._worker.gates
+        begun = None if gates is None else gates.step_begins(laid_out)
+        return self._resolver.resolve(laid_out), self._worker.table.take_writes(), begun
 
 
-def in_worker(wires: Sequence[Any]) -> None:
+def in_worker(served: Server, wires: Sequence[Any]) -> None:
     """The step thread's part."""
-    worker, running = opened_worker(), deque[int]()
+    worker, running = opened_worker(served), deque[int]()
     steps = Steps(worker)
     added, leaves, first, steady = ([] for _ in range(4))  # type: tuple[list[float], ...]
     for number, wire in enumerate(wires):
         if len(running) == IN_FLIGHT:
-            clocked(worker.table.remove, f"request-{running.popleft()}", leaves)
+            clocked(worker.remove, f"request-{running.popleft()}", leaves)
         clocked(partial(worker.add, f"request-{number}", PROMPT), wire, added)
         running.append(number)
         steps.step(running, first, is_new=True)
@@ -253,12 +317,21 @@ def in_worker(wires: Sequence[Any]) -> None:
     print(f"  {'steady: launches':44}{steps.launches[-1]:9.0f}")
 
 
+def run(kind: Kind, folder: Path) -> None:
+    served = server(kind, folder)
+    in_worker(served, in_core(served, in_server(served, [body(kind, number) for number in range(NUM_SETS)])))
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=KINDS, nargs="?", default="operations")
+    kind = KINDS[parser.parse_args().kind]
     torch.set_num_threads(1)
     print(
         f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}"
     )
-    in_worker(in_core(in_server([body(number) for number in range(NUM_SETS)])))
+    with tempfile.TemporaryDirectory() as folder:
+        run(kind, Path(folder) / "sae")
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from headgate.capture.schema.errors import ConsumerError
-from headgate.capture.schema.results import CaptureResult
+from headgate.capture.schema.results import CaptureResult, MessageSpan
 from headgate.consumers.captured_rows import CapturedRows
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest
 from headgate.consumers.harvest import EngineFacts, PromptSet, Wanted, open_prompts
-from headgate.consumers.harvest.prompts import Prompt
+from headgate.consumers.harvest.prompts import Chat, Prompt
 from headgate.consumers.harvest.wanted import Task
 from headgate.consumers.memory import MemoryConsumer
 from tests.fakes.capturing import Capturing, spec_context
@@ -62,6 +62,12 @@ class FakeEngine:
 
     def tokens(self, prompt: Prompt) -> list[int]:
         return list(range(len(prompt)))
+
+    def messages(self, chat: Chat) -> list[MessageSpan] | None:
+        """A token for each message of a chat, and none for a chat whose first message is a tool's."""
+        if chat[0]["role"] == "tool":
+            return None
+        return [MessageSpan(role=one["role"], start=at, stop=at + 1, token_ids=[at]) for at, one in enumerate(chat)]
 
     def run(
         self, tasks: Sequence[Task], wanted: Wanted, consumer: str, specs: Sequence[Mapping[str, Any]]

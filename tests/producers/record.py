@@ -1,7 +1,7 @@
 """Files of SAEs as their producers write them, with the activations that the producers' own classes compute.
 
-Run in an environment with sae-lens, dictionary_learning, eai-sparsify and circuit-tracer, and without headgate, since
-these bring about two hundred packages: ``make test-producers``. It writes one folder for each SAE: its files, and
+``make test-producers`` runs it where there are sae-lens, dictionary_learning, eai-sparsify and circuit-tracer; it does
+not import headgate. It writes one folder for each SAE: its files, and
 ``expected.safetensors`` with ``rows`` ``[n, D]``, ``activations`` ``[n, F]`` and ``decoded`` ``[n, O]``.
 """
 

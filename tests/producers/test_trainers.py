@@ -1,6 +1,6 @@
 """Data sets against the real trainers and formats, which get exactly the rows of the files.
 
-Run by ``make test-producers`` in the environment of the producers; skipped where sae-lens is not installed.
+Run by ``make test-producers``, which installs the trainers; skipped where sae-lens is not installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headgate.consumers.datasets.feeds.tensors import TensorBatches, TensorsByHo
 from headgate.consumers.datasets.feeds.torch_rows import TorchRows
 from tests.fakes.capturing import capturing
 
-pytest.importorskip("sae_lens", reason="the producers' environment alone has the trainers")
+pytest.importorskip("sae_lens", reason="make test-producers has the trainers")
 
 SITE, OTHER = "3.post_mlp", "1.post_mlp"
 WIDTH, BATCH = 16, 32

@@ -275,6 +275,23 @@ class LLMChat:
             return None
 
 
+def message_spans(
+    chat: Chat, prompt: Tokens, render: Callable[[Chat], Tokens], *, bos: int | None = None
+) -> tuple[MessageSpan, ...] | None:
+    """Return where the messages of a chat lie in its prompt; None if the chat template does not show it.
+
+    Args:
+        chat: The messages, each with a ``role``.
+        prompt: The tokens of the whole chat; those that invite the model to answer may follow.
+        render: Renders a conversation with the same template, without a generation prompt.
+        bos: The token that begins every text, if the tokenizer has one.
+    """
+    try:
+        return LLMChat(prompt, chat, render, is_continued=False, bos=bos).messages(prompt).spans("messages")
+    except RequestError:
+        return None
+
+
 ENGINE_GONE = "the engine that renders the chat is gone: ask for its messages while there is one"
 
 

@@ -110,6 +110,7 @@ def _consumer_families(
     for name, kind, key, about in _CONSUMERS:
         found = tuple(Sample(labels=where, value=consumer[key]) for where, consumer in consumers)
         yield Family(name=f"{prefix}_{name}", kind=kind, about=about, labels=labels, samples=found)
+    yield from _own_families(prefix, labels, consumers)
     yield Family(
         name=f"{prefix}_result_seconds",
         kind="histogram",
@@ -121,3 +122,18 @@ def _consumer_families(
         ),
         bounds=RESULT_BOUNDS_S,
     )
+
+
+def _own_families(
+    prefix: str, labels: tuple[str, ...], consumers: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]
+) -> Iterator[Family]:
+    """Figures that consumers count by themselves; those of one name, kind and description are one family."""
+    found: dict[str, list[tuple[Mapping[str, Any], Sample]]] = {}
+    for where, consumer in consumers:
+        for figure in consumer["figures"]:
+            sample = Sample(labels=where, value=figure["value"])
+            found.setdefault(figure["name"], []).append((figure, sample))
+    for name, told in sorted(found.items()):
+        kind, about = told[0][0]["kind"], told[0][0]["about"]
+        samples = tuple(sample for figure, sample in told if figure["kind"] == kind)
+        yield Family(name=f"{prefix}_own_{name}", kind=kind, about=about, labels=labels, samples=samples)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headgate.capture.monitoring.stats import Figure
 from headgate.consumers.filesystem.storage.object_store import ObjectStore
 from headgate.consumers.filesystem.uploading.answer import Answer, Outcome, Patience
 from headgate.consumers.filesystem.uploading.spool_folder import SpoolFolder, Unit
@@ -63,6 +64,10 @@ class RemoteRoot:
         self._patience = Patience(f"{name}-answers", wait_s)
         for unit in self._folder.left:
             self._uploader.add(unit, None, is_old=True)
+
+    def figures(self) -> tuple[Figure, ...]:
+        """Return what waits to be uploaded, and what was."""
+        return self._uploader.figures()
 
     def after(self, written: Outcome) -> Outcome:
         """The result of a request whose files are uploaded once they are `written`."""

@@ -10,9 +10,11 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
+from typing import Literal
 
+from headgate.capture.monitoring.stats import Figure
 from headgate.capture.schema.errors import ConsumerError
 from headgate.consumers.filesystem.storage.object_store import ObjectStore
 from headgate.consumers.filesystem.storage.store import numbered
@@ -36,8 +38,31 @@ class _Task:
     number: int
     unit: Unit = field(compare=False)
     answer: Answer | None = field(compare=False)
+    num_bytes: int = field(compare=False)
     num_failures: int = field(default=0, compare=False)
     is_old: bool = field(default=False, compare=False)
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Numbers that an uploader counts; see `_FIGURES`."""
+
+    done: int = 0
+    bytes: int = 0
+    failures: int = 0
+    retried: int = 0
+    waiting_bytes: int = 0
+
+
+_FIGURES: tuple[tuple[str, Literal["counter", "gauge"], str], ...] = (
+    ("done", "counter", "Files and folders that left the spool: uploaded, or refused since their key was taken."),
+    ("bytes", "counter", "Bytes of them."),
+    ("failures", "counter", "Attempts to upload that failed; each is made again."),
+    ("retried", "counter", "Files and folders that left the spool after failed attempts."),
+    ("waiting", "gauge", "Files and folders in the spool that are whole and wait for the object store."),
+    ("waiting_bytes", "gauge", "Bytes of them."),
+    ("failing", "gauge", "Whether the last attempt to upload failed."),
+)
 
 
 class Uploader:
@@ -78,7 +103,8 @@ class Uploader:
         self._num_working = threads
         self._is_closed = False
         self._numbers = itertools.count()
-        self._changed = threading.Condition()  # guards the five above
+        self._counts = _Counts()
+        self._changed = threading.Condition()  # guards the six above
         # Daemons: a store that hangs must not keep the process from ending.
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(threads)
@@ -94,10 +120,21 @@ class Uploader:
             answer: Told when it is uploaded; None if nobody waits.
             is_old: An earlier process may have begun to upload it.
         """
+        num_bytes = _size_of(unit)
         with self._changed:
-            task = _Task(time.monotonic(), next(self._numbers), unit, answer, is_old=is_old)
+            self._counts.waiting_bytes += num_bytes
+            task = _Task(time.monotonic(), next(self._numbers), unit, answer, num_bytes, is_old=is_old)
             heapq.heappush(self._tasks, task)
             self._changed.notify_all()
+
+    def figures(self) -> tuple[Figure, ...]:
+        """Return what waits and what was uploaded, for ``/metrics``."""
+        with self._changed:
+            values = {**asdict(self._counts), "waiting": len(self._tasks) + self._num_running}
+            values["failing"] = self.is_failing
+        return tuple(
+            Figure(name=f"upload_{name}", kind=kind, about=about, value=values[name]) for name, kind, about in _FIGURES
+        )
 
     def close(self, timeout_s: float) -> int:
         """Upload units for up to `timeout_s` seconds; return how many are left. May be called again.
@@ -129,7 +166,7 @@ class Uploader:
         except Exception as error:  # noqa: BLE001  (each store has errors of its own; none may lose a file)
             self._try_again(task, error)
         else:
-            self._note_success()
+            self._note_success(task)
         finally:
             with self._changed:
                 self._num_running -= 1
@@ -200,6 +237,7 @@ class Uploader:
         task.due = time.monotonic() + pause_s * random.uniform(0.5, 1.0)  # noqa: S311
         with self._changed:
             heapq.heappush(self._tasks, task)
+            self._counts.failures += 1
             num_waiting, was_failing, self.is_failing = len(self._tasks), self.is_failing, True
         level = logging.DEBUG if was_failing else logging.WARNING
         logger.log(
@@ -208,11 +246,23 @@ class Uploader:
             *(self._store.url(self._store.root), num_waiting, task.unit.folder, type(error).__name__, error),
         )
 
-    def _note_success(self) -> None:
+    def _note_success(self, task: _Task) -> None:
         with self._changed:
+            self._counts.done += 1
+            self._counts.bytes += task.num_bytes
+            self._counts.retried += task.num_failures > 0
+            self._counts.waiting_bytes -= task.num_bytes
             was_failing, self.is_failing = self.is_failing, False
         if was_failing:
             logger.warning("%s takes files again", self._store.url(self._store.root))
+
+
+def _size_of(unit: Unit) -> int:
+    """Bytes of a unit; 0 if it is gone, of which its upload tells."""
+    try:
+        return unit.num_bytes()
+    except OSError:
+        return 0
 
 
 def _keys(root: str, unit: Unit) -> Iterator[str]:

@@ -6,16 +6,14 @@ Registered SAEs are only read: rows of features are taken from mapped files when
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 from pathlib import Path
-from threading import Lock
-from typing import Any
 
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
+from headgate.steering.core.kept_programs import KeptPrograms, bytes_of
 from headgate.steering.features.importing import open_coder
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.features.tensors import FeatureFileError
@@ -28,8 +26,6 @@ from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import Steerable
 
 logger = logging.getLogger("headgate")
-
-_KEPT_PROGRAMS = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,19 +137,23 @@ class SaeRegistry:
         self._max_per_site = max_per_site
         self._saes: Mapping[str, Sae] = {}
         """Replaced as a whole by each change."""
-        self._made: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
-        """Programs of the last requests, by edits and SAEs: many requests of a load change the same features."""
-        self._lock = Lock()
+        self._made: KeptPrograms[Program] = KeptPrograms()
+        """By edits and SAEs: many requests of a load change the same features."""
 
     def put(self, sae: Sae) -> None:
         """Register an SAE, in place of an earlier one of its name."""
         self._saes = {**self._saes, sae.name: sae}
-        self._forget_programs()
+        self._made.clear()
 
     def remove(self, name: str) -> None:
         """Forget an SAE, if it is there."""
         self._saes = {other: sae for other, sae in self._saes.items() if other != name}
-        self._forget_programs()
+        self._made.clear()
+
+    @property
+    def by_name(self) -> Mapping[str, Sae]:
+        """All SAEs: another object after each change."""
+        return self._saes
 
     def find(self, name: str) -> Sae | None:
         """Return the SAE of that name, if there is one."""
@@ -180,12 +180,10 @@ class SaeRegistry:
             if edit.sae not in saes:
                 known = ", ".join(sorted(saes)) or "none"
                 raise RequestError(edit.sae_at, f"unknown SAE {edit.sae!r}; registered: {known}")
-        key = (*(edit.content for edit in edits), *(id(saes[name]) for name in sorted({edit.sae for edit in edits})))
-        with self._lock:
-            if key in self._made:
-                self._made.move_to_end(key)
-                return self._made[key]
-        facts = {edit.sae: saes[edit.sae].facts for edit in edits}
+        key = (*(edit.content for edit in edits), *(saes[name] for name in sorted({edit.sae for edit in edits})))
+        if (earlier := self._made.find(key)) is not None:
+            return earlier
+        facts = {name: saes[name].facts for name in {edit.sae for edit in edits}}
         check_edits(edits, lambda edit: facts[edit.sae], self._max_per_site)
         changes = count()
         made = Program.from_entries(
@@ -196,11 +194,7 @@ class SaeRegistry:
             ],
             self._dtype,
         )
-        with self._lock:
-            if self._saes is saes:
-                self._made[key] = made
-                while len(self._made) > _KEPT_PROGRAMS:
-                    self._made.popitem(last=False)
+        self._made.keep(key, made, bytes_of(made))
         return made
 
     def check_shared(self, edits: Iterable[FeatureEdit]) -> None:
@@ -218,10 +212,6 @@ class SaeRegistry:
                     "between the sites that it reads and writes in places that belong to requests. 'add' without "
                     "only_if_active, which reads nothing, can; give others in requests, or in a module that they name",
                 )
-
-    def _forget_programs(self) -> None:
-        with self._lock:
-            self._made.clear()
 
 
 def _entries(sae: Sae, edits: list[FeatureEdit], dtype: StoredType, changes: Iterator[int]) -> list[Entry]:

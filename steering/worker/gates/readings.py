@@ -1,11 +1,13 @@
 """Signals of the gates of a step, on their way to the host: for the engine core, and for rows computed again.
 
-Letters in shape comments: G requests with gates in a step, N their rows, C columns.
+Letters in shape comments: G requests with gates in a step, N their rows, C columns, K of
+them that somebody reads.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from functools import cached_property
 from threading import Lock
 from typing import Any, cast
 
@@ -13,25 +15,63 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headgate.capture.schema.batch import Int32Array
+from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.steering.gates.layout import FOLLOWING
+from headgate.steering.gates.step_table import spread
 from headgate.steering.programs.gate_codes import TokenFlag
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.requests import GatedBatch, GatedRequest, GateRows
 
 
+class ToldColumns:
+    """The columns of signals that somebody on the host reads.
+
+    Args:
+        columns: int64 ``[K]``, ascending.
+        device: Where the signals are.
+
+    Attributes:
+        columns: As given.
+    """
+
+    def __init__(self, columns: Int64Array, device: torch.device) -> None:
+        self.columns = columns
+        self._device = device
+
+    @cached_property
+    def on_device(self) -> Tensor:
+        """The same on the device: sent when they are needed first."""
+        return torch.from_numpy(self.columns).to(self._device)
+
+
+LARGE_BYTES = 64 << 10
+"""Signals of which the device picks the columns: of fewer, the copy costs less than the launch that it would take."""
+
+
 class StepSignals:
     """The signals of one step's rows with gates, copied to the host while the step runs. Any thread may read them.
+
+    Of more than `LARGE_BYTES`, as prompts have them, the columns alone are copied that somebody reads.
 
     Args:
         signals: float32 ``[T, C]``, as the forward writes them; the copy is made on the current stream.
         rows: The step's.
         index: int64 ``[N]`` on the device: their batch rows; None if those are the first ones of the batch.
+        told: The columns that are read.
+
+    Attributes:
+        rows: As given.
+        num_columns: C.
+        told: int64 ``[K]``: the columns that were copied; None if all were.
     """
 
-    def __init__(self, signals: Tensor, rows: GateRows, index: Tensor | None) -> None:
-        self.rows = rows
+    def __init__(self, signals: Tensor, rows: GateRows, index: Tensor | None, told: ToldColumns) -> None:
+        self.rows, self.num_columns = rows, signals.shape[1]
+        self.told: Int64Array | None = None
         found = signals[: int(rows.counts.sum())] if index is None else signals[index]
+        if found.nbytes > LARGE_BYTES:
+            self.told = told.columns
+            found = found.index_select(1, told.on_device)
         self._done: torch.cuda.Event | None = None
         if found.device.type == "cuda":
             pinned = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
@@ -39,13 +79,13 @@ class StepSignals:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
             found = pinned
-        elif index is None:
+        elif index is None and self.told is None:
             found = found.clone()
         self._values = found
         self._lock = Lock()
 
     def values(self) -> Float32Rows:
-        """Return the signals ``[N, C]`` of the rows; waits for the copy."""
+        """Return the signals ``[N, len(told)]`` of the rows, or ``[N, C]``; waits for the copy."""
         with self._lock:
             if self._done is not None:
                 self._done.synchronize()
@@ -54,10 +94,11 @@ class StepSignals:
         return values
 
     def of(self, req_id: str) -> tuple[int, Float32Rows]:
-        """Return position of the first row, and the signals, of one of the requests."""
+        """Return position of the first row, and the signals ``[n, C]``, of one of the requests."""
         at = self.rows.req_ids.index(req_id)
         start = int(self.rows.counts[:at].sum())
-        return int(self.rows.firsts[at]), self.values()[start : start + int(self.rows.counts[at])]
+        values = self.values()[start : start + int(self.rows.counts[at])]
+        return int(self.rows.firsts[at]), spread(values, self.told, self.num_columns)
 
 
 class SignalReadings:
@@ -73,14 +114,16 @@ class SignalReadings:
     def collect(self) -> dict[str, Any]:
         """Return the requests, the position of the first row and the number of rows of each, and their signals.
 
-        ``ids`` are a list; ``firsts`` and ``counts`` int64, ``values`` float32 ``[rows, columns]``, as bytes.
+        ``ids`` are a list; ``firsts`` and ``counts`` int64 as bytes. ``values``, float32 as bytes, are the signals of
+        all rows, in all ``columns`` if ``told`` is None, else in those whose indices it has, int64 as bytes.
         """
-        rows, values = self._signals.rows, self._signals.values()
+        rows, values, told = self._signals.rows, self._signals.values(), self._signals.told
         return {
             "ids": list(rows.req_ids),
             "firsts": rows.firsts.tobytes(),
             "counts": rows.counts.tobytes(),
-            "columns": values.shape[1],
+            "columns": self._signals.num_columns,
+            "told": None if told is None else told.tobytes(),
             "values": values.tobytes(),
         }
 

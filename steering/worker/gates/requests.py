@@ -14,8 +14,8 @@ import numpy as np
 
 from headgate.capture.schema.batch import BatchView, BoolArray, Int32Array, Int64Array
 from headgate.steering.gates.rule import Selection
-from headgate.steering.programs.codes import GROUP
-from headgate.steering.programs.gate_codes import EARLY, TokenFlag, gate_column
+from headgate.steering.programs.codes import CODE, CODE_MASK, GROUP, Code, change_index
+from headgate.steering.programs.gate_codes import EARLY, GATE_COLUMNS, TokenFlag, gate_column
 from headgate.steering.programs.program import Program
 from headgate.steering.worker.rows.rule_programs import ActingRule
 
@@ -53,11 +53,13 @@ class GatedRequest:
         num_prompt: Tokens of its prompt.
         early: First columns of gates that act at sites before they are evaluated.
         of_rules: Those of `early` that belong to rules: they may not have been there on earlier rows.
+        told: Columns of its rows that somebody on the host reads.
     """
 
     num_prompt: int
     early: tuple[int, ...]
     of_rules: frozenset[int] = frozenset()
+    told: frozenset[int] = frozenset()
 
 
 def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | None:
@@ -73,7 +75,26 @@ def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | 
     # What controllers drive follows from no row before.
     evaluated = [rule for rule in rules if not rule.is_driven]
     early, of_rules = _early(gated), _early(program for rule in evaluated for program in rule.programs)
-    return GatedRequest(own.num_prompt, tuple(sorted(early | of_rules)), of_rules)
+    programs = [*gated, *(program for rule in evaluated for program in rule.programs)]
+    told = frozenset().union(*(_told(program, is_traced=own.is_traced) for program in programs))
+    return GatedRequest(own.num_prompt, tuple(sorted(early | of_rules)), of_rules, told)
+
+
+def _told(program: Program, *, is_traced: bool) -> frozenset[int]:
+    """Return the columns of a program that are read on the host.
+
+    Those are the strengths of gates, to count and to hand on; and scores for a trace, or for the controller whose
+    program has nothing but them.
+    """
+    has_scores = is_traced or not program.has_gates
+    columns: set[int] = set()
+    for code in program.codes[:, CODE].tolist():
+        kind = code & CODE_MASK
+        if kind == Code.GATE:
+            columns.update(range(change_index(code), change_index(code) + GATE_COLUMNS))
+        elif kind == Code.SCORE and has_scores:
+            columns.add(change_index(code))
+    return frozenset(columns)
 
 
 def _early(programs: Iterable[Program]) -> frozenset[int]:
@@ -157,6 +178,10 @@ class GateSlots:
         return len(self._slots)
 
 
+_RESETS, _ENDS_PROMPT, _IS_GENERATED, _IS_REPLAYED, _IS_SCANNED = (np.int32(flag) for flag in TokenFlag)
+"""Numpy takes ten times as long to multiply by a member of an enumeration."""
+
+
 def flags_of(rows: GateRows, num_prompt: Int64Array, is_new: BoolArray) -> Int32Array:
     """Return the `TokenFlag` of each row of a step, int32 ``[N]``.
 
@@ -170,14 +195,12 @@ def flags_of(rows: GateRows, num_prompt: Int64Array, is_new: BoolArray) -> Int32
     is_generated = positions >= lengths
     begins = ~behind & np.repeat(is_new | (rows.firsts == 0), rows.counts)
     # The states that rows behind the first would find are made by this very forward, too late for earlier sites.
-    flags = (
-        TokenFlag.RESETS * begins
-        | TokenFlag.ENDS_PROMPT * (positions == lengths - 1)
-        | TokenFlag.IS_GENERATED * is_generated
-        | TokenFlag.IS_REPLAYED * (is_generated & behind)
-        | TokenFlag.IS_SCANNED * np.repeat(rows.counts > 1, rows.counts)
-    )
-    return np.asarray(flags, np.int32)
+    flags: Int32Array = _RESETS * begins
+    flags |= _ENDS_PROMPT * (positions == lengths - 1)
+    flags |= _IS_GENERATED * is_generated
+    flags |= _IS_REPLAYED * (is_generated & behind)
+    flags |= _IS_SCANNED * np.repeat(rows.counts > 1, rows.counts)
+    return flags
 
 
 class GatedBatch:
@@ -201,6 +224,9 @@ class GatedBatch:
         self.requests = tuple(requests[req_id] for req_id in self._ids)
         self._num_prompt = np.array([request.num_prompt for request in self.requests], np.int64)
         self.has_early = any(request.early for request in self.requests)
+        told = frozenset[int]().union(*(request.told for request in self.requests))
+        self.told = np.array(sorted(told), np.int64)
+        """Columns that somebody on the host reads."""
 
     def rows(self, view: BatchView) -> GateRows:
         """Return the rows of a step of this batch."""

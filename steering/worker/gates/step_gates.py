@@ -13,7 +13,7 @@ from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
 from headgate.steering.gates.coefficient_changes import CoefficientChanges
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.driven import DrivenStrengths, Places
-from headgate.steering.worker.gates.readings import GateHistory, SignalReadings, StepSignals
+from headgate.steering.worker.gates.readings import GateHistory, SignalReadings, StepSignals, ToldColumns
 from headgate.steering.worker.gates.reference import FLAGS, SLOT, GateTensors
 from headgate.steering.worker.gates.requests import (
     GatedBatch,
@@ -93,6 +93,7 @@ class StepGates:
         self._index: tuple[bytes, Tensor | None] | None = None
         """Batch rows of the last step that was read, as bytes, and on the device; None there for the first ones."""
         self._signals: StepSignals | None = None
+        self._told: ToldColumns | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -217,7 +218,9 @@ class StepGates:
         if self._index is None or self._index[0] != key:
             are_first = np.array_equal(index, np.arange(len(index)))
             self._index = key, None if are_first else torch.from_numpy(index).to(self.tensors.signals.device)
-        self._signals = StepSignals(self.tensors.signals, rows, self._index[1])
+        if self._told is None or not np.array_equal(self._told.columns, batch.told):
+            self._told = ToldColumns(batch.told, self.tensors.signals.device)
+        self._signals = StepSignals(self.tensors.signals, rows, self._index[1], self._told)
         if batch.has_early:
             self._history.keep(self._signals, batch)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from headgate.consumers.datasets import Dataset, MixedBatches, open_dataset
+from headgate.capture.schema.errors import CaptureFileError
+from headgate.consumers.datasets import Dataset, MixedBatches, open_dataset, reading
 from tests.fakes.captured_roots import SITE, expected_facts, facts_of, write_root
 from tests.fakes.sparse_shards import make_sparse
 
@@ -200,3 +203,39 @@ def test_no_rows_are_no_batches(tmp_path: Path, epochs: int | None) -> None:
 def test_bad_arguments_are_refused_by_name(data: Dataset, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         data.mixed(**arguments)
+
+
+@pytest.mark.parametrize("vectors", [1, 3])
+def test_rows_are_read_to_their_places_however_few_a_call_takes(
+    data: Dataset, monkeypatch: pytest.MonkeyPatch, vectors: int
+) -> None:
+    expected = numbers_of(data.mixed(**SMALL, seed=5))
+    monkeypatch.setattr(reading, "_VECTORS", vectors)
+
+    assert facts_of(data.mixed(**SMALL, seed=5)) == facts_of(data.batches())
+    assert numbers_of(data.mixed(**SMALL, seed=5)) == expected
+
+
+def test_reads_that_are_cut_off_go_on(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = os.preadv
+
+    def half(file: int, buffers: Sequence[Any], offset: int) -> int:
+        first = memoryview(buffers[0]).cast("B")
+        return whole(file, [first[: max(len(first) // 2, 1)]], offset)
+
+    expected = facts_of(data.batches())
+    monkeypatch.setattr(os, "preadv", half)
+
+    assert facts_of(data.mixed(**SMALL)) == expected
+
+
+def test_a_file_that_lost_rows_since_ends_mixing(tmp_path: Path) -> None:
+    make_sparse(str(tmp_path / "root"), num_shards=1, num_requests=20, rows=50, hidden_size=2)
+    data = open_dataset(tmp_path / "root")
+    mixed = data.mixed(batch_size=16, min_rows=600, min_requests=5)
+    next(mixed)
+    (column,) = (path for path in (tmp_path / "root").rglob("*.bin") if "post_mlp" in path.name)
+    os.truncate(column, 100)
+
+    with pytest.raises(CaptureFileError, match="torn"):
+        list(mixed)

@@ -155,3 +155,32 @@ def test_the_root_itself_may_be_a_link(tmp_path: Path) -> None:
         payload = files.feed.whole(files.request())
 
     assert payload["paths"] == [str(tmp_path / "disk" / "default" / "client-1.safetensors")]
+
+
+def test_a_client_may_tell_where_the_messages_of_a_chat_lie() -> None:
+    told = [{"role": "user", "start": 1, "stop": 4}, {"role": "assistant", "start": 4, "stop": 6}]
+
+    found = FilesystemConsumer.validate_client_spec({"hooks": HOOKS, "messages": told}, spec_context({"root": "c"}))
+
+    assert found.options["messages"] == told
+
+
+@pytest.mark.parametrize(
+    ("messages", "field", "what"),
+    [
+        ({"role": "user"}, "", "expected a list of at most 1024"),
+        ([{"role": "user", "start": 0, "stop": 1}] * 1025, "", "got 1025 of them"),
+        ([{"role": "user", "start": 0}], "[0]", "expected role, start and stop"),
+        ([{"role": "user", "start": True, "stop": 2}], "[0]", "expected role, start and stop"),
+        ([{"role": "user", "start": -1, "stop": 2}], "[0]", "that ascend"),
+        ([{"role": "user", "start": 2, "stop": 2}], "[0]", "that ascend"),
+        ([{"role": "user", "start": 2, "stop": 1 << 31}], "[0]", "that ascend"),
+        ([{"role": "u" * 129, "start": 0, "stop": 1}], "[0]", "at most 128 characters"),
+        ([{"role": "u", "start": 0, "stop": 3}, {"role": "u", "start": 2, "stop": 4}], "[1]", "that ascend"),
+    ],
+)
+def test_messages_that_cannot_lie_so_are_refused(messages: object, field: str, what: str) -> None:
+    with pytest.raises(RequestError, match=what) as caught:
+        FilesystemConsumer.validate_client_spec({"hooks": HOOKS, "messages": messages}, spec_context({"root": "c"}))
+
+    assert caught.value.field == f"capture.files.messages{field}"

@@ -12,9 +12,12 @@ import fsspec
 import pytest
 import torch
 
+from headgate.capture.monitoring.stats import figures_of
 from headgate.capture.schema.errors import CaptureFileError, ConfigError, ConsumerError
 from headgate.capture.schema.sites import Site
 from headgate.consumers.filesystem.params import parse_params
+from headgate.consumers.filesystem.storage.object_store import ObjectStore
+from headgate.consumers.filesystem.uploading import uploader
 from headgate.consumers.filesystem.uploading.spool_folder import SpoolFolder, units_of
 from headgate.consumers.reader import open_captures
 from tests.fakes.capturing import Capturing, capturing
@@ -203,3 +206,51 @@ def test_files_are_taken_over_from_a_process_that_is_gone_and_from_no_other(tmp_
     assert not living.path.exists()
     assert list(units_of(other_root.path)) != []
     other_root.close()
+
+
+def figures(files: Capturing) -> dict[str, float]:
+    return {each.name.removeprefix("upload_"): each.value for each in figures_of(files.feed.consumer)}
+
+
+def test_uploads_are_counted_with_those_that_failed_before(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, failures = ObjectStore.put, iter([True, True])
+
+    def unsteady(self: ObjectStore, path: Path, key: str) -> bool:
+        if next(failures, False):
+            raise OSError(errno.EIO, "the store is down")
+        return put(self, path, key)
+
+    monkeypatch.setattr(ObjectStore, "put", unsteady)
+    monkeypatch.setattr(uploader, "FIRST_PAUSE_S", 0.001)
+    with remote(upload_threads=1) as files:
+        before = figures(files)
+        payloads = [files.feed.whole(files.request(engine_id=name, client_id=name)) for name in "abc"]
+    after = figures(files)
+
+    assert set(before.values()) == {0}
+    assert [payload["uploaded"] for payload in payloads] == [True] * 3
+    assert after == {
+        **{"done": 3, "failures": 2, "retried": 1, "bytes": sum(payload["num_bytes"] for payload in payloads)},
+        **{"waiting": 0, "waiting_bytes": 0, "failing": 0},
+    }
+
+
+def test_files_that_wait_are_told(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def down(self: ObjectStore, path: Path, key: str) -> bool:
+        raise OSError(errno.EIO, "the store is down")
+
+    monkeypatch.setattr(uploader, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(uploader, "MAX_PAUSE_S", 0.001)
+    with remote(upload_wait_s=0) as files, monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "put", down)
+        payloads = [files.feed.whole(files.request(engine_id=name, client_id=name)) for name in "ab"]
+        found = figures(files)
+
+    assert (found["done"], found["waiting"]) == (0, 2)
+    assert found["waiting_bytes"] == sum(payload["num_bytes"] for payload in payloads)
+    assert figures(files)["waiting_bytes"] == 0
+
+
+def test_a_local_root_has_no_uploads(tmp_path: Path) -> None:
+    with capturing(tmp_path / "root") as files:
+        assert figures(files) == {}

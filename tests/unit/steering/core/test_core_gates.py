@@ -12,13 +12,16 @@ from headgate.capture.probes.probe import Activation, HiddenLayer, Probe, ProbeK
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.config import parse_config
+from headgate.steering.core import gates
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.gates.gate import FeatureReading, Gate, InlineProbe, Leaf, ModuleThen, NamedProbe, Then
 from headgate.steering.gates.layout import FOLLOWING, layout_of
+from headgate.steering.gates.lowering import lower_gates
 from headgate.steering.gates.names import probe_key
 from headgate.steering.programs.codes import CODE, CODE_MASK, Code
 from headgate.steering.programs.gate_codes import UNIT_MASK, Pool, Scope, Unit
 from headgate.steering.programs.operations import Method, Operation
+from headgate.steering.programs.program import Program
 from headgate.steering.spec import SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 
@@ -27,6 +30,8 @@ READ, LATE, UNDECLARED = Site(1, HookPoint.POST_MLP), Site(2, HookPoint.POST_MLP
 CONFIG = parse_config({"op_sites": {"post_mlp": [1, 2]}})
 STEERABLE = CONFIG.steerable(num_layers=4, hidden_size=HIDDEN, dtype="float32")
 WEIGHT = np.array([1, 0, 0, 0], np.float32)
+VECTORS = PhaseVectors.from_rows({LATE: WEIGHT})
+assert VECTORS is not None
 
 
 MLP = Probe(
@@ -162,6 +167,7 @@ def readings(req_id: str, first: int, signals: np.ndarray) -> dict[str, Any]:
         "firsts": np.array([first]).tobytes(),
         "counts": np.array([len(signals)]).tobytes(),
         "columns": signals.shape[1],
+        "told": None,
         "values": signals.astype(np.float32).tobytes(),
     }
 
@@ -276,3 +282,37 @@ def test_more_units_than_fit_are_refused():
 
     with pytest.raises(RequestError, match=r"the MLP probes at 1\.post_mlp make 4 entries, at most 3 fit"):
         core.accept("a", to_wire(SteeringSpec(gates=tuple(gates))), 4)
+
+
+def program_of(spec: SteeringSpec) -> Program:
+    assert spec.decode_program is not None
+    return spec.decode_program
+
+
+def test_gates_that_are_equal_are_lowered_once_while_what_they_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered: list[object] = []
+    monkeypatch.setattr(gates, "lower_gates", lambda *given: lowered.append(given) or lower_gates(*given))
+    core = core_with()
+
+    first, again = program_of(accepted(core, "a", gate())), program_of(accepted(core, "b", gate()))
+    accepted(core, "c", gate(threshold=0.5))
+    assert first.key == again.key
+    assert len(lowered) == 2
+
+    core.state.probes.put("joy", Probe(site=READ, weight=WEIGHT[None]))
+    accepted(core, "d", gate())
+    core.state.register(core.state.read_module("calm", SteeringSpec(prefill=VECTORS, decode=VECTORS)))
+    accepted(core, "e", gate())
+    assert len(lowered) == 4
+
+
+def test_gates_whose_programs_depend_on_more_are_lowered_each_time() -> None:
+    core = core_with()
+    attenuating = gate(then=Then(attenuate=0.0))
+
+    found = [
+        program_of(accepted(core, str(scale), attenuating, **to_wire(SteeringSpec(decode=VECTORS.scaled(scale)))))
+        for scale in (1.0, 2.0)
+    ]
+
+    assert found[0].key != found[1].key

@@ -104,6 +104,13 @@ def test_workers_get_the_rows_of_features_as_a_program(opened: Opened) -> None:
     np.testing.assert_allclose(run(spec.prefill_program, SITE, ROW), SAE.edited(ROW[None], [EDIT])[0], atol=1e-6)
 
 
+def test_rows_of_configured_saes_lie_together_in_memory_and_those_of_others_as_in_their_files(opened: Opened) -> None:
+    opened.register(opened.folder / "a")
+
+    scattered = {sae.name: sae.coder.weights.source.encoder.is_scattered for sae in opened.core.state.saes.all()}
+    assert scattered == {"a": False, "b": True}
+
+
 def test_features_act_behind_operations_and_read_what_these_left(opened: Opened) -> None:
     taken = opened.accept("r", steering_ops=[ABLATION], steering_features=[EDIT], decode_steering_ops=[ABLATION])
 

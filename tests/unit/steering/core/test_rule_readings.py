@@ -32,6 +32,7 @@ def readings(*rows: tuple[str, int, list[dict[int, float]]]) -> StepTable:
         "firsts": np.array([first for _, first, _ in rows], np.int64).tobytes(),
         "counts": np.array([len(told) for *_, told in rows], np.int64).tobytes(),
         "columns": COLUMNS,
+        "told": None,
         "values": values.tobytes(),
     }
     return StepTable.of(wire)

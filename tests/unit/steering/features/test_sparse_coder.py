@@ -12,8 +12,8 @@ from headgate.capture.schema.sites import Site
 from headgate.steering.features.canonical import write_coder
 from headgate.steering.features.importing import open_coder, read_source
 from headgate.steering.features.source_coder import Hints, Kind, Norm
-from headgate.steering.features.sparse_coder import SparseCoder, coder_of
-from headgate.steering.features.tensors import FeatureFileError
+from headgate.steering.features.sparse_coder import SparseCoder, coder_of, gathered
+from headgate.steering.features.tensors import FeatureFileError, LazyTensor
 from tests.fakes.sparse_coders import FEATURES, SITE, WIDTH, Reference, rows, source, tensor, weights
 
 EXACT = (Kind.RELU, Kind.JUMPRELU, Kind.GATED)
@@ -219,3 +219,29 @@ def test_the_hash_of_a_source_that_was_not_imported_is_that_of_its_files(tmp_pat
     found = coder_of(source(sha256=None, paths=(tmp_path / "b", tmp_path / "a")), tmp_path)
 
     assert found.source_sha256 == hashlib.sha256(b"12").hexdigest()
+
+
+def test_rows_that_lie_apart_in_a_file_are_gathered_as_far_as_there_is_room(tmp_path: Path) -> None:
+    found = coder_of(source(kind=Kind.JUMPRELU), tmp_path)
+    encoder = found.weights.source.encoder
+    assert encoder.is_scattered
+
+    near, taken = gathered(found, encoder.values.nbytes)
+
+    assert taken == encoder.values.nbytes
+    assert not near.weights.source.encoder.is_scattered
+    assert near.weights.source.decoders == found.weights.source.decoders
+    for mine, theirs in zip(near.rows([3, 7]), found.rows([3, 7]), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert gathered(found, encoder.values.nbytes - 1) == (found, 0)
+    assert gathered(near, encoder.values.nbytes) == (near, 0)
+
+
+def test_blocks_of_a_gathered_matrix_meet() -> None:
+    values = np.arange(700 * 130, dtype=np.uint16).reshape(130, 700).T
+
+    found = LazyTensor("test", values, is_bfloat16=True).gathered()
+
+    np.testing.assert_array_equal(found.values, values)
+    assert found.is_bfloat16
+    assert found.values.flags.c_contiguous

@@ -98,6 +98,7 @@ def test_readings_are_parted_by_request():
         "firsts": np.array([7, 0]).tobytes(),
         "counts": np.array([1, 2]).tobytes(),
         "columns": 2,
+        "told": None,
         "values": values.tobytes(),
     }
 

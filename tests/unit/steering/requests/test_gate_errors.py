@@ -175,6 +175,8 @@ CONDITIONS: list[Case] = [
     _inline(".weight.dtype", "float32", weight={"dtype": "int8", "shape": [6], "data": b""}),
     _inline(".bias", "finite number", bias=[1.0]),
     _inline(".threshold", "unknown key; a probe has at", threshold=1.0),
+    _inline(".hidden", "Register an MLP with POST /v1/steering/probes/register", hidden={"weight": [V]}),
+    _inline(".kind", 'a cosine is the condition {"cosine": vector, "at"}', kind="cosine"),
     _when({"sae": "s", "above": 1}, ".feature", "is missing"),
     _when({"sae": "s", "feature": -1, "above": 1}, ".feature", "index of a feature"),
     _when({"sae": "s", "feature": True, "above": 1}, ".feature", "index of a feature"),

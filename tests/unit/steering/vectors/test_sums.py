@@ -11,7 +11,17 @@ from hypothesis.extra.numpy import arrays
 
 from headgate.steering.vectors.dtypes import StoredType, widen
 from headgate.steering.vectors.phase_vectors import PhaseVectors
-from headgate.steering.vectors.sums import LIMIT, WeightedSum, effective, is_zero, merge_over, peak, round_to, sum_of
+from headgate.steering.vectors.sums import (
+    BLOCK,
+    LIMIT,
+    WeightedSum,
+    effective,
+    is_zero,
+    merge_over,
+    peak,
+    round_to,
+    sum_of,
+)
 from tests.fakes.steering_tables import CONFIGS, HIDDEN, SITES, vectors
 
 IDS = {site: index for index, site in enumerate(SITES)}
@@ -181,3 +191,13 @@ def test_the_peak_is_the_largest_magnitude() -> None:
     made = PhaseVectors.from_rows({SITES[0]: np.array([1.0, -7.5, 2, 0])})
 
     assert (peak(made), peak(None)) == (7.5, 0.0)
+
+
+@pytest.mark.parametrize("place", [0, BLOCK - 1, BLOCK, 2 * BLOCK + 8])
+def test_rows_beyond_a_block_are_rounded_and_checked_likewise(place: int) -> None:
+    values = np.random.default_rng(0).normal(size=(3, BLOCK)).astype(np.float32)
+
+    assert (bits(round_to(values, "bfloat16")) == by_torch(values, "bfloat16")).all()
+    values.reshape(-1)[place] = np.nan
+    with pytest.raises(AssertionError, match="not finite"):
+        round_to(values, "bfloat16")

@@ -16,7 +16,7 @@ from headgate.capture.engine.requests.capture_frontend import FRONT_END
 from headgate.capture.engine.server import capture_metrics, metrics_page
 from headgate.capture.engine.server.metrics_page import Counters, MetricsPage, render
 from headgate.capture.monitoring.metrics import EngineStats, Family, Sample
-from headgate.capture.monitoring.stats import RESULT_BOUNDS_S, CaptureStats, ConsumerStats, QueueCounters
+from headgate.capture.monitoring.stats import RESULT_BOUNDS_S, CaptureStats, ConsumerStats, Figure, QueueCounters
 from headgate.capture.transport.driver_host import DriverStats
 from headgate.capture.transport.result_hub import HubStats
 from headgate.steering.control import metrics as steering_metrics
@@ -30,7 +30,18 @@ CAPTURE = asdict(
         lost_results=6,
         staged_bytes=7,
         consumers=(
-            ConsumerStats(instance="files", rows=40, requests=5, errors=1, is_hung=True, result_s=3.5),
+            ConsumerStats(
+                instance="files",
+                rows=40,
+                requests=5,
+                errors=1,
+                is_hung=True,
+                result_s=3.5,
+                figures=(
+                    Figure(name="upload_done", kind="counter", about="Files.", value=12),
+                    Figure(name="upload_waiting", kind="gauge", about="Files.", value=3),
+                ),
+            ),
             ConsumerStats(instance='a "name"', rows=2),
         ),
     )
@@ -110,6 +121,8 @@ def test_both_parts_say_what_they_count() -> None:
     assert values(found, "headgate_capture_consumer_rows") == {("0", "0", "files"): 40, ("0", "0", 'a "name"'): 2}
     assert values(found, "headgate_capture_consumer_errors") == {("0", "0", "files"): 1, ("0", "0", 'a "name"'): 0}
     assert values(found, "headgate_capture_consumer_hung") == {("0", "0", "files"): 1, ("0", "0", 'a "name"'): 0}
+    assert values(found, "headgate_capture_consumer_own_upload_done") == {("0", "0", "files"): 12}
+    assert values(found, "headgate_capture_consumer_own_upload_waiting") == {("0", "0", "files"): 3}
     assert values(found, "headgate_steering_slots_reserved") == {("0",): 12, ("1",): 12}
     assert values(found, "headgate_steering_global_vectors") == {("0",): 3, ("1",): 3}
     assert values(found, "headgate_steering_requests_waiting") == {("0",): 1, ("1",): 1}
@@ -154,7 +167,7 @@ def test_every_counter_of_a_front_end_is_shown() -> None:
 def test_every_counter_of_a_consumer_and_a_worker_is_shown() -> None:
     told = set(CAPTURE) - {"consumers"}
     assert {key for _, _, key, _ in capture_metrics._STAGING} == told
-    consumer = set(CAPTURE["consumers"][0]) - {"instance", "result_s", "result_counts"}
+    consumer = set(CAPTURE["consumers"][0]) - {"instance", "result_s", "result_counts", "figures"}
     assert {key for _, _, key, _ in capture_metrics._CONSUMERS} == consumer
 
 

@@ -137,6 +137,7 @@ class Core:
                 "firsts": np.full(count, self.services.position - 1, np.int64).tobytes(),
                 "counts": np.ones(count, np.int64).tobytes(),
                 "columns": columns,
+                "told": None,
                 "values": np.zeros((count, columns), np.float32).tobytes(),
             },
             (),

@@ -9,10 +9,12 @@ import torch
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.gates.rule import AppliesTo
+from headgate.steering.gates.step_table import StepTable
 from headgate.steering.programs.codes import EVERYWHERE, Code, with_change
 from headgate.steering.programs.gate_codes import Scope, TokenFlag, gate_field
 from headgate.steering.programs.program import Entry, Program
-from headgate.steering.worker.gates.requests import NO_SLOT, GateSlots, OwnGates
+from headgate.steering.worker.gates import readings as gate_readings
+from headgate.steering.worker.gates.requests import NO_SLOT, GateSlots, OwnGates, gated_request
 from headgate.steering.worker.gates.step_gates import StepGates
 from headgate.steering.worker.rows.rule_programs import ActingRule
 
@@ -206,3 +208,43 @@ def test_slots_go_to_those_that_had_a_step_last():
     slots.release("a")
     assert slots.take("b") == (first[0], True)
     assert slots.num_used == 2
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_prompts_the_columns_travel_that_somebody_reads(monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
+    monkeypatch.setattr(gate_readings, "LARGE_BYTES", 15)
+    gates = gates_with(("a", OwnGates(4, (program(0, is_early=False),) if is_first else ())), ("b", gated(2)))
+    gates.step_begins(view(("a", 0, 3), ("b", 0, 2)))
+    gates.tensors.signals[:5] = torch.arange(20.0).view(5, COLUMNS)
+    gates.step_ends()
+
+    readings = gates.readings()
+    assert readings is not None
+    found = readings.collect()
+    step = StepTable.of(found)
+
+    told = [0, 1, 2, 3] if is_first else [1, 2, 3]
+    first = 0 if is_first else 3
+    assert np.frombuffer(found["told"], np.int64).tolist() == told
+    expected = np.zeros((5, COLUMNS), np.float32)
+    expected[:, told] = np.arange(20, dtype=np.float32).reshape(5, COLUMNS)[:, told]
+    np.testing.assert_array_equal(step.signals, expected[first:])
+    assert [rows.first for rows in step.rows()] == [0] * len(step.ids)
+
+
+@pytest.mark.parametrize(("is_traced", "columns"), [(False, {4, 5, 6}), (True, {0, 4, 5, 6})])
+def test_scores_are_told_for_a_trace_or_a_controller(is_traced: bool, columns: set[int]) -> None:
+    row = np.ones(4, np.float32)
+    score = Entry(SITE, with_change(Code.SCORE, 0), row, None, (1.0,))
+    gate = Entry(SITE, with_change(Code.GATE, 4), None, row, ())
+    leaf = Entry(SITE, with_change(Code.LEAF, 1), None, None, ())
+    scores = Program.from_entries([score], "float32")
+    rule = ActingRule("r", AppliesTo.ALL, (0, 1), (scores, scores))
+    driven = ActingRule("d", None, (9, 10), (scores, scores))
+
+    own = OwnGates(4, (Program.from_entries([score, leaf, gate], "float32"),), is_traced=is_traced)
+
+    assert (found := gated_request(own, ())) is not None
+    assert found.told == columns
+    assert (found := gated_request(OwnGates(4), (rule, driven))) is not None
+    assert found.told == {0}
