@@ -220,6 +220,7 @@ def test_requests_that_begin_are_told_with_their_first_rows(tmp_path: Path, monk
     assert (before, rows) == ([], [4])
 
 
+@pytest.mark.extended
 def test_a_process_that_dies_with_requests_unsent_fails_them(tmp_path: Path) -> None:
     with opened(tmp_path) as (it, hub):
         hub.expect("key-unsent", instances=["telling"])

@@ -121,6 +121,7 @@ def test_a_process_that_is_killed_fails_its_own_consumers_requests_alone(tmp_pat
     assert (stats.restarts, stats.dispatch_errors, stats.staged_bytes) == (1, 0, 0)
 
 
+@pytest.mark.extended
 def test_a_consumer_that_cannot_be_opened_closes_those_that_were(tmp_path: Path) -> None:
     failing = CaptureConsumerSpec(name="telling", instance_name="two", params={"fail": True})
     fine = CaptureConsumerSpec(name="telling", instance_name="one")
