@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -22,20 +23,16 @@ def wanted(index: int) -> dict[str, object]:
     return {"hooks": {"post_mlp": "all"}, "request_id": f"r{index}"}
 
 
-def test_consumers_of_several_processes_and_of_the_worker_write_the_same(tmp_path: Path) -> None:
-    consumers = [
-        {"name": "filesystem", "instance_name": name, "params": {"root": str(tmp_path / name)}} for name in NAMES
+def run(root: Path) -> tuple[Any, Any, list[psutil.Process]]:
+    """The outputs, the counters of each consumer, and the capture processes, once the engine has ended."""
+    consumers: list[dict[str, Any]] = [
+        {"name": "filesystem", "instance_name": name, "params": {"root": str(root / name)}} for name in NAMES
     ]
     consumers[-1]["location"] = "engine"
     capture = {"consumers": consumers, "sites": {"post_mlp": "all"}, "processes": 2}
-    llm = start_llm(
-        in_process=True,
-        model=tiny_model("llama"),
-        additional_config={"headgate": {"capture": capture}},
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=128,
-    )
+    headgate = {"headgate": {"capture": capture}}
+    settings = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 128}
+    llm = start_llm(in_process=True, model=tiny_model("llama"), additional_config=headgate, **settings)
     try:
         from headgate.capture import SamplingParams
 
@@ -43,13 +40,17 @@ def test_consumers_of_several_processes_and_of_the_worker_write_the_same(tmp_pat
             SamplingParams(max_tokens=NUM_TOKENS, detokenize=False, capture=dict.fromkeys(NAMES, wanted(index)))
             for index in range(NUM_REQUESTS)
         ]
-        outputs = llm.generate(
-            [{"prompt_token_ids": [1, 2, 3 + index]} for index in range(NUM_REQUESTS)], params, use_tqdm=False
-        )
+        prompts = [{"prompt_token_ids": [1, 2, 3 + index]} for index in range(NUM_REQUESTS)]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         beside = [child for child in psutil.Process().children() if "headgate.capture.process" in child.cmdline()]
         (stats,) = llm.collective_rpc("headgate_stats")
     finally:
         stop_llm(llm)
+    return outputs, stats["capture"]["consumers"], beside
+
+
+def test_consumers_of_several_processes_and_of_the_worker_write_the_same(tmp_path: Path) -> None:
+    outputs, counters, beside = run(tmp_path)
 
     results = [output.capture_results for output in outputs]
     assert [{name: result.status for name, result in each.items()} for each in results] == [
@@ -57,7 +58,7 @@ def test_consumers_of_several_processes_and_of_the_worker_write_the_same(tmp_pat
     ] * NUM_REQUESTS
     assert len(beside) == 2
     assert not any(child.is_running() for child in beside)
-    counted = [(each["instance"], each["rows"], each["requests"]) for each in stats["capture"]["consumers"]]
+    counted = [(each["instance"], each["rows"], each["requests"]) for each in counters]
     assert counted == [(name, NUM_REQUESTS * (3 + NUM_TOKENS - 1), NUM_REQUESTS) for name in NAMES]
     first, second, here = ({each.request_id: each for each in open_captures(tmp_path / name)} for name in NAMES)
     assert set(first) == {f"r{index}" for index in range(NUM_REQUESTS)}
