@@ -177,6 +177,7 @@ class StagingRing:
             self.slots = self._slot_table.slots
             make_copier = CudaCopier if is_cuda else HostCopier
             copier = make_copier(self.buffers.view(-1, hidden_size), self.slots, self._max_part_rows)
+            memory.prove(copier)
         self.memory = memory
         self._copier: DeviceCopier = copier
         tensors_bytes = self.buffers.nbytes + self._token_ids.nbytes

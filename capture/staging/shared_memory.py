@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.schema.batch import Int64Array
-from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.errors import ConfigError, UnsupportedError
 from headgate.capture.staging.device_copy import Copied, DeviceCopier
 from headgate.capture.staging.host_rows import Arena, Lease, round_up
 
@@ -33,6 +33,8 @@ _HEADER = 2
 _ARRIVED, _IS_WAITING, _RELEASED = 0, 1, 2
 _PAGE = mmap.PAGESIZE
 
+PROOF_S = 30.0
+"""Seconds after which a row that is copied at the start counts as lost."""
 FREED_POLL_S = 0.05
 """Interval at which the step thread looks for itself while it waits for the other process to free memory."""
 FIRST_POLL_S, LAST_POLL_S = 20e-6, 500e-6
@@ -296,10 +298,36 @@ class SharedStaging:
 
     def announce(self, lease: Lease, copied: Copied, copier: DeviceCopier) -> Copied:
         """See `StagingMemory.announce`: one more copy, of the lease's number, follows those of the rows."""
-        at = lease.number % MAX_LEASES
-        copier.fetch(self._numbers[at : at + 1], self._arrived)
+        self._send_number(lease, copier)
         copied.release()
         return NumberedCopy(self._rows, lease.number)
+
+    def prove(self, copier: DeviceCopier) -> None:
+        """Copy a row of known values and its number, as for every step, and see whether they arrive.
+
+        Raises:
+            UnsupportedError: If they do not.
+        """
+        lease = self.arena.try_lease(1)
+        assert lease is not None  # noqa: S101  (nobody has leased anything yet)
+        sent = torch.arange(self.rows_AD.shape[1], device=self._numbers.device).to(self.rows_AD.dtype)
+        copier.wait_for_forward()
+        copier.fetch(sent, self.rows_AD[lease.start])
+        self._send_number(lease, copier)
+        wait_by = time.monotonic() + PROOF_S
+        while not (has_arrived := self.shared.has_arrived(lease.number)) and time.monotonic() < wait_by:
+            time.sleep(FIRST_POLL_S)
+        if not has_arrived or not torch.equal(self.rows_AD[lease.start], sent.cpu()):
+            what = "other values than it was sent" if has_arrived else f"nothing in {PROOF_S:g} s"
+            raise UnsupportedError(
+                f"capture: a row that {sent.device} copied into shared memory, to prove the way, brought {what}; "
+                "set capture.processes to 0, and report it"
+            )
+        self.arena.release(lease)
+
+    def _send_number(self, lease: Lease, copier: DeviceCopier) -> None:
+        at = lease.number % MAX_LEASES
+        copier.fetch(self._numbers[at : at + 1], self._arrived)
 
     def close(self) -> None:
         """Give the memory back, once no copy is under way. A second call does nothing."""

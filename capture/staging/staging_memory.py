@@ -32,6 +32,10 @@ class StagingMemory(Protocol):
         """Say that the copies into `lease` were all enqueued; return what to wait for."""
         ...
 
+    def prove(self, copier: DeviceCopier) -> None:
+        """Refuse if copies do not arrive; before anything is leased."""
+        ...
+
     def close(self) -> None:
         """Give back what must not stay behind; nothing is copied any more, and nobody else is told of rows."""
         ...
@@ -47,6 +51,9 @@ class PinnedMemory:
     def announce(self, lease: Lease, copied: Copied, copier: DeviceCopier) -> Copied:
         """See `StagingMemory.announce`: an event stands behind the copies."""
         return copied
+
+    def prove(self, copier: DeviceCopier) -> None:
+        """See `StagingMemory.prove`: an event tells."""
 
     def close(self) -> None:
         """See `StagingMemory.close`; it goes with the last reference to it."""

@@ -7,6 +7,8 @@ import threading
 import pytest
 import torch
 
+from headgate.capture.schema.errors import UnsupportedError
+from headgate.capture.staging import shared_memory
 from headgate.capture.staging.host_rows import GRANULARITY
 from headgate.capture.staging.shared_memory import (
     MAX_LEASES,
@@ -141,3 +143,49 @@ def test_a_copy_that_never_arrives_is_not_waited_for_once_the_engine_is_gone() -
 
     with pytest.raises(ConnectionError, match="the engine is gone"):
         NumberedCopy(rows, 1).wait()
+
+
+class _Copier:
+    """Copies at once, but for what a test withholds."""
+
+    def __init__(self, lost: int | None = None, scale: float = 1) -> None:
+        self._lost, self._scale = lost, scale
+        self._num_fetched = 0
+
+    def wait_for_forward(self) -> None:
+        pass
+
+    def fetch(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if self._num_fetched != self._lost:
+            target.copy_(source if source.dtype == torch.int64 else source * self._scale)
+        self._num_fetched += 1
+
+
+def test_the_way_into_shared_memory_is_proved_before_it_is_used() -> None:
+    staging = SharedStaging(4 * GRANULARITY, 16, torch.bfloat16, torch.device("cpu"))
+
+    staging.prove(_Copier())
+
+    assert staging.arena.num_leased == 0
+    assert staging.arena.try_lease(4 * GRANULARITY).number == 2
+    staging.close()
+
+
+@pytest.mark.parametrize(
+    ("copier", "what"),
+    [
+        (_Copier(lost=1), r"nothing in 0\.01 s"),
+        (_Copier(lost=0), "other values than it was sent"),
+        (_Copier(scale=2), "other values than it was sent"),
+    ],
+    ids=["no number", "no row", "another row"],
+)
+def test_a_way_that_loses_rows_is_refused(copier: _Copier, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "PROOF_S", 0.01)
+    staging = SharedStaging(4 * GRANULARITY, 16, torch.bfloat16, torch.device("cpu"))
+
+    with pytest.raises(
+        UnsupportedError, match=rf"copied into shared memory.*brought {what}; set capture.processes"
+    ):
+        staging.prove(copier)
+    staging.close()
