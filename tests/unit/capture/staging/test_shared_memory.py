@@ -184,8 +184,6 @@ def test_a_way_that_loses_rows_is_refused(copier: _Copier, what: str, monkeypatc
     monkeypatch.setattr(shared_memory, "PROOF_S", 0.01)
     staging = SharedStaging(4 * GRANULARITY, 16, torch.bfloat16, torch.device("cpu"))
 
-    with pytest.raises(
-        UnsupportedError, match=rf"copied into shared memory.*brought {what}; set capture.processes"
-    ):
+    with pytest.raises(UnsupportedError, match=rf"copied into shared memory.*brought {what}; set capture.processes"):
         staging.prove(copier)
     staging.close()
