@@ -284,8 +284,9 @@ def gathered(coder: SparseCoder, max_bytes: int) -> tuple[SparseCoder, int]:
     encoder, *decoders = (
         tensor.gathered() if tensor.is_scattered else tensor for tensor in (source.encoder, *source.decoders)
     )
-    weights = FoldedWeights(replace(source, encoder=encoder, decoders=tuple(decoders)))
-    return replace(coder, weights=weights), num_bytes
+    # The hash is that of what was read: the file may be another one, or gone, when somebody asks for it.
+    source = replace(source, encoder=encoder, decoders=tuple(decoders), sha256=coder.source_sha256)
+    return replace(coder, weights=FoldedWeights(source)), num_bytes
 
 
 def digest(paths: tuple[Path, ...]) -> str:

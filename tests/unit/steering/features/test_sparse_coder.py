@@ -237,6 +237,18 @@ def test_rows_that_lie_apart_in_a_file_are_gathered_as_far_as_there_is_room(tmp_
     assert gathered(near, encoder.values.nbytes) == (near, 0)
 
 
+def test_gathered_rows_keep_the_hash_of_the_files_that_they_were_read_from(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_bytes(b"1")
+    found = coder_of(source(kind=Kind.JUMPRELU, sha256=None, paths=(file,)), tmp_path)
+
+    near, taken = gathered(found, 1 << 20)
+    file.unlink()
+
+    assert taken
+    assert near.source_sha256 == hashlib.sha256(b"1").hexdigest()
+
+
 def test_blocks_of_a_gathered_matrix_meet() -> None:
     values = np.arange(700 * 130, dtype=np.uint16).reshape(130, 700).T
 
