@@ -10,6 +10,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from headgate.capture.delivery.delivery import CloseReport, Delivery
 from headgate.capture.delivery.handoff import MemoryWanted, RequestBegins, RequestEnds
 from headgate.capture.local_delivery import Place
@@ -261,9 +263,13 @@ def open_session(
     Raises:
         ConfigError: If a consumer cannot be opened; those that were are closed.
     """
-    linger_s = lingers(config, {bit: load_configured(spec) for bit, spec in enumerate(config.consumers)})
+    classes = [load_configured(spec) for spec in config.consumers]
+    linger_s = lingers(config, dict(enumerate(classes)))
+    # Who delivers learns here where each consumer is: those of the driver are not loaded again.
+    specs = zip(config.consumers, classes, strict=True)
+    located = tuple(msgspec.structs.replace(spec, location=found.location) for spec, found in specs)
     place = Place(
-        config=config,
+        config=msgspec.structs.replace(config, consumers=located),
         model=model,
         row_bytes=staging.row_bytes,
         staging_bytes=staging.host_bytes,

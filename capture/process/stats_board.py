@@ -7,15 +7,17 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable
+from dataclasses import replace
 
 import msgspec
 
 from headgate.capture.delivery.delivery import DeliveryStats
+from headgate.capture.monitoring.rate_limited_log import SparseLog
 
 _NUMBER = struct.Struct("=q")
 _FRAME = struct.Struct("=II")
-_CONSUMER_BYTES, _OTHER_BYTES = 1024, 1024
-"""More than the counters of a consumer without its name, and those of the process, take."""
+_CONSUMER_BYTES, _OTHER_BYTES = 8192, 1024
+"""More than the counters of a consumer without its name, and those of the process, take; most is for its figures."""
 _READS = 10
 """Attempts to read a state that is not written meanwhile; two writes would have to fall into each of them."""
 
@@ -45,6 +47,7 @@ class StatsBoard:
         self.fd = fd
         self._mapped = mmap.mmap(fd, num_bytes)
         self._last = b""
+        self._log = SparseLog("counters of a capture process")
 
     def show(self, stats: DeliveryStats) -> None:
         """Show `stats` from now on. For one thread at a time of one process.
@@ -55,6 +58,9 @@ class StatsBoard:
         data = _encoder.encode(stats)
         if data == self._last:
             return
+        if len(data) > self._size:
+            self._log.error(f"figures of consumers are left out: with them they take {len(data)} bytes")
+            data = _encoder.encode(replace(stats, consumers=tuple(replace(one, figures=()) for one in stats.consumers)))
         if len(data) > self._size:
             raise ValueError(f"counters of {len(data)} bytes do not fit a board of {self._size}")
         number = self._number() + 1

@@ -98,8 +98,8 @@ def open_consumers(
     Args:
         config: Which consumers.
         model: The model being served.
-        location: ``worker``, which includes those of ``engine``, or ``driver``; others are loaded and checked, and
-            left out.
+        location: ``worker``, which includes those of ``engine``, or ``driver``; others are left out, and not even
+            loaded if their settings tell where they are.
         pp_rank: See `ConsumerContext`, like the rest.
         pp_size: Likewise.
         versions: Likewise.
@@ -110,16 +110,19 @@ def open_consumers(
         ConfigError: See `load_configured`; also if parameters are wrong or a consumer cannot be opened. Those that
             were opened before it are closed.
     """
-    classes = [load_configured(spec) for spec in config.consumers]
-    for spec, consumer_class in zip(config.consumers, classes, strict=True):
+    loaded = [
+        (bit, spec, load_configured(spec))
+        for bit, spec in enumerate(config.consumers)
+        if (only is None or bit in only) and not (location == "worker" and spec.location == "driver")
+    ]
+    for _, spec, consumer_class in loaded:
         try:
             consumer_class.check_params(spec.params)
         except ConfigError as error:
             raise ConfigError(f"consumer {spec.instance!r}: {error}") from error
     opened: list[OpenConsumer] = []
-    for bit, (spec, consumer_class) in enumerate(zip(config.consumers, classes, strict=True)):
-        is_here = only is None or bit in only
-        if not is_here or ("driver" if consumer_class.location == "driver" else "worker") != location:
+    for bit, spec, consumer_class in loaded:
+        if ("driver" if consumer_class.location == "driver" else "worker") != location:
             continue
         context = ConsumerContext(
             instance_name=spec.instance,

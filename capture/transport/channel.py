@@ -279,22 +279,26 @@ class _Link:
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._events, zmq.POLLIN)
+        self._is_gone = False
         socket.connect(endpoint.address)
 
     def send(self, frames: Frames) -> None:
-        """Send a message; does not wait."""
-        self._socket.send_multipart(frames, copy=False)
+        """Send a message; does not wait. Where it cannot, there is no connection any more, as is heard next."""
+        try:
+            self._socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
+        except zmq.Again:  # a connection that failed leaves a socket without any, and a send to that never returns
+            self._is_gone = True
 
     def receive(self, timeout_s: float) -> _Heard:
         """Return what there is to hear, waiting for the first."""
         numbers: list[int] = []
-        is_connected = is_broken = False
-        ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
-        while ready and not is_broken:
+        is_connected, is_broken = False, self._is_gone
+        ready = dict(self._poller.poll(0 if is_broken else math.ceil(timeout_s * 1000)))
+        while ready:
             if self._events in ready:
                 event = recv_monitor_message(self._events)["event"]
                 is_connected |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                is_broken = event != zmq.EVENT_HANDSHAKE_SUCCEEDED
+                is_broken |= event != zmq.EVENT_HANDSHAKE_SUCCEEDED
             while self._socket in ready and self._socket.poll(0):  # all: what came before it broke was handled
                 numbers.append(int.from_bytes(self._socket.recv(), "little"))
             ready = dict(self._poller.poll(0))

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 
 from headgate.capture.delivery.delivery import DeliveryStats
-from headgate.capture.monitoring.stats import RESULT_BOUNDS_S, ConsumerStats
+from headgate.capture.monitoring.stats import RESULT_BOUNDS_S, ConsumerStats, Figure
 from headgate.capture.process import stats_board
 from headgate.capture.process.stats_board import StatsBoard
 
@@ -82,9 +82,12 @@ def test_a_reader_that_was_overtaken_reads_again(
     assert theirs.read() == stats(2)
 
 
+SPECIAL = ("instance", "result_counts", "is_hung", "figures")
+
+
 def test_the_largest_counters_fit(boards: tuple[StatsBoard, StatsBoard]) -> None:
     ours, theirs = boards
-    counted = [each.name for each in fields(ConsumerStats) if each.name not in ("instance", "result_counts", "is_hung")]
+    counted = [each.name for each in fields(ConsumerStats) if each.name not in SPECIAL]
     consumers = tuple(
         ConsumerStats(
             instance=name, result_counts=(LARGEST,) * (len(RESULT_BOUNDS_S) + 1), **dict.fromkeys(counted, LARGEST)
@@ -98,6 +101,30 @@ def test_the_largest_counters_fit(boards: tuple[StatsBoard, StatsBoard]) -> None
     ours.show(largest)
 
     assert [each.rows for each in theirs.read().consumers] == [LARGEST] * 3  # type: ignore[union-attr]
+
+
+def test_figures_of_consumers_are_shown_as_far_as_there_is_room(
+    boards: tuple[StatsBoard, StatsBoard], caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = boards
+
+    def counted(about: str) -> DeliveryStats:
+        figure = Figure(name="uploads", kind="counter", about=about, value=3.0)
+        return DeliveryStats(consumers=tuple(ConsumerStats(instance=name, rows=7, figures=(figure,)) for name in NAMES))
+
+    ours.show(counted("Uploads that ended."))
+    told = theirs.read()
+    assert told is not None
+    assert [each.figures for each in told.consumers] == [
+        each.figures for each in counted("Uploads that ended.").consumers
+    ]
+    assert not caplog.records
+    ours.show(counted("x" * 100_000))
+
+    found = theirs.read()
+    assert found is not None
+    assert [(each.rows, each.figures) for each in found.consumers] == [(7, ())] * 3
+    assert "figures of consumers are left out" in caplog.text
 
 
 def test_other_consumers_than_those_of_the_board_are_a_bug() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -242,15 +243,18 @@ def test_a_gap_is_refused(reader: Reader) -> None:
 
 
 def test_ports_are_taken_in_order_and_a_range_without_a_free_one_is_refused(tmp_path: object) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    sockets = [context.socket(zmq.ROUTER) for _ in range(3)]
-    first = Listening(host="127.0.0.1", keys=KEYS).bind(sockets[0])
-    port = int(first.rpartition(":")[2])
-    two = Listening(host="127.0.0.1", ports=range(port, port + 2), keys=KEYS)
+    host = f"127.{secrets.randbelow(200) + 10}.{secrets.randbelow(256)}.7"  # whose ports nobody else has
+    two = Listening(host=host, ports=range(46000, 46002), keys=KEYS)
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        sockets = [context.socket(zmq.ROUTER) for _ in range(3)]
+        try:
+            found = [two.bind(socket) for socket in sockets[:2]]
+            with pytest.raises(UnsupportedError, match=r"at any port from 46000 to 46001 \(Address already in use"):
+                two.bind(sockets[2])
+        finally:
+            for socket in sockets:
+                socket.close(linger=0)
 
-    assert two.bind(sockets[1]) == f"tcp://127.0.0.1:{port + 1}"
-    with pytest.raises(UnsupportedError, match=rf"at any port from {port} to {port + 1} \(Address already in use"):
-        two.bind(sockets[2])
+    assert found == [f"tcp://{host}:46000", f"tcp://{host}:46001"]
     with pytest.raises(UnsupportedError, match="expected an address of this host"):
         Reader(tmp_path, Listening(host="192.0.2.1", keys=KEYS))
-    context.destroy(linger=0)

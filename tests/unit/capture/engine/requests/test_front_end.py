@@ -305,7 +305,14 @@ def test_a_front_end_that_was_never_used_stays_closed_too(front_ends: FrontEnds)
 
 def test_health_tells_when_results_can_no_longer_come(front_ends: FrontEnds) -> None:
     front = front_ends(rows=Rows)
-    engine = SimpleNamespace(input_processor=SimpleNamespace(**{FRONT_END: front}), dead_error=RuntimeError("dead"))
+    parallel = SimpleNamespace(
+        local_engines_only=False, data_parallel_rank_local=None, data_parallel_size=1, data_parallel_size_local=1
+    )
+    engine = SimpleNamespace(
+        input_processor=SimpleNamespace(**{FRONT_END: front}),
+        dead_error=RuntimeError("dead"),
+        vllm_config=SimpleNamespace(parallel_config=parallel),
+    )
 
     async def stock(engine: Any) -> None:
         return None
