@@ -67,6 +67,7 @@ CHANGES = (
     ),
     Change(f"{_WORKER}.WorkerBase.headgate_stats", "method", _INSTALL, "worker RPC: counters of every part"),
     Change(f"{_WORKER}.WorkerBase.headgate_call", "method", _INSTALL, "worker RPC: a method of one part"),
+    Change(f"{_WORKER}.WorkerBase.headgate_setup", "method", _INSTALL, "worker RPC: what all workers must have alike"),
     Change(
         "{Worker}.compile_or_warm_up_model",
         *("instance", _INSTALL, "self-tests every site once the model is warmed up"),
