@@ -51,18 +51,21 @@ def additional_config(
         sites: ``{hook point: layers}`` that can be captured.
         base: The rest of ``additional_config``; it is not changed.
         settings: Other fields of `CaptureConsumersConfig`; or ``steering=True``, or ``steering={...}`` with fields of
-            `headgate.steering.SteeringConfig`.
+            `headgate.steering.SteeringConfig`; or ``network={...}`` with those of `NetworkConfig`.
 
     Raises:
         ConfigError: If anything is wrong.
     """
     merged = dict(base or {})
     ours = _object(merged.get(OUR_KEY), _OURS)
+    if (network := settings.pop(NETWORK, None)) is not None:
+        ours[NETWORK] = {**_object(ours.get(NETWORK), NETWORK), **_object(network, NETWORK)}
+        parse_network(ours[NETWORK])
     parts = {name: settings.pop(name) for name in request_parts() if name in settings}
     for name, wanted in parts.items():
         if wanted is not None and wanted is not False:
             ours[name] = _section(name, ours.get(name), wanted)
-    if not (consumers or settings or "capture" in ours) and sites is None and parts:
+    if not (consumers or settings or "capture" in ours) and sites is None and (parts or network is not None):
         return {**merged, OUR_KEY: ours} if ours else merged
     capture = {**_object(ours.get("capture"), "capture"), **settings}
     if consumers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +79,21 @@ def test_flags_become_additional_config_once(parser: argparse.ArgumentParser) ->
 
     assert consumers_of(args.additional_config) == ["filesystem", "memory", "logging"]
     assert args.additional_config["headgate"]["capture"]["sites"] == {"pre_attn": [0, -1]}
+
+
+def test_flags_of_the_network_go_to_a_section_of_their_own(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    args = parser.parse_args(["--headgate-listen", "10.0.0.1:46000", "--headgate-network-keys", str(keys)])
+
+    translate_flags(args)
+    translate_flags(args)
+
+    network = {"listen": "10.0.0.1:46000", "keys_file": str(keys)}
+    assert args.additional_config == {"headgate": {"network": network}}
+    assert additional_config(network=network) == args.additional_config
+    assert additional_config(consumers=["memory"], network=network)["headgate"]["network"] == network
+    with pytest.raises(ConfigError, match="unknown field `port`"):
+        additional_config(network={"port": 1})
 
 
 def test_without_flags_nothing_changes(parser: argparse.ArgumentParser) -> None:
