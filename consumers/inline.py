@@ -242,7 +242,7 @@ def fetch_rows(payload: Mapping[str, Any]) -> InlineRows:
     """
     try:
         return InlineRows(base64.b64decode(payload["data"], validate=True))
-    except (TypeError, KeyError, ValueError, SafetensorError) as error:
+    except (TypeError, KeyError, ValueError, SafetensorError, msgspec.MsgspecError) as error:
         what = "expected a payload of the consumer 'inline'"
         raise CaptureFileError(f"{what}, got {shown(payload)}: {error!r}") from error
 

@@ -97,4 +97,7 @@ def endpoint_of(address: str, keys: NetworkKeys | None) -> Endpoint:
 
 @lru_cache(maxsize=1024)
 def _parsed(address: str) -> FarAddress:
-    return msgspec.json.decode(address, type=FarAddress)
+    try:
+        return msgspec.json.decode(address, type=FarAddress)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{address!r} is no address of a front end: {error}") from error

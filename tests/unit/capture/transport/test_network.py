@@ -119,6 +119,8 @@ def test_an_address_tells_both_ways(tmp_path: Path) -> None:
     assert endpoint_of(str(far), KEYS).keys == KEYS
     with pytest.raises(ValueError, match="does not take rows for the consumer reward"):
         rows_address(str(far), "reward")
+    with pytest.raises(ValueError, match=r"'tcp://10.0.0.1:5' is no address of a front end"):
+        endpoint_of("tcp://10.0.0.1:5", KEYS)
 
 
 def test_keys_survive_the_way_to_a_file_and_through_the_environment(
