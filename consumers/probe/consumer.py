@@ -22,7 +22,6 @@ from headgate.capture.schema.consumer import (
 from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.probe.params import PROBES, parse_params, parse_request
-from headgate.consumers.sites import check_captured
 
 
 class ProbeConsumer(StreamingConsumer):
@@ -151,7 +150,12 @@ def _check(name: str, probe: Probe, context: ConsumerContext) -> None:
         raise ConfigError(
             f"probe: probes.{name}: reads rows of {probe.hidden_size} values; the model has {context.model.hidden_size}"
         )
-    check_captured(probe.site, context.model, f"probe: probes.{name}")
+    if probe.site not in context.model.sites:
+        configured = ", ".join(one.name for one in context.model.sites[:5])
+        raise ConfigError(
+            f"probe: probes.{name}: its site {probe.site.name} is not captured here, but {configured}, ...; add it to "
+            "capture.sites"
+        )
 
 
 def _told(probe: Probe, scores: Scores) -> dict[str, Any]:

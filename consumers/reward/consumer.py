@@ -19,10 +19,10 @@ from headgate.capture.schema.consumer import (
     SpecContext,
     StreamingConsumer,
 )
+from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.reward.directions import read_direction
 from headgate.consumers.reward.params import DIRECTION, RewardParams, parse_params, parse_request
-from headgate.consumers.sites import check_captured
 
 
 class RewardConsumer(StreamingConsumer):
@@ -49,7 +49,11 @@ class RewardConsumer(StreamingConsumer):
         self._settings = parse_params(params)
         model = context.model
         site = self._settings.site(model.num_layers)
-        check_captured(site, model, "reward")
+        if site not in model.sites:
+            configured = ", ".join(one.name for one in model.sites[:5])
+            raise ConfigError(
+                f"reward: site {site.name} is not captured here, but {configured}, ...; add it to capture.sites"
+            )
         found = {
             name: read_direction(Path(path).expanduser(), site, model.hidden_size)
             for name, path in self._settings.files.items()

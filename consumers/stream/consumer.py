@@ -69,7 +69,6 @@ class StreamConsumer(StreamingConsumer):
         self.address = self._listener.address
         logger.info("rows for a reader at %s", self.address)
         self._running: dict[str, int] = {}  # bytes of each running request
-        self._running_bytes = 0  # of all of them
         self._too_large: set[str] = set()
         self._rows = Assembler(_Send({}, context, self._backlog, self._listener.stream, settings.batch_rows))
 
@@ -103,11 +102,11 @@ class StreamConsumer(StreamingConsumer):
         try:
             return self._rows.finish(finished)
         finally:
-            self._forget(request_id)
+            self._running.pop(request_id, None)
 
     def abandon(self, request: RequestInfo) -> None:
         self._too_large.discard(request.request_id)
-        self._forget(request.request_id)
+        self._running.pop(request.request_id, None)
         self._rows.abandon(request)
 
     def close(self, timeout_s: float) -> None:
@@ -125,18 +124,13 @@ class StreamConsumer(StreamingConsumer):
         if request_id in self._too_large:
             return False
         num_bytes = block.rows[:, span.start : span.stop].nbytes
-        if self._running_bytes + num_bytes > self._settings.running_bytes:
+        if sum(self._running.values()) + num_bytes > self._settings.running_bytes:
             self._too_large.add(request_id)
-            self._forget(request_id)
+            self._running.pop(request_id)
             self._rows.abandon(span.request)
             return False
         self._running[request_id] += num_bytes
-        self._running_bytes += num_bytes
         return True
-
-    def _forget(self, request_id: str) -> None:
-        """Let the bytes of a request, if it runs, count no more."""
-        self._running_bytes -= self._running.pop(request_id, 0)
 
 
 class _Send(BatchedConsumer):

@@ -27,13 +27,13 @@ class Streaming:
         self._params = {"address": "tcp://127.0.0.1:0", **params}
         self.consumer = StreamConsumer(self._params, ConsumerContext(instance_name="stream", model=EXAMPLE_MODEL))
         self.address = self.consumer.address
-        self.feed = Feed(self.consumer)
+        self._feed = Feed(self.consumer)
         self._ending: threading.Thread | None = None
 
     def send(self, name: str, *, prompt: int = 3, output: int = 4, raw: Any = None) -> ExampleRequest:
         """Stream a whole request; raise what the consumer raises."""
         request = self.request(name, prompt=prompt, output=output, raw=raw)
-        self.payload = self.feed.whole(request)
+        self.payload = self._feed.whole(request)
         return request
 
     def request(self, name: str, *, prompt: int = 3, output: int = 4, raw: Any = None) -> ExampleRequest:

@@ -126,18 +126,6 @@ def test_rows_of_running_requests_are_bounded() -> None:
             assert facts([next(reader)]) == expected_facts([small])
 
 
-def test_rows_count_until_their_request_ends_however_it_ends() -> None:
-    with streaming(running_bytes=600) as stream:
-        for _ in range(3):
-            with pytest.raises(ConsumerError, match="running_bytes is 600"):
-                stream.send("large", prompt=20)
-            stream.send("small")  # 384 bytes, so that two do not fit together
-            left = stream.request("left")
-            stream.feed.begin(left)
-            stream.feed.step({left: (0, left.final.num_rows)})
-            stream.feed.abandon(left)
-
-
 def test_a_reader_that_was_away_for_too_long_is_told_so() -> None:
     with streaming(max_bytes=12_000, wait_s=0, max_away_s=0) as stream:
         stream.send("read")
