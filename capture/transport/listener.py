@@ -40,34 +40,33 @@ Handle: TypeAlias = Callable[[Sequence[zmq.Frame]], None]
 class Doors:
     """The inboxes of one hub: its own, and those that are opened beside it for rows.
 
+    Attributes:
+        hub: The hub's own, open from the beginning.
+
     Args:
         address: Of the hub's own Unix socket.
+        handle: Takes the frames of one message, on the thread of the hub's inbox.
         listening: Where all of them listen for other hosts, too.
+        settings: Further ones of the hub's `Inbox`.
     """
 
-    def __init__(self, address: str, listening: Listening | None) -> None:
-        self._address = address
+    def __init__(self, address: str, handle: Handle, *, listening: Listening | None, **settings: Any) -> None:
         self._listening = listening
-        self._hub: Inbox | None = None
         self._rows: dict[str, Inbox] = {}
+        self.hub = Inbox(address, handle, listening=listening, **settings)
 
     @property
     def address(self) -> str:
         """The text that requests carry; see `headgate.capture.transport.addresses`."""
-        if self._hub is None or self._hub.far_address is None:
-            return self._address
+        if self.hub.far_address is None:
+            return self.hub.address
         rows = {name: inbox.far_address for name, inbox in self._rows.items() if inbox.far_address is not None}
-        return str(FarAddress(host=host_id(), ipc=self._address, tcp=self._hub.far_address, rows=rows))
-
-    def hub(self, handle: Handle, **settings: Any) -> Inbox:
-        """Open the hub's own inbox; see `Inbox`."""
-        self._hub = Inbox(self._address, handle, listening=self._listening, **settings)
-        return self._hub
+        return str(FarAddress(host=host_id(), ipc=self.hub.address, tcp=self.hub.far_address, rows=rows))
 
     def rows(self, instance: str, handle: Handle, **settings: Any) -> Inbox:
         """Open the inbox of a driver-located consumer, by its instance name; see `Inbox`."""
         name = suffix(instance)
-        inbox = self._rows[name] = Inbox(f"{self._address}.{name}", handle, listening=self._listening, **settings)
+        inbox = self._rows[name] = Inbox(f"{self.hub.address}.{name}", handle, listening=self._listening, **settings)
         return inbox
 
 
@@ -93,7 +92,6 @@ class Listener:
         self._listening = listening
         self._openers: list[Opener] = []
         self._of_parent: list[object] = []
-        self._inbox: Inbox | None = None
         self._doors: Doors | None = None
         self._closers: list[Closer] = []
         self.reset()
@@ -101,18 +99,18 @@ class Listener:
     def reset(self) -> None:
         """Start closed, in a forked child, and with a new lock, since another thread may have held the old one."""
         self._lock = threading.Lock()
-        if self._inbox is not None:
+        if self._doors is not None:
             # Their sockets are the parent's: never closed here, nor collected.
-            self._of_parent += [self._inbox, self._doors, *self._closers]
-        self._inbox = self._doors = None
+            self._of_parent += [self._doors, *self._closers]
+        self._doors = None
         self._closers = []
         self._is_closed = False
 
     @property
     def num_malformed(self) -> int:
         """Messages that could not be read, since it was opened."""
-        inbox = self._inbox
-        return 0 if inbox is None else inbox.malformed
+        doors = self._doors
+        return 0 if doors is None else doors.hub.malformed
 
     def on_open(self, opener: Opener) -> None:
         """Call ``opener(doors)`` whenever it opens; at once, too, if it is open."""
@@ -134,38 +132,43 @@ class Listener:
             if self._is_closed:
                 raise UnsupportedError("this front end was shut down, and takes no captures any more: start another")
             if self._doors is None:
-                self._doors, self._inbox = self._make_inbox(handle)
+                self._doors = self._open_doors(handle)
             return self._doors.address
 
     def close(self, timeout_s: float) -> bool:
         """Stop listening for good and remove the socket; False if something did not end within `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            inbox, closers = self._inbox, self._closers
-            self._inbox, self._doors, self._closers, self._is_closed = None, None, [], True
-            if inbox is None:
+            doors, closers = self._doors, self._closers
+            self._doors, self._closers, self._is_closed = None, [], True
+            if doors is None:
                 return True
-            ended = [close(max(deadline - time.monotonic(), 0)) for close in [*closers, inbox.close]]
-            _remove_own(os.path.dirname(inbox.path), os.getpid())
+            ended = [close(max(deadline - time.monotonic(), 0)) for close in [*closers, doors.hub.close]]
+            _remove_own(os.path.dirname(doors.hub.path), os.getpid())
         return all(ended)
 
-    def _make_inbox(self, handle: Handle) -> tuple[Doors, Inbox]:
+    def _open_doors(self, handle: Handle) -> Doors:
         parent = self._parent_folder or tempfile.gettempdir()
         sweep(parent)
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)  # mode 0700
         remove = weakref.finalize(self, _remove_own, folder, os.getpid())
         with contextlib.ExitStack() as undo:
             undo.callback(remove)
-            doors = Doors(f"ipc://{folder}/{SOCKET}", self._listening)
-            inbox = doors.hub(handle, name="headgate-results", on_failure=self._on_failure)
-            undo.callback(inbox.close, UNDO_TIMEOUT_S)
+            doors = Doors(
+                f"ipc://{folder}/{SOCKET}",
+                handle,
+                listening=self._listening,
+                name="headgate-results",
+                on_failure=self._on_failure,
+            )
+            undo.callback(doors.hub.close, UNDO_TIMEOUT_S)
             closers = []
             for opener in self._openers:
                 closers.append(opener(doors))
                 undo.callback(closers[-1], UNDO_TIMEOUT_S)
             undo.pop_all()
         self._closers = closers
-        return doors, inbox
+        return doors
 
 
 def _remove_own(folder: str, pid: int) -> None:

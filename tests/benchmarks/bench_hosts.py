@@ -22,7 +22,6 @@ from headgate.capture.schema.results import CaptureResult
 from headgate.capture.transport import addresses
 from headgate.capture.transport.addresses import endpoint_of
 from headgate.capture.transport.channel import Channel
-from headgate.capture.transport.inbox import Inbox
 from headgate.capture.transport.listener import Doors
 from headgate.capture.transport.network import Listening, NetworkKeys
 from headgate.capture.transport.result_hub import ResultHub
@@ -112,10 +111,9 @@ def rows(listening: Listening | None, folder: str) -> str:
     """Measure rows through an inbox that does nothing with them."""
     came = threading.Semaphore(0)
     with tempfile.TemporaryDirectory(dir=folder) as own:
-        doors = Doors(f"ipc://{own}/hub", listening)
-        inbox: Inbox = doors.hub(lambda frames: came.release(), name="rows")
+        doors = Doors(f"ipc://{own}/hub", lambda frames: came.release(), listening=listening, name="rows")
         took = measure(send_rows, (doors.address, listening is not None), [came.acquire] * NUM_ROWS_MESSAGES)
-        inbox.close(10)
+        doors.hub.close(10)
     speed = NUM_ROWS_MESSAGES * ROWS_BYTES / took.seconds / 1e9
     return f"{speed:8.2f} GB/s       {took.cpu_s / took.seconds:5.2f} core"
 
