@@ -124,11 +124,15 @@ async def _agreed(engine: AsyncLLM) -> None:
         UnsupportedError: If one differs, for every request.
     """
     if sections(engine.vllm_config):
-        found: asyncio.Future[list[object]] | None = vars(engine).get(_AGREEMENT)
-        if found is None:
-            found = asyncio.ensure_future(worker_setups(engine.engine_core))
-            setattr(engine, _AGREEMENT, found)
-        check_agreement(engine.vllm_config, await asyncio.shield(found))
+        comparing: asyncio.Future[None] | None = vars(engine).get(_AGREEMENT)
+        if comparing is None:
+            comparing = asyncio.ensure_future(_compare(engine))
+            setattr(engine, _AGREEMENT, comparing)
+        await asyncio.shield(comparing)
+
+
+async def _compare(engine: AsyncLLM) -> None:
+    check_agreement(engine.vllm_config, await worker_setups(engine.engine_core))
 
 
 def _require_capture_role(params: SamplingParams) -> None:
