@@ -112,6 +112,8 @@ class FarHost:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             reader.join()
+            assert process.stdout is not None
+            process.stdout.close()
         _ip("netns", "del", self._name)
 
 
