@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,18 @@ from headgate.capture.monitoring.notebook import norm_table, norms_by_position, 
 from headgate.capture.schema.consumer import CapturedRequest
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import Site
+
+
+def rows_at(rows: Mapping[Site, Tensor], site: Site | str) -> Tensor:
+    """Return the rows of one site, by its name, an alias or itself.
+
+    Raises:
+        KeyError: If it was not captured; the message lists those that were.
+    """
+    try:
+        return rows[site if isinstance(site, Site) else Site.parse(site)]
+    except (KeyError, ValueError):
+        raise KeyError(f"{site}: not captured; there are {', '.join(one.name for one in rows)}") from None
 
 
 class CapturedRows:
@@ -74,10 +87,7 @@ class CapturedRows:
         Raises:
             KeyError: If it was not captured; the message lists those that were.
         """
-        try:
-            return self.rows[site if isinstance(site, Site) else Site.parse(site)]
-        except (KeyError, ValueError):
-            raise KeyError(f"{site}: not captured; there are {', '.join(s.name for s in self.sites)}") from None
+        return rows_at(self.rows, site)
 
     def numpy(self, site: Site | str) -> npt.NDArray[Any]:
         """The same as numpy; bfloat16 becomes float32, which holds it exactly."""

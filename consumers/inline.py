@@ -31,6 +31,7 @@ from headgate.capture.schema.errors import CaptureFileError, ConfigError, Consum
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.transport.messages import DTYPES
+from headgate.consumers.captured_rows import rows_at
 from headgate.consumers.filesystem.formats.layout import POSITIONS, TOKEN_IDS, sidecar_of
 
 TAG = "inline"
@@ -228,10 +229,7 @@ class InlineRows:
         Raises:
             KeyError: If it was not captured; the message lists those that were.
         """
-        try:
-            return self._rows[site if isinstance(site, Site) else Site.parse(site)]
-        except (KeyError, ValueError):
-            raise KeyError(f"{site}: not captured; there are {', '.join(s.name for s in self.sites)}") from None
+        return rows_at(self._rows, site)
 
 
 def fetch_rows(payload: Mapping[str, Any]) -> InlineRows:
