@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,6 +14,7 @@ from tests.conftest import ENGINE_DEFAULTS
 from tests.engine.hf_reference import HFReference, Steering, relative_error
 from tests.engine.steering_cases import Tiers, added, document, sites_of, vectors
 from tests.engine.tiny_models import tiny_model
+from tests.fakes.async_engine import AsyncEngine
 from tests.fakes.far_host import FarHost, free_port, node_command, second_host
 
 pytestmark = pytest.mark.engine
@@ -35,25 +34,16 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class Served:
+class Served(AsyncEngine):
     """An `AsyncLLM` here, with an engine core here and another on another host."""
 
     def __init__(self, host: FarHost, config: dict[str, Any], far_config: dict[str, Any]) -> None:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        model = str(tiny_model("llama"))
         address = {"data_parallel_address": host.here, "data_parallel_rpc_port": free_port()}
         far = {**SETTINGS, **address, "data_parallel_start_rank": 1}
         far["additional_config"] = json.dumps({"headgate": far_config})
         host.start(*node_command(tiny_model("llama"), far))
-        self.loop = asyncio.new_event_loop()
-        args = AsyncEngineArgs(model, additional_config={"headgate": config}, **SETTINGS, **address)
-        self.llm = AsyncLLM.from_engine_args(args)
+        super().__init__(tiny_model("llama"), additional_config={"headgate": config}, **SETTINGS, **address)
         self._number = 0
-
-    def run(self, coroutine: Any) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
 
     async def generate(self, rank: int, **fields: Any) -> Any:
         from vllm import SamplingParams
@@ -67,16 +57,6 @@ class Served:
         async for output in self.llm.generate(prompt, params, f"r-{self._number}", data_parallel_rank=rank):
             last = output
         return last
-
-    def close(self) -> None:
-        self.llm.shutdown()
-        tasks = asyncio.all_tasks(self.loop)
-        for task in tasks:
-            task.cancel()
-        self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        del self.llm
-        gc.collect()
-        self.loop.close()
 
 
 def settings(stack: ExitStack, folders: pytest.TempPathFactory) -> tuple[FarHost, dict[str, Any]]:

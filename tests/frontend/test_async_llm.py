@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from headgate.capture.schema.errors import RequestError
+from tests.fakes.async_engine import AsyncEngine
 from tests.frontend.conftest import ENGINE, capture_settings
 
 pytestmark = pytest.mark.engine
@@ -20,29 +20,11 @@ HOOKS = {"hooks": {"post_mlp": [3]}}
 PROMPT = list(range(100, 120))
 
 
-class Engine:
-    """An `AsyncLLM` and the event loop that it lives on."""
+class Engine(AsyncEngine):
+    """An `AsyncLLM` that captures, over the fake worker."""
 
     def __init__(self, model_dir: Path) -> None:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        self.loop = asyncio.new_event_loop()
-        args = AsyncEngineArgs(str(model_dir), additional_config=capture_settings(), **ENGINE)
-        self.llm = AsyncLLM.from_engine_args(args)
-
-    def run(self, coroutine: Any) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
-
-    def close(self) -> None:
-        self.llm.shutdown()
-        tasks = asyncio.all_tasks(self.loop)
-        for task in tasks:
-            task.cancel()
-        self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        del self.llm
-        gc.collect()
-        self.loop.close()
+        super().__init__(model_dir, additional_config=capture_settings(), **ENGINE)
 
     @property
     def hub(self) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 
 from headgate.capture.schema.errors import EngineStateError, RequestError
 from headgate.steering import probes
+from tests.fakes.async_engine import AsyncEngine
 from tests.fakes.steering_forms import HIDDEN, ROW
 from tests.frontend.conftest import ENGINE
 from tests.frontend.test_async_llm import last_of
@@ -24,33 +23,19 @@ ONE = {"post_mlp": {3: ROW}}
 PROMPT = list(range(100, 120))
 
 
-class Engine:
-    """An `AsyncLLM` and the event loop that it lives on."""
+class Engine(AsyncEngine):
+    """An `AsyncLLM` that steers, over the fake worker."""
 
     def __init__(self, model_dir: Path, **settings: Any) -> None:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         from headgate.steering import additional_config
 
-        self.loop = asyncio.new_event_loop()
         config = additional_config(steering={"max_steering_slots": 20, "op_sites": {"post_mlp": [3]}})
-        settings = {**ENGINE, "worker_cls": WORKER, "additional_config": config, **settings}
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model_dir), **settings))
+        super().__init__(model_dir, **{**ENGINE, "worker_cls": WORKER, "additional_config": config, **settings})
         self.steering = self.llm.steering
 
-    def run(self, coroutine: Any) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
-
     def close(self) -> None:
-        self.llm.shutdown()
-        tasks = asyncio.all_tasks(self.loop)
-        for task in tasks:
-            task.cancel()
-        self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        del self.llm, self.steering
-        gc.collect()
-        self.loop.close()
+        del self.steering
+        super().close()
 
     def generate(self, request_id: str, prompt: Any = None, **fields: Any) -> Any:
         from headgate.steering import SamplingParams

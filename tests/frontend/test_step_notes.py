@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.async_engine import AsyncEngine
 from tests.fakes.reading_part import PART, WORKER, installed
 from tests.frontend.conftest import ENGINE, stop
 
@@ -126,31 +126,14 @@ def test_requests_that_preempt_each_other_lose_nothing_and_tell_nothing_twice(
     assert scheduler._headgate_core._part._next == {}
 
 
-class Engine:
-    """An `AsyncLLM` and the event loop that it lives on."""
+class Engine(AsyncEngine):
+    """An `AsyncLLM` whose worker notes something about each row."""
 
     def __init__(self, model_dir: Path) -> None:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        self.loop = asyncio.new_event_loop()
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model_dir), **SETTINGS))
-
-    def run(self, coroutine: Any) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
+        super().__init__(model_dir, **SETTINGS)
 
     def generate(self, request_id: str, prompt: list[int] = PROMPT, **kwargs: Any) -> Any:
         return self.llm.generate({"prompt_token_ids": prompt}, sampling(**kwargs), request_id)
-
-    def close(self) -> None:
-        self.llm.shutdown()
-        tasks = asyncio.all_tasks(self.loop)
-        for task in tasks:
-            task.cancel()
-        self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        del self.llm
-        gc.collect()
-        self.loop.close()
 
 
 @pytest.fixture(scope="module")
