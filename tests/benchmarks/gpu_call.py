@@ -96,9 +96,9 @@ def http(name: str, shapes: Sequence[str], limit_s: int, *more: str) -> Step:
     return Step(name, (*command, *options), limit_s, lines=60)
 
 
-def steps(limit_s: int) -> Step:
+def steps(name: str, shape: str, limit_s: int, *more: str) -> Step:
     """The suite over HTTP with clocks in the engine cores."""
-    found = http("steps", ["short"], limit_s, "--servers", "stock", "both", "--modes", *STEPS_MODES)
+    found = http(name, [shape], limit_s, "--servers", "stock", "both", *more)
     command = tuple(part.replace("suite_http", "profile_steps") for part in found.command)
     return replace(found, command=command)
 
@@ -161,6 +161,7 @@ TESTS = {
         DISK,
         http("http-crowd", ["crowd"], LIMIT_S, "--kv-gib", "16", "--servers", "stock", "both", "--modes", *CROWD_MODES),
     ],
+    "crowd-steps": [steps("crowd-steps", "crowd", LIMIT_S, "--kv-gib", "16", "--modes", *CROWD_MODES)],
     "parallel": [pytest_step("two-gpus", 400, "tests/gpu/test_parallel_gpu.py", lines=16)],
     "parallel-cost": [suite("tensor", 280, "--tp", "2", *ON_TWO), suite("pipeline", 280, "--pp", "2", *ON_TWO)],
 }
@@ -192,7 +193,7 @@ def steps_of(call: str, model: str) -> list[Step]:
         "http-parts": [
             http("http-parts", ["short"], LIMIT_S, "--servers", "stock", "installed", "both", "--modes", *PARTS_MODES),
         ],
-        "steps": [steps(LIMIT_S)],
+        "steps": [steps("steps", "short", LIMIT_S, "--modes", *STEPS_MODES)],
         "ops": [
             kernels("--variants", "stock", "ops"),
             http("ops", ["decode"], LIMIT_S, "--servers", "stock", "ops", "--modes", *OPS_MODES),

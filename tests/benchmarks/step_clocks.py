@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import wraps
 from importlib import import_module
@@ -99,7 +99,8 @@ class Clocks:
         for new in output.scheduled_new_reqs:
             params = new.sampling_params
             wire = (params.extra_args or {}).get("headgate") if params is not None else None
-            name = "+".join(sorted((wire or {}).get("capture", {}).get("specs", ()))) or ("steered" if wire else "idle")
+            specs = (wire or {}).get("capture", {}).get("specs", {})
+            name = "+".join(_title(*spec) for spec in sorted(specs.items())) or ("steered" if wire else "idle")
             if name not in self._modes:
                 self._modes.append(name)
             self._mode = self._modes.index(name)
@@ -112,6 +113,11 @@ class Clocks:
         np.save(stem.with_suffix(".npy"), np.array(self._records))
         stem.with_suffix(".txt").write_text("\n".join(self._modes))
         self._records = []
+
+
+def _title(consumer: str, spec: Mapping[str, Any]) -> str:
+    """A consumer and the sites that a request wants, as a mode is called."""
+    return f"{consumer} {sum(len(layers or (-1,)) for layers in spec['sites'].values())}"
 
 
 def register() -> None:
