@@ -21,10 +21,10 @@ Slab = npt.NDArray[np.uint8]
 
 
 class RowPool:
-    """Makes tensors whose memory comes back here when the last reference to them, or to a view of them, is gone.
+    """Makes tensors and arrays whose memory comes back here when the last reference to it, or to a view of it, is gone.
 
-    `empty` is for one thread. Memory comes back on whichever thread drops the last reference, maybe inside the garbage
-    collector, so that path takes no lock.
+    `empty` and `empty_bytes` are for one thread. Memory comes back on whichever thread drops the last reference, maybe
+    inside the garbage collector, so that path takes no lock.
 
     Args:
         keep_bytes: Memory that is kept while nobody uses it.
@@ -39,6 +39,14 @@ class RowPool:
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes < MIN_BYTES:
             return torch.empty(*shape, dtype=dtype)
+        return torch.from_numpy(self._take(num_bytes)).view(dtype).view(*shape)
+
+    def empty_bytes(self, shape: Sequence[int]) -> Slab:
+        """Make an uninitialised array of bytes, like ``np.empty``."""
+        num_bytes = prod(shape)
+        return np.empty(shape, np.uint8) if num_bytes < MIN_BYTES else self._take(num_bytes).reshape(shape)
+
+    def _take(self, num_bytes: int) -> Slab:
         size = _size_class(num_bytes)
         free = self._free.setdefault(size, deque())
         try:
@@ -48,7 +56,7 @@ class RowPool:
             slab = np.empty(size, dtype=np.uint8)
         held = slab.view(_SlabView)
         weakref.finalize(held, free.append, slab).atexit = False
-        return torch.from_numpy(held)[:num_bytes].view(dtype).view(*shape)
+        return held[:num_bytes].view(np.ndarray)  # whose base is `held`, and not the slab
 
     @property
     def free_bytes(self) -> int:
@@ -63,7 +71,7 @@ class RowPool:
 
 
 class _SlabView(np.ndarray):
-    """A view of a slab that can be referred to weakly; tensors made of it hold it."""
+    """A view of a slab that can be referred to weakly; tensors and views made of it hold it."""
 
 
 def _size_class(num_bytes: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -34,8 +33,13 @@ from headgate.consumers.filesystem.params import FilesystemParams, parse_global,
 from headgate.consumers.filesystem.storage.local_store import LocalStore
 from headgate.consumers.filesystem.storage.quota import FILE_BYTES, DiskQuota
 from headgate.consumers.filesystem.uploading.remote_root import RemoteRoot
-from headgate.consumers.filesystem.writing.request_writer import Outcome, RequestWriter, RowGatherer, WriterThread
-from headgate.consumers.filesystem.writing.spool import Chunk
+from headgate.consumers.filesystem.writing.gathering import Piece, RowGatherer
+from headgate.consumers.filesystem.writing.request_writer import (
+    Outcome,
+    RequestWriter,
+    WritersOfRequests,
+    WriterThread,
+)
 
 if TYPE_CHECKING:
     from headgate.consumers.reader import StoredCapture
@@ -98,6 +102,7 @@ class FilesystemConsumer(StreamingConsumer):
                 removed=self._quota.removed,
             )
         self._gatherer = RowGatherer(min(settings.memory // 8, MAX_GATHERED_BYTES))
+        self._writers = WritersOfRequests(settings.threads)
         self._outstanding: set[Outcome] = set()
         self._outstanding_lock = threading.Lock()  # guards _outstanding, which writer threads take from
         self._request_writers = [self._new_request_writer() for _ in range(settings.threads)]
@@ -133,7 +138,7 @@ class FilesystemConsumer(StreamingConsumer):
 
     def begin(self, request: RequestInfo) -> None:
         if request.spec.sites:
-            index = _writer_of(request.request_id, len(self._threads))
+            index = self._writers.begin(request.request_id)
             # Nobody wakes up for it: the first rows bring the writer to it.
             self._threads[index].submit(partial(self._request_writers[index].begin, request), is_urgent=False)
 
@@ -153,22 +158,22 @@ class FilesystemConsumer(StreamingConsumer):
                 f"the request ended with {finished.final.status!r}, and its rows are not written (keep_aborted=false)"
             )
         ticket = self._book(finished.request)
-        chunks = self._gatherer.pop(finished.request.request_id)
+        pieces = self._gatherer.pop(finished.request.request_id)
         outcome: Outcome = Future()
         with self._outstanding_lock:
             self._outstanding.add(outcome)
         outcome.add_done_callback(partial(self._stored, ticket, _num_files(finished.request)))
-        index = _writer_of(finished.request.request_id, len(self._threads))
+        index = self._writers.end(finished.request.request_id)
         self._threads[index].submit(
-            partial(self._request_writers[index].finish, finished, chunks, outcome),
-            sum(chunk.num_bytes for chunk in chunks),
+            partial(self._request_writers[index].finish, finished, pieces, outcome),
+            sum(piece.rows.nbytes for piece in pieces),
         )
         return outcome if self._remote is None else self._remote.after(outcome)
 
     def abandon(self, request: RequestInfo) -> None:
         self._quota.release(request.request_id)
         self._gatherer.pop(request.request_id)
-        index = _writer_of(request.request_id, len(self._threads))
+        index = self._writers.end(request.request_id)
         self._threads[index].submit(partial(self._request_writers[index].abandon, request))
 
     def figures(self) -> Sequence[Figure]:
@@ -193,24 +198,26 @@ class FilesystemConsumer(StreamingConsumer):
             self._remote.close(max(deadline - time.monotonic(), 0.0))
 
     def _new_request_writer(self) -> RequestWriter:
+        from headgate.capture.delivery.buffer_pool import RowPool  # which imports torch
+
         settings = self._settings
         return RequestWriter(
             self.context,
             _layouts(self._store, settings, self._remote),
             self._store.temp_path,
+            RowPool(settings.memory // 4 // settings.threads),
             max_request_bytes=settings.request_memory,
             memory_bytes=settings.memory * 5 // 8 // settings.threads,
         )
 
-    def _hand_over(self, chunks: Mapping[str, Sequence[Chunk]]) -> None:
+    def _hand_over(self, gathered: Mapping[str, list[Piece]]) -> None:
         """Queue rows for the writers of their requests; wait for room."""
-        by_writer: dict[int, list[tuple[str, Chunk]]] = defaultdict(list)
-        for request_id, of_request in chunks.items():
-            if of_request:
-                by_writer[_writer_of(request_id, len(self._threads))] += [(request_id, chunk) for chunk in of_request]
-        for index, pairs in by_writer.items():
-            num_bytes = sum(chunk.num_bytes for _, chunk in pairs)
-            self._threads[index].submit(partial(self._request_writers[index].append, pairs), num_bytes)
+        by_writer: dict[int, dict[str, list[Piece]]] = defaultdict(dict)
+        for request_id, pieces in gathered.items():
+            by_writer[self._writers[request_id]][request_id] = pieces
+        for index, of_writer in by_writer.items():
+            num_bytes = sum(piece.rows.nbytes for pieces in of_writer.values() for piece in pieces)
+            self._threads[index].submit(partial(self._request_writers[index].append, of_writer), num_bytes)
 
     def _book(self, request: RequestInfo) -> int:
         """Count the files that an ended request will have; return the ticket of `DiskQuota.store`.
@@ -230,11 +237,6 @@ class FilesystemConsumer(StreamingConsumer):
             self._outstanding.discard(outcome)
         is_stored = outcome.exception() is None
         self._quota.settle(ticket, outcome.result()["num_bytes"] + num_files * FILE_BYTES if is_stored else 0)
-
-
-def _writer_of(request_id: str, num_writers: int) -> int:
-    """The writer thread of a request: always the same one."""
-    return zlib.crc32(request_id.encode("utf-8", "surrogatepass")) % num_writers
 
 
 def _rows_of(block: RowBlock, dtype: Any, hidden_size: int) -> npt.NDArray[np.uint8]:

@@ -49,7 +49,7 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         max_request_bytes: Rows of one request held in memory before they move to a temporary file in the root; a
             quarter of the memory if None. What moves is written twice.
         memory_bytes: The same for all requests together, with what is queued for the writer threads; a sixteenth of
-            the machine's memory, within 1 and 8 GiB, if None.
+            the machine's memory, within 1 and 32 GiB, if None. A quarter of it stays at hand for rows to come.
         max_tag_bytes: What may lie under one tag, files of earlier runs included; no limit if None. A file counts 4 KiB
             beside its bytes. A request whose rows or files do not fit any more ends with an error. Counted by each
             worker process on its own. Local roots only.
@@ -95,7 +95,7 @@ class FilesystemParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     @property
     def memory(self) -> int:
         """Bytes of rows held in memory, of all requests."""
-        return self.memory_bytes or share_of_memory(16, least=GIB, most=8 * GIB)
+        return self.memory_bytes or share_of_memory(16, least=GIB, most=32 * GIB)
 
     @property
     def request_memory(self) -> int:

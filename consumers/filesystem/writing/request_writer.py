@@ -1,9 +1,7 @@
-"""From blocks of many requests to the files of each: rows are gathered by request, queued and written by threads.
+"""From gathered rows to the files of each request.
 
-A decode step brings one row each of many requests. Cutting each out at once would cost a dozen Python calls per token,
-for which the engine's own thread would wait (the GIL). So the consumer's thread keeps blocks for a few steps in a
-`RowGatherer`, copies each request's rows out of all of them together, and queues them for the `WriterThread` of that
-request, where a `RequestWriter` collects them until the request ends.
+On each `WriterThread` a `RequestWriter` copies the rows of its requests out of their blocks, collects them until a
+request ends, and writes its files.
 """
 
 from __future__ import annotations
@@ -15,93 +13,55 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RequestInfo, RowBlock
+from headgate.capture.schema.consumer import ConsumerContext, FinishedRequest, RequestInfo
 from headgate.capture.schema.errors import ConsumerError
-from headgate.capture.schema.sites import Site
 from headgate.consumers.filesystem.formats.layout import ITEM_SIZES, Finished, Layout, LayoutName, Stored, sidecar_of
 from headgate.consumers.filesystem.storage.store import PendingSync, Target, stem_of
-from headgate.consumers.filesystem.writing.spool import Chunk, Spool
+from headgate.consumers.filesystem.writing.gathering import Piece, chunks_of
+from headgate.consumers.filesystem.writing.spool import Spool
+
+if TYPE_CHECKING:
+    from headgate.capture.delivery.buffer_pool import RowPool
 
 logger = logging.getLogger(__name__)
 Outcome = Future[dict[str, Any]]
 Task = Callable[[], None]
-MAX_BLOCKS = 64
-"""Blocks kept at most; more would save little."""
-_Piece = tuple[RowBlock, npt.NDArray[np.uint8], int, int]
-"""Rows ``start : stop`` of a block, and the block's rows as uint8 ``[S, N, row_bytes]``."""
 _TASK_BYTES = 1024  # counted for a task beside the rows it carries
 _MAX_BATCH = 128  # tasks between two calls of `after_batch` while the queue never runs empty
 
 
-class RowGatherer:
-    """Collects blocks. Used by one thread.
+class WritersOfRequests:
+    """Which of some writers has each open request: always the same, which had the fewest when it began.
 
     Args:
-        max_bytes: Blocks are kept up to this size.
+        num_writers: Writers, by their indices.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_blocks = 0
-        self._num_bytes = 0
-        self._pieces: dict[str, list[_Piece]] = {}
+    def __init__(self, num_writers: int) -> None:
+        self._num_open = [0] * num_writers
+        self._writers: dict[str, int] = {}
 
-    @property
-    def is_full(self) -> bool:
-        """Whether it is time to `pop_all`."""
-        return self._num_blocks >= MAX_BLOCKS or self._num_bytes >= self._max_bytes
+    def __getitem__(self, request_id: str) -> int:
+        """Return the writer of an open request."""
+        return self._writers[request_id]
 
-    def add(self, block: RowBlock, data: npt.NDArray[np.uint8]) -> None:
-        """Keep a block; `data` is its rows as uint8 ``[S, N, row_bytes]``."""
-        self._num_blocks += 1
-        self._num_bytes += data.nbytes
-        pieces = self._pieces
-        for span in block.spans:
-            request_id = span.request.request_id
-            piece = (block, data, span.start, span.stop)
-            if request_id in pieces:
-                pieces[request_id].append(piece)
-            else:
-                pieces[request_id] = [piece]
+    def begin(self, request_id: str) -> int:
+        """Return the writer of a request that begins."""
+        index = self._writers[request_id] = self._num_open.index(min(self._num_open))
+        self._num_open[index] += 1
+        return index
 
-    def pop(self, request_id: str) -> list[Chunk]:
-        """Remove and return the rows of one request, in their order."""
-        return _chunks(self._pieces.pop(request_id, []))
-
-    def pop_all(self) -> dict[str, list[Chunk]]:
-        """Remove and return the rows of every request."""
-        taken = {request_id: _chunks(pieces) for request_id, pieces in self._pieces.items()}
-        self._pieces = {}
-        self._num_blocks = self._num_bytes = 0
-        return taken
-
-
-def _chunks(pieces: Sequence[_Piece]) -> list[Chunk]:
-    """Merge pieces into as few chunks as possible: one for each set of sites, if no site is in two different sets."""
-    by_sites: dict[tuple[Site, ...], list[_Piece]] = {}
-    for piece in pieces:
-        by_sites.setdefault(piece[0].sites, []).append(piece)
-    if sum(map(len, by_sites)) != len(set().union(*by_sites)):
-        # Merged chunks would bring a site's rows out of order.
-        return [_merge(piece[0].sites, [piece]) for piece in pieces]
-    return [_merge(sites, of_sites) for sites, of_sites in by_sites.items()]
-
-
-def _merge(sites: tuple[Site, ...], pieces: Sequence[_Piece]) -> Chunk:
-    if len(pieces) > 1:
-        positions = np.concatenate([block.positions[start:stop] for block, _, start, stop in pieces])
-        return Chunk(sites, positions, np.concatenate([data[:, start:stop] for _, data, start, stop in pieces], axis=1))
-    ((block, data, start, stop),) = pieces
-    rows = data[:, start:stop]
-    if 2 * rows.shape[1] < data.shape[1]:
-        # A copy: a view would keep the rows of all the other requests in memory until this one ends.
-        rows = rows.copy()
-    return Chunk(sites, block.positions[start:stop], rows)
+    def end(self, request_id: str) -> int:
+        """Return the writer of a request that gets no more rows; any, which does not know it, if it was never begun."""
+        index = self._writers.pop(request_id, None)
+        if index is None:
+            return 0
+        self._num_open[index] -= 1
+        return index
 
 
 class WriterThread:
@@ -215,6 +175,7 @@ class RequestWriter:
         context: Of the consumer.
         layouts: The layouts that requests may name; for this thread alone.
         temp_path: Gives paths for temporary files.
+        pool: Memory for rows; for this thread alone.
         max_request_bytes: Rows of one request held in memory.
         memory_bytes: Rows of all requests held in memory.
     """
@@ -224,6 +185,7 @@ class RequestWriter:
         context: ConsumerContext,
         layouts: Mapping[LayoutName, Layout],
         temp_path: Callable[[], Path],
+        pool: RowPool,
         *,
         max_request_bytes: int,
         memory_bytes: int,
@@ -231,6 +193,7 @@ class RequestWriter:
         self._context = context
         self._layouts = layouts
         self._temp_path = temp_path
+        self._pool = pool
         self._max_request_bytes = max_request_bytes
         self._memory_bytes = memory_bytes
         self._running: dict[str, _Running] = {}
@@ -246,22 +209,23 @@ class RequestWriter:
         except Exception as error:  # noqa: BLE001  (whatever it is, it is this request's outcome)
             self._fail(running, error)
 
-    def append(self, chunks: Sequence[tuple[str, Chunk]]) -> None:
-        """Add rows, each chunk with the id of its request."""
-        for request_id, chunk in chunks:
+    def append(self, rows: Mapping[str, Sequence[Piece]]) -> None:
+        """Add rows, by the ids of their requests."""
+        for request_id, pieces in rows.items():
             running = self._running.get(request_id)
             if running is None or running.error is not None:
                 continue  # failed before, and said so in the log; its outcome will say so too
-            self._held_bytes += chunk.num_bytes
-            running.spool.append(chunk)
+            for chunk in chunks_of(pieces, self._pool):
+                self._held_bytes += chunk.num_bytes
+                running.spool.append(chunk)
             if running.spool.held_bytes > self._max_request_bytes:
                 self._spill(running)
         if self._held_bytes > self._memory_bytes:
             self._make_room()
 
-    def finish(self, finished: FinishedRequest, chunks: Sequence[Chunk], outcome: Outcome) -> None:
-        """Write a request that ended with `chunks`; `outcome` completes in `sync_stored`, or here if writing fails."""
-        self.append([(finished.request.request_id, chunk) for chunk in chunks])
+    def finish(self, finished: FinishedRequest, pieces: Sequence[Piece], outcome: Outcome) -> None:
+        """Write a request that ended with `pieces`; `outcome` completes in `sync_stored`, or here if writing fails."""
+        self.append({finished.request.request_id: pieces})
         running = self._running.pop(finished.request.request_id, None)
         if running is None:
             _complete(outcome, ConsumerError(f"request {finished.request.request_id} was never begun"))

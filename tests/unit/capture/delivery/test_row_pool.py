@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -43,13 +46,32 @@ def test_numpy_views_keep_the_memory_too() -> None:
     assert (array == 7).all()
 
 
+def test_views_of_views_of_bytes_keep_their_memory() -> None:
+    pool = RowPool(64 * MIB)
+    array = pool.empty_bytes((4, MIB))
+    array[:] = 7
+    address, view = array.ctypes.data, np.ascontiguousarray(array)[2:].reshape(-1)[3:].data.cast("B")
+
+    del array
+    pool.empty_bytes((4, MIB))[:] = 8
+    assert set(view[:100]) == {7}
+    del view
+
+    assert {pool.empty_bytes((4, MIB)).ctypes.data, pool.empty_bytes((4, MIB)).ctypes.data} >= {address}
+
+
+def test_few_bytes_are_an_array_of_their_own() -> None:
+    assert RowPool(0).empty_bytes((3, 5)).shape == (3, 5)
+
+
 @settings(max_examples=25)
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5)), max_size=20))
-def test_nobodys_rows_ever_change(demands: list[tuple[int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5), st.booleans()), max_size=20))
+def test_nobodys_rows_ever_change(demands: list[tuple[int, int, bool]]) -> None:
     pool, held = RowPool(4 * MIB), []
 
-    for number, (mebibytes, keep) in enumerate(demands):
-        rows = pool.empty((mebibytes, MIB // 4), torch.float32).fill_(number)
+    for number, (mebibytes, keep, is_bytes) in enumerate(demands):
+        rows: Any = pool.empty_bytes((mebibytes, MIB)) if is_bytes else pool.empty((mebibytes, MIB), torch.uint8)
+        rows[:] = number
         held.append((number, rows[:, -3:]))
         del rows
         held = held[len(held) - keep :] if keep else []

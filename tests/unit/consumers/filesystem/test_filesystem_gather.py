@@ -7,11 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headgate.capture.delivery.buffer_pool import RowPool
 from headgate.capture.schema.consumer import RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.positions import Named
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.consumers.filesystem.writing.request_writer import MAX_BLOCKS, RowGatherer
+from headgate.consumers.filesystem.writing.gathering import MAX_BLOCKS, RowGatherer, chunks_of
 
 SITES = tuple(Site(layer, HookPoint.POST_MLP) for layer in range(3))
 REQUESTS = [
@@ -65,7 +66,8 @@ def test_every_row_comes_out_once_and_in_order(
             computed[index] += num_rows
 
     alone = gatherer.pop(REQUESTS[taken_alone].request_id)
-    chunks = {**gatherer.pop_all(), REQUESTS[taken_alone].request_id: alone}
+    pool, pieces = RowPool(0), {**gatherer.pop_all(), REQUESTS[taken_alone].request_id: alone}
+    chunks = {request_id: chunks_of(of_request, pool) for request_id, of_request in pieces.items() if of_request}
 
     for index, request in enumerate(REQUESTS):
         for place, site in enumerate(SITES):
@@ -103,7 +105,7 @@ def test_few_rows_of_a_large_block_do_not_keep_it_in_memory() -> None:
     gatherer = RowGatherer(1 << 20)
     gatherer.add(block, data)
 
-    for chunks in gatherer.pop_all().values():
-        for chunk in chunks:
+    for pieces in gatherer.pop_all().values():
+        for chunk in chunks_of(pieces, RowPool(0)):
             assert chunk.data is not None
             assert not np.shares_memory(chunk.data, data)
