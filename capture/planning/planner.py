@@ -7,7 +7,6 @@ Letters in shape comments: B requests of the step, N rows of a group, K wanted r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +41,8 @@ class StepPlanner:
     preemption is not taken twice. So a request stays known while it is preempted; `add` starts it afresh.
     A request of which nothing more can be wanted (``last_prompt`` after the prompt) is forgotten by itself.
 
-    Cost of a step: numpy over its wanted tokens, and a Python loop over its distinct shapes (`SelectionShape`). Where
+    Cost of a step: numpy over its requests and its wanted tokens, and a Python loop over its distinct shapes
+    (`SelectionShape`). Where
     the same requests decode one token each and all want theirs, step after step, it is a comparison.
 
     Args:
@@ -98,14 +98,14 @@ class StepPlanner:
 
     def _assemble(
         self,
-        shapes: Mapping[SelectionShape, Sequence[int]],
+        shapes: Mapping[SelectionShape, Int64Array],
         fresh: _NewPositions,
-        slots: Sequence[int],
+        slots: Int64Array,
         req_ids: tuple[str, ...],
     ) -> StepPlan | None:
         if len(shapes) == 1:
             (shape,) = shapes
-            if shape.is_run and len(shape.covers) == 1 and fresh.batch_rows == sorted(fresh.batch_rows):
+            if shape.is_run and len(shape.covers) == 1 and (fresh.batch_rows[1:] > fresh.batch_rows[:-1]).all():
                 return fresh.contiguous_plan(shape, req_ids)
         parts: dict[SiteSet, list[_WantedRows]] = {}
         for shape, picks in shapes.items():
@@ -114,10 +114,10 @@ class StepPlanner:
                 parts.setdefault(chosen.site_set, []).append(rows.select(chosen))
         return _merge(req_ids, parts) if parts else None
 
-    def _choose(self, shape: SelectionShape, rows: _Rows, slots: Sequence[int]) -> Iterator[SelectedRows]:
+    def _choose(self, shape: SelectionShape, rows: _Rows, slots: Int64Array) -> Iterator[SelectedRows]:
         if shape.is_run:
             return shape.choose_all(len(rows.positions))
-        return shape.choose(self._table.hits(shape, np.array(slots)[rows.owners], rows.positions))
+        return shape.choose(self._table.hits(shape, slots[rows.owners], rows.positions))
 
 
 class _DecodeRun:
@@ -130,7 +130,7 @@ class _DecodeRun:
         num_left: How many later steps are wanted likewise.
     """
 
-    def __init__(self, view: BatchView, slots: Sequence[int], plan: StepPlan, num_left: int) -> None:
+    def __init__(self, view: BatchView, slots: Int64Array, plan: StepPlan, num_left: int) -> None:
         self.slots = slots
         self._first = view
         self._layout = (view.num_scheduled.tobytes(), view.starts.tobytes())
@@ -154,9 +154,9 @@ class _DecodeRun:
         return self._plan.later(self._number)
 
     @property
-    def stop(self) -> list[int]:
-        """Tokens of each of the ``B`` requests that are computed after the last step."""
-        return [computed + self._number + 1 for computed in self._first.num_computed.tolist()]
+    def stop(self) -> Int64Array:
+        """Tokens of each request that are computed after the last step, int64 ``[B]``."""
+        return self._first.num_computed + (self._number + 1)
 
 
 class _Rows(NamedTuple):
@@ -183,69 +183,59 @@ class _WantedRows(NamedTuple):
     masks: Int64Array
 
 
-class _NewPositions:
+class _NewPositions(NamedTuple):
     """Positions that a step computes for the first time, from each request's first wanted one to its last.
 
-    Requests are few and numpy's calls slow where caches are cold, as they are between two steps of a model: so these
-    are lists, with one entry for each request of which there is something, in batch order.
+    One entry for each of the ``M`` requests of which there is something, in batch order.
+
+    Attributes:
+        members: Index into ``BatchView.req_ids``, int64 ``[M]``.
+        slots: In the planner's table, int64 ``[M]``.
+        begins: First position, int64 ``[M]``.
+        batch_rows: Its batch row, int64 ``[M]``.
+        counts: How many positions follow each other from there, int64 ``[M]``.
+        ended: Indices into ``BatchView.req_ids`` of the requests that can want nothing after this step.
+        num_alike: How many steps of one token each can follow until a request begins or ends to want something.
+        is_decode: Each request of the step computes one token.
     """
 
-    __slots__ = ("batch_rows", "begins", "counts", "ended", "is_decode", "members", "num_alike", "slots")
-
-    def __init__(self, *, is_decode: bool) -> None:
-        self.members: list[int] = []
-        """Index into ``BatchView.req_ids``."""
-        self.slots: list[int] = []
-        """In the planner's table."""
-        self.begins: list[int] = []
-        """First position."""
-        self.batch_rows: list[int] = []
-        """Its batch row."""
-        self.counts: list[int] = []
-        """How many positions follow each other from there."""
-        self.ended: list[int] = []
-        """Indices of the requests that can want nothing after this step."""
-        self.num_alike = NOWHERE
-        """How many steps of one token each can follow until a request begins or ends to want something."""
-        self.is_decode = is_decode
-        """Each request of the step computes one token."""
-
-    def add(self, member: int, slot: int, begin: int, batch_row: int, count: int) -> None:
-        """Take the next request."""
-        self.members.append(member)
-        self.slots.append(slot)
-        self.begins.append(begin)
-        self.batch_rows.append(batch_row)
-        self.counts.append(count)
+    members: Int64Array
+    slots: Int64Array
+    begins: Int64Array
+    batch_rows: Int64Array
+    counts: Int64Array
+    ended: list[int]
+    num_alike: int
+    is_decode: bool
 
     def contiguous_plan(self, shape: SelectionShape, req_ids: tuple[str, ...]) -> StepPlan:
         """Plan a step in which all new positions are wanted, at the same sites, by requests of one shape.
 
         The batch rows of the requests must be in order.
         """
-        stops = [*accumulate(self.counts)]
-        starts, total = [0, *stops[:-1]], stops[-1]
+        stops = np.cumsum(self.counts)
+        starts, total = stops - self.counts, int(stops[-1])
         (chosen,) = shape.choose_all(total)
-        found = [req_ids[member] for member in self.members]
+        are_all = len(self.members) == len(req_ids)
+        found = req_ids if are_all else [req_ids[member] for member in self.members.tolist()]
         group = PackGroup(
             site_set=chosen.site_set,
             rows=count_up(0, total),
             positions=prolonged(self.begins, starts, self.counts),
             masks=chosen.masks,
-            spans=tuple(zip(found, starts, stops, strict=True)),
+            spans=tuple(zip(found, starts.tolist(), stops.tolist(), strict=True)),
         )
-        first = self.batch_rows[0]
+        first = int(self.batch_rows[0])
         is_dense = self.batch_rows[-1] + self.counts[-1] - first == total
         token_rows = count_up(first, first + total) if is_dense else prolonged(self.batch_rows, starts, self.counts)
         return StepPlan(token_rows, (group,))
 
-    def rows_of(self, picks: Sequence[int]) -> _Rows:
+    def rows_of(self, picks: Int64Array) -> _Rows:
         """The rows of some of them."""
-        counts = [self.counts[pick] for pick in picks]
-        starts = [0, *accumulate(counts)][:-1]
-        batch_rows = prolonged([self.batch_rows[pick] for pick in picks], starts, counts)
-        positions = prolonged([self.begins[pick] for pick in picks], starts, counts)
-        return _Rows(np.repeat([self.members[pick] for pick in picks], counts), batch_rows, positions)
+        counts = self.counts[picks]
+        starts = np.cumsum(counts) - counts
+        batch_rows = prolonged(self.batch_rows[picks], starts, counts)
+        return _Rows(np.repeat(self.members[picks], counts), batch_rows, prolonged(self.begins[picks], starts, counts))
 
 
 class _RequestTable:
@@ -258,9 +248,12 @@ class _RequestTable:
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
         self._plans: dict[int, RequestPlan] = {}
-        self._next, self._end = [NOWHERE], [NOWHERE]
-        self._bounds = np.zeros((1, 3, 1), dtype=np.int64)
-        self._batch: tuple[tuple[str, ...], list[int] | None] | None = None
+        self._next: Int64Array = np.full(1, NOWHERE, np.int64)
+        self._end = self._next.copy()
+        self._shapes: Int64Array = np.zeros(1, np.int64)
+        """Number of each request's shape."""
+        self._bounds: Int64Array = np.zeros((1, 3, 1), dtype=np.int64)
+        self._batch: tuple[tuple[str, ...], Int64Array | None] | None = None
 
     def insert(self, req_id: str, plan: RequestPlan) -> None:
         """Take a request that is not in the table."""
@@ -269,7 +262,7 @@ class _RequestTable:
         slot = self._free.pop()
         self._slots[req_id] = slot
         self._plans[slot] = plan
-        self._next[slot], self._end[slot] = plan.first, plan.end
+        self._next[slot], self._end[slot], self._shapes[slot] = plan.first, plan.end, plan.shape.number
         if not plan.shape.is_run:  # of a run, nobody asks for the terms' bounds
             num_terms = len(plan.bounds)
             if num_terms > len(self._bounds):
@@ -285,8 +278,8 @@ class _RequestTable:
             self._free.append(slot)
             self._batch = None
 
-    def slots_of(self, req_ids: tuple[str, ...]) -> list[int] | None:
-        """Slot of each of the ``B`` requests; None if none of them is in the table.
+    def slots_of(self, req_ids: tuple[str, ...]) -> Int64Array | None:
+        """Slot of each of the requests, int64 ``[B]``; None if none of them is in the table.
 
         Decode steps repeat the batch of the step before, so the last answer is kept.
         """
@@ -294,38 +287,43 @@ class _RequestTable:
             return None
         if self._batch is None or self._batch[0] != req_ids:
             slots = [self._slots.get(req_id, 0) for req_id in req_ids]
-            self._batch = (req_ids, slots if any(slots) else None)
+            self._batch = (req_ids, np.array(slots) if any(slots) else None)
         return self._batch[1]
 
-    def advance(self, slots: Sequence[int], view: BatchView) -> _NewPositions:
+    def advance(self, slots: Int64Array, view: BatchView) -> _NewPositions:
         """Count the step's positions as taken and return those that were not before."""
-        starts, counts, computed = view.starts.tolist(), view.num_scheduled.tolist(), view.num_computed.tolist()
-        fresh = _NewPositions(is_decode=counts.count(1) == len(counts))
-        for member, slot in enumerate(slots):
-            if not slot:
-                continue
-            first, taken, end = computed[member], self._next[slot], self._end[slot]
-            stop, begin = first + counts[member], max(first, taken)
-            self._next[slot] = max(stop, taken)
-            count = min(stop, end) - begin
-            if count > 0:
-                fresh.add(member, slot, begin, starts[member] + begin - first, count)
-            if stop >= end:
-                fresh.ended.append(member)
-            fresh.num_alike = min(fresh.num_alike, end - stop - 1 if count > 0 else begin - stop)
-        return fresh
+        first, taken, end = view.num_computed, self._next[slots], self._end[slots]
+        stop, begin = first + view.num_scheduled, np.maximum(first, taken)
+        self._next[slots] = np.maximum(stop, taken)
+        counts = np.minimum(stop, end) - begin
+        is_new = counts > 0
+        members = np.flatnonzero(is_new)
+        new_begins = begin[members]
+        return _NewPositions(
+            members=members,
+            slots=slots[members],
+            begins=new_begins,
+            batch_rows=view.starts[members] + new_begins - first[members],
+            counts=counts[members],
+            ended=np.flatnonzero(stop >= end).tolist(),
+            num_alike=int(np.where(is_new, end - stop - 1, begin - stop).min()),
+            is_decode=bool((view.num_scheduled == 1).all()),
+        )
 
-    def note_taken(self, slots: Sequence[int], stops: Sequence[int]) -> None:
+    def note_taken(self, slots: Int64Array, stops: Int64Array) -> None:
         """Count positions up to these as taken."""
-        for slot, stop in zip(slots, stops, strict=True):
-            self._next[slot] = max(stop, self._next[slot])
+        self._next[slots] = np.maximum(stops, self._next[slots])
 
-    def by_shape(self, fresh: _NewPositions) -> dict[SelectionShape, list[int]]:
-        """Split what a step computes by shape: ascending indices into the lists of `fresh`."""
-        found: dict[SelectionShape, list[int]] = {}
-        for index, slot in enumerate(fresh.slots):
-            found.setdefault(self._plans[slot].shape, []).append(index)
-        return found
+    def by_shape(self, fresh: _NewPositions) -> dict[SelectionShape, Int64Array]:
+        """Split what a step computes by shape: ascending indices into the arrays of `fresh`."""
+        numbers = self._shapes[fresh.slots]
+        if (numbers[1:] == numbers[:-1]).all():  # of one shape, or nothing: no need to sort
+            return {self._plans[slot].shape: np.arange(len(numbers)) for slot in fresh.slots[:1].tolist()}
+        _, firsts = np.unique(numbers, return_index=True)
+        return {
+            self._plans[int(fresh.slots[first])].shape: np.flatnonzero(numbers == numbers[first])
+            for first in np.sort(firsts).tolist()
+        }
 
     def hits(self, shape: SelectionShape, slots: Int64Array, positions: Int64Array) -> BoolArray:
         """Which rows each term of their requests selects, bool ``[T, N]``.
@@ -353,8 +351,9 @@ class _RequestTable:
 
     def _grow(self) -> None:
         size = len(self._next)
-        self._next += [0] * size
-        self._end += [0] * size
+        self._next, self._end, self._shapes = (
+            _enlarged(each, axis=0, size=2 * size) for each in (self._next, self._end, self._shapes)
+        )
         self._bounds = _enlarged(self._bounds, axis=2, size=2 * size)
         self._free.extend(range(2 * size - 1, size - 1, -1))
 

@@ -119,11 +119,13 @@ class SelectionShape:
         kinds: One for each of the ``T`` terms.
         covers: ``C`` sets of sites, disjoint; the sites of one are wanted by the same terms.
         bits: int64 ``[C, T]``: the consumers that want these sites by this term.
+        number: Identifies the shape.
     """
 
     kinds: tuple[Kind, ...]
     covers: tuple[SiteSet, ...]
     bits: Int64Array
+    number: int
 
     @cached_property
     def is_run(self) -> bool:
@@ -249,7 +251,7 @@ class RequestPlanReader:
         shape = self._shapes.get(key)
         if shape is None:
             covers = tuple(self._site_set(tuple(ids)) for ids in ids_by_bits.values())
-            shape = SelectionShape(kinds, covers, _constant(list(ids_by_bits)))
+            shape = SelectionShape(kinds, covers, _constant(list(ids_by_bits)), next(self._numbers))
             self._shapes[key] = shape
         return shape
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,9 +12,9 @@ from headgate.capture.planning.step_plan import MAX_SHARED, count_up, prolonged
 
 @given(runs=st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 40)), min_size=1, max_size=20))
 def test_runs_of_numbers_follow_each_other(runs: list[tuple[int, int]]) -> None:
-    firsts, counts = [first for first, _ in runs], [count for _, count in runs]
+    firsts, counts = np.array(runs).T
 
-    found = prolonged(firsts, [0, *accumulate(counts)][:-1], counts)
+    found = prolonged(firsts, np.cumsum(counts) - counts, counts)
 
     assert found.dtype == np.int64
     assert found.tolist() == [number for first, count in runs for number in range(first, first + count)]
