@@ -31,6 +31,7 @@ from headgate.capture.process.messages import (
     message_of,
 )
 from headgate.capture.process.program import Child, Settings, spawn
+from headgate.capture.process.request_numbers import RequestNumbers
 from headgate.capture.process.stats_board import StatsBoard
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.registry import load_configured
@@ -82,6 +83,7 @@ class CaptureProcess:
         self._board = board
         self._counters = _Counters(board)
         self._unsent: list[bytes] = []
+        self._requests = RequestNumbers()
         self._connection, self._child = start()
         self._await_ready()
         self._started_at = time.monotonic()
@@ -96,7 +98,7 @@ class CaptureProcess:
             if is_open and isinstance(item, RequestBegins):
                 self._ledger.begin(item)
             if is_open:
-                self._unsent.append(encode(message_of(item)))
+                self._unsent.append(encode(message_of(item, self._requests)))
                 return len(self._unsent) < MAX_UNSENT or self._send_unsent()
         if isinstance(item, RequestBegins) and not self._is_closing.is_set():
             reason = "the capture process has ended and is being started again; send the request again in a moment"
@@ -189,6 +191,7 @@ class CaptureProcess:
         with self._lock:
             self._serving.clear()
             self._unsent.clear()
+            self._requests.clear()
             self.is_lost = True
             self._arena.leave(self._reader)
         reason = f"the capture process {self._end_child()}: what it had of the request is lost"

@@ -1,6 +1,7 @@
 """Messages between a worker and its capture process. Both are of one installation, so nothing here has a version.
 
-Arrays travel as their bytes, in the machine's own order.
+Arrays of int64 travel as their bytes, in the machine's own order, or as the first and their number if they count up.
+Rows of a quarter of a second have to fit into the socket at once: what does not waits for a thread of the worker.
 """
 
 from __future__ import annotations
@@ -14,31 +15,41 @@ import numpy.typing as npt
 
 from headgate.capture.delivery.delivery import CloseReport, DeliveryStats
 from headgate.capture.delivery.handoff import Dispatched, MemoryWanted, RequestBegins, RequestEnds
-from headgate.capture.planning.step_plan import PackGroup
+from headgate.capture.planning.step_plan import PackGroup, RequestSpans, SiteSet, count_up
+from headgate.capture.process.request_numbers import NumberedRequests, RequestNumbers
 from headgate.capture.schema.batch import WIRE_VERSION, FinalState, Int64Array, NewRequest
 from headgate.capture.staging.host_rows import CopyPart, StagedRows
 
 T = TypeVar("T")
+Numbers = bytes | list[int]
+"""int64: all of them, or the first one and how many there are, which count up."""
 
 
 class Begin(msgspec.Struct, tag=0, array_like=True):
-    """A `RequestBegins`: `prompt` is int64; `capture` is the section of its wire, None if it captures nothing."""
+    """A `RequestBegins`: `prompt` is int64; `capture` is the section of its wire, None if it captures nothing.
+
+    `number` stands for the request in messages about rows.
+    """
 
     req_id: str
+    number: int
     prompt: bytes
     capture: dict[str, Any] | None
     is_same_client: bool
 
 
 class Group(msgspec.Struct, array_like=True):
-    """A `PackGroup`: all numbers are int64; `starts` has one more entry than there are requests."""
+    """A `PackGroup`: `masks` is one mask if all rows have it; `starts` has one more entry than there are requests.
+
+    `requests` are their numbers, int64.
+    """
 
     site_ids: bytes
-    rows: bytes
+    rows: Numbers
     positions: bytes
-    masks: bytes
-    req_ids: list[str]
-    starts: bytes
+    masks: bytes | int
+    requests: bytes
+    starts: Numbers
 
 
 class Staged(msgspec.Struct, tag=1, array_like=True):
@@ -127,20 +138,27 @@ def decode_to_worker(data: bytes) -> ToWorker:
     return _to_worker.decode(data)
 
 
-def message_of(item: Dispatched) -> ToProcess:
-    """The message that stands for what the step thread hands over."""
+def message_of(item: Dispatched, requests: RequestNumbers) -> ToProcess:
+    """Make the message that stands for what the step thread hands over.
+
+    Args:
+        item: What it hands over.
+        requests: Those that the process was given; a request that begins or ends is noted there.
+    """
     if isinstance(item, StagedRows):
         part, lease = item.part, item.lease
-        groups = [_group(group) for group in part.groups]
+        groups = [_group(group, requests) for group in part.groups]
         about = (part.start, part.num_rows, part.num_copies, part.num_token_rows)
         return Staged(lease.number, lease.start, lease.num_rows, item.since, *about, groups)
     if isinstance(item, RequestBegins):
         new = item.new
         capture = None if new.wire is None else new.wire.get("capture")
         prompt = np.asarray(new.prompt_token_ids, np.int64).tobytes()
-        return Begin(new.req_id, prompt, None if capture is None else dict(capture), item.is_same_client)
+        number = requests.begin(new.req_id)
+        return Begin(new.req_id, number, prompt, None if capture is None else dict(capture), item.is_same_client)
     if isinstance(item, RequestEnds):
         final = item.final
+        requests.end(item.req_id)
         if final is None:
             return End(item.req_id)
         token_ids = np.asarray(final.token_ids, np.int64).tobytes()
@@ -149,24 +167,56 @@ def message_of(item: Dispatched) -> ToProcess:
     return Wanted()
 
 
-def _group(group: PackGroup) -> Group:
+def _group(group: PackGroup, requests: RequestNumbers) -> Group:
+    masks = group.masks
+    are_alike = bool((masks == masks[0]).all())
     return Group(
         site_ids=group.site_ids.tobytes(),
-        rows=group.rows.tobytes(),
+        rows=_packed(group.rows),
         positions=group.positions.tobytes(),
-        masks=group.masks.tobytes(),
-        req_ids=[req_id for req_id, _, _ in group.spans],
-        starts=_bounds(group.spans).tobytes(),
+        masks=int(masks[0]) if are_alike else masks.tobytes(),
+        requests=requests.of(group.spans),
+        starts=_bounds(group.spans),
     )
 
 
-def _bounds(spans: Sequence[tuple[str, int, int]]) -> Int64Array:
-    """Where each request's rows begin, and where the last one's end: spans follow each other."""
-    return np.array([*(start for _, start, _ in spans), spans[-1][2]], np.int64)
+def pack_group(group: Group, site_set: SiteSet, requests: NumberedRequests) -> PackGroup:
+    """Make the rows that a `Group` stands for.
+
+    Args:
+        group: As it came.
+        site_set: Of its sites.
+        requests: Those that the process was given.
+    """
+    bounds, req_ids = numbers(group.starts).tolist(), requests.ids(numbers(group.requests).tolist())
+    rows, masks = numbers(group.rows), group.masks
+    return PackGroup(
+        site_set=site_set,
+        rows=rows,
+        positions=numbers(group.positions),
+        masks=np.full(len(rows), masks, np.int64) if isinstance(masks, int) else numbers(masks),
+        spans=tuple(zip(req_ids, bounds[:-1], bounds[1:], strict=True)),
+    )
 
 
-def numbers(data: bytes) -> Int64Array:
-    """An int64 array of its bytes, read-only."""
+def _bounds(spans: RequestSpans) -> Numbers:
+    """Where each request's rows begin, and where the last one's end: spans follow each other, none is empty."""
+    stop = spans[-1][2]
+    if stop == len(spans):
+        return [0, stop + 1]
+    return np.array([*(start for _, start, _ in spans), stop], np.int64).tobytes()
+
+
+def _packed(values: Int64Array) -> Numbers:
+    first, count = int(values[0]), len(values)
+    are_counting = values[-1] - first == count - 1 and bool((values[1:] - values[:-1] == 1).all())
+    return [first, count] if are_counting else values.tobytes()
+
+
+def numbers(data: Numbers) -> Int64Array:
+    """Return the numbers that were sent, int64, read-only."""
+    if isinstance(data, list):
+        return count_up(data[0], data[0] + data[1])
     found: npt.NDArray[np.int64] = np.frombuffer(data, np.int64)
     return found
 

@@ -24,9 +24,11 @@ from headgate.capture.process.messages import (
     encode,
     new_request,
     numbers,
+    pack_group,
     request_ends,
 )
 from headgate.capture.process.reports import Reports
+from headgate.capture.process.request_numbers import NumberedRequests
 from headgate.capture.process.stats_board import StatsBoard
 from headgate.capture.request_origin import ResultWatcher
 from headgate.capture.schema.errors import ConfigError
@@ -70,6 +72,7 @@ class CaptureServer:
         self._rows = rows
         self._connection = connection
         self._site_sets: dict[bytes, SiteSet] = {}
+        self._requests = NumberedRequests()
         self._reports = Reports(connection, board)
 
     def serve(self, open_delivery: OpenDelivery, close_timeout_s: float) -> None:
@@ -103,8 +106,10 @@ class CaptureServer:
         if isinstance(message, Staged):
             delivery.put(self._staged_rows(message))
         elif isinstance(message, Begin):
+            self._requests.begin(message.number, message.req_id)
             delivery.put(self._request_begins(message))
         elif isinstance(message, End):
+            self._requests.end(message.req_id)
             delivery.put(request_ends(message))
         else:
             delivery.put(MemoryWanted())
@@ -130,11 +135,4 @@ class CaptureServer:
             ids = numbers(group.site_ids)
             site_set = SiteSet(tuple(self._sites[index] for index in ids), ids)
             self._site_sets[group.site_ids] = site_set
-        bounds = numbers(group.starts).tolist()
-        return PackGroup(
-            site_set=site_set,
-            rows=numbers(group.rows),
-            positions=numbers(group.positions),
-            masks=numbers(group.masks),
-            spans=tuple(zip(group.req_ids, bounds[:-1], bounds[1:], strict=True)),
-        )
+        return pack_group(group, site_set, self._requests)
