@@ -17,10 +17,10 @@ on meanwhile. `CaptureConsumer.close` completes every future that was handed out
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,8 @@ from headgate.capture.schema.spec import CaptureSpec, Memo
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,6 +222,7 @@ class SpecContext:
         memo: What was parsed for the same call before.
         owner: Name of the key that the client has shown; None without keys, and where no client is.
         num_front_ends: API processes of the server: each has its own consumers of the location ``driver``.
+        lasting: What was parsed of `params` before, as long as this process serves.
     """
 
     instance_name: str
@@ -229,11 +232,16 @@ class SpecContext:
     memo: Memo = field(default_factory=Memo, repr=False, compare=False)
     owner: str | None = None
     num_front_ends: int = 1
+    lasting: Memo = field(default_factory=Memo, repr=False, compare=False)
 
     @property
     def field(self) -> str:
         """Where the spec stands in the request."""
         return f"capture.{self.instance_name}"
+
+    def parsed_params(self, parse: Callable[[Mapping[str, Any]], Parsed]) -> Parsed:
+        """Return ``parse(params)``, which is called for the first request only: every request asks, plain ones too."""
+        return self.lasting.parsed(self.params, parse.__qualname__, lambda *_: parse(self.params))
 
 
 class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the two kinds below)

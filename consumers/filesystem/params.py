@@ -148,7 +148,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     Raises:
         RequestError: Naming the field.
     """
-    params = parse_params(context.params)
+    params = context.parsed_params(parse_params)
     spec = parse_client_spec(raw, context, options=OPTIONS)
     options = spec.options
     tag = check_name(options.get("tag", params.tag), f"{context.field}.tag")
@@ -190,7 +190,7 @@ def _messages(value: object, field: str) -> list[dict[str, Any]]:
 
 def parse_global(context: SpecContext) -> CaptureSpec | None:
     """The spec of every request, if the parameters have ``hooks``."""
-    params = parse_params(context.params)
+    params = context.parsed_params(parse_params)
     if params.hooks is None:
         return None
     return parse_request({"hooks": params.hooks, "positions": params.positions}, context)
@@ -198,6 +198,7 @@ def parse_global(context: SpecContext) -> CaptureSpec | None:
 
 _LOCAL_ONLY = ("max_tag_bytes", "max_root_bytes")
 _REMOTE_ONLY = ("spool", "spool_bytes", "upload_threads", "upload_wait_s")
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(FilesystemParams)}
 
 
 def _check_numbers(params: FilesystemParams) -> None:
@@ -211,8 +212,7 @@ def _check_numbers(params: FilesystemParams) -> None:
         raise ConfigError(
             f"filesystem: upload_wait_s must be from 0 to {TIMEOUT_MAX:.0f} seconds, got {params.upload_wait_s}"
         )
-    defaults = {field.name: field.default for field in msgspec.structs.fields(FilesystemParams)}
     for name in _LOCAL_ONLY if params.is_remote else _REMOTE_ONLY:
-        if getattr(params, name) != defaults[name]:
+        if getattr(params, name) != _DEFAULTS[name]:
             where = "a local root" if params.is_remote else "a root in an object store"
             raise ConfigError(f"filesystem: {name} needs {where}, {params.root} is none")

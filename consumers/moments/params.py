@@ -147,7 +147,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     Raises:
         RequestError: Naming the field.
     """
-    params = parse_params(context.params)
+    params = context.parsed_params(parse_params)
     spec = parse_client_spec(raw, context, options=(TAG,))
     tag = check_name(spec.options.get(TAG, params.tag), f"{context.field}.{TAG}")
     check_tag(tag, params.all_tags, f"{context.field}.{TAG}")
@@ -156,7 +156,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
 
 def parse_global(context: SpecContext) -> CaptureSpec | None:
     """The spec of every request, if the parameters have ``hooks``."""
-    params = parse_params(context.params)
+    params = context.parsed_params(parse_params)
     if params.hooks is None:
         return None
     return parse_request({"hooks": params.hooks, "positions": params.positions}, context)

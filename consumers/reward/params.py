@@ -117,7 +117,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     Raises:
         RequestError: Naming the field; also if the server cannot capture the configured site.
     """
-    params = parse_params(context.params)
+    params = context.parsed_params(parse_params)
     if not isinstance(raw, Mapping):
         raise RequestError(context.field, f'expected an object such as {{"direction": NAME}}, got {shown(raw)}')
     unknown = next((key for key in raw if key != DIRECTION), None)

@@ -41,7 +41,7 @@ HOW_HIDDEN_STATES = (
 
 
 class CaptureRequestReader:
-    """Checks what requests ask for, against the configured consumers. Stateless; any thread.
+    """Checks what requests ask for, against the configured consumers. Any thread.
 
     Args:
         config: The operator's configuration.
@@ -61,6 +61,7 @@ class CaptureRequestReader:
         self._num_front_ends = num_front_ends
         self._consumers = consumers
         self._params = {spec.instance: spec.params for spec in config.consumers}
+        self._lasting = Memo()
         self.hidden_states = next((spec.instance for spec in config.consumers if spec.name == HIDDEN_STATES), None)
 
     def read(self, params: SamplingParams, request_id: str) -> CaptureRequest | None:
@@ -154,6 +155,7 @@ class CaptureRequestReader:
             memo=Memo() if call is None else call.memo,
             owner=None if caller is None else caller.key.name,
             num_front_ends=self._num_front_ends,
+            lasting=self._lasting,
         )
 
     def _names(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -106,6 +107,28 @@ def test_specs_are_checked_by_their_consumers() -> None:
     assert ask.specs == {"rows": CaptureSpec(sites=(Site(1, HookPoint.POST_MLP),), positions=Named("all"))}
     assert ask.is_explicit
     assert not ask.wait
+
+
+def test_parameters_of_consumers_are_parsed_once_for_all_requests() -> None:
+    """Plain requests ask, too, whether a consumer wants them."""
+    parsed = []
+
+    def parse(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        parsed.append(given)
+        return parsed
+
+    class Asking(Rows):
+        @classmethod
+        def global_capture_spec(cls, context: SpecContext) -> CaptureSpec | None:
+            assert context.parsed_params(parse) is parsed
+            return None
+
+    where = door(one=Asking, other=Asking)
+
+    for request_id in ("a", "b", "c"):
+        assert where.read(params(), request_id) is None
+
+    assert len(parsed) == 2
 
 
 def test_keys_are_never_the_same() -> None:
