@@ -6,6 +6,7 @@ Shapes: F rows of the flat ring (all sites' slots), D hidden size.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,13 +16,16 @@ from torch import Tensor
 from headgate.capture.planning.step_plan import changes
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import MIB
+from headgate.capture.staging.pitched_copy import PitchedCopier, Rectangle, rectangles_of
 
 PACK_BYTES = 32 * MIB
 """Size of each of the two buffers that rows are packed into."""
 NUM_HOST_BUFFERS = 4
 """Steps that may be under way before the step thread has to wait for the oldest one's small copies."""
-FEW_RUNS = 4
+FEW_COPIES = 4
 """Number of copies that take the step thread as long as packing does."""
+MOST_RUNS = 1024
+"""Runs among which a few copies are looked for: more are packed at once."""
 RUN_BYTES = MIB // 4
 """A run of this size takes the bus as long as its copy takes the step thread: shorter ones are packed, even if the
 forward has to wait for a buffer."""
@@ -136,7 +140,7 @@ class CudaCopier:
     The side stream runs no kernel, only copies. On an H200, once kernels of two streams of a process have overlapped,
     each of its kernels starts 0.2 to 0.4 us later from then on, in CUDA graphs too, until another process uses the
     GPU: 5 to 15 % of a decode step, whoever captures or not (``tests/benchmarks/bench_side_stream.py``). So a few
-    runs of rows, or many long ones, are copied from where they are; others are packed first by the stream of the
+    rectangles of rows, or many long runs, are copied from where they are; others are packed first by the stream of the
     forward, which takes it microseconds.
 
     All memory is allocated here; a step allocates none. Each stream works in order, so events are needed only between
@@ -153,6 +157,8 @@ class CudaCopier:
         self._flat_FD = flat_FD
         self._slots = slots
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # ROCm has no such driver: there, runs are copied one by one.
+        self._pitched = PitchedCopier(flat_FD, self._side) if torch.version.cuda else None
         self._launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._host_slots = _HostBuffers(len(slots))
         self._host_index = _HostBuffers(max_part_rows)
@@ -190,20 +196,32 @@ class CudaCopier:
 
     def gather(self, count: int, target_ND: Tensor) -> Copied:
         index, num_bytes = self._host_index.current_buffer()[:count], count * self._row_bytes
-        starts = run_starts(index)
-        is_large = num_bytes > len(self._packs) * PACK_BYTES
-        if len(starts) <= FEW_RUNS or (is_large and num_bytes >= len(starts) * RUN_BYTES):
-            self._copy_runs(index, starts, target_ND)
-        else:
+        rectangles = self._rectangles(index, is_large=num_bytes > len(self._packs) * PACK_BYTES)
+        if rectangles is None:
             self._copy_packed(count, target_ND)
+        else:
+            self._copy_rectangles(rectangles, target_ND)
         return _CudaCopied(self._record(), self._idle_events)
 
-    def _copy_runs(self, index: Int64Array, starts: Int64Array, target_ND: Tensor) -> None:
-        """Copy rows from where they are, a run at a time."""
-        stops = [*starts[1:].tolist(), len(index)]
+    def _rectangles(self, index: Int64Array, *, is_large: bool) -> list[Rectangle] | None:
+        """Find a few copies that bring the rows at `index`, or many if each brings much; None if there are none."""
+        starts = run_starts(index)
+        is_worth_many = is_large and len(index) * self._row_bytes >= len(starts) * RUN_BYTES
+        if len(starts) > MOST_RUNS and not is_worth_many:
+            return None
+        max_distance = 0 if self._pitched is None else self._pitched.max_distance
+        return rectangles_of(index, starts, max_distance=max_distance, most=None if is_worth_many else FEW_COPIES)
+
+    def _copy_rectangles(self, rectangles: Sequence[Rectangle], target_ND: Tensor) -> None:
+        """Copy rows from where they are."""
         with torch.cuda.stream(self._side):
-            for start, stop, row in zip(starts.tolist(), stops, index[starts].tolist(), strict=True):
-                target_ND[start:stop].copy_(self._flat_FD[row : row + stop - start], non_blocking=True)
+            for each in rectangles:
+                if each.num_runs > 1 and self._pitched is not None:
+                    self._pitched.start(each, target_ND)
+                    continue
+                stop = each.start + each.num_rows
+                source = self._flat_FD[each.row : each.row + each.num_rows]
+                target_ND[each.start : stop].copy_(source, non_blocking=True)
 
     def _copy_packed(self, count: int, target_ND: Tensor) -> None:
         """Pack rows behind the forward, in its stream, and copy what was packed.

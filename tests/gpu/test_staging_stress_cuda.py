@@ -33,7 +33,7 @@ MAX_SLEEP_CYCLES = 1_500_000
 WAYS = {
     "as-it-is": {},
     "runs": {"RUN_BYTES": 0, "PACK_BYTES": 0},
-    "many-packs": {"FEW_RUNS": 0, "RUN_BYTES": 1 << 40, "PACK_BYTES": 1 << 13},
+    "many-packs": {"FEW_COPIES": 0, "RUN_BYTES": 1 << 40, "PACK_BYTES": 1 << 13},
 }
 """Settings of `links` that have rows copied from where they are, or packed in more parts than there are buffers."""
 

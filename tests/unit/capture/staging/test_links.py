@@ -1,4 +1,4 @@
-"""Where runs of rows begin, by which they are copied."""
+"""Runs of rows, and rectangles of runs, by which they are copied."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.staging.device_copy import run_starts
+from headgate.capture.staging.pitched_copy import Rectangle, rectangles_of
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,48 @@ def test_runs_put_together_are_the_index(index):
     assert [number for run in runs for number in run] == index
     assert all(run == list(range(run[0], run[0] + len(run))) for run in runs)
     assert all(after[0] != before[-1] + 1 for before, after in pairwise(runs))
+
+
+def found_in(index, max_distance, most=None):
+    array = np.array(index, dtype=np.int64)
+    return rectangles_of(array, run_starts(array), max_distance=max_distance, most=most)
+
+
+def test_the_same_slots_of_all_sites_are_one_rectangle():
+    slots = [site * 100 + slot for site in range(34) for slot in range(7, 20)]
+
+    assert found_in(slots, 1000) == [Rectangle(0, 7, 13, 34, 100)]
+    assert found_in(slots, 99) == [Rectangle(13 * site, 100 * site + 7, 13, 1, 0) for site in range(34)]
+
+
+def test_more_rectangles_than_are_wanted_are_not_looked_for():
+    assert found_in([1, 5, 6, 20, 3], 100, most=3) is None
+    assert found_in([1, 5, 6, 20, 3], 100, most=4) is not None
+
+
+numbers = st.lists(st.integers(0, 20), min_size=1, max_size=40)
+grids = st.builds(
+    lambda start, height, width, step: [
+        start + step * row + column for row in range(height) for column in range(width)
+    ],
+    st.integers(0, 20),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 12),
+)
+
+
+@given(st.lists(numbers | grids, min_size=1, max_size=4), st.integers(0, 12))
+def test_rectangles_bring_each_row_to_its_place(parts, max_distance):
+    index = [number for part in parts for number in part]
+    target = [None] * len(index)
+
+    for each in found_in(index, max_distance):
+        assert each.num_runs == 1 or each.num_rows <= each.distance <= max_distance
+        for run in range(each.num_runs):
+            for row in range(each.num_rows):
+                place = each.start + run * each.num_rows + row
+                assert target[place] is None
+                target[place] = each.row + run * each.distance + row
+
+    assert target == index
