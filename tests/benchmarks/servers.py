@@ -249,7 +249,14 @@ def environment(name: str, folder: Path, others: Sequence[str]) -> dict[str, str
 
 
 def start(
-    name: str, command: Sequence[str], folder: Path, files: Path, size: ModelSize, most: int, others: Sequence[str] = ()
+    name: str,
+    command: Sequence[str],
+    folder: Path,
+    files: Path,
+    size: ModelSize,
+    most: int,
+    others: Sequence[str] = (),
+    params: str = "",
 ) -> Server:
     """Start a server; it is not awaited.
 
@@ -261,6 +268,7 @@ def start(
         size: Of the model.
         most: Requests at a time, which it can steer each in another way, where it is configured for steering.
         others: Of `OTHERS`, for a server that captures to have them, too.
+        params: More of the consumer ``filesystem``: ``KEY=VALUE,...``.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -280,7 +288,7 @@ def start(
     if encoded or "features" in FEATURES[name]:
         flags += sae_flags(encoded, folder, size)
     if "capture" in FEATURES[name]:
-        flags += ["--capture-consumers", f"filesystem:root={own_files}"]
+        flags += ["--capture-consumers", ",".join(filter(None, [f"filesystem:root={own_files}", params]))]
         flags += [f"{OTHERS[other]}root={own_files / other}" for other in others]
     log = folder / f"{name}.log"
     with log.open("wb") as target:

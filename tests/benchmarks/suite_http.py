@@ -250,6 +250,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=500, help="for everything, the start included")
     parser.add_argument("--rounds", type=int, default=1000, help="at most so many")
     parser.add_argument("--files", type=Path, default=Path("/tmp"), help="folder for captures, on the disk to measure")
+    parser.add_argument("--capture-params", default="", help="more parameters of the consumer: KEY=VALUE,...")
     parser.add_argument("--clients", type=int, default=4, help="processes that send requests")
     parser.add_argument("--kv-gib", type=float, default=10, help="KV cache of each server; 0: as vLLM has it")
     parser.add_argument("--batched-tokens", type=int, default=8192)
@@ -308,7 +309,8 @@ def serve(options: argparse.Namespace, load: Load) -> int:
     most = max(SHAPES[name].in_flight for name in options.shapes)
     size = size_of(options.model)
     others = other_consumers(options.modes)
-    started = [start(name, flags, options.out, options.files, size, most, others) for name in names]
+    params = options.capture_params
+    started = [start(name, flags, options.out, options.files, size, most, others, params) for name in names]
     ready: list[Server] = []
     try:
         ready = await_ready(started, options.start_timeout)
