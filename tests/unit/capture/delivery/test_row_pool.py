@@ -60,6 +60,19 @@ def test_views_of_views_of_bytes_keep_their_memory() -> None:
     assert {pool.empty_bytes((4, MIB)).ctypes.data, pool.empty_bytes((4, MIB)).ctypes.data} >= {address}
 
 
+def test_memory_is_used_again_for_less() -> None:
+    pool = RowPool(64 * MIB)
+    address = pool.empty_bytes((12, MIB)).ctypes.data
+
+    less, more, much_less = (pool.empty_bytes((size, MIB)) for size in (11, 13, 2))
+
+    assert less.ctypes.data == address
+    assert address not in (more.ctypes.data, much_less.ctypes.data)
+    del less
+    assert pool.empty_bytes((2, MIB)).ctypes.data != address, "most of it would lie idle"
+    assert pool.empty_bytes((4, MIB)).ctypes.data == address
+
+
 def test_few_bytes_are_an_array_of_their_own() -> None:
     assert RowPool(0).empty_bytes((3, 5)).shape == (3, 5)
 
