@@ -105,7 +105,8 @@ class PitchedCopier:
     """
 
     def __init__(self, source_FD: Tensor, stream: torch.cuda.Stream) -> None:
-        self._copy = ctypes.CDLL("libcuda.so.1").cuMemcpy2DAsync_v2
+        # It only enqueues. With the lock of Python held: whoever got it meanwhile could keep it for milliseconds.
+        self._copy = ctypes.PyDLL("libcuda.so.1").cuMemcpy2DAsync_v2
         self._copy.argtypes = (ctypes.POINTER(_Copy2D), ctypes.c_void_p)
         self._source, self._stream = source_FD.data_ptr(), stream.cuda_stream
         self._row_bytes = source_FD.shape[1] * source_FD.element_size()
