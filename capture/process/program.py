@@ -72,7 +72,8 @@ def spawn(settings: Settings, memory: SharedMemory, board: StatsBoard) -> tuple[
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     fds = (theirs.fileno(), memory.memory_fd, memory.freed_fd, board.fd)
     command = [sys.executable, "-m", "headgate.capture.process", *map(str, fds)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # Threads that copied rows together would wait for the next ones in a loop, which takes a processor each for 5 ms.
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with theirs:
         child = subprocess.Popen(  # noqa: S603  (this very Python, with numbers)
             command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL
