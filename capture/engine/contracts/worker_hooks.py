@@ -136,7 +136,9 @@ class StepReadings(Protocol):
     """Values that a part read in one step, on their way to the host."""
 
     def collect(self) -> Document:
-        """Return them as plain values and bytes, which are pickled.
+        """Return them as plain values, bytes and numpy arrays, which are pickled if a process lies between.
+
+        Arrays are not written to after that.
 
         Called once, when the step's output is on the host, on the thread that makes the output; steps that follow may
         have been launched meanwhile. If the values were copied on another stream than the forward's, it waits for them.

@@ -102,7 +102,8 @@ class Controllers:
     def forget(self, req_id: str) -> None:
         """Forget a request that ended, or never ran, if it is known. Any thread."""
         found = self._requests.pop(req_id, None)
-        self._read.pop(req_id, None)
+        if self._read.pop(req_id, None) is not None:
+            self._reader.forget()
         self._actuation.forget(req_id)
         self._decisions.endings.pop(req_id, None)
         self._outcomes.forget(req_id)

@@ -28,12 +28,12 @@ def readings(*rows: tuple[str, int, list[dict[int, float]]]) -> StepTable:
     for value, each in zip(values, listed, strict=True):
         value[list(each)] = list(each.values())
     wire = {
-        "ids": [req_id for req_id, *_ in rows],
-        "firsts": np.array([first for _, first, _ in rows], np.int64).tobytes(),
-        "counts": np.array([len(told) for *_, told in rows], np.int64).tobytes(),
+        "ids": tuple(req_id for req_id, *_ in rows),
+        "firsts": np.array([first for _, first, _ in rows], np.int64),
+        "counts": np.array([len(told) for *_, told in rows], np.int64),
         "columns": COLUMNS,
         "told": None,
-        "values": values.tobytes(),
+        "values": values,
     }
     return StepTable.of(wire)
 
