@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -76,12 +76,3 @@ class CoefficientChanges(NamedTuple):
         """Yield them one by one."""
         req_ids = (self.req_ids[at] for at in self.whose.tolist())
         return map(CoefficientChange, req_ids, self.columns.tolist(), self.firsts.tolist(), self.values.tolist())
-
-    def to_wire(self) -> dict[str, Any]:
-        """Return a tuple and arrays by name, for `from_wire`."""
-        return self._asdict()
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> CoefficientChanges:
-        """Return what `to_wire` wrote."""
-        return cls(**wire)

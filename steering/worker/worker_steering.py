@@ -133,7 +133,8 @@ class WorkerSteering:
 
     def step_begins(self, view: BatchView | None) -> None:
         """Aim the tables at a step; None for dummy and idle steps."""
-        goes_on = self._sequence.goes_on(view)
+        is_idle = self.table.is_idle and (self.gates is None or not self.gates.num_requests)
+        goes_on = self._sequence.goes_on(None if is_idle else view)
         step = self._resolver.resolve(view, goes_on=goes_on)
         gates = None if self.gates is None else self.gates.step_begins(view, goes_on=goes_on)
         self.tables.update(self.table.take_writes(), step, gates, view)
@@ -159,11 +160,11 @@ class WorkerSteering:
         if self.gates is not None:
             self.gates.set_rules(read)
 
-    def drive(self, drives: Mapping[str, Any]) -> None:
-        """Follow what controllers decided, as `CoefficientChanges.to_wire` wrote it, of requests that were added."""
+    def drive(self, changes: CoefficientChanges) -> None:
+        """Follow what controllers decided for requests that were added."""
         if self.gates is None:
             raise AssertionError("steering: a worker without op sites is driven")
-        for req_id, columns in self.gates.drive(CoefficientChanges.from_wire(drives)).items():
+        for req_id, columns in self.gates.drive(changes).items():
             self.table.drive(req_id, columns)
 
     def keep_module(self, name: str, spec: Mapping[str, Any]) -> None:

@@ -113,8 +113,9 @@ class Engine:
             is_compiled=False,
         )
         self.hooks.headgate_allocate(facts=facts)
-        self.begins, self.ends = (
-            direct_calls(hook) for hook in (self.hooks.headgate_step_begins, self.hooks.headgate_step_ends)
+        self.begins, self.ends, self.ordered = (
+            direct_calls(hook)
+            for hook in (self.hooks.headgate_step_begins, self.hooks.headgate_step_ends, self.hooks.headgate_ordered)
         )
 
     def _open_core(self, config: Any) -> None:
@@ -157,7 +158,7 @@ class Engine:
         scores = torch.from_numpy(self.rng.normal(size=(rows, 2)).astype(np.float32))
         start = time.perf_counter()
         if orders is not None:
-            self.hooks.headgate_ordered(part="steering", orders=orders["steering"])
+            self.ordered("steering", orders["steering"])
         self.begins(view, None)
         worker_s = time.perf_counter() - start
         state.gates.tensors.signals[:rows, 128:130] = scores
@@ -186,7 +187,7 @@ class Engine:
 def measure(selects: tuple[str, ...], profile: cProfile.Profile | None = None) -> dict[str, float]:
     """Return medians of a mode's parts, in microseconds."""
     clocks: dict[str, list[float]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():  # as vLLM runs its steps
         engine = Engine(Path(folder), selects)
         engine.step(PROMPT, clocks)
         for _ in range(STEPS):

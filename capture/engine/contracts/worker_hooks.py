@@ -286,7 +286,7 @@ def direct_calls(hook: pluggy.HookCaller) -> Callable[..., None]:
     """Make one function of the implementations of `hook`: arguments by place, pluggy's order, no result.
 
     The one optimisation of the mechanism: pluggy itself takes 10 us a call, several times that with cold caches, and a
-    step has two.
+    step has up to three.
 
     Raises:
         AssertionError: If one is a wrapper, or nobody knows the hook.

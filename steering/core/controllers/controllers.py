@@ -163,7 +163,7 @@ class Controllers:
     def orders(self, scheduled: Collection[str]) -> dict[str, Any] | None:
         """Return the coefficients that the workers are to take over with a step; None if there are none."""
         changes = self._actuation.coefficients.take_changes(scheduled)
-        return None if changes is None else {"drives": changes.to_wire()}
+        return None if changes is None else {"drives": changes}
 
     def global_changed(self) -> None:
         """Follow a change of the global vectors."""

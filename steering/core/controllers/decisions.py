@@ -164,6 +164,8 @@ class Decisions:
         expected = len(requests) if at is None else len(at)
         if scales.shape != (expected,):
             raise ValueError(f"scales: expected {expected} numbers, got the shape {list(scales.shape)}")
+        if requests is action.requests and at is action.at and scales is action.scales:
+            return action
         return SetSteeringEach(requests, action.module, scales, at)
 
 

@@ -30,7 +30,7 @@ from headgate.steering.controllers import (
 )
 from headgate.steering.core.controllers.opening import open_controllers
 from headgate.steering.core.steering_core import SteeringCore
-from headgate.steering.gates.coefficient_changes import CoefficientChange, CoefficientChanges
+from headgate.steering.gates.coefficient_changes import CoefficientChange
 from headgate.steering.requests.rules.rule_fields import read_rule
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
@@ -144,7 +144,7 @@ class Core:
         )
         self.core.decide()
         orders = self.core.orders(names)
-        return [] if orders is None else list(CoefficientChanges.from_wire(orders["drives"]).each())
+        return [] if orders is None else list(orders["drives"].each())
 
     @property
     def figures(self) -> dict[str, int]:
