@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -76,6 +77,15 @@ class _Written:
         strengths = [source.applied(column, num_prompt, signals, before) for column in source.columns]
         return [int(np.count_nonzero(each)) for each in strengths]
 
+    @property
+    def last(self) -> Float32Rows | None:
+        """Signals ``[1, columns]`` of the last row; None before the first."""
+        return self._last
+
+    def follow(self, last: Float32Rows) -> None:
+        """Go on behind rows that were counted elsewhere, by the signals ``[1, columns]`` of the last one."""
+        self._last = last
+
 
 class _OwnGates:
     """A request with gates of its own.
@@ -93,17 +103,43 @@ class _OwnGates:
             for column in self.source.layout.gates
             if (key := resolved.latch_keys.get(column.gate.name)) is not None
         }
+        self.num_prompt = num_prompt
         self._columns = self.source.columns
-        self._written = None if self.source.is_written_late else _Written(self.source, num_prompt)
+        self.apart = None if self.source.is_written_late else _Written(self.source, num_prompt)
+        """Counts rows, if what acts is not what is written."""
 
     def written(self, rows: StepRows) -> list[int]:
         """Return how many of a step's rows each gate wrote."""
-        if self._written is not None:
-            return self._written.count(rows)
+        if self.apart is not None:
+            return self.apart.count(rows)
         signals = rows.signals
         if len(signals) == 1:
             return [int(signals[0, column] != 0) for column in self._columns]
         return [int(count) for count in np.count_nonzero(signals[:, self._columns], axis=0)]
+
+
+class _Places(NamedTuple):
+    """Signals of a step that say what some gates wrote on generated rows.
+
+    Attributes:
+        rows: int64 ``[n]``: of the step.
+        columns: int64 ``[n]``.
+        numbers: int64 ``[n]``: of the names of the gates.
+    """
+
+    rows: Int64Array
+    columns: Int64Array
+    numbers: Int64Array
+
+    @classmethod
+    def of(cls, places: Iterable[tuple[int, int, int]]) -> _Places:
+        """Make it of row, column and number of each."""
+        return cls(*np.array(list(places), np.int64).reshape(-1, 3).T)
+
+    def values(self, signals: Float32Rows) -> Float32Rows:
+        """Return the strengths, float32 ``[n]``."""
+        found: Float32Rows = signals[self.rows, self.columns]
+        return found
 
 
 class _Decoding:
@@ -117,31 +153,58 @@ class _Decoding:
     """
 
     def __init__(self, ids: Sequence[str], own: Mapping[str, _OwnGates], counts: RowCounts, known: object) -> None:
-        self.ids, self.known = ids, known
+        self._ids, self._known = ids, known
         self._counts = counts
         gated = [(at, each) for at, req_id in enumerate(ids) if (each := own.get(req_id)) is not None]
-        places = [
-            (at, gate.column, counts.name_of(gate.gate))
-            for at, each in gated
-            if each.source.is_written_late
-            for gate in each.source.layout.gates
-        ]
-        self._rows, self._columns = (np.array([place[key] for place in places], np.int64) for key in (0, 1))
-        self._names = list(dict.fromkeys(name for *_, name in places))
-        numbers = {name: number for number, name in enumerate(self._names)}
-        self._numbers = np.array([numbers[name] for *_, name in places], np.int64)
-        self.apart = [(at, each) for at, each in gated if not each.source.is_written_late]
-        """Rows, and gates, of requests that are counted one by one."""
+        self._at = np.array([at for at, _ in gated], np.int64)
+        self._num_prompt = np.array([each.num_prompt for _, each in gated], np.int64)
+        numbers: dict[str, int] = {}
+        late: list[tuple[int, int, int]] = []
+        early: list[tuple[int, int, int]] = []
+        for at, each in gated:
+            for gate in each.source.layout.gates:
+                number = numbers.setdefault(counts.name_of(gate.gate), len(numbers))
+                if gate.column in each.source.decode.late:
+                    late.append((at, gate.column, number))
+                elif gate.column in each.source.decode.early:
+                    early.append((at, gate.column + FOLLOWING, number))
+        self._names = list(numbers)
+        self._late, self._early = _Places.of(late), _Places.of(early)
+        self._apart = [(at, each.apart) for at, each in gated if each.apart is not None]
+        self._before: Float32Rows | None = None
+        """Signals of the last step, whose strengths may act on the rows of this one."""
         self.latching = [(at, each.latches) for at, each in gated if each.latches]
 
-    def count(self, firsts: Int64Array, signals: Float32Rows) -> None:
-        """Count a step, by the position of each row, int64, and its signals."""
-        hits = self._numbers[signals[self._rows, self._columns] != 0]
-        for number in np.flatnonzero(found := np.bincount(hits, minlength=len(self._names))).tolist():
-            self._counts.gates[self._names[number]] += int(found[number])
-        for at, own in self.apart:
-            rows = StepRows(self.ids[at], int(firsts[at]), signals[at : at + 1])
-            self._counts.add_gates(own.source, own.written(rows))
+    def counts(self, step: StepTable, known: object) -> bool:
+        """Whether it counts a step: one of a generated row for each of its requests, as `StepReadings` knows them."""
+        is_ours = step.has_one_row_each and self._known is known and self._ids == step.ids
+        return is_ours and not np.count_nonzero(step.firsts[self._at] < self._num_prompt)
+
+    def count(self, signals: Float32Rows) -> None:
+        """Count a step that it counts, by its signals, which nobody changes."""
+        hits = self._late.numbers[self._late.values(signals) != 0]
+        if len(self._early.rows):
+            before = self._lasts(signals) if self._before is None else self._before
+            strengths = np.nan_to_num(self._early.values(before), nan=0.0)
+            hits = np.concatenate([hits, self._early.numbers[strengths != 0]])
+        self._before = signals
+        for number, count in enumerate(np.bincount(hits, minlength=len(self._names)).tolist()):
+            if count:
+                self._counts.gates[self._names[number]] += count
+
+    def leave(self) -> None:
+        """Let requests go on that others count."""
+        if (before := self._before) is not None:
+            for at, written in self._apart:
+                written.follow(before[at : at + 1].copy())
+
+    def _lasts(self, signals: Float32Rows) -> Float32Rows:
+        """Return the signals of the row before each of a step's, as far as they are known; 0 otherwise."""
+        found = np.zeros_like(signals)
+        for at, written in self._apart:
+            if written.last is not None:
+                found[at] = written.last[0]
+        return found
 
 
 class StepReadings:
@@ -233,11 +296,15 @@ class StepReadings:
 
     def _count_own(self, step: StepTable, discarded: Collection[str]) -> None:
         """Count what requests' own gates wrote; a step of one row each costs little, since it comes for each token."""
-        if step.has_one_row_each:
-            known, decoding = self._known, self._decoding
-            if decoding is None or decoding.known is not known or decoding.ids != step.ids:
-                self._decoding = decoding = _Decoding(step.ids, self._own, self.counts, known)
-            decoding.count(step.firsts, step.signals)
+        known, decoding = self._known, self._decoding
+        if decoding is not None and not decoding.counts(step, known):
+            decoding.leave()
+            self._decoding = decoding = None
+        if decoding is None and step.has_one_row_each:
+            decoding = _Decoding(step.ids, self._own, self.counts, known)
+        if decoding is not None and decoding.counts(step, known):
+            self._decoding = decoding
+            decoding.count(step.signals)
             for at, latches in decoding.latching:
                 if step.ids[at] not in discarded:
                     self._latch(latches, step.signals[at])

@@ -16,7 +16,7 @@ from headgate.steering.gates.step_table import StepTable
 from headgate.steering.requests.gate_fields import read_gates
 from headgate.steering.requests.trace import join_notes
 from headgate.steering.spec import SteeringSpec
-from tests.fakes.ruled import STEERABLE, Rules, document
+from tests.fakes.ruled import STEERABLE, Rules, document, unit
 
 COLUMNS = 40
 
@@ -139,25 +139,33 @@ STRANGER = ("stranger", 0, [{}, {}])
 
 
 @given(
-    scopes=st.lists(st.sampled_from(["this_token", "next_token", "rest_of_request"]), min_size=1, max_size=4),
+    scopes=st.lists(
+        st.sampled_from(["this_token", "next_token", "from before", "rest_of_request"]), min_size=1, max_size=4
+    ),
     seed=st.integers(0, 2**32 - 1),
+    left=st.sets(st.integers(0, 8), max_size=3),
 )
-@settings(max_examples=40)
-def test_steps_of_single_rows_are_counted_as_others_are(scopes: list[str], seed: int) -> None:
+@settings(max_examples=60)
+def test_steps_of_single_rows_are_counted_as_others_are(scopes: list[str], seed: int, left: set[int]) -> None:
     rng, rules = np.random.default_rng(seed), Rules()
     alone, beside = StepReadings(rules.state.rules), StepReadings(rules.state.rules)
     gate = {key: value for key, value in document().items() if key != "applies_to"}
     for at, scope in enumerate(scopes):
-        gates = read_gates([{"name": f"gate{at % 2}", **gate, "scope": scope}], STEERABLE)
+        if scope == "from before":  # at a site before the probe's, where the strength of the row before acts
+            given = {**gate, "then": {"vectors": {"post_mlp": {"0": unit(1)}}}, "scope": "next_token"}
+        else:
+            given = {**gate, "scope": scope}
+        gates = read_gates([{"name": f"gate{at % 2}", **given}], STEERABLE)
         rules.state.rules.add(str(at), None, 4)
         resolved = rules.state.resolve(str(at), SteeringSpec(gates=gates), 4)
         for each in (alone, beside):
             each.add(str(at), gates, resolved, 4, is_traced=False)
 
-    for step in range(8):
+    for step in range(9):
         ids = [str(at) for at in range(len(scopes)) if at % 2 or step != 5]
-        told = [(req_id, 4 + step, [dict(enumerate(rng.integers(step == 7, 2, 8).astype(float)))]) for req_id in ids]
-        alone.take(readings(*told), ())
+        signals = [rng.choice([float(step == 7), 1.0, np.nan if step == 4 else 1.0], 8) for _ in ids]
+        told = [(req_id, 2 + step, [dict(enumerate(each))]) for req_id, each in zip(ids, signals, strict=True)]
+        alone.take(readings(*told, *([STRANGER] if step in left else [])), ())
         beside.take(readings(*told, STRANGER), ())
         if step == 6:
             for each in (alone, beside):
