@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,9 +61,10 @@ class StepTable(NamedTuple):
         has_one = len(signals) == len(ids) == np.count_nonzero(counts)
         return cls(ids, readings["firsts"], counts, signals, has_one)
 
-    def rows(self) -> Iterator[StepRows]:
-        """Yield the rows of each request."""
+    def rows(self, wanted: Container[str]) -> Iterator[StepRows]:
+        """Yield the rows of each of the requests that are wanted."""
         start = 0
         for req_id, first, count in zip(self.ids, self.firsts.tolist(), self.counts.tolist(), strict=True):
-            yield StepRows(req_id, first, self.signals[start : start + count])
+            if req_id in wanted:
+                yield StepRows(req_id, first, self.signals[start : start + count])
             start += count

@@ -72,6 +72,11 @@ class Progress(NamedTuple):
 class Actions(Protocol):
     """Actions of capture consumers, as they come."""
 
+    @property
+    def num_waiting(self) -> int:
+        """Those that have come and were not taken."""
+        ...
+
     def take(self) -> Sequence[Submitted]:
         """Return those that have come since, in their order."""
         ...

@@ -10,7 +10,7 @@ from headgate.steering.controllers.controller import RequestView
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import Static
 from headgate.steering.core.controllers.decisions import Decisions
-from headgate.steering.core.controllers.outcomes import APPLIED, SWITCHED_OFF, Outcomes
+from headgate.steering.core.controllers.outcomes import APPLIED, DROPPED, SWITCHED_OFF, Outcomes
 from headgate.steering.core.controllers.readers import ReadStep, StepReader, ToldRows
 from headgate.steering.core.controllers.running import RunningController
 from headgate.steering.gates.rule import Selection
@@ -172,6 +172,13 @@ class Controllers:
     def status(self) -> list[dict[str, Any]]:
         """Return plain values about each controller."""
         return [{**each.status(), "actions": self._counts(each)} for each in self._running]
+
+    def queue(self) -> dict[str, int] | None:
+        """Return how many actions of capture consumers wait, and were dropped; None if none are taken."""
+        if self._submitted is None:
+            return None
+        dropped = sum(self._outcomes.counts(name, 0)[DROPPED] for name in self._decisions.consumers)
+        return {"waiting": self._submitted.num_waiting, "dropped": dropped}
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """Return the actions by outcome, and the seconds, of each controller, for the metrics page."""

@@ -236,6 +236,16 @@ class StepReadings:
         self._decoding: _Decoding | None = None
 
     @property
+    def latches(self) -> dict[str, int]:
+        """Conversations with gates that are latched, and the memory that they take."""
+        latches = self._latches
+        return (
+            {"conversations": 0, "bytes": 0}
+            if latches is None
+            else {"conversations": len(latches), "bytes": latches.num_bytes}
+        )
+
+    @property
     def num_gated(self) -> int:
         """Requests with gates of their own."""
         return len(self._own)
@@ -288,10 +298,11 @@ class StepReadings:
             self._count_rules(step)
         if self._own:
             self._count_own(step, discarded)
-        for rows in step.rows() if self._writers else ():
-            writer = None if rows.req_id in discarded else self._writers.get(rows.req_id)
-            if writer is not None and (note := writer.note(rows.first, rows.signals)) is not None:
-                found[rows.req_id] = note
+        if self._writers:
+            for rows in step.rows(self._writers):
+                writer = None if rows.req_id in discarded else self._writers.get(rows.req_id)
+                if writer is not None and (note := writer.note(rows.first, rows.signals)) is not None:
+                    found[rows.req_id] = note
         return found
 
     def _count_own(self, step: StepTable, discarded: Collection[str]) -> None:
@@ -309,7 +320,7 @@ class StepReadings:
                 if step.ids[at] not in discarded:
                     self._latch(latches, step.signals[at])
             return
-        for rows in step.rows():
+        for rows in step.rows(self._own):
             if (own := self._own.get(rows.req_id)) is not None and len(rows.signals):
                 self.counts.add_gates(own.source, own.written(rows))
                 if rows.req_id not in discarded:

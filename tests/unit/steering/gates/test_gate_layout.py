@@ -102,6 +102,6 @@ def test_readings_are_parted_by_request():
         "values": values,
     }
 
-    found = [(rows.req_id, rows.first, rows.signals.tolist()) for rows in StepTable.of(readings).rows()]
+    found = [(rows.req_id, rows.first, rows.signals.tolist()) for rows in StepTable.of(readings).rows({"a", "b"})]
 
     assert found == [("a", 7, [[0, 1]]), ("b", 0, [[2, 3], [4, 5]])]

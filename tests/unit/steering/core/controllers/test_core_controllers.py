@@ -78,6 +78,10 @@ class Services:
     def actions(self) -> Services:
         return self
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self.submitted)
+
     def take(self) -> list[Submitted]:
         found, self.submitted = self.submitted, []
         return found
@@ -368,7 +372,9 @@ def test_actions_of_consumers_are_applied_as_those_of_controllers(opened: Callab
         submitted(SetGlobal(scale="many")),  # type: ignore[arg-type]
     ]
 
+    assert core.core.call("dynamic", {})["queue"] == {"waiting": 7, "dropped": 0}
     told = core.step(["a", "b"])
+    assert core.core.call("dynamic", {})["queue"] == {"waiting": 0, "dropped": 4}
 
     # The vectors take the place of what the same consumer set before.
     assert sorted((change.req_id, change.value) for change in told) == [("a", 0.5), ("b", 0.0), ("b", 0.25), ("b", 2.0)]
