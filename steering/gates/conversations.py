@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 MAX_CONVERSATIONS = 1024
 """Conversations that are remembered: beyond them, the one that was used the longest time ago is forgotten."""
-MAX_BYTES = 256 << 20
+MAX_LATCH_BYTES = 256 << 20
 """Memory that they may take together, about: beyond it likewise; of a conversation that takes more than that alone, the
 gates that latched first."""
 _CONVERSATION_BYTES, _GATE_BYTES = 1024, 256
@@ -70,11 +70,13 @@ class ConversationLatches:
                     gates[key.content] = strength
                     self._num_bytes += _GATE_BYTES
                 self._latched.move_to_end(key.conversation)
-            while len(self._latched) > 1 and (len(self._latched) > MAX_CONVERSATIONS or self._num_bytes > MAX_BYTES):
+            while len(self._latched) > 1 and (
+                len(self._latched) > MAX_CONVERSATIONS or self._num_bytes > MAX_LATCH_BYTES
+            ):
                 forgotten, gates = self._latched.popitem(last=False)
                 self._num_bytes -= _bytes_of(forgotten) + _GATE_BYTES * len(gates)
-            for gates in self._latched.values() if self._num_bytes > MAX_BYTES else ():
-                while self._num_bytes > MAX_BYTES and gates:
+            for gates in self._latched.values() if self._num_bytes > MAX_LATCH_BYTES else ():
+                while self._num_bytes > MAX_LATCH_BYTES and gates:
                     del gates[next(iter(gates))]
                     self._num_bytes -= _GATE_BYTES
 

@@ -171,7 +171,7 @@ class Controllers:
 
     def status(self) -> list[dict[str, Any]]:
         """Return plain values about each controller."""
-        return [{**each.status(), "actions": self._counts(each)} for each in self._running]
+        return [{**each.status(), "actions": _counts(self._outcomes, each)} for each in self._running]
 
     def queue(self) -> dict[str, int] | None:
         """Return how many actions of capture consumers wait, and were dropped; None if none are taken."""
@@ -183,14 +183,16 @@ class Controllers:
     def figures(self) -> dict[str, dict[str, Any]]:
         """Return the actions by outcome, and the seconds, of each controller, for the metrics page."""
         found = {
-            each.name: {"actions": self._counts(each), "seconds": each.thread.figures.seconds} for each in self._running
+            each.name: {"actions": _counts(self._outcomes, each), "seconds": each.thread.figures.seconds}
+            for each in self._running
         }
         for name in sorted(self._decisions.consumers):
             found[name] = {"actions": self._outcomes.counts(name, 0), "seconds": 0.0}
         return found
 
-    def _counts(self, controller: RunningController) -> dict[str, int]:
-        return self._outcomes.counts(controller.name, controller.thread.figures.dropped)
+
+def _counts(outcomes: Outcomes, controller: RunningController) -> dict[str, int]:
+    return outcomes.counts(controller.name, controller.thread.figures.dropped)
 
 
 def _view(req_id: str, followed: _Followed) -> RequestView:

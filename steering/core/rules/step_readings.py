@@ -238,12 +238,10 @@ class StepReadings:
     @property
     def latches(self) -> dict[str, int]:
         """Conversations with gates that are latched, and the memory that they take."""
-        latches = self._latches
-        return (
-            {"conversations": 0, "bytes": 0}
-            if latches is None
-            else {"conversations": len(latches), "bytes": latches.num_bytes}
-        )
+        known = self._latches
+        if known is None:
+            return {"conversations": 0, "bytes": 0}
+        return {"conversations": len(known), "bytes": known.num_bytes}
 
     @property
     def num_gated(self) -> int:

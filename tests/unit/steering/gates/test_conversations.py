@@ -25,7 +25,7 @@ def test_conversations_that_were_used_last_are_remembered(monkeypatch: pytest.Mo
 
 
 def test_the_memory_of_conversations_with_many_gates_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(conversations, "MAX_LATCH_BYTES", 10_000)
     latches = ConversationLatches()
     latches.latch({key("old", gate): 1.0 for gate in range(20)})
     latches.latch({key("new", gate): 1.0 for gate in range(20)})
