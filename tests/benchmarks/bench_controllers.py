@@ -37,6 +37,7 @@ from headgate.steering.config import parse_config
 from headgate.steering.core.controllers.opening import open_controllers
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.gates.gate import Gate, InlineProbe, Leaf, ModuleThen, Then
+from headgate.steering.gates.rule import AppliesTo, Rule
 from headgate.steering.programs.gate_codes import Scope
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.worker.steering_part import SteeringPart
@@ -52,11 +53,13 @@ class Mode(NamedTuple):
         selects: Controllers.
         scope: Of a gate of its own with a probe of its own; None if it has none.
         is_traced: Whether it wants its trace.
+        has_rule: Whether a rule of the operator acts on all requests.
     """
 
     selects: tuple[str, ...] = ()
     scope: Scope | None = None
     is_traced: bool = False
+    has_rule: bool = False
 
 
 MODES = {
@@ -68,6 +71,7 @@ MODES = {
     "gate": Mode(scope=Scope.THIS),
     "latch": Mode(scope=Scope.REST),
     "next token": Mode(scope=Scope.NEXT),
+    "rule": Mode(has_rule=True),
     "gate, traced": Mode(scope=Scope.THIS, is_traced=True),
 }
 
@@ -119,7 +123,7 @@ class Engine:
         self.requests = {f"cmpl-{index:032d}-0": Request(f"cmpl-{index:032d}-0") for index in range(IN_FLIGHT)}
         self.columns, self.rng = config.num_columns, rng
         self._open_worker(config)
-        self._open_core(config)
+        self._open_core(config, mode)
         for req_id in self.requests:
             gates = () if mode.scope is None else (own_gate(mode.scope, rng),)
             wire = {**to_wire(SteeringSpec(rules=mode.selects, gates=gates)), "trace": mode.is_traced}
@@ -146,8 +150,8 @@ class Engine:
             for hook in (self.hooks.headgate_step_begins, self.hooks.headgate_step_ends, self.hooks.headgate_ordered)
         )
 
-    def _open_core(self, config: Any) -> None:
-        self.scheduler: Any = SimpleNamespace(requests=self.requests, hash_block_size=16)
+    def _open_core(self, config: Any, mode: Mode) -> None:
+        self.scheduler: Any = SimpleNamespace(requests={}, hash_block_size=16)
         call: Callable[..., Any] = lambda method, args: self.hooks.headgate_call(  # noqa: E731
             part="steering", method=args[1], args=args[2]
         )
@@ -162,10 +166,14 @@ class Engine:
         self.core.operator.register(
             "calm", SteeringSpec(decode=PhaseVectors.from_rows({Site(6, HookPoint.POST_MLP): row}))
         )
+        if mode.has_rule:
+            gate = own_gate(Scope.THIS, self.rng)
+            self.core.operator.rules.register(Rule(gate=gate, applies_to=AppliesTo.ALL))
         facts, rules = CoreFacts(model=MODEL), self.core.operator.rules
         self.core.start(open_controllers(config, facts, self.core.state, self.core.reservations, rules, services))
         self.notes = StepNotes(self.scheduler, "steering", self.core)
         services.open(self.core, self.notes)
+        self.scheduler.requests = self.requests
 
     def step(self, count: int, clocks: dict[str, list[float]]) -> None:
         """Run a step of `count` rows of each request."""
