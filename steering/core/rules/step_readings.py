@@ -180,13 +180,10 @@ class StepReadings:
             for rule in (rule for rule in rules if rule.is_counted_apart):
                 for at in members:
                     told = StepRows(ids[at], int(firsts[at]), signals[ends[at] - int(counts[at]) : ends[at]])
-                    self._count_apart(rule, told)
-
-    def _count_apart(self, rule: KeptRule, rows: StepRows) -> None:
-        """Count the rows of one request that a rule wrote whose strength may act on the row behind."""
-        self.counts.rules[rule.name] += sum(self._written(rule, rows.req_id).count(rows))
+                    self.counts.rules[rule.name] += sum(self._written(rule, told.req_id).count(told))
 
     def _written(self, rule: KeptRule, req_id: str) -> Written:
+        """Return what counts the rows of a request that a rule wrote whose strength may act on the row behind."""
         known = self._apart.setdefault(req_id, {})
         if (written := known.get(rule.source.key)) is None:
             written = known[rule.source.key] = Written(rule.source, self._rules.num_prompt(req_id))
