@@ -83,7 +83,7 @@ class PidController(OneModuleController):
         scales: npt.NDArray[np.float64] = np.minimum(np.maximum(wanted, least), largest)
         beyond = wanted - scales
         if np.count_nonzero(beyond):
-            integral = np.where((beyond != 0) & (beyond * error * ki >= 0), before_integral, integral)
+            integral = np.where(beyond * (error * ki) > 0, before_integral, integral)
         self._requests["integral"][slots] = integral
         return scales
 

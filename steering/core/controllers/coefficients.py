@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -133,7 +132,7 @@ class _Untold:
         """Take those of some requests; None if there are none."""
         if not self._parts:
             return None
-        if all(map(scheduled.__contains__, chain.from_iterable(part.req_ids for part in self._parts))):
+        if all(all(map(scheduled.__contains__, part.req_ids)) for part in self._parts):
             found, self._parts = self._parts, []
         else:
             found = self._split(scheduled.__contains__)
