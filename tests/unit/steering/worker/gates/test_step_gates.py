@@ -229,7 +229,7 @@ def test_of_prompts_the_columns_travel_that_somebody_reads(monkeypatch: pytest.M
     expected = np.zeros((5, COLUMNS), np.float32)
     expected[:, told] = np.arange(20, dtype=np.float32).reshape(5, COLUMNS)[:, told]
     np.testing.assert_array_equal(step.signals, expected[first:])
-    assert [rows.first for rows in step.rows()] == [0] * len(step.ids)
+    assert [rows.first for rows in step.rows(step.ids)] == [0] * len(step.ids)
 
 
 @pytest.mark.parametrize(("is_traced", "columns"), [(False, {4, 5, 6}), (True, {0, 4, 5, 6})])
