@@ -140,6 +140,9 @@ class _Queue:
             self._changed.notify_all()
         return found
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
     def wait(self, timeout_s: float) -> bool:
         """Wait for the first."""
         with self._changed:
@@ -182,6 +185,11 @@ class ActionInbox:
     def num_malformed(self) -> int:
         """Messages that could not be read."""
         return self._inbox.malformed
+
+    @property
+    def num_waiting(self) -> int:
+        """Actions that have come and were not taken."""
+        return len(self._queue)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is something to take; False if nothing came in `timeout_s` seconds."""

@@ -35,4 +35,6 @@ def read_action(encoded: bytes) -> Action:
 
 def _read_each(fields: dict[str, Any]) -> SetSteeringEach:
     requests = msgspec.convert(fields["requests"], list[str])
-    return SetSteeringEach(requests, msgspec.convert(fields["module"], str), np.array(fields["scales"], np.float64))
+    at = None if fields.get("at") is None else np.array(fields["at"], np.int64)
+    scales = np.array(fields["scales"], np.float64)
+    return SetSteeringEach(requests, msgspec.convert(fields["module"], str), scales, at)

@@ -69,21 +69,24 @@ class SetSteeringEach:
     """`SetSteering` with one module on several requests, each with a scale of its own: fast where many requests run.
 
     Attributes:
-        requests: Their ids.
+        requests: Ids; the very tuple of `StepReadings.requests` is the fastest.
         module: Name of a registered module.
         scales: A number for each request, ``[n]``.
+        at: The places of these requests among `requests`, int64 ``[n]``, ascending; None for all of them.
     """
 
     requests: Sequence[str]
     module: str
     scales: npt.NDArray[np.float64]
+    at: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
-        return len(self.requests)
+        return len(self.requests if self.at is None else self.at)
 
     def each(self) -> Iterator[SetSteering]:
         """Yield the same as actions of one request."""
-        for request, scale in zip(self.requests, np.asarray(self.scales, np.float64).tolist(), strict=True):
+        requests = self.requests if self.at is None else [self.requests[place] for place in self.at.tolist()]
+        for request, scale in zip(requests, np.asarray(self.scales, np.float64).tolist(), strict=True):
             yield SetSteering(request, module=self.module, scale=scale)
 
 

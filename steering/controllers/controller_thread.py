@@ -80,7 +80,9 @@ class ControllerThread:
         self._num_over = 0
         self._num_flooded = 0
         self._is_called_at_once = bool(controller.never_waits)
-        if not self._is_called_at_once:
+        if self._is_called_at_once:
+            self._done.set()
+        else:
             self._start_thread()
 
     @property
@@ -101,9 +103,9 @@ class ControllerThread:
             self.figures.skipped += 1
             return
         self.figures.steps += 1
-        self._done.clear()
         self._began, self._is_late, self._actions = time.perf_counter(), False, []
         if not self._is_called_at_once:
+            self._done.clear()
             self._inbox.put(lambda: self._step(readings))
             return
         _guarded(lambda: self._step(readings), self)
@@ -116,7 +118,7 @@ class ControllerThread:
         """Return the actions of the last step, waiting for the budget at most; of a late step, once it is done."""
         if self._began == math.inf:
             return []
-        if not self._done.wait(0.0 if self._is_late else self._budget_s):
+        if not self._done.is_set() and not self._done.wait(0.0 if self._is_late else self._budget_s):
             self._wait_on()
             return []
         if not self._is_late:
@@ -170,7 +172,8 @@ class ControllerThread:
                 )
         finally:
             self.figures.seconds += time.perf_counter() - start
-        self._done.set()
+        if not self._is_called_at_once:
+            self._done.set()
 
     def failed(self, error: BaseException) -> None:
         """Take note of an error of the controller, whose thread ends with it."""

@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from headgate.capture.probes.files import load
 from headgate.capture.probes.probe import Probe
-from headgate.steering.controllers.controller import Controller, RequestView
+from headgate.steering.controllers.actions import Action, SetSteeringEach
+from headgate.steering.controllers.controller import Controller, RequestView, StepReadings
 from headgate.steering.controllers.request_slots import RequestSlots
+
+
+class CountedRows(NamedTuple):
+    """The rows of a step that count: of requests that are followed, with scores that are numbers.
+
+    Attributes:
+        at: int64 ``[n]``: their places in the step.
+        slots: int64 ``[n]``: of their requests.
+        scores: float64 ``[n]``.
+        ends: int64: the indices of the last row of each request; None if each has one row.
+    """
+
+    at: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    scores: npt.NDArray[np.float64]
+    ends: npt.NDArray[np.int64] | None
+
+
+class _Shape(NamedTuple):
+    """Which rows of a step count by their requests; steps of the same requests have the same."""
+
+    requests: tuple[str, ...]
+    is_prompt: npt.NDArray[np.bool_]
+    version: int
+    at: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64] | None
 
 
 class OneModuleController(Controller):
@@ -28,6 +60,7 @@ class OneModuleController(Controller):
         self._probe = load(probe)
         self._module = module
         self._requests = RequestSlots(**initial)
+        self._shape: _Shape | None = None
 
     def probes(self) -> Mapping[str, Probe]:
         """Return the one probe."""
@@ -44,3 +77,50 @@ class OneModuleController(Controller):
     def request_ends(self, request: RequestView) -> None:
         """Forget a request."""
         self._requests.remove(request.request)
+
+    def _rows(self, readings: StepReadings) -> CountedRows:
+        """Return the rows of a step that count; those of prompts if `needs_prompts`."""
+        shape = self._shape
+        is_known = shape is not None and shape.requests is readings.requests and shape.is_prompt is readings.is_prompt
+        if shape is None or not is_known or shape.version != self._requests.version:
+            slots = self._requests.of(readings.requests)
+            (at,) = ((slots >= 0) & (self.needs_prompts | ~readings.is_prompt)).nonzero()
+            version, slots = self._requests.version, slots[at]
+            shape = self._shape = _Shape(readings.requests, readings.is_prompt, version, at, slots, _ends(slots))
+        _, _, _, at, slots, ends = shape
+        scores = readings.scores["score"].astype(np.float64)
+        if len(at) < len(scores):
+            scores = scores[at]
+        is_number = np.isfinite(scores)
+        if np.count_nonzero(is_number) < len(scores):
+            at, slots, scores = at[is_number], slots[is_number], scores[is_number]
+            ends = _ends(slots)
+        return CountedRows(at, slots, scores, ends)
+
+    def _set_scales(
+        self, readings: StepReadings, rows: CountedRows, scales: npt.NDArray[np.float64], changed: npt.NDArray[np.bool_]
+    ) -> list[Action]:
+        """Keep the scales that changed, and return what sets them: at most one action.
+
+        Args:
+            readings: Of the step.
+            rows: Of it, one for each request.
+            scales: float64 ``[n]``.
+            changed: Which of them are new, ``[n]``.
+        """
+        num_changed = np.count_nonzero(changed)
+        if not num_changed:
+            return []
+        at, slots = rows.at, rows.slots
+        if num_changed < len(changed):
+            at, slots, scales = at[changed], slots[changed], scales[changed]
+        self._requests["scale"][slots] = scales
+        if rows.ends is None:
+            return [SetSteeringEach(readings.requests, self._module, scales, at)]
+        return [SetSteeringEach(tuple(readings.requests[each] for each in at.tolist()), self._module, scales)]
+
+
+def _ends(slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+    """Return the indices of the last of each run of equal slots, int64; None if there is no run."""
+    ends = np.append(np.flatnonzero(np.diff(slots)), len(slots) - 1)[: len(slots)]
+    return None if len(ends) == len(slots) else ends

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from headgate.steering.controllers.actions import Action, SetSteeringEach
+from headgate.steering.controllers.actions import Action
 from headgate.steering.controllers.controller import StepReadings
 from headgate.steering.controllers.one_module import OneModuleController
 
@@ -63,28 +62,34 @@ class PidController(OneModuleController):
         self._gains, self._limits = (kp, ki, kd), (min_scale, max_scale)
         self._alpha, self._min_delta = ema_alpha, min_emit_delta
 
-    def step(self, readings: StepReadings) -> Iterator[Action]:
+    def step(self, readings: StepReadings) -> list[Action]:
         """Set the scales of the requests that generated a row, one each."""
-        scores, slots = readings.scores["score"].astype(np.float64), self._requests.of(readings.requests)
-        at = np.flatnonzero(~readings.is_prompt & np.isfinite(scores) & (slots >= 0))
-        slots = slots[at]
-        scales, known = self._next(slots, scores[at]), self._requests["scale"]
-        changed = np.abs(scales - known[slots]) > self._min_delta
-        known[slots[changed]] = scales[changed]
-        if changed.any():
-            requests = [readings.requests[index] for index in at[changed].tolist()]
-            yield SetSteeringEach(requests, self._module, scales[changed])
+        rows = self._rows(readings)
+        scales = self._next(rows.slots, rows.scores)
+        changed = np.abs(scales - self._requests["scale"][rows.slots]) > self._min_delta
+        return self._set_scales(readings, rows, scales, changed)
 
     def _next(self, slots: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the scales of loops that read new scores."""
-        before = self._requests["average"][slots]
-        average = np.where(np.isnan(before), scores, (1 - self._alpha) * before + self._alpha * scores)
-        self._requests["average"][slots] = average
-        error, integral = self._setpoint - average, self._requests["integral"][slots]
-        change = np.where(np.isnan(before), 0.0, before - average)
-        (kp, ki, kd), (least, largest) = self._gains, self._limits
-        wanted = kp * error + ki * (integral + error) + kd * change
-        scales = np.clip(wanted, least, largest)
-        is_free = (scales == wanted) | ((wanted - scales) * error * ki < 0)
-        self._requests["integral"][slots] = np.where(is_free, integral + error, integral)
+        (kp, ki, kd), (least, largest), averages = self._gains, self._limits, self._requests["average"]
+        before = averages[slots]
+        averages[slots] = average = self._averaged(before, scores)
+        error = self._setpoint - average
+        before_integral = self._requests["integral"][slots]
+        integral = before_integral + error
+        wanted = kp * error + ki * integral
+        if kd:
+            wanted += kd * np.where(np.isnan(before), 0.0, before - average)
+        scales: npt.NDArray[np.float64] = np.minimum(np.maximum(wanted, least), largest)
+        beyond = wanted - scales
+        if np.count_nonzero(beyond):
+            integral = np.where(beyond * (error * ki) > 0, before_integral, integral)
+        self._requests["integral"][slots] = integral
         return scales
+
+    def _averaged(self, before: npt.NDArray[np.float64], scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        if self._alpha == 1:
+            return scores
+        average: npt.NDArray[np.float64] = (1 - self._alpha) * before + self._alpha * scores
+        average[np.isnan(before)] = scores[np.isnan(before)]
+        return average

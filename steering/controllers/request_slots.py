@@ -13,6 +13,9 @@ class RequestSlots:
 
     Args:
         initial: Names of the arrays, with the number of a request that begins.
+
+    Attributes:
+        version: Another number whenever a request has got a slot, or lost it.
     """
 
     def __init__(self, **initial: float) -> None:
@@ -20,7 +23,7 @@ class RequestSlots:
         self._arrays = {name: np.full(_AT_FIRST, value) for name, value in initial.items()}
         self._slots: dict[str, int] = {}
         self._free = list(range(_AT_FIRST - 1, -1, -1))
-        self._known: tuple[tuple[str, ...], npt.NDArray[np.int64]] = ((), np.empty(0, np.int64))
+        self.version = 0
 
     def __getitem__(self, name: str) -> npt.NDArray[np.float64]:
         """Return an array, float64 by slot."""
@@ -36,20 +39,18 @@ class RequestSlots:
         slot = self._slots[request] = self._free.pop()
         for name, value in self._initial.items():
             self._arrays[name][slot] = value
-        self._known = ((), self._known[1])
+        self.version += 1
 
     def remove(self, request: str) -> None:
         """Take its slot back, if it has one."""
         if (slot := self._slots.pop(request, None)) is not None:
             self._free.append(slot)
-            self._known = ((), self._known[1])
+            self.version += 1
 
     def all(self) -> npt.NDArray[np.int64]:
         """Return the slots of all requests, int64."""
         return np.array(list(self._slots.values()), np.int64)
 
     def of(self, requests: tuple[str, ...]) -> npt.NDArray[np.int64]:
-        """Return the slot of each request, int64 ``[n]``; -1 for those without. Fast for the tuple of the last call."""
-        if requests is not self._known[0]:
-            self._known = requests, np.array([self._slots.get(each, -1) for each in requests], np.int64)
-        return self._known[1]
+        """Return the slot of each request, int64 ``[n]``; -1 for those without."""
+        return np.array([self._slots.get(each, -1) for each in requests], np.int64)

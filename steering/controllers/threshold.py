@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from headgate.capture.probes.probe import ProbeError
-from headgate.steering.controllers.actions import Action, SetGlobal, SetSteeringEach
+from headgate.steering.controllers.actions import Action, SetGlobal
 from headgate.steering.controllers.controller import StepReadings
-from headgate.steering.controllers.one_module import OneModuleController
+from headgate.steering.controllers.one_module import CountedRows, OneModuleController
 
 
 class ThresholdController(OneModuleController):
@@ -64,40 +63,34 @@ class ThresholdController(OneModuleController):
         self.needs_prompts = prime
         self._global_scale = 0.0
 
-    def step(self, readings: StepReadings) -> Iterator[Action]:
+    def step(self, readings: StepReadings) -> list[Action]:
         """Update the averages, and change the scales that follow from them."""
-        slots, scores = self._requests.of(readings.requests), readings.scores["score"].astype(np.float64)
-        (at,) = np.nonzero((slots >= 0) & np.isfinite(scores) & (self.needs_prompts | ~readings.is_prompt))
-        slots, scores = slots[at], scores[at]
-        ends = np.append(np.flatnonzero(np.diff(slots)), len(slots) - 1)[: len(slots)]
-        if len(ends) == len(slots):
-            self._read(slots, scores)
+        rows = self._rows(readings)
+        if (ends := rows.ends) is None:
+            self._read(rows.slots, rows.scores)
         else:
-            for slot, rows in zip(slots[ends].tolist(), np.split(scores, ends[:-1] + 1), strict=True):
-                self._read_rows(slot, rows)
+            for slot, scores in zip(rows.slots[ends].tolist(), np.split(rows.scores, ends[:-1] + 1), strict=True):
+                self._read_rows(slot, scores)
+            rows = CountedRows(rows.at[ends], rows.slots[ends], rows.scores[ends], ends)
         if self._is_global:
-            yield from self._act_on_all()
-        elif self._gain:
-            yield from self._act_on_each(readings, slots[ends], at[ends])
+            return self._act_on_all()
+        return self._act_on_each(readings, rows) if self._gain else []
 
-    def _act_on_each(
-        self, readings: StepReadings, slots: npt.NDArray[np.int64], at: npt.NDArray[np.int64]
-    ) -> Iterator[Action]:
-        """Change the scales of requests by their slots, whose last rows are those of some indices."""
-        scales, known = self._scales(slots), self._requests["scale"]
-        before = known[slots]
-        changed = (scales != before) & ((scales == 0) | (np.abs(scales - before) >= self._min_delta))
-        if changed.any():
-            known[slots[changed]] = scales[changed]
-            requests = [readings.requests[index] for index in at[changed].tolist()]
-            yield SetSteeringEach(requests, self._module, scales[changed])
+    def _act_on_each(self, readings: StepReadings, rows: CountedRows) -> list[Action]:
+        """Change the scales of requests, by the last row of each."""
+        scales, before = self._scales(rows.slots), self._requests["scale"][rows.slots]
+        changed = scales != before
+        if np.count_nonzero(changed):
+            changed &= (scales == 0) | (np.abs(scales - before) >= self._min_delta)
+        return self._set_scales(readings, rows, scales, changed)
 
-    def _act_on_all(self) -> Iterator[Action]:
+    def _act_on_all(self) -> list[Action]:
         scales = self._scales(self._requests.all())
         scale = float(scales[np.abs(scales).argmax()]) if len(scales) else 0.0
-        if self._is_new(scale, self._global_scale):
-            self._global_scale = scale
-            yield SetGlobal(module=self._module, scale=scale)
+        if not self._is_new(scale, self._global_scale):
+            return []
+        self._global_scale = scale
+        return [SetGlobal(module=self._module, scale=scale)]
 
     def _read(self, slots: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]) -> None:
         """Take a score of each of some requests."""

@@ -108,7 +108,7 @@ class SteeringCore:
         self._controllers = controllers
         self._readings.beside = controllers.sources
         self.operator.controllers = controllers
-        self.operator.rules.controller_status = controllers.status
+        self.operator.rules.controller_status, self.operator.rules.queue_status = controllers.status, controllers.queue
 
     def accept(self, req_id: str, wire: Mapping[str, Any] | None, num_prompt: int) -> dict[str, Any] | None:
         """Resolve a request's modules to content; returns its `SteeringWire` with the content keys and scales."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.steering.vectors.dtypes import Float32Rows
 
 
@@ -24,13 +25,15 @@ class CoefficientChanges(NamedTuple):
     """Changes in the order in which they were decided; of one request and column the last one counts.
 
     Attributes:
-        req_ids: The request of each, ``[n]``.
+        req_ids: Requests; the very tuple of an earlier step if they are the same, where no process lies between.
+        whose: int64 ``[n]``: the place there of the request of each.
         columns: int64 ``[n]``.
         firsts: int64 ``[n]``: the first position on which each acts.
         values: float32 ``[n]``.
     """
 
-    req_ids: Sequence[str]
+    req_ids: tuple[str, ...]
+    whose: Int64Array
     columns: Int64Array
     firsts: Int64Array
     values: Float32Rows
@@ -40,7 +43,8 @@ class CoefficientChanges(NamedTuple):
         """Make it of changes one by one."""
         listed = list(changes)
         return cls(
-            [each.req_id for each in listed],
+            tuple(each.req_id for each in listed),
+            np.arange(len(listed)),
             np.array([each.column for each in listed], np.int64),
             np.array([each.first for each in listed], np.int64),
             np.array([each.value for each in listed], np.float32),
@@ -51,33 +55,24 @@ class CoefficientChanges(NamedTuple):
         """Put some one behind the other."""
         if len(parts) == 1:
             return parts[0]
-        req_ids = [req_id for part in parts for req_id in part.req_ids]
-        columns, firsts, values = (np.concatenate([part[at] for part in parts]) for at in (1, 2, 3))
-        return cls(req_ids, columns, firsts, values)
+        req_ids = tuple(req_id for part in parts for req_id in part.req_ids)
+        begins = accumulate((len(part.req_ids) for part in parts), initial=0)
+        whose = np.concatenate([part.whose + begin for part, begin in zip(parts, begins, strict=False)])
+        columns, firsts, values = (np.concatenate([part[at] for part in parts]) for at in (2, 3, 4))
+        return cls(req_ids, whose, columns, firsts, values)
 
-    def part(self, at: Sequence[int]) -> CoefficientChanges:
-        """Return some of them, by their indices."""
-        index = np.array(at, np.int64)
-        return CoefficientChanges(
-            [self.req_ids[each] for each in at], self.columns[index], self.firsts[index], self.values[index]
-        )
+    def where(self, wanted: BoolArray) -> CoefficientChanges:
+        """Return those for which `wanted`, ``[n]``, is true."""
+        req_ids, whose, columns, firsts, values = self
+        return CoefficientChanges(req_ids, whose[wanted], columns[wanted], firsts[wanted], values[wanted])
+
+    def by_column(self) -> Iterator[tuple[int, Any]]:
+        """Yield each column, in order, with the index of its changes in arrays."""
+        names = set(self.columns.tolist())
+        for name in sorted(names):
+            yield name, slice(None) if len(names) == 1 else self.columns == name
 
     def each(self) -> Iterator[CoefficientChange]:
         """Yield them one by one."""
-        arrays = (self.columns.tolist(), self.firsts.tolist(), self.values.tolist())
-        return map(CoefficientChange, self.req_ids, *arrays)
-
-    def to_wire(self) -> dict[str, Any]:
-        """Return plain values and bytes, for `from_wire`."""
-        return {
-            "ids": list(self.req_ids),
-            "columns": self.columns.tobytes(),
-            "firsts": self.firsts.tobytes(),
-            "values": self.values.tobytes(),
-        }
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> CoefficientChanges:
-        """Return what `to_wire` wrote."""
-        columns, firsts = (np.frombuffer(wire[name], np.int64) for name in ("columns", "firsts"))
-        return cls(wire["ids"], columns, firsts, np.frombuffer(wire["values"], np.float32))
+        req_ids = (self.req_ids[at] for at in self.whose.tolist())
+        return map(CoefficientChange, req_ids, self.columns.tolist(), self.firsts.tolist(), self.values.tolist())

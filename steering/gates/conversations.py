@@ -12,6 +12,11 @@ from typing import NamedTuple
 
 MAX_CONVERSATIONS = 1024
 """Conversations that are remembered: beyond them, the one that was used the longest time ago is forgotten."""
+MAX_LATCH_BYTES = 256 << 20
+"""Memory that they may take together, about: beyond it likewise; of a conversation that takes more than that alone, the
+gates that latched first."""
+_CONVERSATION_BYTES, _GATE_BYTES = 1024, 256
+"""Of the objects of a conversation, beside its two names, and of each gate that has latched."""
 
 
 class Conversation(NamedTuple):
@@ -33,10 +38,16 @@ class ConversationLatches:
 
     def __init__(self) -> None:
         self._latched: OrderedDict[Conversation, dict[bytes, float]] = OrderedDict()
+        self._num_bytes = 0
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._latched)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is taken, about."""
+        return self._num_bytes
 
     def find(self, key: LatchKey) -> float | None:
         """Return the strength that a gate has latched; None if it has not."""
@@ -51,8 +62,24 @@ class ConversationLatches:
         """Remember strengths that were latched; the first one of a gate stays."""
         with self._lock:
             for key, strength in strengths.items():
-                gates = self._latched.setdefault(key.conversation, {})
-                gates.setdefault(key.content, strength)
+                gates = self._latched.get(key.conversation)
+                if gates is None:
+                    gates = self._latched[key.conversation] = {}
+                    self._num_bytes += _bytes_of(key.conversation)
+                if key.content not in gates:
+                    gates[key.content] = strength
+                    self._num_bytes += _GATE_BYTES
                 self._latched.move_to_end(key.conversation)
-            while len(self._latched) > MAX_CONVERSATIONS:
-                self._latched.popitem(last=False)
+            while len(self._latched) > 1 and (
+                len(self._latched) > MAX_CONVERSATIONS or self._num_bytes > MAX_LATCH_BYTES
+            ):
+                forgotten, gates = self._latched.popitem(last=False)
+                self._num_bytes -= _bytes_of(forgotten) + _GATE_BYTES * len(gates)
+            for gates in self._latched.values() if self._num_bytes > MAX_LATCH_BYTES else ():
+                while self._num_bytes > MAX_LATCH_BYTES and gates:
+                    del gates[next(iter(gates))]
+                    self._num_bytes -= _GATE_BYTES
+
+
+def _bytes_of(conversation: Conversation) -> int:
+    return _CONVERSATION_BYTES + 4 * (len(conversation.owner) + len(conversation.name))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,14 +39,14 @@ class StepTable(NamedTuple):
     """The rows of a step's requests, one request after the other.
 
     Attributes:
-        ids: The requests.
+        ids: The requests; the very tuple of the step before if they are the same, where no process lies between.
         firsts: int64 ``[G]``: position of the first row of each.
         counts: int64 ``[G]``: rows of each.
         signals: float32 ``[rows, columns]``; 0 in columns that nobody reads.
         has_one_row_each: Whether each request has one row.
     """
 
-    ids: list[str]
+    ids: tuple[str, ...]
     firsts: Int64Array
     counts: Int64Array
     signals: Float32Rows
@@ -55,18 +55,16 @@ class StepTable(NamedTuple):
     @classmethod
     def of(cls, readings: Mapping[str, Any]) -> StepTable:
         """Unpack what `headgate.steering.worker.gates.readings.SignalReadings.collect` made."""
-        firsts, counts = (np.frombuffer(readings[name], np.int64) for name in ("firsts", "counts"))
-        num_columns, given = readings["columns"], readings["told"]
-        told = None if given is None else np.frombuffer(given, np.int64)
-        shape = int(counts.sum()), num_columns if told is None else len(told)
-        signals = spread(np.frombuffer(readings["values"], np.float32).reshape(shape), told, num_columns)
-        ids: list[str] = readings["ids"]
-        has_one = len(signals) == len(ids) and bool((counts == 1).all())
-        return cls(ids, firsts, counts, signals, has_one)
+        ids, counts = readings["ids"], readings["counts"]
+        signals = spread(readings["values"], readings["told"], readings["columns"])
+        # As many rows as requests, and none without a row.
+        has_one = len(signals) == len(ids) == np.count_nonzero(counts)
+        return cls(ids, readings["firsts"], counts, signals, has_one)
 
-    def rows(self) -> Iterator[StepRows]:
-        """Yield the rows of each request."""
+    def rows(self, wanted: Container[str]) -> Iterator[StepRows]:
+        """Yield the rows of each of the requests that are wanted."""
         start = 0
         for req_id, first, count in zip(self.ids, self.firsts.tolist(), self.counts.tolist(), strict=True):
-            yield StepRows(req_id, first, self.signals[start : start + count])
+            if req_id in wanted:
+                yield StepRows(req_id, first, self.signals[start : start + count])
             start += count

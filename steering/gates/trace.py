@@ -80,6 +80,8 @@ class GateSource(NamedTuple):
             rows: Their signals, ``[rows, columns]``.
             before: Those of the row before each.
         """
+        if not num_prompt and column in self.decode.late:
+            return rows[:, column]
         applied = np.zeros(len(rows), np.float32)
         for writes, part in ((self.prefill, slice(num_prompt)), (self.decode, slice(num_prompt, None))):
             if column in writes.late:
@@ -90,11 +92,27 @@ class GateSource(NamedTuple):
 
 
 class _Era(NamedTuple):
-    """The rules that act on rows from a position on, and the columns of those that did not act before."""
+    """The rules that act on rows from a position on.
+
+    Attributes:
+        since: That position.
+        rules: The rules.
+        fresh: Columns of those that did not act before.
+        scores: The column of each score, by its name in traces.
+        gates: Whose each gate is, and its column, by its name in traces.
+    """
 
     since: int
     rules: tuple[GateSource, ...]
     fresh: tuple[int, ...]
+    scores: dict[str, int]
+    gates: dict[str, tuple[GateSource, int]]
+
+    @classmethod
+    def of(cls, own: GateSource, since: int, rules: Iterable[GateSource], fresh: Iterable[int] = ()) -> _Era:
+        """Make it of the rules beside a request's own gates."""
+        acting = tuple(rules)
+        return cls(since, acting, tuple(fresh), _score_columns(own, acting), _gate_columns(own, acting))
 
 
 class _Rows(NamedTuple):
@@ -122,7 +140,7 @@ class TraceWriter:
     def __init__(self, own: GateSource, num_prompt: int, rules: Sequence[GateSource] = ()) -> None:
         self._own = own
         self._num_prompt = num_prompt
-        self._eras = [_Era(0, tuple(rules), ())]
+        self._eras = [_Era.of(own, 0, rules)]
         self._end = 0
         """Position behind the last row that was told."""
         self._last: Float32Rows | None = None
@@ -135,7 +153,7 @@ class TraceWriter:
         earlier = [{rule.key for rule in era.rules} for era in (*kept[-1:], *self._eras[len(kept) :])]
         stay = set.intersection(*earlier)
         fresh = [column for rule in rules if rule.key not in stay for column in rule.columns]
-        self._eras = [*kept, _Era(since, tuple(rules), tuple(fresh))]
+        self._eras = [*kept, _Era.of(self._own, since, rules, fresh)]
 
     def note(self, first: int, signals: Float32Rows) -> Note | None:
         """Return the piece of a step's rows; None if all of them were told before: they were computed again.
@@ -167,9 +185,9 @@ class TraceWriter:
             # Whatever had these columns before, if anything had, is another rule.
             rows.before[0, [column + FOLLOWING for column in era.fresh]] = 0.0
         num_prompt = max(self._num_prompt - rows.first, 0)
-        for name, column in _score_columns(self._own, era.rules).items():
+        for name, column in era.scores.items():
             _put(note["scores"].setdefault(name, [None] * num_rows), at, rows.signals[:, column])
-        for name, (source, column) in _gate_columns(self._own, era.rules).items():
+        for name, (source, column) in era.gates.items():
             told = note["gates"].setdefault(name, {"strength": [None] * num_rows, "applied": [None] * num_rows})
             _put(told["strength"], at, rows.signals[:, column + 1])
             _put(told["applied"], at, source.applied(column, num_prompt, rows.signals, rows.before))

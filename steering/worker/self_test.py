@@ -20,7 +20,7 @@ from torch import Tensor
 from headgate.capture.schema.errors import SelfTestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.programs.codes import CODE, WRITE, WRITE_SCALE, Code
-from headgate.steering.worker.device_tables import DeviceTables
+from headgate.steering.worker.tables.device_tables import DeviceTables
 
 logger = logging.getLogger("headgate")
 

@@ -18,11 +18,11 @@ from headgate.steering.config import WHERE, SteeringConfig
 from headgate.steering.features.sparse_coder import SparseCoder
 from headgate.steering.sae_sources import cross_stages
 from headgate.steering.worker import program_action, program_ops, site_action
-from headgate.steering.worker.device_tables import DeviceTables
 from headgate.steering.worker.gates.readings import SignalReadings
 from headgate.steering.worker.gates.step_gates import no_gates
 from headgate.steering.worker.reconstruction import load_sae, weight_bytes
 from headgate.steering.worker.self_test import check_steering
+from headgate.steering.worker.tables.device_tables import DeviceTables
 from headgate.steering.worker.worker_steering import METHODS, EntryLimits, WorkerSteering, is_in_one_stage
 
 logger = logging.getLogger("headgate")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.sites import Site
@@ -15,7 +13,6 @@ from headgate.steering.programs.program import Program
 from headgate.steering.spec import PhaseContent, SteeringSpec, from_wire, steered
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 from headgate.steering.vectors.sums import Vectors, sum_of
-from headgate.steering.worker.device_tables import DeviceTables
 from headgate.steering.worker.gates.readings import SignalReadings
 from headgate.steering.worker.gates.requests import OwnGates
 from headgate.steering.worker.gates.step_gates import StepGates
@@ -23,7 +20,10 @@ from headgate.steering.worker.reconstruction import EncodedSae, ReconstructionFi
 from headgate.steering.worker.rows.row_table import RowTable, rows_needed
 from headgate.steering.worker.rows.rule_programs import ActingRule
 from headgate.steering.worker.rows.step_rows import RowResolver
+from headgate.steering.worker.rows.step_sequence import StepSequence
 from headgate.steering.worker.rows.vector_pool import SlotPool
+from headgate.steering.worker.tables.device_tables import DeviceTables
+from headgate.steering.worker.tables.uploads import inference_mode
 
 
 def is_in_one_stage(sites: Sequence[Site], facts: WorkerFacts) -> bool:
@@ -98,6 +98,7 @@ class WorkerSteering:
             gates=None if self.gates is None else self.gates.tensors,
         )
         self._figures = ReconstructionFigures(self.tables.saes.values())
+        self._sequence = StepSequence()
         self._resolver = RowResolver(self.table, facts.max_tokens)
         self._contents: dict[bytes, PhaseVectors] = {}
         """Vectors of modules by their content keys, until `forget`."""
@@ -132,15 +133,16 @@ class WorkerSteering:
 
     def step_begins(self, view: BatchView | None) -> None:
         """Aim the tables at a step; None for dummy and idle steps."""
-        step = self._resolver.resolve(view)
-        gates = None if self.gates is None else self.gates.step_begins(view)
-        with torch.inference_mode():
-            self.tables.update(self.table.take_writes(), step, gates, view)
+        is_idle = self.table.is_idle and (self.gates is None or not self.gates.num_requests)
+        goes_on = self._sequence.goes_on(None if is_idle else view)
+        step = self._resolver.resolve(view, goes_on=goes_on)
+        gates = None if self.gates is None else self.gates.step_begins(view, goes_on=goes_on)
+        self.tables.update(self.table.take_writes(), step, gates, view)
 
     def step_ends(self) -> None:
         """Follow up a step whose forward was launched."""
         if self.gates is not None:
-            with torch.inference_mode():
+            with inference_mode():
                 self.gates.step_ends()
 
     def readings(self) -> SignalReadings | None:
@@ -158,11 +160,11 @@ class WorkerSteering:
         if self.gates is not None:
             self.gates.set_rules(read)
 
-    def drive(self, drives: Mapping[str, Any]) -> None:
-        """Follow what controllers decided, as `CoefficientChanges.to_wire` wrote it, of requests that were added."""
+    def drive(self, changes: CoefficientChanges) -> None:
+        """Follow what controllers decided for requests that were added."""
         if self.gates is None:
             raise AssertionError("steering: a worker without op sites is driven")
-        for req_id, columns in self.gates.drive(CoefficientChanges.from_wire(drives)).items():
+        for req_id, columns in self.gates.drive(changes).items():
             self.table.drive(req_id, columns)
 
     def keep_module(self, name: str, spec: Mapping[str, Any]) -> None:

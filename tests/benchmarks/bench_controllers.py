@@ -1,10 +1,10 @@
-"""What controllers cost the host in a step: ``python -m tests.benchmarks.bench_controllers [--profile MODE]``.
+"""Costs of controllers, gates and traces a step: ``python -m tests.benchmarks.bench_controllers [--profile MODE]``.
 
 No engine and no GPU: the engine core's half and the worker's half of steering, with a scheduler that only counts. 64
 requests decode a token each in `STEPS` steps; scores are random numbers. *core* is what the engine core does with the
 readings of a step and for the next one, hand-over to controllers' threads included; *worker* is the step thread, whose
 copies cost what they cost on a CPU; *output* makes the readings of the step's signals. Medians in microseconds, without
-what the same steps take of requests on which no controller acts.
+what the same steps take of requests on which nothing acts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from headgate.capture.engine.contracts.core_part import CoreFacts
-from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE
+from headgate.capture.engine.contracts.wire_format import ORDERS_ATTRIBUTE, READINGS_ATTRIBUTE, WIRE_KEY
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts, direct_calls, make_hooks
 from headgate.capture.engine.core.part_services import PartServices
 from headgate.capture.engine.core.step_notes import StepNotes
@@ -36,13 +36,44 @@ from headgate.steering import PhaseVectors, probes
 from headgate.steering.config import parse_config
 from headgate.steering.core.controllers.opening import open_controllers
 from headgate.steering.core.steering_core import SteeringCore
+from headgate.steering.gates.gate import Gate, InlineProbe, Leaf, ModuleThen, Then
+from headgate.steering.gates.rule import AppliesTo, Rule
+from headgate.steering.programs.gate_codes import Scope
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.worker.steering_part import SteeringPart
 
 IN_FLIGHT, PROMPT, STEPS, HIDDEN, LAYERS = 64, 16, 600, 64, 8
 MODEL = ModelInfo(name="m", num_layers=LAYERS, hidden_size=HIDDEN, dtype="float32", sites=())
-MODES: dict[str, tuple[str, ...]] = {"none": (), "threshold": ("watch",), "pid": ("hold",), "both": ("watch", "hold")}
-"""Controllers that every request selects."""
+
+
+class Mode(NamedTuple):
+    """Whatever acts on every request.
+
+    Attributes:
+        selects: Controllers.
+        scope: Of a gate of its own with a probe of its own; None if it has none.
+        is_traced: Whether it wants its trace.
+        has_rule: Whether a rule of the operator acts on all requests.
+    """
+
+    selects: tuple[str, ...] = ()
+    scope: Scope | None = None
+    is_traced: bool = False
+    has_rule: bool = False
+
+
+MODES = {
+    "none": Mode(),
+    "threshold": Mode(("watch",)),
+    "pid": Mode(("hold",)),
+    "both": Mode(("watch", "hold")),
+    "pid, traced": Mode(("hold",), is_traced=True),
+    "gate": Mode(scope=Scope.THIS),
+    "latch": Mode(scope=Scope.REST),
+    "next token": Mode(scope=Scope.NEXT),
+    "rule": Mode(has_rule=True),
+    "gate, traced": Mode(scope=Scope.THIS, is_traced=True),
+}
 
 
 class Request:
@@ -56,7 +87,7 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.status = 1
         self.num_stale_output_tokens, self.drop_stale_output = 0, False
-        self.sampling_params = SimpleNamespace(extra_args=None)
+        self.sampling_params = SimpleNamespace(extra_args={WIRE_KEY: {"v": 1, "notes": True}})
 
     @property
     def num_tokens(self) -> int:
@@ -72,7 +103,7 @@ class Request:
 class Engine:
     """Both halves of steering, joined by a scheduler that only counts."""
 
-    def __init__(self, folder: Path, selects: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, mode: Mode) -> None:
         rng = np.random.default_rng(3)
         site = Site(1, HookPoint.POST_MLP)
         probes.save(folder / "p.safetensors", probes.Probe(site=site, weight=rng.normal(size=(1, HIDDEN))))
@@ -92,9 +123,10 @@ class Engine:
         self.requests = {f"cmpl-{index:032d}-0": Request(f"cmpl-{index:032d}-0") for index in range(IN_FLIGHT)}
         self.columns, self.rng = config.num_columns, rng
         self._open_worker(config)
-        self._open_core(config)
-        wire = to_wire(SteeringSpec(rules=selects))
+        self._open_core(config, mode)
         for req_id in self.requests:
+            gates = () if mode.scope is None else (own_gate(mode.scope, rng),)
+            wire = {**to_wire(SteeringSpec(rules=mode.selects, gates=gates)), "trace": mode.is_traced}
             parts = self.core.accept(req_id, wire, PROMPT)
             self.core.offer(req_id, priority=0, is_session=False, is_offline=False)
             told: Any = {"v": 1, "parts": {"steering": parts}}
@@ -113,12 +145,13 @@ class Engine:
             is_compiled=False,
         )
         self.hooks.headgate_allocate(facts=facts)
-        self.begins, self.ends = (
-            direct_calls(hook) for hook in (self.hooks.headgate_step_begins, self.hooks.headgate_step_ends)
+        self.begins, self.ends, self.ordered = (
+            direct_calls(hook)
+            for hook in (self.hooks.headgate_step_begins, self.hooks.headgate_step_ends, self.hooks.headgate_ordered)
         )
 
-    def _open_core(self, config: Any) -> None:
-        self.scheduler: Any = SimpleNamespace(requests=self.requests, hash_block_size=16)
+    def _open_core(self, config: Any, mode: Mode) -> None:
+        self.scheduler: Any = SimpleNamespace(requests={}, hash_block_size=16)
         call: Callable[..., Any] = lambda method, args: self.hooks.headgate_call(  # noqa: E731
             part="steering", method=args[1], args=args[2]
         )
@@ -133,10 +166,14 @@ class Engine:
         self.core.operator.register(
             "calm", SteeringSpec(decode=PhaseVectors.from_rows({Site(6, HookPoint.POST_MLP): row}))
         )
+        if mode.has_rule:
+            gate = own_gate(Scope.THIS, self.rng)
+            self.core.operator.rules.register(Rule(gate=gate, applies_to=AppliesTo.ALL))
         facts, rules = CoreFacts(model=MODEL), self.core.operator.rules
         self.core.start(open_controllers(config, facts, self.core.state, self.core.reservations, rules, services))
         self.notes = StepNotes(self.scheduler, "steering", self.core)
         services.open(self.core, self.notes)
+        self.scheduler.requests = self.requests
 
     def step(self, count: int, clocks: dict[str, list[float]]) -> None:
         """Run a step of `count` rows of each request."""
@@ -157,10 +194,11 @@ class Engine:
         scores = torch.from_numpy(self.rng.normal(size=(rows, 2)).astype(np.float32))
         start = time.perf_counter()
         if orders is not None:
-            self.hooks.headgate_ordered(part="steering", orders=orders["steering"])
+            self.ordered("steering", orders["steering"])
         self.begins(view, None)
         worker_s = time.perf_counter() - start
-        state.gates.tensors.signals[:rows, 128:130] = scores
+        for first in (0, 2, 128):  # of gates, and of controllers
+            state.gates.tensors.signals[:rows, first : first + 2] = scores
         start = time.perf_counter()
         self.ends()
         readings = self.part.headgate_step_readings()
@@ -183,11 +221,18 @@ class Engine:
         return {}
 
 
-def measure(selects: tuple[str, ...], profile: cProfile.Profile | None = None) -> dict[str, float]:
+def own_gate(scope: Scope, rng: np.random.Generator) -> Gate:
+    """Return a gate with a probe that no other request has."""
+    weight = rng.normal(size=HIDDEN).astype(np.float32)
+    probe = InlineProbe(site=Site(1, HookPoint.POST_MLP), weight=weight, bias=0.0, is_cosine=False, where="own")
+    return Gate(name="own", when=Leaf(reading=probe, threshold=0.0), then=Then(module=ModuleThen("calm")), scope=scope)
+
+
+def measure(mode: Mode, profile: cProfile.Profile | None = None) -> dict[str, float]:
     """Return medians of a mode's parts, in microseconds."""
     clocks: dict[str, list[float]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder:
-        engine = Engine(Path(folder), selects)
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():  # as vLLM runs its steps
+        engine = Engine(Path(folder), mode)
         engine.step(PROMPT, clocks)
         for _ in range(STEPS):
             if profile is not None:
@@ -195,7 +240,6 @@ def measure(selects: tuple[str, ...], profile: cProfile.Profile | None = None) -
             engine.step(1, clocks)
     if profile is not None:
         profile.disable()
-    print(engine.core.call("counts", {})["controllers"])
     return {name: float(np.median(values[50:])) for name, values in clocks.items()}
 
 
@@ -209,10 +253,10 @@ def main() -> None:
         measure(MODES[args.profile], profile)
         pstats.Stats(profile).sort_stats("tottime").print_stats(40)
         return
-    idle = measure(())
+    idle = measure(Mode())
     print(f"{'':12}{'core':>8}{'worker':>8}{'output':>8}{'sum':>8}   us a step, {IN_FLIGHT} requests")
-    for name, selects in MODES.items():
-        found = idle if not selects else {k: v - idle[k] for k, v in measure(selects).items()}
+    for name, mode in MODES.items():
+        found = idle if mode == Mode() else {k: v - idle[k] for k, v in measure(mode).items()}
         print(f"{name:12}" + "".join(f"{v:8.0f}" for v in (*found.values(), sum(found.values()))))
 
 

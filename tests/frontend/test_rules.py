@@ -259,7 +259,15 @@ def test_what_gates_and_rules_do_is_shown_and_counted(started: Callable[..., Ser
     answer = server.get("/v1/steering/dynamic").json()
 
     rule = {"name": "calm", "applies_to": "all", "observes": False, "rows": 4}
-    assert answer == {"probes": [], "rules": [rule], "gates": {"gate0": 6}, "requests_with_gates": 0, "controllers": []}
+    assert answer == {
+        "probes": [],
+        "rules": [rule],
+        "gates": {"gate0": 6},
+        "requests_with_gates": 0,
+        "controllers": [],
+        "latches": {"conversations": 0, "bytes": 0},
+        "queue": None,
+    }
     (about,) = server.app.openapi()["paths"]["/v1/steering/dynamic"].values()
     conforms(answer, about["responses"]["200"]["content"]["application/json"]["schema"], "dynamic")
     cores = [core.call("counts", {}) for core in server.engine.engine_core.cores.values()]

@@ -72,6 +72,11 @@ class Progress(NamedTuple):
 class Actions(Protocol):
     """Actions of capture consumers, as they come."""
 
+    @property
+    def num_waiting(self) -> int:
+        """Those that have come and were not taken."""
+        ...
+
     def take(self) -> Sequence[Submitted]:
         """Return those that have come since, in their order."""
         ...
@@ -156,8 +161,11 @@ class CoreServices(Protocol):
         """Return how far a request is; None if it has ended, or is not known."""
         ...
 
-    def positions(self, req_ids: Sequence[str]) -> Int64Array:
-        """Return the position of the `progress` of each of some requests, int64 ``[n]``; -1 where there is none."""
+    def positions(self, req_ids: tuple[str, ...]) -> Int64Array:
+        """Return the position of the `progress` of each of some requests, int64 ``[n]``; -1 where there is none.
+
+        Fast for the very tuple of the last call.
+        """
         ...
 
     def fail(self, reason: str) -> None:
@@ -319,6 +327,7 @@ class DecidingCore(ReadingCore, Protocol):
             scheduled: The requests of the step. What is for others is kept for a later one.
 
         Returns:
-            Plain values and bytes, for `worker_hooks.WorkerHooks.headgate_ordered` of the same part in every worker.
+            Plain values, bytes and numpy arrays that nobody writes to after that, for
+            `worker_hooks.WorkerHooks.headgate_ordered` of the same part in every worker.
         """
         ...

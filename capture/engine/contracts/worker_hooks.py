@@ -136,7 +136,9 @@ class StepReadings(Protocol):
     """Values that a part read in one step, on their way to the host."""
 
     def collect(self) -> Document:
-        """Return them as plain values and bytes, which are pickled.
+        """Return them as plain values, bytes and numpy arrays, which are pickled if a process lies between.
+
+        Arrays are not written to after that.
 
         Called once, when the step's output is on the host, on the thread that makes the output; steps that follow may
         have been launched meanwhile. If the values were copied on another stream than the forward's, it waits for them.
@@ -284,7 +286,7 @@ def direct_calls(hook: pluggy.HookCaller) -> Callable[..., None]:
     """Make one function of the implementations of `hook`: arguments by place, pluggy's order, no result.
 
     The one optimisation of the mechanism: pluggy itself takes 10 us a call, several times that with cold caches, and a
-    step has two.
+    step has up to three.
 
     Raises:
         AssertionError: If one is a wrapper, or nobody knows the hook.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import wraps
 from itertools import chain
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,6 +37,33 @@ class _Salts(dict[str, str]):
         self[req_id] = f"{self._num_made} {req_id}"
 
 
+class _GoingOn(NamedTuple):
+    """Requests whose next row is one that was never computed: as long as none is preempted, that stays so.
+
+    Attributes:
+        req_ids: As somebody asked for them, the very object.
+        requests: vLLM's.
+        num_prompt: int64 ``[n]``.
+    """
+
+    req_ids: tuple[str, ...]
+    requests: list[Request]
+    num_prompt: Int64Array
+
+
+_num_computed = attrgetter("num_computed_tokens")
+
+
+def _find_going_on(known: Mapping[str, Request], req_ids: tuple[str, ...]) -> _GoingOn | None:
+    """Return requests that are all in the scheduler, and compute nothing again; None if they are not such."""
+    found = [one for req_id in req_ids if (one := known.get(req_id)) is not None]
+    if len(found) < len(req_ids) or not restart.are_unfinished(found):
+        return None
+    if any(_position(request) > max(request.num_computed_tokens, request.num_prompt_tokens) for request in found):
+        return None
+    return _GoingOn(req_ids, found, np.array([request.num_prompt_tokens for request in found], np.int64))
+
+
 class PartServices:
     """Implements `CoreServices` for a part. Engine thread only, but for `keys`.
 
@@ -61,6 +89,8 @@ class PartServices:
         self._notes: StepNotes | None = None
         self._salts = _Salts()
         """Of requests whose rows were computed under block keys that have changed since."""
+        self._going_on: _GoingOn | None = None
+        """Those whose positions were asked for last, until one of them is freed or preempted."""
 
     def open(self, part: CorePart, notes: StepNotes) -> None:
         """Serve `part`, which was made with these services, and whose notes are `notes`."""
@@ -119,18 +149,15 @@ class PartServices:
             return None
         return Progress(_position(request), request.all_token_ids)
 
-    def positions(self, req_ids: Sequence[str]) -> Int64Array:
+    def positions(self, req_ids: tuple[str, ...]) -> Int64Array:
         """Implement `CoreServices`."""
-        requests = list(map(self._scheduler.requests.get, req_ids))
-        present = [request for request in requests if request is not None]
-        if len(present) == len(requests) and restart.are_unfinished(present):
-            computed, known, prompts = (
-                np.fromiter(map(attrgetter(name), present), np.int64, len(present))
-                for name in ("num_computed_tokens", "num_tokens", "num_prompt_tokens")
-            )
+        going_on = self._going_on
+        if going_on is None or going_on.req_ids is not req_ids:
+            going_on = self._going_on = _find_going_on(self._scheduler.requests, req_ids)
+        if going_on is not None:
             # `_position` of each.
-            positions: Int64Array = np.maximum(np.maximum(computed, known - (known > prompts)), prompts)
-            return positions
+            computed = np.fromiter(map(_num_computed, going_on.requests), np.int64, len(going_on.requests))
+            return np.maximum(computed, going_on.num_prompt, out=computed)
         found = [_find(req_id, self._scheduler.requests, self._waiting) for req_id in req_ids]
         return np.array([-1 if request is None else _position(request) for request in found], np.int64)
 
@@ -154,12 +181,14 @@ class PartServices:
         How they acted on rows before they were there nobody knows, so nobody else is to find the request's blocks.
         """
         req_id = request.request_id
+        self._going_on = None
         if req_id in self._salts:
             self._salts.renew(req_id)
             block_keys.rehash(request, self.keys(req_id))
 
     def release(self, req_id: str) -> None:
         """Forget a request that was freed."""
+        self._going_on = None
         self._salts.pop(req_id, None)
 
     def _present(self, req_id: str) -> BlockKeys | None:

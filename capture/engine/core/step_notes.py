@@ -13,6 +13,7 @@ from headgate.capture.engine.contracts.plain_values import Document
 from headgate.capture.engine.contracts.vllm_engine import (
     CoreOutputs,
     Function,
+    Request,
     RunnerOutput,
     Scheduler,
     SchedulerOutput,
@@ -61,6 +62,8 @@ class StepNotes:
         self._stale: dict[str, int] = {}
         """Tokens in flight of restarted requests, which the scheduler drops."""
         self._is_in_step = False
+        self._running: tuple[list[str], list[Request]] = ([], [])
+        """Requests of the last step that was looked at, if all of them ran and none was freed since."""
 
     def update(
         self, original: Function, scheduler_output: SchedulerOutput, output: RunnerOutput
@@ -85,6 +88,7 @@ class StepNotes:
 
     def release(self, req_id: str) -> None:
         """Forget a request that was freed; in the middle of a step its last output is yet to be made."""
+        self._running = ([], [])
         if not self._is_in_step:
             self._kept.pop(req_id, None)
 
@@ -125,10 +129,8 @@ class StepNotes:
     def _discarded(self, num_scheduled: Mapping[str, int]) -> set[str]:
         """Return the requests of a step that the scheduler will take nothing of it for."""
         if not self._stale:
-            known = self._scheduler.requests
-            requests = [one for req_id in num_scheduled if (one := known.get(req_id)) is not None]
-            are_all = len(requests) == len(num_scheduled) and restart.are_unfinished(requests)
-            if are_all and restart.none_awaits_stale_output(requests):
+            running = self._running_of(list(num_scheduled))
+            if running is not None and restart.none_awaits_stale_output(running):
                 return set()
         found: set[str] = set()
         for req_id, num_tokens in num_scheduled.items():
@@ -137,6 +139,16 @@ class StepNotes:
             if is_stale or request is None or request.is_finished() or restart.awaits_stale_output(request):
                 found.add(req_id)
         return found
+
+    def _running_of(self, req_ids: list[str]) -> list[Request] | None:
+        """Return the requests of a step; None if one has ended. Steps mostly have those of the step before."""
+        if req_ids != self._running[0]:
+            known = self._scheduler.requests
+            requests = [one for req_id in req_ids if (one := known.get(req_id)) is not None]
+            if len(requests) < len(req_ids) or not restart.are_unfinished(requests):
+                return None
+            self._running = req_ids, requests
+        return self._running[1]
 
     def _is_stale(self, req_id: str, num_tokens: int) -> bool:
         num_left = self._stale.pop(req_id, 0)

@@ -119,6 +119,7 @@ class RunnerAdapter:
         self._hook = hooks.hook
         self._step_begins = direct_calls(hooks.hook.headgate_step_begins)
         self._step_ends = direct_calls(hooks.hook.headgate_step_ends)
+        self._ordered = direct_calls(hooks.hook.headgate_ordered)
         self._request_added = direct_calls(hooks.hook.headgate_request_added)
         self._request_stopped = direct_calls(hooks.hook.headgate_request_stopped)
         self._request_finished = direct_calls(hooks.hook.headgate_request_finished)
@@ -180,7 +181,7 @@ class RunnerAdapter:
             return original(scheduler_output, *args, **kwargs)
         self._follow(scheduler_output)
         for part, orders in (getattr(scheduler_output, ORDERS_ATTRIBUTE, None) or {}).items():
-            self._hook.headgate_ordered(part=part, orders=orders)
+            self._ordered(part, orders)
         self._is_laid_out = False
         self._readings = None
         result = original(scheduler_output, *args, **kwargs)

@@ -137,10 +137,18 @@ _DYNAMIC: Schema = {
     "gates": {
         "type": "object",
         "additionalProperties": COUNT,
-        "description": "Rows that gates of requests wrote, by name, where a trace was wanted or rules acted.",
+        "description": "Rows that gates of requests wrote, by name; beyond 256 names all others as (others).",
     },
     "requests_with_gates": COUNT,
     "controllers": list_of(object_of(_CONTROLLER, required=tuple(_CONTROLLER))),
+    "latches": {
+        **object_of({"conversations": COUNT, "bytes": COUNT}, required=("conversations", "bytes")),
+        "description": "Conversations in which gates are latched.",
+    },
+    "queue": {
+        "anyOf": [object_of({"waiting": COUNT, "dropped": COUNT}, required=("waiting", "dropped")), {"type": "null"}],
+        "description": "Actions of capture consumers; null if none are taken.",
+    },
 }
 DYNAMIC: dict[str, Any] = {
     "summary": "Probes, gates, rules and controllers, with what these came to",
@@ -166,6 +174,8 @@ DYNAMIC: dict[str, Any] = {
                     "error": None,
                 }
             ],
+            "latches": {"conversations": 3, "bytes": 4096},
+            "queue": {"waiting": 0, "dropped": 0},
         },
         404,
     ),

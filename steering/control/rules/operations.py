@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from headgate.capture.engine.contracts.request_part import CoreCall, Operation
@@ -115,6 +115,8 @@ class DynamicStatus:
             ``(others)``.
         requests_with_gates: Requests with gates of their own, now.
         controllers: Those that were started.
+        latches: ``conversations`` in which gates are latched, and the ``bytes`` that they take.
+        queue: Actions of capture consumers that are ``waiting``, and that were ``dropped``; None if none are taken.
     """
 
     probes: tuple[str, ...]
@@ -122,6 +124,8 @@ class DynamicStatus:
     gates: Mapping[str, int]
     requests_with_gates: int
     controllers: tuple[ControllerActivity, ...] = ()
+    latches: Mapping[str, int] = field(default_factory=dict)
+    queue: Mapping[str, int] | None = None
 
 
 def dynamic() -> Operation[DynamicStatus]:
@@ -145,7 +149,13 @@ def dynamic() -> Operation[DynamicStatus]:
         controllers=tuple(
             ControllerActivity.joined(told) for told in zip(*(answer["controllers"] for answer in answers), strict=True)
         ),
+        latches=_summed([answer["latches"] for answer in answers]),
+        queue=_summed(queues) if (queues := [answer["queue"] for answer in answers if answer["queue"]]) else None,
     )
+
+
+def _summed(figures: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {name: sum(each[name] for each in figures) for name in figures[0]}
 
 
 def register_rule(

@@ -88,21 +88,21 @@ class Actuation:
 
         Args:
             controller: Its name.
-            action: With a scale for each request, float64 ``[n]``.
+            action: With a tuple of requests, and a scale for each that it is for, float64 ``[n]``.
 
         Returns:
             To which of the requests it was applied, ``[n]``, and the first position of each of those, int64 ``[n]``.
             For the others nothing has changed; `steer` applies what `SetSteeringEach.each` yields for them.
         """
-        count = len(action.requests)
-        nobody = np.zeros(count, np.bool_), np.zeros(count, np.int64)
-        if len(set(action.requests)) < count or not np.isfinite(action.scales).all():
-            return nobody
-        try:
-            content = self._contents.of_module(action.module)
-        except RequestError:
-            return nobody
-        return self.coefficients.adjust_each(action.requests, (controller,), content, action.scales)
+        if np.count_nonzero(np.isfinite(action.scales)) == len(action.scales):
+            try:
+                content = self._contents.of_module(action.module)
+                return self.coefficients.adjust_each(
+                    tuple(action.requests), action.at, (controller,), content, action.scales
+                )
+            except RequestError:
+                pass
+        return np.zeros(len(action), np.bool_), np.zeros(len(action), np.int64)
 
     def forget(self, req_id: str) -> None:
         """Forget a request, if it is known. Any thread."""

@@ -7,9 +7,8 @@ that one change of many requests is a few operations on arrays.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +61,7 @@ class _Lanes:
     """Requests with one contribution each: its value is here, by the number of the request."""
 
     def __init__(self) -> None:
-        self._free = list(range(_AT_FIRST - 1, -1, -1))
+        self._free = list(range(_AT_FIRST - 1, _NOBODY, -1))
         self.lanes: Int64Array = np.full(_AT_FIRST, _NO_LANE, np.int64)
         """Number of the drive and source; `_NO_LANE` for requests that have none, or several."""
         self.values: npt.NDArray[np.float64] = np.zeros(_AT_FIRST)
@@ -89,6 +88,34 @@ class _Lanes:
 
 _AT_FIRST = 64
 _NO_LANE = -1
+_NOBODY = 0
+"""The number of requests that are not known: it never has a lane."""
+
+
+class _Group(NamedTuple):
+    """Requests as an action names them; the next one is likely to name the same.
+
+    Attributes:
+        req_ids: The very tuple.
+        numbers: int64 ``[n]``; `_NOBODY` for those that are not known.
+        places: int64 ``[n]``: 0, 1, 2 ...
+        are_different: Whether each of them comes once.
+    """
+
+    req_ids: tuple[str, ...]
+    numbers: Int64Array
+    places: Int64Array
+    are_different: bool
+
+    @classmethod
+    def of(cls, req_ids: tuple[str, ...], requests: Mapping[str, DrivenRequest]) -> _Group:
+        """Make it of the requests that are known."""
+        known = map(requests.get, req_ids)
+        numbers = np.array([_NOBODY if request is None else request.number for request in known], np.int64)
+        return cls(req_ids, numbers, np.arange(len(req_ids)), len(set(req_ids)) == len(req_ids))
+
+
+_NO_GROUP = _Group((), np.empty(0, np.int64), np.empty(0, np.int64), True)
 
 
 class _Untold:
@@ -105,7 +132,7 @@ class _Untold:
         """Take those of some requests; None if there are none."""
         if not self._parts:
             return None
-        if all(map(scheduled.__contains__, chain.from_iterable(part.req_ids for part in self._parts))):
+        if all(all(map(scheduled.__contains__, part.req_ids)) for part in self._parts):
             found, self._parts = self._parts, []
         else:
             found = self._split(scheduled.__contains__)
@@ -121,10 +148,10 @@ class _Untold:
         found: list[CoefficientChanges] = []
         kept: list[CoefficientChanges] = []
         for part in self._parts:
-            takes = [is_taken(req_id) for req_id in part.req_ids]
-            for into, wanted in ((found, True), (kept, False)):
-                if at := [index for index, taken in enumerate(takes) if taken is wanted]:
-                    into.append(part.part(at))
+            takes = np.array([is_taken(req_id) for req_id in part.req_ids], np.bool_)[part.whose]
+            for into, wanted in ((found, takes), (kept, ~takes)):
+                if np.count_nonzero(wanted):
+                    into.append(part.where(wanted))
         self._parts = kept
         return found
 
@@ -144,11 +171,13 @@ class Coefficients:
         self._limits = limits
         self._requests: dict[str, DrivenRequest] = {}
         self._lanes = _Lanes()
+        self._group = _NO_GROUP
         self._untold = _Untold()
         self._num_keys = 0
 
     def add(self, req_id: str, num_prompt: int, static: Static) -> None:
         """Add a request, on which nothing is set."""
+        self._group = _NO_GROUP
         self._requests[req_id] = DrivenRequest(num_prompt, static, self._lanes.take())
 
     def forget(self, req_id: str) -> None:
@@ -156,6 +185,7 @@ class Coefficients:
         request = self._requests.pop(req_id, None)
         if request is None:
             return
+        self._group = _NO_GROUP
         self._lanes.free(request.number)
         for column in request.drives:
             self._drives.let_go(column)
@@ -238,34 +268,44 @@ class Coefficients:
         self._enter_lane(request)
 
     def adjust_each(
-        self, req_ids: Sequence[str], source: Source, content: Program, values: npt.NDArray[np.float64]
+        self,
+        req_ids: tuple[str, ...],
+        at: Int64Array | None,
+        source: Source,
+        content: Program,
+        values: npt.NDArray[np.float64],
     ) -> tuple[BoolArray, Int64Array]:
         """Change the coefficient of many requests, whose one contribution is this content of a source.
 
         Args:
-            req_ids: The requests, each once.
+            req_ids: The requests, and others.
+            at: Their places there, ascending, int64 ``[n]``; None for all.
             source: Whose contribution.
             content: What it contributes.
             values: The coefficients, float64 ``[n]``, finite.
 
         Returns:
-            Of which requests it is that now, ``[n]``: the others are not known, have ended, or have other
-            contributions. And the first position of each of those, int64 ``[n]``.
+            Of which requests it is that now, ``[n]``: the others are not known, have ended, come several times, or have
+            other contributions. And the first position of each of those, int64 ``[n]``.
         """
-        drive, lanes = self._drives.find(content), self._lanes
-        if drive is None:
-            return np.zeros(len(req_ids), np.bool_), np.zeros(len(req_ids), np.int64)
-        known = list(map(self._requests.get, req_ids))
-        numbers = np.array([-1 if request is None else request.number for request in known], np.int64)
-        firsts = self._services.positions(req_ids)
-        done: BoolArray = (numbers >= 0) & (firsts >= 0) & (lanes.lanes[numbers] == lanes.of(drive, source))
+        if self._group.req_ids is not req_ids:
+            self._group = _Group.of(req_ids, self._requests)
+        drive, lanes, group = self._drives.find(content), self._lanes, self._group
+        if drive is None or not group.are_different:
+            return np.zeros(len(values), np.bool_), np.zeros(len(values), np.int64)
+        numbers, firsts, whose = group.numbers, self._services.positions(req_ids), group.places
+        if at is not None:
+            numbers, firsts, whose = numbers[at], firsts[at], at
+        done: BoolArray = (lanes.lanes[numbers] == lanes.of(drive, source)) & (firsts >= 0)
         changed = done & (lanes.values[numbers] != values)
-        lanes.values[numbers[changed]] = values[changed]
-        at = np.flatnonzero(changed)
-        if len(at):
-            told = list(req_ids) if len(at) == len(req_ids) else [req_ids[each] for each in at.tolist()]
-            columns = np.full(len(at), drive.column, np.int64)
-            self._untold.add(CoefficientChanges(told, columns, firsts[at], values[at].astype(np.float32)))
+        if np.count_nonzero(changed) < len(values):
+            (index,) = changed.nonzero()
+            numbers, whose, values = numbers[index], whose[index], values[index]
+        if len(values):
+            lanes.values[numbers] = values
+            columns = np.full(len(values), drive.column, np.int64)
+            acting = firsts if len(values) == len(firsts) else firsts[index]
+            self._untold.add(CoefficientChanges(req_ids, whose, columns, acting, values.astype(np.float32)))
         return done, firsts
 
     def take_changes(self, scheduled: Collection[str]) -> CoefficientChanges | None:

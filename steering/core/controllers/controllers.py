@@ -10,7 +10,7 @@ from headgate.steering.controllers.controller import RequestView
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import Static
 from headgate.steering.core.controllers.decisions import Decisions
-from headgate.steering.core.controllers.outcomes import APPLIED, SWITCHED_OFF, Outcomes
+from headgate.steering.core.controllers.outcomes import APPLIED, DROPPED, SWITCHED_OFF, Outcomes
 from headgate.steering.core.controllers.readers import ReadStep, StepReader, ToldRows
 from headgate.steering.core.controllers.running import RunningController
 from headgate.steering.gates.rule import Selection
@@ -102,7 +102,8 @@ class Controllers:
     def forget(self, req_id: str) -> None:
         """Forget a request that ended, or never ran, if it is known. Any thread."""
         found = self._requests.pop(req_id, None)
-        self._read.pop(req_id, None)
+        if self._read.pop(req_id, None) is not None:
+            self._reader.forget()
         self._actuation.forget(req_id)
         self._decisions.endings.pop(req_id, None)
         self._outcomes.forget(req_id)
@@ -162,7 +163,7 @@ class Controllers:
     def orders(self, scheduled: Collection[str]) -> dict[str, Any] | None:
         """Return the coefficients that the workers are to take over with a step; None if there are none."""
         changes = self._actuation.coefficients.take_changes(scheduled)
-        return None if changes is None else {"drives": changes.to_wire()}
+        return None if changes is None else {"drives": changes}
 
     def global_changed(self) -> None:
         """Follow a change of the global vectors."""
@@ -170,19 +171,28 @@ class Controllers:
 
     def status(self) -> list[dict[str, Any]]:
         """Return plain values about each controller."""
-        return [{**each.status(), "actions": self._counts(each)} for each in self._running]
+        return [{**each.status(), "actions": _counts(self._outcomes, each)} for each in self._running]
+
+    def queue(self) -> dict[str, int] | None:
+        """Return how many actions of capture consumers wait, and were dropped; None if none are taken."""
+        if self._submitted is None:
+            return None
+        dropped = sum(self._outcomes.counts(name, 0)[DROPPED] for name in self._decisions.consumers)
+        return {"waiting": self._submitted.num_waiting, "dropped": dropped}
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """Return the actions by outcome, and the seconds, of each controller, for the metrics page."""
         found = {
-            each.name: {"actions": self._counts(each), "seconds": each.thread.figures.seconds} for each in self._running
+            each.name: {"actions": _counts(self._outcomes, each), "seconds": each.thread.figures.seconds}
+            for each in self._running
         }
         for name in sorted(self._decisions.consumers):
             found[name] = {"actions": self._outcomes.counts(name, 0), "seconds": 0.0}
         return found
 
-    def _counts(self, controller: RunningController) -> dict[str, int]:
-        return self._outcomes.counts(controller.name, controller.thread.figures.dropped)
+
+def _counts(outcomes: Outcomes, controller: RunningController) -> dict[str, int]:
+    return outcomes.counts(controller.name, controller.thread.figures.dropped)
 
 
 def _view(req_id: str, followed: _Followed) -> RequestView:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Mapping
+from typing import Any
 
 import numpy as np
 
 from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.actions.action_sink import Submitted
+from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.errors import RequestError
 from headgate.steering.controllers.action_wire import read_action
 from headgate.steering.controllers.actions import (
@@ -49,6 +51,8 @@ class Decisions:
         self._actuation = actuation
         self._outcomes = outcomes
         self._services = services
+        self._named: tuple[str, ...] = ()
+        """The last requests that were found to be names."""
 
     def apply(self, controller: str, action: Action, known: Container[str]) -> None:
         """Apply an action of a controller.
@@ -98,10 +102,10 @@ class Decisions:
     def _apply_each(self, controller: str, action: SetSteeringEach, known: Container[str]) -> None:
         """Apply an action for several requests, as `apply` does what it stands for; a malformed one is refused."""
         try:
-            action = _checked(action)
+            action = self._checked(action)
             done, firsts = self._actuation.steer_each(controller, action)
         except (TypeError, ValueError) as error:
-            self._outcomes.count(controller, REJECTED, len(action.requests))
+            self._outcomes.count(controller, REJECTED, len(action))
             logger.warning("headgate: controller %s: rejected: %s", controller, str(error))
             return
         num_done = int(np.count_nonzero(done))
@@ -140,17 +144,35 @@ class Decisions:
         self.endings.setdefault(action.request, str(action.reason)[:MAX_REASON])
         return {action.request: progress.position}
 
+    def _checked(self, action: SetSteeringEach) -> SetSteeringEach:
+        """Return an action with a tuple and arrays as they are expected.
 
-def _checked(action: SetSteeringEach) -> SetSteeringEach:
-    """Return an action with lists and arrays as they are expected.
+        Raises:
+            ValueError: If there is not a number for each request, or a place for each number.
+            TypeError: If something in it is of another kind.
+        """
+        requests, at, scales = action.requests, action.at, np.asarray(action.scales, np.float64)
+        if requests is not self._named:
+            requests = tuple(requests)
+            if not all(isinstance(each, str) for each in requests):
+                raise TypeError(f"requests: expected names, got {requests[:3]!r}")
+            self._named = requests
+        if not isinstance(action.module, str):
+            raise TypeError(f"module: expected a name, got {action.module!r}")
+        if at is not None:
+            at = _checked_places(np.asarray(at), len(requests))
+        expected = len(requests) if at is None else len(at)
+        if scales.shape != (expected,):
+            raise ValueError(f"scales: expected {expected} numbers, got the shape {list(scales.shape)}")
+        if requests is action.requests and at is action.at and scales is action.scales:
+            return action
+        return SetSteeringEach(requests, action.module, scales, at)
 
-    Raises:
-        ValueError: If there is not a number for each request.
-        TypeError: If something in it is of another kind.
-    """
-    requests, scales = list(action.requests), np.asarray(action.scales, np.float64)
-    if scales.shape != (len(requests),):
-        raise ValueError(f"scales: expected {len(requests)} numbers, got the shape {list(scales.shape)}")
-    if not isinstance(action.module, str) or not all(isinstance(each, str) for each in requests):
-        raise TypeError(f"requests, module: expected names, got {requests[:3]!r} and {action.module!r}")
-    return SetSteeringEach(requests, action.module, scales)
+
+def _checked_places(at: np.ndarray[Any, Any], num_requests: int) -> Int64Array:
+    if at.ndim != 1 or at.dtype.kind not in "iu":
+        raise TypeError(f"at: expected a list of places among the requests, got {at.dtype} {list(at.shape)}")
+    found: Int64Array = at.astype(np.int64, copy=False)
+    if len(found) and (found[0] < 0 or found[-1] >= num_requests or np.count_nonzero(found[1:] <= found[:-1])):
+        raise ValueError(f"at: expected ascending places below {num_requests}, got {found[:8].tolist()}")
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -146,20 +147,19 @@ class ToldRows:
         """All tokens of the request, which grow with it."""
 
 
-class _Decoding(NamedTuple):
+@dataclass(slots=True)
+class _Decoding:
     """A step of one generated row of each of some requests; steps of the same ones are likely to follow.
 
     Attributes:
-        ids: As the step's readings have them.
-        told: The requests.
-        last: int64: position of each row.
         step: As it was told.
+        told: The requests.
+        has_ended: Whether one of them has ended since.
     """
 
-    ids: list[str]
-    told: list[ToldRows]
-    last: Int64Array
     step: ReadStep
+    told: list[ToldRows]
+    has_ended: bool = False
 
 
 class StepReader:
@@ -173,6 +173,11 @@ class StepReader:
         self._services = services
         self._decoding: _Decoding | None = None
 
+    def forget(self) -> None:
+        """Follow the end of a request. Any thread."""
+        if (known := self._decoding) is not None:
+            known.has_ended = True
+
     def read(self, step: StepTable, discarded: Collection[str], requests: Mapping[str, ToldRows]) -> ReadStep | None:
         """Return the rows of a step that are new; None if there are none.
 
@@ -183,13 +188,13 @@ class StepReader:
         """
         known = self._decoding
         if known is not None:
-            is_next = not discarded and step.has_one_row_each and step.ids == known.ids
-            if is_next and bool((step.firsts > known.last).all()) and all(map(requests.__contains__, known.ids)):
-                read = known.step._replace(positions=step.firsts, signals=step.signals)
-                self._decoding = known._replace(last=step.firsts, step=read)
-                return read
-            for told, last in zip(known.told, known.last.tolist(), strict=True):
-                told.end = last + 1
+            requests_before, last, is_prompt, tokens, _ = known.step
+            is_next = not (discarded or known.has_ended) and step.has_one_row_each and step.ids == requests_before
+            if is_next and not np.count_nonzero(step.firsts <= last):
+                known.step = ReadStep(requests_before, step.firsts, is_prompt, tokens, step.signals)
+                return known.step
+            for told, position in zip(known.told, last.tolist(), strict=True):
+                told.end = position + 1
         self._decoding = None
         return self._read_rows(step, discarded, requests)
 
@@ -220,5 +225,5 @@ class StepReader:
         is_prompt = positions < lengths
         read = ReadStep(names, positions, is_prompt, tokens, step.signals[is_told])
         if len(found) == len(step.ids) and step.has_one_row_each and not is_prompt.any():
-            self._decoding = _Decoding(list(step.ids), [told for _, told, _ in found], positions, read)
+            self._decoding = _Decoding(read, [told for _, told, _ in found])
         return read

@@ -61,6 +61,7 @@ class RuleCalls:
 
     Attributes:
         controller_status: Returns plain values about each controller.
+        queue_status: Returns plain values about the actions of capture consumers; None if none are taken.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class RuleCalls:
         self._tell = tell
         self._beside: Sequence[Mapping[str, Any]] = ()
         self.controller_status: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
+        self.queue_status: Callable[[], Mapping[str, int] | None] = lambda: None
 
     @property
     def methods(self) -> Mapping[str, Callable[..., Any]]:
@@ -167,6 +169,8 @@ class RuleCalls:
             "gates": dict(self._readings.counts.gates),
             "requests_with_gates": self._readings.num_gated,
             "controllers": list(self.controller_status()),
+            "latches": self._readings.latches,
+            "queue": self.queue_status(),
         }
 
     def _export(self, name: str) -> dict[str, Any] | None:

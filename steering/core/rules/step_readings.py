@@ -3,145 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from headgate.capture.schema.batch import Int64Array
 from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
+from headgate.steering.core.rules.row_counts import ActingGates, DecodedRows, OwnGates, RowCounts, Written
 from headgate.steering.gates.conversations import ConversationLatches, LatchKey
 from headgate.steering.gates.gate import Gate
-from headgate.steering.gates.layout import FOLLOWING, layout_of
+from headgate.steering.gates.layout import FOLLOWING
 from headgate.steering.gates.step_table import StepRows, StepTable
 from headgate.steering.gates.trace import GateSource, Note, TraceWriter
 from headgate.steering.vectors.dtypes import Float32Rows
-
-MAX_NAMES = 256
-"""Names of gates that are counted apart: clients choose them."""
-OTHERS = "(others)"
-
-
-class RowCounts:
-    """How many rows gates and rules wrote, as far as workers told of them. Engine thread only.
-
-    Attributes:
-        rules: By the names of rules; of one that observes, rows on which it would have acted.
-        gates: By the names of requests' gates; beyond `MAX_NAMES` names all others together.
-    """
-
-    def __init__(self) -> None:
-        self.rules: Counter[str] = Counter()
-        self.gates: Counter[str] = Counter()
-
-    def name_of(self, gate: Gate) -> str:
-        """Return the name under which a request's gate is counted, from now on at the latest."""
-        name = gate.name if gate.name in self.gates or len(self.gates) < MAX_NAMES else OTHERS
-        self.gates[name] += 0
-        return name
-
-    def add_gates(self, source: GateSource, written: Iterable[int]) -> None:
-        """Count rows that a request's own gates wrote, given in their order."""
-        for gate, count in zip(source.layout.gates, written, strict=True):
-            self.gates[self.name_of(gate.gate)] += count
-
-    def add_rules(self, rules: Sequence[KeptRule], signals: Float32Rows) -> None:
-        """Count rows on all of which the same rules act: float32 ``[rows, columns]``."""
-        strengths = np.nan_to_num(signals[:, [rule.counted_column for rule in rules]])
-        for rule, count in zip(rules, np.count_nonzero(strengths, axis=0).tolist(), strict=True):
-            self.rules[rule.name] += count
-
-
-class _Written:
-    """Counts the rows of one request that some gates wrote, where a strength may act on the row behind.
-
-    Args:
-        source: The gates.
-        num_prompt: Tokens of its prompt.
-    """
-
-    def __init__(self, source: GateSource, num_prompt: int) -> None:
-        self._source = source
-        self._num_prompt = num_prompt
-        self._last: Float32Rows | None = None
-        """Signals ``[1, columns]`` of the last row."""
-
-    def count(self, rows: StepRows) -> list[int]:
-        """Return how many of a step's rows each gate wrote."""
-        signals = rows.signals
-        first = np.zeros_like(signals[:1]) if self._last is None or not rows.first else self._last
-        before, self._last = np.concatenate([first, signals[:-1]]), signals[-1:].copy()
-        num_prompt, source = max(self._num_prompt - rows.first, 0), self._source
-        strengths = [source.applied(column, num_prompt, signals, before) for column in source.columns]
-        return [int(np.count_nonzero(each)) for each in strengths]
-
-
-class _OwnGates:
-    """A request with gates of its own.
-
-    Args:
-        gates: The gates.
-        resolved: Their programs, and the keys of those that go on in a conversation.
-        num_prompt: Tokens of its prompt.
-    """
-
-    def __init__(self, gates: Sequence[Gate], resolved: Resolved, num_prompt: int) -> None:
-        self.source = GateSource.of(layout_of(gates), resolved.own)
-        self.latches = {
-            key: column.column
-            for column in self.source.layout.gates
-            if (key := resolved.latch_keys.get(column.gate.name)) is not None
-        }
-        self._columns = self.source.columns
-        self._written = None if self.source.is_written_late else _Written(self.source, num_prompt)
-
-    def written(self, rows: StepRows) -> list[int]:
-        """Return how many of a step's rows each gate wrote."""
-        if self._written is not None:
-            return self._written.count(rows)
-        signals = rows.signals
-        if len(signals) == 1:
-            return [int(signals[0, column] != 0) for column in self._columns]
-        return [int(count) for count in np.count_nonzero(signals[:, self._columns], axis=0)]
-
-
-class _Decoding:
-    """Counts what gates wrote on one generated row of each of the same requests, in steps behind one another.
-
-    Args:
-        ids: The requests.
-        own: Of those with gates, by their ids.
-        counts: Of rows.
-        known: As `StepReadings` had it before.
-    """
-
-    def __init__(self, ids: Sequence[str], own: Mapping[str, _OwnGates], counts: RowCounts, known: object) -> None:
-        self.ids, self.known = ids, known
-        self._counts = counts
-        gated = [(at, each) for at, req_id in enumerate(ids) if (each := own.get(req_id)) is not None]
-        places = [
-            (at, gate.column, counts.name_of(gate.gate))
-            for at, each in gated
-            if each.source.is_written_late
-            for gate in each.source.layout.gates
-        ]
-        self._rows, self._columns = (np.array([place[key] for place in places], np.int64) for key in (0, 1))
-        self._names = list(dict.fromkeys(name for *_, name in places))
-        numbers = {name: number for number, name in enumerate(self._names)}
-        self._numbers = np.array([numbers[name] for *_, name in places], np.int64)
-        self.apart = [(at, each) for at, each in gated if not each.source.is_written_late]
-        """Rows, and gates, of requests that are counted one by one."""
-        self.latching = [(at, each.latches) for at, each in gated if each.latches]
-
-    def count(self, firsts: Int64Array, signals: Float32Rows) -> None:
-        """Count a step, by the position of each row, int64, and its signals."""
-        hits = self._numbers[signals[self._rows, self._columns] != 0]
-        for number in np.flatnonzero(found := np.bincount(hits, minlength=len(self._names))).tolist():
-            self._counts.gates[self._names[number]] += int(found[number])
-        for at, own in self.apart:
-            rows = StepRows(self.ids[at], int(firsts[at]), signals[at : at + 1])
-            self._counts.add_gates(own.source, own.written(rows))
 
 
 class StepReadings:
@@ -162,15 +36,26 @@ class StepReadings:
         self._rules = rules
         self._latches = latches
         self._writers: dict[str, TraceWriter] = {}
-        self._own: dict[str, _OwnGates] = {}
+        self._own: dict[str, OwnGates] = {}
         """Of requests with gates of their own."""
-        self._apart: dict[str, dict[bytes, _Written]] = {}
+        self._latching: dict[str, OwnGates] = {}
+        """Those among them that go on in a conversation."""
+        self._apart: dict[str, dict[bytes, Written]] = {}
         """By request and rule, of rules whose strength may act on the row behind."""
         self._since: dict[str, int] = {}
         """Positions from which the present rules act, of requests that met a change."""
         self._known = object()
-        """Another one whenever a request is added or forgotten, on whatever thread."""
-        self._decoding: _Decoding | None = None
+        """Another one whenever a request is added or forgotten, on whatever thread, and whenever rules change."""
+        self._decoded: tuple[object, DecodedRows] | None = None
+        """`_known`, and whatever counts steps of generated rows, of the last step if that was one."""
+
+    @property
+    def latches(self) -> dict[str, int]:
+        """Conversations with gates that are latched, and the memory that they take."""
+        known = self._latches
+        if known is None:
+            return {"conversations": 0, "bytes": 0}
+        return {"conversations": len(known), "bytes": known.num_bytes}
 
     @property
     def num_gated(self) -> int:
@@ -187,9 +72,11 @@ class StepReadings:
             num_prompt: Tokens of its prompt.
             is_traced: Whether it wants its trace.
         """
-        own = _OwnGates(gates, resolved, num_prompt)
+        own = OwnGates(gates, resolved, num_prompt)
         if gates:
             self._own[req_id] = own
+        if own.latches:
+            self._latching[req_id] = own
         self._known = object()
         if is_traced:
             self._writers[req_id] = TraceWriter(own.source, num_prompt)
@@ -201,6 +88,7 @@ class StepReadings:
 
     def change_rules(self, firsts: Mapping[str, int]) -> None:
         """Let the present rules act on each request from a position on."""
+        self._known = object()
         acting = {rule.source.key for rule in self._rules.all()}
         for known in self._apart.values():
             for key in known.keys() - acting:
@@ -214,6 +102,7 @@ class StepReadings:
         """Forget a request, if it is known."""
         self._writers.pop(req_id, None)
         self._own.pop(req_id, None)
+        self._latching.pop(req_id, None)
         self._known = object()
         self._apart.pop(req_id, None)
         self._since.pop(req_id, None)
@@ -221,32 +110,50 @@ class StepReadings:
     def take(self, step: StepTable, discarded: Collection[str]) -> dict[str, Note]:
         """Return a piece of each request's trace, from what a step read; see `ReadingCore.take_readings`."""
         found: dict[str, Note] = {}
-        if self._rules.all():
-            self._count_rules(step)
-        if self._own:
-            self._count_own(step, discarded)
-        for rows in step.rows() if self._writers else ():
-            writer = None if rows.req_id in discarded else self._writers.get(rows.req_id)
-            if writer is not None and (note := writer.note(rows.first, rows.signals)) is not None:
-                found[rows.req_id] = note
+        if self._own or self._rules.all():
+            self._count(step)
+            self._latch_own(step, discarded)
+        if self._writers:
+            for rows in step.rows(self._writers):
+                writer = None if rows.req_id in discarded else self._writers.get(rows.req_id)
+                if writer is not None and (note := writer.note(rows.first, rows.signals)) is not None:
+                    found[rows.req_id] = note
         return found
 
-    def _count_own(self, step: StepTable, discarded: Collection[str]) -> None:
-        """Count what requests' own gates wrote; a step of one row each costs little, since it comes for each token."""
-        if step.has_one_row_each:
-            known, decoding = self._known, self._decoding
-            if decoding is None or decoding.known is not known or decoding.ids != step.ids:
-                self._decoding = decoding = _Decoding(step.ids, self._own, self.counts, known)
-            decoding.count(step.firsts, step.signals)
-            for at, latches in decoding.latching:
-                if step.ids[at] not in discarded:
-                    self._latch(latches, step.signals[at])
+    def _count(self, step: StepTable) -> None:
+        """Count what gates and rules wrote; a step of one row each costs little, since it comes for each token."""
+        known = self._known
+        if self._decoded is not None and not (self._decoded[0] is known and self._decoded[1].counts(step)):
+            self._decoded[1].leave()
+            self._decoded = None
+        if self._decoded is None and step.has_one_row_each:
+            decoded = DecodedRows(step.ids, [*self._acting(step.ids)], self.counts)
+            self._decoded = (known, decoded) if decoded.counts(step) else None
+        if self._decoded is not None:
+            self._decoded[1].count(step.signals)
             return
-        for rows in step.rows():
+        for rows in step.rows(self._own):
             if (own := self._own.get(rows.req_id)) is not None and len(rows.signals):
                 self.counts.add_gates(own.source, own.written(rows))
-                if rows.req_id not in discarded:
-                    self._latch(own.latches, rows.signals[-1])
+        if self._rules.all():
+            self._count_rules(step)
+
+    def _acting(self, req_ids: Sequence[str]) -> Iterator[ActingGates]:
+        """Yield the gates and rules of the rows of a step in which each request has one."""
+        for at, req_id in enumerate(req_ids):
+            if (own := self._own.get(req_id)) is not None:
+                yield ActingGates(at, 0, own.num_prompt, own.source, own.apart)
+            for rule in self._rules.acting(req_id):
+                since, num_prompt = self._since.get(req_id, 0), self._rules.num_prompt(req_id)
+                apart = self._written(rule, req_id) if rule.is_counted_apart else None
+                yield ActingGates(at, since, num_prompt, rule.source, apart, rule)
+
+    def _latch_own(self, step: StepTable, discarded: Collection[str]) -> None:
+        """Remember what has latched by the last row of each request, for those that go on in conversations."""
+        if self._latching:
+            for rows in step.rows(self._latching):
+                if rows.req_id not in discarded and len(rows.signals):
+                    self._latch(self._latching[rows.req_id].latches, rows.signals[-1])
 
     def _latch(self, columns: Mapping[LatchKey, int], signals: Float32Rows) -> None:
         """Remember the strengths that go on behind a row: they were latched there, or before."""
@@ -273,14 +180,14 @@ class StepReadings:
             for rule in (rule for rule in rules if rule.is_counted_apart):
                 for at in members:
                     told = StepRows(ids[at], int(firsts[at]), signals[ends[at] - int(counts[at]) : ends[at]])
-                    self._count_apart(rule, told)
+                    self.counts.rules[rule.name] += sum(self._written(rule, told.req_id).count(told))
 
-    def _count_apart(self, rule: KeptRule, rows: StepRows) -> None:
-        """Count the rows of one request that a rule wrote whose strength may act on the row behind."""
-        known = self._apart.setdefault(rows.req_id, {})
+    def _written(self, rule: KeptRule, req_id: str) -> Written:
+        """Return what counts the rows of a request that a rule wrote whose strength may act on the row behind."""
+        known = self._apart.setdefault(req_id, {})
         if (written := known.get(rule.source.key)) is None:
-            written = known[rule.source.key] = _Written(rule.source, self._rules.num_prompt(rows.req_id))
-        self.counts.rules[rule.name] += sum(written.count(rows))
+            written = known[rule.source.key] = Written(rule.source, self._rules.num_prompt(req_id))
+        return written
 
     def _sources(self, req_id: str) -> list[GateSource]:
         return [*(rule.source for rule in self._rules.acting(req_id)), *self.beside(req_id)]

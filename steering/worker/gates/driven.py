@@ -27,26 +27,26 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class Places(NamedTuple):
-    """Numbers to write, of a slot or a batch row each.
+    """Numbers to write into signals or states.
 
     Attributes:
-        rows: int64 ``[n]``: slots, or batch rows.
-        columns: int64 ``[n]``.
+        flat: int64 ``[n]``: the batch row, or slot, times the number of columns, plus the column. The very array of the
+            step before if it is the same.
         values: float32 ``[n]``.
     """
 
-    rows: Int64Array
-    columns: Int64Array
+    flat: Int64Array
     values: Float32Rows
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.flat)
 
     @classmethod
-    def of(cls, places: Iterable[tuple[int, int, float]]) -> Places:
+    def of(cls, places: Iterable[tuple[int, int, float]], num_columns: int) -> Places:
         """Make it of row, column and value of each."""
-        rows, columns, values = list(zip(*places, strict=True)) or ((), (), ())
-        return cls(np.array(rows, np.int64), np.array(columns, np.int64), np.array(values, np.float32))
+        listed = list(places)
+        flat = np.array([row * num_columns + column for row, column, _ in listed], np.int64)
+        return cls(flat, np.array([value for *_, value in listed], np.float32))
 
     @classmethod
     def joined(cls, *parts: Places) -> Places:
@@ -54,11 +54,11 @@ class Places(NamedTuple):
         found = [part for part in parts if len(part)]
         if len(found) < 2:
             return found[0] if found else NO_PLACES
-        rows, columns, values = (np.concatenate([part[at] for part in found]) for at in (0, 1, 2))
-        return cls(rows, columns, values)
+        flat, values = (np.concatenate([part[at] for part in found]) for at in (0, 1))
+        return cls(flat, values)
 
 
-NO_PLACES = Places(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32))
+NO_PLACES = Places(np.empty(0, np.int64), np.empty(0, np.float32))
 
 
 class _Piece(NamedTuple):
@@ -80,6 +80,22 @@ class _Piece(NamedTuple):
         serials, firsts, values = (np.concatenate([piece[at] for piece in pieces]) for at in (0, 1, 2))
         stays = np.isin(serials, alive)
         return cls(serials[stays], firsts[stays], values[stays])
+
+
+class _Members(NamedTuple):
+    """The requests of a batch that are driven in a column; they stay from step to step.
+
+    Attributes:
+        at: int64 ``[K]``: their places in the batch.
+        numbers: int64 ``[K]``.
+        slots: int64 ``[K]``.
+        flat: int64 ``[K]``: where their coefficients lie in the states.
+    """
+
+    at: Int64Array
+    numbers: Int64Array
+    slots: Int64Array
+    flat: Int64Array
 
 
 class _Column:
@@ -133,26 +149,34 @@ class _Column:
         return at
 
 
+_NOBODY = 0
+"""The number of requests that are not driven."""
+
+
 class DrivenStrengths:
     """The coefficients of a worker's requests. Step thread only.
 
     Args:
         num_slots: Slots of states.
+        num_columns: Of signals and states.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
+    def __init__(self, num_slots: int, num_columns: int) -> None:
+        self._num_slots, self._num_columns = num_slots, num_columns
         self._numbers: dict[str, int] = {}
         """Of the requests that are driven."""
         self._columns: dict[int, _Column] = {}
         self._serials: Int64Array = np.full(_AT_FIRST, -1, np.int64)
         """By number; -1 for a free one."""
-        self._free = list(range(_AT_FIRST - 1, -1, -1))
+        self._free = list(range(_AT_FIRST - 1, _NOBODY, -1))
         self._next_serial = 0
-        self._unsettled: set[str] = set()
-        """Requests whose last change may not be on the device yet."""
-        self._batch: tuple[GatedBatch | None, Int64Array] = (None, self._serials)
-        """The last batch, and the number of each of its requests, int64 ``[G]``; -1 for those that are not driven."""
+        self._is_settled = True
+        """Whether the device has the last value of each request of the last step."""
+        self._named: tuple[tuple[str, ...], Int64Array] = ((), self._serials)
+        """The requests of the last changes, and the number of each."""
+        self._batch: GatedBatch | None = None
+        self._members: dict[int, _Members] = {}
+        """Of the last batch, by column."""
 
     def set(self, changes: CoefficientChanges) -> list[str]:
         """Take changes.
@@ -160,21 +184,22 @@ class DrivenStrengths:
         Returns:
             The requests that were not driven in that column before.
         """
-        known = list(map(self._numbers.get, changes.req_ids))
-        if None in known:
-            known = list(map(self._number, changes.req_ids))
-        numbers = np.array(known, np.int64)
+        numbers = self._numbers_of(changes.req_ids)[changes.whose]
+        if np.count_nonzero(numbers) < len(numbers):
+            numbers = np.array([self._number(changes.req_ids[at]) for at in changes.whose.tolist()], np.int64)
         fresh: dict[str, None] = {}
-        for name in sorted(set(changes.columns.tolist())):
-            (at,) = np.nonzero(changes.columns == name)
+        for name, mine in changes.by_column():
+            of_these = numbers[mine]
             if (column := self._columns.get(name)) is None:
                 column = self._columns[name] = _Column(len(self._serials), self._num_slots)
-            mine = numbers[at]
-            if not (is_known := column.is_driven(mine)).all():
-                fresh |= dict.fromkeys(changes.req_ids[each] for each in at[~is_known].tolist())
-            piece = _Piece(self._serials[mine], changes.firsts[at], changes.values[at])
-            column.set(mine, piece, self._serials)
-        self._unsettled.update(changes.req_ids)
+            is_known = column.is_driven(of_these)
+            if np.count_nonzero(is_known) < len(is_known):
+                fresh |= dict.fromkeys(changes.req_ids[each] for each in changes.whose[mine][~is_known].tolist())
+                self._members.clear()
+            column.set(
+                of_these, _Piece(self._serials[of_these], changes.firsts[mine], changes.values[mine]), self._serials
+            )
+        self._is_settled = False
         return list(fresh)
 
     def columns(self, req_id: str) -> frozenset[int]:
@@ -189,18 +214,17 @@ class DrivenStrengths:
         number = self._numbers.pop(req_id, None)
         if number is None:
             return
-        self._unsettled.discard(req_id)
         for name, column in list(self._columns.items()):
             column.firsts[number] = _NEVER
             if not column.is_driven(slice(None)).any():
                 del self._columns[name]
         self._serials[number] = -1
         self._free.append(number)
-        self._batch = (None, self._batch[1])
+        self._renumbered()
 
     def changes(self, rows: GateRows, batch: GatedBatch) -> Places:
-        """Return what to write before a step of one row for each request, behind such a step; it counts as written."""
-        return self._settle(rows, batch) if self._unsettled else NO_PLACES
+        """Return what to write before a step that goes on from the one before; it counts as written."""
+        return NO_PLACES if self._is_settled else self._settle(rows, batch)
 
     def states(self, rows: GateRows, batch: GatedBatch, cleared: Int32Array) -> Places:
         """Return what to write into the states before a step; it counts as written.
@@ -226,12 +250,12 @@ class DrivenStrengths:
             return NO_PLACES
         found: list[Places] = []
         ends = np.cumsum(rows.counts)
-        for at, number in enumerate(self._numbers_of(batch).tolist()):
+        for at, number in enumerate(self._numbers_of(batch.gated_ids).tolist()):
             (index,) = np.nonzero(flags[ends[at] - rows.counts[at] : ends[at]] & TokenFlag.IS_REPLAYED)
-            for name, column in self._columns.items() if number >= 0 and len(index) else ():
+            for name, column in self._columns.items() if len(index) else ():
                 if column.is_driven(number):
                     values = column.at(int(self._serials[number]), rows.firsts[at] + index)
-                    found.append(Places(rows.starts[at] + index, np.full(len(index), name), values))
+                    found.append(Places((rows.starts[at] + index) * self._num_columns + name, values))
         return Places.joined(*found)
 
     def _number(self, req_id: str) -> int:
@@ -247,29 +271,44 @@ class DrivenStrengths:
         number = self._numbers[req_id] = self._free.pop()
         self._serials[number] = self._next_serial
         self._next_serial += 1
-        self._batch = (None, self._batch[1])
+        self._renumbered()
         return number
 
-    def _numbers_of(self, batch: GatedBatch) -> Int64Array:
-        if self._batch[0] is not batch:
-            self._batch = batch, np.array([self._numbers.get(req_id, -1) for req_id in batch.places], np.int64)
-        return self._batch[1]
+    def _renumbered(self) -> None:
+        self._named = ((), self._named[1])
+        self._members.clear()
+
+    def _numbers_of(self, req_ids: tuple[str, ...]) -> Int64Array:
+        """Return the number of each of some requests, int64 ``[n]``."""
+        if self._named[0] != req_ids:
+            self._named = req_ids, np.array([self._numbers.get(req_id, _NOBODY) for req_id in req_ids], np.int64)
+        return self._named[1]
+
+    def _members_of(self, name: int, batch: GatedBatch) -> _Members:
+        if self._batch is not batch:
+            self._batch = batch
+            self._members.clear()
+        if (known := self._members.get(name)) is None:
+            numbers = self._numbers_of(batch.gated_ids)
+            (at,) = self._columns[name].is_driven(numbers).nonzero()
+            slots = batch.slots[at].astype(np.int64)
+            known = self._members[name] = _Members(at, numbers[at], slots, slots * self._num_columns + name)
+        return known
 
     def _settle(self, rows: GateRows, batch: GatedBatch) -> Places:
-        """Return what to write for the first row of each request; one is settled if nothing changes behind that."""
-        numbers, found = self._numbers_of(batch), []
-        waiting: set[str] = set()
+        """Return what to write for the first row of each request.
+
+        Where one changes all of a column are written: so the places stay the same from step to step.
+        """
+        found, self._is_settled = [], True
         for name, column in self._columns.items():
-            firsts = np.where(numbers < 0, _NEVER, column.firsts[numbers])
-            values, is_driven = column.values[numbers], firsts < _NEVER
-            for at in np.flatnonzero(is_driven & (firsts > rows.firsts)).tolist():
-                waiting.add(rows.req_ids[at])
-                values[at] = column.at(int(self._serials[numbers[at]]), rows.firsts[at : at + 1])[0]
-            (changed,) = np.nonzero(is_driven & (values != column.written[batch.slots]))
-            if len(changed):
-                slots, written = batch.slots[changed].astype(np.int64), values[changed]
-                column.written[slots] = written
-                found.append(Places(slots, np.full(len(slots), name, np.int64), written))
-        self._unsettled.difference_update(rows.req_ids)
-        self._unsettled |= waiting
+            at, numbers, slots, flat = self._members_of(name, batch)
+            values, firsts = column.values[numbers], rows.firsts[at]
+            is_early = firsts < column.firsts[numbers]
+            for index in is_early.nonzero()[0].tolist() if np.count_nonzero(is_early) else ():
+                self._is_settled = False
+                values[index] = column.at(int(self._serials[numbers[index]]), firsts[index : index + 1])[0]
+            if np.count_nonzero(values != column.written[slots]):
+                column.written[slots] = values
+                found.append(Places(flat, values))
         return Places.joined(*found)

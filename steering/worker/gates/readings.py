@@ -48,16 +48,52 @@ LARGE_BYTES = 64 << 10
 """Signals of which the device picks the columns: of fewer, the copy costs less than the launch that it would take."""
 
 
-class StepSignals:
-    """The signals of one step's rows with gates, copied to the host while the step runs. Any thread may read them.
+class SignalRows:
+    """The signals of some batch rows on the device, to be copied behind each of the steps that have these rows.
 
     Of more than `LARGE_BYTES`, as prompts have them, the columns alone are copied that somebody reads.
 
     Args:
-        signals: float32 ``[T, C]``, as the forward writes them; the copy is made on the current stream.
+        signals: float32 ``[T, C]``, as the forward writes them.
+        batch_rows: int64 ``[N]``.
+        columns: The columns that are read.
+
+    Attributes:
+        batch_rows: As given.
+        columns: As given.
+        num_columns: C.
+        told: int64 ``[K]``: the columns that are copied; None if all are.
+    """
+
+    def __init__(self, signals: Tensor, batch_rows: Int64Array, columns: ToldColumns) -> None:
+        self.batch_rows, self.columns, self.num_columns = batch_rows, columns, signals.shape[1]
+        are_first = np.array_equal(batch_rows, np.arange(len(batch_rows)))
+        self._signals = signals[: len(batch_rows)] if are_first else signals
+        self._index = None if are_first else torch.from_numpy(batch_rows).to(signals.device)
+        is_large = len(batch_rows) * self.num_columns * signals.element_size() > LARGE_BYTES
+        self.told: Int64Array | None = columns.columns if is_large else None
+        self._is_cuda = signals.device.type == "cuda"
+
+    def copy(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Copy them to the host, on the current stream; returns the copy, and what happens when it is there."""
+        found = self._signals if self._index is None else self._signals[self._index]
+        if self.told is not None:
+            found = found.index_select(1, self.columns.on_device)
+        if not self._is_cuda:
+            return (found.clone() if found is self._signals else found), None
+        pinned = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        pinned.copy_(found, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return pinned, done
+
+
+class StepSignals:
+    """The signals of one step's rows with gates, copied to the host while the step runs. Any thread may read them.
+
+    Args:
         rows: The step's.
-        index: int64 ``[N]`` on the device: their batch rows; None if those are the first ones of the batch.
-        told: The columns that are read.
+        copied: Their signals, which are copied here.
 
     Attributes:
         rows: As given.
@@ -65,23 +101,9 @@ class StepSignals:
         told: int64 ``[K]``: the columns that were copied; None if all were.
     """
 
-    def __init__(self, signals: Tensor, rows: GateRows, index: Tensor | None, told: ToldColumns) -> None:
-        self.rows, self.num_columns = rows, signals.shape[1]
-        self.told: Int64Array | None = None
-        found = signals[: int(rows.counts.sum())] if index is None else signals[index]
-        if found.nbytes > LARGE_BYTES:
-            self.told = told.columns
-            found = found.index_select(1, told.on_device)
-        self._done: torch.cuda.Event | None = None
-        if found.device.type == "cuda":
-            pinned = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-            pinned.copy_(found, non_blocking=True)
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record()
-            found = pinned
-        elif index is None and self.told is None:
-            found = found.clone()
-        self._values = found
+    def __init__(self, rows: GateRows, copied: SignalRows) -> None:
+        self.rows, self.num_columns, self.told = rows, copied.num_columns, copied.told
+        self._values, self._done = copied.copy()
         self._lock = Lock()
 
     def values(self) -> Float32Rows:
@@ -114,17 +136,17 @@ class SignalReadings:
     def collect(self) -> dict[str, Any]:
         """Return the requests, the position of the first row and the number of rows of each, and their signals.
 
-        ``ids`` are a list; ``firsts`` and ``counts`` int64 as bytes. ``values``, float32 as bytes, are the signals of
-        all rows, in all ``columns`` if ``told`` is None, else in those whose indices it has, int64 as bytes.
+        ``ids`` are a tuple; ``firsts`` and ``counts`` int64 ``[G]``. ``values``, float32, are the signals of all rows,
+        in all ``columns`` if ``told`` is None, else in those whose indices it has, int64 ``[K]``.
         """
         rows, values, told = self._signals.rows, self._signals.values(), self._signals.told
         return {
-            "ids": list(rows.req_ids),
-            "firsts": rows.firsts.tobytes(),
-            "counts": rows.counts.tobytes(),
+            "ids": rows.req_ids,
+            "firsts": rows.firsts,
+            "counts": rows.counts,
             "columns": self._signals.num_columns,
-            "told": None if told is None else told.tobytes(),
-            "values": values.tobytes(),
+            "told": told,
+            "values": values,
         }
 
 

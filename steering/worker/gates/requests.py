@@ -134,7 +134,7 @@ class GateRows(NamedTuple):
         return behind
 
     def _spread(self, firsts: Int64Array) -> Int64Array:
-        if (self.counts == 1).all():
+        if not np.count_nonzero(self.counts != 1):
             return firsts
         before = np.cumsum(self.counts) - self.counts
         spread: Int64Array = np.repeat(firsts - before, self.counts) + np.arange(int(self.counts.sum()))
@@ -215,13 +215,12 @@ class GatedBatch:
     def __init__(self, req_ids: tuple[str, ...], requests: dict[str, GatedRequest], slots: GateSlots) -> None:
         self.req_ids = req_ids
         places = [at for at, req_id in enumerate(req_ids) if req_id in requests]
-        self._ids = tuple(req_ids[at] for at in places)
+        self.gated_ids = tuple(req_ids[at] for at in places)
         self._places = np.array(places, np.int64)
-        self.places = {req_id: at for at, req_id in enumerate(self._ids)}
-        taken = [slots.take(req_id) for req_id in self._ids]
+        taken = [slots.take(req_id) for req_id in self.gated_ids]
         self.slots = np.array([slot for slot, _ in taken], np.int32)
         self._is_new = np.array([is_new for _, is_new in taken], np.bool_)
-        self.requests = tuple(requests[req_id] for req_id in self._ids)
+        self.requests = tuple(requests[req_id] for req_id in self.gated_ids)
         self._num_prompt = np.array([request.num_prompt for request in self.requests], np.int64)
         self.has_early = any(request.early for request in self.requests)
         told = frozenset[int]().union(*(request.told for request in self.requests))
@@ -230,11 +229,16 @@ class GatedBatch:
 
     def rows(self, view: BatchView) -> GateRows:
         """Return the rows of a step of this batch."""
-        if len(self._ids) == len(self.req_ids):
-            # Copies: they are read when the step's output is there, and the runner may write to its own before.
-            return GateRows(self._ids, view.starts.copy(), view.num_computed.copy(), view.num_scheduled.copy())
-        at = self._places
-        return GateRows(self._ids, view.starts[at], view.num_computed[at], view.num_scheduled[at])
+        starts, firsts, counts = map(self._of_ours, (view.starts, view.num_computed, view.num_scheduled))
+        return GateRows(self.gated_ids, starts, firsts, counts)
+
+    def firsts(self, view: BatchView) -> Int64Array:
+        """Return the position of the first row of each request in a step of this batch, int64 ``[G]``."""
+        return self._of_ours(view.num_computed)
+
+    def _of_ours(self, values: Int64Array) -> Int64Array:
+        # Copies: they are read when the step's output is there, and the runner may write to its own before.
+        return values.copy() if len(self.gated_ids) == len(self.req_ids) else values[self._places]
 
     def cleared(self, rows: GateRows) -> Int32Array:
         """Return the slots of requests that begin, or begin anew, in a step: nothing of before may be found there."""

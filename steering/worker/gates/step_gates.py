@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
 from headgate.steering.gates.coefficient_changes import CoefficientChanges
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.driven import DrivenStrengths, Places
-from headgate.steering.worker.gates.readings import GateHistory, SignalReadings, StepSignals, ToldColumns
+from headgate.steering.worker.gates.readings import GateHistory, SignalReadings, SignalRows, StepSignals, ToldColumns
 from headgate.steering.worker.gates.reference import FLAGS, SLOT, GateTensors
 from headgate.steering.worker.gates.requests import (
     GatedBatch,
@@ -68,7 +67,7 @@ class StepGates:
     """
 
     def __init__(self, max_tokens: int, max_num_seqs: int, num_columns: int, device: torch.device) -> None:
-        num_slots = slots_needed(max_num_seqs)
+        num_slots, self._num_columns = slots_needed(max_num_seqs), num_columns
         self.tensors = GateTensors(
             signals=torch.zeros(max_tokens, num_columns, device=device),
             states=torch.full((num_slots, num_columns), torch.nan, device=device),
@@ -81,19 +80,20 @@ class StepGates:
         self._new_columns: list[tuple[int, int]] = []
         self._slots = GateSlots(num_slots)
         self._history = GateHistory()
-        self._driven = DrivenStrengths(num_slots)
+        self._driven = DrivenStrengths(num_slots, num_columns)
         self._tokens = np.zeros((max_tokens, 2), np.int32)
         """As the device has them after the writes."""
         self._num_marked = 0
         """Behind these rows all of it is 0."""
         self._batch: GatedBatch | None = None
-        self._decoded: tuple[GatedBatch, bytes] | None = None
-        """Batch and first batch rows of the step before, if each request had one generated row."""
+        self._decoded: tuple[GatedBatch, GateRows] | None = None
+        """The step before, if each request had one generated row."""
         self._rows: GateRows | None = None
-        self._index: tuple[bytes, Tensor | None] | None = None
-        """Batch rows of the last step that was read, as bytes, and on the device; None there for the first ones."""
+        self._copied: SignalRows | None = None
+        """Of the last step that was read."""
+        self._copied_starts: Int64Array | None = None
+        """First batch rows of that step: steps that go on have the very array."""
         self._signals: StepSignals | None = None
-        self._told: ToldColumns | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -160,9 +160,18 @@ class StepGates:
             self._history.forget(req_id)
             self._batch = None
 
-    def step_begins(self, view: BatchView | None) -> GateWrites | None:
-        """Return what to write before the forward of a step; None if nothing changes, or nothing has gates."""
+    def step_begins(self, view: BatchView | None, *, goes_on: bool = False) -> GateWrites | None:
+        """Return what to write before the forward of a step; None if nothing changes, or nothing has gates.
+
+        Args:
+            view: The step; None for dummy and idle ones.
+            goes_on: Whether it goes on from the step before, as `StepSequence` has it.
+        """
         self._rows = self._signals = None
+        decoded = self._decoded
+        if view is not None and goes_on and decoded is not None and decoded[0] is self._batch and not self._new_columns:
+            return self._goes_on(view, *decoded)
+        self._decoded = None
         if view is None or not self._requests:
             return None
         if self._batch is None or self._batch.req_ids != view.req_ids:
@@ -172,23 +181,24 @@ class StepGates:
         if not rows.req_ids:
             return None
         self._rows = rows
-        decoded = (batch, rows.starts.tobytes()) if batch.is_decoding(rows) else None
-        if decoded is not None and decoded == self._decoded and not self._new_columns:
-            changed = self._driven.changes(rows, batch)
-            return (
-                GateWrites(_NO_TOKENS, _NO_PLACES, _NO_VALUES, _NO_SLOTS, (), *self._flat(changed))
-                if len(changed)
-                else None
-            )
-        self._decoded = decoded
+        if batch.is_decoding(rows):
+            self._decoded = batch, rows
         return self._writes(rows, batch)
+
+    def _goes_on(self, view: BatchView, batch: GatedBatch, before: GateRows) -> GateWrites | None:
+        """Follow a step of one generated row of each request, behind such a one: only coefficients can change."""
+        self._rows = rows = before._replace(firsts=batch.firsts(view))
+        changed = self._driven.changes(rows, batch)
+        if not len(changed):
+            return None
+        return GateWrites(_NO_TOKENS, _NO_PLACES, _NO_VALUES, _NO_SLOTS, (), *changed)
 
     def _writes(self, rows: GateRows, batch: GatedBatch) -> GateWrites | None:
         columns, self._new_columns = tuple(self._new_columns), []
         cleared = batch.cleared(rows)
         index, flags = rows.batch_rows, batch.take_flags(rows)
         handed_on = self._history.strengths(rows, batch, flags) if batch.has_early else []
-        replayed = Places.joined(Places.of(handed_on), self._driven.replayed(rows, batch, flags))
+        replayed = Places.joined(Places.of(handed_on, self._num_columns), self._driven.replayed(rows, batch, flags))
         states = self._driven.states(rows, batch, cleared)
         changed = np.empty((len(flags), 2), np.int32)
         changed[:, SLOT], changed[:, FLAGS] = np.repeat(batch.slots, rows.counts), flags
@@ -202,27 +212,25 @@ class StepGates:
         ):
             return None
         self._tokens[: len(tokens)] = tokens
-        return GateWrites(tokens, *self._flat(replayed), cleared, columns, *self._flat(states))
-
-    def _flat(self, places: Places) -> tuple[Int64Array, Float32Rows]:
-        """Return flat places of signals or states, int64, and their values, float32."""
-        return places.rows * self.tensors.signals.shape[1] + places.columns, places.values
+        return GateWrites(tokens, *replayed, cleared, columns, *states)
 
     def step_ends(self) -> None:
         """Copy what the gates of the step did, behind its forward."""
         rows, batch = self._rows, self._batch
         if rows is None or batch is None:
             return
-        index = rows.batch_rows
-        key = index.tobytes()
-        if self._index is None or self._index[0] != key:
-            are_first = np.array_equal(index, np.arange(len(index)))
-            self._index = key, None if are_first else torch.from_numpy(index).to(self.tensors.signals.device)
-        if self._told is None or not np.array_equal(self._told.columns, batch.told):
-            self._told = ToldColumns(batch.told, self.tensors.signals.device)
-        self._signals = StepSignals(self.tensors.signals, rows, self._index[1], self._told)
+        if self._copied is None or self._copied_starts is not rows.starts:
+            self._copied, self._copied_starts = self._rows_to_copy(rows, batch), rows.starts
+        self._signals = StepSignals(rows, self._copied)
         if batch.has_early:
             self._history.keep(self._signals, batch)
+
+    def _rows_to_copy(self, rows: GateRows, batch: GatedBatch) -> SignalRows:
+        """Return the rows of a step whose signals are to be copied; indices that the device has are not sent again."""
+        signals, known, index = self.tensors.signals, self._copied, rows.batch_rows
+        if known is None or not np.array_equal(known.columns.columns, batch.told):
+            return SignalRows(signals, index, ToldColumns(batch.told, signals.device))
+        return known if np.array_equal(known.batch_rows, index) else SignalRows(signals, index, known.columns)
 
     def readings(self) -> SignalReadings | None:
         """Return what the engine core is told of the step that ended; None if nothing."""

@@ -6,7 +6,7 @@ Letters in shape comments: B requests of the step, T batch rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -36,15 +36,6 @@ class StepRows:
     groups: Int64Array | None = None
 
 
-class _Layout(NamedTuple):
-    """How the tokens of a step's requests lie in the batch."""
-
-    req_ids: tuple[str, ...]
-    version: int
-    starts: bytes
-    num_scheduled: bytes
-
-
 class RowResolver:
     """The table row of each batch row, step by step, in order. One thread: the step thread.
 
@@ -65,28 +56,25 @@ class RowResolver:
         self._extent = 0
         self._idle_step = StepRows(self._shown, 0, False)
         self._batch: tuple[tuple[str, ...], int, BatchRows | None] = ((), -1, None)
-        self._decoded: _Layout | None = None
-        """Of the step before, if all of its tokens were generated ones, and none was in a position group."""
+        self._decoded: int | None = None
+        """Version of the table at the step before, if its tokens were generated ones, none in a position group."""
+        self._same_step = StepRows(self._shown, 0, True)
 
-    def resolve(self, view: BatchView | None) -> StepRows:
-        """Return the rows of the next step; None stands for dummy and idle steps."""
-        layout, self._decoded = self._decoded, None
-        if view is not None and layout is not None and layout == self._decoding(view):
-            self._decoded = layout
-            return StepRows(self._shown, 0, True)
-        step = self._resolve(view)
-        if view is not None and step.is_steered and step.groups is None:
-            self._decoded = self._decoding(view)
+    def resolve(self, view: BatchView | None, *, goes_on: bool = False) -> StepRows:
+        """Return the rows of the next step.
+
+        Args:
+            view: The step; None stands for dummy and idle ones.
+            goes_on: Whether it goes on from the step before, as `StepSequence` has it.
+        """
+        if goes_on and self._decoded == self._table.version:
+            return self._same_step
+        step, self._decoded = self._resolve(view), None
+        batch = self._batch[2]
+        if view is not None and batch is not None and step.is_steered and step.groups is None:
+            is_decoding = not np.count_nonzero(view.num_computed < batch.num_prompt)
+            self._decoded = self._batch[1] if is_decoding else None
         return step
-
-    def _decoding(self, view: BatchView) -> _Layout | None:
-        """Return all that the rows of a step depend on in which all tokens are generated ones; None for others."""
-        req_ids, version, batch = self._batch
-        if batch is None or version != self._table.version or req_ids != view.req_ids:
-            return None
-        if (view.num_computed < batch.num_prompt).any():
-            return None
-        return _Layout(req_ids, version, view.starts.tobytes(), view.num_scheduled.tobytes())
 
     def _resolve(self, view: BatchView | None) -> StepRows:
         batch = None if view is None or self._table.is_idle else self._rows_of(view.req_ids)

@@ -163,12 +163,12 @@ def test_blocks_are_keyed_by_what_their_rows_depend_on():
 
 def readings(req_id: str, first: int, signals: np.ndarray) -> dict[str, Any]:
     return {
-        "ids": [req_id],
-        "firsts": np.array([first]).tobytes(),
-        "counts": np.array([len(signals)]).tobytes(),
+        "ids": (req_id,),
+        "firsts": np.array([first]),
+        "counts": np.array([len(signals)]),
         "columns": signals.shape[1],
         "told": None,
-        "values": signals.astype(np.float32).tobytes(),
+        "values": signals.astype(np.float32),
     }
 
 

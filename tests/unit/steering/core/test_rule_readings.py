@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headgate.steering.core.rules import step_readings
-from headgate.steering.core.rules.step_readings import OTHERS, StepReadings
+from headgate.steering.core.rules import row_counts
+from headgate.steering.core.rules.row_counts import OTHERS
+from headgate.steering.core.rules.step_readings import StepReadings
 from headgate.steering.gates.gate import Gate
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.requests.gate_fields import read_gates
 from headgate.steering.requests.trace import join_notes
 from headgate.steering.spec import SteeringSpec
-from tests.fakes.ruled import STEERABLE, Rules, document
+from tests.fakes.ruled import STEERABLE, Rules, document, unit
 
 COLUMNS = 40
 
@@ -28,12 +29,12 @@ def readings(*rows: tuple[str, int, list[dict[int, float]]]) -> StepTable:
     for value, each in zip(values, listed, strict=True):
         value[list(each)] = list(each.values())
     wire = {
-        "ids": [req_id for req_id, *_ in rows],
-        "firsts": np.array([first for _, first, _ in rows], np.int64).tobytes(),
-        "counts": np.array([len(told) for *_, told in rows], np.int64).tobytes(),
+        "ids": tuple(req_id for req_id, *_ in rows),
+        "firsts": np.array([first for _, first, _ in rows], np.int64),
+        "counts": np.array([len(told) for *_, told in rows], np.int64),
         "columns": COLUMNS,
         "told": None,
-        "values": values.tobytes(),
+        "values": values,
     }
     return StepTable.of(wire)
 
@@ -138,37 +139,58 @@ STRANGER = ("stranger", 0, [{}, {}])
 """Two rows of a request without gates: with them a step is not one of single rows."""
 
 
+def scoped(scope: str) -> dict[str, Any]:
+    if scope == "from before":  # at a site before the probe's, where the strength of the row before acts
+        return {"then": {"vectors": {"post_mlp": {"0": unit(1)}}}, "scope": "next_token"}
+    return {"then": "observe"} if scope == "observe" else {"scope": scope}
+
+
 @given(
-    scopes=st.lists(st.sampled_from(["this_token", "next_token", "rest_of_request"]), min_size=1, max_size=4),
+    scopes=st.lists(
+        st.sampled_from(["this_token", "next_token", "from before", "rest_of_request"]), min_size=1, max_size=4
+    ),
     seed=st.integers(0, 2**32 - 1),
+    left=st.sets(st.integers(0, 8), max_size=3),
+    ruled=st.lists(st.sampled_from(["this_token", "next_token", "from before", "observe"]), max_size=2),
+    change=st.integers(0, 8),
 )
-@settings(max_examples=40)
-def test_steps_of_single_rows_are_counted_as_others_are(scopes: list[str], seed: int) -> None:
+@settings(max_examples=60)
+def test_steps_of_single_rows_are_counted_as_others_are(
+    scopes: list[str], seed: int, left: set[int], ruled: list[str], change: int
+) -> None:
     rng, rules = np.random.default_rng(seed), Rules()
+    for at, scope in enumerate(ruled):
+        rules.on(f"rule{at}", **scoped(scope))
     alone, beside = StepReadings(rules.state.rules), StepReadings(rules.state.rules)
     gate = {key: value for key, value in document().items() if key != "applies_to"}
     for at, scope in enumerate(scopes):
-        gates = read_gates([{"name": f"gate{at % 2}", **gate, "scope": scope}], STEERABLE)
+        gates = read_gates([{"name": f"gate{at % 2}", **gate, **scoped(scope)}], STEERABLE)
         rules.state.rules.add(str(at), None, 4)
         resolved = rules.state.resolve(str(at), SteeringSpec(gates=gates), 4)
         for each in (alone, beside):
             each.add(str(at), gates, resolved, 4, is_traced=False)
 
-    for step in range(8):
+    for step in range(9):
         ids = [str(at) for at in range(len(scopes)) if at % 2 or step != 5]
-        told = [(req_id, 4 + step, [dict(enumerate(rng.integers(step == 7, 2, 8).astype(float)))]) for req_id in ids]
-        alone.take(readings(*told), ())
+        signals = [rng.choice([float(step == 7), 1.0, np.nan if step == 4 else 1.0], 8) for _ in ids]
+        told = [(req_id, 2 + step, [dict(enumerate(each))]) for req_id, each in zip(ids, signals, strict=True)]
+        alone.take(readings(*told, *([STRANGER] if step in left else [])), ())
         beside.take(readings(*told, STRANGER), ())
+        if step == change:
+            rules.on("late", **scoped(scopes[0] if scopes[0] == "from before" else "this_token"))
+            for each in (alone, beside):
+                each.change_rules(dict.fromkeys(ids, 2 + step + 2))
         if step == 6:
             for each in (alone, beside):
                 each.forget("1")
 
     assert alone.counts.gates == beside.counts.gates
+    assert alone.counts.rules == beside.counts.rules
     assert alone.counts.gates["gate0"] > 0
 
 
 def test_names_of_gates_in_one_step_are_limited(rules: Rules, steps: StepReadings, monkeypatch: Any) -> None:
-    monkeypatch.setattr(step_readings, "MAX_NAMES", 1)
+    monkeypatch.setattr(row_counts, "MAX_NAMES", 1)
     gate = {key: value for key, value in document().items() if key != "applies_to"}
     for name in ("one", "two", "three"):
         add(rules, steps, name, gates=read_gates([{"name": name, **gate}], STEERABLE))
@@ -181,7 +203,7 @@ def test_names_of_gates_in_one_step_are_limited(rules: Rules, steps: StepReading
 def test_names_of_gates_that_are_counted_apart_are_limited(
     rules: Rules, steps: StepReadings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_readings, "MAX_NAMES", 1)
+    monkeypatch.setattr(row_counts, "MAX_NAMES", 1)
     gate = {key: value for key, value in document().items() if key != "applies_to"}
     for name in ("one", "two", "three"):
         add(rules, steps, name, gates=read_gates([{"name": name, **gate}], STEERABLE))

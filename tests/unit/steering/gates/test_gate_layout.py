@@ -94,14 +94,14 @@ def test_a_trace_tells_each_row_once_and_numbers_that_json_lacks_as_null():
 def test_readings_are_parted_by_request():
     values = np.arange(6, dtype=np.float32).reshape(3, 2)
     readings = {
-        "ids": ["a", "b"],
-        "firsts": np.array([7, 0]).tobytes(),
-        "counts": np.array([1, 2]).tobytes(),
+        "ids": ("a", "b"),
+        "firsts": np.array([7, 0]),
+        "counts": np.array([1, 2]),
         "columns": 2,
         "told": None,
-        "values": values.tobytes(),
+        "values": values,
     }
 
-    found = [(rows.req_id, rows.first, rows.signals.tolist()) for rows in StepTable.of(readings).rows()]
+    found = [(rows.req_id, rows.first, rows.signals.tolist()) for rows in StepTable.of(readings).rows({"a", "b"})]
 
     assert found == [("a", 7, [[0, 1]]), ("b", 0, [[2, 3], [4, 5]])]

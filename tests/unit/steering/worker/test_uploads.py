@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS
-from headgate.steering.worker import device_tables
-from headgate.steering.worker.device_tables import DeviceTables, pack, packed_size, unpack
 from headgate.steering.worker.placed_programs import ProgramWrites
 from headgate.steering.worker.rows.row_table import TableWrites
 from headgate.steering.worker.rows.step_rows import StepRows
 from headgate.steering.worker.rows.vector_pool import SlotWrites
+from headgate.steering.worker.tables import device_tables
+from headgate.steering.worker.tables.device_tables import DeviceTables
+from headgate.steering.worker.tables.uploads import pack, packed_size, unpack
 
 RNG = np.random.default_rng(0)
 
@@ -70,7 +71,7 @@ def made_tables() -> DeviceTables:
 @pytest.mark.parametrize("limit", [256, 1 << 20], ids=["in-pieces", "together"])
 def test_tables_are_the_same_however_much_is_sent_together(monkeypatch, limit):
     monkeypatch.setattr(device_tables, "UPLOAD_BYTES", limit)
-    monkeypatch.setattr(device_tables, "_ENTRIES", 3 if limit == 256 else 1000)
+    monkeypatch.setattr(device_tables, "ENTRIES", 3 if limit == 256 else 1000)
     tables = made_tables()
     sent = Sent()
     monkeypatch.setattr(tables, "_upload", sent)

@@ -156,6 +156,22 @@ def test_steps_that_do_not_count_for_a_request_are_told_to_the_part(scheduler: S
     assert told["b"] == noted(2)
 
 
+def test_a_request_that_came_again_or_was_restarted_is_found_by_the_next_step(scheduler: Scheduler) -> None:
+    scheduler.add("a")
+    scheduler.add("b")
+    scheduler.step("a", "b", readings={"a": 1, "b": 1})
+    scheduler.free("a")
+    scheduler.step("a", "b", readings={"a": 2, "b": 2})
+    scheduler.add("a", num_stale_output_tokens=1, drop_stale_output=True)
+    scheduler.step("a", "b", readings={"a": 3, "b": 3})
+    scheduler.requests["a"].num_stale_output_tokens = 0
+
+    told = scheduler.step("a", "b", readings={"a": 4, "b": 4})
+
+    assert scheduler.part.discarded == [set(), {"a"}, {"a"}, set()]
+    assert told == {"a": noted(4), "b": noted(4)}
+
+
 def test_preempted_requests_whose_output_is_delivered_count(scheduler: Scheduler) -> None:
     scheduler.add("a", num_stale_output_tokens=1, drop_stale_output=False)
 

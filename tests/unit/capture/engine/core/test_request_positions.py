@@ -40,8 +40,10 @@ def services(held: dict[str, Held], waiting: dict[str, Any]) -> PartServices:
     return PartServices(core, "part", waiting)
 
 
-@given(held=st.dictionaries(st.sampled_from("abcdef"), requests), asked=st.lists(st.sampled_from("abcdefgh")))
-def test_positions_are_those_of_each_request(held: dict[str, Held], asked: list[str]) -> None:
+@given(
+    held=st.dictionaries(st.sampled_from("abcdef"), requests), asked=st.lists(st.sampled_from("abcdefgh")).map(tuple)
+)
+def test_positions_are_those_of_each_request(held: dict[str, Held], asked: tuple[str, ...]) -> None:
     made = services(held, {"g": Held(3, 0, 0, "waiting")})
 
     found = made.positions(asked).tolist()
@@ -54,6 +56,29 @@ def test_positions_are_those_of_each_request(held: dict[str, Held], asked: list[
 def test_requests_of_one_status(status: str) -> None:
     held = {name: Held(2, 3, computed, status) for name, computed in (("a", 4), ("b", 6), ("c", 0))}
 
-    found = services(held, {}).positions("abc").tolist()
+    found = services(held, {}).positions(("a", "b", "c")).tolist()
 
     assert found == ([4, 6, 4] if status == "running" else [-1] * 3)
+
+
+def test_the_same_requests_are_asked_for_again_while_they_run_are_preempted_and_end() -> None:
+    held = {name: Held(2, 3, 4, "running") for name in "ab"}
+    made, asked = services(held, {}), ("a", "b")
+
+    def run(name: str) -> None:
+        held[name].num_computed_tokens += 1
+        held[name].num_tokens += 1
+
+    assert made.positions(asked).tolist() == [4, 4]
+    run("a")
+    assert made.positions(asked).tolist() == [5, 4]
+    held["a"].num_computed_tokens, held["a"].status = 0, "preempted"
+    preempted: Any = SimpleNamespace(request_id="a")
+    made.preempted(preempted)
+    assert made.positions(asked).tolist() == [5, 4]
+    held["a"].num_computed_tokens, held["a"].status = 3, "running"
+    run("b")
+    assert made.positions(asked).tolist() == [5, 5]
+    del held["b"]
+    made.release("b")
+    assert made.positions(asked).tolist() == [5, -1]

@@ -30,7 +30,7 @@ from headgate.steering.controllers import (
 )
 from headgate.steering.core.controllers.opening import open_controllers
 from headgate.steering.core.steering_core import SteeringCore
-from headgate.steering.gates.coefficient_changes import CoefficientChange, CoefficientChanges
+from headgate.steering.gates.coefficient_changes import CoefficientChange
 from headgate.steering.requests.rules.rule_fields import read_rule
 from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
@@ -77,6 +77,10 @@ class Services:
     @property
     def actions(self) -> Services:
         return self
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.submitted)
 
     def take(self) -> list[Submitted]:
         found, self.submitted = self.submitted, []
@@ -133,18 +137,18 @@ class Core:
         count, columns = len(names), self.config.num_columns
         self.core.take_readings(
             {
-                "ids": names,
-                "firsts": np.full(count, self.services.position - 1, np.int64).tobytes(),
-                "counts": np.ones(count, np.int64).tobytes(),
+                "ids": tuple(names),
+                "firsts": np.full(count, self.services.position - 1, np.int64),
+                "counts": np.ones(count, np.int64),
                 "columns": columns,
                 "told": None,
-                "values": np.zeros((count, columns), np.float32).tobytes(),
+                "values": np.zeros((count, columns), np.float32),
             },
             (),
         )
         self.core.decide()
         orders = self.core.orders(names)
-        return [] if orders is None else list(CoefficientChanges.from_wire(orders["drives"]).each())
+        return [] if orders is None else list(orders["drives"].each())
 
     @property
     def figures(self) -> dict[str, int]:
@@ -295,7 +299,11 @@ def test_one_action_for_many_requests_does_what_one_for_each_does(opened: Callab
     for _ in range(60):
         requests = rng.sample([*names, "gone", "nobody"], rng.randint(1, 12) if rng.random() < 0.5 else len(names))
         scales = np.array([rng.choice((0.0, 0.5, rng.random())) for _ in requests])
-        each = SetSteeringEach(requests, rng.choice(("m", "m", "m", "other")), scales)
+        at = None
+        if rng.random() < 0.5:
+            at = np.array(sorted(rng.sample(range(len(requests)), rng.randint(0, len(requests)))), np.int64)
+            scales = scales[at]
+        each = SetSteeringEach(requests, rng.choice(("m", "m", "m", "other")), scales, at)
         more: list[Action] = [
             SetSteering(rng.choice(names), module="other"),
             SetSteering(rng.choice(names), module="m", compose=False),
@@ -329,13 +337,17 @@ def test_an_action_for_many_requests_that_is_malformed_is_rejected(opened: Calla
         SetSteeringEach(["a", "b"], "m", wrong),
         SetSteeringEach([["a"], "b"], "m", np.ones(2)),  # type: ignore[list-item]
         SetSteeringEach(["a", "b"], ["m"], np.ones(2)),  # type: ignore[arg-type]
+        SetSteeringEach(["a", "b"], "m", np.ones(2), np.array([1, 0])),
+        SetSteeringEach(["a", "b"], "m", np.ones(2), np.array([1, 2])),
+        SetSteeringEach(["a", "b"], "m", np.ones(1), np.array([0, 1])),
+        SetSteeringEach(["a", "b"], "m", np.ones(2), np.array([0.0, 1.0])),
     ):
         assert core.step(["a", "b"], each) == []
-    assert core.figures == {"applied": 0, "rejected": 8, "dropped": 0}
+    assert core.figures == {"applied": 0, "rejected": 16, "dropped": 0}
     assert core.step(["a", "b"], SetSteering(["a"], module="m")) == []  # type: ignore[arg-type]
     (change,) = core.step(["a", "b"], SetSteeringEach(["a", "b"], "m", np.array([np.nan, 1.0])))
     assert (change.req_id, change.value) == ("b", 1.0)
-    assert core.figures == {"applied": 1, "rejected": 10, "dropped": 0}
+    assert core.figures == {"applied": 1, "rejected": 18, "dropped": 0}
     (change,) = core.step(["b"], SetSteeringEach(["b", "b"], "m", np.array([2.0, 1.0])))[1:]
     assert (change.req_id, change.value) == ("b", 1.0)
 
@@ -352,7 +364,7 @@ def test_actions_of_consumers_are_applied_as_those_of_controllers(opened: Callab
     rows = {"post_mlp": {1: np.full(HIDDEN, 0.5, np.float32)}}
     core.services.submitted = [
         submitted(SetSteering("a", module="m", scale=0.5)),
-        submitted(SetSteeringEach(["b", "gone"], "m", np.array([0.25, 1.0])), num_dropped=3),
+        submitted(SetSteeringEach(["a", "b", "gone"], "m", np.array([0.25, 1.0]), np.array([1, 2])), num_dropped=3),
         submitted(SetSteering("b", vectors=rows, scale=2.0)),
         submitted(Stop("a", "enough")),
         submitted(SetSteering("a", module="none")),
@@ -360,7 +372,9 @@ def test_actions_of_consumers_are_applied_as_those_of_controllers(opened: Callab
         submitted(SetGlobal(scale="many")),  # type: ignore[arg-type]
     ]
 
+    assert core.core.call("dynamic", {})["queue"] == {"waiting": 7, "dropped": 0}
     told = core.step(["a", "b"])
+    assert core.core.call("dynamic", {})["queue"] == {"waiting": 0, "dropped": 4}
 
     # The vectors take the place of what the same consumer set before.
     assert sorted((change.req_id, change.value) for change in told) == [("a", 0.5), ("b", 0.0), ("b", 0.25), ("b", 2.0)]

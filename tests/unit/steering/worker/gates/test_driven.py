@@ -14,6 +14,7 @@ from headgate.steering.programs.program import Entry, Program
 from headgate.steering.worker.gates.requests import OwnGates
 from headgate.steering.worker.gates.step_gates import GateWrites, StepGates
 from headgate.steering.worker.rows.rule_programs import ActingRule
+from headgate.steering.worker.rows.step_sequence import StepSequence
 from tests.unit.steering.worker.gates.test_step_gates import COLUMNS, SITE, view
 
 PROMPT, LAST = 3, 12
@@ -31,6 +32,7 @@ class Device:
 
     def __init__(self) -> None:
         self.gates = StepGates(max_tokens=64, max_num_seqs=4, num_columns=COLUMNS, device=torch.device("cpu"))
+        self.sequence = StepSequence()
         self.gates.set_rules([driven_rule(column) for column in DRIVEN])
         self.signals = np.zeros((64, COLUMNS), np.float32)
         self.states = np.full((9, COLUMNS), np.nan, np.float32)
@@ -38,12 +40,16 @@ class Device:
 
     def step(self, *requests: tuple[str, int, int]) -> list[dict[int, float]]:
         """Run a step; returns the coefficients of each row, by column."""
-        writes = self.gates.step_begins(view(*requests))
+        writes = self.begin(*requests)
         if writes is not None:
             self._write(writes)
         self.gates.step_ends()
         count = sum(each for *_, each in requests)
         return [{column: self._coefficient(row, column) for column in DRIVEN} for row in range(count)]
+
+    def begin(self, *requests: tuple[str, int, int]) -> GateWrites | None:
+        step = view(*requests)
+        return self.gates.step_begins(step, goes_on=self.sequence.goes_on(step))
 
     def _write(self, writes: GateWrites) -> None:
         for first, end in writes.columns:
@@ -120,11 +126,11 @@ def test_steps_in_which_nothing_changes_write_nothing() -> None:
     for position in range(3):
         device.step(("a", position, 1))
 
-    writes = device.gates.step_begins(view(("a", 3, 1)))
+    writes = device.begin(("a", 3, 1))
 
     assert writes is not None
     assert (writes.states.tolist(), len(writes.tokens)) == ([5.0], 0)
-    assert device.gates.step_begins(view(("a", 4, 1))) is None
+    assert device.begin(("a", 4, 1)) is None
 
 
 def test_a_long_history_is_kept_where_most_requests_have_ended() -> None:

@@ -183,9 +183,9 @@ def test_what_is_read_is_of_the_requests_with_gates():
     assert readings is not None
     found = readings.collect()
 
-    assert found["ids"] == ["b"]
-    assert np.frombuffer(found["firsts"], np.int64).tolist() == [1]
-    assert np.frombuffer(found["values"], np.float32).tolist() == [2.0] * COLUMNS
+    assert found["ids"] == ("b",)
+    assert found["firsts"].tolist() == [1]
+    assert found["values"].tolist() == [[2.0] * COLUMNS]
 
 
 def test_nothing_is_read_if_nobody_has_gates():
@@ -225,11 +225,11 @@ def test_of_prompts_the_columns_travel_that_somebody_reads(monkeypatch: pytest.M
 
     told = [0, 1, 2, 3] if is_first else [1, 2, 3]
     first = 0 if is_first else 3
-    assert np.frombuffer(found["told"], np.int64).tolist() == told
+    assert found["told"].tolist() == told
     expected = np.zeros((5, COLUMNS), np.float32)
     expected[:, told] = np.arange(20, dtype=np.float32).reshape(5, COLUMNS)[:, told]
     np.testing.assert_array_equal(step.signals, expected[first:])
-    assert [rows.first for rows in step.rows()] == [0] * len(step.ids)
+    assert [rows.first for rows in step.rows(step.ids)] == [0] * len(step.ids)
 
 
 @pytest.mark.parametrize(("is_traced", "columns"), [(False, {4, 5, 6}), (True, {0, 4, 5, 6})])

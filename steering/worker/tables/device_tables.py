@@ -6,11 +6,9 @@ E entries of a program at a site, K changes of a batch row.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,109 +16,28 @@ import torch
 from torch import Tensor
 
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
-from headgate.capture.schema.config import MIB
 from headgate.steering.programs.codes import CODE, CODE_MASK, NUM_CODES, NUM_PARAMS, Code
-from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.gates.step_gates import GateWrites
 from headgate.steering.worker.placed_programs import ProgramWrites
 from headgate.steering.worker.reconstruction import EncodedSae
 from headgate.steering.worker.rows.row_table import TableWrites
 from headgate.steering.worker.rows.step_rows import StepRows
-
-UPLOAD_BYTES = 4 * MIB
-NUM_UPLOADS = 4
-"""Copies that may be under way before the step thread waits for the oldest."""
+from headgate.steering.worker.tables.gate_updates import GateUpdates
+from headgate.steering.worker.tables.uploads import (
+    ALIGNMENT,
+    ENTRIES,
+    UPLOAD_BYTES,
+    CudaUpload,
+    HostUpload,
+    Upload,
+    Write,
+    inference_mode,
+    packed_size,
+)
 
 _NO_TOKENS: Int32Array = np.empty(0, np.int32)
 _NO_SAES: Mapping[int, EncodedSae] = {}
-
-
-class Upload(Protocol):
-    """A way to bring arrays to the device. Step thread only."""
-
-    def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Tensor]:
-        """Return `arrays` on the device, each in its own dtype and shape; no larger than the limit together."""
-        ...
-
-
-class HostUpload:
-    """The way for a forward pass on the CPU, whose memory already holds the arrays."""
-
-    def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Tensor]:
-        return [torch.from_numpy(np.array(array)) for array in arrays]
-
-
-class CudaUpload:
-    """The way for a forward pass on a GPU: through pinned memory, on the compute stream, without waiting for the GPU.
-
-    Arrays that are sent together travel in one copy: a copy costs the host some 15 us whatever its size.
-
-    Args:
-        device: The GPU.
-        num_bytes: Upper limit of what is sent together.
-    """
-
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self._device = device
-        self._pinned = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(NUM_UPLOADS)]
-        self._events = [torch.cuda.Event() for _ in range(NUM_UPLOADS)]  # type: ignore[no-untyped-call]
-        self._next = 0
-
-    def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Tensor]:
-        at, self._next = self._next, (self._next + 1) % NUM_UPLOADS
-        self._events[at].synchronize()  # returns at once unless the GPU is as many copies behind
-        pinned = self._pinned[at]
-        size = pack(arrays, pinned.numpy())
-        sent = pinned[:size].to(self._device, non_blocking=True)
-        self._events[at].record()
-        return unpack(sent, arrays)
-
-
-def packed_size(arrays: Iterable[npt.NDArray[Any]]) -> int:
-    """Return the bytes that `pack` takes."""
-    return sum(_padded(array.nbytes) for array in arrays)
-
-
-def pack(arrays: Iterable[npt.NDArray[Any]], buffer: npt.NDArray[np.uint8]) -> int:
-    """Copy arrays one behind the other into a buffer, aligned; return the bytes that they take.
-
-    Raises:
-        AssertionError: If they do not fit.
-    """
-    start = 0
-    for array in arrays:
-        end = start + array.nbytes
-        if end > len(buffer):
-            raise AssertionError(f"arrays of more than {end} bytes for a buffer of {len(buffer)}")
-        buffer[start:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        start += _padded(array.nbytes)
-    return start
-
-
-def unpack(sent: Tensor, arrays: Iterable[npt.NDArray[Any]]) -> list[Tensor]:
-    """Return views of packed bytes, uint8 ``[n]``, in the dtypes and shapes of the arrays that `pack` was given."""
-    found, start = [], 0
-    for array in arrays:
-        one = sent[start : start + array.nbytes].view(_TORCH_TYPES[array.dtype])
-        found.append(one.view(array.shape))
-        start += _padded(array.nbytes)
-    return found
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-_ALIGNMENT = 16
-_TORCH_TYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "uint16", "float16", "float32")}
-
-
-class _Write(NamedTuple):
-    """A change of the tables: what is done with arrays once they are on the device."""
-
-    apply: Callable[..., object]
-    arrays: tuple[npt.NDArray[Any], ...]
 
 
 class ProgramTables:
@@ -156,23 +73,19 @@ class ProgramTables:
         """Bytes of device memory, without `counts` and `active`."""
         return sum(table.nbytes for table in (self.codes, self.params, self.groups, self.changes))
 
-    def writes(self, changed: ProgramWrites) -> list[_Write]:
+    def writes(self, changed: ProgramWrites) -> list[Write]:
         """Return the writes of changed rows' entries, each of a size that can be sent."""
-        chunks = (slice(start, start + _ENTRIES) for start in range(0, len(changed.places), _ENTRIES))
+        chunks = (slice(start, start + ENTRIES) for start in range(0, len(changed.places), ENTRIES))
         entries = changed.places, changed.codes, changed.params
-        return [_Write(self._write, tuple(array[chunk] for array in entries)) for chunk in chunks]
+        return [Write(self._write, tuple(array[chunk] for array in entries)) for chunk in chunks]
 
-    def write_groups(self, groups: Int64Array) -> _Write:
+    def write_groups(self, groups: Int64Array) -> Write:
         """Return the write of the position groups of a step's batch rows."""
-        return _Write(self.groups[: len(groups)].copy_, (groups,))
+        return Write(self.groups[: len(groups)].copy_, (groups,))
 
     def _write(self, places: Tensor, codes: Tensor, params: Tensor) -> None:
         self.codes.view(-1, NUM_CODES).index_copy_(0, places, codes)
         self.params.view(-1, NUM_PARAMS).index_copy_(0, places, params)
-
-
-_ENTRIES = UPLOAD_BYTES // (8 + 4 * NUM_CODES + 4 * NUM_PARAMS + 3 * _ALIGNMENT)
-"""Entries that are sent together, at most."""
 
 
 class ReconstructedRows:
@@ -214,7 +127,7 @@ class ReconstructedRows:
         self._first = _NO_TOKENS if view is None else view.starts[(view.num_computed == 0) & (view.num_scheduled > 0)]
         return self._has_any and not np.array_equal(earlier, self._first)
 
-    def writes(self, rows: Int32Array) -> list[_Write]:
+    def writes(self, rows: Int32Array) -> list[Write]:
         """Return the writes of the lists of a step whose batch rows have the table rows `rows`, int32 ``[n]``.
 
         Rows at position 0 stand last: they do not count towards figures.
@@ -227,9 +140,9 @@ class ReconstructedRows:
                 tokens = np.concatenate((tokens[~is_first], tokens[is_first]))
                 counts = np.array([len(tokens), len(tokens) - np.count_nonzero(is_first)], np.int32)
                 sae = self._saes[index]
-                made.append(_Write(sae.num_tokens.copy_, (counts,)))
+                made.append(Write(sae.num_tokens.copy_, (counts,)))
                 if len(tokens):
-                    made.append(_Write(sae.tokens[: len(tokens)].copy_, (tokens,)))
+                    made.append(Write(sae.tokens[: len(tokens)].copy_, (tokens,)))
                 self._listed[index] = len(tokens)
         return made
 
@@ -285,7 +198,7 @@ class DeviceTables:
         self._extent = 0
         row_bytes = hidden_size * dtype.itemsize
         columns = (8 + self._map.element_size() * len(self._map)) * num_rows
-        self._limit = max(UPLOAD_BYTES, row_bytes + 8, 16 * max_tokens, columns) + 4 * _ALIGNMENT
+        self._limit = max(UPLOAD_BYTES, row_bytes + 8, 16 * max_tokens, columns) + 4 * ALIGNMENT
         self._upload: Upload = CudaUpload(device, self._limit) if device.type == "cuda" else HostUpload()
         self._vectors_at_once = max(UPLOAD_BYTES // (row_bytes + 8), 1)
         self.programs: ProgramTables | None = None
@@ -294,6 +207,7 @@ class DeviceTables:
             self.programs = ProgramTables(counts, active, max_entries, num_changes)
         self.saes = saes
         self.gates = gates
+        self._gate_updates = None if gates is None else GateUpdates(gates)
         self._reconstructed = ReconstructedRows(saes, num_rows, max_entries)
 
     @property
@@ -325,41 +239,45 @@ class DeviceTables:
         begins_elsewhere = self._reconstructed.follow(view)
         if not (count or begins_elsewhere) and writes is None and step.groups is None and gates is None:
             return
-        made: list[_Write] = []
-        if count:
-            self._extent = count
-            made.append(_Write(self.rows[:count].copy_, (step.rows[:count],)))
-        if writes is not None:
-            made += self._table_writes(writes)
-        if step.groups is not None and self.programs is not None:
-            made.append(self.programs.write_groups(step.groups))
-        if count or is_stale or begins_elsewhere:
-            made += self._reconstructed.writes(step.rows[: self._extent])
-        if gates is not None and self.gates is not None:
-            made += _gate_writes(gates, self.gates)
-        self._apply(made)
-        if count or is_stale:
-            extent = self._extent
-            self._resolved[:, :extent] = self._map.index_select(1, self.rows[:extent])
+        with inference_mode():
+            made: list[Write] = []
+            if count:
+                self._extent = count
+                made.append(Write(self.rows[:count].copy_, (step.rows[:count],)))
+            if writes is not None:
+                made += self._table_writes(writes)
+            if step.groups is not None and self.programs is not None:
+                made.append(self.programs.write_groups(step.groups))
+            if count or is_stale or begins_elsewhere:
+                made += self._reconstructed.writes(step.rows[: self._extent])
+            if gates is not None and self._gate_updates is not None:
+                made += self._gate_updates.writes(gates)
+            self._apply(made)
+            if count or is_stale:
+                extent = self._extent
+                self._resolved[:, :extent] = self._map.index_select(1, self.rows[:extent])
 
-    def _table_writes(self, writes: TableWrites) -> list[_Write]:
+    def _table_writes(self, writes: TableWrites) -> list[Write]:
         made = []
         if (changed := writes.slots) is not None:
             for start in range(0, len(changed.slots), self._vectors_at_once):
                 chunk = slice(start, start + self._vectors_at_once)
-                made.append(_Write(self._write_vectors, (changed.slots[chunk], changed.vectors[chunk])))
+                made.append(Write(self._write_vectors, (changed.slots[chunk], changed.vectors[chunk])))
         if len(writes.rows):
             columns = writes.columns
             if self.programs is not None and writes.programs is not None:
                 columns = np.concatenate((columns, writes.programs.counts))
                 made += self.programs.writes(writes.programs)
                 self._reconstructed.note(writes.rows, writes.programs)
-            made.append(_Write(self._write_columns, (writes.rows, columns)))
+            made.append(Write(self._write_columns, (writes.rows, columns)))
         return made
 
-    def _apply(self, writes: Iterable[_Write]) -> None:
+    def _apply(self, writes: Sequence[Write]) -> None:
         """Send and make `writes`, as many at a time as can be sent together: mostly that is all of them."""
-        waiting: list[_Write] = []
+        if len(writes) == 1:
+            self._send(writes)
+            return
+        waiting: list[Write] = []
         size = 0
         for write in writes:
             more = packed_size(write.arrays)
@@ -370,7 +288,7 @@ class DeviceTables:
             size += more
         self._send(waiting)
 
-    def _send(self, writes: Sequence[_Write]) -> None:
+    def _send(self, writes: Sequence[Write]) -> None:
         if not writes:
             return
         sent = iter(self._upload.send([array for write in writes for array in write.arrays]))
@@ -382,19 +300,3 @@ class DeviceTables:
 
     def _write_columns(self, rows: Tensor, columns: Tensor) -> None:
         self._map.index_copy_(1, rows, columns)
-
-
-def _gate_writes(changed: GateWrites, gates: GateTensors) -> list[_Write]:
-    for first, end in changed.columns:
-        gates.states[:, first:end] = math.nan
-    count = len(changed.tokens)
-    made = [_Write(gates.tokens[:count].copy_, (changed.tokens,))] if count else []
-    if len(changed.cleared):
-        made.append(_Write(lambda slots: gates.states.index_fill_(0, slots.long(), math.nan), (changed.cleared,)))
-    made += _flat_writes(gates.signals, changed.places, changed.strengths)
-    return made + _flat_writes(gates.states, changed.state_places, changed.states)
-
-
-def _flat_writes(tensor: Tensor, places: Int64Array, values: Float32Rows) -> list[_Write]:
-    chunks = [slice(start, start + _ENTRIES) for start in range(0, len(places), _ENTRIES)]
-    return [_Write(partial(tensor.view(-1).index_copy_, 0), (places[chunk], values[chunk])) for chunk in chunks]
