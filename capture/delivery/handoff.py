@@ -12,7 +12,8 @@ import numpy as np
 
 from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.schema.batch import FinalState, NewRequest
-from headgate.capture.schema.consumer import Origin, RequestInfo
+from headgate.capture.schema.consumer import RequestInfo
+from headgate.capture.schema.results import Origin
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.staging.host_rows import StagedRows
 

@@ -29,6 +29,7 @@ from headgate.capture.schema.actions.action_sink import ActionSink, NoActions
 from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.config import Location
 from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.results import Origin
 from headgate.capture.schema.selectors.parsing import parse_positions
 from headgate.capture.schema.selectors.union import MAX_POSITION
 from headgate.capture.schema.sites import HOOK_NAMES, Site, parse_hook, parse_sites
@@ -80,32 +81,6 @@ class ConsumerContext:
     pp_size: int = 1
     versions: Mapping[str, str] = field(default_factory=dict)
     steering: ActionSink = field(default_factory=NoActions, repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a request's results go.
-
-    Attributes:
-        reply: Address of the result hub of the front end that owns the request; None if nobody waits.
-        key: Random per request: what the hub knows it by. Those of one HTTP call begin alike; see `join_key`.
-    """
-
-    reply: str | None
-    key: str = field(repr=False)
-
-    @property
-    def call(self) -> str:
-        """The same for all requests of one HTTP call; a request of none is a call of its own."""
-        return self.key.partition(_JOINT)[0]
-
-
-_JOINT = "."
-
-
-def join_key(call: str, key: str) -> str:
-    """The key of a request that belongs to an HTTP call with the token `call`."""
-    return f"{call}{_JOINT}{key}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

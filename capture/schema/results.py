@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
@@ -23,6 +23,32 @@ MAX_KEPT_NAME = 256
 """Characters of the name under which rows are kept, at most."""
 
 Status = Literal["ok", "partial_error", "error", "pending"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a request's results go.
+
+    Attributes:
+        reply: Address of the result hub of the front end that owns the request; None if nobody waits.
+        key: Random per request: what the hub knows it by. Those of one HTTP call begin alike; see `join_key`.
+    """
+
+    reply: str | None
+    key: str = field(repr=False)
+
+    @property
+    def call(self) -> str:
+        """The same for all requests of one HTTP call; a request of none is a call of its own."""
+        return self.key.partition(_JOINT)[0]
+
+
+_JOINT = "."
+
+
+def join_key(call: str, key: str) -> str:
+    """The key of a request that belongs to an HTTP call with the token `call`."""
+    return f"{call}{_JOINT}{key}"
 
 
 class MessageSpan(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ from headgate.capture.engine.requests.chat_messages import ChatMessages
 from headgate.capture.engine.requests.permissions import check_length, check_use
 from headgate.capture.engine.requests.sampling_params import CAPTURE_MESSAGES, CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig
-from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo, join_key
+from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
 from headgate.capture.schema.errors import RequestError, UnsupportedError
 from headgate.capture.schema.limits import CaptureLimits, CaptureUse, use_of
 from headgate.capture.schema.results import (
@@ -32,6 +32,7 @@ from headgate.capture.schema.results import (
     CaptureResults,
     KeptRequest,
     RowKeeper,
+    join_key,
     with_messages,
 )
 from headgate.capture.transport.driver_host import DriverHost, DriverStats

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from headgate.capture.engine.requests.hidden_states import SPEC, plain_state, read_form, tensor_of
-from headgate.capture.schema.consumer import ConsumerContext, Origin, join_key
+from headgate.capture.schema.consumer import ConsumerContext
 from headgate.capture.schema.errors import ConsumerError, RequestError
 from headgate.capture.schema.positions import Named
-from headgate.capture.schema.results import CaptureResult
+from headgate.capture.schema.results import CaptureResult, Origin, join_key
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed

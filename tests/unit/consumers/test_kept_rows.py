@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from headgate.capture.schema.consumer import ConsumerContext, Origin, SpecContext, join_key
+from headgate.capture.schema.consumer import ConsumerContext, SpecContext
 from headgate.capture.schema.errors import ConfigError, ConsumerError, RequestError
-from headgate.capture.schema.results import RowKeeper
+from headgate.capture.schema.results import Origin, RowKeeper, join_key
 from headgate.capture.schema.sites import Site
 from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest, Feed
 from headgate.consumers.kept_rows import KeepLimits, KeptName, KeptRequests

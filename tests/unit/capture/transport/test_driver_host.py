@@ -11,8 +11,8 @@ import zmq
 
 from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.schema.config import CaptureConsumerSpec
-from headgate.capture.schema.consumer import CapturedRequest, Origin
-from headgate.capture.schema.results import CaptureResult
+from headgate.capture.schema.consumer import CapturedRequest
+from headgate.capture.schema.results import CaptureResult, Origin
 from headgate.capture.transport.addresses import rows_address
 from headgate.capture.transport.channel import numbering
 from headgate.capture.transport.result_sender import ZmqResultSender

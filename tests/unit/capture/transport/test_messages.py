@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.capture.schema.batch import FinalState
-from headgate.capture.schema.consumer import FinishedRequest, Origin, RequestInfo, RowBlock, RowSpan
+from headgate.capture.schema.consumer import FinishedRequest, RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.positions import Named
+from headgate.capture.schema.results import Origin
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.transport.messages import (

@@ -18,10 +18,10 @@ from headgate.capture.engine.requests.call_context import Call, enter
 from headgate.capture.engine.requests.capture_frontend import FRONT_END, FrontEnd, add_results, attach_results
 from headgate.capture.engine.requests.sampling_params import CaptureRequest
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
-from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, Origin, SpecContext
+from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, ModelInfo, SpecContext
 from headgate.capture.schema.errors import ConfigError, UnsupportedError
 from headgate.capture.schema.positions import Named
-from headgate.capture.schema.results import CaptureResult
+from headgate.capture.schema.results import CaptureResult, Origin
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.transport.result_hub import ResultHub
