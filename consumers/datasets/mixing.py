@@ -21,7 +21,7 @@ from headgate.consumers.datasets.ahead import Ahead
 from headgate.consumers.datasets.batches import RowBatch, check_positive
 from headgate.consumers.datasets.pool import RowPool
 from headgate.consumers.datasets.reading import Bytes, Slots
-from headgate.consumers.datasets.sinks import SinkFilter
+from headgate.consumers.datasets.sinks import sinks_of
 from headgate.consumers.datasets.view import RowView, ascending, fingerprint_of
 
 DEFAULT_ROWS = 1_000_000
@@ -51,7 +51,7 @@ class MixedBatches(Iterator[RowBatch]):
         min_requests: Requests that are mixed. Where requests are few and long, the pool grows until it has them.
         epochs: How often the data are gone through, each time in another order; None for ever.
         first_epoch: The number of the first of them, which its order follows from.
-        drop_sinks: Leave out rows whose norm is above 10 times the median at one of the sites; see `SinkFilter`.
+        drop_sinks: Leave out rows whose norm is above 10 times the median at one of the sites; see `sinks_of`.
         part: ``(i, n)``: the i-th of n disjoint parts, whose union is all rows; for ranks and workers.
         reads_ahead: Read on a thread while the caller uses a batch; otherwise between two batches. Both give the same.
 
@@ -92,7 +92,7 @@ class MixedBatches(Iterator[RowBatch]):
         self._last_epoch = None if epochs is None else first_epoch + epochs
         self._min_rows, self._min_requests, self._reads_ahead = min_rows, min_requests, reads_ahead
         self._block_rows = max(min_rows // (2 * min_requests), 1)
-        self._filter = SinkFilter(view, seed) if drop_sinks else None
+        self._filter = sinks_of(view, seed) if drop_sinks else None
         self._own_view = replace(view, files=view.files.copy())  # of the thread: the caller may use `view` meanwhile
         row_bytes = max(view.row_bytes * len(view.sites), 1)
         self._refill_rows = max(min(_REFILL_BYTES // row_bytes, min_rows // 8), batch_size)
