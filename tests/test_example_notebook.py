@@ -31,7 +31,6 @@ def test_the_stored_outputs_are_those_of_one_run_from_top_to_bottom() -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.extended
 def test_the_cells_run_and_print_what_is_stored(model_dir: Path, tmp_path: Path) -> None:
     script = tmp_path / "cells.py"
     script.write_text(SOURCE, encoding="utf-8")

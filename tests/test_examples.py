@@ -159,6 +159,36 @@ def test_an_sae_is_trained_on_live_rows_and_used(
 
 
 @pytest.mark.engine
+def test_a_chat_is_looked_at_message_by_message(model_dir: Path, tmp_path: Path) -> None:
+    printed = run_example("examples/chats.py", str(model_dir), str(tmp_path / "chats.png"))
+
+    found = re.findall(r"^ *(\w+) +([+-][0-9.]+)  ['\"](.*)['\"]$", printed, re.MULTILINE)
+    assert [role for role, _, _ in found] == ["system", "user", "assistant", "user", "answer"]
+    _, (_, glad, _), _, (_, sad, text), _ = found
+    assert float(sad) < 0 < float(glad)
+    assert text == "She had an accident on the way. I am scared and I cannot stop crying."
+    assert (tmp_path / "chats.png").read_bytes().startswith(b"\x89PNG")
+    assert len((ROOT / "examples/chats.py").read_text().splitlines()) < 80
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "     256 rows: 0.95 unexplained, 912 active\n   2,560 rows: 0.31 unexplained, 41 active\n",
+        "step 0: mean reward -0.0012, engine and trainer differ by 0.0040\n"
+        "step 1: mean reward +0.0112, engine and trainer differ by 0.0040\n",
+    ],
+    ids=["sae", "reward"],
+)
+def test_what_the_training_examples_print_becomes_a_picture(tmp_path: Path, printed: str) -> None:
+    (tmp_path / "log.txt").write_text(f"INFO of something else\n{printed}")
+
+    run_example("examples/curves.py", str(tmp_path / "log.txt"), str(tmp_path / "curves.png"))
+
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.engine
 def test_a_gate_acts_on_the_angry_user_alone(model_dir: Path) -> None:
     printed = run_example("examples/gate.py", str(model_dir))
 

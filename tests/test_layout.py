@@ -63,7 +63,7 @@ LAYERS = {
         *(["verify"], ["part"]),
     ),
     "headgate.consumers.datasets": (
-        *(["index"], ["reading", "selection"], ["view"], ["batches", "sinks", "manifest", "pool"], ["mixing"]),
+        *(["index", "ahead"], ["reading", "selection"], ["view"], ["batches", "sinks", "manifest", "pool"], ["mixing"]),
         *(["dataset"], ["feeds", "export"]),
     ),
     "headgate.consumers.filesystem": (["storage"], ["formats", "uploading"], ["params", "writing"], ["consumer"]),

@@ -92,6 +92,7 @@ class Dataset:
         epochs: int | None = 1,
         drop_sinks: bool = False,
         part: tuple[int, int] = (0, 1),
+        reads_ahead: bool = True,
     ) -> MixedBatches:
         """All rows in a random order, each once an epoch; see `MixedBatches`."""
         return MixedBatches(
@@ -103,6 +104,7 @@ class Dataset:
             epochs=epochs,
             drop_sinks=drop_sinks,
             part=part,
+            reads_ahead=reads_ahead,
         )
 
     def manifest(self, *, revision: str | None = None, tokenizer: str | None = None) -> dict[str, Any]:
@@ -126,7 +128,7 @@ class Dataset:
         store_manifest(path, self.manifest(revision=revision, tokenizer=tokenizer))
 
     def close(self) -> None:
-        """Close all files. They are opened again when rows are read."""
+        """Close all files but those of mixed batches. They are opened again when rows are read."""
         for view, _ in self._views.values():
             view.files.close()
 

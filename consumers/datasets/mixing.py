@@ -3,25 +3,32 @@
 Files are cut into blocks of rows, all blocks of the data set are shuffled, and a pool is filled with them. A batch is
 drawn uniformly from the pool, which is filled up again before the next one. So at every draw the pool holds at least
 `min_rows` rows of at least `min_requests` requests, as long as the epoch has so many left.
+
+What fills the pool up next is read ahead on a thread of its own, to memory that the pool has spare. It counts from when
+the pool lacks rows, so nothing depends on how far the thread is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from headgate.consumers.datasets.ahead import Ahead
 from headgate.consumers.datasets.batches import RowBatch, check_positive
 from headgate.consumers.datasets.pool import RowPool
 from headgate.consumers.datasets.reading import Bytes, Slots
-from headgate.consumers.datasets.sinks import SinkFilter
-from headgate.consumers.datasets.view import RowView, fingerprint_of
+from headgate.consumers.datasets.sinks import sinks_of
+from headgate.consumers.datasets.view import RowView, ascending, fingerprint_of
 
 DEFAULT_ROWS = 1_000_000
 DEFAULT_REQUESTS = 1000
 STATE_VERSION = 1
+_REFILL_BYTES = 32 << 20
+"""Bytes that a pool is filled up with at once, so that threads wait for each other seldom."""
 
 Numbers = npt.NDArray[np.int64]
 
@@ -39,12 +46,14 @@ class MixedBatches(Iterator[RowBatch]):
         view: The rows.
         batch_size: Rows in a batch; the last one of an epoch may be smaller.
         seed: Of the order.
-        min_rows: Rows that are mixed: the pool takes so many times the bytes of a row at all sites.
+        min_rows: Rows that are mixed: the pool takes so many times the bytes of a row at all sites, and up to 64 MiB or
+            two batches more.
         min_requests: Requests that are mixed. Where requests are few and long, the pool grows until it has them.
         epochs: How often the data are gone through, each time in another order; None for ever.
         first_epoch: The number of the first of them, which its order follows from.
-        drop_sinks: Leave out rows whose norm is above 10 times the median at one of the sites; see `SinkFilter`.
+        drop_sinks: Leave out rows whose norm is above 10 times the median at one of the sites; see `sinks_of`.
         part: ``(i, n)``: the i-th of n disjoint parts, whose union is all rows; for ranks and workers.
+        reads_ahead: Read on a thread while the caller uses a batch; otherwise between two batches. Both give the same.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -62,6 +71,7 @@ class MixedBatches(Iterator[RowBatch]):
         first_epoch: int = 0,
         drop_sinks: bool = False,
         part: tuple[int, int] = (0, 1),
+        reads_ahead: bool = True,
     ) -> None:
         for field, value in (("batch_size", batch_size), ("min_rows", min_rows), ("min_requests", min_requests)):
             check_positive(value, field)
@@ -80,10 +90,14 @@ class MixedBatches(Iterator[RowBatch]):
         }
         self._batch_size, self._seed, self._part = batch_size, seed, part
         self._last_epoch = None if epochs is None else first_epoch + epochs
-        self._min_rows, self._min_requests = min_rows, min_requests
+        self._min_rows, self._min_requests, self._reads_ahead = min_rows, min_requests, reads_ahead
         self._block_rows = max(min_rows // (2 * min_requests), 1)
-        self._filter = SinkFilter(view, seed) if drop_sinks else None
-        self._pool = _Pool(view, min(min_rows, len(view)) + self._block_rows)
+        self._filter = sinks_of(view, seed) if drop_sinks else None
+        self._own_view = replace(view, files=view.files.copy())  # of the thread: the caller may use `view` meanwhile
+        row_bytes = max(view.row_bytes * len(view.sites), 1)
+        self._refill_rows = max(min(_REFILL_BYTES // row_bytes, min_rows // 8), batch_size)
+        self._pool = _Pool(view, min(min_rows + 2 * (self._refill_rows + self._block_rows), len(view)))
+        self._ahead: Ahead[_Refill] | None = None
         self._begin()
 
     @property
@@ -98,7 +112,7 @@ class MixedBatches(Iterator[RowBatch]):
         while self._last_epoch is None or self.epoch < self._last_epoch:
             self._fill()
             if self._pool.count:
-                return self._pool.draw(self._random, self._batch_size)
+                return self._draw()
             if not len(self.view):
                 break
             self.epoch += 1
@@ -144,6 +158,9 @@ class MixedBatches(Iterator[RowBatch]):
 
     def _begin(self) -> None:
         """Begin the epoch: the order of its blocks, and a pool without rows."""
+        if self._ahead is not None:
+            self._ahead.wait()  # it writes to the pool
+            self._ahead = None
         starts, stops = block_order(self.view, self._block_rows, np.random.default_rng([self._seed, self.epoch]))
         index, count = self._part
         self._starts, self._stops = starts[index::count], stops[index::count]
@@ -151,25 +168,63 @@ class MixedBatches(Iterator[RowBatch]):
         self._random = np.random.default_rng([self._seed, self.epoch, index + 1, count])
         self._pool.clear()
 
+    def _draw(self) -> RowBatch:
+        numbers, slots = self._pool.take(self._random, self._batch_size)
+        if self._reads_ahead and self._ahead is None and self._next_block < len(self._starts):
+            self._ahead = Ahead(self._next_refill(spared=len(slots)), "headgate-mixing")
+        return RowBatch(self.view, numbers, self._pool.copies(slots))
+
     def _fill(self) -> None:
         pool = self._pool
         while self._next_block < len(self._starts):
-            lacking = self._min_rows - pool.count
-            if lacking <= 0 and pool.num_requests >= self._min_requests:
+            if pool.count >= self._min_rows and pool.num_requests >= self._min_requests:
                 break
-            if self._filter is None:
-                self._next_block = pool.read(self._starts, self._stops, self._next_block, lacking)
+            if self._ahead is None:
+                refill = self._next_refill()()
             else:
-                self._add_filtered(self._filter)
+                self._ahead.wait()
+                ahead, self._ahead = self._ahead, None  # if it failed, its blocks are read again by the next call
+                refill = ahead.result()
+            pool.commit(refill.numbers)
+            self._next_block = refill.next_block
+            self.num_sinks += refill.num_sinks
 
-    def _add_filtered(self, sinks: SinkFilter) -> None:
-        start, stop = int(self._starts[self._next_block]), int(self._stops[self._next_block])
-        self._next_block += 1
-        data = self.view.read(start, stop)
-        kept = sinks.keeps(data)
-        self.num_sinks += int(np.count_nonzero(~kept))
-        numbers = np.arange(start, stop, dtype=np.int64)[kept]
-        self._pool.add(numbers, {site: rows[kept] for site, rows in data.items()})
+    def _next_refill(self, *, spared: int = 0) -> Callable[[], _Refill]:
+        """Reserve memory for the next blocks; a call of the result reads them to it."""
+        first = self._next_block
+        sizes = self._stops[first : first + self._refill_rows] - self._starts[first : first + self._refill_rows]
+        stop = first + min(int(np.searchsorted(np.cumsum(sizes), self._refill_rows)) + 1, len(sizes))
+        starts, stops = self._starts[first:stop], self._stops[first:stop]
+        memory = self._pool.reserve(int(sizes[: stop - first].sum()), spared=spared)
+        view, sinks = self._own_view, self._filter
+
+        def read() -> _Refill:
+            numbers = ascending(starts, stops)
+            if sinks is None:
+                view.read_blocks(starts, stops, memory)
+                return _Refill(stop, numbers, 0)
+            data = {site: np.empty((len(numbers), view.row_bytes), dtype=np.uint8) for site in view.sites}
+            view.read_blocks(starts, stops, data)
+            kept = sinks.keeps(data)
+            for site, slots in memory.items():
+                Slots(slots.memory, slots.chosen[: np.count_nonzero(kept)]).put(data[site][kept])
+            return _Refill(stop, numbers[kept], int(np.count_nonzero(~kept)))
+
+        return read
+
+
+class _Refill(NamedTuple):
+    """Rows that were read to what the pool had reserved for them.
+
+    Attributes:
+        next_block: The block behind the last that was read.
+        numbers: Of the rows.
+        num_sinks: Rows that were left out.
+    """
+
+    next_block: int
+    numbers: Numbers
+    num_sinks: int
 
 
 def block_order(view: RowView, block_rows: int, random: np.random.Generator) -> tuple[Numbers, Numbers]:
@@ -231,37 +286,28 @@ class _Pool:
         self._rows.add(numbers, data)
         self._count(numbers)
 
-    def read(self, starts: Numbers, stops: Numbers, first: int, num_rows: int) -> int:
-        """Add the rows of blocks, from block `first` on: of one, and further ones up to `num_rows` rows.
+    def reserve(self, count: int, *, spared: int = 0) -> dict[str, Slots]:
+        """Memory for rows that `commit` adds; see `RowPool.reserve`."""
+        return self._rows.reserve(count, spared=spared)
 
-        Returns:
-            The block behind the last.
-        """
-        ends = np.cumsum(stops[first : first + max(num_rows, 1)] - starts[first : first + max(num_rows, 1)])
-        count = min(int(np.searchsorted(ends, num_rows)) + 1, len(ends))
-        blocks = list(zip(starts[first : first + count].tolist(), stops[first : first + count].tolist(), strict=True))
-        numbers = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in blocks])
-
-        def fill(memory: Mapping[str, Slots]) -> None:
-            done = 0
-            for start, stop in blocks:
-                rows = slice(done, done + stop - start)
-                self._view.read_into(start, stop, {site: Slots(m, slots[rows]) for site, (m, slots) in memory.items()})
-                done = rows.stop
-
-        self._rows.read(numbers, fill)
+    def commit(self, numbers: Numbers) -> None:
+        """Add rows that were read to what was reserved."""
+        self._rows.commit(numbers)
         self._count(numbers)
-        return first + count
+
+    def take(self, random: np.random.Generator, count: int) -> tuple[Numbers, Numbers]:
+        """Take rows out at random, all if there are not more than `count`: their numbers and their slots."""
+        numbers, slots = self._rows.take(random, count)
+        requests, counts = np.unique(self._view.requests(numbers), return_counts=True)
+        self._per_request[requests] -= counts.astype(np.int32)
+        self.num_requests -= int(np.count_nonzero(self._per_request[requests] == 0))
+        return numbers, slots
+
+    def copies(self, slots: Numbers) -> dict[str, Bytes]:
+        """Copies of the rows that lie in slots."""
+        return self._rows.copies(slots)
 
     def _count(self, numbers: Numbers) -> None:
         requests, counts = np.unique(self._view.requests(numbers), return_counts=True)
         self.num_requests += int(np.count_nonzero(self._per_request[requests] == 0))
         self._per_request[requests] += counts.astype(np.int32)
-
-    def draw(self, random: np.random.Generator, count: int) -> RowBatch:
-        """Take rows out at random, all if there are not more than `count`."""
-        numbers, data = self._rows.draw(random, count)
-        requests, counts = np.unique(self._view.requests(numbers), return_counts=True)
-        self._per_request[requests] -= counts.astype(np.int32)
-        self.num_requests -= int(np.count_nonzero(self._per_request[requests] == 0))
-        return RowBatch(self._view, numbers, data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +28,16 @@ class RowPool:
         self._row_bytes = row_bytes
         self._numbers = np.empty(capacity, dtype=np.int64)  # by slot
         self._rows = {site: self._empty_rows(capacity) for site in sites}  # by slot
-        self._slots = np.arange(capacity)  # those of rows, in the order that draws refer to, then the free ones
+        self._slots = np.arange(
+            capacity
+        )  # of rows, in the order that draws refer to; then free ones; then reserved ones
+        self._num_reserved = 0
         self.count = 0
 
     @property
     def free(self) -> int:
         """Rows that can be added without taking more memory."""
-        return len(self._slots) - self.count
+        return len(self._slots) - self._num_reserved - self.count
 
     @property
     def numbers(self) -> Numbers:
@@ -43,46 +46,65 @@ class RowPool:
         return found
 
     def clear(self) -> None:
-        """Take all rows out."""
-        self.count = 0
+        """Take all rows out; nothing is reserved any more."""
+        self.count = self._num_reserved = 0
         self._slots.sort()
 
     def add(self, numbers: Numbers, data: Mapping[str, Bytes]) -> None:
         """Add rows: uint8 ``[rows, row_bytes]`` by site, which are copied."""
-        slots = self._free_slots(numbers)
-        for site, rows in data.items():
-            self._rows[site][slots] = _as_items(rows)
-        self.count += len(numbers)
+        for site, slots in self.reserve(len(numbers)).items():
+            slots.put(data[site])
+        self.commit(numbers)
 
-    def read(self, numbers: Numbers, fill: Callable[[Mapping[str, Slots]], None]) -> None:
-        """Add rows that `fill` reads to where they are to lie; if it raises, none is added."""
-        slots = self._free_slots(numbers)
-        fill({site: Slots(rows.view(np.uint8).reshape(len(rows), -1), slots) for site, rows in self._rows.items()})
-        self.count += len(numbers)
+    def reserve(self, count: int, *, spared: int = 0) -> dict[str, Slots]:
+        """Memory for rows that the next `commit` adds, by site. Rows may be taken out meanwhile, but none be added.
 
-    def _free_slots(self, numbers: Numbers) -> Numbers:
-        """Slots for rows that are about to be added."""
-        needed = self.count + len(numbers)
-        if needed > len(self._slots):
-            self._grow(max(needed, len(self._slots) * 5 // 4))
-        slots = self._slots[self.count : needed].copy()
-        self._numbers[slots] = numbers
-        return slots
+        Args:
+            count: Rows.
+            spared: Rows taken out last, whose slots are not to be given yet, since `copies` needs them.
+        """
+        if self.free < count + spared:
+            self._grow(max(self.count + count + spared, len(self._slots) * 5 // 4))
+        self._num_reserved = count
+        slots = self._slots[len(self._slots) - count :].copy()
+        return {
+            site: Slots(rows.view(np.uint8).reshape(-1, self._row_bytes), slots) for site, rows in self._rows.items()
+        }
+
+    def commit(self, numbers: Numbers) -> None:
+        """Add rows, whose bytes are in the first of the slots that are reserved; the others are free again."""
+        count = len(numbers)
+        reserved = self._slots[len(self._slots) - self._num_reserved :].copy()
+        displaced = self._slots[self.count : self.count + min(self.free, count)].copy()
+        self._slots[self.count : self.count + count] = reserved[:count]
+        free = np.concatenate([displaced, reserved[count:]])
+        self._slots[len(self._slots) - len(free) :] = free
+        self._numbers[reserved[:count]] = numbers
+        self.count += count
+        self._num_reserved = 0
 
     def draw(self, random: np.random.Generator, count: int) -> tuple[Numbers, dict[str, Bytes]]:
         """Take rows out at random, all if there are not more than `count`: their numbers and, by site, their bytes."""
-        count = min(count, self.count)
-        chosen = random.choice(self.count, count, replace=False)
+        numbers, slots = self.take(random, count)
+        return numbers, self.copies(slots)
+
+    def take(self, random: np.random.Generator, count: int) -> tuple[Numbers, Numbers]:
+        """The same, but for the bytes the slots where `copies` finds them, until rows are added."""
+        before, count = self.count, min(count, self.count)
+        chosen = random.choice(before, count, replace=False)
         slots = self._slots[chosen]
-        numbers = self._numbers[slots]
-        data = {site: rows.take(slots).view(np.uint8).reshape(count, -1) for site, rows in self._rows.items()}
-        left = self.count - count
+        left = before - count
         is_taken = np.zeros(count, dtype=np.bool_)
         is_taken[chosen[chosen >= left] - left] = True
-        self._slots[chosen[chosen < left]] = self._slots[left : self.count][~is_taken]
-        self._slots[left : self.count] = slots
+        self._slots[chosen[chosen < left]] = self._slots[left:before][~is_taken]
+        self._slots[left:before] = slots
         self.count = left
-        return numbers, data
+        return self._numbers[slots], slots
+
+    def copies(self, slots: Numbers) -> dict[str, Bytes]:
+        """Copies of what lies in slots: uint8 ``[slots, row_bytes]`` by site."""
+        width = self._row_bytes
+        return {site: rows.take(slots).view(np.uint8).reshape(-1, width) for site, rows in self._rows.items()}
 
     def _grow(self, size: int) -> None:
         old = len(self._slots)
@@ -95,8 +117,3 @@ class RowPool:
 
     def _empty_rows(self, count: int) -> npt.NDArray[np.void]:
         return np.empty(count, dtype=np.dtype((np.void, self._row_bytes)))
-
-
-def _as_items(rows: Bytes) -> npt.NDArray[np.void]:
-    """uint8 ``[rows, row_bytes]`` as one item for each row, which numpy copies as a whole."""
-    return rows.view(np.dtype((np.void, rows.shape[1]))).reshape(-1)

@@ -41,7 +41,7 @@ class Slots(NamedTuple):
 
     def put(self, data: Bytes) -> None:
         """Copy the bytes of all rows, one behind the other."""
-        self.memory[self.chosen] = data.reshape(len(self.chosen), -1)
+        self.memory[self.chosen] = data.reshape(-1, self.memory.shape[1])
 
     def part(self, start: int, stop: int) -> Slots:
         """The bytes ``start : stop`` of the rows; both lie between rows."""
@@ -71,7 +71,8 @@ class Piece(NamedTuple):
 
 
 class Reader:
-    """Reads ranges of the files of one root. One thread at a time; a copy in another process opens its own files.
+    """Reads ranges of the files of one root. One thread at a time; a copy, for another thread or process,
+    opens files of its own.
 
     Nothing is kept but open files: memory grows with what the caller asks for alone.
 

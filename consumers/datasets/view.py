@@ -7,7 +7,9 @@ of them are not in it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -59,27 +61,23 @@ class Files:
         self.read(np.array([entry]), np.array([start]), np.array([stop]), name, out)
         return out.view(np.int64)
 
+    def copy(self) -> Files:
+        """The same files for another thread, which opens them itself."""
+        return Files(self.table, [copy(reader) for reader in self._readers], self._root_of_unit)
+
     def read(self, entries: Numbers, starts: Numbers, stops: Numbers, tensor: str, out: Bytes | Slots) -> None:
         """Fill `out` with a tensor's rows of several ranges; ranges that touch in a file are read at once."""
+        if not len(entries):
+            return
         columns = self.table.columns
-        at, rows, units, groups = (columns[name][entries] for name in ("at", "rows", "unit", "group"))
-        spans: list[tuple[int, int, int, int]] = []  # unit, group, first byte, end
-        for number in range(len(entries)):
-            group = self.table.groups[groups[number]]
-            by_start, by_rows = group.place(tensor)
-            width = group.width(tensor)
-            begin = by_start * int(at[number]) + by_rows * int(rows[number]) + width * int(starts[number])
-            end = begin + width * int(stops[number] - starts[number])
-            if spans and spans[-1][0] == units[number] and spans[-1][3] == begin:
-                spans[-1] = (*spans[-1][:3], end)
-            else:
-                spans.append((int(units[number]), int(groups[number]), begin, end))
-        self._read(spans, tensor, out)
-
-    def _read(self, spans: Sequence[tuple[int, int, int, int]], tensor: str, out: Bytes | Slots) -> None:
+        units, groups = columns["unit"][entries], columns["group"][entries]
+        begins, ends = self._bytes(entries, starts, stops, tensor)
+        first = np.flatnonzero(np.concatenate(([True], (units[1:] != units[:-1]) | (begins[1:] != ends[:-1]))))
+        last = np.append(first[1:], len(units)) - 1
         pieces: dict[int, list[Piece]] = {}
         done = 0
-        for unit, group, begin, end in spans:
+        spans = (units[first], groups[first], begins[first], ends[last])
+        for unit, group, begin, end in zip(*(column.tolist() for column in spans), strict=True):
             name = _file_name(self.table.groups[group].layout, tensor)
             stop = done + end - begin
             memory = out.part(done, stop) if isinstance(out, Slots) else out[done:stop]
@@ -88,6 +86,17 @@ class Files:
             done = stop
         for root, of_root in pieces.items():
             self._readers[root].read(of_root)
+
+    def _bytes(self, entries: Numbers, starts: Numbers, stops: Numbers, tensor: str) -> tuple[Numbers, Numbers]:
+        """The first byte of each range of a tensor's rows in its file, and its end."""
+        columns = self.table.columns
+        at, rows = columns["at"][entries].astype(np.int64), columns["rows"][entries].astype(np.int64)
+        kinds, kind = np.unique(columns["group"][entries], return_inverse=True)
+        groups = [self.table.groups[number] for number in kinds.tolist()]
+        by_start, by_rows = np.array([group.place(tensor) for group in groups], dtype=np.int64)[kind].T
+        widths = np.array([group.width(tensor) for group in groups], dtype=np.int64)[kind]
+        base = by_start * at + by_rows * rows
+        return base + widths * starts, base + widths * stops
 
     def _document(self, entry: int, name: str) -> Numbers:
         """A column of a raw folder, which its sidecars hold."""
@@ -106,6 +115,7 @@ class Files:
             reader.close()
 
 
+@lru_cache
 def _file_name(layout: str, tensor: str) -> str:
     if layout == "request":
         return ""
@@ -158,12 +168,12 @@ class RowView:
             CaptureFileError: If a file is gone, torn or another one since the data set was opened.
         """
         out = {site: np.empty((stop - start, self.row_bytes), dtype=np.uint8) for site in self.sites}
-        self.read_into(start, stop, out)
+        self.read_blocks(np.array([start]), np.array([stop]), out)
         return out
 
-    def read_into(self, start: int, stop: int, out: Mapping[str, Bytes | Slots]) -> None:
-        """The same into memory that is there, by site: uint8 ``[rows, row_bytes]``, contiguous, or slots."""
-        starts, stops, ranges = self._cut(start, stop)
+    def read_blocks(self, starts: Numbers, stops: Numbers, out: Mapping[str, Bytes | Slots]) -> None:
+        """The rows of several blocks into memory by site: uint8 ``[rows, row_bytes]``, contiguous, or slots."""
+        ranges, starts, stops = self._cut(starts, stops)
         for number, site in enumerate(self.sites):
             memory = out[site]
             flat = memory if isinstance(memory, Slots) else memory.reshape(-1)
@@ -235,18 +245,24 @@ class RowView:
         ranges = np.searchsorted(self.ends, rows, side="right")
         return ranges, self.stops[ranges] - (self.ends[ranges] - rows)
 
-    def _cut(self, start: int, stop: int) -> tuple[Numbers, Numbers, slice]:
-        """The ranges that rows ``start : stop`` lie in, the first and the last cut to them."""
-        first = int(np.searchsorted(self.ends, start, side="right"))
-        last = int(np.searchsorted(self.ends, stop, side="left")) + 1
-        if start >= stop:
-            last = first
-        ranges = slice(first, last)
-        starts, stops = self.starts[ranges].copy(), self.stops[ranges].copy()
-        if len(starts):
-            stops[-1] -= self.ends[last - 1] - stop
-            starts[0] = self.stops[first] - (self.ends[first] - start)
-        return starts, stops, ranges
+    def _cut(self, starts: Numbers, stops: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        """The ranges that blocks of rows lie in, and the first row and the end of each, cut to its block."""
+        first = np.searchsorted(self.ends, starts, side="right")
+        counts = np.where(starts < stops, np.searchsorted(self.ends, stops, side="left") + 1 - first, 0)
+        blocks = np.repeat(np.arange(len(starts)), counts)
+        ranges = ascending(first, first + counts)
+        shift = self.stops[ranges] - self.ends[ranges]  # from a row's number in the view to that in its entry
+        begins = np.maximum(self.starts[ranges], starts[blocks] + shift)
+        return ranges, begins, np.minimum(self.stops[ranges], stops[blocks] + shift)
+
+
+def ascending(starts: Numbers, stops: Numbers) -> Numbers:
+    """The numbers ``start : stop`` of several blocks, one behind the other."""
+    lengths = stops - starts
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    numbers: Numbers = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
+    return numbers
 
 
 def fingerprint_of(view: RowView) -> str:

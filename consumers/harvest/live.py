@@ -14,6 +14,8 @@ import numpy as np
 
 from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.consumers.datasets.pool import RowPool
+from headgate.consumers.datasets.reading import Bytes
+from headgate.consumers.datasets.sinks import SinkFilter
 from headgate.consumers.filesystem.formats.layout import ITEM_SIZES
 from headgate.consumers.harvest.engine import HarvestEngine, engine_of
 from headgate.consumers.harvest.prompts import Prompt, PromptSet, each_prompt
@@ -56,6 +58,11 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
         batch: Prompts that run together at most; fewer where their rows would take too much.
         seed: Of the mixing.
         consumer: Instance name of the consumer.
+        drop_sinks: Leave out rows whose norm is above 10 times the median at one of the sites, wherever they lie. The
+            medians are those of the first batch of prompts.
+
+    Attributes:
+        num_sinks: Rows that were left out as sinks so far.
 
     Raises:
         ConfigError: If an argument is out of range, or `max_bytes` does not hold a batch.
@@ -77,6 +84,7 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
         batch: int = DEFAULT_BATCH,
         seed: int = 0,
         consumer: str = "memory",
+        drop_sinks: bool = False,
     ) -> None:
         engine = engine_of(llm)
         answers: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
@@ -92,8 +100,9 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
         self._pool = RowPool(self.sites, row_bytes, _pool_rows(max_bytes, cost, batch_size))
         self._random = np.random.default_rng(seed)
         self._rows: Batch = deque()
-        self._used = 0  # rows of the first of `_rows` that are in the pool
-        self._taken = 0
+        self._used = self._taken = self.num_sinks = 0  # used: rows of the first of `_rows` that are in the pool
+        self._drops_sinks = drop_sinks
+        self._filter: SinkFilter | None = None  # once there are rows
         self._error: BaseException | None = None  # of the thread
         self._is_over = False
         plan = _Plan(wanted, wanted.context(context, facts.max_length), max_bytes // 4 // cost, batch)
@@ -160,9 +169,7 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
             captured = self._rows[0]
             count = min(self._pool.free, len(captured) - self._used)
             span = slice(self._used, self._used + count)
-            data = {site: _bytes_of(captured[site][span]) for site in self.sites}
-            self._pool.add(np.arange(self._taken, self._taken + count), data)
-            self._taken += count
+            self._add({site: _bytes_of(captured[site][span]) for site in self.sites}, count)
             self._used += count
             if self._used == len(captured):
                 del captured
@@ -170,6 +177,15 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
                 self._used = 0
                 if not self._rows:
                     self._source.give_back()
+
+    def _add(self, data: dict[str, Bytes], count: int) -> None:
+        numbers = np.arange(self._taken, self._taken + count)
+        if self._filter is not None:
+            kept = self._filter.keeps(data)
+            numbers, data = numbers[kept], {site: rows[kept] for site, rows in data.items()}
+        self._pool.add(numbers, data)
+        self._taken += count
+        self.num_sinks += count - len(numbers)
 
     def _receive(self) -> None:
         found = self._source.next()
@@ -181,6 +197,9 @@ class LiveRows(Iterator[dict[str, "Tensor"]]):
             self._is_over = True
         elif found:
             self._rows = found
+            if self._drops_sinks and self._filter is None:
+                samples = ({site: _bytes_of(rows[site]) for site in self.sites} for rows in found)
+                self._filter = SinkFilter(samples, self._dtype)
         else:
             self._source.give_back()
 

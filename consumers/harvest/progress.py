@@ -71,7 +71,8 @@ class _Lines:
         if self._count > 2 and now - self._last < LINE_S:
             return
         self._last = now
-        left = f", {(progress.wanted_rows - progress.rows) / speed:,.0f} s left" if speed else ""
+        rows_left = max(progress.wanted_rows - progress.rows, 0)  # the last prompt brings more than are wanted
+        left = f", {rows_left / speed:,.0f} s left" if speed else ""
         line = f"{_rows(progress)}, {speed:,.0f} rows/s, {progress.num_bytes / 1e9:.2f} GB{left}"
         self._console.print(line, soft_wrap=True, highlight=False)
 

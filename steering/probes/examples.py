@@ -70,7 +70,10 @@ def examples_of(captures: Captures | Any, labels: Labels | Sequence[Any], site: 
     opened: Any = stored_requests(os.fspath(captures)) if isinstance(captures, str | os.PathLike) else captures
     requests: list[StoredRequest] = list(opened)
     if not requests:
-        raise ProbeError(f"{shown(captures)}: there are no captured requests")
+        raise ProbeError(
+            f"{shown(captures)}: there are no captured requests; expected the root of a filesystem consumer, "
+            "above its tags"
+        )
     names = labels_of(requests, labels)
     pieces = [pooled(request, site, pooling) for request in requests]
     sizes = [len(piece) for piece in pieces]

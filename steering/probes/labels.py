@@ -128,7 +128,10 @@ def labels_of(requests: Iterable[StoredRequest], labels: Labels) -> list[str]:
         used.add(name)
         found.append(label_of(labels[name], repr(name)))
     if missing:
-        raise ProbeError(f"{len(missing)} captured requests have no label: {_listed(missing)}")
+        raise ProbeError(
+            f"{len(missing)} captured requests have no label: {_listed(missing)}; label them, or keep them in a root "
+            "of their own"
+        )
     if unused := [str(name) for name in labels if name not in used]:
         raise ProbeError(f"{len(unused)} labels are of no captured request: {_listed(unused)}")
     return found

@@ -6,6 +6,7 @@ import builtins
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from headgate.capture.schema.errors import CaptureFileError, NewerFormatError
 from headgate.consumers.datasets import open_dataset
 from headgate.consumers.datasets.index.root import index_path
 from tests.fakes.captured_roots import SITE, expected_facts, facts_of, write_root
+from tests.fakes.sparse_shards import make_sparse
 
 NAMES = [f"r{number}" for number in range(9)]
 
@@ -194,6 +196,19 @@ def test_without_an_index_nothing_is_written(root: Path) -> None:
 def test_a_root_that_is_not_there_is_an_error(root: Path) -> None:
     with pytest.raises(CaptureFileError, match="no such folder"):
         open_dataset(root)
+
+
+def test_ten_million_rows_open_at_once_from_their_index(root: Path) -> None:
+    make_sparse(str(root), num_shards=10, num_requests=1000, rows=1000, hidden_size=2)
+    open_dataset(root)
+
+    began = time.perf_counter()
+    again = open_dataset(root)
+    num_rows = again.num_rows
+
+    assert time.perf_counter() - began < 2  # it takes a hundredth of that
+    assert num_rows == {"3.post_mlp": 10_000_000}
+    assert again.roots[0].num_opened == 0
 
 
 def test_a_hundred_gigabytes_are_gone_through_in_bounded_memory(root: Path) -> None:

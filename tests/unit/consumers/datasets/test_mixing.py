@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,46 @@ def long_data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     root = tmp_path_factory.mktemp("long") / "root"
     make_sparse(str(root), num_shards=2, num_requests=200, rows=50, hidden_size=2)
     return open_dataset(root)
+
+
+class HeldReads:
+    """Holds the reads of the mixing's thread until the test says so; no reader serves two threads meanwhile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._began, self._may_go_on = threading.Event(), threading.Event()
+        self._busy: set[int] = set()
+        self._read = reading.Reader.read
+        monkeypatch.setattr(reading.Reader, "read", lambda reader, pieces: self._held(reader, pieces))
+
+    def wait(self) -> None:
+        """Wait until the thread reads."""
+        assert self._began.wait(30)
+
+    def go_on(self) -> None:
+        self._may_go_on.set()
+
+    def go_on_without_thread(self) -> None:
+        """The same in a forked process, where the thread that held a reader does not exist."""
+        self._busy.clear()
+        self.go_on()
+
+    def _held(self, reader: reading.Reader, pieces: Sequence[reading.Piece]) -> None:
+        if threading.current_thread().name == "headgate-mixing":
+            self._busy.add(id(reader))
+            self._began.set()
+            assert self._may_go_on.wait(30)
+            self._read(reader, pieces)
+            self._busy.discard(id(reader))
+        else:
+            assert id(reader) not in self._busy
+            self._read(reader, pieces)
+
+
+@pytest.fixture
+def read_ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldReads]:
+    held = HeldReads(monkeypatch)
+    yield held
+    held.go_on()
 
 
 def numbers_of(mixed: MixedBatches) -> list[list[int]]:
@@ -134,6 +176,66 @@ def test_a_state_of_other_rows_or_arguments_is_refused(data: Dataset, root: Path
         open_dataset(root, sites=SITE, drop_bos=True).mixed(**SMALL).load_state_dict(state)
     with pytest.raises(ValueError, match="state of version 9"):
         data.mixed(**SMALL).load_state_dict(state | {"version": 9})
+
+
+@pytest.mark.parametrize("drop_sinks", [False, True])
+def test_batches_and_states_do_not_depend_on_reading_ahead(data: Dataset, drop_sinks: bool) -> None:
+    settings: dict[str, Any] = {**SMALL, "epochs": 2, "drop_sinks": drop_sinks}
+    ahead, plain = (MixedBatches(data.rows(), **settings, reads_ahead=value) for value in (True, False))
+
+    for one, other in zip(ahead, plain, strict=True):
+        assert np.array_equal(one.numbers, other.numbers)
+        assert np.array_equal(one.data[SITE], other.data[SITE])
+        states = [{**mixed.state_dict(), "pool": mixed.state_dict()["pool"].tolist()} for mixed in (ahead, plain)]
+        assert states[0] == states[1]
+
+
+def test_rows_are_read_ahead_while_a_batch_is_used(data: Dataset, read_ahead: HeldReads) -> None:
+    """The caller reads tokens of a batch while the thread reads rows, each with files of its own."""
+    mixed = data.mixed(**SMALL)
+
+    batch = next(mixed)
+    read_ahead.wait()
+    assert len(batch.token_ids) == len(batch)
+    read_ahead.go_on()
+
+    assert sum(facts_of(mixed).values()) == len(data.rows()) - len(batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_while_rows_are_read_ahead_gets_the_same_batches(data: Dataset, read_ahead: HeldReads) -> None:
+    """As a loader's workers are made. The child has no thread to wait for."""
+    mixed = data.mixed(**SMALL)
+    next(mixed)
+    read_ahead.wait()
+    receive, send = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+    if not (child := os.fork()):
+        try:
+            read_ahead.go_on_without_thread()
+            send.send(numbers_of(mixed))
+        finally:
+            os._exit(0)
+    send.close()
+    of_child = receive.recv()
+    os.waitpid(child, 0)
+    read_ahead.go_on()
+
+    assert of_child == numbers_of(mixed)
+
+
+def test_a_state_can_be_loaded_while_rows_are_read_ahead(data: Dataset, read_ahead: HeldReads) -> None:
+    mixed = data.mixed(**SMALL)
+    state = mixed.state_dict()
+    next(mixed)
+    read_ahead.wait()
+    read_ahead.go_on()
+
+    mixed.load_state_dict(state)
+
+    batches = list(mixed)
+    assert facts_of(batches) == facts_of(data.batches())
+    assert [batch.numbers.tolist() for batch in batches] == numbers_of(data.mixed(**SMALL))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 100])
@@ -239,3 +341,20 @@ def test_a_file_that_lost_rows_since_ends_mixing(tmp_path: Path) -> None:
 
     with pytest.raises(CaptureFileError, match="torn"):
         list(mixed)
+
+
+def test_mixing_goes_on_when_a_file_can_be_read_again(tmp_path: Path) -> None:
+    make_sparse(str(tmp_path / "root"), num_shards=1, num_requests=20, rows=50, hidden_size=2)
+    data = open_dataset(tmp_path / "root")
+    mixed = data.mixed(batch_size=16, min_rows=600, min_requests=5)
+    found = [next(mixed)]
+    (column,) = (path for path in (tmp_path / "root").rglob("*.bin") if "post_mlp" in path.name)
+    size = column.stat().st_size
+    os.truncate(column, 100)
+    with pytest.raises(CaptureFileError, match="torn"):
+        found.extend(mixed)  # which keeps what came before
+
+    os.truncate(column, size)
+    found += list(mixed)
+
+    assert sorted(chain(*(batch.numbers.tolist() for batch in found))) == list(range(1000))

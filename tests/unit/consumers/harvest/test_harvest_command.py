@@ -140,6 +140,16 @@ def test_a_log_has_a_line_at_first_and_then_now_and_then() -> None:
     ]
 
 
+def test_no_time_is_left_once_the_last_prompt_brought_more_rows_than_are_wanted() -> None:
+    out, now = io.StringIO(), [100.0]
+    with showing(Console(file=out, width=200), clock=lambda: now[0]) as report:
+        for rows in (1000, 2562):
+            now[0] += 1
+            report(Progress(rows=rows, wanted_rows=2500, num_bytes=0, prompts=7))
+
+    assert out.getvalue().splitlines()[-1] == "2,562 of 2,500 rows, 1,562 rows/s, 0.00 GB, 0 s left"
+
+
 def test_a_terminal_has_a_bar() -> None:
     out, now = io.StringIO(), [100.0]
     with showing(Console(file=out, width=200, force_terminal=True), clock=lambda: now[0]) as report:

@@ -15,9 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.errors import ConfigError, ConsumerError
 from headgate.capture.schema.results import CaptureResult
-from headgate.consumers.feed import EXAMPLE_MODEL
+from headgate.capture.schema.sites import Site
+from headgate.consumers.feed import EXAMPLE_MODEL, ExampleRequest
 from headgate.consumers.harvest import LiveRows, Wanted, parse_site_names
 from tests.fakes.harvesting import ROW_BYTES, FakeEngine
 
@@ -31,15 +33,15 @@ def rows_in(batches: Sequence[torch.Tensor]) -> Rows:
     return Counter(row.tobytes() for batch in batches for row in batch.view(torch.uint8).numpy())
 
 
-def rows_by_prompt(prompts: Sequence[Sequence[int]], **fields: Any) -> list[list[bytes]]:
+def rows_by_prompt(prompts: Sequence[Sequence[int]], *, site: str = "1.post_mlp", **fields: Any) -> list[list[bytes]]:
     """The rows of each prompt as the engine gives them."""
-    wanted = Wanted(sites=parse_site_names("1.post_mlp"), **fields)
+    wanted = Wanted(sites=parse_site_names(site), **fields)
     found = []
     for index, prompt in enumerate(prompts):
         task = wanted.plan(index, prompt, 63)
         specs = [{"hooks": wanted.hooks, "positions": task.positions}] if task is not None else []
         results = FakeEngine().run([task], wanted, "memory", specs) if task is not None else []
-        found.append([row for result in results for row in rows_in([result.payload["1.post_mlp"]])])
+        found.append([row for result in results for row in rows_in([result.payload[site]])])
     return found
 
 
@@ -113,6 +115,35 @@ def test_a_batch_is_drawn_from_a_full_pool() -> None:
     found = {place[row.tobytes()] for row in first.view(torch.uint8).numpy()}
     assert found <= set(range(20))
     assert len(found) >= 15
+
+
+def test_sinks_are_left_out_wherever_they_lie_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ExampleRequest.rows
+
+    def with_sinks(self: ExampleRequest, site: Site, positions: Int64Array) -> torch.Tensor:
+        rows = plain(self, site, positions)
+        if site.layer == 1:
+            rows[torch.from_numpy(positions % 4 == 2)] *= 100
+        return rows
+
+    monkeypatch.setattr(ExampleRequest, "rows", with_sinks)
+    prompts = [[7] * 10 for _ in range(20)]
+    names = ["1.post_mlp", "3.post_mlp"]
+    bounds: dict[str, Any] = {"batch_size": 8, "max_bytes": 1 << 20, "batch": 4, "drop_first": 1}
+
+    with LiveRows(FakeEngine(), prompts, names, drop_sinks=True, **bounds) as rows:
+        found = list(rows)
+
+    for name in names:
+        expected = Counter(
+            row for of_prompt in rows_by_prompt(prompts, drop_first=1, site=name) for row in without(of_prompt, (1, 5))
+        )
+        assert rows_in([batch[name] for batch in found]) == expected
+    assert rows.num_sinks == 20 * 2  # positions 2 and 6 of each
+
+
+def without(rows: Sequence[bytes], places: Sequence[int]) -> list[bytes]:
+    return [row for place, row in enumerate(rows) if place not in places]
 
 
 class TellingEngine(FakeEngine):

@@ -176,9 +176,11 @@ def test_requests_without_labels_and_labels_without_requests_are_named(captured:
     root, labels = captured
     some = {name: label for name, label in labels.items() if name not in ("client-3", "client-7")}
 
-    with pytest.raises(ProbeError, match=r"2 captured requests have no label: default/client-3, default/client-7$"):
+    with pytest.raises(
+        ProbeError, match=r"2 captured requests have no label: default/client-3, default/client-7; label"
+    ):
         fit(root, some, at=SITE)
-    with pytest.raises(ProbeError, match=r"40 captured requests have no label: .* and 30 more"):
+    with pytest.raises(ProbeError, match=r"40 captured requests have no label: .* and 30 more; label them, or keep"):
         fit(root, {"nobody": 1}, at=SITE)
     with pytest.raises(ProbeError, match=r"1 labels are of no captured request: nobody"):
         fit(root, {**labels, "nobody": 1}, at=SITE)
@@ -219,7 +221,7 @@ BAD: dict[str, tuple[tuple[Any, Any], dict[str, Any], str]] = {
     "nobody positive": ((ROWS, ["a", "b"] * 4), {}, "which label is positive, 'a' or 'b'"),
     "an unknown class": ((ROWS, LABELS), {"positive": "x"}, "no request has the label 'x'; labels: 0, 1"),
     "one row": ((ROWS[0], LABELS), {}, "the shape [8]"),
-    "no captures": (([], {"a": 1}), {}, "no captured requests"),
+    "no captures": (([], {"a": 1}), {}, "no captured requests; expected the root"),
     "labels as a list": (([], [1]), {}, "labels by request"),
     "NaN": ((np.full((8, 2), np.nan), LABELS), {}, "row 0 is not finite"),
     "the same means": ((np.ones((8, 2)), LABELS), {}, "the same mean at 3.post_mlp"),
