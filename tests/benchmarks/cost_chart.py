@@ -35,7 +35,7 @@ def draw(document: Path, out: Path) -> None:
         axes.bar_label(bars, labels=[f"{value:+.1f} %" for _, value in places], padding=4, fontsize=9)
     axes.set_yticks(range(len(modes)), list(modes))
     axes.invert_yaxis()
-    axes.set_xlim(-80, 12)
+    axes.set_xlim(-32, 6)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_xlabel("tokens per second against stock vLLM, per cent")
     axes.legend(loc="upper left", frameon=False)
