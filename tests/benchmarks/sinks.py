@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from headgate.capture.delivery.buffer_pool import RowPool
+from headgate.capture.schema.config import MIB
 from headgate.capture.schema.consumer import (
     FinishedRequest,
     RequestInfo,
@@ -16,6 +18,7 @@ from headgate.capture.schema.consumer import (
 )
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.filesystem import FilesystemConsumer
+from headgate.consumers.filesystem.writing.gathering import Piece, chunks_of
 from headgate.consumers.filesystem.writing.request_writer import RequestWriter
 
 
@@ -40,18 +43,19 @@ class ForgettingConsumer(StreamingConsumer):
 
 
 class CuttingConsumer(FilesystemConsumer):
-    """The filesystem consumer up to its writers, which forget the rows that were cut out for each request."""
+    """The filesystem consumer up to its writers, which cut the rows of each request out and forget them."""
 
     def _new_request_writer(self) -> RequestWriter:
-        return _Forgetting(self.context, {}, self._store.temp_path, max_request_bytes=1, memory_bytes=1)
+        return _Forgetting(self.context, {}, self._store.temp_path, RowPool(MIB), max_request_bytes=1, memory_bytes=1)
 
 
 class _Forgetting(RequestWriter):
     def begin(self, request: RequestInfo) -> None:
         """Nothing is kept."""
 
-    def append(self, chunks: Sequence[Any]) -> None:
-        """Forget them."""
+    def append(self, rows: Mapping[str, Sequence[Piece]]) -> None:
+        for pieces in rows.values():
+            chunks_of(pieces, self._pool)
 
-    def finish(self, finished: FinishedRequest, chunks: Sequence[Any], outcome: Future[dict[str, Any]]) -> None:
+    def finish(self, finished: FinishedRequest, pieces: Sequence[Piece], outcome: Future[dict[str, Any]]) -> None:
         outcome.set_result({})

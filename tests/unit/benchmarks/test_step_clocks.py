@@ -31,11 +31,14 @@ class Core:
         self.step = clocks.stepping(step)
 
 
+SPEC = {"sites": {"post_mlp": [1, 2], "final_norm": []}}
+
+
 def scheduled(*consumers: str | None, tokens: int = 0, requests: int = 0) -> Any:
     new = [
         SimpleNamespace(
             sampling_params=SimpleNamespace(
-                extra_args={"headgate": {"capture": {"specs": {name: {}}}}} if name else None
+                extra_args={"headgate": {"capture": {"specs": {name: SPEC}}}} if name else None
             )
         )
         for name in consumers
@@ -63,7 +66,7 @@ def test_steps_are_noted_by_what_their_requests_capture(tmp_path: Path) -> None:
 
     found = read(tmp_path / "both")
 
-    assert {name: len(records) for name, (records, _) in found.items()} == {"idle": 13, "filesystem": 12}
+    assert {name: len(records) for name, (records, _) in found.items()} == {"idle": 13, "filesystem 3": 12}
     for records, periods in found.values():
         assert records.shape[1] == len(COLUMNS)
         assert (column(records, "execute") > 0).all()
