@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.errors import UnsupportedError
 
 MAX_PITCH = (1 << 31) - 1
 """Bytes from one run to the next that the driver takes."""
@@ -102,11 +103,17 @@ class PitchedCopier:
     Args:
         source_FD: ``[F, D]`` on the device.
         stream: Where they run.
+
+    Raises:
+        UnsupportedError: If the driver has no such copies.
     """
 
     def __init__(self, source_FD: Tensor, stream: torch.cuda.Stream) -> None:
         # It only enqueues. With the lock of Python held: whoever got it meanwhile could keep it for milliseconds.
-        self._copy = ctypes.PyDLL("libcuda.so.1").cuMemcpy2DAsync_v2
+        try:
+            self._copy = ctypes.PyDLL("libcuda.so.1").cuMemcpy2DAsync_v2
+        except (OSError, AttributeError) as error:
+            raise UnsupportedError(f"capture: needs cuMemcpy2DAsync_v2 of the CUDA driver: {error}") from error
         self._copy.argtypes = (ctypes.POINTER(_Copy2D), ctypes.c_void_p)
         self._source, self._stream = source_FD.data_ptr(), stream.cuda_stream
         self._row_bytes = source_FD.shape[1] * source_FD.element_size()
