@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headgate.capture.schema.errors import UnsupportedError
 from headgate.capture.staging.device_copy import run_starts
-from headgate.capture.staging.pitched_copy import Rectangle, rectangles_of
+from headgate.capture.staging.pitched_copy import PitchedCopier, Rectangle, rectangles_of
 
 
 @pytest.mark.parametrize(
@@ -81,3 +85,48 @@ def test_rectangles_bring_each_row_to_its_place(parts, max_distance):
                 target[place] = each.row + run * each.distance + row
 
     assert target == index
+
+
+class Driver:
+    """The CUDA driver's library, as far as it is called, over the memory of this process."""
+
+    def __init__(self, error=0):
+        self.cuMemcpy2DAsync_v2 = self
+        self._error = error
+
+    def __call__(self, about, stream):
+        copy = about._obj
+        assert (copy.srcMemoryType, copy.dstMemoryType, stream) == (2, 1, 77)  # from the device to the host
+        for run in range(0 if self._error else copy.Height):
+            source, target = copy.srcDevice + run * copy.srcPitch, copy.dstHost + run * copy.dstPitch
+            ctypes.memmove(target, source, copy.WidthInBytes)
+        return self._error
+
+
+def copier(monkeypatch, driver, source):
+    monkeypatch.setattr(ctypes, "PyDLL", lambda name: driver)
+    return PitchedCopier(source, SimpleNamespace(cuda_stream=77))
+
+
+@given(st.integers(0, 5), st.integers(0, 20), st.integers(1, 6), st.integers(1, 5), st.integers(0, 4))
+def test_a_rectangle_is_copied_by_one_call(start, row, num_rows, num_runs, gap):
+    distance = num_rows + gap
+    source = torch.arange(80 * 3, dtype=torch.bfloat16).view(80, 3)
+    target = torch.full((40, 3), -1, dtype=torch.bfloat16)
+    expected = target.clone()
+    rows = [row + run * distance + each for run in range(num_runs) for each in range(num_rows)]
+    expected[start : start + len(rows)] = source[rows]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        copier(monkeypatch, Driver(), source).start(Rectangle(start, row, num_rows, num_runs, distance), target)
+
+    assert torch.equal(target, expected)
+
+
+def test_what_the_driver_refuses_is_an_error(monkeypatch):
+    rows = torch.zeros(8, 3)
+
+    with pytest.raises(RuntimeError, match="error 1"):
+        copier(monkeypatch, Driver(error=1), rows).start(Rectangle(0, 0, 1, 2, 4), rows)
+    with pytest.raises(UnsupportedError, match="cuMemcpy2DAsync_v2"):
+        copier(monkeypatch, SimpleNamespace(), rows)
