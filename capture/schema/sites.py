@@ -79,13 +79,13 @@ class Site(NamedTuple):
         return self.hook.value if self.hook is HookPoint.FINAL_NORM else f"{self.layer}.{self.hook.value}"
 
     @classmethod
-    def parse(cls, name: str) -> Site:
+    def parse(cls, name: object) -> Site:
         """Read what `name` writes; aliases are accepted.
 
         Raises:
             ValueError: If `name` is neither ``LAYER.HOOK`` nor ``final_norm``.
         """
-        layer, dot, hook = name.rpartition(".")
+        layer, dot, hook = name.rpartition(".") if isinstance(name, str) else ("", "", "")
         point = HOOK_NAMES.get(hook)
         if point is HookPoint.FINAL_NORM and not dot:
             return FINAL_NORM_SITE
