@@ -37,7 +37,7 @@ class RowPool:
 
     Rows come in packets of any size, so memory is used again for smaller ones, too.
 
-    `empty` and `empty_bytes` are for one thread. Memory comes back on whichever thread drops the last reference, maybe
+    All calls are for one thread. Memory comes back on whichever thread drops the last reference, maybe
     inside the garbage collector, so that path takes no lock.
 
     Args:
@@ -74,23 +74,27 @@ class RowPool:
 
     def _find(self, num_bytes: int) -> Slab | None:
         """Take the smallest slab that nobody uses and that is large enough, unless it is much too large."""
-        while self._returned:
-            slab = self._returned.popleft()
-            self._turn += 1
-            insort(self._free, _Free(slab.nbytes, self._turn, slab))
+        self._take_back()
         at = bisect_left(self._free, num_bytes, key=lambda each: each.size)
         if at == len(self._free) or self._free[at].size > MOST_TIMES * num_bytes:
             return None
         return self._free.pop(at).slab
 
+    def _take_back(self) -> None:
+        while self._returned:
+            slab = self._returned.popleft()
+            self._turn += 1
+            insort(self._free, _Free(slab.nbytes, self._turn, slab))
+
     @property
     def free_bytes(self) -> int:
-        """Bytes that nobody uses now."""
-        return sum(each.size for each in self._free) + sum(slab.nbytes for slab in self._returned)
+        """Bytes that nobody uses now. For the thread that takes memory."""
+        self._take_back()
+        return sum(each.size for each in self._free)
 
     def _trim(self) -> None:
         """Give the memory that was not used for longest back to the system: a change of load must not pile it up."""
-        num_over = sum(each.size for each in self._free) - self._keep_bytes
+        num_over = self.free_bytes - self._keep_bytes
         for each in sorted(self._free, key=lambda each: each.turn):
             if num_over <= 0:
                 break
