@@ -215,8 +215,13 @@ class SpecContext:
         return f"capture.{self.instance_name}"
 
     def parsed_params(self, parse: Callable[[Mapping[str, Any]], Parsed]) -> Parsed:
-        """Return ``parse(params)``, which is called for the first request only: every request asks, plain ones too."""
-        return self.lasting.parsed(self.params, parse.__qualname__, lambda *_: parse(self.params))
+        """Return ``parse(params)``, which is called for the first request only: every request asks, plain ones too.
+
+        Args:
+            parse: A function of a module: what it returned is known by its name there.
+        """
+        name = f"{parse.__module__}.{parse.__qualname__}"
+        return self.lasting.parsed(self.params, name, lambda *_: parse(self.params))
 
 
 class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the two kinds below)
