@@ -37,8 +37,8 @@ class RowPool:
 
     Rows come in packets of any size, so memory is used again for smaller ones, too.
 
-    All calls are for one thread. Memory comes back on whichever thread drops the last reference, maybe
-    inside the garbage collector, so that path takes no lock.
+    All calls are for one thread. Memory comes back on whichever thread drops the last reference, maybe inside the
+    garbage collector, so that path takes no lock.
 
     Args:
         keep_bytes: Memory that is kept while nobody uses it.

@@ -42,8 +42,8 @@ class StepPlanner:
     A request of which nothing more can be wanted (``last_prompt`` after the prompt) is forgotten by itself.
 
     Cost of a step: numpy over its requests and its wanted tokens, and a Python loop over its distinct shapes
-    (`SelectionShape`). Where
-    the same requests decode one token each and all want theirs, step after step, it is a comparison.
+    (`SelectionShape`). Where the same requests decode one token each and all want theirs, step after step, it is a
+    comparison.
 
     Args:
         sites: The sites that this worker owns, in ring order.

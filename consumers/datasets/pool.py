@@ -28,9 +28,8 @@ class RowPool:
         self._row_bytes = row_bytes
         self._numbers = np.empty(capacity, dtype=np.int64)  # by slot
         self._rows = {site: self._empty_rows(capacity) for site in sites}  # by slot
-        self._slots = np.arange(
-            capacity
-        )  # of rows, in the order that draws refer to; then free ones; then reserved ones
+        # Of rows, in the order that draws refer to; then free ones; then reserved ones.
+        self._slots = np.arange(capacity)
         self._num_reserved = 0
         self.count = 0
 

@@ -177,7 +177,9 @@ class DecodedRows:
         self._at = np.array([each.at for each in acting], np.int64)
         self._since = np.array([max(each.since, each.num_prompt) for each in acting], np.int64)
         self._apart = [(each.at, each.apart) for each in acting if each.apart is not None]
-        self._names: dict[tuple[int, str], int] = {}
+        self._rule_counts = counts.rules
+        self._names: dict[tuple[bool, str], int] = {}
+        """By whether it is a rule's, and name."""
         self._counters: list[tuple[Counter[str], str]] = []
         late: list[tuple[int, int, int]] = []
         finite: list[tuple[int, int, int]] = []
@@ -228,7 +230,7 @@ class DecodedRows:
 
     def _name(self, counter: Counter[str], name: str) -> int:
         """Return the number of a name in a counter."""
-        key = id(counter), name
+        key = counter is self._rule_counts, name
         if key not in self._names:
             self._names[key] = len(self._counters)
             self._counters.append((counter, name))
