@@ -33,7 +33,7 @@ from tests.chaos.fleet import END_S, Fleet
 from tests.chaos.memory import Memory
 from tests.chaos.model import chaos_model
 from tests.chaos.notes import take_notes
-from tests.chaos.workload import CALM, ROUGH, Mix, Workload
+from tests.chaos.workload import CALM, INSTANCES, ROUGH, Mix, Workload
 from tests.environment import ENVIRONMENT
 
 NUM_CLIENTS = 64
@@ -106,7 +106,7 @@ class Chaos:
         self._verify()
 
     async def _load(self, faults: list[str], end: str, slots: float) -> None:
-        await self._crowd(CALM, self._served)
+        await self._warm_up()
         before = self._idle(slots, None)
         memory = Memory()
         for index, fault in enumerate(faults):
@@ -129,6 +129,29 @@ class Chaos:
         self.say(f"preempted {preempted} times")
         if end != "stop":
             await self._crowd(ROUGH, partial(self._kill, end))
+
+    async def _warm_up(self) -> None:
+        """Let each API server alone answer requests to every consumer, so that all that waits for first use is there.
+
+        They share one listening socket, and on a busy machine one of them may take every client.
+        """
+        servers = self.fleet.pids("api")
+        for server in servers:
+            others = [other for other in servers if other != server]
+            try:
+                for other in others:
+                    os.kill(other, signal.SIGSTOP)
+                await self._crowd(CALM, self._every_consumer_served)
+            finally:
+                for other in others:
+                    os.kill(other, signal.SIGCONT)
+
+    async def _every_consumer_served(self, crowd: Crowd) -> None:
+        """Wait until so many more requests are answered, some of each consumer among them."""
+        begin = len(self._outcomes)
+        await self._served(crowd)
+        while not set(INSTANCES) <= {name for outcome in self._outcomes[begin:] for name in outcome.shot.jobs}:
+            await asyncio.sleep(0.05)
 
     async def _crowd(self, mix: Mix, during: Callable[[Crowd], Awaitable[None]]) -> None:
         assert self.fleet.server is not None
