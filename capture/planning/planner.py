@@ -18,20 +18,17 @@ from headgate.capture.planning.request_plan import (
     SelectionShape,
     are_listed,
 )
-from headgate.capture.planning.step_plan import (
-    PackGroup,
-    SiteSet,
-    StepPlan,
-    count_up,
-    prolonged,
-    spans_of,
-)
+from headgate.capture.planning.step_plan import PackGroup, SiteSet, StepPlan, count_up, prolonged
+from headgate.capture.planning.wanted_rows import Piece, Rows, WantedRows, consecutive, merged
 from headgate.capture.schema.batch import BatchView, BoolArray, Int64Array
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 
 NOWHERE = 2**62
 """A position that no request reaches."""
+FEW = 4
+"""So many requests are looked at one by one in a step that is no decode step, however many others run: arrays of all of
+them would take ten times as long. Where clients capture a row of each prompt, most steps are like that."""
 
 
 class StepPlanner:
@@ -78,6 +75,8 @@ class StepPlanner:
         if self._steady is not None and self._steady.continues(view):
             return self._steady.next()
         self._leave_run()
+        if (few := self._table.few_of(view)) is not None:
+            return self._plan_few(few, view)
         slots = self._table.slots_of(view.req_ids)
         if slots is None:
             return None
@@ -89,6 +88,18 @@ class StepPlanner:
         if plan is not None and fresh.is_decode and not fresh.ended and all(shape.is_run for shape in shapes):
             self._steady = _DecodeRun(view, slots, plan, fresh.num_alike)
         return plan
+
+    def _plan_few(self, members: Sequence[int], view: BatchView) -> StepPlan | None:
+        """The same for the requests that `_RequestTable.few_of` found."""
+        pieces: list[Piece] = []
+        for member in members:
+            req_id, first = view.req_ids[member], int(view.num_computed[member])
+            shape, wanted, has_ended = self._table.take(req_id, first, first + int(view.num_scheduled[member]))
+            if wanted:
+                pieces.append(Piece(req_id, int(view.starts[member]) + wanted.start - first, wanted))
+            if has_ended:
+                self._table.remove(req_id)
+        return consecutive(pieces, shape) if pieces else None
 
     def _leave_run(self) -> None:
         """The steps of the run count as taken from now on; they are not asked for while it lasts."""
@@ -107,14 +118,14 @@ class StepPlanner:
             (shape,) = shapes
             if shape.is_run and len(shape.covers) == 1 and (fresh.batch_rows[1:] > fresh.batch_rows[:-1]).all():
                 return fresh.contiguous_plan(shape, req_ids)
-        parts: dict[SiteSet, list[_WantedRows]] = {}
+        parts: dict[SiteSet, list[WantedRows]] = {}
         for shape, picks in shapes.items():
             rows = fresh.rows_of(picks)
             for chosen in self._choose(shape, rows, slots):
                 parts.setdefault(chosen.site_set, []).append(rows.select(chosen))
-        return _merge(req_ids, parts) if parts else None
+        return merged(req_ids, parts) if parts else None
 
-    def _choose(self, shape: SelectionShape, rows: _Rows, slots: Int64Array) -> Iterator[SelectedRows]:
+    def _choose(self, shape: SelectionShape, rows: Rows, slots: Int64Array) -> Iterator[SelectedRows]:
         if shape.is_run:
             return shape.choose_all(len(rows.positions))
         return shape.choose(self._table.hits(shape, slots[rows.owners], rows.positions))
@@ -157,30 +168,6 @@ class _DecodeRun:
     def stop(self) -> Int64Array:
         """Tokens of each request that are computed after the last step, int64 ``[B]``."""
         return self._first.num_computed + (self._number + 1)
-
-
-class _Rows(NamedTuple):
-    """Rows of a step, each array int64 ``[N]``. A request's are next to each other, by ascending position."""
-
-    owners: Int64Array
-    """Index into ``BatchView.req_ids``, ascending."""
-    batch_rows: Int64Array
-    positions: Int64Array
-
-    def select(self, chosen: SelectedRows) -> _WantedRows:
-        """Return the chosen rows, each with the mask of its consumers."""
-        if (picks := chosen.picks) is None:
-            return _WantedRows(self.owners, self.batch_rows, self.positions, chosen.masks)
-        return _WantedRows(self.owners[picks], self.batch_rows[picks], self.positions[picks], chosen.masks)
-
-
-class _WantedRows(NamedTuple):
-    """Rows of a step with the consumers that want them; arrays as in `_Rows`."""
-
-    owners: Int64Array
-    batch_rows: Int64Array
-    positions: Int64Array
-    masks: Int64Array
 
 
 class _NewPositions(NamedTuple):
@@ -230,12 +217,12 @@ class _NewPositions(NamedTuple):
         token_rows = count_up(first, first + total) if is_dense else prolonged(self.batch_rows, starts, self.counts)
         return StepPlan(token_rows, (group,))
 
-    def rows_of(self, picks: Int64Array) -> _Rows:
+    def rows_of(self, picks: Int64Array) -> Rows:
         """The rows of some of them."""
         counts = self.counts[picks]
         starts = np.cumsum(counts) - counts
         batch_rows = prolonged(self.batch_rows[picks], starts, counts)
-        return _Rows(np.repeat(self.members[picks], counts), batch_rows, prolonged(self.begins[picks], starts, counts))
+        return Rows(np.repeat(self.members[picks], counts), batch_rows, prolonged(self.begins[picks], starts, counts))
 
 
 class _RequestTable:
@@ -289,6 +276,39 @@ class _RequestTable:
             slots = [self._slots.get(req_id, 0) for req_id in req_ids]
             self._batch = (req_ids, np.array(slots) if any(slots) else None)
         return self._batch[1]
+
+    def few_of(self, view: BatchView) -> list[int] | None:
+        """Those requests of a step that are in the table: ascending indices into its ``req_ids``, as their rows ascend.
+
+        None if there is none, or if there may be more than `FEW`, of several shapes or of one that is no run, if their
+        rows are in another order, or if the step may be of a run, which pays only where steps are compared.
+        """
+        if not 0 < len(self._slots) <= FEW:
+            return None
+        shape = next(iter(self._plans.values())).shape
+        if not shape.is_run or len(shape.covers) > 1 or any(plan.shape is not shape for plan in self._plans.values()):
+            return None
+        if self._batch is not None and self._batch[1] is None and self._batch[0] == view.req_ids:
+            return None
+        members = [member for member, req_id in enumerate(view.req_ids) if req_id in self._slots]
+        if not members:
+            self._batch = (view.req_ids, None)
+        if not members or (view.num_scheduled == 1).all():
+            return None
+        starts = view.starts[members].tolist()
+        return members if starts == sorted(starts) else None
+
+    def take(self, req_id: str, first: int, stop: int) -> tuple[SelectionShape, range, bool]:
+        """Count positions ``first : stop`` of a request as taken; its shape is a run.
+
+        Returns:
+            The shape, those of the positions that are wanted and were not taken before, and whether the request can
+            want nothing more.
+        """
+        slot = self._slots[req_id]
+        taken, end = int(self._next[slot]), int(self._end[slot])
+        self._next[slot] = max(stop, taken)
+        return self._plans[slot].shape, range(max(first, taken), min(stop, end)), stop >= end
 
     def advance(self, slots: Int64Array, view: BatchView) -> _NewPositions:
         """Count the step's positions as taken and return those that were not before."""
@@ -362,37 +382,3 @@ def _enlarged(array: Int64Array, *, axis: int, size: int) -> Int64Array:
     missing = list(array.shape)
     missing[axis] = size - array.shape[axis]
     return np.concatenate([array, np.zeros(missing, dtype=np.int64)], axis=axis)
-
-
-def _merge(req_ids: tuple[str, ...], parts: Mapping[SiteSet, Sequence[_WantedRows]]) -> StepPlan:
-    packed = {site_set: _in_batch_order(rows) for site_set, rows in parts.items()}
-    if len(packed) == 1:
-        ((site_set, rows),) = packed.items()
-        if (rows.batch_rows[1:] > rows.batch_rows[:-1]).all():  # everybody wants the same sites: nothing to merge
-            return StepPlan(rows.batch_rows, (_group(site_set, rows, np.arange(len(rows.batch_rows)), req_ids),))
-    is_wanted = np.zeros(1 + max(int(rows.batch_rows.max()) for rows in packed.values()), dtype=np.bool_)
-    for rows in packed.values():
-        is_wanted[rows.batch_rows] = True
-    token_rows = np.flatnonzero(is_wanted)
-    offsets = np.cumsum(is_wanted) - 1
-    groups = (_group(site_set, rows, offsets[rows.batch_rows], req_ids) for site_set, rows in packed.items())
-    return StepPlan(token_rows, tuple(groups))
-
-
-def _group(site_set: SiteSet, rows: _WantedRows, offsets: Int64Array, req_ids: tuple[str, ...]) -> PackGroup:
-    return PackGroup(
-        site_set=site_set,
-        rows=offsets,
-        positions=rows.positions,
-        masks=rows.masks,
-        spans=spans_of(rows.owners, req_ids),
-    )
-
-
-def _in_batch_order(parts: Sequence[_WantedRows]) -> _WantedRows:
-    """One set of rows out of those of several shapes, each of which is in batch order and has its own requests."""
-    if len(parts) == 1:
-        return parts[0]
-    rows = _WantedRows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-    order = np.argsort(rows.owners, kind="stable")
-    return _WantedRows(*(array[order] for array in rows))

@@ -219,3 +219,57 @@ def test_a_step_that_repeats_the_one_before_is_not_planned_anew() -> None:
     assert [plan.groups[0].positions.tolist() for plan in plans if plan] == [[3], [4], [5]]
     spans = [plan.groups[0].spans for plan in plans if plan]
     assert spans[2] is spans[1] is spans[0]
+
+
+@st.composite
+def joining(draw: st.DrawFn) -> tuple[CaptureSpec, list[int], list[list[int]]]:
+    """What all requests want, a run of positions, the lengths of their prompts, and tokens of each in each step."""
+    bound = st.integers(0, 12)
+    run = st.builds(Span, start=bound, stop=st.none() | bound)
+    positions = draw(st.sampled_from([Named("all"), Named("all_prompt"), Named("last_prompt")]) | run)
+    spec = CaptureSpec(sites=draw(site_sets()), positions=positions)
+    prompts = draw(st.lists(st.integers(1, 9), min_size=1, max_size=7))
+    counts = st.lists(st.integers(0, 5), min_size=len(prompts), max_size=len(prompts))
+    return spec, prompts, draw(st.lists(counts, min_size=1, max_size=8))
+
+
+@settings(max_examples=250)
+@given(joining())
+def test_few_that_want_the_same_are_planned_like_many(drawn: tuple[CaptureSpec, list[int], list[list[int]]]) -> None:
+    spec, prompts, steps = drawn
+    planner, reference = StepPlanner(SITES), SlowPlanner(SITES)
+    names = [f"request-{index}" for index in range(len(prompts))]
+    computed = dict.fromkeys(names, 0)
+    for name, num_prompt in zip(names, prompts, strict=True):
+        for each in (planner, reference):
+            each.add(name, num_prompt, resolved({0: spec}, num_prompt))
+
+    for number, counts in enumerate(steps):
+        batch = names[number % 2 :][:: -1 if number % 3 == 2 else 1]
+        count = np.array(counts[: len(batch)], dtype=np.int64)
+        starts = np.cumsum(count) - count
+        view = BatchView(tuple(batch), starts, count, np.array([computed[name] for name in batch], dtype=np.int64))
+
+        plan, expected = planner.plan(view), reference.plan(view)
+
+        assert unpacked(plan) == expected
+        assert (plan is None) == (not expected)
+        if plan is not None:
+            check_form(plan, view, SITES)
+        for name, taken in zip(batch, count.tolist(), strict=True):
+            computed[name] += taken - (number % 4 == 3 and computed[name] > 0)  # now and then one is computed again
+
+
+def test_one_that_joins_many_is_looked_at_alone() -> None:
+    planner = StepPlanner(SITES)
+    planner.add("new", 6, {0: CaptureSpec(sites=SITES, positions=Named("last_prompt"))})
+    req_ids = (*(f"plain-{index}" for index in range(50)), "new")
+    count = np.array([1] * 50 + [6], dtype=np.int64)
+    view = BatchView(req_ids, np.cumsum(count) - count, count, np.array([9] * 50 + [0], dtype=np.int64))
+    planner._table.advance = None  # type: ignore[assignment, method-assign]  # what takes arrays of all
+
+    plan = planner.plan(view)
+
+    assert plan is not None
+    assert plan.token_rows.tolist() == [55]
+    assert unpacked(plan) == {(site, 55): ("new", 5, 1) for site in SITES}
