@@ -197,7 +197,7 @@ class SpecContext:
         memo: What was parsed for the same call before.
         owner: Name of the key that the client has shown; None without keys, and where no client is.
         num_front_ends: API processes of the server: each has its own consumers of the location ``driver``.
-        lasting: What was parsed of `params` before, as long as this process serves.
+        lasting: What was parsed of `params` and of other calls before, as long as this process serves.
     """
 
     instance_name: str
@@ -223,6 +223,11 @@ class SpecContext:
         name = f"{parse.__module__}.{parse.__qualname__}"
         return self.lasting.parsed(self.params, name, lambda *_: parse(self.params))
 
+    def parsed_once(self, raw: object, name: str, parse: Callable[[object, str], Parsed]) -> Parsed:
+        """Return ``parse(raw, path)`` of the part `name` of a spec; what calls write alike is parsed once."""
+        alike = partial(self.lasting.parsed_alike, parse=parse)
+        return self.memo.parsed(raw, f"{self.field}.{name}", alike)
+
 
 class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the two kinds below)
     """The base of every consumer; subclass `BatchedConsumer` or `StreamingConsumer`.
@@ -238,6 +243,8 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
         takes_tag: Its specs have an option ``tag`` that says where it writes: the keys of clients may limit it.
         is_awaited: Its payload is what a client came for: requests that name it wait for their results as if they had
             set ``capture_wait``, unless they say false.
+        global_spec_param: The parameter without which `global_capture_spec` returns nothing: where it is not set, no
+            request asks. None: every request does, if the method is overridden.
         linger_s: Seconds that rows may wait for those of the next steps, so that they come in fewer and larger blocks,
             which costs the engine less; the smallest of a running request's consumers counts. The operator's
             ``capture.linger_s`` goes before it.
@@ -248,6 +255,7 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
     takes_messages: ClassVar[bool] = False
     takes_tag: ClassVar[bool] = False
     is_awaited: ClassVar[bool] = False
+    global_spec_param: ClassVar[str | None] = None
     linger_s: ClassVar[float] = 0.05
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
@@ -349,7 +357,7 @@ def parse_client_spec(raw: object, context: SpecContext, *, options: Sequence[st
     parse = partial(parse_positions, context_length=context.model.context_length, takes_several=True)
     return CaptureSpec(
         sites=select_sites(raw["hooks"], context),
-        positions=context.memo.parsed(raw.get("positions", "all"), f"{context.field}.positions", parse),
+        positions=context.parsed_once(raw.get("positions", "all"), "positions", parse),
         options={key: raw[key] for key in options if key in raw},
     )
 
@@ -360,7 +368,7 @@ def select_sites(hooks: object, context: SpecContext) -> tuple[Site, ...]:
     Raises:
         RequestError: Also if a site is not configured, naming those that are.
     """
-    return context.memo.parsed(hooks, f"{context.field}.hooks", partial(_select_sites, context.model))
+    return context.parsed_once(hooks, "hooks", partial(_select_sites, context.model))
 
 
 def _select_sites(model: ModelInfo, hooks: object, where: str) -> tuple[Site, ...]:

@@ -7,8 +7,9 @@ of a client's key, may be checked beside it with the same `CaptureUse`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from headgate.capture.schema.batch import Int64Array
@@ -20,8 +21,7 @@ MAX_CALL_LISTED = 1 << 20
 """Positions in the lists of one call: each prompt and sample carries its own, 8 bytes a position."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CaptureUse:
+class CaptureUse(msgspec.Struct, frozen=True, kw_only=True):
     """The most that a call could capture if it generated all it may; uses of one call's prompts add up.
 
     Attributes:
@@ -30,9 +30,9 @@ class CaptureUse:
         num_listed: Positions that are listed one by one, by consumer.
     """
 
-    num_rows: Mapping[str, int] = field(default_factory=dict)
-    num_bytes: Mapping[str, int] = field(default_factory=dict)
-    num_listed: Mapping[str, int] = field(default_factory=dict)
+    num_rows: Mapping[str, int] = {}
+    num_bytes: Mapping[str, int] = {}
+    num_listed: Mapping[str, int] = {}
 
     def __add__(self, other: CaptureUse) -> CaptureUse:
         return CaptureUse(

@@ -16,6 +16,7 @@ from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
 _Parsed = TypeVar("_Parsed")
 
 MAX_KNOWN, MAX_KNOWN_BYTES = 256, 4096
+_UNKNOWN = object()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,10 +82,14 @@ class SpecReader:
 
 
 class Memo:
-    """Parsed parts of one call's document, by the identity of what was parsed: its prompts all ask for the same."""
+    """Parsed parts of one call's document, by the identity of what was parsed: its prompts all ask for the same.
+
+    One that outlives calls knows what many of them write alike, too, by its content.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], tuple[object, object]] = {}
+        self._alike: dict[tuple[str, bytes], object] = {}
 
     def parsed(self, raw: object, field: str, parse: Callable[[object, str], _Parsed]) -> _Parsed:
         """``parse(raw, field)``, called once for each `raw` and `field`. What raises is not kept."""
@@ -92,3 +97,19 @@ class Memo:
         if key not in self._known:
             self._known[key] = raw, parse(raw, field)  # with `raw`, whose identity must stay taken
         return cast("_Parsed", self._known[key][1])
+
+    def parsed_alike(self, raw: object, field: str, parse: Callable[[object, str], _Parsed]) -> _Parsed:
+        """``parse(raw, field)``, called once for short values of equal content; what it returns must not be changed."""
+        try:
+            key = field, msgspec.msgpack.encode(raw)
+        except (TypeError, ValueError, OverflowError, RecursionError):  # not plain: a Python caller's own
+            return parse(raw, field)
+        known = self._alike.get(key, _UNKNOWN)  # once: another thread may clear it
+        if known is not _UNKNOWN:
+            return cast("_Parsed", known)
+        parsed = parse(raw, field)
+        if len(key[1]) <= MAX_KNOWN_BYTES:
+            if len(self._alike) >= MAX_KNOWN:
+                self._alike.clear()
+            self._alike[key] = parsed
+        return parsed

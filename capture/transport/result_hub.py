@@ -6,7 +6,6 @@ Keys are random and secret between a request's front end and its worker: what co
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import os
@@ -123,10 +122,16 @@ class ResultHub:
 
     async def wait_async(self, key: str, timeout_s: float) -> CaptureResults:
         """`wait` without blocking the event loop."""
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
         with self._table.watching(key, functools.partial(_set_from_thread, loop, done)) as expected:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(done.wait(), timeout_s)
+            if timeout_s > 0:
+                # No `asyncio.wait_for`, which makes a task of what it waits for.
+                timer = loop.call_later(timeout_s, _set, done)
+                try:
+                    await done
+                finally:
+                    timer.cancel()
             return self._table.results(expected)
 
     def close(self, key: str) -> None:
@@ -181,8 +186,13 @@ def _reset_forked(hub: weakref.ref[ResultHub]) -> None:
         alive._reset()
 
 
-def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+def _set(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
+
+
+def _set_from_thread(loop: asyncio.AbstractEventLoop, done: asyncio.Future[None]) -> None:
     try:
-        loop.call_soon_threadsafe(event.set)
+        loop.call_soon_threadsafe(_set, done)
     except RuntimeError:  # the loop was closed: its waiter is gone
         logger.debug("Results came for a closed event loop")

@@ -76,6 +76,7 @@ class FilesystemConsumer(StreamingConsumer):
     location = "worker"
     takes_messages = True
     takes_tag = True
+    global_spec_param = "hooks"
     linger_s = 0.25  # files are complete when a request has ended, not before
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:

@@ -48,6 +48,7 @@ class MomentsConsumer(StreamingConsumer):
 
     location = "worker"
     takes_tag = True
+    global_spec_param = "hooks"
     linger_s = 0.25  # nobody looks at a row
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:

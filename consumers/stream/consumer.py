@@ -48,6 +48,7 @@ class StreamConsumer(StreamingConsumer):
 
     location = "worker"
     takes_tag = True
+    global_spec_param = "hooks"
     linger_s = 0.25  # rows are sent when a request has ended, not before
 
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:

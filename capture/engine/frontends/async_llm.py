@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from dataclasses import replace
 from functools import wraps
+
+from msgspec.structs import replace
 
 from headgate.capture.engine.contracts.vllm_engine import Function
 from headgate.capture.engine.contracts.vllm_frontend import AsyncLLM, RequestOutput, SamplingParams
@@ -101,7 +102,7 @@ def add_request(original: Function) -> Function:
         self: AsyncLLM, request_id: str, prompt: object, params: SamplingParams, *args: object, **kwargs: object
     ) -> object:
         try:
-            if has_far_engines(self.vllm_config):
+            if _has_far_engines(self):
                 await _agreed(self)
             if getattr(params, "n", 1) == 1:  # pooling has none
                 return await original(self, request_id, prompt, params, *args, **kwargs)
@@ -115,6 +116,16 @@ def add_request(original: Function) -> Function:
 
 
 _AGREEMENT = "_headgate_agreement"
+_HAS_FAR_ENGINES = "_headgate_has_far_engines"
+
+
+def _has_far_engines(engine: AsyncLLM) -> bool:
+    """`has_far_engines`, asked once: every request passes here."""
+    found: bool | None = vars(engine).get(_HAS_FAR_ENGINES)
+    if found is None:
+        found = has_far_engines(engine.vllm_config)
+        setattr(engine, _HAS_FAR_ENGINES, found)
+    return found
 
 
 async def _agreed(engine: AsyncLLM) -> None:
@@ -231,7 +242,7 @@ def check_health(original: Function) -> Function:
     @wraps(original)
     async def wrapped(self: AsyncLLM, *args: object, **kwargs: object) -> object:
         result = await original(self, *args, **kwargs)
-        if has_far_engines(self.vllm_config):
+        if _has_far_engines(self):
             try:
                 await _agreed(self)
             except UnsupportedError as error:

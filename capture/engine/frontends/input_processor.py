@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from functools import wraps
+
+from msgspec.structs import replace
 
 from headgate.capture.engine.contracts.vllm_engine import Function, VllmConfig
 from headgate.capture.engine.contracts.vllm_frontend import NewRequest, SamplingParams

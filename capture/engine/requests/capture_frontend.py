@@ -7,8 +7,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType, ModuleType
+
+from msgspec.structs import replace
 
 from headgate.capture.engine.access.caller import current_caller
 from headgate.capture.engine.contracts.vllm_frontend import Engine, RequestOutput, SamplingParams
@@ -120,7 +121,7 @@ class FrontEnd:
         """Make every position absolute, and check how much that may come to; see `requests.resolve`.
 
         Args:
-            ask: What is asked.
+            ask: What is asked. One that was resolved and checked is returned as it is.
             num_prompt: Tokens of the prompt.
             params: The request's; while ``max_tokens`` is not known, nothing is limited.
             messages: See `requests.resolve`. Where results are to tell of them, they are put into ``ask.messages``.
@@ -130,6 +131,8 @@ class FrontEnd:
             RequestError: If a selector can select nothing of this prompt, if it could be too much, or if the chat
                 template does not show where a message lies.
         """
+        if ask.is_resolved:
+            return ask
         resolved = resolve(ask, num_prompt, messages)
         if ask.messages is not None and not ask.messages:
             if messages is None:
@@ -145,7 +148,7 @@ class FrontEnd:
             use = call.use = call.use + use
         self._limits.check(use)
         check_use(use, self._answered)
-        return resolved
+        return replace(resolved, is_resolved=True)
 
     def use_of(self, ask: CaptureRequest, num_prompt: int, max_tokens: int, num_samples: int) -> CaptureUse:
         """Count what the client asks of a prompt; see `headgate.capture.schema.limits.use_of`."""

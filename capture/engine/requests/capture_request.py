@@ -62,7 +62,13 @@ class CaptureRequestReader:
         self._consumers = consumers
         self._params = {spec.instance: spec.params for spec in config.consumers}
         self._lasting = Memo()
+        self._unasked = [name for name, consumer in consumers.items() if _is_global(consumer, self._params[name])]
         self.hidden_states = next((spec.instance for spec in config.consumers if spec.name == HIDDEN_STATES), None)
+
+    @property
+    def has_unasked(self) -> bool:
+        """Whether a consumer may capture of requests that do not ask."""
+        return bool(self._unasked)
 
     def read(self, params: SamplingParams, request_id: str) -> CaptureRequest | None:
         """Check the fields of a `SamplingParams`; None if nothing is to be captured.
@@ -83,7 +89,7 @@ class CaptureRequestReader:
         is_explicit = bool(specs)
         if wait is None:
             wait = any(self._consumers[instance].awaits(spec) for instance, spec in specs.items())
-        for instance in self._consumers:
+        for instance in self._unasked:
             if instance not in specs and (spec := self._global_spec(instance, request_id)) is not None:
                 specs[instance] = spec
         if not specs:
@@ -162,6 +168,13 @@ class CaptureRequestReader:
         return ", ".join(sorted(name for name, consumer in self._consumers.items() if consumer.reads_client_spec))
 
 
+def _is_global(consumer: type[CaptureConsumer], params: Mapping[str, object]) -> bool:
+    """Whether ``global_capture_spec`` may return a spec."""
+    if consumer.global_capture_spec.__func__ is CaptureConsumer.global_capture_spec.__func__:  # type: ignore[attr-defined]
+        return False
+    return consumer.global_spec_param is None or params.get(consumer.global_spec_param) is not None
+
+
 def _tells_messages(params: SamplingParams, named: frozenset[str]) -> bool:
     value = read_field(params, CAPTURE_MESSAGES)
     if value is not None and value is not True:
@@ -196,7 +209,7 @@ def resolve(ask: CaptureRequest, num_prompt: int, messages: ChatMessages | None)
     """
     specs = {name: _resolve(name, spec, num_prompt, messages) for name, spec in ask.specs.items()}
     is_same = all(specs[name] is spec for name, spec in ask.specs.items())
-    return ask if is_same else replace(ask, specs=specs)
+    return ask if is_same else msgspec.structs.replace(ask, specs=specs)
 
 
 def _resolve(instance: str, spec: CaptureSpec, num_prompt: int, messages: ChatMessages | None) -> CaptureSpec:
@@ -224,7 +237,7 @@ def tell_messages(ask: CaptureRequest, consumers: Mapping[str, type[CaptureConsu
         name: replace(spec, options={**spec.options, "messages": told}) if consumers[name].takes_messages else spec
         for name, spec in ask.specs.items()
     }
-    return replace(ask, specs=specs)
+    return msgspec.structs.replace(ask, specs=specs)
 
 
 def messages_of(ask: CaptureRequest) -> dict[Message, str]:

@@ -136,6 +136,8 @@ class RequestReader:
         """
         if self.capture is None:
             return self._without_capture(params)
+        if _asks_nothing(params, self.capture):
+            return None
         refuse_forged(params)
         refuse_unknown_in(params)
         return self._with_parts(params, self.capture.capture_reader.read(params, request_id))
@@ -144,6 +146,8 @@ class RequestReader:
         """The same, with the address that results go to."""
         if self.capture is None:
             return self._without_capture(params, is_offline=is_offline)
+        if _asks_nothing(params, self.capture):
+            return None
         refuse_forged(params)
         refuse_unknown_in(params)
         ask = self.capture.read(params, request_id, is_offline=is_offline)
@@ -257,6 +261,11 @@ class RequestReader:
         """The same for `AsyncLLM`."""
         for name, wanted in headgate_request.parts.items():
             await self.parts[name].explain_async(wanted, client)
+
+
+def _asks_nothing(params: SamplingParams, capture: FrontEnd) -> bool:
+    """Whether nothing is to be read: most requests, which shall not pay for ours."""
+    return is_plain(params) and not capture.capture_reader.has_unasked
 
 
 def _has_sources(reader: PartRequestReader, values: Document) -> bool:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache, wraps
 from types import ModuleType
 from typing import NoReturn, TypeGuard
+
+import msgspec
 
 from headgate.capture.engine.contracts.parts import request_parts
 from headgate.capture.engine.contracts.request_part import AnsweringPart, PartRequest
@@ -127,9 +128,8 @@ def is_plain(params: SamplingParams) -> bool:
     return not params.extra_args and not vars(params)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CaptureRequest:
-    """The checked capture request of one engine request.
+class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The checked capture request of one engine request. Immutable, and a `Struct`: every capturing request makes some.
 
     Attributes:
         specs: By consumer instance.
@@ -138,6 +138,7 @@ class CaptureRequest:
         named: Consumers that the client named: how much it may ask of these is limited.
         messages: Where the messages of its chat lie, once its prompt is known: empty before. None if its results do not
             tell of them.
+        is_resolved: Every position is absolute, and how much it may come to was checked.
         key: Random; results for the request must carry it.
         reply: Address of the result hub; None if nobody waits.
     """
@@ -149,6 +150,7 @@ class CaptureRequest:
     reply: str | None = None
     named: frozenset[str] = frozenset()
     messages: list[MessageSpan] | None = None
+    is_resolved: bool = False
 
     def to_wire(self, num_samples: int, request_id: str) -> CaptureWire:
         """Return the form on the wire; positions must be resolved."""
@@ -166,8 +168,7 @@ class CaptureRequest:
         return any(spec.positions.needs_prompt(num_prompt) for spec in self.specs.values())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadgateRequest:
+class HeadgateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The checked headgate fields of one request. Immutable.
 
     Attributes:
@@ -177,7 +178,7 @@ class HeadgateRequest:
     """
 
     capture: CaptureRequest | None = None
-    parts: Mapping[str, PartRequest] = field(default_factory=dict)
+    parts: Mapping[str, PartRequest] = {}
     is_offline: bool = False
 
     def __deepcopy__(self, memo: object) -> HeadgateRequest:

@@ -15,7 +15,7 @@ import signal
 import threading
 from argparse import Namespace
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -126,18 +126,19 @@ def _check_own(headers: Mapping[str, str], role: str) -> None:
     """
     for header, prefix in (("host", "//"), ("origin", "")):
         value = headers.get(header)
-        if value is not None and not _is_loopback(_host_of(prefix + value)):
+        if value is not None and not _names_loopback(prefix + value):
             raise ForbiddenError(
                 f"this server has no key for this and lets in its own machine alone, but the header {header.title()} "
                 f"names {shown(value)}; the operator sets {variable_of(role)}"
             )
 
 
-def _host_of(url: str) -> str:
+@lru_cache(maxsize=64)  # clients of one server write the same; a header has 64 KiB at most
+def _names_loopback(url: str) -> bool:
     try:
-        return urlsplit(url).hostname or ""
+        return _is_loopback(urlsplit(url).hostname or "")
     except ValueError:
-        return ""
+        return False
 
 
 def _is_loopback(host: str) -> bool:

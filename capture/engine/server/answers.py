@@ -19,6 +19,7 @@ from headgate.capture.engine.requests.hidden_states import ATTRIBUTE, plain_stat
 from headgate.capture.schema.results import CaptureResult, plain_payload
 
 RESULTS = "capture_results"
+_DECODER = json.JSONDecoder()
 _LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
 
 
@@ -85,7 +86,8 @@ async def _stream_chunks(chunks: AsyncGenerator[str, None], call: Call) -> Async
                 first = _content(chunk)
             chunk = _with_values(chunk, call)
             if chunk.startswith("data: [DONE]") and (last := _last_chunk(first or {}, call)) is not None:
-                yield f"data: {json.dumps(last)}\n\n"
+                # In one piece: each takes the server some 60 us to send.
+                chunk = f"data: {msgspec.json.encode(last).decode()}\n\n{chunk}"
             yield chunk
     finally:
         await chunks.aclose()
@@ -93,13 +95,13 @@ async def _stream_chunks(chunks: AsyncGenerator[str, None], call: Call) -> Async
 
 def _content(chunk: str) -> dict[str, Any]:
     found: dict[str, Any]
-    found, _ = json.JSONDecoder().raw_decode(chunk, len("data: "))
+    found, _ = _DECODER.raw_decode(chunk, len("data: "))
     return found
 
 
 def _with_values(chunk: str, call: Call) -> str:
     """Return a chunk with the values that are there for its choices."""
-    untold = set(_untold(call))
+    untold = _untold(call)
     if not untold or not chunk.startswith("data: {"):
         return chunk
     content = _content(chunk)

@@ -80,8 +80,9 @@ def to_sampling_params(original: Function) -> Function:
 
     @wraps(original)
     def wrapped(self: Body, *args: object, **kwargs: object) -> SamplingParams:
-        given = _given(self)
-        if given and current_call() is None:
+        if current_call() is not None:  # the handler has checked the body
+            given = _ours(_unknown_to_vllm(self))
+        elif given := _given(self):
             _refuse_unanswered(given)
         params: SamplingParams = original(self, *args, **kwargs)
         for name in read_fields(params, _answered_fields()):
@@ -108,15 +109,15 @@ def _given(request: Body) -> dict[str, object]:
         return {}  # most requests: they shall not pay for ours
     with as_client_error():
         refuse_unknown(extra)
-        nested = {name: extra.get(name) for name in (EXTRA_ARGS, SAMPLING_PARAMS)}
-        refuse_ignored(nested, "give it as a field of the body")
+        if nested := {name: extra[name] for name in (EXTRA_ARGS, SAMPLING_PARAMS) if name in extra}:
+            refuse_ignored(nested, "give it as a field of the body")
         if xargs:
             _refuse_in_xargs(request, xargs)
-    given = {}
-    for name in all_fields():
-        if name in extra and none_if_default(name, extra[name]) is not None:
-            given[name] = extra[name]
-    return given
+    return _ours(extra)
+
+
+def _ours(extra: Document) -> dict[str, object]:
+    return {name: extra[name] for name in all_fields() if none_if_default(name, extra.get(name)) is not None}
 
 
 def _refuse_in_xargs(request: Body, xargs: Document) -> None:

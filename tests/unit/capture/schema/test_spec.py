@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import Indices, Named
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
-from headgate.capture.schema.spec import MAX_KNOWN, CaptureSpec, SpecReader
+from headgate.capture.schema.spec import MAX_KNOWN, CaptureSpec, Memo, SpecReader
 from tests.strategies import resolved, specs
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=4)
@@ -82,3 +84,37 @@ def test_a_reader_does_not_keep_all_that_it_has_ever_read() -> None:
         assert reader.read(other.to_wire()).sites == ()
     assert reader.read(first).sites is not read.sites
     assert reader.read(first) == read
+
+
+def test_what_is_written_alike_is_parsed_once_and_what_only_looks_alike_is_not() -> None:
+    memo, parsed = Memo(), []
+
+    def parse(raw: object, field: str) -> str:
+        parsed.append((raw, field))
+        if raw is None:
+            raise RequestError(field, "nothing")
+        return repr(raw)
+
+    def read(raw: object, field: str = "f") -> str:
+        return memo.parsed_alike(raw, field, parse)
+
+    assert read({"post_mlp": [1]}) == read({"post_mlp": [1]}) == "{'post_mlp': [1]}"
+    assert len(parsed) == 1
+    alike: list[object] = [[1], [1.0], [True], ["1"], {1: 2}, {"1": 2}, {1: None}, [float("nan")], [None]]
+    assert [read(raw) for raw in alike] == [repr(raw) for raw in alike]
+    read([1], "g")
+    assert len(parsed) == 2 + len(alike)
+    for _ in range(2):
+        with pytest.raises(RequestError):
+            read(None)
+        read(range(3))  # not plain: never kept
+    assert len(parsed) == 6 + len(alike)
+
+
+def test_of_what_calls_write_only_so_much_is_known() -> None:
+    memo = Memo()
+
+    for number in range(3 * MAX_KNOWN):
+        assert memo.parsed_alike(number, "f", lambda raw, field: (raw,)) == (number,)
+
+    assert len(memo._alike) <= MAX_KNOWN

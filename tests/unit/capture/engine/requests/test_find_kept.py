@@ -17,10 +17,11 @@ from headgate.capture.engine.requests import request_reader
 from headgate.capture.engine.requests.call_context import serve_for
 from headgate.capture.engine.requests.capture_frontend import FrontEnd
 from headgate.capture.engine.requests.request_reader import OpenPart, RequestReader
-from headgate.capture.schema.config import CaptureConsumersConfig
+from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
+from headgate.consumers.memory import MemoryConsumer
 
 MODEL = ModelInfo(name="tiny", num_layers=2, hidden_size=8, dtype="float32", sites=(Site(0, HookPoint.POST_MLP),))
 FIELD = "ops[0].source"
@@ -44,12 +45,11 @@ def front_end() -> Iterator[Callable[..., FrontEnd]]:
 
     def make(*keepers: Any, num_front_ends: int = 1) -> FrontEnd:
         drivers = SimpleNamespace(consumers={str(index): keeper for index, keeper in enumerate(keepers)})
-        consumer: Any = SimpleNamespace(location="driver", is_awaited=False, linger_s=0.0)
         made.append(
             FrontEnd(
-                CaptureConsumersConfig(),
+                CaptureConsumersConfig(consumers=[CaptureConsumerSpec(name="memory")]),
                 MODEL,
-                {"memory": consumer},
+                {"memory": MemoryConsumer},
                 num_stages=1,
                 open_drivers=lambda hub: drivers,  # type: ignore[arg-type,return-value]
                 num_front_ends=num_front_ends,

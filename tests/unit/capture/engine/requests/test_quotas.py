@@ -94,22 +94,25 @@ def test_the_lists_of_a_call_are_bounded_together() -> None:
         check({"rows": rows(listed)}, call=call, n=1000)
 
 
-def test_the_prompts_of_a_call_are_parsed_once() -> None:
+@pytest.mark.parametrize(("count", "is_kept"), [(3, True), (5000, False)])
+def test_the_prompts_of_a_call_are_parsed_once_and_what_calls_write_alike_unless_it_is_long(
+    count: int, is_kept: bool
+) -> None:
     front = FrontEnd(CaptureConsumersConfig(consumers=(CaptureConsumerSpec(name="rows"),)), MODEL, {"rows": Rows},
                      num_stages=1, open_drivers=no_drivers)  # fmt: skip
-    params = SimpleNamespace(extra_args={"capture": {"rows": rows([0, 3, 4])}})
 
     def read_twice() -> list[Any]:
         enter(Call())
-        return [front.capture_reader.read(params, name) for name in "ab"]
+        params = SimpleNamespace(extra_args={"capture": {"rows": rows([0, *range(3, 3 + count)])}})
+        return [front.capture_reader.read(params, name).specs["rows"] for name in "ab"]
 
     first, second = contextvars.copy_context().run(read_twice)
     (other, _) = contextvars.copy_context().run(read_twice)
 
-    assert first.specs["rows"].positions is second.specs["rows"].positions
-    assert first.specs["rows"].sites is second.specs["rows"].sites
-    assert other.specs == first.specs
-    assert other.specs["rows"].positions is not first.specs["rows"].positions
+    assert first.positions is second.positions
+    assert first.sites is second.sites
+    assert other == first
+    assert (other.positions is first.positions) == is_kept
 
 
 def test_bytes_are_counted_over_sites_and_consumers() -> None:

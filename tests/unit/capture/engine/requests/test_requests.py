@@ -131,6 +131,28 @@ def test_parameters_of_consumers_are_parsed_once_for_all_requests() -> None:
     assert len(parsed) == 2
 
 
+@pytest.mark.parametrize(("given", "num_asked"), [({}, 0), ({"hooks": None}, 0), ({"hooks": {}}, 3)])
+def test_who_looks_at_no_request_unasked_is_not_asked(given: dict[str, Any], num_asked: int) -> None:
+    asked = []
+
+    class Asking(Rows):
+        global_spec_param = "hooks"
+
+        @classmethod
+        def global_capture_spec(cls, context: SpecContext) -> CaptureSpec | None:
+            asked.append(context.client_request_id)
+            return None
+
+    config = CaptureConsumersConfig(consumers=(CaptureConsumerSpec(name="it", params=given),))
+    where = CaptureRequestReader(config, MODEL, {"it": Asking})
+
+    assert where.has_unasked == bool(num_asked)
+    for request_id in ("a", "b", "c"):
+        assert where.read(params(), request_id) is None
+
+    assert len(asked) == num_asked
+
+
 def test_keys_are_never_the_same() -> None:
     where = door(rows=Rows)
 

@@ -50,9 +50,9 @@ def streamed(call: Call, *steps: str | Callable[[], None]) -> list[Any]:
     async def read() -> list[str]:
         return [text async for text in answer_choices(stream(), call)]  # type: ignore[attr-defined]
 
-    texts = asyncio.run(read())
-    assert texts[-1] == "data: [DONE]\n\n"
-    return [json.loads(text.removeprefix("data: ")).get("choices") for text in texts[:-1]]
+    events = "".join(asyncio.run(read())).removesuffix("\n\n").split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")).get("choices") for event in events[:-1]]
 
 
 def test_each_choice_of_an_answer_has_its_own() -> None:
