@@ -117,7 +117,8 @@ def _given(request: Body) -> dict[str, object]:
 
 
 def _ours(extra: Document) -> dict[str, object]:
-    return {name: extra[name] for name in all_fields() if none_if_default(name, extra.get(name)) is not None}
+    given = {name: extra[name] for name in all_fields() if name in extra}
+    return {name: value for name, value in given.items() if none_if_default(name, value) is not None}
 
 
 def _refuse_in_xargs(request: Body, xargs: Document) -> None:
