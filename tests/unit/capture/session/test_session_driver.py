@@ -94,9 +94,7 @@ def test_outputs_of_readouts_of_two_stages_come_in_place_of_rows(folder: Path) -
         first, second = row_values(1, np.arange(5), 0), row_values(1, np.arange(5), 1)
         assert torch.equal(captured.rows[SITES[0]], first)
         assert torch.equal(captured.rows[SITES[1]], Multiples(3).expected(second))
-        assert torch.equal(
-            captured.rows[SITES[2]], Multiples(1, 2.0).expected(first)
-        )
+        assert torch.equal(captured.rows[SITES[2]], Multiples(1, 2.0).expected(first))
         assert set(captured.request.readouts) == set(SITES[1:])
 
 
