@@ -17,7 +17,7 @@ from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.monitoring.stats import QueueCounters
 from headgate.capture.schema.batch import FinalState, Int32Array, Int64Array
 from headgate.capture.schema.consumer import RequestInfo
-from headgate.capture.schema.readouts.readout import OUTPUT_BYTES
+from headgate.capture.schema.readouts.readout import position_bytes
 from headgate.capture.schema.results import CaptureResult
 
 SPARE_POSITIONS = 64
@@ -177,7 +177,7 @@ def result_of(
     result = CaptureResult(
         status="ok",
         num_rows=totals.complete,
-        num_bytes=totals.complete * _bytes_of_position(request.info, row_bytes),
+        num_bytes=totals.complete * position_bytes(request.info.spec.sites, request.info.readouts, row_bytes),
         dropped_rows=totals.dropped,
     )
     if totals.surplus:
@@ -190,12 +190,6 @@ def result_of(
         result.status = "partial_error"
         result.error = f"{instance}: {_missing_text(request, totals, final)}"
     return result
-
-
-def _bytes_of_position(info: RequestInfo, row_bytes: int) -> int:
-    """Bytes of a position at all sites: of a row, or of the outputs of a readout."""
-    outputs = [info.readouts[site].num_outputs for site in info.spec.sites if site in info.readouts]
-    return OUTPUT_BYTES * sum(outputs) + row_bytes * (len(info.spec.sites) - len(outputs))
 
 
 def _missing_text(request: ConsumerRequest, totals: RowTotals, final: FinalState) -> str:

@@ -143,12 +143,16 @@ def open_consumers(
 
 
 def load_readouts(
-    config: CaptureConsumersConfig, model: ModelInfo, owned: Container[Site]
+    config: CaptureConsumersConfig,
+    classes: Sequence[type[CaptureConsumer]],
+    model: ModelInfo,
+    owned: Container[Site],
 ) -> list[tuple[ReadoutSite, Readout]]:
     """Make the readouts of all configured consumers, in the order of their bits and of the forward pass.
 
     Args:
         config: Which consumers.
+        classes: Of each of them.
         model: The model being served.
         owned: Sites of this worker; readouts of others are left out.
 
@@ -156,15 +160,15 @@ def load_readouts(
         ConfigError: If parameters are wrong, or a readout cannot be made or reads a site that cannot be captured.
     """
     found = []
-    for bit, spec in enumerate(config.consumers):
-        for site, readout in _declared(spec, model).items():
+    for bit, (spec, loaded) in enumerate(zip(config.consumers, classes, strict=True)):
+        for site, readout in _declared(spec, loaded, model).items():
             if site in owned:
                 found.append((ReadoutSite(bit, site, ReadoutFacts(readout.num_outputs, readout.key)), readout))
     return found
 
 
-def _declared(spec: CaptureConsumerSpec, model: ModelInfo) -> dict[Site, Readout]:
-    loaded, where = load_configured(spec), f"consumer {spec.instance!r}"
+def _declared(spec: CaptureConsumerSpec, loaded: type[CaptureConsumer], model: ModelInfo) -> dict[Site, Readout]:
+    where = f"consumer {spec.instance!r}"
     try:
         loaded.check_params(spec.params)
         declared = loaded.readouts(spec.params, model)

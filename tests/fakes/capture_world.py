@@ -172,15 +172,8 @@ def local_session(
     else:
         delivery = LocalDelivery(place, consumers, sender, close_sender=close_sender)
     bits = {each.spec.instance: each.bit for each in consumers}
-    return CaptureSession(
-        config=config,
-        sites=sites,
-        staging=staging,
-        delivery=delivery,
-        bits=bits,
-        linger_s=linger_s,
-        readouts=place.readouts,
-    )
+    parts: dict[str, Any] = {"staging": staging, "delivery": delivery, "readouts": place.readouts}
+    return CaptureSession(config=config, sites=sites, bits=bits, linger_s=linger_s, **parts)
 
 
 def spread_delivery(

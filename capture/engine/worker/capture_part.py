@@ -22,7 +22,7 @@ from headgate.capture.schema.config import MIB, CaptureConsumersConfig
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.part_hooks import hookimpl
 from headgate.capture.schema.readouts.readout import ReadoutSite
-from headgate.capture.schema.registry import load_readouts
+from headgate.capture.schema.registry import load_configured, load_readouts
 from headgate.capture.schema.sites import Site
 from headgate.capture.session import CaptureSession, open_session
 from headgate.capture.staging.readouts import BoundReadout, bind
@@ -205,7 +205,8 @@ def bind_readouts(
     Raises:
         ConfigError: If one cannot be made, or fails there.
     """
-    found = load_readouts(config, facts.model, sites)
+    classes = [load_configured(spec) for spec in config.consumers]
+    found = load_readouts(config, classes, facts.model, sites)
     bound = []
     for (bit, site, _), readout in found:
         name = f"consumer {config.consumers[bit].instance!r}: {site.name}"

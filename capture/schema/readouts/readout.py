@@ -8,7 +8,7 @@ its own device, behind the forward and outside of its graphs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from headgate.capture.schema.sites import Site
@@ -75,6 +75,13 @@ class ReadoutSite(NamedTuple):
     bit: int
     site: Site
     facts: ReadoutFacts
+
+
+def position_bytes(sites: Sequence[Site], readouts: Mapping[Site, ReadoutFacts], row_bytes: int) -> int:
+    """Bytes of one position at some sites: of a row at each, or of the outputs of its readout."""
+    if not readouts:
+        return row_bytes * len(sites)
+    return sum(OUTPUT_BYTES * readouts[site].num_outputs if site in readouts else row_bytes for site in sites)
 
 
 def by_consumer(readouts: Iterable[ReadoutSite]) -> dict[int, dict[Site, ReadoutFacts]]:

@@ -230,9 +230,10 @@ def test_readouts_are_those_of_all_consumers_for_the_sites_of_a_worker(publish: 
     publish("one", reads="Reading", plain="Good")
     many = CaptureConsumerSpec(name="reads", instance_name="many", params={"outputs": 5, "places": [1, 2]})
 
-    found = load_readouts(
-        config(CaptureConsumerSpec(name="plain"), CaptureConsumerSpec(name="reads"), many), MODEL, SITES[1:]
-    )
+    configured = config(CaptureConsumerSpec(name="plain"), CaptureConsumerSpec(name="reads"), many)
+    classes = [load_configured(spec) for spec in configured.consumers]
+
+    found = load_readouts(configured, classes, MODEL, SITES[1:])
 
     assert [(at.bit, at.site, at.facts.num_outputs) for at, _ in found] == [
         (1, SITES[2], 4),
@@ -258,4 +259,4 @@ def test_a_readout_that_cannot_be_made_is_refused(
     publish("one", reads="Reading", elsewhere="ReadingElsewhere")
 
     with pytest.raises(ConfigError, match=message):
-        load_readouts(config(CaptureConsumerSpec(name=name, params=params)), MODEL, SITES)
+        load_readouts(config(CaptureConsumerSpec(name=name, params=params)), [load_consumer(name)], MODEL, SITES)
