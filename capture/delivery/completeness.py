@@ -200,7 +200,7 @@ def _missing_text(request: ConsumerRequest, totals: RowTotals, final: FinalState
     if not_computed:
         causes.append(
             f"{not_computed} never captured: not computed before the request ended (status {final.status!r}) or "
-            "read from the prefix cache"
+            f"read from the prefix cache{', or their readout failed: see the log' if request.info.readouts else ''}"
         )
     return f"{totals.missing} of {totals.wanted} wanted positions are missing: {'; '.join(causes)}"
 
