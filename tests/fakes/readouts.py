@@ -65,11 +65,14 @@ def sites_of(declared: Sequence[Declared]) -> tuple[ReadoutSite, ...]:
     return tuple(ReadoutSite(bit, site, ReadoutFacts(each.num_outputs, each.key)) for bit, site, each in declared)
 
 
-def bound(declared: Sequence[Declared], sites: Sequence[Site] = SITES, hidden_size: int = HIDDEN) -> list[BoundReadout]:
-    """The readouts as a ring on the CPU knows them."""
-    cpu = torch.device("cpu")
+def bound(
+    declared: Sequence[Declared], sites: Sequence[Site] = SITES, hidden_size: int = HIDDEN, device: str = "cpu"
+) -> list[BoundReadout]:
+    """The readouts as a ring knows them."""
+    place = torch.device(device)
     return [
-        bind(each, sites.index(site), hidden_size=hidden_size, device=cpu, name=site.name) for _, site, each in declared
+        bind(each, sites.index(site), hidden_size=hidden_size, device=place, name=site.name)
+        for _, site, each in declared
     ]
 
 
