@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -42,8 +41,8 @@ class ProbeReadout(Readout):
 
     @property
     def key(self) -> str:
-        """SHA-256 of the checksums of the probes, in their order."""
-        return hashlib.sha256("".join(probe.sha256 for probe in self._probes).encode()).hexdigest()
+        """The checksums of the probes, in their order, with spaces between; see `keys_of`."""
+        return " ".join(probe.sha256 for probe in self._probes)
 
     def columns(self) -> list[slice]:
         """Where the scores of each probe are among the outputs."""
@@ -63,6 +62,11 @@ class ProbeReadout(Readout):
         places = np.concatenate([np.arange(columns.start, columns.stop) for _, columns in made])
         order = torch.from_numpy(np.argsort(places)).to(device)
         return lambda rows: torch.cat([function(rows) for function in functions], dim=1).index_select(1, order)
+
+
+def keys_of(key: str) -> list[str]:
+    """The checksums of the probes whose scores a `ProbeReadout` of that key computes, in their order."""
+    return key.split()
 
 
 def _products(probes: Sequence[Probe], device: torch.device) -> Function:

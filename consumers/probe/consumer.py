@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from headgate.capture.probes.probe import Probe, Scores
-from headgate.capture.probes.readout import ProbeReadout
+from headgate.capture.probes.readout import ProbeReadout, keys_of
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import (
     ConsumerContext,
@@ -50,11 +50,11 @@ class ProbeConsumer(StreamingConsumer):
         super().__init__(params, context)
         settings, self._probes = parse_params(params)
         self._max_scores = settings.max_scores
-        self._keys: dict[Site, str] = {}
+        self._places: dict[str, int] = {}
         self._columns: dict[str, slice] = {}
-        for site, names in _by_site(self._probes, context.model).items():
+        for names in _by_site(self._probes, context.model).values():
             readout = ProbeReadout([self._probes[name] for name in names])
-            self._keys[site] = readout.key
+            self._places |= {name: place for place, name in enumerate(names)}
             self._columns |= zip(names, readout.columns(), strict=True)
         self._requests: dict[str, _RequestScores] = {}
 
@@ -73,11 +73,12 @@ class ProbeConsumer(StreamingConsumer):
         return {site: ProbeReadout([probes[name] for name in names]) for site, names in names_at.items()}
 
     def begin(self, request: RequestInfo) -> None:
-        read_out = {site: facts.key for site, facts in request.readouts.items()}
         for name, sha256 in request.spec.options[PROBES].items():
-            probe = self._probes[name]
-            is_here = probe.site in request.spec.sites
-            if probe.sha256 != sha256 or (is_here and read_out.get(probe.site) != self._keys[probe.site]):
+            probe, computed = self._probes[name], sha256
+            if probe.site in request.spec.sites:
+                facts = request.readouts.get(probe.site)
+                computed = "none" if facts is None else keys_of(facts.key)[self._places[name]]
+            if not probe.sha256 == sha256 == computed:
                 raise ConsumerError(
                     f"probe {name!r}: its file has changed since the engine started; restart the engine to use it"
                 )

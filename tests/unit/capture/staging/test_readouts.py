@@ -32,15 +32,17 @@ DECLARED: list[Declared] = [(1, SITES[0], Multiples(1)), (1, SITES[2], Multiples
 """The last one is wider than a row."""
 
 
-def make_ring(declared: Sequence[Declared] = DECLARED, *, staging_rows: int = 4096) -> StagingRing:
+def make_ring(
+    declared: Sequence[Declared] = DECLARED, *, staging_rows: int = 4096, dtype: torch.dtype = torch.float32
+) -> StagingRing:
     return StagingRing(
         sites=SITES,
         num_rows=64,
         max_tokens=64,
         hidden_size=HIDDEN,
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
-        staging_bytes=staging_rows * ROW_BYTES,
+        staging_bytes=staging_rows * HIDDEN * dtype.itemsize,
         readouts=bound(declared),
     )
 
@@ -70,8 +72,8 @@ def deliveries(parts: Sequence[StagedRows]) -> dict[tuple[int, Site, int], int]:
             assert part.token_ids(group).tolist() == group.positions.tolist()  # type: ignore[union-attr]
             for place, site in enumerate(group.sites):
                 expected = expected_rows(group, DECLARED, NUMBER, group.positions, place=place)
-                assert rows.dtype == torch.float32
-                assert torch.equal(rows[place], expected)
+                assert rows.dtype == (torch.float32 if group.num_outputs else part.memory.dtype)
+                assert torch.equal(rows[place].float(), expected)
                 for position, mask in zip(group.positions.tolist(), group.masks.tolist(), strict=True):
                     for bit in (bit for bit in range(3) if mask >> bit & 1):
                         key = (bit, site, position)
@@ -85,17 +87,22 @@ WANTED = st.dictionaries(
 )
 
 
-@given(wanted=WANTED, num_tokens=st.integers(1, 64), staging_rows=st.sampled_from([48, 96, 4096]))
+@given(
+    wanted=WANTED,
+    num_tokens=st.integers(1, 64),
+    staging_rows=st.sampled_from([64, 96, 4096]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
 def test_each_consumer_gets_rows_or_their_outputs_and_only_those_are_copied(
-    wanted: dict[int, tuple[Site, ...]], num_tokens: int, staging_rows: int
+    wanted: dict[int, tuple[Site, ...]], num_tokens: int, staging_rows: int, dtype: torch.dtype
 ) -> None:
-    ring = make_ring(staging_rows=staging_rows)
+    ring = make_ring(staging_rows=staging_rows, dtype=dtype)
     found: dict[tuple[int, Site, int], int] = {}
     plan = plan_of(wanted, num_tokens)
 
     ring.begin(plan, torch.arange(num_tokens, dtype=torch.int32))
     for index, buffer in enumerate(ring.buffers):
-        buffer.index_put_((ring.slots[:num_tokens],), row_values(NUMBER, np.arange(num_tokens), index))
+        buffer.index_put_((ring.slots[:num_tokens],), row_values(NUMBER, np.arange(num_tokens), index).to(dtype))
     ring.keep(plan)
     ring.collect(lambda part: found.update(deliveries([part])), patience_s=0)
 
@@ -103,7 +110,7 @@ def test_each_consumer_gets_rows_or_their_outputs_and_only_those_are_copied(
     outputs = {(bit, site): readout.num_outputs for bit, site, readout in DECLARED}
     read_out = sum(4 * outputs[bit, site] for bit, sites in wanted.items() for site in sites if (bit, site) in outputs)
     rows = {site for bit, sites in wanted.items() for site in sites if (bit, site) not in outputs}
-    assert ring.counters.bytes == num_tokens * (read_out + ROW_BYTES * len(rows))
+    assert ring.counters.bytes == num_tokens * (read_out + HIDDEN * dtype.itemsize * len(rows))
     assert (ring.counters.rows, ring.counters.dropped_rows) == (num_tokens, 0)
 
 
