@@ -1,9 +1,10 @@
 """Readers of SAE files against the classes that write them, and data sets against the trainers that read them.
 
 sae-lens and the others require two hundred packages and another torch. What they import of these is little, so they are
-installed without what they require, beside the environment of the tests: in .cache/producers, 150 MB. Their
+installed without what they require, beside the environment of the tests: in .cache/producers, 250 MB. Their
 classes record files and activations anew; the tests of our readers then read those in place of the recorded ones.
-``test_producers.py --keep`` replaces the recorded ones. There, too, trainers are fed with data sets and exports read.
+``test_producers.py --keep`` replaces the recorded ones. There, too, trainers are fed with data sets and exports read,
+by Ray Data, too, which has processes of its own and takes half a minute.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ PACKAGES = ROOT / ".cache" / "producers"
 RECORDED = ROOT / "tests" / "producers" / "recorded"
 TESTS = "tests/unit/steering/features/test_producers.py"
 TRAINERS = "tests/producers/test_trainers.py"
+RAY = "tests/unit/consumers/datasets/test_dataset_ray.py"
 INSTALLED = (
     *("sae-lens==6.54.12", "dictionary-learning==0.1.0", "eai-sparsify==1.3.3", "circuit-tracer==0.5.0"),
     *("datasets==5.2.0", "torchdata==0.11.0", "webdataset==1.0.2"),
@@ -30,6 +32,7 @@ INSTALLED = (
     *("natsort==8.4.0", "schedulefree==1.4.1", "zstandard==0.25.0", "simple-parsing==0.1.9"),
     *("docstring-parser==0.18.0", "braceexpand==0.1.7", "dill==0.4.1", "multiprocess==0.70.19", "xxhash==4.1.0"),
     *("pandas==3.1.1", "python-dateutil==4.0.0", "pytz==2026.6", "six==1.17.0", "tzdata==2026.6"),
+    *("ray==2.60.0", "msgpack==1.2.4"),
 )
 """The producers, what they import and the environment of the tests has not; all of it without what it requires."""
 ENVIRONMENT = {
@@ -53,12 +56,18 @@ def main() -> int:
             return 1
         environment = {**os.environ, "HEADGATE_RECORDED": str(target)}
         readers = subprocess.run([sys.executable, "-m", "pytest", "-q", TESTS], cwd=ROOT, env=environment).returncode
-        return readers or test_trainers()
+        return readers or test_trainers() or test_ray()
 
 
 def test_trainers() -> int:
     """Feed data sets to the trainers; fixtures of other tests are not theirs."""
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", TRAINERS]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}).returncode
+
+
+def test_ray() -> int:
+    """Let Ray Data read an export."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "extended", RAY]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}).returncode
 
 
@@ -69,7 +78,7 @@ def install() -> None:
         return
     shutil.rmtree(PACKAGES, ignore_errors=True)
     python = Path(sys.executable)
-    say("installing sae-lens and the others, about 150 MB")
+    say("installing sae-lens and the others, about 250 MB")
     setup_env.install(
         python,
         setup_env.pip_index(python),

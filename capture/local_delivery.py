@@ -18,6 +18,7 @@ from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batching import HELD_SHARE
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.consumer import BatchedConsumer, ConsumerContext, ModelInfo
+from headgate.capture.schema.readouts.readout import ReadoutSite
 from headgate.capture.schema.registry import OpenConsumer, close_consumers, open_consumers
 from headgate.capture.transport.network import NetworkKeys
 
@@ -44,6 +45,7 @@ class Place:
         versions: Of headgate, vllm and torch.
         actions: Where actions of consumers go.
         keys: To reach front ends on other hosts; None if all are on this one.
+        readouts: Those that the worker computes.
     """
 
     config: CaptureConsumersConfig
@@ -57,6 +59,7 @@ class Place:
     versions: Mapping[str, str] = field(default_factory=dict)
     actions: ActionTarget = NOWHERE
     keys: NetworkKeys | None = None
+    readouts: tuple[ReadoutSite, ...] = ()
 
     @property
     def served(self) -> dict[str, int]:

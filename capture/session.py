@@ -23,6 +23,7 @@ from headgate.capture.schema.actions.action_sink import NOWHERE, ActionTarget
 from headgate.capture.schema.batch import WIRE_VERSION, BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
+from headgate.capture.schema.readouts.readout import ReadoutSite, by_consumer
 from headgate.capture.schema.registry import load_configured
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import SpecReader
@@ -54,6 +55,7 @@ class CaptureSession:
         delivery: Where rows and requests go.
         bits: Of each consumer, by its instance: its bit in a row's mask.
         linger_s: Seconds that rows of each consumer may wait for others, by its bit: see `lingers`.
+        readouts: Those that consumers get in place of rows, in the order of the ring.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class CaptureSession:
         delivery: Delivery,
         bits: Mapping[str, int],
         linger_s: Mapping[int, float],
+        readouts: Sequence[ReadoutSite] = (),
     ) -> None:
         self._specs = SpecReader(sites)
         self._bits = dict(bits)
@@ -76,7 +79,8 @@ class CaptureSession:
         self._ends: dict[str, RequestEnds] = {}  # requests that have ended, while rows are left in the ring
         self._plan: StepPlan | None = None
         self._step_thread: int | None = None
-        self._planner = StepPlanner(sites)
+        self._planner = StepPlanner(sites, readouts)
+        self._readouts = by_consumer(readouts)
         self._patience_s = _patience_s(config)
         self._close_report: CloseReport | None = None
         staging.on_wait = partial(_ask_for_memory, delivery)
@@ -101,7 +105,7 @@ class CaptureSession:
         specs = {self._bit(instance): self._specs.read(raw) for instance, raw in wanted.items()}
         self._step_thread = threading.get_ident()
         is_same_client = self._keys.get(new.req_id) == key
-        if self._delivery.put(RequestBegins(new, specs, is_same_client)):
+        if self._delivery.put(RequestBegins(new, specs, is_same_client, self._readouts)):
             self._keys[new.req_id] = key
             self._window.begin(new.req_id, specs)
             if capture is not None and capture["wait"]:
@@ -246,6 +250,7 @@ def open_session(
     versions: Mapping[str, str] | None = None,
     actions: ActionTarget = NOWHERE,
     keys: NetworkKeys | None = None,
+    readouts: Sequence[ReadoutSite] = (),
 ) -> CaptureSession:
     """Open the configured consumers, and a session that sends results over ZMQ.
 
@@ -259,17 +264,15 @@ def open_session(
         versions: Of headgate, vllm and torch.
         actions: Where actions of consumers go.
         keys: To reach front ends on other hosts.
+        readouts: Those that the ring computes, in its order.
 
     Raises:
         ConfigError: If a consumer cannot be opened; those that were are closed.
     """
     classes = [load_configured(spec) for spec in config.consumers]
     linger_s = lingers(config, dict(enumerate(classes)))
-    # Who delivers learns here where each consumer is: those of the driver are not loaded again.
-    specs = zip(config.consumers, classes, strict=True)
-    located = tuple(msgspec.structs.replace(spec, location=found.location) for spec, found in specs)
     place = Place(
-        config=msgspec.structs.replace(config, consumers=located),
+        config=_located(config, classes),
         model=model,
         row_bytes=staging.row_bytes,
         staging_bytes=staging.host_bytes,
@@ -279,11 +282,25 @@ def open_session(
         versions=dict(versions or {}),
         actions=actions,
         keys=keys,
+        readouts=tuple(readouts),
     )
     delivery = open_delivery(place, sites, staging.memory)
     return CaptureSession(
-        config=config, sites=sites, staging=staging, delivery=delivery, bits=config.bits, linger_s=linger_s
+        config=config,
+        sites=sites,
+        staging=staging,
+        delivery=delivery,
+        bits=config.bits,
+        linger_s=linger_s,
+        readouts=readouts,
     )
+
+
+def _located(config: CaptureConsumersConfig, classes: Sequence[type[CaptureConsumer]]) -> CaptureConsumersConfig:
+    """Say where each consumer is: who delivers does not load those of the driver again."""
+    specs = zip(config.consumers, classes, strict=True)
+    located = tuple(msgspec.structs.replace(spec, location=found.location) for spec, found in specs)
+    return msgspec.structs.replace(config, consumers=located)
 
 
 def _ask_for_memory(delivery: Delivery) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from headgate.capture.schema.consumer import (
     RowSpan,
     StreamingConsumer,
 )
+from headgate.capture.schema.readouts.readout import ReadoutFacts
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site, sort_sites
 from headgate.capture.schema.spec import CaptureSpec
 
@@ -110,16 +112,25 @@ class ExampleRequest:
 
 
 class Feed:
-    """Drives one consumer on the calling thread: `begin`, `step` as often as need be, `finish`."""
+    """Drives one consumer on the calling thread: `begin`, `step` as often as need be, `finish`.
+
+    Rows of sites with a readout of the consumer's class are read out on the CPU, as a worker would.
+    """
 
     def __init__(self, consumer: CaptureConsumer) -> None:
         assert isinstance(consumer, BatchedConsumer | StreamingConsumer), "subclass one of these two"
         self.consumer = consumer
         self._sink = Assembler(consumer) if isinstance(consumer, BatchedConsumer) else consumer
+        readouts = type(consumer).readouts(consumer.params, consumer.context.model)
+        self._facts = {site: ReadoutFacts(readout.num_outputs, readout.key) for site, readout in readouts.items()}
+        self._functions = {site: readout.on(torch.device("cpu")) for site, readout in readouts.items()}
 
     def begin(self, *requests: ExampleRequest) -> None:
         """Announce requests."""
         for request in requests:
+            sites = request.info.spec.sites
+            facts = {site: self._facts[site] for site in sites if site in self._facts}
+            request.info = replace(request.info, readouts=facts)
             self._sink.begin(request.info)
 
     def step(self, spans: Mapping[ExampleRequest, tuple[int, int]], *, sites_per_block: int | None = None) -> None:
@@ -135,12 +146,26 @@ class Feed:
             if len(positions):
                 groups.setdefault(request.info.spec.sites, []).append((request, positions))
         blocks = [
-            make_block(sites[first : first + (sites_per_block or len(sites))], group)
-            for sites, group in groups.items()
+            self._read_out(make_block(sites[first : first + (sites_per_block or len(sites))], group))
+            for alike, group in groups.items()
+            for sites in self._of_one_width(alike)
             for first in range(0, len(sites), sites_per_block or len(sites))
         ]
         if blocks:
             self.write(blocks)
+
+    def _of_one_width(self, sites: Sequence[Site]) -> list[tuple[Site, ...]]:
+        """Split sites by the width of their rows, as a worker does."""
+        found: dict[int, list[Site]] = {}
+        for site in sites:
+            found.setdefault(self._facts[site].num_outputs if site in self._facts else 0, []).append(site)
+        return [tuple(each) for each in found.values()]
+
+    def _read_out(self, block: RowBlock) -> RowBlock:
+        if block.sites[0] not in self._functions:
+            return block
+        rows = zip(block.sites, block.rows.double(), strict=True)
+        return replace(block, rows=torch.stack([self._functions[site](rows_ND).float() for site, rows_ND in rows]))
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
         """Hand over blocks as they are; `step` makes them."""

@@ -238,6 +238,19 @@ class ConsumerContract(ABC):
 
             assert caught.value.field == f"{spec_context.field}{field and '.'}{field}", spec
 
+    def test_readouts_are_functions_of_single_rows(self, tmp_path: Path) -> None:
+        params = self.params(tmp_path)
+        again = self.consumer_class.readouts(params, self.model)
+        rows = torch.randn(5, self.model.hidden_size, dtype=torch.float64)
+        for site, readout in self.consumer_class.readouts(params, self.model).items():
+            assert site in self.model.sites
+            assert readout.key == again[site].key
+            function = readout.on(rows.device)
+            found = function(rows.clone())
+            assert found.shape == (len(rows), readout.num_outputs)
+            for number in range(len(rows)):
+                torch.testing.assert_close(function(rows[number : number + 1].clone())[0], found[number])
+
     def test_unknown_parameters_are_refused(self, tmp_path: Path) -> None:
         params = self.params(tmp_path)
 

@@ -17,6 +17,7 @@ from headgate.capture.monitoring.rate_limited_log import SparseLog
 from headgate.capture.monitoring.stats import QueueCounters
 from headgate.capture.schema.batch import FinalState, Int32Array, Int64Array
 from headgate.capture.schema.consumer import RequestInfo
+from headgate.capture.schema.readouts.readout import position_bytes
 from headgate.capture.schema.results import CaptureResult
 
 SPARE_POSITIONS = 64
@@ -176,7 +177,7 @@ def result_of(
     result = CaptureResult(
         status="ok",
         num_rows=totals.complete,
-        num_bytes=totals.complete * len(request.info.spec.sites) * row_bytes,
+        num_bytes=totals.complete * position_bytes(request.info.spec.sites, request.info.readouts, row_bytes),
         dropped_rows=totals.dropped,
     )
     if totals.surplus:
@@ -199,7 +200,7 @@ def _missing_text(request: ConsumerRequest, totals: RowTotals, final: FinalState
     if not_computed:
         causes.append(
             f"{not_computed} never captured: not computed before the request ended (status {final.status!r}) or "
-            "read from the prefix cache"
+            f"read from the prefix cache{', or their readout failed: see the log' if request.info.readouts else ''}"
         )
     return f"{totals.missing} of {totals.wanted} wanted positions are missing: {'; '.join(causes)}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
@@ -13,7 +13,9 @@ import numpy as np
 from headgate.capture.delivery.completeness import ConsumerRequest
 from headgate.capture.schema.batch import FinalState, NewRequest
 from headgate.capture.schema.consumer import RequestInfo
+from headgate.capture.schema.readouts.readout import ReadoutFacts
 from headgate.capture.schema.results import Origin
+from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.capture.staging.host_rows import StagedRows
 
@@ -26,11 +28,13 @@ class RequestBegins:
         new: The request. One that is known under its id is given up for it.
         specs: What each consumer gets of it, by the consumer's bit.
         is_same_client: The results of a request that is given up go where this one's go: one result stands for both.
+        readouts: Of the worker, by consumer and site; see `by_consumer`.
     """
 
     new: NewRequest
     specs: Mapping[int, CaptureSpec]
     is_same_client: bool = False
+    readouts: Mapping[int, Mapping[Site, ReadoutFacts]] = field(default_factory=dict, repr=False)
 
     @property
     def req_id(self) -> str:
@@ -39,7 +43,7 @@ class RequestBegins:
 
     def requests(self) -> dict[int, ConsumerRequest]:
         """Make the request for each consumer, by the consumer's bit."""
-        return consumer_requests(self.new, self.specs)
+        return consumer_requests(self.new, self.specs, self.readouts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,9 @@ class Handoff(Generic[T]):
             return self._is_exhausted or (self._is_closed and self._items.qsize() == 1)
 
 
-def consumer_requests(new: NewRequest, specs: Mapping[int, CaptureSpec]) -> dict[int, ConsumerRequest]:
+def consumer_requests(
+    new: NewRequest, specs: Mapping[int, CaptureSpec], readouts: Mapping[int, Mapping[Site, ReadoutFacts]]
+) -> dict[int, ConsumerRequest]:
     """The request as each consumer knows it, by the consumer's bit."""
     capture = None if new.wire is None else new.wire.get("capture")
     if capture is None:
@@ -130,6 +136,7 @@ def consumer_requests(new: NewRequest, specs: Mapping[int, CaptureSpec]) -> dict
             num_samples=num_samples,
             prompt_token_ids=prompt_token_ids,
             spec=spec,
+            readouts={site: facts for site, facts in readouts.get(bit, {}).items() if site in spec.sites},
             origin=Origin(reply=capture["reply"], key=capture["key"]),
         )
         made[bit] = ConsumerRequest(info)

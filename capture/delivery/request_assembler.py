@@ -103,6 +103,7 @@ class _CollectedRows:
     def __init__(self, request: RequestInfo, model: ModelInfo, pool: RowPool) -> None:
         self._pool = pool
         self._sites = request.spec.sites
+        self._readouts = request.readouts
         self._dtype: torch.dtype = getattr(torch, model.dtype)
         self._hidden_size = model.hidden_size
         prompt = np.arange(request.num_prompt_tokens, dtype=np.int64)
@@ -125,7 +126,7 @@ class _CollectedRows:
             positions, rows_SND = part.rows_below(num_positions)
             for site, rows_ND in zip(part.sites, rows_SND, strict=True):
                 pieces[site].append((positions, rows_ND))
-        sites = {site: self._join(found) for site, found in pieces.items()}
+        sites = {site: self._join(site, found) for site, found in pieces.items()}
         common = sites[self._sites[0]][0]
         if all(positions is common or np.array_equal(positions, common) for positions, _ in sites.values()):
             return common, {site: rows for site, (_, rows) in sites.items()}
@@ -137,10 +138,14 @@ class _CollectedRows:
             for site, (positions, rows) in sites.items()
         }
 
-    def _join(self, pieces: list[tuple[Int64Array, Tensor]]) -> tuple[Int64Array, Tensor]:
+    def _join(self, site: Site, pieces: list[tuple[Int64Array, Tensor]]) -> tuple[Int64Array, Tensor]:
         """Put one site's rows in the order of their positions."""
         if not pieces:
-            return np.empty(0, dtype=np.int64), torch.empty(0, self._hidden_size, dtype=self._dtype)
+            if site in self._readouts:
+                nothing = torch.empty(0, self._readouts[site].num_outputs)
+            else:
+                nothing = torch.empty(0, self._hidden_size, dtype=self._dtype)
+            return np.empty(0, dtype=np.int64), nothing
         if len(pieces) == 1:
             return pieces[0]
         positions = np.concatenate([positions for positions, _ in pieces])

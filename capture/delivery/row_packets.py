@@ -5,7 +5,7 @@ each other: a decode step brings one row for each of many requests, and dispatch
 request, in the process that also runs the engine's steps. `Splitter` then makes a block of each consumer's rows, and
 the blocks of a consumer are one `Packet`.
 
-Shapes: S sites, N rows of a group, M rows of all groups with the same sites, D hidden size.
+Shapes: S sites, N rows of a group, M rows of all groups with the same sites, D hidden size, P outputs of a readout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CoalescedRows(NamedTuple):
     group: PackGroup
     """Sites, positions and owners of the rows; its `rows` count through them."""
     rows: Tensor
-    """``[S, M, D]``"""
+    """``[S, M, D]``, or float32 ``[S, M, P]`` with the outputs of readouts"""
     token_ids: Int32Array | None
     """Token that each row was computed from, int32 ``[M]``; None if that is not known."""
 
@@ -124,10 +124,14 @@ def _copy_out(parts: Sequence[_Part], pool: RowPool) -> CoalescedRows:
         return CoalescedRows(group, pool.empty(rows.shape, rows.dtype).copy_(rows), staged.token_ids(group))
     owners, req_ids = _owners(parts)
     order = np.argsort(owners, kind="stable")
-    index_SM = np.concatenate([_index(part, num_sites) for part in parts], axis=1)[:, order]
-    shape = (num_sites, len(order), memory_AD.shape[1])
-    rows = pool.empty(shape, memory_AD.dtype)
-    torch.index_select(memory_AD, 0, torch.from_numpy(index_SM.reshape(-1)), out=rows.view(-1, shape[2]))
+    if group.num_outputs:
+        outputs = torch.cat([part.staged.view(part.group, part.start) for part in parts], dim=1)
+        rows = outputs.index_select(1, torch.from_numpy(order))
+    else:
+        index_SM = np.concatenate([_index(part, num_sites) for part in parts], axis=1)[:, order]
+        shape = (num_sites, len(order), memory_AD.shape[1])
+        rows = pool.empty(shape, memory_AD.dtype)
+        torch.index_select(memory_AD, 0, torch.from_numpy(index_SM.reshape(-1)), out=rows.view(-1, shape[2]))
     merged = PackGroup(
         site_set=group.site_set,
         rows=np.arange(len(order)),

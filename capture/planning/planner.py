@@ -21,6 +21,7 @@ from headgate.capture.planning.request_plan import (
 from headgate.capture.planning.step_plan import PackGroup, SiteSet, StepPlan, count_up, prolonged
 from headgate.capture.planning.wanted_rows import Piece, Rows, WantedRows, consecutive, merged
 from headgate.capture.schema.batch import BatchView, BoolArray, Int64Array
+from headgate.capture.schema.readouts.readout import ReadoutSite
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 
@@ -44,10 +45,11 @@ class StepPlanner:
 
     Args:
         sites: The sites that this worker owns, in ring order.
+        readouts: Sites of them that consumers get read out; see `RequestPlanReader`.
     """
 
-    def __init__(self, sites: Sequence[Site]) -> None:
-        self._reader = RequestPlanReader(sites)
+    def __init__(self, sites: Sequence[Site], readouts: Sequence[ReadoutSite] = ()) -> None:
+        self._reader = RequestPlanReader(sites, readouts)
         self._table = _RequestTable()
         self._steady: _DecodeRun | None = None
 

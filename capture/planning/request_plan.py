@@ -19,6 +19,7 @@ from headgate.capture.planning.step_plan import SiteSet, changes
 from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.config import MAX_CONSUMERS
 from headgate.capture.schema.positions import parts_of
+from headgate.capture.schema.readouts.readout import ReadoutSite
 from headgate.capture.schema.selectors.union import MAX_POSITION
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
@@ -176,13 +177,16 @@ class RequestPlanReader:
 
     Args:
         sites: Those that this worker owns, in ring order.
+        readouts: Sites of them that consumers get read out; numbered behind the sites.
     """
 
-    def __init__(self, sites: Sequence[Site]) -> None:
-        self._sites = tuple(sites)
+    def __init__(self, sites: Sequence[Site], readouts: Sequence[ReadoutSite] = ()) -> None:
+        self._sites = (*sites, *(each.site for each in readouts))
+        self._num_outputs = (*[0] * len(sites), *(each.facts.num_outputs for each in readouts))
         self._ids = {site: index for index, site in enumerate(sites)}
-        if len(self._ids) != len(self._sites):
+        if len(self._ids) != len(sites):
             raise AssertionError(f"a site is listed twice: {sites}")
+        self._read_out = {(each.bit, each.site): len(sites) + index for index, each in enumerate(readouts)}
         self._site_sets: WeakValueDictionary[tuple[int, ...], SiteSet] = WeakValueDictionary()
         self._shapes: WeakValueDictionary[object, SelectionShape] = WeakValueDictionary()
         self._numbers = count()
@@ -233,7 +237,7 @@ class RequestPlanReader:
         for bit, sites, wanted in asked:
             if not 0 <= bit < MAX_CONSUMERS:
                 raise AssertionError(f"consumer bit {bit} does not fit a mask")
-            owned = [self._ids[site] for site in sites if site in self._ids]
+            owned = [self._read_out.get((bit, site), self._ids[site]) for site in sites if site in self._ids]
             if owned and len(wanted):
                 key = wanted if isinstance(wanted, range) else id(wanted)
                 _, consumers = terms.setdefault(key, (wanted, {}))
@@ -242,23 +246,24 @@ class RequestPlanReader:
         return terms
 
     def _shape(self, terms: _Terms) -> SelectionShape:
-        ids_by_bits: dict[tuple[int, ...], list[int]] = {}
+        found: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # rows of different widths cannot share a group
         for site_id in sorted(set().union(*(consumers for _, consumers in terms.values()))):
             bits = tuple(consumers.get(site_id, 0) for _, consumers in terms.values())
-            ids_by_bits.setdefault(bits, []).append(site_id)
+            found.setdefault((self._num_outputs[site_id], bits), []).append(site_id)
         kinds = tuple(_kind(wanted) for wanted, _ in terms.values())
-        key = kinds, tuple((bits, tuple(ids)) for bits, ids in ids_by_bits.items())
+        key = kinds, tuple((bits, tuple(ids)) for (_, bits), ids in found.items())
         shape = self._shapes.get(key)
         if shape is None:
-            covers = tuple(self._site_set(tuple(ids)) for ids in ids_by_bits.values())
-            shape = SelectionShape(kinds, covers, _constant(list(ids_by_bits)), next(self._numbers))
+            covers = tuple(self._site_set(tuple(ids)) for ids in found.values())
+            shape = SelectionShape(kinds, covers, _constant([bits for _, bits in found]), next(self._numbers))
             self._shapes[key] = shape
         return shape
 
     def _site_set(self, ids: tuple[int, ...]) -> SiteSet:
         site_set = self._site_sets.get(ids)
         if site_set is None:
-            site_set = SiteSet(tuple(self._sites[index] for index in ids), _constant(ids))
+            sites = tuple(self._sites[index] for index in ids)
+            site_set = SiteSet(sites, _constant(ids), self._num_outputs[ids[0]])
             self._site_sets[ids] = site_set
         return site_set
 

@@ -23,11 +23,14 @@ class SiteSet:
 
     Attributes:
         sites: ``S`` sites.
-        ids: int64 ``[S]``, read-only: their indices in the worker's list.
+        ids: int64 ``[S]``, read-only: their indices in the worker's list, which has its sites and, behind them, its
+            readouts of sites.
+        num_outputs: Numbers that each row becomes, where these are readouts; 0: they are sites.
     """
 
     sites: tuple[Site, ...]
     ids: Int64Array
+    num_outputs: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,8 +61,13 @@ class PackGroup:
 
     @property
     def site_ids(self) -> Int64Array:
-        """int64 ``[S]``, read-only: indices of the sites in the worker's list."""
+        """int64 ``[S]``, read-only: indices of the sites, or of their readouts, in the worker's list."""
         return self.site_set.ids
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers that each row becomes; 0 if the rows themselves are wanted."""
+        return self.site_set.num_outputs
 
 
 class StepPlan:
@@ -146,6 +154,11 @@ def joined(plans: Sequence[StepPlan]) -> tuple[PackGroup, ...]:
         distance += sum(len(plan.token_rows) for plan in plans[start:stop])
         start = stop
     return tuple(found)
+
+
+def unwanted(group: PackGroup) -> PackGroup:
+    """The group without a consumer that wants any of its rows."""
+    return replace(group, masks=np.zeros_like(group.masks))
 
 
 def rows_between(group: PackGroup, start: int, stop: int) -> PackGroup | None:

@@ -63,6 +63,7 @@ class Staged(msgspec.Struct, tag=1, array_like=True):
     num_rows: int
     num_copies: int
     num_token_rows: int
+    num_output_rows: int
     groups: list[Group]
 
 
@@ -148,7 +149,7 @@ def message_of(item: Dispatched, requests: RequestNumbers) -> ToProcess:
     if isinstance(item, StagedRows):
         part, lease = item.part, item.lease
         groups = [_group(group, requests) for group in part.groups]
-        about = (part.start, part.num_rows, part.num_copies, part.num_token_rows)
+        about = (part.start, part.num_rows, part.num_copies, part.num_token_rows, part.num_output_rows)
         return Staged(lease.number, lease.start, lease.num_rows, item.since, *about, groups)
     if isinstance(item, RequestBegins):
         new = item.new
@@ -242,4 +243,11 @@ def request_ends(message: End) -> RequestEnds:
 
 def copy_part(message: Staged, groups: Sequence[PackGroup]) -> CopyPart:
     """The part that a `Staged` stands for."""
-    return CopyPart(tuple(groups), message.first, message.num_rows, message.num_copies, message.num_token_rows)
+    return CopyPart(
+        tuple(groups),
+        message.first,
+        message.num_rows,
+        message.num_copies,
+        message.num_token_rows,
+        message.num_output_rows,
+    )

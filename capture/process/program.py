@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> None:
     rows_AD = shared.rows(place.model.hidden_size, getattr(torch, place.model.dtype))
     board = StatsBoard(place.served, board_fd)
     rows = SharedRows(shared, settings.reader)
-    server = CaptureServer(settings.sites, place.served, rows_AD, rows, connection, board)
+    server = CaptureServer(settings.sites, place.served, rows_AD, rows, connection, board, readouts=place.readouts)
     server.serve(partial(open_local_delivery, place), place.config.close_timeout_s)
 
 

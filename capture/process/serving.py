@@ -32,6 +32,7 @@ from headgate.capture.process.request_numbers import NumberedRequests
 from headgate.capture.process.stats_board import StatsBoard
 from headgate.capture.request_origin import ResultWatcher
 from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.readouts.readout import ReadoutSite, by_consumer
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import SpecReader
 from headgate.capture.staging.host_rows import Lease, StagedRows
@@ -54,6 +55,7 @@ class CaptureServer:
         rows: The same memory's leases and arrivals.
         connection: To the worker.
         board: Where counters are shown.
+        readouts: Those that the worker computes.
     """
 
     def __init__(
@@ -64,8 +66,12 @@ class CaptureServer:
         rows: SharedRows,
         connection: Connection,
         board: StatsBoard,
+        *,
+        readouts: Sequence[ReadoutSite] = (),
     ) -> None:
-        self._sites = tuple(sites)
+        self._sites = (*sites, *(each.site for each in readouts))
+        self._num_outputs = (*[0] * len(sites), *(each.facts.num_outputs for each in readouts))
+        self._readouts = by_consumer(readouts)
         self._specs = SpecReader(sites)
         self._bits = dict(bits)
         self._rows_AD = rows_AD
@@ -119,7 +125,7 @@ class CaptureServer:
         specs = {
             self._bits[instance]: self._specs.read(raw) for instance, raw in wanted.items() if instance in self._bits
         }
-        return RequestBegins(new_request(message), specs, message.is_same_client)
+        return RequestBegins(new_request(message), specs, message.is_same_client, self._readouts)
 
     def _staged_rows(self, message: Staged) -> StagedRows:
         lease = Lease(message.start, message.num_leased, message.number)
@@ -133,6 +139,7 @@ class CaptureServer:
             if len(self._site_sets) >= MAX_SITE_SETS:
                 self._site_sets.clear()
             ids = numbers(group.site_ids)
-            site_set = SiteSet(tuple(self._sites[index] for index in ids), ids)
+            sites = tuple(self._sites[index] for index in ids)
+            site_set = SiteSet(sites, ids, self._num_outputs[ids[0]])
             self._site_sets[group.site_ids] = site_set
         return pack_group(group, site_set, self._requests)

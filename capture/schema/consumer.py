@@ -29,6 +29,7 @@ from headgate.capture.schema.actions.action_sink import ActionSink, NoActions
 from headgate.capture.schema.batch import FinalState, Int64Array
 from headgate.capture.schema.config import Location
 from headgate.capture.schema.errors import RequestError, shown
+from headgate.capture.schema.readouts.readout import Readout, ReadoutFacts
 from headgate.capture.schema.results import Origin
 from headgate.capture.schema.selectors.parsing import parse_positions
 from headgate.capture.schema.selectors.union import MAX_POSITION
@@ -94,6 +95,7 @@ class RequestInfo:
         num_samples: ``n``: how many requests share `client_request_id`.
         prompt_token_ids: int64 ``[num_prompt_tokens]``.
         spec: What the request wants of this consumer; the sites are those of this worker.
+        readouts: Of those sites, the ones whose rows are outputs of a readout of the consumer's class.
         origin: Where its results go; of no use to consumers.
     """
 
@@ -103,6 +105,7 @@ class RequestInfo:
     num_samples: int = 1
     prompt_token_ids: Int64Array = field(repr=False)
     spec: CaptureSpec
+    readouts: Mapping[Site, ReadoutFacts] = field(default_factory=dict, repr=False)
     origin: Origin | None = field(default=None, repr=False)
 
     @property
@@ -129,7 +132,7 @@ class RowBlock:
 
     Attributes:
         sites: ``S`` sites.
-        rows: ``[S, N, hidden]`` in the model's dtype, on the CPU.
+        rows: ``[S, N, hidden]`` in the model's dtype, on the CPU, or float32 ``[S, N, num_outputs]`` of readouts.
         positions: int64 ``[N]``, absolute.
         spans: Whose rows these are, in order; together they cover ``0 : N``.
     """
@@ -164,7 +167,7 @@ class CapturedRequest:
         request: The request.
         final: Its tokens and how it ended.
         sites: In the order of the forward pass.
-        rows: One tensor per site, ``[num_rows, hidden]`` in the model's dtype, on the CPU.
+        rows: One tensor per site, ``[num_rows, hidden]`` in the model's dtype, on the CPU; as in `RowBlock`.
         positions: int64 ``[num_rows]``, ascending; the same for every site.
         token_ids: int64 ``[num_rows]``: the token whose forward gave the row.
         dropped_rows: Rows that were lost to overload.
@@ -294,6 +297,15 @@ class CaptureConsumer(ABC):  # noqa: B024  (what is abstract differs between the
     def global_capture_spec(cls, context: SpecContext) -> CaptureSpec | None:
         """Return the spec that applies to every request, whether it asks or not; None for nothing."""
         return None
+
+    @classmethod
+    def readouts(cls, params: Mapping[str, Any], model: ModelInfo) -> Mapping[Site, Readout]:
+        """Return functions for the worker's device, whose outputs come in place of the rows; `params` were checked.
+
+        Raises:
+            ConfigError: If one cannot be made: its file is not there, or does not fit the model.
+        """
+        return {}
 
     def close(self, timeout_s: float) -> None:  # noqa: B027  (optional)
         """Write out what is buffered and release everything, within `timeout_s` seconds."""

@@ -15,6 +15,8 @@ import numpy as np
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.positions import Indices, PositionSelector, parts_of
+from headgate.capture.schema.readouts.readout import ReadoutFacts, position_bytes
+from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 
 MAX_CALL_LISTED = 1 << 20
@@ -51,7 +53,13 @@ def _sum(counts: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]
 
 
 def use_of(
-    specs: Mapping[str, CaptureSpec], *, num_prompt: int, max_tokens: int, num_samples: int, row_bytes: int
+    specs: Mapping[str, CaptureSpec],
+    *,
+    num_prompt: int,
+    max_tokens: int,
+    num_samples: int,
+    row_bytes: int,
+    readouts: Mapping[str, Mapping[Site, ReadoutFacts]],
 ) -> CaptureUse:
     """Count what one prompt could capture at most.
 
@@ -61,12 +69,16 @@ def use_of(
         max_tokens: Tokens that may be generated.
         num_samples: The request's ``n``.
         row_bytes: Bytes of one row at one site.
+        readouts: By consumer, if it has any, and site.
     """
     num_rows = {
         instance: num_samples * count_rows(spec.positions, num_prompt, num_prompt + max_tokens - 1)
         for instance, spec in specs.items()
     }
-    num_bytes = {instance: num_rows[instance] * len(spec.sites) * row_bytes for instance, spec in specs.items()}
+    num_bytes = {
+        instance: num_rows[instance] * position_bytes(spec.sites, readouts.get(instance, {}), row_bytes)
+        for instance, spec in specs.items()
+    }
     num_listed = {
         instance: num_samples * len(part.values)
         for instance, spec in specs.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import get_args
@@ -18,6 +18,8 @@ from headgate.capture.schema.consumer import (
     StreamingConsumer,
 )
 from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.readouts.readout import MAX_OUTPUTS, Readout, ReadoutFacts, ReadoutSite
+from headgate.capture.schema.sites import Site, sort_sites
 
 logger = logging.getLogger("headgate")
 
@@ -138,6 +140,48 @@ def open_consumers(
             close_consumers(opened, config.close_timeout_s)
             raise ConfigError(f"consumer {spec.instance!r} cannot be opened: {error}") from error
     return tuple(opened)
+
+
+def load_readouts(
+    config: CaptureConsumersConfig,
+    classes: Sequence[type[CaptureConsumer]],
+    model: ModelInfo,
+    owned: Container[Site],
+) -> list[tuple[ReadoutSite, Readout]]:
+    """Make the readouts of all configured consumers, in the order of their bits and of the forward pass.
+
+    Args:
+        config: Which consumers.
+        classes: Of each of them.
+        model: The model being served.
+        owned: Sites of this worker; readouts of others are left out.
+
+    Raises:
+        ConfigError: If parameters are wrong, or a readout cannot be made or reads a site that cannot be captured.
+    """
+    found = []
+    for bit, (spec, loaded) in enumerate(zip(config.consumers, classes, strict=True)):
+        for site, readout in _declared(spec, loaded, model).items():
+            if site in owned:
+                found.append((ReadoutSite(bit, site, ReadoutFacts(readout.num_outputs, readout.key)), readout))
+    return found
+
+
+def _declared(spec: CaptureConsumerSpec, loaded: type[CaptureConsumer], model: ModelInfo) -> dict[Site, Readout]:
+    where = f"consumer {spec.instance!r}"
+    try:
+        loaded.check_params(spec.params)
+        declared = loaded.readouts(spec.params, model)
+    except Exception as error:
+        raise ConfigError(f"{where}: {error}") from error
+    for site, readout in declared.items():
+        if site not in model.sites:
+            raise ConfigError(f"{where}: reads {site.name}, which is not captured here; add it to capture.sites")
+        if not 1 <= readout.num_outputs <= MAX_OUTPUTS:
+            raise ConfigError(
+                f"{where}: the readout of {site.name} has {readout.num_outputs} outputs; expected 1 to {MAX_OUTPUTS}"
+            )
+    return {site: declared[site] for site in sort_sites(declared)}
 
 
 def close_consumers(consumers: Sequence[OpenConsumer], timeout_s: float) -> None:

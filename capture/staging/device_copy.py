@@ -6,7 +6,7 @@ Shapes: F rows of the flat ring (all sites' slots), D hidden size.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from headgate.capture.planning.step_plan import changes
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.config import MIB
 from headgate.capture.staging.pitched_copy import PitchedCopier, Rectangle, rectangles_of
+from headgate.capture.staging.readouts import Job, OutputBuffers, RowReader
 
 PACK_BYTES = 32 * MIB
 """Size of each of the two buffers that rows are packed into."""
@@ -44,7 +45,13 @@ class Copied(Protocol):
 
 
 class DeviceCopier(Protocol):
-    """Moves slots to the device and rows off it. Step thread only, except for `Copied`."""
+    """Moves slots to the device and rows off it. Step thread only, except for `Copied`.
+
+    Attributes:
+        device_bytes: Memory that it has on the device.
+    """
+
+    device_bytes: int
 
     def slots_to_fill(self) -> Int64Array:
         """Host memory for the next slots, int64 ``[max_tokens]``."""
@@ -74,6 +81,18 @@ class DeviceCopier(Protocol):
         """Copy the flat rows at the first `count` indices into `target_ND`, which is host memory."""
         ...
 
+    def read_out(self, jobs: Sequence[Job], target_V: Tensor) -> frozenset[int]:
+        """Compute readouts of rows at the indices, ahead of `gather`, and copy the outputs into host memory.
+
+        Args:
+            jobs: At least one, in the order of their targets.
+            target_V: float32, where the outputs of all jobs go; gaps between them are undefined.
+
+        Returns:
+            Groups that failed; see `RowReader.run`.
+        """
+        ...
+
     def free_after_copy(self, start: int, stop: int) -> None:
         """Free slots ``start : stop`` once the copies that were started so far are done."""
         ...
@@ -82,12 +101,12 @@ class DeviceCopier(Protocol):
 class HostCopier:
     """For a forward pass on the CPU: everything has happened when the call returns."""
 
-    device_bytes = 0
-
-    def __init__(self, flat_FD: Tensor, slots: Tensor, max_part_rows: int) -> None:
+    def __init__(self, flat_FD: Tensor, slots: Tensor, max_part_rows: int, *, reads_out: bool = False) -> None:
         self._flat_FD = flat_FD
         self._slots: Int64Array = slots.numpy()
         self._index = torch.empty(max_part_rows, dtype=torch.int64)
+        self._reader = RowReader(flat_FD, max_part_rows) if reads_out else None
+        self.device_bytes = 0 if self._reader is None else self._reader.device_bytes
 
     def slots_to_fill(self) -> Int64Array:
         return self._slots
@@ -111,6 +130,14 @@ class HostCopier:
     def gather(self, count: int, target_ND: Tensor) -> Copied:
         torch.index_select(self._flat_FD, 0, self._index[:count], out=target_ND)
         return _DONE
+
+    def read_out(self, jobs: Sequence[Job], target_V: Tensor) -> frozenset[int]:
+        assert self._reader is not None  # noqa: S101  (there are jobs)
+
+        def put(target: int, found: Tensor) -> None:
+            target_V[target : target + found.numel()].view(found.shape).copy_(found)
+
+        return self._reader.run(jobs, self._index, put)
 
     def free_after_copy(self, start: int, stop: int) -> None:
         pass
@@ -141,7 +168,7 @@ class CudaCopier:
     each of its kernels starts 0.2 to 0.4 us later from then on, in CUDA graphs too, until another process uses the
     GPU: 5 to 15 % of a decode step, whoever captures or not (``tests/benchmarks/bench_side_stream.py``). So a few
     rectangles of rows, or many long runs, are copied from where they are; others are packed first by the stream of the
-    forward, which takes it microseconds.
+    forward, which takes it microseconds. Readouts, too, are computed there.
 
     All memory is allocated here; a step allocates none. Each stream works in order, so events are needed only between
     them; host buffers that the GPU reads are taken in turn, each with an event.
@@ -149,10 +176,11 @@ class CudaCopier:
     Args:
         flat_FD: The ring.
         slots: int64 ``[max_tokens]`` on the device.
-        max_part_rows: Upper limit of rows in one `gather`.
+        max_part_rows: Upper limit of rows in one part.
+        reads_out: Whether there are readouts.
     """
 
-    def __init__(self, flat_FD: Tensor, slots: Tensor, max_part_rows: int) -> None:
+    def __init__(self, flat_FD: Tensor, slots: Tensor, max_part_rows: int, *, reads_out: bool = False) -> None:
         device, self._row_bytes = flat_FD.device, flat_FD.shape[1] * flat_FD.element_size()
         self._flat_FD = flat_FD
         self._slots = slots
@@ -169,6 +197,8 @@ class CudaCopier:
         self._leaving: deque[tuple[int, int, torch.cuda.Event]] = deque()
         self._idle_events: deque[torch.cuda.Event] = deque()
         self.device_bytes = self._index.nbytes + packs.nbytes
+        self._readouts = CudaReadouts(self._side, flat_FD, max_part_rows) if reads_out else None
+        self.device_bytes += 0 if self._readouts is None else self._readouts.device_bytes
 
     def slots_to_fill(self) -> Int64Array:
         return self._host_slots.next()
@@ -195,6 +225,8 @@ class CudaCopier:
         return self._host_index.next()
 
     def gather(self, count: int, target_ND: Tensor) -> Copied:
+        if not count:  # the part had readouts alone
+            return _CudaCopied(self._record(), self._idle_events)
         index, num_bytes = self._host_index.current_buffer()[:count], count * self._row_bytes
         rectangles = self._rectangles(index, is_large=num_bytes > len(self._packs) * PACK_BYTES)
         if rectangles is None:
@@ -243,6 +275,11 @@ class CudaCopier:
                 target_ND[start:stop].copy_(packed_ND, non_blocking=True)
             pack.copied.record(self._side)
 
+    def read_out(self, jobs: Sequence[Job], target_V: Tensor) -> frozenset[int]:
+        assert self._readouts is not None  # noqa: S101  (there are jobs)
+        self._host_index.send(self._index, jobs[-1].stop, self._compute_stream())
+        return self._readouts.run(jobs, self._index, target_V, self.wait_for_forward)
+
     def free_after_copy(self, start: int, stop: int) -> None:
         self._leaving.append((start, stop, self._record()))
 
@@ -253,6 +290,59 @@ class CudaCopier:
         event = self._idle_events.popleft() if self._idle_events else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._side)
         return event
+
+
+class CudaReadouts:
+    """Computes readouts in the stream of the forward, which is the current one, and copies their outputs by another.
+
+    Args:
+        side: The stream of the copies.
+        flat_FD: The ring.
+        max_part_rows: Upper limit of rows in one part.
+    """
+
+    def __init__(self, side: torch.cuda.Stream, flat_FD: Tensor, max_part_rows: int) -> None:
+        self._side = side
+        self._device = flat_FD.device
+        self._reader = RowReader(flat_FD, max_part_rows)
+        self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._target_V = torch.empty(0)
+        self._order_copies: Callable[[], None] = lambda: None
+        self._buffers = OutputBuffers(self._device, before_use=self._await_copy, copy=self._copy)
+        self.device_bytes = self._reader.device_bytes + self._buffers.device_bytes
+
+    def run(
+        self, jobs: Sequence[Job], index: Tensor, target_V: Tensor, order_copies: Callable[[], None]
+    ) -> frozenset[int]:
+        """Launch jobs and the copies of their outputs; see `DeviceCopier.read_out`.
+
+        Args:
+            jobs: At least one.
+            index: int64 on the device.
+            target_V: Pinned.
+            order_copies: Orders the stream of the copies behind everything that was launched.
+        """
+        self._target_V, self._order_copies = target_V, order_copies
+        failed = self._reader.run(jobs, index, self._buffers.put)
+        self._buffers.flush()
+        self._target_V = torch.empty(0)
+        return failed
+
+    def _await_copy(self, buffer: int) -> None:
+        if not self._copied[buffer].query():  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream(self._device).wait_event(self._copied[buffer])
+
+    def _copy(self, buffer: int, outputs: Tensor, target: int) -> None:
+        self._order_copies()
+        with torch.cuda.stream(self._side):
+            self._target_V[target : target + len(outputs)].copy_(outputs, non_blocking=True)
+        self._copied[buffer].record(self._side)
+
+
+def copier_of(flat_FD: Tensor, slots: Tensor, max_part_rows: int, *, reads_out: bool) -> DeviceCopier:
+    """Make the copier for the device of the ring; see `CudaCopier` for the arguments."""
+    made = CudaCopier if flat_FD.is_cuda else HostCopier
+    return made(flat_FD, slots, max_part_rows, reads_out=reads_out)
 
 
 def run_starts(index: Int64Array) -> Int64Array:

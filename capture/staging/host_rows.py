@@ -2,7 +2,7 @@
 
 The memory is one ring, the arena: rows are leased in order and become free in order. `StagedRows` says what lies where.
 
-Shapes: S sites, N rows of a group, D hidden size, A rows of the arena.
+Shapes: S sites, N rows of a group, D hidden size, P outputs of a readout, A rows of the arena.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headgate.capture.planning.step_plan import PackGroup, count_copies, rows_between
+from headgate.capture.planning.step_plan import PackGroup, rows_between
 from headgate.capture.schema.batch import Int32Array
 from headgate.capture.staging.device_copy import Copied
+from headgate.capture.staging.readouts import output_rows, row_cost
 
 GRANULARITY = 16
 """Leases are multiples of so many rows."""
@@ -135,14 +136,22 @@ class CopyPart(NamedTuple):
     """Some of the wanted rows of the kept steps, at all their sites, which are copied at once."""
 
     groups: tuple[PackGroup, ...]
+    """Those of sites first, then those of readouts."""
     start: int
     """Index of the first one among the wanted rows of those steps."""
     num_rows: int
     """Number of wanted rows."""
     num_copies: int
-    """Rows to copy, over all sites."""
+    """Rows to copy, over all sites; rows that are read out are none of them."""
     num_token_rows: int = 0
     """Rows of the arena that hold the tokens of the rows, ahead of the rows; 0 if the tokens are not known."""
+    num_output_rows: int = 0
+    """Rows of the arena that hold the outputs of readouts, behind the rows."""
+
+    @property
+    def num_leased(self) -> int:
+        """Rows of the arena that it needs."""
+        return self.num_token_rows + self.num_copies + self.num_output_rows
 
 
 def cut_into_parts(
@@ -153,28 +162,31 @@ def cut_into_parts(
     Args:
         groups: The wanted rows.
         num_rows: How many there are; a row at several sites counts once.
-        max_copies: Upper limit of (row, site) pairs in a part, at least the number of sites.
+        max_copies: Upper limit of (row, site) pairs in a part, at least as many as one row can have; see `row_cost`.
         row_bytes: Bytes of a row at one site.
         has_token_ids: Whether the token of each row is copied, too.
     """
 
-    def part(groups: tuple[PackGroup, ...], start: int, stop: int, num_copies: int) -> CopyPart:
+    def part(groups: tuple[PackGroup, ...], start: int, stop: int) -> CopyPart:
         num_token_rows = -(-4 * (stop - start) // row_bytes) if has_token_ids else 0
-        return CopyPart(groups, start, stop - start, num_copies, num_token_rows)
+        num_copies = sum(len(group.site_ids) * len(group.rows) for group in groups if not group.num_outputs)
+        num_output_rows = sum(output_rows(group, row_bytes) for group in groups)
+        return CopyPart(groups, start, stop - start, num_copies, num_token_rows, num_output_rows)
 
-    num_all = count_copies(groups)
-    if num_all <= max_copies:
-        return [part(groups, 0, num_rows, num_all)]
+    groups = tuple(sorted(groups, key=lambda group: group.num_outputs > 0))
+    costs = [len(group.site_ids) * row_cost(group.num_outputs, row_bytes) for group in groups]
+    if sum(cost * len(group.rows) for cost, group in zip(costs, groups, strict=True)) <= max_copies:
+        return [part(groups, 0, num_rows)]
     num_copies = np.zeros(num_rows, dtype=np.int64)
-    for group in groups:
-        num_copies[group.rows] += len(group.site_ids)
+    for cost, group in zip(costs, groups, strict=True):
+        num_copies[group.rows] += cost
     total = np.cumsum(num_copies)
     parts, start = [], 0
     while start < len(total):
         before = int(total[start - 1]) if start else 0
         stop = int(np.searchsorted(total, before + max_copies, side="right"))
         between = tuple(found for group in groups if (found := rows_between(group, start, stop)) is not None)
-        parts.append(part(between, start, stop, int(total[stop - 1]) - before))
+        parts.append(part(between, start, stop))
         start = stop
     return parts
 
@@ -224,17 +236,24 @@ class StagedRows:
     def places(self) -> list[tuple[PackGroup, int]]:
         """Each group, and the row of `memory` at which its first site's first row lies.
 
-        The rows of a site follow each other, and so do the sites: ``[S, N, D]`` from there on.
+        The rows of a site follow each other, and so do the sites: ``[S, N, D]`` from there on, or float32 ``[S, N, P]``
+        with the outputs of readouts.
         """
         found, start = [], self.lease.start + self.part.num_token_rows
+        row_bytes = self._arena_AD.shape[1] * self._arena_AD.element_size()
         for group in self.part.groups:
             found.append((group, start))
-            start += len(group.site_ids) * len(group.rows)
+            start += output_rows(group, row_bytes) or len(group.site_ids) * len(group.rows)
         return found
 
     def view(self, group: PackGroup, start: int) -> Tensor:
-        """The rows of a group, ``[S, N, D]``, that begin at `start`; see `places`."""
+        """The rows of a group, ``[S, N, D]``, or their outputs, that begin at `start`; see `places`."""
         num_sites, num_rows = len(group.site_ids), len(group.rows)
+        if group.num_outputs:
+            shape = num_sites, num_rows, group.num_outputs
+            return numbers_at(self._arena_AD, start, num_sites * num_rows * group.num_outputs, torch.float32).view(
+                shape
+            )
         return self._arena_AD[start : start + num_sites * num_rows].view(num_sites, num_rows, -1)
 
     def token_ids(self, group: PackGroup) -> Int32Array | None:
@@ -242,7 +261,7 @@ class StagedRows:
         if not self.part.num_token_rows:
             return None
         if self._token_ids is None:
-            self._token_ids = as_int32(self._arena_AD, self.lease.start, self.part.num_rows).numpy()
+            self._token_ids = numbers_at(self._arena_AD, self.lease.start, self.part.num_rows, torch.int32).numpy()
         found: Int32Array = self._token_ids[group.rows - self.part.start]
         return found
 
@@ -252,7 +271,7 @@ class StagedRows:
         self._arena.release(self.lease)
 
 
-def as_int32(arena_AD: Tensor, start: int, count: int) -> Tensor:
-    """`count` integers in the arena, from row `start` on."""
+def numbers_at(arena_AD: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
+    """`count` numbers of 4 bytes in the arena, from row `start` on."""
     first = start * arena_AD.shape[1] * arena_AD.element_size()
-    return arena_AD.view(-1).view(torch.uint8)[first : first + 4 * count].view(torch.int32)
+    return arena_AD.view(-1).view(torch.uint8)[first : first + 4 * count].view(dtype)

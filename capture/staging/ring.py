@@ -18,17 +18,19 @@ from headgate.capture.planning.step_plan import StepPlan, joined
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.batching import RING_BYTES, RING_SHARE
 from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.readouts.readout import OUTPUT_BYTES
 from headgate.capture.schema.sites import Site
-from headgate.capture.staging.device_copy import Copied, CudaCopier, DeviceCopier, HostCopier
+from headgate.capture.staging.device_copy import Copied, DeviceCopier, copier_of
 from headgate.capture.staging.host_rows import (
     GRANULARITY,
     CopyPart,
     Lease,
     StagedRows,
-    as_int32,
     cut_into_parts,
+    numbers_at,
     round_up,
 )
+from headgate.capture.staging.readouts import BoundReadout, RingReadouts
 from headgate.capture.staging.staging_memory import PinnedMemory, StagingMemory
 
 NUM_TRASH_ROWS = 64
@@ -143,6 +145,7 @@ class StagingRing:
         device: Where the forward pass runs.
         staging_bytes: Size of the host memory; pinned if the device is a GPU.
         memory: That memory, of so many bytes, if another process reads it; else it is made here.
+        readouts: Of some of the sites, in the order of the planner's.
 
     Raises:
         ConfigError: If that cannot hold one row of every site.
@@ -159,34 +162,33 @@ class StagingRing:
         device: torch.device,
         staging_bytes: int,
         memory: StagingMemory | None = None,
+        readouts: Sequence[BoundReadout] = (),
     ) -> None:
         if num_rows < max_tokens:
             raise ConfigError(f"capture.ring_rows: {num_rows} rows cannot hold a step of {max_tokens} tokens")
-        self.row_bytes = hidden_size * dtype.itemsize
-        self._num_rows = num_rows
-        self._max_part_rows = most_part_rows(staging_bytes // self.row_bytes, len(sites), self.row_bytes)
+        self._num_rows, self.row_bytes = num_rows, hidden_size * dtype.itemsize
+        self._readouts = RingReadouts(readouts, len(sites), self.row_bytes)
+        num_host_rows = staging_bytes // self.row_bytes
+        self._max_part_rows = most_part_rows(num_host_rows, self._readouts.row_cost, self.row_bytes)
         # Tensors that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
-            num_slots = num_rows + NUM_TRASH_ROWS
-            self.buffers = torch.zeros(len(sites), num_slots, hidden_size, dtype=dtype, device=device)
+            shape = len(sites), num_rows + NUM_TRASH_ROWS, hidden_size
+            self.buffers = torch.zeros(shape, dtype=dtype, device=device)
             self._slot_table = _SlotTable(num_rows, max_tokens, device)
-            self._token_ids = torch.zeros(num_slots, dtype=torch.int32, device=device)
-            is_cuda = device.type == "cuda"
-            if memory is None:
-                memory = PinnedMemory(staging_bytes // self.row_bytes, hidden_size, dtype, is_pinned=is_cuda)
+            self._token_ids = torch.zeros(shape[1], dtype=torch.int32, device=device)
+            memory = memory or PinnedMemory(num_host_rows, hidden_size, dtype, is_pinned=device.type == "cuda")
             self.slots = self._slot_table.slots
-            make_copier = CudaCopier if is_cuda else HostCopier
-            copier = make_copier(self.buffers.view(-1, hidden_size), self.slots, self._max_part_rows)
-            memory.prove(copier)
+            flat_FD = self.buffers.view(-1, hidden_size)
+            self._copier = copier_of(flat_FD, self.slots, self._max_part_rows, reads_out=bool(readouts))
+            memory.prove(self._copier)
         self.memory = memory
-        self._copier: DeviceCopier = copier
-        tensors_bytes = self.buffers.nbytes + self._token_ids.nbytes
-        self.device_bytes = tensors_bytes + self._slot_table.device_bytes + copier.device_bytes
+        self.device_bytes = self._slot_table.device_bytes + self._copier.device_bytes
+        self.device_bytes += self.buffers.nbytes + self._token_ids.nbytes
         self.counters = StagingCounters()
         self.on_wait: Callable[[], object] = lambda: None
         self._log = SparseLog("capture staging")
-        self._base = self._next_slot = self._kept_copies = 0
         self._is_open = self._has_token_ids = False
+        self._base = self._next_slot = self._kept_copies = 0
         self._kept: list[_KeptStep] = []
 
     @property
@@ -302,11 +304,12 @@ class StagingRing:
         )
         try:
             for number, part in enumerate(parts):
-                lease = self._lease(part.num_copies + part.num_token_rows, patience_s)
+                lease = self._lease(part.num_leased, patience_s)
                 if lease is None:
                     self._count_lost(parts[number:], patience_s)
                     break
-                copied = self.memory.announce(lease, self._copy(part, lease, first_slot), self._copier)
+                part, copied = self._copy(part, lease, first_slot)
+                copied = self.memory.announce(lease, copied, self._copier)
                 hand_over(StagedRows(part, self.memory.rows_AD, self.memory.arena, lease, copied, kept[0].since))
         finally:
             self._copier.free_after_copy(first_slot, stop_slot)
@@ -321,13 +324,16 @@ class StagingRing:
             self.counters.stall_s += time.monotonic() - started
         return lease
 
-    def _copy(self, part: CopyPart, lease: Lease, base: int) -> Copied:
-        """Start the copy of a part into leased memory: the tokens of its rows, if they are known, then the rows.
+    def _copy(self, part: CopyPart, lease: Lease, base: int) -> tuple[CopyPart, Copied]:
+        """Start the copy of a part into leased memory: the tokens of its rows, if they are known, rows, and outputs.
 
         Args:
             part: Rows of the kept steps.
             lease: Room for them.
             base: Slot of the kept steps' first wanted row.
+
+        Returns:
+            The part, in which nobody wants rows any more whose readouts have failed.
         """
         index, start = self._copier.index_to_fill(), 0
         stride = self.buffers.shape[1]
@@ -335,17 +341,23 @@ class StagingRing:
             num_sites, num_rows = len(group.site_ids), len(group.rows)
             stop = start + num_sites * num_rows
             into = index[start:stop].reshape(num_sites, num_rows)
-            np.add.outer(group.site_ids * stride, group.rows + base, out=into)
+            np.add.outer(self._readouts.sources[group.site_ids] * stride, group.rows + base, out=into)
             start = stop
         if part.num_token_rows:
             slot = base + part.start
-            target = as_int32(self.memory.rows_AD, lease.start, part.num_rows)
+            target = numbers_at(self.memory.rows_AD, lease.start, part.num_rows, torch.int32)
             self._copier.fetch(self._token_ids[slot : slot + part.num_rows], target)
         first = lease.start + part.num_token_rows
+        if part.num_output_rows:
+            count = part.num_output_rows * self.row_bytes // OUTPUT_BYTES
+            target_V = numbers_at(self.memory.rows_AD, first + part.num_copies, count, torch.float32)
+            groups, num_bytes = self._readouts.run(part.groups, target_V, self._copier.read_out)
+            part = part._replace(groups=groups)
+            self.counters.bytes += num_bytes
         copied = self._copier.gather(part.num_copies, self.memory.rows_AD[first : first + part.num_copies])
         self.counters.bytes += part.num_copies * self.row_bytes
         self.counters.rows += part.num_rows
-        return copied
+        return part, copied
 
     def _count_lost(self, parts: Sequence[CopyPart], patience_s: float) -> None:
         self.counters.dropped_rows += sum(part.num_rows for part in parts)

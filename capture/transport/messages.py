@@ -30,6 +30,7 @@ from torch import Tensor
 from headgate.capture.schema.batch import FinalState, Int64Array, SpecWire
 from headgate.capture.schema.consumer import FinishedRequest, RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.errors import ConsumerError
+from headgate.capture.schema.readouts.readout import ReadoutFacts
 from headgate.capture.schema.results import CaptureResult, Origin
 from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
@@ -66,7 +67,10 @@ class ResultMessage(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
 
 
 class BeginMessage(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
-    """Announcement of a request that wants rows for a driver-located consumer; `num_stages` stages will send them."""
+    """Announcement of a request that wants rows for a driver-located consumer; `num_stages` stages will send them.
+
+    `readouts` are those of this stage: by the site's name, the number of outputs and the key.
+    """
 
     key: str
     req_id: str
@@ -76,6 +80,7 @@ class BeginMessage(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     stage: int
     num_stages: int
     spec: SpecWire
+    readouts: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
 
 
 class SpanHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -174,6 +179,7 @@ def encode_begin(request: RequestInfo, *, stage: int, num_stages: int) -> list[b
         stage=stage,
         num_stages=num_stages,
         spec=request.spec.to_wire(),
+        readouts={site.name: (facts.num_outputs, facts.key) for site, facts in request.readouts.items()},
     )
     return encode(message, [array_bytes(request.prompt_token_ids)])
 
@@ -191,6 +197,7 @@ def read_begin(message: BeginMessage, frames: Sequence[zmq.Frame]) -> RequestInf
         )
     try:
         spec = CaptureSpec.from_wire(message.spec)
+        readouts = {Site.parse(name): ReadoutFacts(*facts) for name, facts in message.readouts.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MalformedMessage(f"spec: {error!r}") from error
     return RequestInfo(
@@ -200,6 +207,7 @@ def read_begin(message: BeginMessage, frames: Sequence[zmq.Frame]) -> RequestInf
         num_samples=message.num_samples,
         prompt_token_ids=read_int64(frames[1]),
         spec=spec,
+        readouts=readouts,
         origin=Origin(None, message.key),
     )
 

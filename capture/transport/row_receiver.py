@@ -45,7 +45,8 @@ def join_requests(stages: Mapping[int, RequestInfo]) -> RequestInfo:
     """Make the request that a consumer sees, with the sites of all stages."""
     first = stages[min(stages)]
     sites = sort_sites({site for stage in stages.values() for site in stage.spec.sites})
-    return replace(first, spec=replace(first.spec, sites=sites))
+    readouts = {site: facts for stage in stages.values() for site, facts in stage.readouts.items()}
+    return replace(first, spec=replace(first.spec, sites=sites), readouts=readouts)
 
 
 class StageJoin:

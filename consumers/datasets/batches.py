@@ -35,6 +35,10 @@ class RowBatch:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def __repr__(self) -> str:
+        view = self.view
+        return f"<RowBatch: {len(self)} rows of {', '.join(self.data)}, {view.dtype} [{view.hidden_size}]>"
+
     def torch(self, site: str | None = None) -> Tensor:
         """``[rows, hidden]`` in the model's dtype; without a copy.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from headgate.capture.monitoring import notebook
 from headgate.capture.schema.errors import CaptureFileError
 from headgate.capture.schema.sites import Site, sort_sites
 from headgate.consumers.datasets.batches import RowBatch, plain_batches
@@ -49,6 +50,23 @@ class Dataset:
     _table: Table = field(repr=False)
     _root_of_unit: Numbers = field(repr=False)
     _views: dict[tuple[str, ...], tuple[RowView, int]] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        roots, sites = ", ".join(root.given for root in self.roots), ", ".join(self.sites) or "no sites"
+        return f"<Dataset of {roots}: {sites}{f'; {len(self.problems)} problems' if self.problems else ''}>"
+
+    def _repr_html_(self) -> str:
+        """Return it as HTML for a notebook: its roots, and rows by site. None is read."""
+        facts: dict[str, object] = {
+            "roots": ", ".join(root.given for root in self.roots),
+            "problems": len(self.problems),
+        }
+        try:
+            lines = [(site, count, self.duplicates(site)) for site, count in self.num_rows.items()]
+        except (CaptureFileError, ValueError) as error:
+            return notebook.page("Dataset", {**facts, "rows": error})
+        table = notebook.Table(("site", "rows", "requests left out as doubles"), lines, len(lines))
+        return notebook.page("Dataset", facts, table)
 
     def rows(self, sites: Sites | None = None) -> RowView:
         """The rows that have a value at every one of `sites`, by default at all sites of the data set.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
@@ -142,11 +142,11 @@ class RowView:
     sites: tuple[str, ...]
     dtype: str
     hidden_size: int
-    files: Files
-    entries: Numbers
-    starts: Numbers
-    stops: Numbers
-    ends: Numbers
+    files: Files = field(repr=False)
+    entries: Numbers = field(repr=False)
+    starts: Numbers = field(repr=False)
+    stops: Numbers = field(repr=False)
+    ends: Numbers = field(repr=False)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0

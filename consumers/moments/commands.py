@@ -16,6 +16,9 @@ from headgate.consumers.moments.picture import draw
 from headgate.consumers.moments.reader import Moments, open_moments
 from headgate.consumers.moments.report import describe
 
+MAX_WIDTH = 1000
+"""Characters in a line of the table, at most."""
+
 app = typer.Typer(help="Look at moments of captured rows.", no_args_is_help=True, add_completion=False)
 
 
@@ -59,7 +62,7 @@ def _print(moments: Moments, found: list[tuple[Any, dict[str, Any]]]) -> None:
     console, settings = Console(), moments.settings
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("tag", "site", "phase"):
-        table.add_column(title, overflow="fold")
+        table.add_column(title)
     for title in ("rows", "left out", "norm 1%", "50%", "99%", "max", "variance", "largest elements"):
         table.add_column(title, justify="right")
     for key, entry in found:
@@ -75,7 +78,8 @@ def _print(moments: Moments, found: list[tuple[Any, dict[str, Any]]]) -> None:
             _shown(entry["total_variance"]),
             " ".join(str(outlier["index"]) for outlier in entry["outliers"][:3]),
         )
-    console.print(table)
+    # Lines may be longer than those of the terminal: a number that is cut off would be another one.
+    Console(width=Console(width=MAX_WIDTH).measure(table).maximum).print(table)
     console.print(
         f"[dim]{escape(settings.model)}, hidden size {settings.hidden_size}; covariance: {settings.covariance}; norms "
         f"within {settings.quantile_error:.2%}; written {moments.written_at}[/dim]"

@@ -10,16 +10,20 @@ from typing import Any
 import numpy as np
 
 from headgate.capture.probes.probe import Probe, Scores
+from headgate.capture.probes.readout import ProbeReadout, keys_of
 from headgate.capture.schema.batch import Int64Array
 from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
+    ModelInfo,
     RequestInfo,
     RowBlock,
     SpecContext,
     StreamingConsumer,
 )
 from headgate.capture.schema.errors import ConfigError, ConsumerError
+from headgate.capture.schema.readouts.readout import Readout
+from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
 from headgate.consumers.probe.params import PROBES, parse_params, parse_request
 
@@ -29,10 +33,11 @@ class ProbeConsumer(StreamingConsumer):
 
     The payload is ``{"positions": [...], "num_prompt_tokens": N, "probes": {NAME: {...}}}``. Of each probe it has
     ``site``, ``kind``, ``classes``, ``threshold`` and ``scores``: for each position a number, or, with several classes,
-    a list of them; None where the row is not finite. Scores are those of `Probe.scores`, in float64.
+    a list of them; None where the row is not finite. Scores are those of `Probe.scores`, as float32.
 
     A request asks with ``{"probes": [NAME, ...], "positions": SELECTOR}``; neither is required. It waits for its
-    result. Rows are scored as they come; none is kept.
+    result. The worker computes the scores where the rows are: all probes of a site are one readout, whose outputs come
+    here. No row does.
 
     Raises:
         ConfigError: If a probe cannot be read, its site cannot be captured, or it is of another width.
@@ -45,8 +50,12 @@ class ProbeConsumer(StreamingConsumer):
         super().__init__(params, context)
         settings, self._probes = parse_params(params)
         self._max_scores = settings.max_scores
-        for name, probe in self._probes.items():
-            _check(name, probe, context)
+        self._places: dict[str, int] = {}
+        self._columns: dict[str, slice] = {}
+        for names in _by_site(self._probes, context.model).values():
+            readout = ProbeReadout([self._probes[name] for name in names])
+            self._places |= {name: place for place, name in enumerate(names)}
+            self._columns |= zip(names, readout.columns(), strict=True)
         self._requests: dict[str, _RequestScores] = {}
 
     @classmethod
@@ -57,9 +66,19 @@ class ProbeConsumer(StreamingConsumer):
     def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
         return parse_request(raw, context)
 
+    @classmethod
+    def readouts(cls, params: Mapping[str, Any], model: ModelInfo) -> dict[Site, Readout]:
+        _, probes = parse_params(params)
+        names_at = _by_site(probes, model)
+        return {site: ProbeReadout([probes[name] for name in names]) for site, names in names_at.items()}
+
     def begin(self, request: RequestInfo) -> None:
         for name, sha256 in request.spec.options[PROBES].items():
-            if self._probes[name].sha256 != sha256:
+            probe, computed = self._probes[name], sha256
+            if probe.site in request.spec.sites:
+                facts = request.readouts.get(probe.site)
+                computed = "none" if facts is None else keys_of(facts.key)[self._places[name]]
+            if not probe.sha256 == sha256 == computed:
                 raise ConsumerError(
                     f"probe {name!r}: its file has changed since the engine started; restart the engine to use it"
                 )
@@ -69,10 +88,9 @@ class ProbeConsumer(StreamingConsumer):
         for block in blocks:
             for number, site in enumerate(block.sites):
                 wanted = {name for span in block.spans for name in span.request.spec.options[PROBES]}
-                here = {name: self._probes[name] for name in wanted if self._probes[name].site == site}
-                if here:
-                    rows = block.rows[number].float().numpy()
-                    self._add(block, {name: probe.scores(rows) for name, probe in here.items()})
+                found = block.rows[number].double().numpy()
+                here = [name for name in wanted if self._probes[name].site == site]
+                self._add(block, {name: found[:, self._columns[name]] for name in here})
 
     def _add(self, block: RowBlock, scores: Mapping[str, Scores]) -> None:
         for span in block.spans:
@@ -145,13 +163,22 @@ class _RequestScores:
         return common, scores
 
 
-def _check(name: str, probe: Probe, context: ConsumerContext) -> None:
-    if probe.hidden_size != context.model.hidden_size:
+def _by_site(probes: Mapping[str, Probe], model: ModelInfo) -> dict[Site, list[str]]:
+    """Names of the probes of each site, in the order of the configuration."""
+    found: dict[Site, list[str]] = {}
+    for name, probe in probes.items():
+        _check(name, probe, model)
+        found.setdefault(probe.site, []).append(name)
+    return found
+
+
+def _check(name: str, probe: Probe, model: ModelInfo) -> None:
+    if probe.hidden_size != model.hidden_size:
         raise ConfigError(
-            f"probe: probes.{name}: reads rows of {probe.hidden_size} values; the model has {context.model.hidden_size}"
+            f"probe: probes.{name}: reads rows of {probe.hidden_size} values; the model has {model.hidden_size}"
         )
-    if probe.site not in context.model.sites:
-        configured = ", ".join(one.name for one in context.model.sites[:5])
+    if probe.site not in model.sites:
+        configured = ", ".join(one.name for one in model.sites[:5])
         raise ConfigError(
             f"probe: probes.{name}: its site {probe.site.name} is not captured here, but {configured}, ...; add it to "
             "capture.sites"

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from headgate.capture.probes.files import load
-from headgate.capture.probes.probe import Probe, ProbeError, ProbeKind
+from headgate.capture.probes.probe import Probe, ProbeError
 from headgate.capture.schema.consumer import SpecContext, select_sites
 from headgate.capture.schema.errors import ConfigError, RequestError, shown
 from headgate.capture.schema.selectors.parsing import parse_positions
@@ -28,7 +28,7 @@ class ProbeParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Parameters of the probe consumer.
 
     Attributes:
-        probes: Files of linear and cosine probes, by the names that requests choose them by.
+        probes: Files of probes, by the names that requests choose them by.
         max_scores: Numbers that the result of one sample may hold: positions times classes, of all its probes.
     """
 
@@ -66,8 +66,6 @@ def _read(name: str, path: str) -> Probe:
         probe = _load(place, (status.st_mtime_ns, status.st_size, status.st_ino))
     except (OSError, ProbeError) as error:
         raise ConfigError(f"probe: probes.{name}: {error}") from error
-    if probe.kind is ProbeKind.MLP:
-        raise ConfigError(f"probe: probes.{name}: {path} is an MLP; linear and cosine probes can be read")
     return probe
 
 

@@ -14,14 +14,17 @@ from headgate.capture.schema.batch import Float64Array, Int64Array
 from headgate.capture.schema.consumer import (
     ConsumerContext,
     FinishedRequest,
+    ModelInfo,
     RequestInfo,
     RowBlock,
     SpecContext,
     StreamingConsumer,
 )
-from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.errors import ConfigError, ConsumerError
+from headgate.capture.schema.readouts.readout import Readout
+from headgate.capture.schema.sites import Site
 from headgate.capture.schema.spec import CaptureSpec
-from headgate.consumers.reward.directions import read_direction
+from headgate.consumers.reward.directions import AlongDirections, read_direction
 from headgate.consumers.reward.params import DIRECTION, RewardParams, parse_params, parse_request
 
 
@@ -35,7 +38,8 @@ class RewardConsumer(StreamingConsumer):
     numbers; ``incomplete``, when overload has lost rows, with the numbers of the others.
 
     A request asks with ``{}``, or ``{"direction": NAME}`` where several directions are configured, and waits for its
-    result. Rows are multiplied as they come; none is kept.
+    result. The worker multiplies the rows where they are, and copies the products; with ``dtype="float64"`` they are
+    multiplied here, since what is copied is float32.
 
     Raises:
         ConfigError: If a direction cannot be read, or its site cannot be captured.
@@ -47,20 +51,9 @@ class RewardConsumer(StreamingConsumer):
     def __init__(self, params: Mapping[str, Any], context: ConsumerContext) -> None:
         super().__init__(params, context)
         self._settings = parse_params(params)
-        model = context.model
-        site = self._settings.site(model.num_layers)
-        if site not in model.sites:
-            configured = ", ".join(one.name for one in model.sites[:5])
-            raise ConfigError(
-                f"reward: site {site.name} is not captured here, but {configured}, ...; add it to capture.sites"
-            )
-        found = {
-            name: read_direction(Path(path).expanduser(), site, model.hidden_size)
-            for name, path in self._settings.files.items()
-        }
-        self._columns = {name: column for column, name in enumerate(found)}
-        # [hidden, directions]: all of a block's rows are multiplied with every direction at once.
-        self._directions = np.stack(list(found.values()), axis=1).astype(self._settings.dtype)
+        self._columns = {name: column for column, name in enumerate(self._settings.files)}
+        self._directions = _directions(self._settings, context.model)
+        self._keys = {site: readout.key for site, readout in self.readouts(params, context.model).items()}
         self._requests: dict[str, _Measured] = {}
 
     @classmethod
@@ -71,14 +64,26 @@ class RewardConsumer(StreamingConsumer):
     def validate_client_spec(cls, raw: object, context: SpecContext) -> CaptureSpec:
         return parse_request(raw, context)
 
+    @classmethod
+    def readouts(cls, params: Mapping[str, Any], model: ModelInfo) -> dict[Site, Readout]:
+        settings = parse_params(params)
+        directions = _directions(settings, model)  # read in any case: what is wrong with them is said at the start
+        is_exact = settings.dtype == "float64"
+        return {} if is_exact else {settings.site(model.num_layers): AlongDirections(directions)}
+
     def begin(self, request: RequestInfo) -> None:
+        wanted = {site: self._keys[site] for site in request.spec.sites if site in self._keys}
+        if {site: facts.key for site, facts in request.readouts.items()} != wanted:
+            raise ConsumerError("a direction's file has changed since the engine started; restart the engine to use it")
         self._requests[request.request_id] = _Measured()
 
     def write(self, blocks: Sequence[RowBlock]) -> None:
         for block in blocks:
-            rows = block.rows[0].float().numpy().astype(self._settings.dtype, copy=False)
-            dots = (rows @ self._directions).astype(np.float64)
-            norms = np.linalg.norm(rows.astype(np.float64, copy=False), axis=1)
+            rows = block.rows[0].double().numpy()
+            if self._keys:
+                dots, norms = rows[:, :-1], rows[:, -1]
+            else:
+                dots, norms = rows @ self._directions, np.linalg.norm(rows, axis=1)
             for span in block.spans:
                 column = self._columns[span.request.spec.options[DIRECTION]]
                 part = slice(span.start, span.stop)
@@ -99,6 +104,18 @@ class RewardConsumer(StreamingConsumer):
 
     def close(self, timeout_s: float) -> None:
         self._requests.clear()
+
+
+def _directions(settings: RewardParams, model: ModelInfo) -> Float64Array:
+    """Every direction, float64 ``[hidden, directions]``, rounded to the dtype of the parameters."""
+    site = settings.site(model.num_layers)
+    if site not in model.sites:
+        configured = ", ".join(one.name for one in model.sites[:5])
+        raise ConfigError(
+            f"reward: site {site.name} is not captured here, but {configured}, ...; add it to capture.sites"
+        )
+    found = [read_direction(Path(path).expanduser(), site, model.hidden_size) for path in settings.files.values()]
+    return np.stack(found, axis=1).astype(settings.dtype).astype(np.float64)
 
 
 @dataclass(slots=True)

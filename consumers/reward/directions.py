@@ -1,19 +1,50 @@
-"""Directions from files: steering vectors as safetensors, and arrays of numpy."""
+"""Directions from files, steering vectors as safetensors and arrays of numpy; and what rows are along them."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import safetensors
+import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from headgate.capture.schema.batch import Float64Array
 from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.readouts.readout import Readout
 from headgate.capture.schema.sites import Site
 
 _TIERS = ("vectors", "decode_vectors")
 """Tiers of a file of steering vectors that act on generated tokens."""
+
+
+class AlongDirections(Readout):
+    """A row's dot product with each of some directions, then its length.
+
+    Args:
+        directions: ``[hidden, n]``.
+    """
+
+    def __init__(self, directions: Float64Array) -> None:
+        self._directions = directions.astype(np.float64)
+
+    @property
+    def num_outputs(self) -> int:
+        """Directions, and one more."""
+        return int(self._directions.shape[1]) + 1
+
+    @property
+    def key(self) -> str:
+        """SHA-256 of the directions."""
+        return hashlib.sha256(np.ascontiguousarray(self._directions).tobytes()).hexdigest()
+
+    def on(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """See `Readout.on`."""
+        directions = torch.from_numpy(self._directions).to(device)
+        return lambda rows: torch.cat([rows @ directions, torch.linalg.vector_norm(rows, dim=1, keepdim=True)], dim=1)
 
 
 def read_direction(path: Path, site: Site, hidden_size: int) -> Float64Array:

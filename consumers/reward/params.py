@@ -51,7 +51,8 @@ class RewardParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             products with the direction at unit length.
         scale: Factor of the measure.
         transform: Function of the scaled measure.
-        dtype: What rows and direction are converted to before they are multiplied; sums are float64.
+        dtype: Precision of products and lengths. float32: they are computed in float64 on the worker's device, with
+            directions rounded to float32, and copied as float32. float64: whole rows are copied.
     """
 
     layer: int = -1

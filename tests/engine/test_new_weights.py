@@ -179,13 +179,18 @@ def test_scores_are_those_of_probes_on_the_rows_of_hugging_face(llm: Any, traine
     made = [SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, detokenize=False) for _ in range(len(chosen))]
     for params, names in zip(made, chosen, strict=True):
         params.capture = {"probe": {"probes": names}}
+    before = llm.collective_rpc("headgate_stats")[0]["capture"]
     outputs = llm.generate([{"prompt_token_ids": PROMPT} for _ in made], made, use_tqdm=False)
+    after = llm.collective_rpc("headgate_stats")[0]["capture"]
 
+    num_rows, num_scores = len(PROMPT) + 6, sum(len(PROBES_BY_NAME[name].classes) for names in chosen for name in names)
+    assert after["bytes"] - before["bytes"] == 4 * num_rows * num_scores  # scores alone, and no row
     reference = HFReference(trained, "llama")
     for output, names in zip(outputs, chosen, strict=True):
         result = output.capture_results["probe"]
         expected = reference.run(PROMPT, list(output.outputs[0].token_ids))
         assert (result.status, list(result.payload["probes"])) == ("ok", names)
+        assert result.num_bytes == 4 * num_rows * sum(len(PROBES_BY_NAME[name].classes) for name in names)
         assert result.payload["positions"] == list(range(len(PROMPT) + 6))
         for name in names:
             probe = PROBES_BY_NAME[name]

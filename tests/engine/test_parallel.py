@@ -11,9 +11,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
+from headgate.capture.probes.files import save
+from headgate.capture.probes.probe import HiddenLayer, Probe
 from headgate.capture.schema.errors import RequestError
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.consumers.reader import open_captures
@@ -32,7 +35,7 @@ from tests.engine.steering_cases import (
     sites_of,
     vectors,
 )
-from tests.engine.tiny_models import tiny_model
+from tests.engine.tiny_models import HIDDEN, tiny_model
 from tests.fakes.far_host import FarHost, free_port, node_command, second_host
 
 HOOKS = ("pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_mlp")
@@ -64,6 +67,13 @@ STEERING = [
     Tiers(decode=vectors(STREAM, 4)),
 ]
 WITHIN, *_, ACROSS, _ = TRANSCODERS
+RNG = np.random.default_rng(11)
+UNITS = HiddenLayer(weight=RNG.normal(size=(6, HIDDEN)), bias=RNG.normal(size=6), activation="gelu")
+PROBES = {
+    "near": Probe(site=Site.parse("0.post_attn"), weight=RNG.normal(size=(1, HIDDEN)), bias=[0.5]),
+    "angle": Probe(site=Site.parse("0.post_attn"), kind="cosine", weight=RNG.normal(size=(1, HIDDEN))),
+    "deep": Probe(site=Site.parse("final_norm"), kind="mlp", weight=RNG.normal(size=(1, 6)), hidden=UNITS),
+}
 MODULE, GLOBAL = vectors(STREAM, 5), vectors(STREAM, 6)
 
 
@@ -91,10 +101,13 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     transcoders = [WITHIN] if way == "pipeline" else [WITHIN, ACROSS]
     saes = saved_saes(transcoders, tmp_path_factory.mktemp("saes"))
     root, far_root = tmp_path_factory.mktemp(request.param), tmp_path_factory.mktemp(f"{request.param}-far")
+    probes = saved_probes(tmp_path_factory.mktemp("probes"))
     consumers = [
         {"name": "memory"},
         {"name": "filesystem", "params": {"root": str(root)}},
         {"name": "filesystem", "instance_name": "far", "location": "driver", "params": {"root": str(far_root)}},
+        {"name": "probe", "params": {"probes": probes}},
+        {"name": "probe", "instance_name": "far_probe", "location": "driver", "params": {"probes": probes}},
     ]
     config = {
         "capture": {"consumers": consumers, "sites": SITES},
@@ -110,6 +123,13 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         llm = start_llm(model=tiny_model("llama"), additional_config={"headgate": config}, **settings)
         stack.callback(stop_llm, llm)
         yield Served(llm, 2 if way == "pipeline" else 1, root, far_root, host)
+
+
+def saved_probes(folder: Path) -> dict[str, str]:
+    files = {name: folder / f"{name}.safetensors" for name in PROBES}
+    for name, path in files.items():
+        save(path, PROBES[name])
+    return {name: str(path) for name, path in files.items()}
 
 
 def on_two_hosts(
@@ -170,6 +190,30 @@ def test_rows_of_two_ranks_equal_the_solo_run(served, reference):
         for site, rows in expected.items():
             assert relative_error(capture.tensor(site.name), rows) <= 1e-4, site
             assert torch.equal(far[output.request_id].tensor(site.name), capture.tensor(site.name))
+
+
+def test_scores_are_computed_on_the_stage_of_their_site(served, reference):
+    """Of the consumer beside each worker, and of one that is configured for the driver; no row leaves a device."""
+    params = sampling(capture={"probe": {}, "far_probe": {"probes": ["near", "deep"]}})
+    before = [found["capture"]["bytes"] for found in served.llm.collective_rpc("headgate_stats") if found["capture"]]
+
+    outputs = generate(served.llm, PROMPTS, params)
+
+    after = [found["capture"]["bytes"] for found in served.llm.collective_rpc("headgate_stats") if found["capture"]]
+    num_rows = sum(len(prompt) + NUM_OUTPUT - 1 for prompt in PROMPTS)
+    assert sum(after) - sum(before) == 2 * 4 * num_rows * len(PROBES)  # all probes of a site are one readout
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        rows = whole(reference.run(prompt, list(output.outputs[0].token_ids)).rows)
+        found = output.capture_results["probe"].payload
+        parts = found if served.num_stages > 1 else [found]
+        told = {name: scores for part in parts for name, scores in part["probes"].items()}
+        far = output.capture_results["far_probe"].payload["probes"]
+        assert (told.keys(), far.keys()) == (PROBES.keys(), {"near", "deep"})
+        for scored in (told, far):
+            for name, one in scored.items():
+                expected = PROBES[name].scores(rows[PROBES[name].site].float().numpy())
+                scores = np.array(one["scores"]).reshape(expected.shape)
+                assert np.abs(scores - expected).max() <= 1e-4 * np.abs(expected).max(), name
 
 
 def test_a_cable_that_is_pulled_for_a_while_loses_nothing(served, reference):

@@ -28,6 +28,7 @@ from headgate.capture.staging.shared_memory import SharedStaging
 from headgate.capture.transport.result_sender import ResultSender, SenderStats
 from tests.fakes.looped_process import looped_process
 from tests.fakes.pipeline import HIDDEN, MODEL, ROW_BYTES, SITES, TIMEOUT_S, row_values
+from tests.fakes.readouts import Declared, bound, sites_of
 
 NUM_READERS = 0
 """Of shared staging memory: one `looped_process`; three are two of them and threads, among which consumers are dealt
@@ -117,7 +118,12 @@ class World:
 
 
 def make_staging(
-    sites: tuple[Site, ...] = SITES, *, num_rows: int = 64, max_tokens: int = 64, staging_rows: int = 1000
+    sites: tuple[Site, ...] = SITES,
+    *,
+    num_rows: int = 64,
+    max_tokens: int = 64,
+    staging_rows: int = 1000,
+    declared: Sequence[Declared] = (),
 ) -> StagingRing:
     device = torch.device("cpu")
     return StagingRing(
@@ -129,6 +135,7 @@ def make_staging(
         device=device,
         staging_bytes=staging_rows * ROW_BYTES,
         memory=SharedStaging(staging_rows, HIDDEN, torch.float32, device, NUM_READERS) if NUM_READERS else None,
+        readouts=bound(declared, sites),
     )
 
 
@@ -142,6 +149,7 @@ def local_session(
     close_sender: Callable[[float], int] | None = None,
     pp_rank: int = 0,
     pp_size: int = 1,
+    declared: Sequence[Declared] = (),
 ) -> CaptureSession:
     """A session that delivers on threads of this process, to consumers that are there."""
     linger_s = lingers(config, {each.bit: type(each.consumer) for each in consumers})
@@ -153,6 +161,7 @@ def local_session(
         linger_s=min(linger_s.values(), default=0.0),
         pp_rank=pp_rank,
         pp_size=pp_size,
+        readouts=sites_of(declared),
     )
     memory = staging.memory
     delivery: Delivery
@@ -163,7 +172,8 @@ def local_session(
     else:
         delivery = LocalDelivery(place, consumers, sender, close_sender=close_sender)
     bits = {each.spec.instance: each.bit for each in consumers}
-    return CaptureSession(config=config, sites=sites, staging=staging, delivery=delivery, bits=bits, linger_s=linger_s)
+    parts: dict[str, Any] = {"staging": staging, "delivery": delivery, "readouts": place.readouts}
+    return CaptureSession(config=config, sites=sites, bits=bits, linger_s=linger_s, **parts)
 
 
 def spread_delivery(
@@ -207,7 +217,8 @@ def make_world(
 ) -> World:
     """The same, not closed. With ``linger_s=0`` each step is a packet."""
     specs = [CaptureConsumerSpec(name=f"c{bit}", **knobs) for bit, (_, knobs) in enumerate(consumers)]
-    staging, sender = settings.pop("staging", None) or make_staging(sites), KeptResults()
+    declared = settings.get("declared", ())
+    staging, sender = settings.pop("staging", None) or make_staging(sites, declared=declared), KeptResults()
     session = local_session(
         config=CaptureConsumersConfig(consumers=tuple(specs), linger_s=linger_s),
         sites=sites,

@@ -53,7 +53,8 @@ def looped_process(
     def start() -> tuple[Connection, Child]:
         ours, theirs = socket.socketpair()
         connection = Connection(theirs)
-        server = CaptureServer(sites, bits, rows_AD, SharedRows(memory.shared, reader), connection, board)
+        rows = SharedRows(memory.shared, reader)
+        server = CaptureServer(sites, bits, rows_AD, rows, connection, board, readouts=place.readouts)
 
         def serve() -> None:
             server.serve(

@@ -17,6 +17,7 @@ from headgate.capture.staging.host_rows import StagedRows
 from headgate.capture.staging.ring import StagingRing
 from headgate.capture.staging.shared_memory import SharedStaging
 from tests.fakes.pipeline import TIMEOUT_S
+from tests.fakes.readouts import bound
 from tests.fakes.staged import collected, groups_in
 
 HIDDEN = 256
@@ -27,7 +28,7 @@ LONG_SLEEP_CYCLES = 400_000_000
 """About a fifth of a second on the device: longer than anything else in a test."""
 
 
-def make_ring(*, num_rows: int = MAX_TOKENS, staging_rows: int = 1 << 14, dtype=torch.bfloat16, is_shared=False):
+def make_ring(*, num_rows=MAX_TOKENS, staging_rows=1 << 14, dtype=torch.bfloat16, is_shared=False, declared=()):
     device = torch.device("cuda", torch.cuda.current_device())
     return StagingRing(
         sites=SITES,
@@ -38,6 +39,7 @@ def make_ring(*, num_rows: int = MAX_TOKENS, staging_rows: int = 1 << 14, dtype=
         device=device,
         staging_bytes=staging_rows * HIDDEN * dtype.itemsize,
         memory=SharedStaging(staging_rows, HIDDEN, dtype, device) if is_shared else None,
+        readouts=bound(declared, SITES, HIDDEN, "cuda"),
     )
 
 
@@ -108,7 +110,7 @@ class Model:
 
 def check(staged: Sequence[StagedRows], plan: StepPlan, step: int) -> None:
     """Every planned row arrived once, with the values of its step. Steps and rows are below 256: exact in bf16."""
-    found: dict[tuple[Site, int], int] = {}
+    found: dict[tuple[Site, int, int], int] = {}
     for part in staged:
         part.wait()
         for group, rows in groups_in(part):
@@ -116,10 +118,10 @@ def check(staged: Sequence[StagedRows], plan: StepPlan, step: int) -> None:
                 assert (values[:, 0] == step).all()
                 assert values[:, 1].tolist() == group.positions.tolist()
                 assert (values[:, 2:] == SITES.index(site)).all()
-                for position in group.positions.tolist():
-                    found[site, position] = found.get((site, position), 0) + 1
+                for key in [(site, group.num_outputs, position) for position in group.positions.tolist()]:
+                    found[key] = found.get(key, 0) + 1
         part.release()
-    assert found == {(site, p): 1 for group in plan.groups for site in group.sites for p in group.positions.tolist()}
+    assert found == {(site, g.num_outputs, p): 1 for g in plan.groups for site in g.sites for p in g.positions.tolist()}
 
 
 @pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "graph"])
@@ -207,10 +209,10 @@ def test_tokens_are_those_that_the_forward_read() -> None:
         part.release()
 
 
-def busy_side_stream(ring: StagingRing) -> None:
+def busy_side_stream(ring: StagingRing, cycles: int = LONG_SLEEP_CYCLES) -> None:
     """Keep the copies of what is collected next waiting."""
     with torch.cuda.stream(ring._copier._side):
-        torch.cuda._sleep(LONG_SLEEP_CYCLES)
+        torch.cuda._sleep(cycles)
 
 
 def run_step(ring: StagingRing, model: Model, plan: StepPlan, step: int) -> torch.cuda.Event:

@@ -28,6 +28,8 @@ from headgate.capture.schema.config import CaptureConsumersConfig
 from headgate.capture.schema.consumer import CaptureConsumer, ModelInfo
 from headgate.capture.schema.errors import RequestError, UnsupportedError
 from headgate.capture.schema.limits import CaptureLimits, CaptureUse, use_of
+from headgate.capture.schema.readouts.readout import by_consumer
+from headgate.capture.schema.registry import load_readouts
 from headgate.capture.schema.results import (
     CaptureResult,
     CaptureResults,
@@ -80,6 +82,9 @@ class FrontEnd:
         self.consumers = consumers
         self._limits = CaptureLimits(max_rows=config.max_request_rows, max_bytes=config.max_request_bytes)
         self._row_bytes = model.hidden_size * DTYPES[model.dtype].itemsize
+        classes = [consumers[spec.instance] for spec in config.consumers]
+        readouts = by_consumer(each for each, _ in load_readouts(config, classes, model, model.sites))
+        self._readouts = {config.consumers[bit].instance: facts for bit, facts in readouts.items()}
         self._drivers = frozenset(name for name, consumer in consumers.items() if consumer.location == "driver")
         self._answered = frozenset(name for name, consumer in consumers.items() if consumer.is_awaited)
         self._linger_s = {
@@ -154,7 +159,12 @@ class FrontEnd:
         """Count what the client asks of a prompt; see `headgate.capture.schema.limits.use_of`."""
         named = {instance: spec for instance, spec in ask.specs.items() if instance in ask.named}
         return use_of(
-            named, num_prompt=num_prompt, max_tokens=max_tokens, num_samples=num_samples, row_bytes=self._row_bytes
+            named,
+            num_prompt=num_prompt,
+            max_tokens=max_tokens,
+            num_samples=num_samples,
+            row_bytes=self._row_bytes,
+            readouts=self._readouts,
         )
 
     def find_kept(self, name: str, sample_index: int, field: str) -> KeptRequest:

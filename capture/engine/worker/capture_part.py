@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,8 +21,11 @@ from headgate.capture.schema.batch import BatchView, FinalState, NewRequest
 from headgate.capture.schema.config import MIB, CaptureConsumersConfig
 from headgate.capture.schema.errors import ConfigError
 from headgate.capture.schema.part_hooks import hookimpl
+from headgate.capture.schema.readouts.readout import ReadoutSite
+from headgate.capture.schema.registry import load_configured, load_readouts
 from headgate.capture.schema.sites import Site
 from headgate.capture.session import CaptureSession, open_session
+from headgate.capture.staging.readouts import BoundReadout, bind
 from headgate.capture.staging.ring import NUM_TRASH_ROWS, StagingRing, most_part_rows
 from headgate.capture.staging.shared_memory import SharedStaging
 
@@ -35,6 +38,7 @@ class CapturePart:
     def __init__(self, config: CaptureConsumersConfig) -> None:
         self._config = config
         self._sites: tuple[Site, ...] = ()
+        self._readouts: tuple[ReadoutSite, ...] = ()
         self._staging: StagingRing | None = None
         self._session: CaptureSession | None = None
         self._run_counts: torch.Tensor | None = None
@@ -49,6 +53,7 @@ class CapturePart:
         ring = self._check_memory(facts, num_rows)
         staging_bytes = self._config.staging_bytes or default_staging_bytes(facts, len(self._sites))
         num_readers = deal_out(self._config).num_readers
+        self._readouts, bound = bind_readouts(self._config, facts, self._sites)
         self._staging = StagingRing(
             sites=self._sites,
             num_rows=num_rows,
@@ -58,6 +63,7 @@ class CapturePart:
             device=facts.device,
             staging_bytes=staging_bytes,
             memory=shared_staging(facts, len(self._sites), staging_bytes, num_readers) if num_readers else None,
+            readouts=bound,
         )
         if self._config.fire_counter:
             self._run_counts = torch.zeros(len(self._sites), dtype=torch.int64, device=facts.device)
@@ -103,6 +109,7 @@ class CapturePart:
                 versions=versions(),
                 actions=facts.actions,
                 keys=facts.network_keys,
+                readouts=self._readouts,
             )
 
     @hookimpl
@@ -188,6 +195,27 @@ class CapturePart:
                     "are free; configure fewer capture.sites or lower --max-num-batched-tokens"
                 )
         return text
+
+
+def bind_readouts(
+    config: CaptureConsumersConfig, facts: WorkerFacts, sites: Sequence[Site]
+) -> tuple[tuple[ReadoutSite, ...], list[BoundReadout]]:
+    """Bring the readouts that consumers declare for sites of this worker to its device.
+
+    Raises:
+        ConfigError: If one cannot be made, or fails there.
+    """
+    classes = [load_configured(spec) for spec in config.consumers]
+    found = load_readouts(config, classes, facts.model, sites)
+    bound = []
+    for (bit, site, _), readout in found:
+        name = f"consumer {config.consumers[bit].instance!r}: {site.name}"
+        place = sites.index(site)
+        bound.append(bind(readout, place, hidden_size=facts.model.hidden_size, device=facts.device, name=name))
+    if bound:
+        names = ", ".join(dict.fromkeys(each.site.name for each, _ in found))
+        logger.info("capture: readouts on %s, of %s", facts.device.type, names)
+    return tuple(each for each, _ in found), bound
 
 
 def default_staging_bytes(facts: WorkerFacts, num_sites: int) -> int:

@@ -10,8 +10,8 @@ import pytest
 
 from headgate.capture.schema.config import CaptureConsumersConfig, CaptureConsumerSpec
 from headgate.capture.schema.errors import ConfigError
-from headgate.capture.schema.registry import load_configured, load_consumer, open_consumers
-from tests.fakes.pipeline import MODEL
+from headgate.capture.schema.registry import load_configured, load_consumer, load_readouts, open_consumers
+from tests.fakes.pipeline import MODEL, SITES
 from tests.fakes.published import install_plugin
 
 Publish = Callable[..., None]
@@ -50,6 +50,22 @@ class Moody(Good):
 
 class Lazy(Good):
     linger_s = 60
+
+class Reading(Good):
+    @classmethod
+    def readouts(cls, params, model):
+        from tests.fakes.readouts import Multiples
+        if params.get("missing"):
+            raise OSError("no such file")
+        outputs = params.get("outputs", 2)
+        return {model.sites[place]: Multiples(outputs + place) for place in params.get("places", [2, 0])}
+
+class ReadingElsewhere(Good):
+    @classmethod
+    def readouts(cls, params, model):
+        from headgate.capture.schema.sites import Site
+        from tests.fakes.readouts import Multiples
+        return {Site.parse("7.post_mlp"): Multiples(1)}
 
 class Neither(CaptureConsumer): ...
 
@@ -208,3 +224,39 @@ def test_a_consumer_that_cannot_be_opened_closes_those_before_it(publish: Publis
         open_consumers(document, model=MODEL, location="worker")
 
     assert log_of("acme")[2:] == [("open", "first"), ("open", "second"), ("close", "first")]
+
+
+def test_readouts_are_those_of_all_consumers_for_the_sites_of_a_worker(publish: Publish) -> None:
+    publish("one", reads="Reading", plain="Good")
+    many = CaptureConsumerSpec(name="reads", instance_name="many", params={"outputs": 5, "places": [1, 2]})
+
+    configured = config(CaptureConsumerSpec(name="plain"), CaptureConsumerSpec(name="reads"), many)
+    classes = [load_configured(spec) for spec in configured.consumers]
+
+    found = load_readouts(configured, classes, MODEL, SITES[1:])
+
+    assert [(at.bit, at.site, at.facts.num_outputs) for at, _ in found] == [
+        (1, SITES[2], 4),
+        (2, SITES[1], 6),
+        (2, SITES[2], 7),
+    ]
+    assert all(readout.key == at.facts.key for at, readout in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("reads", {"wrong": 1}, "consumer 'reads': wrong: is not a parameter"),
+        ("reads", {"missing": True}, "consumer 'reads': no such file"),
+        ("reads", {"outputs": -2}, "consumer 'reads': the readout of 2.post_mlp has 0 outputs; expected 1 to 65536"),
+        ("reads", {"outputs": 70000}, "expected 1 to 65536"),
+        ("elsewhere", {}, "consumer 'elsewhere': reads 7.post_mlp, which is not captured here"),
+    ],
+)
+def test_a_readout_that_cannot_be_made_is_refused(
+    publish: Publish, name: str, params: dict[str, object], message: str
+) -> None:
+    publish("one", reads="Reading", elsewhere="ReadingElsewhere")
+
+    with pytest.raises(ConfigError, match=message):
+        load_readouts(config(CaptureConsumerSpec(name=name, params=params)), [load_consumer(name)], MODEL, SITES)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from headgate.capture.schema.consumer import ConsumerContext
 from headgate.capture.schema.registry import OpenConsumer
@@ -16,15 +18,18 @@ from headgate.capture.transport.result_hub import ResultHub
 from headgate.capture.transport.result_sender import RowSender, ZmqResultSender
 from tests.fakes.capture_world import World, local_session, make_staging, want
 from tests.fakes.driver_consumers import WHOLE, assert_rows, config, expect, hosting, result, whole
-from tests.fakes.pipeline import MODEL, ROW_BYTES, SITES, TIMEOUT_S, final_state
+from tests.fakes.pipeline import MODEL, ROW_BYTES, SITES, TIMEOUT_S, final_state, row_values
+from tests.fakes.readouts import Declared, Multiples
 
 pytestmark = pytest.mark.usefixtures("driver_consumers")
 
 
 @contextmanager
-def working(sites: tuple[Site, ...] = SITES, *, stage: int = 0, num_stages: int = 1) -> Iterator[World]:
+def working(
+    sites: tuple[Site, ...] = SITES, *, stage: int = 0, num_stages: int = 1, declared: Sequence[Declared] = ()
+) -> Iterator[World]:
     """A worker whose only consumer is ``whole``, in the front end."""
-    sender, staging = ZmqResultSender(), make_staging(sites)
+    sender, staging = ZmqResultSender(), make_staging(sites, declared=declared)
     context = ConsumerContext(instance_name="whole", model=MODEL, pp_rank=stage, pp_size=num_stages)
     session = local_session(
         config=config(WHOLE),
@@ -35,6 +40,7 @@ def working(sites: tuple[Site, ...] = SITES, *, stage: int = 0, num_stages: int 
         close_sender=sender.close,
         pp_rank=stage,
         pp_size=num_stages,
+        declared=declared,
     )
     yield World(session, staging, sender)  # type: ignore[arg-type]
     assert session.close(TIMEOUT_S).is_clean
@@ -64,6 +70,32 @@ def test_rows_of_concurrent_requests_come_back_as_results(folder: Path) -> None:
             assert (answer.num_rows, answer.num_bytes) == (5, 5 * len(SITES) * ROW_BYTES)
             assert_rows(answer.payload, number, [0, 1, 2, 3, 4])
         assert len(whole(host).captured) == 2
+
+
+def test_outputs_of_readouts_of_two_stages_come_in_place_of_rows(folder: Path) -> None:
+    """The first stage has two of the sites and reads one of them out, the second one reads out its only one."""
+    stages = [(SITES[:2], [(0, SITES[1], Multiples(3))]), (SITES[2:], [(0, SITES[2], Multiples(1, 2.0))])]
+    with hosting(folder, WHOLE) as (hub, host), ExitStack() as stack:
+        expect(hub, "whole", "request-1", num_stages=2)
+        workers = [
+            stack.enter_context(working(sites, stage=stage, num_stages=2, declared=declared))
+            for stage, (sites, declared) in enumerate(stages)
+        ]
+        for worker in workers:
+            req_id = add(worker, hub, 1)
+            worker.step(**{req_id: (0, 4)})
+            worker.step(**{req_id: (4, 5)})
+            worker.session.request_finished(req_id, final_state(num_tokens=6))
+
+        answer = result(hub, "whole", "request-1")
+
+        assert (answer.status, answer.num_rows, answer.num_bytes) == ("ok", 5, 5 * (ROW_BYTES + 4 * 3 + 4 * 1))
+        (captured,) = whole(host).captured
+        first, second = row_values(1, np.arange(5), 0), row_values(1, np.arange(5), 1)
+        assert torch.equal(captured.rows[SITES[0]], first)
+        assert torch.equal(captured.rows[SITES[1]], Multiples(3).expected(second))
+        assert torch.equal(captured.rows[SITES[2]], Multiples(1, 2.0).expected(first))
+        assert set(captured.request.readouts) == set(SITES[1:])
 
 
 def test_a_request_whose_end_nobody_knows_is_an_error_and_let_go_of(folder: Path) -> None:

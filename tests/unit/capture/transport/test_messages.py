@@ -14,6 +14,7 @@ from headgate.capture.schema.batch import FinalState
 from headgate.capture.schema.consumer import FinishedRequest, RequestInfo, RowBlock, RowSpan
 from headgate.capture.schema.errors import ConsumerError
 from headgate.capture.schema.positions import Named
+from headgate.capture.schema.readouts.readout import ReadoutFacts
 from headgate.capture.schema.results import Origin
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
@@ -45,6 +46,7 @@ def request(name: str = "r0", *, reply: str | None = "ipc:///hub", key: str = "k
         num_samples=2,
         prompt_token_ids=np.arange(5, dtype=np.int64),
         spec=CaptureSpec(sites=SITES, positions=Named("all"), options={"tag": "x"}),
+        readouts={SITES[1]: ReadoutFacts(3, "abc"), SITES[2]: ReadoutFacts(1, "d")},
         origin=Origin(reply, key),
     )
 
@@ -157,6 +159,8 @@ def test_begin_and_finish_arrive_as_sent() -> None:
 
     assert (begun.stage, begun.num_stages) == (1, 2)
     assert received.spec == request().spec
+    assert received.readouts == request().readouts
+    assert all(isinstance(facts, ReadoutFacts) for facts in received.readouts.values())
     assert received.origin == Origin(None, "k")
     assert (received.request_id, received.client_request_id) == ("r0", "client-r0")
     assert (received.sample_index, received.num_samples) == (1, 2)
@@ -217,6 +221,7 @@ def test_rows_whose_header_and_frames_differ_are_refused(
         {"stage": 2},
         {"stage": -1},
         {"sample_index": 2},
+        {"readouts": {"nowhere": (1, "key")}},
     ],
 )
 def test_a_begin_that_makes_no_sense_is_refused(changes: dict[str, object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,24 @@ def test_several_roots_of_any_layout_are_one(tmp_path: Path) -> None:
         assert facts_of(data.batches(site, batch_size=7), site) == expected_facts(requests, site)
     assert data.num_rows == dict.fromkeys(data.sites, sum(expected_facts(requests).values()))
     assert data.duplicates() == 0
+
+
+def test_data_sets_views_and_batches_show_themselves_in_a_line_and_in_a_notebook(tmp_path: Path) -> None:
+    write_root(tmp_path / "a", NAMES)
+    data = open_dataset(tmp_path / "a", sites=[SITE, "final_norm"])
+    batch = next(data.batches(SITE, batch_size=7))
+
+    assert repr(data) == f"<Dataset of {tmp_path / 'a'}: {SITE}, final_norm>"
+    assert repr(batch) == f"<RowBatch: 7 rows of {SITE}, bfloat16 [16]>"
+    assert repr(batch.view) == f"RowView(sites=('{SITE}',), dtype='bfloat16', hidden_size=16)"
+    html = data._repr_html_()
+    assert str(tmp_path / "a") in html
+    assert f"<td>{SITE}</td><td>{data.num_rows[SITE]}</td><td>0</td>" in re.sub(r"<td[^>]*>", "<td>", html)
+
+    for shard in (tmp_path / "a").rglob("*.safetensors"):
+        shard.write_bytes(b"torn")
+    torn = open_dataset(tmp_path / "a", sites=SITE, strict=False, index=False)
+    assert repr(torn) == f"<Dataset of {tmp_path / 'a'}: {SITE}; {len(torn.problems)} problems>"
 
 
 def test_an_object_store_is_read_by_ranges(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ray Data reads an export as plain Parquet. Ray is not among the test tools: ``pip install 'ray[data]'`` first."""
+"""Ray Data reads an export as plain Parquet. Ray is not among the test tools: ``make test-producers`` installs it."""
 
 from __future__ import annotations
 

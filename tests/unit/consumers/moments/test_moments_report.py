@@ -183,3 +183,13 @@ def test_models_of_any_width_are_kept_by_the_right_kind(tmp_path: Path) -> None:
         1024: "full",
         1025: "sketch",
     }
+
+
+def test_show_cuts_no_number_off_in_a_narrow_terminal_or_a_pipe(root: Path) -> None:
+    narrow, wide = (CliRunner().invoke(app, ["show", str(root)], env={"COLUMNS": width}) for width in ("40", "300"))
+
+    def cells(output: str) -> list[list[str]]:
+        return [line.split() for line in output.splitlines() if "post_mlp" in line]
+
+    assert "…" not in narrow.output
+    assert cells(narrow.output) == cells(wide.output) != []

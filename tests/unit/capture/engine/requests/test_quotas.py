@@ -15,9 +15,11 @@ from headgate.capture.schema.consumer import BatchedConsumer, CapturedRequest, M
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.limits import count_rows
 from headgate.capture.schema.positions import Indices, Named, PositionSelector, Span
+from headgate.capture.schema.readouts.readout import Readout
 from headgate.capture.schema.sites import FINAL_NORM_SITE, HookPoint, Site
 from headgate.capture.schema.spec import CaptureSpec
 from tests.fakes.driver_consumers import no_drivers
+from tests.fakes.readouts import Multiples
 
 SITES = (Site(0, HookPoint.POST_MLP), Site(1, HookPoint.POST_MLP), FINAL_NORM_SITE)
 MODEL = ModelInfo(name="tiny", num_layers=2, hidden_size=8, dtype="float32", sites=SITES)
@@ -36,6 +38,14 @@ class Watching(Rows):
         return CaptureSpec(sites=context.model.sites, positions=Named("all"))
 
 
+class Reading(Rows):
+    """Gets five numbers of each row of the first site, and rows of the others."""
+
+    @classmethod
+    def readouts(cls, params: Any, model: ModelInfo) -> dict[Site, Readout]:
+        return {SITES[0]: Multiples(5)}
+
+
 def check(
     capture: Any,
     *,
@@ -45,7 +55,7 @@ def check(
     call: Call | None = None,
     **limits: int,
 ) -> None:
-    consumers = {"rows": Rows, "others": Rows, "watching": Watching, "hidden_states": Rows}
+    consumers = {"rows": Rows, "others": Rows, "watching": Watching, "hidden_states": Rows, "reading": Reading}
     specs = tuple(CaptureConsumerSpec(name=name) for name in consumers)
     config = CaptureConsumersConfig(consumers=specs, **limits)  # type: ignore[arg-type]
     front = FrontEnd(config, MODEL, consumers, num_stages=1, open_drivers=no_drivers)
@@ -69,6 +79,14 @@ def test_rows_are_counted_as_they_could_be_at_most(positions: Any, count: int) -
     check({"rows": rows(positions)}, max_request_rows=count)
     with pytest.raises(RequestError, match=rf"capture\.rows: .* {count} positions; at most {count - 1} are allowed"):
         check({"rows": rows(positions)}, max_request_rows=count - 1)
+
+
+def test_outputs_of_readouts_count_for_themselves() -> None:
+    num_bytes = 14 * (5 * 4 + ROW_BYTES)
+
+    check({"reading": rows("all", 0, 1)}, max_request_bytes=num_bytes)
+    with pytest.raises(RequestError, match=rf"{num_bytes} bytes; at most {num_bytes - 1}"):
+        check({"reading": rows("all", 0, 1)}, max_request_bytes=num_bytes - 1)
 
 
 def test_samples_count_together() -> None:

@@ -83,7 +83,7 @@ def test_positions_that_are_listed_count_as_such() -> None:
     found = read([0], {"start": 3, "stop": 5}, "all_generated", num_prompt=9)
     spec = CaptureSpec(sites=(SITE,), positions=found)
 
-    use = use_of({"rows": spec}, num_prompt=9, max_tokens=5, num_samples=2, row_bytes=10)
+    use = use_of({"rows": spec}, num_prompt=9, max_tokens=5, num_samples=2, row_bytes=10, readouts={})
 
     assert (use.num_rows, use.num_bytes, use.num_listed) == ({"rows": 14}, {"rows": 140}, {"rows": 6})
 

@@ -1,0 +1,1 @@
+"""Functions of rows that consumers have computed where the rows are."""

@@ -1,0 +1,275 @@
+"""Readouts on the device: outputs of kept rows, in place of the rows, on their way into host memory.
+
+They are computed behind the forward, by its stream, as rows are packed there. Outputs gather in a buffer on the device
+and leave it by few copies.
+
+Shapes: F rows of the flat ring (all sites' slots), C rows of a chunk, N rows of a job, P outputs, D hidden size, V
+outputs of all jobs of a part, with the gaps between their groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headgate.capture.monitoring.rate_limited_log import SparseLog
+from headgate.capture.planning.step_plan import PackGroup, unwanted
+from headgate.capture.schema.batch import Int64Array
+from headgate.capture.schema.config import MIB
+from headgate.capture.schema.errors import ConfigError
+from headgate.capture.schema.readouts.readout import MAX_OUTPUTS, OUTPUT_BYTES, Readout
+
+CHUNK_BYTES = 32 * MIB
+"""Size of the widened rows that a readout gets at a time, at most."""
+BUFFER_OUTPUTS = 4 * MAX_OUTPUTS
+"""Size of each of the two buffers that outputs gather in, as float32."""
+
+Function = Callable[[Tensor], Tensor]
+
+
+class BoundReadout(NamedTuple):
+    """A readout on the device of the forward.
+
+    Attributes:
+        source: Index of its site among those of the ring.
+        num_outputs: ``P``.
+        function: Float64 ``[n, D]`` to ``[n, P]``.
+    """
+
+    source: int
+    num_outputs: int
+    function: Function
+
+
+def bind(readout: Readout, source: int, *, hidden_size: int, device: torch.device, name: str) -> BoundReadout:
+    """Bring a readout to the device, and try it there.
+
+    Args:
+        readout: As declared.
+        source: Index of its site among those of the ring.
+        hidden_size: ``D``.
+        device: Where the forward runs.
+        name: Consumer and site, for errors.
+
+    Raises:
+        ConfigError: If it fails, or returns something else than it says.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        try:
+            function = readout.on(device)
+            found = function(torch.ones(3, hidden_size, dtype=torch.float64, device=device))
+        except Exception as error:
+            raise ConfigError(f"{name}: the readout fails on {device}: {type(error).__name__}: {error}") from error
+    expected = (3, readout.num_outputs)
+    if tuple(found.shape) != expected or found.device.type != device.type or not found.is_floating_point():
+        raise ConfigError(
+            f"{name}: the readout made {found.dtype} {list(found.shape)} on {found.device} of 3 rows; expected floats "
+            f"{list(expected)} on {device}"
+        )
+    return BoundReadout(source, readout.num_outputs, function)
+
+
+class Job(NamedTuple):
+    """One readout of the rows of a group.
+
+    Attributes:
+        group: Which of the part's groups.
+        readout: See `BoundReadout`.
+        first: Where its rows' indices begin among those of the part.
+        num_rows: ``N``.
+        target: Where its outputs begin among the part's.
+    """
+
+    group: int
+    readout: BoundReadout
+    first: int
+    num_rows: int
+    target: int
+
+    @property
+    def stop(self) -> int:
+        """Where its rows' indices end."""
+        return self.first + self.num_rows
+
+
+ReadOut = Callable[[Sequence[Job], Tensor], frozenset[int]]
+"""Computes jobs into host memory; returns the groups that failed."""
+
+
+def jobs_of(groups: Sequence[PackGroup], readouts: Sequence[BoundReadout], num_sites: int, row_bytes: int) -> list[Job]:
+    """The jobs of a part whose groups have their rows, and their outputs in host memory, one behind the other.
+
+    Args:
+        groups: Those of sites first, then those of readouts.
+        readouts: Of the worker, in the order of their indices, which begin at `num_sites`.
+        num_sites: Sites of the worker.
+        row_bytes: Bytes of a row of host memory; the outputs of each group begin at a row.
+    """
+    jobs, first, target = [], 0, 0
+    for number, group in enumerate(groups):
+        num_rows = len(group.rows)
+        for place, site_id in enumerate(group.site_ids.tolist()):
+            if group.num_outputs:
+                begin = target + place * num_rows * group.num_outputs
+                jobs.append(Job(number, readouts[site_id - num_sites], first, num_rows, begin))
+            first += num_rows
+        target += output_rows(group, row_bytes) * row_bytes // OUTPUT_BYTES
+    return jobs
+
+
+def output_rows(group: PackGroup, row_bytes: int) -> int:
+    """Rows of host memory that the outputs of a group take; 0 if it has none."""
+    num_bytes = OUTPUT_BYTES * group.num_outputs * len(group.site_ids) * len(group.rows)
+    return -(-num_bytes // row_bytes)
+
+
+def row_cost(num_outputs: int, row_bytes: int) -> int:
+    """Rows of host memory to reckon with for a row at a site: one, or more for the outputs of a wide readout.
+
+    Where parts are cut the outputs of a row count as a row at least, since its index takes a place, too.
+    """
+    return max(-(-OUTPUT_BYTES * num_outputs // row_bytes), 1)
+
+
+class RingReadouts:
+    """The readouts of a ring, which are numbered behind its sites.
+
+    Attributes:
+        sources: int64: of each site and readout, the index of the site whose rows it is of.
+        row_cost: Rows of host memory that one row at every site and readout can take.
+
+    Args:
+        readouts: In the order of the planner's.
+        num_sites: Sites of the ring.
+        row_bytes: Bytes of a row.
+    """
+
+    def __init__(self, readouts: Sequence[BoundReadout], num_sites: int, row_bytes: int) -> None:
+        self._readouts = tuple(readouts)
+        self._num_sites = num_sites
+        self._row_bytes = row_bytes
+        self.sources: Int64Array = np.array([*range(num_sites), *(each.source for each in readouts)], np.int64)
+        self.row_cost = num_sites + sum(row_cost(each.num_outputs, row_bytes) for each in readouts)
+
+    def run(
+        self, groups: Sequence[PackGroup], target_V: Tensor, read_out: ReadOut
+    ) -> tuple[tuple[PackGroup, ...], int]:
+        """Compute the outputs of a part.
+
+        Args:
+            groups: Of the part: those of sites first, then those of readouts.
+            target_V: float32, where the outputs go.
+            read_out: Of the copier.
+
+        Returns:
+            The groups, in which nobody wants rows any more whose readout has failed; and the bytes of the outputs.
+        """
+        jobs = jobs_of(groups, self._readouts, self._num_sites, self._row_bytes)
+        failed = read_out(jobs, target_V)
+        num_bytes = sum(OUTPUT_BYTES * job.num_rows * job.readout.num_outputs for job in jobs)
+        return tuple(unwanted(group) if index in failed else group for index, group in enumerate(groups)), num_bytes
+
+
+class RowReader:
+    """Runs jobs, a chunk of rows at a time, in memory that is allocated once.
+
+    Args:
+        flat_FD: The ring.
+        max_rows: Rows of a part, at most.
+    """
+
+    def __init__(self, flat_FD: Tensor, max_rows: int) -> None:
+        hidden_size = flat_FD.shape[1]
+        size = min(max(CHUNK_BYTES // (8 * hidden_size), 1), max_rows)
+        self._flat_FD = flat_FD
+        self._rows_CD = torch.empty(size, hidden_size, dtype=flat_FD.dtype, device=flat_FD.device)
+        self._wide_CD = torch.empty(size, hidden_size, dtype=torch.float64, device=flat_FD.device)
+        self._log = SparseLog("capture readouts")
+        self.device_bytes = self._rows_CD.nbytes + self._wide_CD.nbytes
+
+    def run(self, jobs: Sequence[Job], index: Tensor, put: Callable[[int, Tensor], object]) -> frozenset[int]:
+        """Run jobs.
+
+        Args:
+            jobs: In the order of their targets.
+            index: int64, flat row indices of the part, on the device of the ring.
+            put: Takes outputs ``[n, P]`` and their target, in order.
+
+        Returns:
+            Groups of which an output could not be computed, which is logged: their outputs are undefined.
+        """
+        failed = set()
+        with torch.inference_mode():
+            for job in jobs:
+                try:
+                    for start, stop in self._chunks(job):
+                        target = job.target + (start - job.first) * job.readout.num_outputs
+                        put(target, self._outputs(job, index[start:stop]))
+                except Exception as error:  # noqa: BLE001  a consumer's own code must not end the engine's step
+                    self._log.error("rows are lost: a readout failed", cause=error)
+                    failed.add(job.group)
+        return frozenset(failed)
+
+    def _chunks(self, job: Job) -> Iterator[tuple[int, int]]:
+        size = min(len(self._rows_CD), BUFFER_OUTPUTS // job.readout.num_outputs)
+        for start in range(job.first, job.stop, size):
+            yield start, min(start + size, job.stop)
+
+    def _outputs(self, job: Job, index: Tensor) -> Tensor:
+        num_rows = len(index)
+        rows_ND, wide_ND = self._rows_CD[:num_rows], self._wide_CD[:num_rows]
+        torch.index_select(self._flat_FD, 0, index, out=rows_ND)
+        found = job.readout.function(wide_ND.copy_(rows_ND))
+        expected = (num_rows, job.readout.num_outputs)
+        if tuple(found.shape) != expected:
+            raise ValueError(f"expected outputs {list(expected)}, got {list(found.shape)}")
+        return found
+
+
+class OutputBuffers:
+    """Outputs that gather in a buffer on the device until one copy takes them all.
+
+    Args:
+        device: Of the buffers.
+        before_use: Called before a buffer is written to, with its number: its last copy must be done.
+        copy: Called with the number, the outputs of a buffer, and their target.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        before_use: Callable[[int], object],
+        copy: Callable[[int, Tensor, int], object],
+    ) -> None:
+        self._buffers = torch.empty(2, BUFFER_OUTPUTS, dtype=torch.float32, device=device)
+        self._before_use = before_use
+        self._copy = copy
+        self._at = 0
+        self._first: int | None = None
+        self._stop = 0
+        self.device_bytes = self._buffers.nbytes
+
+    def put(self, target: int, found: Tensor) -> None:
+        """Take outputs ``[n, P]``, at most a buffer full, whose target lies behind those of the last ones."""
+        stop = target + found.numel()
+        if self._first is not None and stop - self._first > BUFFER_OUTPUTS:
+            self.flush()
+        if self._first is None:
+            self._first = target
+            self._before_use(self._at)
+        into = self._buffers[self._at, target - self._first : stop - self._first]
+        into.view(found.shape).copy_(found)
+        self._stop = stop
+
+    def flush(self) -> None:
+        """Start the copy of what was taken."""
+        if self._first is None:
+            return
+        first, self._first = self._first, None
+        at, self._at = self._at, 1 - self._at
+        self._copy(at, self._buffers[at, : self._stop - first], first)
