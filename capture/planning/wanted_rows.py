@@ -63,20 +63,14 @@ def consecutive(pieces: Sequence[Piece], shape: SelectionShape) -> StepPlan:
     group = PackGroup(
         site_set=chosen.site_set,
         rows=count_up(0, stops[-1]),
-        positions=_joined([piece.positions for piece in pieces]),
+        positions=np.concatenate([np.arange(each.positions.start, each.positions.stop) for each in pieces]),
         masks=chosen.masks,
         spans=tuple(
             (piece.req_id, stop - len(piece.positions), stop) for piece, stop in zip(pieces, stops, strict=True)
         ),
     )
-    token_rows = _joined([range(piece.row, piece.row + len(piece.positions)) for piece in pieces])
-    return StepPlan(token_rows, (group,))
-
-
-def _joined(ranges: Sequence[range]) -> Int64Array:
-    """Numbers of some ranges of step 1, one behind the other: int64."""
-    arrays = [count_up(each.start, each.stop) for each in ranges]
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    token_rows = [count_up(piece.row, piece.row + len(piece.positions)) for piece in pieces]
+    return StepPlan(token_rows[0] if len(token_rows) == 1 else np.concatenate(token_rows), (group,))
 
 
 def merged(req_ids: tuple[str, ...], parts: Mapping[SiteSet, Sequence[WantedRows]]) -> StepPlan:

@@ -33,7 +33,7 @@ from headgate.capture.schema.readouts.readout import Readout, ReadoutFacts
 from headgate.capture.schema.results import Origin
 from headgate.capture.schema.selectors.parsing import parse_positions
 from headgate.capture.schema.selectors.union import MAX_POSITION
-from headgate.capture.schema.sites import HOOK_NAMES, Site, parse_hook, parse_sites
+from headgate.capture.schema.sites import Site, parse_configured
 from headgate.capture.schema.spec import CaptureSpec, Memo
 
 if TYPE_CHECKING:
@@ -380,28 +380,6 @@ def select_sites(hooks: object, context: SpecContext) -> tuple[Site, ...]:
     Raises:
         RequestError: Also if a site is not configured, naming those that are.
     """
-    return context.parsed_once(hooks, "hooks", partial(_select_sites, context.model))
-
-
-def _select_sites(model: ModelInfo, hooks: object, where: str) -> tuple[Site, ...]:
-    if isinstance(hooks, Mapping) and len(hooks) <= len(HOOK_NAMES):
-        hooks = {name: _expand_all(name, layers, model.sites, where) for name, layers in hooks.items()}
-    sites = parse_sites(hooks, model.num_layers, where)
-    configured = frozenset(model.sites)
-    missing = [site for site in sites if site not in configured]
-    if missing:
-        layers = sorted({site.layer for site in model.sites if site.hook is missing[0].hook})
-        raise RequestError(
-            f"{where}.{missing[0].hook}",
-            f"site {missing[0].name} cannot be captured on this server; its configuration has "
-            f"{f'layers {layers}' if layers else 'no layer'} of {missing[0].hook} (setting: capture.sites)",
-        )
-    return sites
-
-
-def _expand_all(name: object, layers: object, sites: Sequence[Site], field: str) -> object:
-    if layers != "all":
-        return layers
-    hook = parse_hook(name, f"{field}.{name}")
-    configured = [site.layer for site in sites if site.hook is hook and site.layer >= 0]
-    return configured or layers
+    model = context.model
+    parse = partial(parse_configured, num_layers=model.num_layers, sites=model.sites)
+    return context.parsed_once(hooks, "hooks", parse)

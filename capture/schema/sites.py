@@ -137,6 +137,40 @@ def parse_sites(hooks: object, num_layers: int, field: str) -> tuple[Site, ...]:
     return sort_sites(sites)
 
 
+def parse_configured(hooks: object, field: str, *, num_layers: int, sites: Sequence[Site]) -> tuple[Site, ...]:
+    """`parse_sites` for those that a server has: ``"all"`` means every layer that is configured for a hook point.
+
+    Args:
+        hooks: As of `parse_sites`.
+        field: Likewise.
+        num_layers: Of the model.
+        sites: Those that are configured.
+
+    Raises:
+        RequestError: Also if a site is not configured, naming those that are.
+    """
+    if isinstance(hooks, Mapping) and len(hooks) <= len(HOOK_NAMES):
+        hooks = {name: _expand_all(name, layers, sites, field) for name, layers in hooks.items()}
+    found, configured = parse_sites(hooks, num_layers, field), frozenset(sites)
+    missing = [site for site in found if site not in configured]
+    if missing:
+        layers = sorted({site.layer for site in sites if site.hook is missing[0].hook})
+        raise RequestError(
+            f"{field}.{missing[0].hook}",
+            f"site {missing[0].name} cannot be captured on this server; its configuration has "
+            f"{f'layers {layers}' if layers else 'no layer'} of {missing[0].hook} (setting: capture.sites)",
+        )
+    return found
+
+
+def _expand_all(name: object, layers: object, sites: Sequence[Site], field: str) -> object:
+    if layers != "all":
+        return layers
+    hook = parse_hook(name, f"{field}.{name}")
+    configured = [site.layer for site in sites if site.hook is hook and site.layer >= 0]
+    return configured or layers
+
+
 def sort_sites(sites: Iterable[Site]) -> tuple[Site, ...]:
     """Sites in the order of the forward pass: by layer, then as the stream flows; the final norm last."""
     return tuple(sorted(sites, key=_forward_order))

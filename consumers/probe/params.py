@@ -95,7 +95,7 @@ def parse_request(raw: object, context: SpecContext) -> CaptureSpec:
     parse = partial(parse_positions, context_length=context.model.context_length, takes_several=True)
     return CaptureSpec(
         sites=select_sites(hooks, context),
-        positions=context.memo.parsed(raw.get("positions", "all"), f"{context.field}.positions", parse),
+        positions=context.parsed_once(raw.get("positions", "all"), "positions", parse),
         options={PROBES: {name: known[name].sha256 for name in names}},
     )
 
