@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -130,7 +130,7 @@ class Core:
             self.core.accept(name, None, PROMPT)
             self.core.offer(name, priority=0, is_session=False, is_offline=False)
 
-    def step(self, names: list[str], *actions: Action) -> list[CoefficientChange]:
+    def step(self, names: list[str], *actions: Action, discarded: Collection[str] = ()) -> list[CoefficientChange]:
         """Read a row of each request, and return what the workers are to be told; the position moves on."""
         Listed.actions = list(actions)
         self.services.position += 1
@@ -144,7 +144,7 @@ class Core:
                 "told": None,
                 "values": np.zeros((count, columns), np.float32),
             },
-            (),
+            discarded,
         )
         self.core.decide()
         orders = self.core.orders(names)
@@ -350,6 +350,28 @@ def test_an_action_for_many_requests_that_is_malformed_is_rejected(opened: Calla
     assert core.figures == {"applied": 1, "rejected": 18, "dropped": 0}
     (change,) = core.step(["b"], SetSteeringEach(["b", "b"], "m", np.array([2.0, 1.0])))[1:]
     assert (change.req_id, change.value) == ("b", 1.0)
+
+
+def test_rows_of_a_request_that_ended_are_not_told_of_the_next_one_with_its_id(opened: Callable[..., Core]) -> None:
+    core, told = opened(), []
+
+    def step(self: Any, readings: StepReadings) -> list[Action]:
+        told.append((readings.requests, readings.positions.tolist()))
+        return []
+
+    core.start()
+    core.add("a", "b")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Listed, "step", step)
+        core.step(["a", "b"])
+        core.core.release("a")
+        core.add("a")
+        core.step(["a", "b"], discarded={"a"})  # was launched for the first of that name
+        core.services.position = 0
+        core.step(["a"])
+        core.step(["a"])
+
+    assert told == [(("a", "b"), [4, 4]), (("b",), [5]), (("a",), [0]), (("a",), [1])]
 
 
 def submitted(action: object, num_dropped: int = 0) -> Submitted:
