@@ -64,7 +64,7 @@ class Outcomes:
         if not self._notes:
             return {}
         return {
-            req_id: {"positions": [], "actions": self._notes.pop(req_id)}
+            req_id: {"actions": self._notes.pop(req_id)}
             for req_id in [known for known in list(self._notes) if known in present]
         }
 
