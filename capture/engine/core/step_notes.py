@@ -56,6 +56,8 @@ class StepNotes:
         self.deciding = part if isinstance(part, DecidingCore) else None
         self._kept: dict[str, list[object]] = {}
         """In order, by request."""
+        self._wanting: dict[str, bool] = {}
+        """Whether notes are wanted, of requests that notes have come about."""
         self._describing = part if isinstance(part, DescribingCore) else None
         self._stale: dict[str, int] = {}
         """Tokens in flight of restarted requests, which the scheduler drops."""
@@ -87,6 +89,7 @@ class StepNotes:
     def release(self, req_id: str) -> None:
         """Forget a request that was freed; in the middle of a step its last output is yet to be made."""
         self._running = ([], [])
+        self._wanting.pop(req_id, None)
         if not self._is_in_step:
             self._kept.pop(req_id, None)
 
@@ -115,8 +118,12 @@ class StepNotes:
         end_requests(self._scheduler, decided.endings, made)
 
     def _keep(self, req_id: str, note: object) -> None:
-        request = self._scheduler.requests.get(req_id)
-        if request is not None and wants_notes(request.sampling_params):
+        if (wants := self._wanting.get(req_id)) is None:
+            request = self._scheduler.requests.get(req_id)
+            if request is None:
+                return
+            wants = self._wanting[req_id] = wants_notes(request.sampling_params)
+        if wants:
             self._kept.setdefault(req_id, []).append(note)
 
     def _take(self, readings: Mapping[str, Document], discarded: Collection[str]) -> None:
@@ -161,5 +168,6 @@ class StepNotes:
         for outputs in made:
             for output in outputs.outputs:
                 if (notes := self._kept.pop(output.request_id, None)) is not None:
-                    others = output.kv_transfer_params or {}
-                    output.kv_transfer_params = {**others, NOTES_KEY: {self._name: notes}}
+                    carried = {NOTES_KEY: {self._name: notes}}
+                    others = output.kv_transfer_params
+                    output.kv_transfer_params = {**others, **carried} if others else carried

@@ -110,13 +110,12 @@ class Decisions:
             return
         num_done = int(np.count_nonzero(done))
         self._outcomes.count(controller, APPLIED, num_done)
-        if num_done == len(done) and not self._outcomes.traced:
-            return
-        for one, is_done, first in zip(action.each(), done.tolist(), firsts.tolist(), strict=True):
-            if not is_done:
-                self._apply_one(controller, one, known)
-            elif one.request in self._outcomes.traced:
-                self._outcomes.note({one.request: first}, controller, one, APPLIED)
+        if self._outcomes.traced:
+            self._outcomes.note_each(controller, action, done, firsts)
+        if num_done < len(done):
+            for one, is_done in zip(action.each(), done.tolist(), strict=True):
+                if not is_done:
+                    self._apply_one(controller, one, known)
 
     def _refuse(self, controller: str, action: SingleAction, known: Container[str], reason: str) -> None:
         target = action.request if isinstance(action, SetSteering | Stop) and isinstance(action.request, str) else None

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from headgate.steering.controllers.actions import SingleAction, told
+from headgate.capture.schema.batch import BoolArray, Int64Array
+from headgate.steering.controllers.actions import SetSteeringEach, SingleAction, told
 from headgate.steering.gates.trace import Note
 
 APPLIED, REJECTED, DROPPED, SWITCHED_OFF = "applied", "rejected", "dropped", "switched off"
@@ -58,6 +59,22 @@ class Outcomes:
         for req_id, first in noted:
             note = {"position": first, "controller": controller, "action": done, "outcome": outcome}
             self._notes.setdefault(req_id, []).append(note if reason is None else {**note, "reason": reason})
+
+    def note_each(self, controller: str, action: SetSteeringEach, done: BoolArray, firsts: Int64Array) -> None:
+        """Note what an action was applied to, for the traces of those requests.
+
+        Args:
+            controller: Whose it is.
+            action: With scales as an array.
+            done: To which of its requests it was applied, ``[n]``.
+            firsts: The first position on which it acts, of each of those, int64 ``[n]``.
+        """
+        rows = zip(action.named, action.scales.tolist(), done.tolist(), firsts.tolist(), strict=True)
+        for req_id, scale, is_done, first in rows:
+            if is_done and req_id in self.traced:
+                set_each = {"set_steering": {"module": action.module, "scale": scale}, "compose": True}
+                note = {"position": first, "controller": controller, "action": set_each, "outcome": APPLIED}
+                self._notes.setdefault(req_id, []).append(note)
 
     def take_notes(self, present: Collection[str]) -> dict[str, Note]:
         """Return the notes of requests of a step, as pieces of their traces; they count as told."""
