@@ -10,9 +10,11 @@ from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.steering.controllers.actions import SetSteeringEach, SingleAction, told
 from headgate.steering.gates.trace import Note
 
-APPLIED, REJECTED, DROPPED, SWITCHED_OFF = "applied", "rejected", "dropped", "switched off"
-OUTCOMES = (APPLIED, REJECTED, DROPPED)
-"""An action that cannot be done is rejected; one for a request that has ended is dropped, and so are too many."""
+SUBMITTED, APPLIED, REJECTED, DROPPED = "submitted", "applied", "rejected", "dropped"
+SWITCHED_OFF = "switched off"
+OUTCOMES = (SUBMITTED, APPLIED, REJECTED, DROPPED)
+"""Each action is submitted, and then one of the other three. One that cannot be done is rejected; one for a request that
+has ended is dropped, and so are too many."""
 
 
 class Outcomes:
@@ -31,7 +33,7 @@ class Outcomes:
     def counts(self, controller: str, num_flooded: int) -> dict[str, int]:
         """Return how many actions of a controller came to what; `num_flooded` of its steps returned too many."""
         found = {outcome: self._counts[controller, outcome] for outcome in OUTCOMES}
-        return {**found, DROPPED: found[DROPPED] + num_flooded}
+        return {**found, SUBMITTED: found[SUBMITTED] + num_flooded, DROPPED: found[DROPPED] + num_flooded}
 
     def count(self, controller: str, outcome: str, number: int = 1) -> None:
         """Count an action, or several."""

@@ -110,7 +110,7 @@ def test_contents_take_the_place_of_those_that_no_running_request_has_had(opened
 
     more = SetSteering("a", vectors={"post_mlp": {1: [-1.0] * HIDDEN}})
     assert core.step(["a"], more) == []
-    assert core.figures == {"applied": MAX_DRIVEN, "rejected": 1, "dropped": 0}
+    assert core.figures == {"submitted": MAX_DRIVEN + 1, "applied": MAX_DRIVEN, "rejected": 1, "dropped": 0}
     core.core.release("r3")
     ((_, column, _, value),) = core.step(["a"], more)
     assert value == 1.0
@@ -143,7 +143,7 @@ def test_actions_for_requests_that_are_gone_are_dropped(opened: Callable[..., Co
     core.add("a")
 
     assert core.step(["a"], SetSteering("nobody", module="m"), SetSteering("a", module="none")) == []
-    assert core.figures == {"applied": 0, "rejected": 1, "dropped": 1}
+    assert core.figures == {"submitted": 2, "applied": 0, "rejected": 1, "dropped": 1}
 
 
 def test_one_action_for_many_requests_does_what_one_for_each_does(opened: Callable[..., Core]) -> None:
@@ -201,11 +201,11 @@ def test_an_action_for_many_requests_that_is_malformed_is_rejected(opened: Calla
         SetSteeringEach(["a", "b"], "m", np.ones(2), np.array([0.0, 1.0])),
     ):
         assert core.step(["a", "b"], each) == []
-    assert core.figures == {"applied": 0, "rejected": 16, "dropped": 0}
+    assert core.figures == {"submitted": 16, "applied": 0, "rejected": 16, "dropped": 0}
     assert core.step(["a", "b"], SetSteering(["a"], module="m")) == []  # type: ignore[arg-type]
     (change,) = core.step(["a", "b"], SetSteeringEach(["a", "b"], "m", np.array([np.nan, 1.0])))
     assert (change.req_id, change.value) == ("b", 1.0)
-    assert core.figures == {"applied": 1, "rejected": 18, "dropped": 0}
+    assert core.figures == {"submitted": 19, "applied": 1, "rejected": 18, "dropped": 0}
     (change,) = core.step(["b"], SetSteeringEach(["b", "b"], "m", np.array([2.0, 1.0])))[1:]
     assert (change.req_id, change.value) == ("b", 1.0)
 
@@ -237,7 +237,9 @@ def test_actions_of_consumers_are_applied_as_those_of_controllers(opened: Callab
     # The vectors take the place of what the same consumer set before.
     assert sorted((change.req_id, change.value) for change in told) == [("a", 0.5), ("b", 0.0), ("b", 0.25), ("b", 2.0)]
     counts = core.core.call("counts", {})["controllers"]
-    assert counts == {"consumer:mine": {"actions": {"applied": 4, "rejected": 3, "dropped": 4}, "seconds": 0.0}}
+    assert counts == {
+        "consumer:mine": {"actions": {"submitted": 11, "applied": 4, "rejected": 3, "dropped": 4}, "seconds": 0.0}
+    }
     assert core.core.block_keys("a") is not None
 
 
