@@ -75,6 +75,9 @@ FIELD_DOCS = {
 ANSWER_FIELDS = {RETURN_TRACE: TRACE}
 """Fields that ask for something in the answer, each with its name there."""
 
+NESTED_NAMES = {"conversation_id": (GATES, PREDECESSOR)}
+"""Names within fields that could be taken for fields, each with those."""
+
 _VECTORS = (BASE, PREFILL, DECODE)
 _WITH_ROWS = (*_VECTORS, *REQUEST_FIELDS.all, GATES, PREDECESSOR)
 """Fields whose values may be long."""

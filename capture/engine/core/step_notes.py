@@ -168,6 +168,6 @@ class StepNotes:
         for outputs in made:
             for output in outputs.outputs:
                 if (notes := self._kept.pop(output.request_id, None)) is not None:
-                    carried = {NOTES_KEY: {self._name: notes}}
+                    carried: dict[str, object] = {NOTES_KEY: {self._name: notes}}
                     others = output.kv_transfer_params
                     output.kv_transfer_params = {**others, **carried} if others else carried

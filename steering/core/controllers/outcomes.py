@@ -13,8 +13,8 @@ from headgate.steering.gates.trace import Note
 SUBMITTED, APPLIED, REJECTED, DROPPED = "submitted", "applied", "rejected", "dropped"
 SWITCHED_OFF = "switched off"
 OUTCOMES = (SUBMITTED, APPLIED, REJECTED, DROPPED)
-"""Each action is submitted, and then one of the other three. One that cannot be done is rejected; one for a request that
-has ended is dropped, and so are too many."""
+"""Each action is submitted, and then one of the other three. One that cannot be done is rejected; one for a request
+that has ended is dropped, and so are too many."""
 
 
 class Outcomes:
