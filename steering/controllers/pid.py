@@ -89,7 +89,7 @@ class PidController(OneModuleController):
     def _averaged(
         self, slots: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64] | None]:
-        """Return what stands for the scores, and by how much it has fallen, 0 at first; None if that counts for nothing."""
+        """Return what stands for the scores, and how far it fell, 0 at first; None if no use is made of that."""
         kd = self._gains[2]
         if self._alpha == 1 and not kd:
             return scores, None  # nothing of before is needed
