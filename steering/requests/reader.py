@@ -200,7 +200,7 @@ class SteeringReader:
                 raise RequestError(
                     fields[ref.name],
                     f"with module {ref.name!r}, the vectors times their scales reach {largest:.4g}; sums for a model "
-                    f"in {self.steerable.dtype} stay finite below {limit:.4g}: use smaller vectors or scales",
+                    f"in {self.steerable.dtype} must stay below {limit:.4g}: use smaller vectors or scales",
                 )
 
 

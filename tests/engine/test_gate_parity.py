@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from headgate.consumers.reader import open_captures
+from headgate.steering.vectors.sums import LIMIT, MAX_STRENGTH
 from tests.conftest import stop_llm
 from tests.engine.gate_making import NUM_OUTPUT, PROMPTS, GateCase, names
 from tests.engine.gate_reference import Gated, told
@@ -36,7 +37,7 @@ from tests.engine.gate_runs import (
 )
 from tests.engine.hf_reference import own_process, relative_error
 from tests.engine.steering_cases import MAX_ERROR, logprobs_of
-from tests.engine.tiny_models import tiny_model
+from tests.engine.tiny_models import HIDDEN, LAYERS, tiny_model
 
 SHORT_OUTPUT, LONG_OUTPUT = 20, 45
 PREEMPTED = ("early, ", "attenuate early", "at the end", "next_token, {'ema'", "many", "named", "neighbour")
@@ -168,6 +169,28 @@ def test_files_say_how_rows_were_steered_though_the_request_asks_for_no_trace(ll
         for one, other in zip(values_of(found), values_of(trace), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
     assert files["plain-False"]["notes"] == {}
+
+
+def test_the_largest_changes_leave_nothing_in_the_cache_that_is_no_number(llm, cases):
+    """What is left there a later request would multiply by 0, and not get 0: one client would spoil others' answers."""
+    plain = next(case for case in cases if not case.gates)
+    before = generate(llm, [plain], [PROMPTS[plain.prompt]], NUM_OUTPUT)[0].outputs[0].token_ids
+    row = [0.99 * LIMIT["float32"]] * HIDDEN
+    hooks = ("pre_attn", "attn_in", "post_attn", "mlp_in", "post_mlp")
+    sites = {hook: {str(layer): row for layer in range(LAYERS)} for hook in hooks}
+    always = {"cosine": [1.0] * HIDDEN, "at": "0.pre_attn", "above": -3.0, "hysteresis": 1.0}
+    gates = [
+        {"when": always, "then": {"vectors": sites}, "strength": {"proportional": MAX_STRENGTH}, "scope": scope}
+        for scope in ("next_token", "rest_of_request")
+    ]
+    largest = GateCase(name="largest", gates=gates)
+
+    generate(llm, [largest] * len(PROMPTS), PROMPTS, NUM_OUTPUT)
+
+    caches = llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
+    assert all(torch.isfinite(cache.float()).all() for cache in caches)
+    (after,) = generate(llm, [plain], [PROMPTS[plain.prompt]], NUM_OUTPUT)
+    assert list(after.outputs[0].token_ids) == list(before)
 
 
 def test_neighbours_have_the_answers_that_they_have_alone(llm, run):

@@ -18,6 +18,7 @@ from headgate.steering.controllers import (
     Action,
     Probe,
     SetGlobal,
+    SetScale,
     SetSteering,
     SetSteeringEach,
     Stop,
@@ -205,7 +206,9 @@ def test_an_action_for_many_requests_that_is_malformed_is_rejected(opened: Calla
     assert core.step(["a", "b"], SetSteering(["a"], module="m")) == []  # type: ignore[arg-type]
     (change,) = core.step(["a", "b"], SetSteeringEach(["a", "b"], "m", np.array([np.nan, 1.0])))
     assert (change.req_id, change.value) == ("b", 1.0)
-    assert core.figures == {"submitted": 19, "applied": 1, "rejected": 18, "dropped": 0}
+    assert core.step(["b"], SetSteering("b", module="m", scale=1.1e6), SetScale("b", -1.1e6)) == []
+    assert core.step(["b"], SetSteeringEach(["b"], "m", np.array([1.1e6]))) == []
+    assert core.figures == {"submitted": 22, "applied": 1, "rejected": 21, "dropped": 0}
     (change,) = core.step(["b"], SetSteeringEach(["b", "b"], "m", np.array([2.0, 1.0])))[1:]
     assert (change.req_id, change.value) == ("b", 1.0)
 
