@@ -73,6 +73,7 @@ LAYERS = {
 LARGE_CLASSES = {
     "WorkerHooks": "each method is the specification of one hook",
     "SteeringPart": "each method but one implements a hook",
+    "SteeringCore": "each method but one implements one of a part's half in the engine core",
     "ConsumerContract": "each method is a test that authors of consumers inherit",
     "Client": "one flat method for each call of the server, as users write it",
     "AsyncClient": "the same, awaited",

@@ -11,14 +11,15 @@ from headgate.capture.schema.consumer import ModelInfo
 from headgate.steering.config import parse_config
 from headgate.steering.control.handle import AsyncSteering, Steering
 from headgate.steering.flags import add_flags, read_flags
-from headgate.steering.requests.reader import ANSWER_FIELDS, FIELD_DOCS, SteeringReader, open_reader
+from headgate.steering.requests.reader import ANSWER_FIELDS, FIELD_DOCS, NESTED_NAMES, SteeringReader, open_reader
 
 
 class SteeringRequests:
-    """Implements `RequestPart` and `AnsweringPart` of `headgate.capture.engine.contracts.request_part`."""
+    """Implements `RequestPart`, `AnsweringPart` and `NestingPart` of `capture.engine.contracts.request_part`."""
 
     fields = FIELD_DOCS
     answer_fields = ANSWER_FIELDS
+    nested = NESTED_NAMES
     how_to_start = (
         "Start it with --enable-steering, with headgate.steering.LLM(..., steering=True), or with "
         "additional_config={'headgate': {'steering': {}}}"

@@ -98,7 +98,7 @@ def _of_controllers(cores: Sequence[tuple[tuple[str], Mapping[str, Any]]]) -> It
     yield Family(
         name="headgate_steering_actions",
         kind="counter",
-        about="Actions of controllers, by outcome.",
+        about="Actions of controllers: those submitted, and by outcome.",
         labels=("engine", "controller", "outcome"),
         samples=actions,
     )

@@ -83,10 +83,14 @@ class SetSteeringEach:
     def __len__(self) -> int:
         return len(self.requests if self.at is None else self.at)
 
+    @property
+    def named(self) -> Sequence[str]:
+        """The request of each scale, ``[n]``."""
+        return self.requests if self.at is None else [self.requests[place] for place in self.at.tolist()]
+
     def each(self) -> Iterator[SetSteering]:
         """Yield the same as actions of one request."""
-        requests = self.requests if self.at is None else [self.requests[place] for place in self.at.tolist()]
-        for request, scale in zip(requests, np.asarray(self.scales, np.float64).tolist(), strict=True):
+        for request, scale in zip(self.named, np.asarray(self.scales, np.float64).tolist(), strict=True):
             yield SetSteering(request, module=self.module, scale=scale)
 
 

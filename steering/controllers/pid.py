@@ -71,15 +71,14 @@ class PidController(OneModuleController):
 
     def _next(self, slots: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the scales of loops that read new scores."""
-        (kp, ki, kd), (least, largest), averages = self._gains, self._limits, self._requests["average"]
-        before = averages[slots]
-        averages[slots] = average = self._averaged(before, scores)
+        (kp, ki, kd), (least, largest) = self._gains, self._limits
+        average, change = self._averaged(slots, scores)
         error = self._setpoint - average
         before_integral = self._requests["integral"][slots]
         integral = before_integral + error
         wanted = kp * error + ki * integral
-        if kd:
-            wanted += kd * np.where(np.isnan(before), 0.0, before - average)
+        if change is not None:
+            wanted += kd * change
         scales: npt.NDArray[np.float64] = np.minimum(np.maximum(wanted, least), largest)
         beyond = wanted - scales
         if np.count_nonzero(beyond):
@@ -87,9 +86,16 @@ class PidController(OneModuleController):
         self._requests["integral"][slots] = integral
         return scales
 
-    def _averaged(self, before: npt.NDArray[np.float64], scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        if self._alpha == 1:
-            return scores
-        average: npt.NDArray[np.float64] = (1 - self._alpha) * before + self._alpha * scores
-        average[np.isnan(before)] = scores[np.isnan(before)]
-        return average
+    def _averaged(
+        self, slots: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64] | None]:
+        """Return what stands for the scores, and how far it fell, 0 at first; None if no use is made of that."""
+        kd = self._gains[2]
+        if self._alpha == 1 and not kd:
+            return scores, None  # nothing of before is needed
+        before = self._requests["average"][slots]
+        is_first = np.isnan(before)
+        average = scores if self._alpha == 1 else (1 - self._alpha) * before + self._alpha * scores
+        average = np.where(is_first, scores, average)
+        self._requests["average"][slots] = average
+        return average, np.where(is_first, 0.0, before - average) if kd else None

@@ -65,7 +65,7 @@ def _op_sites(program: Program | None) -> list[str]:
 
 
 def check_limit(largest: float, dtype: StoredType, field: str) -> None:
-    """Check that sums whose largest value can be `largest` stay finite in the model's element type.
+    """Check that sums whose largest value can be `largest` stay below `LIMIT` for the model's element type.
 
     Raises:
         RequestError: Names `field`.
@@ -73,7 +73,7 @@ def check_limit(largest: float, dtype: StoredType, field: str) -> None:
     if not largest < LIMIT[dtype]:
         raise RequestError(
             field,
-            f"the vectors times their scales reach {largest:.4g}; sums for a model in {dtype} stay finite below "
+            f"the vectors times their scales reach {largest:.4g}; sums for a model in {dtype} must stay below "
             f"{LIMIT[dtype]:.4g}: use smaller vectors or scales",
         )
 

@@ -293,7 +293,6 @@ class SteeringState:
         features = self._features(spec)
         with self._registry.lock:
             named = [(self._registry.find(ref.name, field), ref.scale) for ref in spec.modules]
-            check_limit(max((abs(scale) for _, scale in named), default=0.0), "float32", field)
             check_limit(largest + sum(abs(scale) * module.peak for module, scale in named), self._dtype, field)
             check_scales(named, field)
             resolved = resolved_of(spec, self._programs(spec, features), named, num_prompt)

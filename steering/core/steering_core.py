@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from itertools import takewhile
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -175,13 +175,23 @@ class SteeringCore:
             self._controllers.read(step, discarded)
         return self._readings.take(step, discarded)
 
-    def whole_note(self, notes: Sequence[Any]) -> Trace:
-        """Return the trace that pieces of it make; see `DescribingCore`."""
-        return join_notes(notes, None)
+    def describe(self, req_id: str, num_prompt: int) -> None:
+        """Follow a request that captures; see `DescribingCore`."""
+        self._readings.describe(req_id, num_prompt)
+        if self._controllers is not None:
+            self._controllers.traced.add(req_id)
+
+    def description(self, req_id: str) -> Trace | None:
+        """Return the trace of a request that captured; see `DescribingCore`."""
+        notes = self._readings.traces.description(req_id)
+        return join_notes(notes, None) if notes else None
 
     def decide(self) -> Decided | None:
         """Let controllers decide; see `DecidingCore`."""
-        return None if self._controllers is None else self._controllers.decide()
+        decided = None if self._controllers is None else self._controllers.decide()
+        if decided is not None:
+            self._readings.traces.keep(cast("Mapping[str, Note]", decided.notes))
+        return decided
 
     def orders(self, scheduled: Collection[str]) -> Mapping[str, Any] | None:
         """Return what controllers decided for the requests of a step; see `DecidingCore`."""

@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from headgate.steering.gates.gate import NamedProbe
-from headgate.steering.gates.layout import FOLLOWING, Layout
+from headgate.steering.gates.layout import FOLLOWING, Layout, layout_of
 from headgate.steering.programs.codes import GROUP
 from headgate.steering.programs.gate_codes import EARLY, gate_column
 from headgate.steering.programs.program import Program
 from headgate.steering.vectors.dtypes import Float32Rows
 
 Note = dict[str, Any]
-"""Positions, scores by probe, and strengths by gate, of the rows of one step; plain values."""
+"""A piece of a trace; plain values. Of a step's rows: the position of the ``first``, how many ``rows``, the names of
+``scores`` and of ``gates``, and as ``values`` the bytes of float32 ``[rows, scores + 2 gates]``: scores, strengths, and
+what was applied; not finite where there is nothing. Or the ``actions`` of controllers."""
+
+
+class TraceLog:
+    """Pieces of one trace in their order: rows that go on where the piece before ends lengthen that one.
+
+    Attributes:
+        notes: The pieces.
+    """
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+
+    def add(self, note: Note) -> None:
+        """Add a piece, which stays as it is."""
+        last = self.notes[-1] if self.notes else None
+        if last is not None and _goes_on(last, note):
+            last["rows"] += note["rows"]
+            last["values"] += note["values"]
+        else:
+            self.notes.append({**note, "values": bytearray(note["values"])} if "values" in note else note)
+
+
+def _goes_on(last: Note, note: Note) -> bool:
+    if "values" not in last or "values" not in note or last["first"] + last["rows"] != note["first"]:
+        return False
+    return bool(last["scores"] == note["scores"] and last["gates"] == note["gates"])
 
 
 class Writes(NamedTuple):
@@ -60,6 +87,11 @@ class GateSource(NamedTuple):
         key = b"".join(program.key for program in programs if program is not None)
         return cls(layout, writes_of(programs[0]), writes_of(programs[1]), key)
 
+    @classmethod
+    def nothing(cls) -> GateSource:
+        """Return that of a request without gates."""
+        return cls.of(layout_of(()), (None, None))
+
     @property
     def columns(self) -> list[int]:
         """Of each gate, the column of its strength that acts."""
@@ -91,6 +123,28 @@ class GateSource(NamedTuple):
         return applied
 
 
+NOW, BEFORE, NEVER = range(3)
+"""The row that a value of a trace is taken of: that row itself, the one before it, or none: it is 0."""
+
+
+class DecodedPlan(NamedTuple):
+    """The values that a trace has of each generated row from a position on.
+
+    Attributes:
+        since: That position.
+        scores: Names.
+        gates: Names.
+        columns: Of each value, in the order of `Note`.
+        whose: Of each value `NOW`, `BEFORE` or `NEVER`.
+    """
+
+    since: int
+    scores: tuple[str, ...]
+    gates: tuple[str, ...]
+    columns: tuple[int, ...]
+    whose: tuple[int, ...]
+
+
 class _Era(NamedTuple):
     """The rules that act on rows from a position on.
 
@@ -113,6 +167,25 @@ class _Era(NamedTuple):
         """Make it of the rules beside a request's own gates."""
         acting = tuple(rules)
         return cls(since, acting, tuple(fresh), _score_columns(own, acting), _gate_columns(own, acting))
+
+    def decoded(self, num_prompt: int) -> DecodedPlan:
+        """Return what is told of generated rows, but for the first row of the era."""
+        written = [_written(source, column) for source, column in self.gates.values()]
+        shown = [column + 1 for _, column in self.gates.values()]
+        return DecodedPlan(
+            max(self.since + 1, num_prompt),
+            tuple(self.scores),
+            tuple(self.gates),
+            (*self.scores.values(), *shown, *(column for column, _ in written)),
+            (*[NOW] * (len(self.scores) + len(shown)), *(whose for _, whose in written)),
+        )
+
+
+def _written(source: GateSource, column: int) -> tuple[int, int]:
+    """Return the column whose value is written on generated rows, and of which row: as `GateSource.applied` has it."""
+    if column in source.decode.late:
+        return column, NOW
+    return (column + FOLLOWING, BEFORE) if column in source.decode.early else (column, NEVER)
 
 
 class _Rows(NamedTuple):
@@ -155,6 +228,24 @@ class TraceWriter:
         fresh = [column for rule in rules if rule.key not in stay for column in rule.columns]
         self._eras = [*kept, _Era.of(self._own, since, rules, fresh)]
 
+    @property
+    def end(self) -> int:
+        """Position behind the last row that was told."""
+        return self._end
+
+    @property
+    def last(self) -> Float32Rows | None:
+        """Signals ``[1, columns]`` of that row; None before the first."""
+        return self._last
+
+    def decoded(self) -> DecodedPlan:
+        """Return what is told of generated rows from now on."""
+        return self._eras[-1].decoded(self._num_prompt)
+
+    def follow(self, end: int, last: Float32Rows) -> None:
+        """Go on behind rows that were told elsewhere, by the signals ``[1, columns]`` of the last one."""
+        self._end, self._last = end, last
+
     def note(self, first: int, signals: Float32Rows) -> Note | None:
         """Return the piece of a step's rows; None if all of them were told before: they were computed again.
 
@@ -170,27 +261,40 @@ class TraceWriter:
         before = np.concatenate([np.zeros_like(signals[:1]) if self._last is None else self._last, signals[:-1]])
         self._last = signals[-1:].copy()
         rows = _Rows(start, signals, before)
-        note: Note = {"positions": list(range(start, self._end)), "scores": {}, "gates": {}}
-        ends = [*(era.since for era in self._eras[1:]), self._end]
-        for era, end in zip(self._eras, ends, strict=True):
-            begin, end = max(era.since, start), min(end, self._end)
-            if begin < end:
-                self._fill(note, era, rows.part(begin, end), begin - start)
-        return note
+        parts = list(self._parts(rows))
+        scores = tuple(dict.fromkeys(name for era, _ in parts for name in era.scores))
+        gates = tuple(dict.fromkeys(name for era, _ in parts for name in era.gates))
+        values = np.full((len(signals), len(scores) + 2 * len(gates)), np.nan, np.float32)
+        for era, part in parts:
+            at = part.first - start
+            self._fill(values[at : at + len(part.signals)], era, part, scores, gates)
+        return {"first": start, "rows": len(signals), "scores": scores, "gates": gates, "values": values.tobytes()}
 
-    def _fill(self, note: Note, era: _Era, rows: _Rows, at: int) -> None:
-        """Write the rows of an era into a note, from its row `at` on."""
-        num_rows = len(note["positions"])
+    def _parts(self, rows: _Rows) -> Iterator[tuple[_Era, _Rows]]:
+        """Yield the rows of each era."""
+        start, stop = rows.first, rows.first + len(rows.signals)
+        ends = [*(era.since for era in self._eras[1:]), stop]
+        for era, end in zip(self._eras, ends, strict=True):
+            begin, end = max(era.since, start), min(end, stop)
+            if begin < end:
+                yield era, rows.part(begin, end)
+
+    def _fill(
+        self, values: Float32Rows, era: _Era, rows: _Rows, scores: tuple[str, ...], gates: tuple[str, ...]
+    ) -> None:
+        """Write the rows of an era into their places in the values of a note with these names."""
         if rows.first == era.since:
             # Whatever had these columns before, if anything had, is another rule.
             rows.before[0, [column + FOLLOWING for column in era.fresh]] = 0.0
         num_prompt = max(self._num_prompt - rows.first, 0)
-        for name, column in era.scores.items():
-            _put(note["scores"].setdefault(name, [None] * num_rows), at, rows.signals[:, column])
-        for name, (source, column) in era.gates.items():
-            told = note["gates"].setdefault(name, {"strength": [None] * num_rows, "applied": [None] * num_rows})
-            _put(told["strength"], at, rows.signals[:, column + 1])
-            _put(told["applied"], at, source.applied(column, num_prompt, rows.signals, rows.before))
+        for at, name in enumerate(scores):
+            if name in era.scores:
+                values[:, at] = rows.signals[:, era.scores[name]]
+        for at, name in enumerate(gates, len(scores)):
+            if name in era.gates:
+                source, column = era.gates[name]
+                values[:, at] = rows.signals[:, column + 1]
+                values[:, at + len(gates)] = source.applied(column, num_prompt, rows.signals, rows.before)
 
 
 def _score_columns(own: GateSource, rules: Iterable[GateSource]) -> dict[str, int]:
@@ -212,12 +316,3 @@ def _gate_columns(own: GateSource, rules: Iterable[GateSource]) -> dict[str, tup
             name = gate.gate.name
             found[f"{name} (rule)" if name in found else name] = rule, gate.column
     return found
-
-
-def _put(column: list[float | None], at: int, values: Float32Rows) -> None:
-    column[at : at + len(values)] = _plain(values)
-
-
-def _plain(values: Float32Rows) -> list[float | None]:
-    """Return numbers as JSON has them: None for those that are not finite."""
-    return [value if math.isfinite(value) else None for value in values.tolist()]

@@ -38,7 +38,7 @@ from headgate.steering.programs.codes import (
 from headgate.steering.programs.feature_edits import FeatureEdit
 from headgate.steering.programs.program import Entry
 from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, widen
-from headgate.steering.vectors.sums import BLOCK, LIMIT, round_to
+from headgate.steering.vectors.sums import BLOCK, LARGEST_NUMBER, LIMIT, round_to
 
 _ACTIVATIONS: dict[Kind, Activation] = {
     Kind.RELU: Activation.RELU,
@@ -214,12 +214,12 @@ def _check_sizes(
     peaks: npt.NDArray[np.float32],
     dtype: StoredType,
 ) -> None:
-    """Refuse changes whose largest value would not stay finite in the model's dtype."""
+    """Refuse changes whose largest value is beyond `LIMIT`."""
     for edit, value, peak in zip(edits, values.tolist(), peaks.tolist(), strict=True):
         largest = abs(value) * peak
-        if not (largest < LIMIT[dtype] and abs(value) < LIMIT["float32"]):
+        if not (largest < LIMIT[dtype] and abs(value) < LARGEST_NUMBER):
             raise RequestError(
                 edit.where,
-                f"would change a row by up to {largest:.4g}; rows of a model in {dtype} stay finite below "
+                f"would change a row by up to {largest:.4g}; changes for a model in {dtype} must stay below "
                 f"{LIMIT[dtype]:.4g}",
             )

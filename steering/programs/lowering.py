@@ -212,12 +212,12 @@ class _Rows:
         return self._made[key]
 
     def check(self, largest: float, operation: Operation, key: str) -> None:
-        """Refuse a change whose largest value would not stay finite in the model's dtype."""
+        """Refuse a change whose largest value is beyond `LIMIT`."""
         if not largest < LIMIT[self.dtype]:
             raise RequestError(
                 f"{operation.where}.{key}",
-                f"the operation would change a row by up to {largest:.4g}; rows of a model in {self.dtype} stay finite "
-                f"below {LIMIT[self.dtype]:.4g}",
+                f"the operation would change a row by up to {largest:.4g}; changes for a model in {self.dtype} must "
+                f"stay below {LIMIT[self.dtype]:.4g}",
             )
 
     def _values(self, given: Float32Row | ModuleVector, where: str) -> Float32Row:

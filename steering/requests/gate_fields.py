@@ -35,7 +35,7 @@ from headgate.steering.requests.request_fields import GATES, PREDECESSOR, read_t
 from headgate.steering.requests.vector_forms import check_scale
 from headgate.steering.vectors.dtypes import StoredType
 from headgate.steering.vectors.phase_vectors import PhaseVectors, Steerable, check_name
-from headgate.steering.vectors.sums import LIMIT
+from headgate.steering.vectors.sums import LIMIT, MAX_STRENGTH
 
 PREDECESSOR_FORM = (
     '[{"when": {"kind": "always"} or {"kind": "probe", "probe": VECTOR, "threshold", "sharpness"}, "scope", "apply": '
@@ -181,7 +181,15 @@ def _strength(value: object, where: str) -> tuple[Mode, float]:
             where, f'expected "binary", {{"proportional": gain}} or {{"sigmoid": sharpness}}; got {shown(value)}'
         )
     ((key, amount),) = value.items()
-    return _MODES[key], _positive(amount, f"{where}.{key}")
+    found = _positive(amount, f"{where}.{key}")
+    return _MODES[key], found if key == "sigmoid" else _checked_factor(found, f"{where}.{key}")
+
+
+def _checked_factor(value: float, where: str) -> float:
+    """Return a number by which steering is multiplied, if it is none that would carry rows out of range."""
+    if abs(value) > MAX_STRENGTH:
+        raise RequestError(where, f"expected a number of at most {MAX_STRENGTH:g} in magnitude, got {value:g}")
+    return value
 
 
 def _positive(value: object, where: str) -> float:
@@ -252,7 +260,7 @@ def read_then(value: object, steerable: Steerable, vectors: Vectors, where: str)
         return Then(operations=read_gated(value[key], steerable, vectors, inner))
     if key == "features":
         return Then(features=read_edits(value[key], steerable, inner))
-    return Then(attenuate=check_scale(value[key], inner))
+    return Then(attenuate=_checked_factor(check_scale(value[key], inner), inner))
 
 
 def _additions(vectors: PhaseVectors | None, scale: float, steerable: Steerable, where: str) -> tuple[Operation, ...]:
@@ -294,7 +302,17 @@ def _checked(gates: tuple[Gate, ...], steerable: Steerable, field: str) -> tuple
         reads = {leaf.reading.site for leaf in gate.leaves if isinstance(leaf.reading, InlineProbe)}
         check_reads(gate, reads)
         check_this_token(gate, reads, {operation.site for operation in gate.then.operations})
+    _check_attenuations([gate for gate in gates if gate.then.attenuate is not None])
     return gates
+
+
+def _check_attenuations(gates: Sequence[Gate]) -> None:
+    """Refuse gates that together could multiply the request's own steering by too much."""
+    factor = 1.0
+    for gate in gates:
+        gain = gate.amount if gate.mode is Mode.PROPORTIONAL else 1.0
+        factor *= max(1.0, abs(1 + gain * ((gate.then.attenuate or 0.0) - 1)))
+        _checked_factor(factor, f"{gate.where}.then.attenuate")
 
 
 def _old_gate(document: Mapping[Any, Any], index: int, steerable: Steerable, field: str) -> Gate:
@@ -356,7 +374,8 @@ def _old_condition(document: Mapping[Any, Any], steerable: Steerable, where: str
 def _old_then(value: object, steerable: Steerable, where: str) -> Then:
     kind, given = _tagged(value, _OLD_APPLY, where)
     if kind == "attenuate":
-        return Then(attenuate=check_scale(_needed(given, "strength", where), f"{where}.strength"))
+        place = f"{where}.strength"
+        return Then(attenuate=_checked_factor(check_scale(_needed(given, "strength", where), place), place))
     strength = given.get("strength")
     scale = 1.0 if strength is None else check_scale(strength, f"{where}.strength")
     place = f"{where}.steer"

@@ -75,6 +75,9 @@ FIELD_DOCS = {
 ANSWER_FIELDS = {RETURN_TRACE: TRACE}
 """Fields that ask for something in the answer, each with its name there."""
 
+NESTED_NAMES = {"conversation_id": (GATES, PREDECESSOR)}
+"""Names within fields that could be taken for fields, each with those."""
+
 _VECTORS = (BASE, PREFILL, DECODE)
 _WITH_ROWS = (*_VECTORS, *REQUEST_FIELDS.all, GATES, PREDECESSOR)
 """Fields whose values may be long."""
@@ -197,7 +200,7 @@ class SteeringReader:
                 raise RequestError(
                     fields[ref.name],
                     f"with module {ref.name!r}, the vectors times their scales reach {largest:.4g}; sums for a model "
-                    f"in {self.steerable.dtype} stay finite below {limit:.4g}: use smaller vectors or scales",
+                    f"in {self.steerable.dtype} must stay below {limit:.4g}: use smaller vectors or scales",
                 )
 
 

@@ -1,12 +1,14 @@
 """``return_steering_trace``: what was read and written at a request's rows, made of the notes of its steps.
 
-A note is an object with any of the keys of a trace, for the rows of one step in the order of their positions; the
-engine core makes it, and leaves out rows that were computed again.
+The engine core makes a note for the rows of each step, and leaves out those that were computed again; here they are
+unpacked, all at once.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any, TypedDict
 
 import numpy as np
@@ -95,32 +97,56 @@ def join_notes(notes: Sequence[Mapping[str, Any]], end: int | None) -> Trace:
     """Return the trace that notes make, one after the other.
 
     Args:
-        notes: Of one sample; each may have probes and gates that others lack.
-        end: Tokens of the prompt and of the output that were kept; rows of later tokens are left out, and so is that of
-            the last one, which is never forwarded. None if the sample has not ended.
+        notes: Of one sample (`headgate.steering.gates.trace.Note`); each may have probes and gates that others lack.
+        end: Tokens of the prompt and of the output that were kept, if the output is the sample's last; else None.
+            Rows of later tokens are left out, and so is that of the last one, which is never forwarded.
     """
     trace: Trace = {"positions": [], "scores": {}, "gates": {}, "actions": []}
+    runs: list[list[Mapping[str, Any]]] = []
+    names: tuple[Sequence[str], Sequence[str]] | None = None
     for note in notes:
-        positions = list(note.get("positions", ()))
-        kept = [index for index, position in enumerate(positions) if end is None or position < end - 1]
-        before = len(trace["positions"])
-        trace["positions"] += [positions[index] for index in kept]
-        for probe, scores in note.get("scores", {}).items():
-            _append(trace["scores"].setdefault(probe, []), before, [scores[index] for index in kept])
-        for gate, told in note.get("gates", {}).items():
-            held = trace["gates"].setdefault(gate, {"strength": [], "applied": []})
-            _append(held["strength"], before, [told["strength"][index] for index in kept])
-            _append(held["applied"], before, [told["applied"][index] for index in kept])
         trace["actions"] += note.get("actions", ())
+        if "values" not in note:
+            continue
+        if names != (note["scores"], note["gates"]):
+            names = note["scores"], note["gates"]
+            runs.append([])
+        runs[-1].append(note)
+    for run in runs:
+        _add_run(trace, run, end)
     num_rows = len(trace["positions"])
-    for held in trace["gates"].values():
-        _append(held["strength"], num_rows, [])
-        _append(held["applied"], num_rows, [])
-    for scores in trace["scores"].values():
-        _append(scores, num_rows, [])
+    for column in _columns(trace):
+        _append(column, num_rows, [])
     return trace
 
 
-def _append(column: list[float | None], start: int, values: list[float | None]) -> None:
+def _columns(trace: Trace) -> Iterator[list[float | None]]:
+    yield from trace["scores"].values()
+    for held in trace["gates"].values():
+        yield held["strength"]
+        yield held["applied"]
+
+
+def _add_run(trace: Trace, run: Sequence[Mapping[str, Any]], end: int | None) -> None:
+    """Append the rows of notes that have the same names."""
+    scores, gates, before = run[0]["scores"], run[0]["gates"], len(trace["positions"])
+    positions = [note["first"] + at for note in run for at in range(note["rows"])]
+    if end is not None:
+        # Positions ascend, and those of tokens that were not kept are the last.
+        positions = positions[: bisect_left(positions, end - 1)]
+    trace["positions"] += positions
+    width = len(scores) + 2 * len(gates)
+    found = memoryview(b"".join([note["values"] for note in run])).cast("f").tolist()[: len(positions) * width]
+    values = found if all(map(isfinite, found)) else [value if isfinite(value) else None for value in found]
+    for at, name in enumerate(scores):
+        _append(trace["scores"].setdefault(name, []), before, values[at::width])
+    for at, name in enumerate(gates, len(scores)):
+        held = trace["gates"].setdefault(name, {"strength": [], "applied": []})
+        _append(held["strength"], before, values[at::width])
+        _append(held["applied"], before, values[at + len(gates) :: width])
+
+
+def _append(column: list[float | None], start: int, values: Sequence[float | None]) -> None:
     """Append values from row `start` on; None for rows before it that have no value."""
-    column += [None] * (start - len(column)) + values
+    column.extend([None] * (start - len(column)))
+    column.extend(values)

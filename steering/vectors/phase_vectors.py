@@ -18,7 +18,7 @@ import numpy as np
 
 from headgate.capture.schema.errors import RequestError, shown
 from headgate.capture.schema.sites import HookPoint, Site, site_map, sort_sites
-from headgate.steering.vectors.dtypes import OVERFLOW, STORAGE, Float32Rows, Rows, StoredType, narrowest, peaks, widen
+from headgate.steering.vectors.dtypes import STORAGE, Float32Rows, Rows, StoredType, narrowest, peaks, widen
 from headgate.steering.vectors.vector_table import vectors_html
 
 TIERS = ("base", "prefill", "decode")
@@ -185,11 +185,11 @@ class PhaseVectors:
             }
         return hooks
 
-    def first_overflow(self, dtype: str) -> Site | None:
-        """Return the first site whose vector is infinite once rounded to `dtype`, the model's; None if none is."""
-        if self.peak < OVERFLOW[dtype]:
+    def first_beyond(self, limit: float) -> Site | None:
+        """Return the first site whose vector has a value of magnitude `limit` or above; None if none has."""
+        if self.peak < limit:
             return None
-        over = np.flatnonzero(peaks(self.rows, self.dtype) >= OVERFLOW[dtype])
+        over = np.flatnonzero(peaks(self.rows, self.dtype) >= limit)
         return self.sites[over[0]] if over.size else None
 
 

@@ -20,11 +20,22 @@ from headgate.steering.vectors.dtypes import OVERFLOW, STORAGE, Float32Rows, Row
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 
 LIMIT: dict[StoredType, float] = {
-    "bfloat16": OVERFLOW["bfloat16"] / 2,
+    "bfloat16": 2.0**28,
     "float16": OVERFLOW["float16"] / 2,
-    "float32": float(np.finfo(np.float32).max) / 2,
+    "float32": 2.0**28,
 }
-"""Magnitude that the global vectors, and a request's, must stay below: their sum is then finite once rounded."""
+"""Magnitude that the global vectors, and a request's, must stay below: their sum is then finite once rounded.
+
+Rows of models are far smaller. Larger changes would add up over the sites of a model, and be multiplied in its layers,
+until they leave the range of float32. What is not a number then stays in blocks of the KV cache, and attention on a CPU
+multiplies it by 0 for requests that have these blocks next: no client may do that to others.
+"""
+
+LARGEST_NUMBER = float(np.finfo(np.float32).max) / 2
+"""Magnitude that scales must stay below, and values of features."""
+
+MAX_STRENGTH = 2.0**20
+"""Largest factor by which gates and controllers multiply such vectors: the products stay in that range as well."""
 
 _BFLOAT16_OVERFLOW = 0x7F7F8000
 """Bits of the smallest float32 that rounds to infinity in bfloat16."""

@@ -97,8 +97,9 @@ class SteeringPart:
     @hookimpl
     def headgate_request_added(self, new: NewRequest) -> None:
         """Add a request with what it steers with, if anything."""
-        wire = new.wire.get("parts", {}).get(PART) if new.wire is not None else None
-        self._allocated().add(new.req_id, new.num_prompt_tokens, wire)
+        found = new.wire or {}
+        wire, is_captured = found.get("parts", {}).get(PART), "capture" in found
+        self._allocated().add(new.req_id, new.num_prompt_tokens, wire, is_captured=is_captured)
 
     @hookimpl
     def headgate_plain_request_added(self, req_id: str, num_prompt_tokens: int) -> None:

@@ -106,12 +106,12 @@ class WorkerSteering:
         """Programs of modules, likewise."""
         self._modules: set[str] = set()
 
-    def add(self, req_id: str, num_prompt: int, wire: Mapping[str, Any] | None) -> None:
+    def add(self, req_id: str, num_prompt: int, wire: Mapping[str, Any] | None, *, is_captured: bool = False) -> None:
         """Add a request with its `SteeringWire`, in which the core resolved the modules; None if it is not steered."""
         if wire is None:
             self.table.add(req_id, num_prompt)
             if self.gates is not None:
-                self.gates.add(req_id, OwnGates(num_prompt))
+                self.gates.add(req_id, OwnGates(num_prompt, is_captured=is_captured))
             return
         own = from_wire(wire)
         prefill, decode = (
@@ -123,7 +123,7 @@ class WorkerSteering:
         self.table.add(req_id, num_prompt, acting, acting_later, own.rules)
         programs = tuple(program for program in (own.prefill_program, own.decode_program) if program is not None)
         if self.gates is not None:
-            self.gates.add(req_id, OwnGates(num_prompt, programs, own.rules, bool(wire.get("trace"))))
+            self.gates.add(req_id, OwnGates(num_prompt, programs, own.rules, bool(wire.get("trace")), is_captured))
 
     def remove(self, req_id: str) -> None:
         """Remove a request."""

@@ -43,6 +43,8 @@ from headgate.steering.spec import SteeringSpec, to_wire
 from headgate.steering.worker.steering_part import SteeringPart
 
 IN_FLIGHT, PROMPT, STEPS, HIDDEN, LAYERS = 64, 16, 600, 64, 8
+WARM_UP = 50
+"""Steps at first that do not count."""
 MODEL = ModelInfo(name="m", num_layers=LAYERS, hidden_size=HIDDEN, dtype="float32", sites=())
 
 
@@ -121,6 +123,7 @@ class Engine:
             }
         )
         self.requests = {f"cmpl-{index:032d}-0": Request(f"cmpl-{index:032d}-0") for index in range(IN_FLIGHT)}
+        self.outputs = [SimpleNamespace(request_id=req_id, kv_transfer_params=None) for req_id in self.requests]
         self.columns, self.rng = config.num_columns, rng
         self._open_worker(config)
         self._open_core(config, mode)
@@ -218,7 +221,10 @@ class Engine:
     def _update(self, scheduler: Any, output: Any, made: Any) -> dict[int, Any]:
         for request in self.requests.values():
             request.all_token_ids += [1] * (request.num_computed_tokens - len(request.all_token_ids) + 1)
-        return {}
+        # Notes leave with these; without them they would pile up.
+        for each in self.outputs:
+            each.kv_transfer_params = None
+        return {0: SimpleNamespace(outputs=self.outputs)}
 
 
 def own_gate(scope: Scope, rng: np.random.Generator) -> Gate:
@@ -234,13 +240,13 @@ def measure(mode: Mode, profile: cProfile.Profile | None = None) -> dict[str, fl
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():  # as vLLM runs its steps
         engine = Engine(Path(folder), mode)
         engine.step(PROMPT, clocks)
-        for _ in range(STEPS):
-            if profile is not None:
+        for number in range(STEPS):
+            if profile is not None and number == WARM_UP:
                 profile.enable()
             engine.step(1, clocks)
     if profile is not None:
         profile.disable()
-    return {name: float(np.median(values[50:])) for name, values in clocks.items()}
+    return {name: float(np.median(values[WARM_UP:])) for name, values in clocks.items()}
 
 
 def main() -> None:

@@ -374,4 +374,4 @@ def test_consumers_steer_from_the_worker_and_from_the_driver(llm, references):
         assert note["position"] < len(output.prompt_token_ids) + NUM_OUTPUT - 1
         assert Submitting.notes[tuple(prompts[name])] == {"steering": output.outputs[0].steering_trace}
     counts = llm.llm_engine.engine_core.engine_core.headgate_call("steering", "counts", {})["ok"]["controllers"]
-    assert counts["consumer:here"]["actions"] == {"applied": 1, "rejected": 0, "dropped": 0}
+    assert counts["consumer:here"]["actions"] == {"submitted": 1, "applied": 1, "rejected": 0, "dropped": 0}

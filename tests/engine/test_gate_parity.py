@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from headgate.consumers.reader import open_captures
+from headgate.steering.vectors.sums import LIMIT, MAX_STRENGTH
 from tests.conftest import stop_llm
 from tests.engine.gate_making import NUM_OUTPUT, PROMPTS, GateCase, names
 from tests.engine.gate_reference import Gated, told
@@ -34,7 +37,7 @@ from tests.engine.gate_runs import (
 )
 from tests.engine.hf_reference import own_process, relative_error
 from tests.engine.steering_cases import MAX_ERROR, logprobs_of
-from tests.engine.tiny_models import tiny_model
+from tests.engine.tiny_models import HIDDEN, LAYERS, tiny_model
 
 SHORT_OUTPUT, LONG_OUTPUT = 20, 45
 PREEMPTED = ("early, ", "attenuate early", "at the end", "next_token, {'ema'", "many", "named", "neighbour")
@@ -65,8 +68,14 @@ def cases(references: ProcessPoolExecutor) -> list[GateCase]:
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory, cases: list[GateCase]) -> Iterator[Any]:
-    llm = start(tmp_path_factory.mktemp("saes"))
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where captures are written."""
+    return tmp_path_factory.mktemp("captures")
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory, cases: list[GateCase], root: Path) -> Iterator[Any]:
+    llm = start(tmp_path_factory.mktemp("saes"), None, [{"name": "filesystem", "params": {"root": str(root)}}])
     yield llm
     stop_llm(llm)
 
@@ -125,6 +134,63 @@ def test_scores_of_captured_rows_are_those_of_the_trace(run):
                 assert relative_error(got, scores) <= MAX_ERROR, (case.name, name)
                 num_probes += 1
     assert num_probes > 50
+
+
+def values_of(trace: Mapping[str, Any]) -> list[list[float]]:
+    gates = [column for gate in trace["gates"].values() for column in (gate["strength"], gate["applied"])]
+    return [*trace["scores"].values(), *gates]
+
+
+def test_files_say_how_rows_were_steered_though_the_request_asks_for_no_trace(llm, cases, root):
+    """A gate of the request's own, a rule on a request that has none, and a neighbour on which nothing acts."""
+    (gated,), (plain,) = chosen(cases, ("early, next_token, 1, False",)), chosen(cases, ("neighbour 3",))
+    llm.steering.register_rule(applies_to="opt_in", **{**gated.gates[0], "name": "now"})
+    params = {}
+    for name, case, rules in (("own", gated, None), ("ruled", plain, ["now"]), ("plain", plain, None)):
+        for is_traced in (True, False):
+            each = params[name, is_traced] = params_of(case, NUM_OUTPUT)
+            each.return_steering_trace, each.steering_rules = is_traced, rules
+            wanted = {"hooks": {"post_mlp": [1]}, "positions": "all", "request_id": f"{name}-{is_traced}"}
+            each.capture, each.capture_wait = {"filesystem": wanted}, True
+    prompts = [{"prompt_token_ids": PROMPTS[gated.prompt if name == "own" else plain.prompt]} for name, _ in params]
+
+    outputs = dict(zip(params, llm.generate(prompts, list(params.values()), use_tqdm=False), strict=True))
+
+    llm.steering.unregister_rule("now")
+    files = {capture.request_id: capture.metadata for capture in open_captures(root)}
+    for name in ("own", "ruled"):
+        trace = outputs[name, True].outputs[0].steering_trace
+        assert outputs[name, False].outputs[0].steering_trace is None
+        assert len(trace["positions"]) == len(prompts[0 if name == "own" else 2]["prompt_token_ids"]) + NUM_OUTPUT - 1
+        assert any(gate["applied"] for gate in trace["gates"].values())
+        assert files[f"{name}-True"]["notes"] == {"steering": trace}
+        found = files[f"{name}-False"]["notes"]["steering"]
+        assert found["positions"] == trace["positions"]
+        for one, other in zip(values_of(found), values_of(trace), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    assert files["plain-False"]["notes"] == {}
+
+
+def test_the_largest_changes_leave_nothing_in_the_cache_that_is_no_number(llm, cases):
+    """What is left there a later request would multiply by 0, and not get 0: one client would spoil others' answers."""
+    plain = next(case for case in cases if not case.gates)
+    before = generate(llm, [plain], [PROMPTS[plain.prompt]], NUM_OUTPUT)[0].outputs[0].token_ids
+    row = [0.99 * LIMIT["float32"]] * HIDDEN
+    hooks = ("pre_attn", "attn_in", "post_attn", "mlp_in", "post_mlp")
+    sites = {hook: {str(layer): row for layer in range(LAYERS)} for hook in hooks}
+    always = {"cosine": [1.0] * HIDDEN, "at": "0.pre_attn", "above": -3.0, "hysteresis": 1.0}
+    gates = [
+        {"when": always, "then": {"vectors": sites}, "strength": {"proportional": MAX_STRENGTH}, "scope": scope}
+        for scope in ("next_token", "rest_of_request")
+    ]
+    largest = GateCase(name="largest", gates=gates)
+
+    generate(llm, [largest] * len(PROMPTS), PROMPTS, NUM_OUTPUT)
+
+    caches = llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
+    assert all(torch.isfinite(cache.float()).all() for cache in caches)
+    (after,) = generate(llm, [plain], [PROMPTS[plain.prompt]], NUM_OUTPUT)
+    assert list(after.outputs[0].token_ids) == list(before)
 
 
 def test_neighbours_have_the_answers_that_they_have_alone(llm, run):

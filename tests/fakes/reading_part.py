@@ -51,6 +51,7 @@ def forget_parts() -> None:
     for cached in (parts.request_parts, parts.core_part_names, sampling_params.all_fields):
         cached.cache_clear()
     sampling_params.answer_fields.cache_clear()
+    sampling_params.nested_names.cache_clear()
 
 
 class ReadingCore:

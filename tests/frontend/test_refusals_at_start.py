@@ -57,6 +57,7 @@ def test_a_vllm_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -
     [
         ("VLLM_PLUGINS", "fake_worker,other", "add headgate to it"),
         ("VLLM_USE_RUST_FRONTEND", "1", "Rust front end"),
+        ("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1", "the id of an earlier one whose step still runs"),
     ],
 )
 def test_an_environment_that_keeps_headgate_out_is_refused(

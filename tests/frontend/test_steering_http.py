@@ -184,6 +184,27 @@ def test_beam_search_is_a_400(server: Server, send: Any) -> None:
     assert response.json()["error"]["param"] == "steering_name"
 
 
+@ROUTES
+@STREAM
+@pytest.mark.parametrize("field", ["steering_gates", "steering"])
+@pytest.mark.parametrize("is_long", [False, True], ids=["short", "long"])
+def test_a_conversation_beside_its_gates_is_a_400(
+    server: Server, send: Any, stream: bool, field: str, is_long: bool
+) -> None:
+    """Whatever the gates are. Of long bodies they are taken out before the server reads."""
+    gates = [{"when": "always", "then": "observe", "scope": "rest_of_conversation", "name": "g" * 100000 * is_long}]
+
+    answer = send(server, stream=stream, conversation_id="ticket", **{field: gates})
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "conversation_id"
+
+
+@ROUTES
+def test_a_conversation_without_gates_is_somebody_else_s(server: Server, send: Any) -> None:
+    assert send(server, conversation_id="ticket").status_code == 200
+
+
 def test_capture_is_not_configured_here(server: Server) -> None:
     response = complete(server, capture={"rows": {}}, steering_vectors={"post_mlp": {3: listed(ROW)}})
 

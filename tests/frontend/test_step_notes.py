@@ -225,6 +225,25 @@ def test_an_aborted_request_has_the_rows_of_the_tokens_that_were_told(engine: En
     assert [row for sample in told for row in sample.rows] == all_rows(PROMPT, tokens)
 
 
+def test_an_id_that_comes_again_while_a_step_of_it_runs_is_told_its_own_rows_alone(engine: Engine) -> None:
+    """Each round leaves a request in the middle of its answer; with async scheduling a step of it is in flight then."""
+
+    async def leave_and_come_again(round_: int) -> tuple[list[int], list[int]]:
+        left = engine.generate("again", [7] * 50, max_tokens=1000, output_kind=kind("DELTA"))
+        await anext(left)
+        await engine.llm.abort("again")
+        prompt = [8] * (3 + round_)
+        told = await listed(engine.generate("again", prompt, max_tokens=5, output_kind=kind("DELTA")))
+        await left.aclose()
+        return [row for _, rows, _, _ in told for row in rows], list(range(len(prompt) + 4))
+
+    async def rounds() -> list[Any]:
+        return [await leave_and_come_again(round_) for round_ in range(20)]
+
+    for told, expected in engine.run(rounds()):
+        assert told == expected
+
+
 def test_the_engine_forgets_requests_whose_reader_leaves(engine: Engine) -> None:
     async def leave() -> Any:
         outputs = engine.generate("i", max_tokens=1000)

@@ -288,14 +288,16 @@ class ReadingCore(Protocol):
 
 @runtime_checkable
 class DescribingCore(ReadingCore, Protocol):
-    """A `ReadingCore` whose notes are told to capture consumers, too, where a request wants both."""
+    """A `ReadingCore` that tells capture consumers how the rows of a request came about."""
 
-    def whole_note(self, notes: Sequence[object]) -> Document:
-        """Return what all notes of a request say together; a list in it whose length is that of its ``positions``, and
-        which has numbers or None, is by row.
+    def describe(self, req_id: str, num_prompt: int) -> None:
+        """Follow a request that captures, behind `accept`, whether or not it asks for notes. Input thread."""
+        ...
 
-        Args:
-            notes: In their order.
+    def description(self, req_id: str) -> Document | None:
+        """Return what is to be told of a request that is followed and ends now; None if nothing was read or decided.
+
+        Plain values; a list in it whose length is that of its ``positions``, and which has numbers or None, is by row.
         """
         ...
 

@@ -179,6 +179,19 @@ class AnsweringPart(Protocol):
     def answer_fields(self) -> Mapping[str, str]: ...
 
 
+@runtime_checkable
+class NestingPart(Protocol):
+    """A `RequestPart` within whose fields names are read that look like fields themselves.
+
+    Attributes:
+        nested: Those names, each with the fields that have it within them. Beside one of these it is refused; where
+            there is none it is somebody else's.
+    """
+
+    @property
+    def nested(self) -> Mapping[str, Sequence[str]]: ...
+
+
 class RequestPart(Protocol):
     """A part's fields of requests, its settings, and what it offers to users.
 

@@ -25,7 +25,7 @@ from headgate.capture.engine.contracts.vllm_engine import (
     Scheduler,
     SchedulerOutput,
 )
-from headgate.capture.engine.contracts.wire_format import WIRE_KEY, wire_of
+from headgate.capture.engine.contracts.wire_format import CAPTURE, WIRE_KEY, wire_of
 from headgate.capture.engine.core import block_keys, step_orders
 from headgate.capture.engine.core.fan_out import SharedWires
 from headgate.capture.engine.core.overload import SentAway, send_away
@@ -89,7 +89,10 @@ class EngineCoreAdapter:
         params = request.sampling_params
         wire: RequestWire = self.shared_wires.restore(wire_of(params) or {"v": WIRE_VERSION})
         parts = wire.get("parts", {})
-        ours = self._part.accept(request.request_id, parts.get(self._name), _prompt_length(request))
+        num_prompt = _prompt_length(request)
+        ours = self._part.accept(request.request_id, parts.get(self._name), num_prompt)
+        if CAPTURE in wire:
+            self.notes.describe(request.request_id, num_prompt)
         if params is not None and ours is not None:
             # Samples of one prompt share their parameters, so nothing of them is changed in place: where the front end
             # is in this process, the next sample would come with the answer for this one.

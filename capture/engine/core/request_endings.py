@@ -105,7 +105,7 @@ def free_request(original: Function) -> Function:
         adapter = engine_core.adapter_of(self)
         if is_captured(params):
             status = str(request.get_finished_reason())
-            notes = {} if adapter is None else adapter.notes.take_whole(request.request_id)
+            notes = {} if adapter is None else adapter.notes.description(request.request_id)
             final = _final(int(request.num_prompt_tokens), list(request.all_token_ids), status, notes)
             _ends(self).end(request.request_id, final, is_decided=status == "abort" or not params.stop)
         result = original(self, request, *args, **kwargs)

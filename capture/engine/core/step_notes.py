@@ -18,7 +18,7 @@ from headgate.capture.engine.contracts.vllm_engine import (
     Scheduler,
     SchedulerOutput,
 )
-from headgate.capture.engine.contracts.wire_format import NOTES_KEY, READINGS_ATTRIBUTE, is_captured, wants_notes
+from headgate.capture.engine.contracts.wire_format import NOTES_KEY, READINGS_ATTRIBUTE, wants_notes
 from headgate.capture.engine.core import restart
 from headgate.capture.engine.core.step_orders import end_requests
 from headgate.capture.engine.setup.versions import WORKS_WITH
@@ -56,9 +56,9 @@ class StepNotes:
         self.deciding = part if isinstance(part, DecidingCore) else None
         self._kept: dict[str, list[object]] = {}
         """In order, by request."""
+        self._wanting: dict[str, bool] = {}
+        """Whether notes are wanted, of requests that notes have come about."""
         self._describing = part if isinstance(part, DescribingCore) else None
-        self._of_captured: dict[str, list[object]] = {}
-        """All notes of requests that capture."""
         self._stale: dict[str, int] = {}
         """Tokens in flight of restarted requests, which the scheduler drops."""
         self._is_in_step = False
@@ -89,13 +89,19 @@ class StepNotes:
     def release(self, req_id: str) -> None:
         """Forget a request that was freed; in the middle of a step its last output is yet to be made."""
         self._running = ([], [])
+        self._wanting.pop(req_id, None)
         if not self._is_in_step:
             self._kept.pop(req_id, None)
 
-    def take_whole(self, req_id: str) -> Document:
-        """Return what the notes of a request that captured say together, by part; nothing if there are none."""
-        notes = self._of_captured.pop(req_id, None)
-        return {} if notes is None or self._describing is None else {self._name: self._describing.whole_note(notes)}
+    def describe(self, req_id: str, num_prompt: int) -> None:
+        """Let the part follow a request that captures. Input thread."""
+        if self._describing is not None:
+            self._describing.describe(req_id, num_prompt)
+
+    def description(self, req_id: str) -> Document:
+        """Return what there is to tell of a request that captured, by part."""
+        found = None if self._describing is None else self._describing.description(req_id)
+        return {} if found is None else {self._name: found}
 
     def restarted(self) -> None:
         """Follow a restart of whatever runs: steps that were launched before count for no request."""
@@ -112,11 +118,13 @@ class StepNotes:
         end_requests(self._scheduler, decided.endings, made)
 
     def _keep(self, req_id: str, note: object) -> None:
-        request = self._scheduler.requests.get(req_id)
-        if request is not None and wants_notes(request.sampling_params):
+        if (wants := self._wanting.get(req_id)) is None:
+            request = self._scheduler.requests.get(req_id)
+            if request is None:
+                return
+            wants = self._wanting[req_id] = wants_notes(request.sampling_params)
+        if wants:
             self._kept.setdefault(req_id, []).append(note)
-            if self._describing is not None and is_captured(request.sampling_params):
-                self._of_captured.setdefault(req_id, []).append(note)
 
     def _take(self, readings: Mapping[str, Document], discarded: Collection[str]) -> None:
         for name, document in readings.items():
@@ -160,5 +168,6 @@ class StepNotes:
         for outputs in made:
             for output in outputs.outputs:
                 if (notes := self._kept.pop(output.request_id, None)) is not None:
-                    others = output.kv_transfer_params or {}
-                    output.kv_transfer_params = {**others, NOTES_KEY: {self._name: notes}}
+                    carried: dict[str, object] = {NOTES_KEY: {self._name: notes}}
+                    others = output.kv_transfer_params
+                    output.kv_transfer_params = {**others, **carried} if others else carried

@@ -16,6 +16,7 @@ from headgate.capture.engine.requests.sampling_params import (
     RETURN_HIDDEN_STATES,
     all_fields,
     is_plain,
+    nested_names,
     none_if_default,
 )
 from headgate.capture.schema.errors import RequestError
@@ -70,6 +71,8 @@ def _object_of(value: object) -> Document:
 def refuse_unknown(values: Document, where: str = "") -> None:
     """Refuse names that begin like headgate's fields and are none, where its fields are read.
 
+    A name that is read within a field of headgate's is refused beside that field.
+
     Args:
         values: The values by name; other names are left alone.
         where: What the path of a field begins with.
@@ -80,6 +83,17 @@ def refuse_unknown(values: Document, where: str = "") -> None:
     for name, value in values.items():
         if value is not None and isinstance(name, str) and name.startswith(PREFIXES) and name not in all_fields():
             raise RequestError(f"{where}{name}", f"headgate has no such field; it has {', '.join(all_fields())}")
+    _refuse_beside(values, where)
+
+
+def _refuse_beside(values: Document, where: str = "") -> None:
+    """Refuse names that stand beside the field within which they are read."""
+    for name, fields in nested_names().items():
+        if values.get(name) is None:
+            continue
+        for field in fields:
+            if values.get(field) is not None:
+                raise RequestError(f"{where}{name}", f"is read within {field} alone: give it there")
 
 
 def refuse_unknown_in(params: SamplingParams | None) -> None:
@@ -91,6 +105,7 @@ def refuse_unknown_in(params: SamplingParams | None) -> None:
     if params is not None and not is_plain(params):
         refuse_unknown(params.extra_args or {}, f"{EXTRA_ARGS}.")
         refuse_unknown(vars(params))
+        _refuse_beside({**vars(params), **(params.extra_args or {})})
 
 
 def refuse_ignored(document: Document, why: str) -> None:

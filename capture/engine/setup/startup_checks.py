@@ -44,6 +44,11 @@ def check_servable(vllm_config: VllmConfig) -> None:
         )
     if envs.VLLM_USE_RUST_FRONTEND:
         raise UnsupportedError("requests to the Rust front end do not reach headgate; unset VLLM_USE_RUST_FRONTEND")
+    if getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False):  # later releases are to drop it
+        raise UnsupportedError(
+            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION lets a request have the id of an earlier one whose step still runs, "
+            "so that the rows of one would be told as the other's; unset it: clients see the ids that they gave"
+        )
     refuse_unsupported_settings(vllm_config)
     network_keys(vllm_config)
 

@@ -128,7 +128,7 @@ _CONTROLLER: Schema = {
     "skipped": {**COUNT, "description": "Steps that came while it was busy, or after it was switched off."},
     "over_budget": {**COUNT, "description": "Steps that took longer."},
     "seconds": {**_NUMBER, "description": "That it took."},
-    "actions": {"type": "object", "additionalProperties": COUNT, "description": "By outcome."},
+    "actions": {"type": "object", "additionalProperties": COUNT, "description": "Submitted, and by outcome."},
     "error": {"type": ["string", "null"], "description": "Why it was switched off."},
 }
 _DYNAMIC: Schema = {
@@ -170,7 +170,7 @@ DYNAMIC: dict[str, Any] = {
                     "skipped": 0,
                     "over_budget": 0,
                     "seconds": 0.04,
-                    "actions": {"applied": 512, "rejected": 0, "dropped": 2},
+                    "actions": {"submitted": 514, "applied": 512, "rejected": 0, "dropped": 2},
                     "error": None,
                 }
             ],

@@ -76,7 +76,8 @@ class ControllerActivity:
         skipped: Steps that came while it was busy, or after it was switched off.
         over_budget: Steps that took longer than `budget_ms`.
         seconds: Time that it took.
-        actions: Its actions by outcome: ``applied``, ``rejected`` and ``dropped``.
+        actions: Its actions by outcome: those that were ``submitted``, and what came of them, which is ``applied``,
+            ``rejected`` or ``dropped``.
         error: Why it was switched off; None while it is on everywhere.
     """
 

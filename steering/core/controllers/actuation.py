@@ -17,6 +17,7 @@ from headgate.capture.schema.errors import RequestError
 from headgate.steering.controllers.actions import GLOBAL, SetGlobal, SetScale, SetSteering, SetSteeringEach
 from headgate.steering.core.controllers.coefficients import Coefficients, Contribution, Source
 from headgate.steering.core.controllers.contents import FIELD, Contents, Static
+from headgate.steering.vectors.sums import MAX_STRENGTH
 
 
 class Actuation:
@@ -94,7 +95,7 @@ class Actuation:
             To which of the requests it was applied, ``[n]``, and the first position of each of those, int64 ``[n]``.
             For the others nothing has changed; `steer` applies what `SetSteeringEach.each` yields for them.
         """
-        if np.count_nonzero(np.isfinite(action.scales)) == len(action.scales):
+        if np.count_nonzero(np.abs(action.scales) <= MAX_STRENGTH) == len(action.scales):  # none is not a number
             try:
                 content = self._contents.of_module(action.module)
                 return self.coefficients.adjust_each(
@@ -202,3 +203,5 @@ class Actuation:
 def _check_number(value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise RequestError(FIELD, f"scale: expected a finite number, got {value!r}")
+    if abs(value) > MAX_STRENGTH:
+        raise RequestError(FIELD, f"scale: expected a number of at most {MAX_STRENGTH:g} in magnitude, got {value:g}")

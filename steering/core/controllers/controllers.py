@@ -44,6 +44,9 @@ class Controllers:
         actuation: Applies actions to requests.
         services: Gives the tokens of requests.
         submitted: Actions of capture consumers; None if they are not taken.
+
+    Attributes:
+        traced: Requests whose traces are wanted, or described: the actions on them are noted. Any thread.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Controllers:
         self._running = tuple(running)
         self._actuation = actuation
         self._outcomes = Outcomes()
+        self.traced = self._outcomes.traced
         self._decisions = Decisions(actuation, self._outcomes, services)
         self._requests: dict[str, _Followed] = {}
         self._read: dict[str, _Followed] = {}
@@ -91,7 +95,7 @@ class Controllers:
         if acting:
             self._read[req_id] = followed
         if is_traced:
-            self._outcomes.traced.add(req_id)
+            self.traced.add(req_id)
 
     def begin(self, req_id: str) -> None:
         """Let what was set for all act on a request from its first generated row on."""

@@ -24,7 +24,7 @@ from headgate.steering.controllers.actions import (
 )
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import FIELD
-from headgate.steering.core.controllers.outcomes import APPLIED, DROPPED, REJECTED, Outcomes
+from headgate.steering.core.controllers.outcomes import APPLIED, DROPPED, REJECTED, SUBMITTED, Outcomes
 
 logger = logging.getLogger("headgate")
 
@@ -63,8 +63,10 @@ class Decisions:
             known: The requests that have not ended.
         """
         if isinstance(action, SetSteeringEach):
+            self._outcomes.count(controller, SUBMITTED, len(action))
             self._apply_each(controller, action, known)
         else:
+            self._outcomes.count(controller, SUBMITTED)
             self._apply_one(controller, action, known)
 
     def apply_submitted(self, submitted: Submitted, known: Container[str]) -> None:
@@ -76,10 +78,13 @@ class Decisions:
         """
         name = f"consumer:{submitted.consumer}"
         self.consumers.add(name)
-        self._outcomes.count(name, DROPPED, submitted.num_dropped)
+        if submitted.num_dropped:
+            self._outcomes.count(name, SUBMITTED, submitted.num_dropped)
+            self._outcomes.count(name, DROPPED, submitted.num_dropped)
         try:
             action = read_action(submitted.action)
         except ValueError as error:
+            self._outcomes.count(name, SUBMITTED)
             self._outcomes.count(name, REJECTED)
             logger.warning("headgate: %s: rejected: %s", name, str(error))
             return
@@ -110,13 +115,12 @@ class Decisions:
             return
         num_done = int(np.count_nonzero(done))
         self._outcomes.count(controller, APPLIED, num_done)
-        if num_done == len(done) and not self._outcomes.traced:
-            return
-        for one, is_done, first in zip(action.each(), done.tolist(), firsts.tolist(), strict=True):
-            if not is_done:
-                self._apply_one(controller, one, known)
-            elif one.request in self._outcomes.traced:
-                self._outcomes.note({one.request: first}, controller, one, APPLIED)
+        if self._outcomes.traced:
+            self._outcomes.note_each(controller, action, done, firsts)
+        if num_done < len(done):
+            for one, is_done in zip(action.each(), done.tolist(), strict=True):
+                if not is_done:
+                    self._apply_one(controller, one, known)
 
     def _refuse(self, controller: str, action: SingleAction, known: Container[str], reason: str) -> None:
         target = action.request if isinstance(action, SetSteering | Stop) and isinstance(action.request, str) else None

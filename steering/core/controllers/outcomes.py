@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from headgate.steering.controllers.actions import SingleAction, told
+from headgate.capture.schema.batch import BoolArray, Int64Array
+from headgate.steering.controllers.actions import SetSteeringEach, SingleAction, told
 from headgate.steering.gates.trace import Note
 
-APPLIED, REJECTED, DROPPED, SWITCHED_OFF = "applied", "rejected", "dropped", "switched off"
-OUTCOMES = (APPLIED, REJECTED, DROPPED)
-"""An action that cannot be done is rejected; one for a request that has ended is dropped, and so are too many."""
+SUBMITTED, APPLIED, REJECTED, DROPPED = "submitted", "applied", "rejected", "dropped"
+SWITCHED_OFF = "switched off"
+OUTCOMES = (SUBMITTED, APPLIED, REJECTED, DROPPED)
+"""Each action is submitted, and then one of the other three. One that cannot be done is rejected; one for a request
+that has ended is dropped, and so are too many."""
 
 
 class Outcomes:
@@ -30,7 +33,7 @@ class Outcomes:
     def counts(self, controller: str, num_flooded: int) -> dict[str, int]:
         """Return how many actions of a controller came to what; `num_flooded` of its steps returned too many."""
         found = {outcome: self._counts[controller, outcome] for outcome in OUTCOMES}
-        return {**found, DROPPED: found[DROPPED] + num_flooded}
+        return {**found, SUBMITTED: found[SUBMITTED] + num_flooded, DROPPED: found[DROPPED] + num_flooded}
 
     def count(self, controller: str, outcome: str, number: int = 1) -> None:
         """Count an action, or several."""
@@ -59,12 +62,28 @@ class Outcomes:
             note = {"position": first, "controller": controller, "action": done, "outcome": outcome}
             self._notes.setdefault(req_id, []).append(note if reason is None else {**note, "reason": reason})
 
+    def note_each(self, controller: str, action: SetSteeringEach, done: BoolArray, firsts: Int64Array) -> None:
+        """Note what an action was applied to, for the traces of those requests.
+
+        Args:
+            controller: Whose it is.
+            action: With scales as an array.
+            done: To which of its requests it was applied, ``[n]``.
+            firsts: The first position on which it acts, of each of those, int64 ``[n]``.
+        """
+        rows = zip(action.named, action.scales.tolist(), done.tolist(), firsts.tolist(), strict=True)
+        for req_id, scale, is_done, first in rows:
+            if is_done and req_id in self.traced:
+                set_each = {"set_steering": {"module": action.module, "scale": scale}, "compose": True}
+                note = {"position": first, "controller": controller, "action": set_each, "outcome": APPLIED}
+                self._notes.setdefault(req_id, []).append(note)
+
     def take_notes(self, present: Collection[str]) -> dict[str, Note]:
         """Return the notes of requests of a step, as pieces of their traces; they count as told."""
         if not self._notes:
             return {}
         return {
-            req_id: {"positions": [], "actions": self._notes.pop(req_id)}
+            req_id: {"actions": self._notes.pop(req_id)}
             for req_id in [known for known in list(self._notes) if known in present]
         }
 

@@ -10,12 +10,12 @@ import numpy as np
 from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
 from headgate.steering.core.rules.row_counts import ActingGates, DecodedRows, OwnGates, RowCounts, Written
-from headgate.steering.gates.conversations import ConversationLatches, LatchKey
+from headgate.steering.core.rules.step_traces import StepTraces
+from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.gate import Gate
 from headgate.steering.gates.layout import FOLLOWING
 from headgate.steering.gates.step_table import StepRows, StepTable
-from headgate.steering.gates.trace import GateSource, Note, TraceWriter
-from headgate.steering.vectors.dtypes import Float32Rows
+from headgate.steering.gates.trace import GateSource, Note
 
 
 class StepReadings:
@@ -27,15 +27,16 @@ class StepReadings:
 
     Attributes:
         counts: Of rows.
+        traces: Of requests whose traces are wanted.
         beside: Returns, by the id of a request, what is read of its rows beside its gates and rules.
     """
 
     def __init__(self, rules: RuleRegistry, latches: ConversationLatches | None = None) -> None:
         self.counts = RowCounts()
+        self.traces = StepTraces()
         self.beside: Callable[[str], Sequence[GateSource]] = lambda _: ()
         self._rules = rules
         self._latches = latches
-        self._writers: dict[str, TraceWriter] = {}
         self._own: dict[str, OwnGates] = {}
         """Of requests with gates of their own."""
         self._latching: dict[str, OwnGates] = {}
@@ -79,12 +80,17 @@ class StepReadings:
             self._latching[req_id] = own
         self._known = object()
         if is_traced:
-            self._writers[req_id] = TraceWriter(own.source, num_prompt)
+            self.traces.add(req_id, own.source, num_prompt)
+
+    def describe(self, req_id: str, num_prompt: int) -> None:
+        """Keep the whole trace of a request that captures, whether or not it asks for it. Input thread."""
+        own = self._own.get(req_id)
+        self.traces.describe(req_id, None if own is None else own.source, num_prompt)
 
     def begin(self, req_id: str) -> None:
         """Let the present rules act on a request from its first row on."""
-        if (writer := self._writers.get(req_id)) is not None:
-            writer.change_rules(0, self._sources(req_id))
+        if self.traces.is_followed(req_id):
+            self.traces.change_rules(req_id, 0, self._sources(req_id))
 
     def change_rules(self, firsts: Mapping[str, int]) -> None:
         """Let the present rules act on each request from a position on."""
@@ -95,12 +101,12 @@ class StepReadings:
                 del known[key]
         for req_id, first in firsts.items():
             self._since[req_id] = first
-            if (writer := self._writers.get(req_id)) is not None:
-                writer.change_rules(first, self._sources(req_id))
+            if self.traces.is_followed(req_id):
+                self.traces.change_rules(req_id, first, self._sources(req_id))
 
     def forget(self, req_id: str) -> None:
         """Forget a request, if it is known."""
-        self._writers.pop(req_id, None)
+        self.traces.forget(req_id)
         self._own.pop(req_id, None)
         self._latching.pop(req_id, None)
         self._known = object()
@@ -109,16 +115,10 @@ class StepReadings:
 
     def take(self, step: StepTable, discarded: Collection[str]) -> dict[str, Note]:
         """Return a piece of each request's trace, from what a step read; see `ReadingCore.take_readings`."""
-        found: dict[str, Note] = {}
         if self._own or self._rules.all():
             self._count(step)
             self._latch_own(step, discarded)
-        if self._writers:
-            for rows in step.rows(self._writers):
-                writer = None if rows.req_id in discarded else self._writers.get(rows.req_id)
-                if writer is not None and (note := writer.note(rows.first, rows.signals)) is not None:
-                    found[rows.req_id] = note
-        return found
+        return self.traces.take(step, discarded)
 
     def _count(self, step: StepTable) -> None:
         """Count what gates and rules wrote; a step of one row each costs little, since it comes for each token."""
@@ -149,17 +149,14 @@ class StepReadings:
                 yield ActingGates(at, since, num_prompt, rule.source, apart, rule)
 
     def _latch_own(self, step: StepTable, discarded: Collection[str]) -> None:
-        """Remember what has latched by the last row of each request, for those that go on in conversations."""
-        if self._latching:
-            for rows in step.rows(self._latching):
-                if rows.req_id not in discarded and len(rows.signals):
-                    self._latch(self._latching[rows.req_id].latches, rows.signals[-1])
-
-    def _latch(self, columns: Mapping[LatchKey, int], signals: Float32Rows) -> None:
-        """Remember the strengths that go on behind a row: they were latched there, or before."""
-        strengths = {key: float(signals[column + FOLLOWING]) for key, column in columns.items()}
-        if self._latches is not None and strengths:
-            self._latches.latch({key: strength for key, strength in strengths.items() if math.isfinite(strength)})
+        """Remember what has latched by the last row of each request, or before, for those of conversations."""
+        if self._latches is None or not self._latching:
+            return
+        for rows in step.rows(self._latching):
+            if rows.req_id not in discarded and len(rows.signals):
+                last, columns = rows.signals[-1], self._latching[rows.req_id].latches
+                strengths = {key: float(last[column + FOLLOWING]) for key, column in columns.items()}
+                self._latches.latch({key: value for key, value in strengths.items() if math.isfinite(value)})
 
     def _count_rules(self, step: StepTable) -> None:
         """Count the rows of a step; steps that were launched before a change are passed over."""

@@ -37,12 +37,14 @@ class OwnGates:
         programs: Its own, of both phases.
         selection: Of rules.
         is_traced: Whether its trace is wanted, which tells of all its rows.
+        is_captured: Whether it captures: what is captured is described by how its rows were steered.
     """
 
     num_prompt: int
     programs: tuple[Program, ...] = ()
     selection: Selection = None
     is_traced: bool = False
+    is_captured: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +78,18 @@ def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | 
     evaluated = [rule for rule in rules if not rule.is_driven]
     early, of_rules = _early(gated), _early(program for rule in evaluated for program in rule.programs)
     programs = [*gated, *(program for rule in evaluated for program in rule.programs)]
-    told = frozenset().union(*(_told(program, is_traced=own.is_traced) for program in programs))
+    has_scores = own.is_traced or own.is_captured
+    told = frozenset().union(*(_told(program, has_scores=has_scores) for program in programs))
     return GatedRequest(own.num_prompt, tuple(sorted(early | of_rules)), of_rules, told)
 
 
-def _told(program: Program, *, is_traced: bool) -> frozenset[int]:
+def _told(program: Program, *, has_scores: bool) -> frozenset[int]:
     """Return the columns of a program that are read on the host.
 
-    Those are the strengths of gates, to count and to hand on; and scores for a trace, or for the controller whose
+    Those are the strengths of gates, to count and to hand on; and scores, if they are told, or for the controller whose
     program has nothing but them.
     """
-    has_scores = is_traced or not program.has_gates
+    has_scores = has_scores or not program.has_gates
     columns: set[int] = set()
     for code in program.codes[:, CODE].tolist():
         kind = code & CODE_MASK

@@ -22,6 +22,7 @@ from headgate.steering.programs.codes import CODE, CODE_MASK, Code
 from headgate.steering.programs.gate_codes import UNIT_MASK, Pool, Scope, Unit
 from headgate.steering.programs.operations import Method, Operation
 from headgate.steering.programs.program import Program
+from headgate.steering.requests.trace import join_notes
 from headgate.steering.spec import SteeringSpec, from_wire, to_wire
 from headgate.steering.vectors.phase_vectors import PhaseVectors
 
@@ -184,15 +185,40 @@ def test_the_trace_of_a_request_that_wants_one_is_told():
     discarded = core.take_readings(readings("a", 5, signals), {"a"})
     core.release("a")
 
-    assert told == {
-        "a": {
-            "positions": [3, 4],
-            "scores": {"anger": [0.5, -0.5]},
-            "gates": {"g": {"strength": [1.0, 0.0], "applied": [1.0, 0.0]}},
-        }
+    assert join_notes([told.pop("a")], None) == {
+        "positions": [3, 4],
+        "scores": {"anger": [0.5, -0.5]},
+        "gates": {"g": {"strength": [1.0, 0.0], "applied": [1.0, 0.0]}},
+        "actions": [],
     }
-    assert discarded == {}
+    assert told == discarded == {}
     assert core.take_readings(readings("a", 5, signals), ()) == {}
+
+
+def test_a_request_that_captures_is_described_though_it_asks_for_nothing():
+    core = core_with()
+    accepted(core, "captured", gate())
+    accepted(core, "plain", gate())
+    core.accept("untouched", None, 4)
+    for name in ("captured", "untouched"):
+        core.describe(name, 4)
+        core.offer(name, priority=0, is_session=False, is_offline=False)
+    layout = layout_of([gate()])
+    rows = [np.zeros((2, layout.num_columns)), np.ones((1, layout.num_columns)), np.ones((1, layout.num_columns))]
+
+    for name, shift in (("captured", 0), ("plain", 1)):
+        for first, signals in zip((3, 5, 6), rows, strict=True):
+            core.take_readings(readings(name, first, signals + shift), ())
+
+    assert core.description("captured") == {
+        "positions": [3, 4, 5, 6],
+        "scores": {"anger": [0.0, 0.0, 1.0, 1.0]},
+        "gates": {"g": {"strength": [0.0, 0.0, 1.0, 1.0], "applied": [0.0, 0.0, 1.0, 1.0]}},
+        "actions": [],
+    }
+    assert core.description("plain") is core.description("untouched") is core.description("nobody") is None
+    core.release("captured")
+    assert core.description("captured") is None
 
 
 def latched(spec: SteeringSpec) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ def test_rows_that_are_computed_again_are_told_once(rules: Rules, steps: StepRea
     steps.take(readings(("a", 0, [told, told])), ())
 
     assert steps.take(readings(("a", 0, [told, told])), ()) == {}
-    assert steps.take(readings(("a", 0, [told, told, told])), ())["a"]["positions"] == [2]
+    assert steps.take(readings(("a", 0, [told, told, told])), ())["a"]["first"] == 2
 
 
 def test_names_of_a_request_and_of_rules_are_told_apart(rules: Rules, steps: StepReadings) -> None:
@@ -103,7 +104,8 @@ def test_names_of_a_request_and_of_rules_are_told_apart(rules: Rules, steps: Ste
     rules.on("calm")
     add(rules, steps, "a", gates=read_gates([{"name": "calm", **gate}], STEERABLE))
 
-    note = steps.take(readings(("a", 0, [{**dict.fromkeys(range(8), 0.25), **row(rules, "calm", 3.0, 1.0)}])), ())["a"]
+    told = readings(("a", 0, [{**dict.fromkeys(range(8), 0.25), **row(rules, "calm", 3.0, 1.0)}]))
+    note = join_notes([steps.take(told, ())["a"]], None)
 
     assert note["scores"] == {"calm": [0.25], "calm (rule)": [3.0]}
     assert {name: told["applied"] for name, told in note["gates"].items()} == {"calm": [0.25], "calm (rule)": [1.0]}
@@ -153,11 +155,14 @@ def scoped(scope: str) -> dict[str, Any]:
     left=st.sets(st.integers(0, 8), max_size=3),
     ruled=st.lists(st.sampled_from(["this_token", "next_token", "from before", "observe"]), max_size=2),
     change=st.integers(0, 8),
+    stale=st.integers(-1, 8),
+    again=st.integers(-1, 8),
 )
 @settings(max_examples=60)
-def test_steps_of_single_rows_are_counted_as_others_are(
-    scopes: list[str], seed: int, left: set[int], ruled: list[str], change: int
+def test_steps_of_single_rows_are_counted_and_traced_as_others_are(
+    scopes: list[str], seed: int, left: set[int], ruled: list[str], change: int, stale: int, again: int
 ) -> None:
+    """At `stale` a step counts for the first request no more; at `again` rows are computed a second time."""
     rng, rules = np.random.default_rng(seed), Rules()
     for at, scope in enumerate(ruled):
         rules.on(f"rule{at}", **scoped(scope))
@@ -168,22 +173,30 @@ def test_steps_of_single_rows_are_counted_as_others_are(
         rules.state.rules.add(str(at), None, 4)
         resolved = rules.state.resolve(str(at), SteeringSpec(gates=gates), 4)
         for each in (alone, beside):
-            each.add(str(at), gates, resolved, 4, is_traced=False)
+            each.add(str(at), gates, resolved, 4, is_traced=at != 2)
+            each.begin(str(at))
+    traces: list[dict[str, list[Any]]] = [defaultdict(list), defaultdict(list)]
+    expected = set()
 
     for step in range(9):
         ids = [str(at) for at in range(len(scopes)) if at % 2 or step != 5]
-        signals = [rng.choice([float(step == 7), 1.0, np.nan if step == 4 else 1.0], 8) for _ in ids]
-        told = [(req_id, 2 + step, [dict(enumerate(each))]) for req_id, each in zip(ids, signals, strict=True)]
-        alone.take(readings(*told, *([STRANGER] if step in left else [])), ())
-        beside.take(readings(*told, STRANGER), ())
+        signals = [rng.choice([float(step == 7), 1.0, np.nan if step == 4 else 1.0], COLUMNS) for _ in ids]
+        position = 2 + step - (step == again)
+        expected |= {position} if "0" in ids and step != stale else set()
+        told = [(req_id, position, [dict(enumerate(each))]) for req_id, each in zip(ids, signals, strict=True)]
+        steps = readings(*told, *([STRANGER] if step in left else [])), readings(*told, STRANGER)
+        for notes, each, table in zip(traces, (alone, beside), steps, strict=True):
+            for req_id, note in each.take(table, {"0"} if step == stale else ()).items():
+                notes[req_id].append(note)
         if step == change:
             rules.on("late", **scoped(scopes[0] if scopes[0] == "from before" else "this_token"))
-            for each in (alone, beside):
-                each.change_rules(dict.fromkeys(ids, 2 + step + 2))
+            _ = [each.change_rules(dict.fromkeys(ids, 2 + step + 2)) for each in (alone, beside)]
         if step == 6:
-            for each in (alone, beside):
-                each.forget("1")
+            _ = [each.forget("1") for each in (alone, beside)]
 
+    joined = [{req_id: join_notes(notes, None) for req_id, notes in found.items()} for found in traces]
+    assert joined[0] == joined[1]
+    assert joined[0]["0"]["positions"] == sorted(expected)
     assert alone.counts.gates == beside.counts.gates
     assert alone.counts.rules == beside.counts.rules
     assert alone.counts.gates["gate0"] > 0

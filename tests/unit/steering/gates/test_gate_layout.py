@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,10 +12,11 @@ from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.gates.gate import Always, Condition, Gate, Group, InlineProbe, Leaf, NamedProbe, Negation, Then
 from headgate.steering.gates.layout import FOLLOWING, layout_of, num_columns
 from headgate.steering.gates.step_table import StepTable
-from headgate.steering.gates.trace import GateSource, TraceWriter
+from headgate.steering.gates.trace import GateSource, Note, TraceWriter
 from headgate.steering.programs.codes import EVERYWHERE, Code
 from headgate.steering.programs.gate_codes import Combine, gate_field
 from headgate.steering.programs.program import Entry, Program
+from headgate.steering.requests.trace import join_notes
 
 SITE = Site(1, HookPoint.POST_MLP)
 
@@ -63,6 +66,11 @@ def test_a_named_probe_has_one_score_and_inline_ones_are_named_after_their_gate(
     assert [score.name for score in layout.scores] == ["a", "anger", "a.1", "b"]
 
 
+def told(note: Note | None) -> Any:
+    assert note is not None
+    return join_notes([note], None)
+
+
 def test_a_trace_tells_each_row_once_and_numbers_that_json_lacks_as_null():
     layout = layout_of([gate("g", leaf("anger"))])
     column = layout.gates[0].column
@@ -77,16 +85,14 @@ def test_a_trace_tells_each_row_once_and_numbers_that_json_lacks_as_null():
     signals = np.arange(3 * layout.num_columns, dtype=np.float32).reshape(3, -1)
     signals[1, layout.scores[0].column] = np.nan
 
-    first, again = writer.note(4, signals), writer.note(4, signals[:2])
-    behind = writer.note(6, signals[1:])
+    first, again = told(writer.note(4, signals)), writer.note(4, signals[:2])
+    behind = told(writer.note(6, signals[1:]))
 
-    assert first is not None
     assert first["positions"] == [4, 5, 6]
     assert first["scores"] == {"anger": [0.0, None, float(2 * layout.num_columns)]}
     written = [signals[0, column], signals[0, column + FOLLOWING], signals[1, column + FOLLOWING]]
     assert first["gates"]["g"] == {"strength": signals[:, column + 1].tolist(), "applied": written}
     assert again is None
-    assert behind is not None
     assert behind["positions"] == [7]
     assert behind["gates"]["g"]["applied"] == [signals[2, column + FOLLOWING]]
 

@@ -61,6 +61,21 @@ def _two(**keys: Any) -> list[dict[str, Any]]:
     return [gate(name="anger", when={"probe": INLINE, "above": 1}), gate(**keys)]
 
 
+LARGE: list[Case] = [
+    (gates(gate(strength={"proportional": 1.1e6})), f"{FIRST}.strength.proportional", "at most 1.04858e+06"),
+    _then({"attenuate": -1.1e6}, ".attenuate", "at most 1.04858e+06"),
+    (
+        gates(gate(then={"attenuate": 2000.0}), gate(then={"attenuate": 2000.0})),
+        f"{GATES}[1].then.attenuate",
+        "at most 1.04858e+06 in magnitude, got 4e+06",
+    ),
+    (
+        gates(gate(then={"attenuate": -2000.0}, strength={"proportional": 1000.0})),
+        f"{FIRST}.then.attenuate",
+        "got 2.001e+06",
+    ),
+    ({OLD: [old_gate(apply={"kind": "attenuate", "strength": 2e6})]}, f"{OLD}[0].apply.strength", "got 2e+06"),
+]
 LISTS: list[Case] = [
     ({GATES: []}, GATES, "non-empty list of gates"),
     ({GATES: gate()}, GATES, "non-empty list"),
@@ -293,7 +308,7 @@ PREDECESSOR: list[Case] = [
     _old(".scope", "writes at 0.post_mlp", apply={"kind": "add", "steer": _packed([0])}),
 ]
 
-BAD = [*LISTS, *HEADS, *CONDITIONS, *THENS, *PREDECESSOR]
+BAD = [*LISTS, *LARGE, *HEADS, *CONDITIONS, *THENS, *PREDECESSOR]
 
 
 def test_the_table_is_long_enough() -> None:

@@ -167,15 +167,13 @@ def test_more_vectors_than_allowed_are_refused_with_the_numbers() -> None:
     assert read_steering(fields, model(max_vectors=5))[0] is not None
 
 
-@pytest.mark.parametrize(("dtype", "largest"), [("float16", 65519.0), ("bfloat16", 3.3961e38), ("float32", 3.4e38)])
-def test_the_largest_values_that_the_model_can_hold_are_taken(dtype: str, largest: float) -> None:
+@pytest.mark.parametrize(("dtype", "largest"), [("float16", 32759.0), ("bfloat16", 2.6e8), ("float32", 2.6e8)])
+def test_the_largest_values_are_taken(dtype: str, largest: float) -> None:
     assert read_steering(one([largest] * HIDDEN), model(dtype))[0] is not None
 
 
-@pytest.mark.parametrize(("dtype", "value"), [("float16", 65520.0), ("bfloat16", 3.3962e38)])
-def test_values_that_round_to_infinity_in_the_model_are_refused(dtype: str, value: float) -> None:
-    assert not torch.tensor(value).to(getattr(torch, dtype)).isfinite()
-
+@pytest.mark.parametrize(("dtype", "value"), [("float16", 32760.0), ("bfloat16", 2.7e8), ("float32", 2.7e8)])
+def test_larger_values_are_refused(dtype: str, value: float) -> None:
     with pytest.raises(RequestError, match=f"too large for the model's {dtype}"):
         read_steering(one([value] * HIDDEN), model(dtype))
 

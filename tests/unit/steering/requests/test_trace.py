@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import RequestError
+from headgate.steering.gates.trace import TraceLog
 from headgate.steering.requests.reader import open_reader
 from headgate.steering.requests.trace import SteeringTrace, join_notes
 
@@ -52,29 +56,64 @@ def test_anything_else_is_refused(value: Any) -> None:
         read(steering_vectors=VECTORS, return_steering_trace=value)
 
 
+def note(first: int, rows: list[list[float]], scores: tuple[str, ...], gates: tuple[str, ...] = ()) -> dict[str, Any]:
+    values = np.array(rows, np.float32).tobytes()
+    return {"first": first, "rows": len(rows), "scores": scores, "gates": gates, "values": values}
+
+
 def test_notes_are_joined_by_row() -> None:
     notes = [
-        {"positions": [0, 1], "scores": {"p": [0.5, 0.25]}, "gates": {"g": {"strength": [0, 1], "applied": [0, 1]}}},
-        {"positions": [2], "scores": {"q": [3.0]}},
-        {"positions": [3], "scores": {"p": [4.0]}, "gates": {"g": {"strength": [0.5], "applied": [0.0]}}},
+        note(0, [[0.5, 0, 0], [0.25, 1, 1]], ("p",), ("g",)),
+        note(2, [[3.0]], ("q",)),
+        note(3, [[np.nan, 0.5, 0]], ("p",), ("g",)),
+        note(4, [[np.inf, 0.25, 0]], ("p",), ("g",)),
         {"actions": [{"position": 3, "controller": "c", "action": "Stop", "outcome": "applied"}]},
     ]
 
     assert join_notes(notes, None) == {
-        "positions": [0, 1, 2, 3],
-        "scores": {"p": [0.5, 0.25, None, 4.0], "q": [None, None, 3.0, None]},
-        "gates": {"g": {"strength": [0, 1, None, 0.5], "applied": [0, 1, None, 0.0]}},
+        "positions": [0, 1, 2, 3, 4],
+        "scores": {"p": [0.5, 0.25, None, None, None], "q": [None, None, 3.0, None, None]},
+        "gates": {"g": {"strength": [0, 1, None, 0.5, 0.25], "applied": [0, 1, None, 0, 0]}},
         "actions": [{"position": 3, "controller": "c", "action": "Stop", "outcome": "applied"}],
     }
 
 
 def test_rows_of_tokens_that_were_not_kept_are_left_out() -> None:
-    notes = [{"positions": [4, 5], "scores": {"p": [1, 2]}}, {"positions": [6], "scores": {"p": [3]}}]
+    notes = [note(4, [[1], [2]], ("p",)), note(6, [[3]], ("p",)), note(7, [[4]], ("q",))]
 
     trace = join_notes(notes, 6)
 
     assert trace["positions"] == [4]
-    assert trace["scores"] == {"p": [1]}
+    assert trace["scores"] == {"p": [1], "q": [None]}
+
+
+def test_rows_on_which_nothing_acts_have_positions_alone() -> None:
+    assert join_notes([note(4, [[], []], ()), note(6, [[]], ())], None)["positions"] == [4, 5, 6]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(1, 3), st.sampled_from([("p",), ("q", "p")])), max_size=8),
+    st.none() | st.integers(0, 20),
+)
+def test_a_log_of_pieces_makes_the_same_trace(pieces: list[tuple[int, int, tuple[str, ...]]], end: int | None) -> None:
+    notes, position, log = [], 0, TraceLog()
+    for at, (gap, num_rows, scores) in enumerate(pieces):
+        rows = [[10 * at + each] * (len(scores) + 2) for each in range(num_rows)]
+        notes += [note(position + gap, rows, scores, ("g",)), {"actions": [at]}][: 1 + gap]
+        position += gap + num_rows
+    for each in notes:
+        log.add(each)
+
+    assert join_notes(log.notes, end) == join_notes(notes, end)
+    assert len(log.notes) <= len(notes)
+
+
+def test_pieces_that_follow_one_another_are_one() -> None:
+    log = TraceLog()
+    for at in range(5):
+        log.add(note(at, [[at]], ("p",)))
+
+    assert [(each["first"], each["rows"]) for each in log.notes] == [(0, 5)]
 
 
 def test_a_trace_of_nothing_has_all_its_keys() -> None:
@@ -86,7 +125,7 @@ def test_the_reader_makes_the_value_of_the_answer() -> None:
     wanted = reader.read({"return_steering_trace": True})
     assert wanted is not None
 
-    assert reader.read_notes(wanted, [{"positions": [1]}], None)["steering_trace"]["positions"] == [1]
+    assert reader.read_notes(wanted, [note(1, [[2.0]], ("p",))], None)["steering_trace"]["positions"] == [1]
 
 
 def test_a_notebook_shows_each_probe_and_gate_on_a_scale_of_its_own() -> None:

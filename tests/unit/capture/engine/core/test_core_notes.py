@@ -233,20 +233,28 @@ def test_a_vllm_without_the_field_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Describing(Part):
-    """Tells all notes of a request that captures, too."""
+    """Describes requests by the length of their prompts."""
 
-    def whole_note(self, notes: Any) -> Any:
-        return {"all": list(notes)}
+    def __init__(self) -> None:
+        super().__init__()
+        self.described: dict[str, int] = {}
+
+    def describe(self, req_id: str, num_prompt: int) -> None:
+        self.described[req_id] = num_prompt
+
+    def description(self, req_id: str) -> Any:
+        return {"prompt": self.described[req_id]} if req_id in self.described else None
 
 
-def test_all_notes_of_a_request_that_captures_are_told_at_its_end() -> None:
-    scheduler = Scheduler()
-    scheduler.notes = StepNotes(scheduler, "reading", Describing())  # type: ignore[arg-type]
-    scheduler.add("a", wire={"v": 1, "notes": True, "capture": {}})
-    scheduler.add("b")
-    scheduler.add("silent", wire={"v": 1, "capture": {}})
-    for number in (1, 2):
-        scheduler.step("a", "b", "silent", readings=dict.fromkeys(("a", "b", "silent"), number))
+def test_a_part_may_describe_requests_that_capture() -> None:
+    notes = StepNotes(Scheduler(), "reading", Describing())  # type: ignore[arg-type]
+    notes.describe("a", 5)
 
-    assert scheduler.notes.take_whole("a") == {"reading": {"all": [1, 2]}}
-    assert [scheduler.notes.take_whole(name) for name in ("a", "b", "silent")] == [{}] * 3
+    assert notes.description("a") == {"reading": {"prompt": 5}}
+    assert notes.description("b") == {}
+
+
+def test_other_parts_describe_nothing(scheduler: Scheduler) -> None:
+    scheduler.notes.describe("a", 5)
+
+    assert scheduler.notes.description("a") == {}

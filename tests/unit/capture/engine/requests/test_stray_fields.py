@@ -52,6 +52,25 @@ def test_an_engine_refuses_an_attribute(name: str) -> None:
     assert caught.value.field == name
 
 
+@pytest.mark.parametrize("field", ["steering_gates", "steering"])
+def test_a_name_that_belongs_into_a_field_is_refused_beside_it(field: str) -> None:
+    both = {"conversation_id": "c", field: [{}]}
+    with pytest.raises(RequestError) as caught:
+        refuse_unknown(both)
+    assert caught.value.field == "conversation_id"
+    assert f"within {field} alone" in str(caught.value)
+    for made in (params(both), params(None, **both), params({field: [{}]}, conversation_id="c")):
+        with pytest.raises(RequestError, match="conversation_id: is read within"):
+            RequestReader().read(made, "r")
+
+
+@pytest.mark.parametrize("beside", [{}, {"steering_gates": None}, {"return_steering_trace": True}])
+def test_elsewhere_that_name_is_somebody_else_s(beside: Any) -> None:
+    refuse_unknown({"conversation_id": "c", **beside})
+    assert find_ignored({"conversation_id": "c"}) is None
+    assert RequestReader().read(params({"conversation_id": "c"}), "r") is None
+
+
 @pytest.mark.parametrize("given", [{}, {"steering_clamps": None}, {"temperature_of": 1, "sae": 2, "steer": 3, 4: 5}])
 def test_other_names_and_no_values_are_left_alone(given: Any) -> None:
     assert RequestReader().read(params(given), "r") is None

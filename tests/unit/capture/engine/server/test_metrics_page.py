@@ -51,7 +51,7 @@ COUNTS = {
     "slots_reserved": 12,
     "rule_rows": {"calm": 7},
     "gate_rows": {},
-    "controllers": {"pid": {"actions": {"applied": 5, "rejected": 1, "dropped": 0}, "seconds": 0.25}},
+    "controllers": {"pid": {"actions": {"submitted": 6, "applied": 5, "rejected": 1, "dropped": 0}, "seconds": 0.25}},
     "configs": 3,
     "requests_running": 2,
     "requests_waiting": 1,

@@ -2,172 +2,31 @@
 
 from __future__ import annotations
 
-import gc
 import random
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from headgate.capture.engine.contracts.core_part import CoreFacts, Progress
 from headgate.capture.probes.probe import Activation, HiddenLayer, ProbeKind
 from headgate.capture.schema.actions.action_sink import Submitted, encode_action
-from headgate.capture.schema.batch import Int64Array
-from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.errors import ConfigError, RequestError
 from headgate.capture.schema.sites import Site
-from headgate.steering.config import MAX_DRIVEN, SteeringConfig, parse_config
+from headgate.steering.config import MAX_DRIVEN
 from headgate.steering.controllers import (
     Action,
     Probe,
     SetGlobal,
+    SetScale,
     SetSteering,
     SetSteeringEach,
-    StepReadings,
     Stop,
-    loading,
 )
-from headgate.steering.core.controllers.opening import open_controllers
-from headgate.steering.core.steering_core import SteeringCore
-from headgate.steering.gates.coefficient_changes import CoefficientChange
 from headgate.steering.requests.rules.rule_fields import read_rule
 from headgate.steering.spec import SteeringSpec, to_wire
-from headgate.steering.vectors.phase_vectors import PhaseVectors
-from tests.fakes.controllers import EntryPoint, Scripted
-
-HIDDEN, PROMPT = 8, 4
-MODEL = ModelInfo(name="m", num_layers=2, hidden_size=HIDDEN, dtype="float32", sites=())
-
-
-class Listed(Scripted):
-    """Returns the actions that a test puts there.
-
-    Attributes:
-        actions: Of the next step.
-        needed: Modules.
-    """
-
-    actions: ClassVar[list[Action]] = []
-    needed: ClassVar[tuple[str, ...]] = ()
-
-    def modules(self) -> tuple[str, ...]:
-        return self.needed
-
-    def step(self, readings: StepReadings) -> Iterator[Action]:
-        yield from self.actions
-
-
-class Services:
-    """An engine core's, with every request at one position.
-
-    Attributes:
-        rules: As workers were told last.
-        rekeyed: Requests whose block keys were asked for anew, with the positions.
-        position: Of all requests.
-        submitted: Actions of capture consumers.
-    """
-
-    def __init__(self) -> None:
-        self.rules: list[dict[str, Any]] = []
-        self.rekeyed: list[tuple[str, int]] = []
-        self.position = PROMPT
-        self.submitted: list[Submitted] = []
-
-    @property
-    def actions(self) -> Services:
-        return self
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.submitted)
-
-    def take(self) -> list[Submitted]:
-        found, self.submitted = self.submitted, []
-        return found
-
-    def progress(self, req_id: str) -> Progress | None:
-        return None if req_id == "gone" else Progress(self.position, range(1000))
-
-    def positions(self, req_ids: Sequence[str]) -> Int64Array:
-        found = map(self.progress, req_ids)
-        return np.array([-1 if progress is None else progress.position for progress in found], np.int64)
-
-    def rekey(self, req_id: str, first: int) -> None:
-        self.rekeyed.append((req_id, first))
-
-    def call_workers(self, method: str, args: Any) -> list[object]:
-        if method == "set_rules":
-            self.rules = args["rules"]
-        return []
-
-    def rekey_running(self) -> dict[str, int]:
-        return {}
-
-    def check_rekey(self, field: str) -> None:
-        pass
-
-
-class Core:
-    """A core with the controller `Listed`."""
-
-    def __init__(self, **settings: Any) -> None:
-        usual = {"op_sites": {"post_mlp": "all"}, "controllers": [{"name": "listed", "budget_ms": 1000}]}
-        config: SteeringConfig = parse_config({"max_steering_slots": 257, **usual, **settings})
-        steerable = config.steerable(num_layers=2, hidden_size=HIDDEN, dtype="float32")
-        self.config, self.services = config, Services()
-        services: Any = self.services
-        self.core = SteeringCore("float32", config.num_slots(2) - 1, services, config, steerable=steerable)
-        self.core.operator.register("m", SteeringSpec(decode=vectors(1.0)))
-
-    def start(self, num_stages: int = 1) -> None:
-        core, facts, services = self.core, CoreFacts(model=MODEL, num_stages=num_stages), self.services
-        made: Any = services
-        core.start(open_controllers(self.config, facts, core.state, core.reservations, core.operator.rules, made))
-
-    def add(self, *names: str) -> None:
-        for name in names:
-            self.core.accept(name, None, PROMPT)
-            self.core.offer(name, priority=0, is_session=False, is_offline=False)
-
-    def step(self, names: list[str], *actions: Action) -> list[CoefficientChange]:
-        """Read a row of each request, and return what the workers are to be told; the position moves on."""
-        Listed.actions = list(actions)
-        self.services.position += 1
-        count, columns = len(names), self.config.num_columns
-        self.core.take_readings(
-            {
-                "ids": tuple(names),
-                "firsts": np.full(count, self.services.position - 1, np.int64),
-                "counts": np.ones(count, np.int64),
-                "columns": columns,
-                "told": None,
-                "values": np.zeros((count, columns), np.float32),
-            },
-            (),
-        )
-        self.core.decide()
-        orders = self.core.orders(names)
-        return [] if orders is None else list(orders["drives"].each())
-
-    @property
-    def figures(self) -> dict[str, int]:
-        return dict(self.core.call("counts", {})["controllers"]["listed"]["actions"])
-
-
-def vectors(value: float) -> PhaseVectors:
-    found = PhaseVectors.from_rows({Site.parse("1.post_mlp"): np.full(HIDDEN, value, np.float32)})
-    assert found is not None
-    return found
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Core]]:
-    monkeypatch.setattr(loading, "entry_points", lambda group: [EntryPoint("listed", Listed)])
-    monkeypatch.setattr(Listed, "needed", ())
-    Scripted.probe = Probe(site=Site.parse("0.post_mlp"), weight=np.ones((1, HIDDEN), np.float32))
-    yield Core
-    gc.collect()  # threads end with their controllers
+from tests.fakes.controller_core import HIDDEN, PROMPT, Core, Listed, vectors
+from tests.fakes.controllers import Scripted
 
 
 def test_what_cannot_run_is_refused_at_start(opened: Callable[..., Core], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +111,7 @@ def test_contents_take_the_place_of_those_that_no_running_request_has_had(opened
 
     more = SetSteering("a", vectors={"post_mlp": {1: [-1.0] * HIDDEN}})
     assert core.step(["a"], more) == []
-    assert core.figures == {"applied": MAX_DRIVEN, "rejected": 1, "dropped": 0}
+    assert core.figures == {"submitted": MAX_DRIVEN + 1, "applied": MAX_DRIVEN, "rejected": 1, "dropped": 0}
     core.core.release("r3")
     ((_, column, _, value),) = core.step(["a"], more)
     assert value == 1.0
@@ -285,7 +144,7 @@ def test_actions_for_requests_that_are_gone_are_dropped(opened: Callable[..., Co
     core.add("a")
 
     assert core.step(["a"], SetSteering("nobody", module="m"), SetSteering("a", module="none")) == []
-    assert core.figures == {"applied": 0, "rejected": 1, "dropped": 1}
+    assert core.figures == {"submitted": 2, "applied": 0, "rejected": 1, "dropped": 1}
 
 
 def test_one_action_for_many_requests_does_what_one_for_each_does(opened: Callable[..., Core]) -> None:
@@ -343,11 +202,13 @@ def test_an_action_for_many_requests_that_is_malformed_is_rejected(opened: Calla
         SetSteeringEach(["a", "b"], "m", np.ones(2), np.array([0.0, 1.0])),
     ):
         assert core.step(["a", "b"], each) == []
-    assert core.figures == {"applied": 0, "rejected": 16, "dropped": 0}
+    assert core.figures == {"submitted": 16, "applied": 0, "rejected": 16, "dropped": 0}
     assert core.step(["a", "b"], SetSteering(["a"], module="m")) == []  # type: ignore[arg-type]
     (change,) = core.step(["a", "b"], SetSteeringEach(["a", "b"], "m", np.array([np.nan, 1.0])))
     assert (change.req_id, change.value) == ("b", 1.0)
-    assert core.figures == {"applied": 1, "rejected": 18, "dropped": 0}
+    assert core.step(["b"], SetSteering("b", module="m", scale=1.1e6), SetScale("b", -1.1e6)) == []
+    assert core.step(["b"], SetSteeringEach(["b"], "m", np.array([1.1e6]))) == []
+    assert core.figures == {"submitted": 22, "applied": 1, "rejected": 21, "dropped": 0}
     (change,) = core.step(["b"], SetSteeringEach(["b", "b"], "m", np.array([2.0, 1.0])))[1:]
     assert (change.req_id, change.value) == ("b", 1.0)
 
@@ -379,7 +240,9 @@ def test_actions_of_consumers_are_applied_as_those_of_controllers(opened: Callab
     # The vectors take the place of what the same consumer set before.
     assert sorted((change.req_id, change.value) for change in told) == [("a", 0.5), ("b", 0.0), ("b", 0.25), ("b", 2.0)]
     counts = core.core.call("counts", {})["controllers"]
-    assert counts == {"consumer:mine": {"actions": {"applied": 4, "rejected": 3, "dropped": 4}, "seconds": 0.0}}
+    assert counts == {
+        "consumer:mine": {"actions": {"submitted": 11, "applied": 4, "rejected": 3, "dropped": 4}, "seconds": 0.0}
+    }
     assert core.core.block_keys("a") is not None
 
 
