@@ -23,6 +23,8 @@ _READ_SCALE = tl.constexpr(program_codes.READ_SCALE)
 _WRITE_SCALE = tl.constexpr(program_codes.WRITE_SCALE)
 _P0 = tl.constexpr(program_codes.P0)
 _FEATURE = tl.constexpr(int(Code.FEATURE))
+_MAX_CHANGE = tl.constexpr(program_codes.MAX_CHANGE)
+_MAX_CHANGE_FLOAT16 = tl.constexpr(program_codes.MAX_CHANGE_FLOAT16)
 
 
 @triton.jit
@@ -33,6 +35,16 @@ def stream_row(value_ptr, addend_ptr, token, value_stride, addend_stride, column
         addend = tl.load(addend_ptr + token * addend_stride + columns, mask=mask, other=0.0)
         x = (x.to(tl.float32) + addend.to(tl.float32)).to(x.dtype)
     return x.to(tl.float32)
+
+
+@triton.jit
+def cut_change(change, value_ptr):
+    """Return changes of a row of the stream, which `value_ptr` points to, cut to `MAX_CHANGE` of its dtype."""
+    largest = _MAX_CHANGE
+    if value_ptr.dtype.element_ty == tl.float16:
+        largest = _MAX_CHANGE_FLOAT16
+    change = tl.where(change == change, change, 0.0)
+    return tl.where(change > largest, largest, tl.where(change < -largest, -largest, change))
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headgate.steering.kernels.coder_tiles import decode_kernel, encode_kernel, store_parts
 from headgate.steering.kernels.feature_values import norm_of_row
-from headgate.steering.kernels.program_entries import stream_row
+from headgate.steering.kernels.program_entries import cut_change, stream_row
 from headgate.steering.kernels.reconstruction_figures import add_figures, add_length
 from headgate.steering.programs import codes as program_codes
 from headgate.steering.programs.codes import NUM_NUMBERS, NUM_SUMS, InputNorm
@@ -352,4 +352,4 @@ def _delta_kernel(
         add_figures(sums_ptr, x + shift, delta - shift, columns, mask)
     if IS_EDITED:
         delta += tl.load(delta_ptrs, mask=mask, other=0.0) - shift
-    tl.store(delta_ptrs, delta, mask=mask)
+    tl.store(delta_ptrs, cut_change(delta, value_ptr), mask=mask)

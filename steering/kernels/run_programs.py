@@ -29,6 +29,7 @@ from headgate.steering.kernels.program_arguments import (
     strides_of,
 )
 from headgate.steering.kernels.program_entries import (
+    cut_change,
     fields_of_entry,
     numbers_of_features,
     numbers_of_operation,
@@ -190,7 +191,7 @@ def _store_change(out_ptr, h, value_ptr, addend_ptr, token, value_stride, addend
     if out_ptr is not None:
         mask = columns < D
         x = stream_row(value_ptr, addend_ptr, token, value_stride, addend_stride, columns, mask)
-        tl.store(out_ptr + token * D + columns, h - x, mask=mask)
+        tl.store(out_ptr + token * D + columns, cut_change(h - x, value_ptr), mask=mask)
 
 
 @triton.jit

@@ -57,6 +57,16 @@ EVERYWHERE = 0
 MAX_GROUPS = 63
 """Groups beside `EVERYWHERE`: a batch row has one bit for each, in an int64."""
 
+MAX_CHANGE = 2.0**48
+"""Magnitude to which the change of a row's values by a program is cut; what is not a number becomes 0.
+
+Later sites and layers keep such rows finite, also where they are squared. What is not finite would stay in blocks of
+the KV cache, where attention may multiply it by 0 for requests that have these blocks next.
+"""
+
+MAX_CHANGE_FLOAT16 = 32752.0
+"""The same in models of float16, half of what that holds."""
+
 NO_ROW = 0
 """Slot of an entry that reads or writes no row: the zero vector's."""
 

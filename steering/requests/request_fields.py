@@ -31,7 +31,7 @@ from headgate.steering.requests.vector_forms import Entry, check_scale, entries
 from headgate.steering.spec import ModuleRef, SteeringSpec
 from headgate.steering.vectors.dtypes import STORAGE, Rows, StoredType, peaks, widen
 from headgate.steering.vectors.phase_vectors import MAX_NAME, TIERS, PhaseVectors, Steerable, check_name, weighted_sum
-from headgate.steering.vectors.sums import LIMIT
+from headgate.steering.vectors.sums import too_large
 
 BASE, PREFILL, DECODE = "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"
 NAME, MODULE_REF = "steering_name", "steering_module_ref"
@@ -382,12 +382,6 @@ def _phase(
         total = weighted_sum([(base, 1), (tier, 1)])
     except OverflowError as error:
         raise RequestError(field, str(error)) from None
-    limit = LIMIT[cast("StoredType", steerable.dtype)]
-    over = total.first_beyond(limit) if total else None
-    if over is not None:
-        raise RequestError(
-            field,
-            f"the vector at {over.name} has a value too large for the model's {steerable.dtype}: all must stay below "
-            f"{limit:.4g}",
-        )
+    if total is not None and (problem := too_large(total, cast("StoredType", steerable.dtype))) is not None:
+        raise RequestError(field, problem)
     return total

@@ -154,6 +154,23 @@ def without(vectors: PhaseVectors | None, sites: Collection[Site]) -> PhaseVecto
     return PhaseVectors.from_rows(rows) if rows else None
 
 
+def too_large(vectors: PhaseVectors, dtype: StoredType) -> str | None:
+    """Return why these vectors cannot steer a model of this element type; None if they can."""
+    limit = LIMIT[dtype]
+    if (over := vectors.first_beyond(limit)) is not None:
+        return (
+            f"the vector at {over.name} has a value too large for the model's {dtype}: all must stay below {limit:.4g}"
+        )
+    if dtype == "float16":  # which ends so soon that what sites add in one stream must be summed up
+        together = float(np.abs(vectors.float32()).max(axis=1).sum())
+        if not together < limit:
+            return (
+                f"the largest values of the vectors at all sites add up to {together:.4g}: in a float16 model they "
+                f"must stay below {limit:.4g}; use smaller vectors or fewer sites, or serve the model in bfloat16"
+            )
+    return None
+
+
 def peak(vectors: PhaseVectors | None) -> float:
     """Return the largest magnitude of any value; 0 for None."""
     return 0.0 if vectors is None else vectors.peak

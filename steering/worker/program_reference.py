@@ -22,6 +22,8 @@ from headgate.steering.programs.codes import (
     GROUP,
     INPUT_NORM_MASK,
     LAYER_NORM_EPS,
+    MAX_CHANGE,
+    MAX_CHANGE_FLOAT16,
     NO_ROW,
     P0,
     P1,
@@ -82,10 +84,17 @@ def program_deltas_reference(
         changes_NK = None if changes_TK is None else changes_TK[tokens_N]
         coefficients = None if gates is None else Coefficients(gates, tokens_N, dtype)
         rows_ND = x_TD[tokens_N].to(dtype)
-        delta_TD[tokens_N] = _delta(rows_ND, pool_SD, codes, params, bits_N, changes_NK, coefficients)
+        delta_ND = _delta(rows_ND, pool_SD, codes, params, bits_N, changes_NK, coefficients)
+        delta_TD[tokens_N] = cut_change(delta_ND, value_TD.dtype)
         if changes_TK is not None and changes_NK is not None:
             changes_TK[tokens_N] = changes_NK
     return delta_TD
+
+
+def cut_change(delta_ND: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cut changes of rows to `MAX_CHANGE` of a model's dtype; what is not a number becomes 0."""
+    largest = MAX_CHANGE_FLOAT16 if dtype == torch.float16 else MAX_CHANGE
+    return delta_ND.nan_to_num(nan=0.0, posinf=largest, neginf=-largest).clamp(-largest, largest)
 
 
 class _Entry(NamedTuple):

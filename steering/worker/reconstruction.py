@@ -43,7 +43,7 @@ from headgate.steering.programs.codes import (
 )
 from headgate.steering.programs.feature_lowering import INPUT_NORMS
 from headgate.steering.worker.gates.reference import GateTensors
-from headgate.steering.worker.program_reference import program_deltas_reference
+from headgate.steering.worker.program_reference import cut_change, program_deltas_reference
 
 SaeTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, GateTensors | None]
@@ -182,7 +182,7 @@ def reconstructed_deltas_reference(
     if len(listed):
         shift_TD = program_deltas_reference(value_TD, addend_TD, *tables, dtype=dtype, has_features=False)
         made_TD = reconstruction_deltas_reference(value_TD, addend_TD, shift_TD, *sae, input_norm, dtype)
-        delta_TD[listed] += made_TD[listed] - shift_TD[listed]
+        delta_TD[listed] = cut_change(delta_TD[listed] + made_TD[listed] - shift_TD[listed], value_TD.dtype)
     return delta_TD
 
 
@@ -217,7 +217,7 @@ def reconstruction_deltas_reference(
     p_NF = normed_ND @ encoder_FD.to(dtype).T
     a_NF = torch.where(p_NF + bias > threshold, (p_NF * scale + magnitude_bias).clamp(min=0), 0)
     y_ND = (a_NF @ decoder_FD.to(dtype) + bias_D.to(dtype)) * gain_N1 + mean_N1
-    delta_TD[listed] = y_ND - x_ND
+    delta_TD[listed] = cut_change(y_ND - x_ND, value_TD.dtype)
     _add_figures(sums_S, h_ND[:num_counted].double(), y_ND[:num_counted].double())
     return delta_TD
 

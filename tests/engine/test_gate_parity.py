@@ -184,8 +184,13 @@ def test_the_largest_changes_leave_nothing_in_the_cache_that_is_no_number(llm, c
         for scope in ("next_token", "rest_of_request")
     ]
     largest = GateCase(name="largest", gates=gates)
+    away = {"method": "ablate", "scale": -1e38, "vector": [1.0] * HIDDEN}
+    grown = {"method": "norm_scaled_add", "scale": 1e38, "vector": [1.0] * HIDDEN}
+    ops = [{**op, "at": f"{layer}.post_mlp"} for op in (away, grown) for layer in range(LAYERS)]
+    growing = GateCase(name="growing", gates=[{"when": always, "then": {"ops": ops}, "scope": "rest_of_request"}])
 
-    generate(llm, [largest] * len(PROMPTS), PROMPTS, NUM_OUTPUT)
+    for case in (largest, growing):
+        generate(llm, [case] * len(PROMPTS), PROMPTS, NUM_OUTPUT)
 
     caches = llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
     assert all(torch.isfinite(cache.float()).all() for cache in caches)

@@ -101,7 +101,7 @@ conditions: st.SearchStrategy[Any] = st.recursive(
 )
 thens: st.SearchStrategy[Any] = st.one_of(
     st.just("observe"),
-    _numbers.map(lambda factor: {"attenuate": factor}),
+    st.floats(-4, 4, width=32).map(lambda factor: {"attenuate": factor}),
     _numbers.map(lambda scale: {"module": "calm", "scale": scale}),
     st.just({"vectors": {"post_mlp": {1: V, 2: {"vector": W, "scale": 2.0}}}}),
     st.just({"ops": [{"at": ["1.post_mlp", "2.post_mlp"], "method": "clamp", "vector": W, "min": 1.0}]}),
@@ -114,8 +114,16 @@ _scopes = st.one_of(
     st.sampled_from([{"scope": scope} for scope in ("this_token", "next_token", "rest_of_request")]),
     st.just({"scope": "rest_of_conversation", "conversation_id": "one"}),
 )
+
+
+def _document(when: Any, then: Any, strength: Any, scope: dict[str, Any]) -> dict[str, Any]:
+    if "attenuate" in then and "proportional" in strength:  # factors of a request's gates multiply, and are limited
+        strength = {"proportional": min(strength["proportional"], 4.0)}
+    return {"when": when, "then": then, "strength": strength, **scope}
+
+
 gate_documents = st.builds(
-    lambda when, then, strength, scope: {"when": when, "then": then, "strength": strength, **scope},
+    _document,
     conditions,
     thens,
     _strengths,

@@ -122,6 +122,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (pack(scales=[float("inf")]), f"{BASE}.post_mlp.scales[0]", "finite number"),
     ({BASE: {"post_mlp": {1: [3e38] * HIDDEN}}, PREFILL: {"post_mlp": {1: [3e38] * HIDDEN}}}, PREFILL, "not finite"),
     ({DECODE: {"post_mlp": {1: [7e4] * HIDDEN}}}, DECODE, "too large for the model's float16"),
+    ({DECODE: {"post_mlp": {0: [2e4] * HIDDEN, 1: [-2e4] * HIDDEN}}}, DECODE, "add up to 4e+04: in a float16 model"),
     ({PREFILL: {"post_mlp": {1: [1.0]}}}, f"{PREFILL}.post_mlp.1", f"expected {HIDDEN} numbers"),
     ({NAME: ""}, NAME, "module's name"),
     ({NAME: 3}, NAME, "a module or a non-empty list"),
