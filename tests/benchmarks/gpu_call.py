@@ -136,7 +136,7 @@ DISK = Step(
 """How fast the disk for captures takes 2 GB."""
 
 
-RING = ("tests/gpu/test_staging_cuda.py", "tests/gpu/test_staging_stress_cuda.py")
+RING = tuple(f"tests/gpu/test_{name}_cuda.py" for name in ("staging", "staging_stress", "readouts"))
 ON_TWO = ("--variants", "stock", "both", *FEW)
 TESTS = {
     "check": [
