@@ -15,6 +15,8 @@ from tests.chaos.workload import MAKE_FILES
 
 FULL = "No space left on device"
 HUNG = ("hung", "longer than", "held up")
+WRITTEN_S = 5.0
+"""What nobody waits for may be on its way to the disk for so long after the answer, on a busy machine."""
 SLACK_S = 0.5
 """A busy machine takes up to so long between the time that headgate takes of a call and the one that the call notes."""
 
@@ -26,9 +28,9 @@ class Span:
     began: float
     ended: float = math.inf
 
-    def meets(self, outcome: Outcome) -> bool:
-        """Whether the request ran at this time."""
-        return outcome.began <= self.ended and outcome.ended >= self.began
+    def meets(self, outcome: Outcome, *, after_s: float = 0.0) -> bool:
+        """Whether the request ran at this time, or had ended up to `after_s` seconds before."""
+        return outcome.began <= self.ended and outcome.ended + after_s >= self.began
 
 
 @dataclass

@@ -28,7 +28,7 @@ import torch
 from tests.chaos.checks import Judge, References
 from tests.chaos.clients import Crowd, Outcome
 from tests.chaos.consumers import MAX_STALL_S
-from tests.chaos.excuses import Faults, Span, unexcused
+from tests.chaos.excuses import WRITTEN_S, Faults, Span, unexcused
 from tests.chaos.fleet import END_S, Fleet
 from tests.chaos.memory import Memory
 from tests.chaos.model import chaos_model
@@ -229,7 +229,8 @@ class Chaos:
                 self.judge.results(outcome)
         shots = {outcome.shot.key: outcome for outcome in self._outcomes}
         failed = {key for key, outcome in shots.items() if outcome.ended >= self._faults.killed - END_S}
-        failed |= {key for key, outcome in shots.items() if any(span.meets(outcome) for span in self._faults.full)}
+        for span in self._faults.full:
+            failed |= {key for key, outcome in shots.items() if span.meets(outcome, after_s=WRITTEN_S)}
         count = {name: self.judge.files(name, root, shots, failed) for name, root in self.fleet.files.items()}
         self.num_requests += len(shots)
         ends = Counter(outcome.end for outcome in self._outcomes)

@@ -88,6 +88,13 @@ def test_a_full_disk_excuses_only_who_writes_to_it() -> None:
     assert not is_excused(failed("trickle: No space left on device", 99.0, 101.0), faults=faults)
 
 
+def test_what_is_written_after_the_answer_may_meet_a_disk_that_is_full_by_then() -> None:
+    outcome = failed(LATE, began=80.0, ended=89.0)
+
+    assert [Span(90.0, 110.0).meets(outcome, after_s=after_s) for after_s in (0.0, 0.9, 1.1)] == [False, False, True]
+    assert not Span(70.0, 79.0).meets(outcome, after_s=5.0)
+
+
 def test_calls_are_noted_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(notes.FOLDER, str(tmp_path))
     times = iter([1.0, 2.0, 3.0, 4.5, 5.0, 6.0])
