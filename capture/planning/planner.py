@@ -78,7 +78,7 @@ class StepPlanner:
             return self._steady.next()
         self._leave_run()
         if (few := self._table.few_of(view)) is not None:
-            return self._plan_few(few, view)
+            return self._plan_few(*few, view)
         slots = self._table.slots_of(view.req_ids)
         if slots is None:
             return None
@@ -91,12 +91,12 @@ class StepPlanner:
             self._steady = _DecodeRun(view, slots, plan, fresh.num_alike)
         return plan
 
-    def _plan_few(self, members: Sequence[int], view: BatchView) -> StepPlan | None:
+    def _plan_few(self, shape: SelectionShape, members: Sequence[int], view: BatchView) -> StepPlan | None:
         """The same for the requests that `_RequestTable.few_of` found."""
         pieces: list[Piece] = []
         for member in members:
             req_id, first = view.req_ids[member], int(view.num_computed[member])
-            shape, wanted, has_ended = self._table.take(req_id, first, first + int(view.num_scheduled[member]))
+            wanted, has_ended = self._table.take(req_id, first, first + int(view.num_scheduled[member]))
             if wanted:
                 pieces.append(Piece(req_id, int(view.starts[member]) + wanted.start - first, wanted))
             if has_ended:
@@ -279,11 +279,12 @@ class _RequestTable:
             self._batch = (req_ids, np.array(slots) if any(slots) else None)
         return self._batch[1]
 
-    def few_of(self, view: BatchView) -> list[int] | None:
-        """Those requests of a step that are in the table: ascending indices into its ``req_ids``, as their rows ascend.
+    def few_of(self, view: BatchView) -> tuple[SelectionShape, list[int]] | None:
+        """Return those requests of a step that are in the table, and the shape of all: a run, at one set of sites.
 
-        None if there is none, or if there may be more than `FEW`, of several shapes or of one that is no run, if their
-        rows are in another order, or if the step may be of a run, which pays only where steps are compared.
+        They are ascending indices into its ``req_ids``, as their rows ascend. None if there is none, or if there may be
+        more than `FEW`, of several shapes or of one that is no run, if their rows are in another order, or if the step
+        may be of a run, which pays only where steps are compared.
         """
         if not 0 < len(self._slots) <= FEW:
             return None
@@ -298,19 +299,19 @@ class _RequestTable:
         if not members or (view.num_scheduled == 1).all():
             return None
         starts = view.starts[members].tolist()
-        return members if starts == sorted(starts) else None
+        return (shape, members) if starts == sorted(starts) else None
 
-    def take(self, req_id: str, first: int, stop: int) -> tuple[SelectionShape, range, bool]:
+    def take(self, req_id: str, first: int, stop: int) -> tuple[range, bool]:
         """Count positions ``first : stop`` of a request as taken; its shape is a run.
 
         Returns:
-            The shape, those of the positions that are wanted and were not taken before, and whether the request can
-            want nothing more.
+            Those of the positions that are wanted and were not taken before, and whether the request can want nothing
+            more.
         """
         slot = self._slots[req_id]
         taken, end = int(self._next[slot]), int(self._end[slot])
         self._next[slot] = max(stop, taken)
-        return self._plans[slot].shape, range(max(first, taken), min(stop, end)), stop >= end
+        return range(max(first, taken), min(stop, end)), stop >= end
 
     def advance(self, slots: Int64Array, view: BatchView) -> _NewPositions:
         """Count the step's positions as taken and return those that were not before."""

@@ -134,28 +134,26 @@ class RequestReader:
             RequestError: Naming the field that is wrong, or whose part is not configured.
             ConsumerError: If a consumer's own check failed.
         """
-        if self.capture is None:
-            return self._without_capture(params)
         if _asks_nothing(params, self.capture):
             return None
+        if self.capture is None:
+            return self._without_capture(params)
         refuse_forged(params)
         refuse_unknown_in(params)
         return self._with_parts(params, self.capture.capture_reader.read(params, request_id))
 
     def read_answered(self, params: SamplingParams, request_id: str, *, is_offline: bool) -> HeadgateRequest | None:
         """The same, with the address that results go to."""
-        if self.capture is None:
-            return self._without_capture(params, is_offline=is_offline)
         if _asks_nothing(params, self.capture):
             return None
+        if self.capture is None:
+            return self._without_capture(params, is_offline=is_offline)
         refuse_forged(params)
         refuse_unknown_in(params)
         ask = self.capture.read(params, request_id, is_offline=is_offline)
         return self._with_parts(params, ask, is_offline=is_offline)
 
     def _without_capture(self, params: SamplingParams, *, is_offline: bool = False) -> HeadgateRequest | None:
-        if is_plain(params):
-            return None
         refuse_forged(params)
         refuse_unknown_in(params)
         refuse_unconfigured(params)
@@ -263,9 +261,9 @@ class RequestReader:
             await self.parts[name].explain_async(wanted, client)
 
 
-def _asks_nothing(params: SamplingParams, capture: FrontEnd) -> bool:
+def _asks_nothing(params: SamplingParams, capture: FrontEnd | None) -> bool:
     """Whether nothing is to be read: most requests, which shall not pay for ours."""
-    return is_plain(params) and not capture.capture_reader.has_unasked
+    return is_plain(params) and (capture is None or not capture.capture_reader.has_unasked)
 
 
 def _has_sources(reader: PartRequestReader, values: Document) -> bool:

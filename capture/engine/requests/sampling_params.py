@@ -136,7 +136,9 @@ def is_plain(params: SamplingParams) -> bool:
 
 
 class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The checked capture request of one engine request. Immutable, and a `Struct`: every capturing request makes some.
+    """The checked capture request of one engine request. Immutable.
+
+    A `Struct`, which is cheap to copy with changes, as is done for every request that captures.
 
     Attributes:
         specs: By consumer instance.
