@@ -70,6 +70,7 @@ GATE_SERVERS = ("stock", "no gates", "ops")
 GATE_MODES = ("stock", "ops idle, no gates", "ops idle", "1 vector, no gates", "1 vector", "1 gate")
 CONTROLLER_SERVERS = ("stock", "ops", "controllers")
 CONTROLLER_MODES = ("stock", "ops idle", "controllers idle", "controllers watch", "controllers hold")
+GATE_STEPS_MODES = ("stock", "ops idle", "1 vector", "1 gate", *CONTROLLER_MODES[3:])
 SAE_SERVERS = ("stock", "features", "encode 16k", "encode 65k")
 SAE_MODES = ("stock", "features idle", "16 features", "encode 16k idle", "encode 16k", "encode 65k idle", "encode 65k")
 CROWD_MODES = ("stock", "both idle", "last_prompt", "1 layer", "4 layers", "all layers")
@@ -96,9 +97,9 @@ def http(name: str, shapes: Sequence[str], limit_s: int, *more: str) -> Step:
     return Step(name, (*command, *options), limit_s, lines=60)
 
 
-def steps(name: str, shape: str, limit_s: int, *more: str) -> Step:
+def steps(name: str, shape: str, limit_s: int, *more: str, server: str = "both") -> Step:
     """The suite over HTTP with clocks in the engine cores."""
-    found = http(name, [shape], limit_s, "--servers", "stock", "both", *more)
+    found = http(name, [shape], limit_s, "--servers", "stock", server, *more)
     command = tuple(part.replace("suite_http", "profile_steps") for part in found.command)
     return replace(found, command=command)
 
@@ -202,6 +203,7 @@ def steps_of(call: str, model: str) -> list[Step]:
         "controllers": [
             http("controllers", ["decode"], LIMIT_S, "--servers", *CONTROLLER_SERVERS, "--modes", *CONTROLLER_MODES)
         ],
+        "gate-steps": [steps("gate-steps", "decode", LIMIT_S, "--modes", *GATE_STEPS_MODES, server="controllers")],
         "saes": [http("saes", ["decode"], LIMIT_S, "--servers", *SAE_SERVERS, "--modes", *SAE_MODES)],
         "http-main": [DISK, http("http-main", ["chat", "decode"], LIMIT_S, *three)],
         "suite": [DISK, suite(model, LIMIT_S, *engines, *own)],

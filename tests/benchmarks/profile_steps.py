@@ -5,7 +5,9 @@ known to some microseconds where tokens per second scatter by several per cent. 
 
 Prints, for each mode and each kind of step, means in ms without the slowest and fastest hundredth: ``step``, the
 period from a step's start to the next one's; parts of it; ``ours``, the time in headgate's code on the step thread, and
-of that capture's; CPU time of the step thread and of all other threads of the process.
+of that capture's and steering's (``steers``); ``decides``, what steering's half in the engine core takes; CPU time of the
+step thread and of all other threads of the process; ``gpu``, how long the GPU was busy with the step, and ``gpu gap``, how
+long it waited for the host before it.
 """
 
 from __future__ import annotations
@@ -48,8 +50,12 @@ SHOWN: dict[str, Callable[[Array], Array]] = {
     "ends": lambda each: column(each, "capture_ends"),
     "adds": lambda each: column(each, "capture_adds"),
     "finishes": lambda each: column(each, "capture_finishes"),
+    "steers": lambda each: total(each, "steering_begins", "steering_ends"),
+    "decides": lambda each: total(each, "orders", "takes", "decides"),
     "own cpu": lambda each: column(each, "own_cpu"),
     "other cpu": lambda each: column(each, "other_cpu"),
+    "gpu": lambda each: column(each, "gpu"),
+    "gpu gap": lambda each: column(each, "gpu_gap"),
 }
 
 
@@ -91,7 +97,10 @@ def read(folder: Path) -> dict[str, tuple[Array, Array]]:
 
 
 def middle(values: Array) -> float:
-    """Mean in ms without the ends."""
+    """Mean in ms without the ends, of the values that are known; NaN if none is."""
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return float("nan")
     low, high = np.percentile(values, [CUT, 100 - CUT])
     return float(1e3 * values[(values >= low) & (values <= high)].mean())
 

@@ -35,7 +35,7 @@ FEATURES: Mapping[str, frozenset[str]] = {
     "both": frozenset({"steering", "capture"}),
     "ops": frozenset({"steering", "ops", "gates"}),
     "no gates": frozenset({"steering", "ops", "no gates"}),
-    "controllers": frozenset({"steering", "ops", "controllers"}),
+    "controllers": frozenset({"steering", "ops", "gates", "controllers"}),
     "features": frozenset({"steering", "features"}),
     **{f"encode {name}": frozenset({"steering", f"encode {name}"}) for name in SIZES},
 }

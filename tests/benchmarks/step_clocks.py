@@ -2,14 +2,15 @@
 
 Loaded where `FOLDER` is set in the environment. It wraps methods of classes before there are instances, so what
 headgate wraps on instances lies around it, and what of a method's time is headgate's own is the difference between the
-two. Nothing is written while requests run. A step costs some 10 us more with it, stock's too.
+two. Events on a GPU's stream say how long it was busy with a step, and how long it waited for the host before that.
+Nothing is written while requests run. A step costs some 20 us more with it, stock's too.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 from importlib import import_module
@@ -39,10 +40,17 @@ PARTS = {
     "capture_ends": ("headgate.capture.session", "CaptureSession", ("step_ends",)),
     "capture_adds": ("headgate.capture.session", "CaptureSession", ("request_added",)),
     "capture_finishes": ("headgate.capture.session", "CaptureSession", ("request_finished",)),
+    "steering_begins": ("headgate.steering.worker.worker_steering", "WorkerSteering", ("step_begins",)),
+    "steering_ends": ("headgate.steering.worker.worker_steering", "WorkerSteering", ("step_ends",)),
+    "orders": ("headgate.steering.core.steering_core", "SteeringCore", ("orders",)),
+    "takes": ("headgate.steering.core.steering_core", "SteeringCore", ("take_readings",)),
+    "decides": ("headgate.steering.core.steering_core", "SteeringCore", ("decide",)),
 }
 """What is timed, and where it is; methods of other vLLMs may be missing. Each contains those it calls."""
-COLUMNS = (*FACTS, *PARTS, "own_cpu", "other_cpu")
-"""Of a record: seconds, but for the facts. ``own_cpu`` is the step thread's, ``other_cpu`` that of other threads."""
+COLUMNS = (*FACTS, *PARTS, "own_cpu", "other_cpu", "gpu", "gpu_gap")
+"""Of a record: seconds, but for the facts. ``own_cpu`` is the step thread's, ``other_cpu`` that of other threads.
+``gpu`` is from the first kernel of the step to the end of its sampling, ``gpu_gap`` from the last step's end to it; NaN
+without a GPU."""
 
 
 class Clocks:
@@ -58,6 +66,10 @@ class Clocks:
         self._now = dict.fromkeys(COLUMNS, 0.0)
         self._modes = ["idle"]
         self._mode = 0
+        self._events: list[tuple[Any, Any]] = []
+        """On the GPU's stream, of each record: in front of its step and behind it."""
+        self._begun: Any = None
+        self._ended: Any = None
 
     def timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """`method`, and its time under `name`."""
@@ -65,10 +77,14 @@ class Clocks:
         @wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
+            if name in ("execute", "execute_v1") and self._now["tokens"]:
+                self._begun = _event()
             try:
                 result = method(*args, **kwargs)
             finally:
                 self._now[name] += time.perf_counter() - began
+            if name in ("sample", "sample_v1") and self._now["tokens"]:
+                self._ended = _event()
             if name == "schedule":
                 self._scheduled(result)
             return result
@@ -81,6 +97,7 @@ class Clocks:
         @wraps(method)
         def run(core: Any, *args: Any, **kwargs: Any) -> Any:
             self._now = dict.fromkeys(COLUMNS, 0.0)
+            self._begun = self._ended = None
             started, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
             result = method(core, *args, **kwargs)
             own = time.thread_time() - thread
@@ -89,6 +106,7 @@ class Clocks:
             self._now |= {"own_cpu": own, "other_cpu": other}
             if self._now["tokens"]:
                 self._records.append(list(self._now.values()))
+                self._events.append((self._begun, self._ended))
             elif self._records and not core.scheduler.has_requests():
                 self._write()
             return result
@@ -100,7 +118,7 @@ class Clocks:
             params = new.sampling_params
             wire = (params.extra_args or {}).get("headgate") if params is not None else None
             specs = (wire or {}).get("capture", {}).get("specs", {})
-            name = "+".join(_title(*spec) for spec in sorted(specs.items())) or ("steered" if wire else "idle")
+            name = "+".join(_title(*spec) for spec in sorted(specs.items())) or _steered(wire)
             if name not in self._modes:
                 self._modes.append(name)
             self._mode = self._modes.index(name)
@@ -110,9 +128,45 @@ class Clocks:
 
     def _write(self) -> None:
         stem = self._folder / f"steps-{os.getpid()}-{time.monotonic_ns()}"
-        np.save(stem.with_suffix(".npy"), np.array(self._records))
+        made = np.array(self._records)
+        made[:, [COLUMNS.index("gpu"), COLUMNS.index("gpu_gap")]] = _gpu_seconds(self._events)
+        np.save(stem.with_suffix(".npy"), made)
         stem.with_suffix(".txt").write_text("\n".join(self._modes))
-        self._records = []
+        self._records, self._events = [], []
+
+
+def _event() -> Any:
+    """An event on the current stream; None without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _gpu_seconds(events: Sequence[tuple[Any, Any]]) -> list[tuple[float, float]]:
+    """Of each step whose events are given: how long the GPU was busy with it, and waited before it; NaN if unknown."""
+    found, earlier = [], None
+    for begun, ended in events:
+        if ended is not None:
+            ended.synchronize()
+        busy = begun.elapsed_time(ended) / 1e3 if begun is not None and ended is not None else np.nan
+        gap = earlier.elapsed_time(begun) / 1e3 if begun is not None and earlier is not None else np.nan
+        found.append((busy, gap))
+        earlier = ended
+    return found
+
+
+def _steered(wire: Mapping[str, Any] | None) -> str:
+    """How a request is steered, as a mode is called."""
+    if not wire:
+        return "idle"
+    parts = wire.get("parts", {}).get("steering", {})
+    if parts.get("rules"):
+        return "rules " + " ".join(parts["rules"])
+    return "programs" if any("program" in key for key in parts) else "steered"
 
 
 def _title(consumer: str, spec: Mapping[str, Any]) -> str:
