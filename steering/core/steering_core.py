@@ -249,6 +249,7 @@ class SteeringCore:
 
     def release(self, req_id: str) -> None:
         """Free the slots of a request, and forget it."""
+        self._readings.settle()
         self.reservations.release(req_id)
         self.forget(req_id)
 

@@ -55,11 +55,8 @@ class StepTable(NamedTuple):
     @classmethod
     def of(cls, readings: Mapping[str, Any]) -> StepTable:
         """Unpack what `headgate.steering.worker.gates.readings.SignalReadings.collect` made."""
-        ids, counts = readings["ids"], readings["counts"]
         signals = spread(readings["values"], readings["told"], readings["columns"])
-        # As many rows as requests, and none without a row.
-        has_one = len(signals) == len(ids) == np.count_nonzero(counts)
-        return cls(ids, readings["firsts"], counts, signals, has_one)
+        return cls(readings["ids"], readings["firsts"], readings["counts"], signals, readings["has_one_each"])
 
     def rows(self, wanted: Container[str]) -> Iterator[StepRows]:
         """Yield the rows of each of the requests that are wanted."""

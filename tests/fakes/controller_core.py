@@ -128,6 +128,7 @@ class Core:
                 "ids": tuple(names),
                 "firsts": np.full(count, self.services.position - 1, np.int64),
                 "counts": np.ones(count, np.int64),
+                "has_one_each": True,
                 "columns": columns,
                 "told": None,
                 "values": np.zeros((count, columns), np.float32),

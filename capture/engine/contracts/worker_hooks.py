@@ -222,7 +222,7 @@ class WorkerHooks:
 
     @hookspec
     def headgate_step_ends(self) -> None:
-        """Follow up a step whose forward was launched."""
+        """Follow up a step whose forward was launched, and its sampling if the runner samples apart from it."""
 
     @hookspec
     def headgate_step_readings(self) -> StepReadings | None:

@@ -128,6 +128,8 @@ class RunnerAdapter:
         self._needs_plain_steps = tuple(direct_questions(hooks.hook.headgate_needs_plain_steps).values())
         self._readings: dict[str, StepReadings] | None = None
         """Of the step that was launched last, until its output is there."""
+        self._is_to_follow_up = False
+        """Whether a step was launched that no part has followed up yet: its sampling comes first."""
         self._layout = layout_of(runner)
         self._live: set[str] = set()
         self._ended: set[str] = set()
@@ -140,8 +142,7 @@ class RunnerAdapter:
         self._watch("execute_model", self._execute_model)
         self._watch("_dummy_run", self._dummy_run)
         self._watch(self._layout.method, self._lay_out)
-        if self._readers:
-            self._watch("sample_tokens", self._sample_tokens)
+        self._watch("sample_tokens", self._sample_tokens)
         # The V1 runner leaves attention out of dummy steps, and its output uninitialised, unless it is told not to.
         takes = inspect.signature(runner._dummy_run).parameters
         self._with_attention = {"force_attention": True} if "force_attention" in takes else {}
@@ -179,22 +180,34 @@ class RunnerAdapter:
     ) -> object:
         if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
             return original(scheduler_output, *args, **kwargs)
+        self._follow_up()  # of a step that was never sampled: its rows are there until the next forward
         self._follow(scheduler_output)
         for part, orders in (getattr(scheduler_output, ORDERS_ATTRIBUTE, None) or {}).items():
             self._ordered(part, orders)
         self._is_laid_out = False
         self._readings = None
         result = original(scheduler_output, *args, **kwargs)
-        if not self._is_laid_out:
-            return result
-        self._step_ends()
-        if self._readers:
-            self._readings = self._read()
-        return result if result is None else self._complete(result)
+        self._is_to_follow_up = self._is_laid_out
+        if result is None:
+            return None
+        self._follow_up()
+        return self._complete(result)
 
     def _sample_tokens(self, original: Function, *args: object, **kwargs: object) -> object:
-        """Follow `execute_model`, which returns None and leaves the output of its step to this method."""
-        return self._complete(original(*args, **kwargs))
+        """Follow `execute_model`, which returns None and leaves the output of its step to this method.
+
+        What follows a step up comes behind its sampling, so that a GPU that waits for this thread has its work first.
+        """
+        result = original(*args, **kwargs)
+        self._follow_up()
+        return self._complete(result)
+
+    def _follow_up(self) -> None:
+        if self._is_to_follow_up:
+            self._is_to_follow_up = False
+            self._step_ends()
+            if self._readers:
+                self._readings = self._read()
 
     def _complete(self, output: object) -> object:
         if self._readings is None:

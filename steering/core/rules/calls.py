@@ -136,6 +136,7 @@ class RuleCalls:
 
     def _change(self, rules: Mapping[str, KeptRule]) -> None:
         """Have the workers and the state change to `rules`, between two steps."""
+        self._readings.settle()
         earlier = self._state.rules.all()
         self._tell("set_rules", self._to_workers(rules.values()), self._to_workers(earlier))
         self._state.rules.put(rules)

@@ -17,6 +17,9 @@ from headgate.steering.gates.layout import FOLLOWING
 from headgate.steering.gates.step_table import StepRows, StepTable
 from headgate.steering.gates.trace import GateSource, Note
 
+_AT_ONCE = 8
+"""Steps of generated rows that are counted together: one by one, each would find the processor's caches cold."""
+
 
 class StepReadings:
     """Follows requests through their steps' readings. Input thread adds requests, engine thread does everything else.
@@ -26,15 +29,16 @@ class StepReadings:
         latches: Where gates of conversations are latched; None if there are none.
 
     Attributes:
-        counts: Of rows.
         traces: Of requests whose traces are wanted.
         beside: Returns, by the id of a request, what is read of its rows beside its gates and rules.
     """
 
     def __init__(self, rules: RuleRegistry, latches: ConversationLatches | None = None) -> None:
-        self.counts = RowCounts()
         self.traces = StepTraces()
         self.beside: Callable[[str], Sequence[GateSource]] = lambda _: ()
+        self._counts = RowCounts()
+        self._uncounted: list[StepTable] = []
+        """The last steps; whatever acts on their rows acts still."""
         self._rules = rules
         self._latches = latches
         self._own: dict[str, OwnGates] = {}
@@ -49,6 +53,12 @@ class StepReadings:
         """Another one whenever a request is added or forgotten, on whatever thread, and whenever rules change."""
         self._decoded: tuple[object, DecodedRows] | None = None
         """`_known`, and whatever counts steps of generated rows, of the last step if that was one."""
+
+    @property
+    def counts(self) -> RowCounts:
+        """Of rows, those of the last step included."""
+        self.settle()
+        return self._counts
 
     @property
     def latches(self) -> dict[str, int]:
@@ -92,6 +102,12 @@ class StepReadings:
         if self.traces.is_followed(req_id):
             self.traces.change_rules(req_id, 0, self._sources(req_id))
 
+    def settle(self) -> None:
+        """Count the steps that were not counted yet; to be called before something acts no more, or acts anew."""
+        steps, self._uncounted = self._uncounted, []
+        for step in steps:
+            self._count(step)
+
     def change_rules(self, firsts: Mapping[str, int]) -> None:
         """Let the present rules act on each request from a position on."""
         self._known = object()
@@ -105,7 +121,7 @@ class StepReadings:
                 self.traces.change_rules(req_id, first, self._sources(req_id))
 
     def forget(self, req_id: str) -> None:
-        """Forget a request, if it is known."""
+        """Forget a request, if it is known; one that ran is to be settled before."""
         self.traces.forget(req_id)
         self._own.pop(req_id, None)
         self._latching.pop(req_id, None)
@@ -116,7 +132,9 @@ class StepReadings:
     def take(self, step: StepTable, discarded: Collection[str]) -> dict[str, Note]:
         """Return a piece of each request's trace, from what a step read; see `ReadingCore.take_readings`."""
         if self._own or self._rules.all():
-            self._count(step)
+            self._uncounted.append(step)
+            if not step.has_one_row_each or len(self._uncounted) == _AT_ONCE:
+                self.settle()
             self._latch_own(step, discarded)
         return self.traces.take(step, discarded)
 
@@ -127,14 +145,14 @@ class StepReadings:
             self._decoded[1].leave()
             self._decoded = None
         if self._decoded is None and step.has_one_row_each:
-            decoded = DecodedRows(step.ids, [*self._acting(step.ids)], self.counts)
+            decoded = DecodedRows(step.ids, [*self._acting(step.ids)], self._counts)
             self._decoded = (known, decoded) if decoded.counts(step) else None
         if self._decoded is not None:
             self._decoded[1].count(step.signals)
             return
         for rows in step.rows(self._own):
             if (own := self._own.get(rows.req_id)) is not None and len(rows.signals):
-                self.counts.add_gates(own.source, own.written(rows))
+                self._counts.add_gates(own.source, own.written(rows))
         if self._rules.all():
             self._count_rules(step)
 
@@ -173,11 +191,11 @@ class StepReadings:
                 is_member = np.zeros(len(ids), np.bool_)
                 is_member[members] = True
                 rows = signals[np.repeat(is_member, counts)]
-            self.counts.add_rules([rule for rule in rules if not rule.is_counted_apart], rows)
+            self._counts.add_rules([rule for rule in rules if not rule.is_counted_apart], rows)
             for rule in (rule for rule in rules if rule.is_counted_apart):
                 for at in members:
                     told = StepRows(ids[at], int(firsts[at]), signals[ends[at] - int(counts[at]) : ends[at]])
-                    self.counts.rules[rule.name] += sum(self._written(rule, told.req_id).count(told))
+                    self._counts.rules[rule.name] += sum(self._written(rule, told.req_id).count(told))
 
     def _written(self, rule: KeptRule, req_id: str) -> Written:
         """Return what counts the rows of a request that a rule wrote whose strength may act on the row behind."""

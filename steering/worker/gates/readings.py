@@ -20,6 +20,7 @@ from headgate.steering.gates.layout import FOLLOWING
 from headgate.steering.gates.step_table import spread
 from headgate.steering.programs.gate_codes import TokenFlag
 from headgate.steering.vectors.dtypes import Float32Rows
+from headgate.steering.worker.gates.pinned_copies import PinnedCopies, PinnedCopy
 from headgate.steering.worker.gates.requests import GatedBatch, GatedRequest, GateRows
 
 
@@ -57,6 +58,7 @@ class SignalRows:
         signals: float32 ``[T, C]``, as the forward writes them.
         batch_rows: int64 ``[N]``.
         columns: The columns that are read.
+        copies: Makes the copies; None where the signals are on the host.
 
     Attributes:
         batch_rows: As given.
@@ -65,27 +67,26 @@ class SignalRows:
         told: int64 ``[K]``: the columns that are copied; None if all are.
     """
 
-    def __init__(self, signals: Tensor, batch_rows: Int64Array, columns: ToldColumns) -> None:
+    def __init__(
+        self, signals: Tensor, batch_rows: Int64Array, columns: ToldColumns, copies: PinnedCopies | None
+    ) -> None:
         self.batch_rows, self.columns, self.num_columns = batch_rows, columns, signals.shape[1]
         are_first = np.array_equal(batch_rows, np.arange(len(batch_rows)))
         self._signals = signals[: len(batch_rows)] if are_first else signals
         self._index = None if are_first else torch.from_numpy(batch_rows).to(signals.device)
         is_large = len(batch_rows) * self.num_columns * signals.element_size() > LARGE_BYTES
         self.told: Int64Array | None = columns.columns if is_large else None
-        self._is_cuda = signals.device.type == "cuda"
+        self._copies = copies
 
-    def copy(self) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Copy them to the host, on the current stream; returns the copy, and what happens when it is there."""
+    def copy(self) -> PinnedCopy | Float32Rows:
+        """Copy them to the host, on the current stream; returns the copy, or one that is under way."""
         found = self._signals if self._index is None else self._signals[self._index]
         if self.told is not None:
             found = found.index_select(1, self.columns.on_device)
-        if not self._is_cuda:
-            return (found.clone() if found is self._signals else found), None
-        pinned = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-        pinned.copy_(found, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        return pinned, done
+        if self._copies is not None:
+            return self._copies.start(found)
+        values: Float32Rows = (found.clone() if found is self._signals else found).numpy()
+        return values
 
 
 class StepSignals:
@@ -103,17 +104,15 @@ class StepSignals:
 
     def __init__(self, rows: GateRows, copied: SignalRows) -> None:
         self.rows, self.num_columns, self.told = rows, copied.num_columns, copied.told
-        self._values, self._done = copied.copy()
+        self._values = copied.copy()
         self._lock = Lock()
 
     def values(self) -> Float32Rows:
         """Return the signals ``[N, len(told)]`` of the rows, or ``[N, C]``; waits for the copy."""
         with self._lock:
-            if self._done is not None:
-                self._done.synchronize()
-                self._done = None
-        values: Float32Rows = self._values.numpy()
-        return values
+            if isinstance(self._values, PinnedCopy):
+                self._values = self._values.take()
+            return self._values
 
     def of(self, req_id: str) -> tuple[int, Float32Rows]:
         """Return position of the first row, and the signals ``[n, C]``, of one of the requests."""
@@ -136,14 +135,16 @@ class SignalReadings:
     def collect(self) -> dict[str, Any]:
         """Return the requests, the position of the first row and the number of rows of each, and their signals.
 
-        ``ids`` are a tuple; ``firsts`` and ``counts`` int64 ``[G]``. ``values``, float32, are the signals of all rows,
-        in all ``columns`` if ``told`` is None, else in those whose indices it has, int64 ``[K]``.
+        ``ids`` are a tuple; ``firsts`` and ``counts`` int64 ``[G]``; ``has_one_each`` says that all counts are 1.
+        ``values``, float32, are the signals of all rows, in all ``columns`` if ``told`` is None, else in those whose
+        indices it has, int64 ``[K]``.
         """
         rows, values, told = self._signals.rows, self._signals.values(), self._signals.told
         return {
             "ids": rows.req_ids,
             "firsts": rows.firsts,
             "counts": rows.counts,
+            "has_one_each": rows.has_one_each,
             "columns": self._signals.num_columns,
             "told": told,
             "values": values,

@@ -113,12 +113,14 @@ class GateRows(NamedTuple):
         starts: int64 ``[G]``: first batch row of each.
         firsts: int64 ``[G]``: position of that row.
         counts: int64 ``[G]``: rows of each.
+        has_one_each: Whether each request has one row.
     """
 
     req_ids: tuple[str, ...]
     starts: Int64Array
     firsts: Int64Array
     counts: Int64Array
+    has_one_each: bool
 
     @property
     def batch_rows(self) -> Int64Array:
@@ -137,7 +139,7 @@ class GateRows(NamedTuple):
         return behind
 
     def _spread(self, firsts: Int64Array) -> Int64Array:
-        if not np.count_nonzero(self.counts != 1):
+        if self.has_one_each:
             return firsts
         before = np.cumsum(self.counts) - self.counts
         spread: Int64Array = np.repeat(firsts - before, self.counts) + np.arange(int(self.counts.sum()))
@@ -233,7 +235,7 @@ class GatedBatch:
     def rows(self, view: BatchView) -> GateRows:
         """Return the rows of a step of this batch."""
         starts, firsts, counts = map(self._of_ours, (view.starts, view.num_computed, view.num_scheduled))
-        return GateRows(self.gated_ids, starts, firsts, counts)
+        return GateRows(self.gated_ids, starts, firsts, counts, has_one_each=bool((counts == 1).all()))
 
     def firsts(self, view: BatchView) -> Int64Array:
         """Return the position of the first row of each request in a step of this batch, int64 ``[G]``."""
@@ -250,7 +252,7 @@ class GatedBatch:
 
     def is_decoding(self, rows: GateRows) -> bool:
         """Whether each request has one generated row that goes on from its states."""
-        return not self._is_new.any() and bool((rows.counts == 1).all() and (rows.firsts >= self._num_prompt).all())
+        return not self._is_new.any() and rows.has_one_each and bool((rows.firsts >= self._num_prompt).all())
 
     def take_flags(self, rows: GateRows) -> Int32Array:
         """Return the flags of a step's rows, int32 ``[N]``; new slots count as known from here on."""

@@ -12,6 +12,7 @@ from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
 from headgate.steering.gates.coefficient_changes import CoefficientChanges
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.driven import DrivenStrengths, Places
+from headgate.steering.worker.gates.pinned_copies import PinnedCopies
 from headgate.steering.worker.gates.readings import GateHistory, SignalReadings, SignalRows, StepSignals, ToldColumns
 from headgate.steering.worker.gates.reference import FLAGS, SLOT, GateTensors
 from headgate.steering.worker.gates.requests import (
@@ -80,6 +81,7 @@ class StepGates:
         self._new_columns: list[tuple[int, int]] = []
         self._slots = GateSlots(num_slots)
         self._history = GateHistory()
+        self._copies = PinnedCopies() if device.type == "cuda" else None
         self._driven = DrivenStrengths(num_slots, num_columns)
         self._tokens = np.zeros((max_tokens, 2), np.int32)
         """As the device has them after the writes."""
@@ -229,8 +231,10 @@ class StepGates:
         """Return the rows of a step whose signals are to be copied; indices that the device has are not sent again."""
         signals, known, index = self.tensors.signals, self._copied, rows.batch_rows
         if known is None or not np.array_equal(known.columns.columns, batch.told):
-            return SignalRows(signals, index, ToldColumns(batch.told, signals.device))
-        return known if np.array_equal(known.batch_rows, index) else SignalRows(signals, index, known.columns)
+            return SignalRows(signals, index, ToldColumns(batch.told, signals.device), self._copies)
+        if np.array_equal(known.batch_rows, index):
+            return known
+        return SignalRows(signals, index, known.columns, self._copies)
 
     def readings(self) -> SignalReadings | None:
         """Return what the engine core is told of the step that ended; None if nothing."""

@@ -167,6 +167,7 @@ def readings(req_id: str, first: int, signals: np.ndarray) -> dict[str, Any]:
         "ids": (req_id,),
         "firsts": np.array([first]),
         "counts": np.array([len(signals)]),
+        "has_one_each": len(signals) == 1,
         "columns": signals.shape[1],
         "told": None,
         "values": signals.astype(np.float32),

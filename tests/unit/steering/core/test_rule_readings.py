@@ -33,6 +33,7 @@ def readings(*rows: tuple[str, int, list[dict[int, float]]]) -> StepTable:
         "ids": tuple(req_id for req_id, *_ in rows),
         "firsts": np.array([first for _, first, _ in rows], np.int64),
         "counts": np.array([len(told) for *_, told in rows], np.int64),
+        "has_one_each": all(len(told) == 1 for *_, told in rows),
         "columns": COLUMNS,
         "told": None,
         "values": values,
@@ -188,6 +189,8 @@ def test_steps_of_single_rows_are_counted_and_traced_as_others_are(
         for notes, each, table in zip(traces, (alone, beside), steps, strict=True):
             for req_id, note in each.take(table, {"0"} if step == stale else ()).items():
                 notes[req_id].append(note)
+        if step in (change, 6):
+            _ = [each.settle() for each in (alone, beside)]
         if step == change:
             rules.on("late", **scoped(scopes[0] if scopes[0] == "from before" else "this_token"))
             _ = [each.change_rules(dict.fromkeys(ids, 2 + step + 2)) for each in (alone, beside)]

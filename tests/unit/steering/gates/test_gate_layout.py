@@ -103,6 +103,7 @@ def test_readings_are_parted_by_request():
         "ids": ("a", "b"),
         "firsts": np.array([7, 0]),
         "counts": np.array([1, 2]),
+        "has_one_each": False,
         "columns": 2,
         "told": None,
         "values": values,

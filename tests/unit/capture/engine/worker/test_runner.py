@@ -59,6 +59,9 @@ class V1Runner:
         )
         return "logits_indices", None
 
+    def sample_tokens(self, grammar_output):
+        return None
+
     def _dummy_run(self, num_tokens):
         return num_tokens
 
@@ -80,6 +83,9 @@ class V2Runner:
             query_start_loc_np=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
             num_computed_tokens_np=np.array(scheduler_output.computed, dtype=np.int32),
         )
+
+    def sample_tokens(self, grammar_output):
+        return None
 
     def _dummy_run(self, num_tokens):
         self.execute_model(step(), dummy_run=True)
@@ -107,6 +113,12 @@ def step(order=(), counts=(), computed=(), new=(), finished=(), finals=None):
     return made
 
 
+def run(runner, output):
+    """A step as an engine runs it."""
+    runner.execute_model(output)
+    runner.sample_tokens(None)
+
+
 @pytest.fixture(params=[V1Runner, V2Runner], ids=["v1", "v2"])
 def runner(request):
     return request.param()
@@ -120,7 +132,7 @@ def recorder(runner):
 
 
 def test_the_view_is_the_batch_as_the_runner_laid_it_out(runner, recorder):
-    runner.execute_model(step(["b", "a"], [1, 5], [7, 0], new=[request("a", 5), request("b", 3)]))
+    run(runner, step(["b", "a"], [1, 5], [7, 0], new=[request("a", 5), request("b", 3)]))
 
     assert recorder.calls == [
         ("added", "a", 5),
@@ -131,13 +143,28 @@ def test_the_view_is_the_batch_as_the_runner_laid_it_out(runner, recorder):
     assert recorder.token_ids == "tokens on the device"
 
 
+def test_a_step_is_followed_up_behind_its_sampling(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    assert [call[0] for call in recorder.calls] == ["added", "begins"]
+
+    runner.sample_tokens(None)
+    assert [call[0] for call in recorder.calls] == ["added", "begins", "ends"]
+
+
+def test_a_step_that_is_never_sampled_is_followed_up_before_the_next(runner, recorder):
+    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    run(runner, step(["a"], [1], [4], new=[request("b", 4)]))
+
+    assert [call[0] for call in recorder.calls] == ["added", "begins", "ends", "added", "begins", "ends"]
+
+
 def test_the_runner_keeps_nothing_of_what_a_request_brought(runner, recorder):
     new = request("a", 5)
     theirs = new.sampling_params
 
     for _ in range(2):  # the second time as the V2 runner sees it after a preemption
         new.sampling_params = theirs
-        runner.execute_model(step(["a"], [5], [0], new=[new]))
+        run(runner, step(["a"], [5], [0], new=[new]))
 
         assert new.sampling_params.extra_args == {"headgate": {"v": 1}}
     assert theirs.extra_args == {"headgate": {"capture": "asks"}}
@@ -145,72 +172,72 @@ def test_the_runner_keeps_nothing_of_what_a_request_brought(runner, recorder):
 
 
 def test_steps_without_our_requests_are_not_told(runner, recorder):
-    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4, wire=None)]))
-    runner.execute_model(step(["a"], [1], [4], finished=["unknown"]))
+    run(runner, step(["a"], [4], [0], new=[request("a", 4, wire=None)]))
+    run(runner, step(["a"], [1], [4], finished=["unknown"]))
 
     assert recorder.calls == []
 
 
 def test_after_the_last_of_our_requests_one_empty_step_is_told(runner, recorder):
-    runner.execute_model(step(["a", "x"], [4, 2], [0, 0], new=[request("a", 4), request("x", 2, wire=None)]))
+    run(runner, step(["a", "x"], [4, 2], [0, 0], new=[request("a", 4), request("x", 2, wire=None)]))
     recorder.calls.clear()
 
-    runner.execute_model(step(["x"], [1], [2], finished=["a"], finals={"a": (4, [1, 2, 3, 4, 5], "length")}))
-    runner.execute_model(step(["x"], [1], [3]))
+    run(runner, step(["x"], [1], [2], finished=["a"], finals={"a": (4, [1, 2, 3, 4, 5], "length")}))
+    run(runner, step(["x"], [1], [3]))
 
     assert recorder.calls == [("finished", "a", (4, "length")), ("begins", None)]
 
 
 def test_a_request_whose_end_only_the_front_end_knows_is_finished_when_it_has_said_so(runner, recorder):
-    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    run(runner, step(["a"], [4], [0], new=[request("a", 4)]))
     recorder.calls.clear()
 
-    runner.execute_model(step(finished=["a"], finals={"a": None}))
+    run(runner, step(finished=["a"], finals={"a": None}))
     assert recorder.calls == []
 
-    runner.execute_model(step(finals={"a": (4, [1, 2, 3, 4, 5, 6], "stop")}))
+    run(runner, step(finals={"a": (4, [1, 2, 3, 4, 5, 6], "stop")}))
     assert recorder.calls == [("finished", "a", (5, "stop"))]
 
 
 def test_a_request_that_begins_again_before_its_end_is_known_has_no_known_end(runner, recorder):
-    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
-    runner.execute_model(step(finished=["a"], finals={"a": None}))
+    run(runner, step(["a"], [4], [0], new=[request("a", 4)]))
+    run(runner, step(finished=["a"], finals={"a": None}))
     recorder.calls.clear()
 
-    runner.execute_model(step(["a"], [2], [0], new=[request("a", 2)]))
+    run(runner, step(["a"], [2], [0], new=[request("a", 2)]))
 
     assert recorder.calls[:2] == [("finished", "a", None), ("added", "a", 2)]
 
 
 def test_an_id_that_ends_and_begins_again_in_one_step_ends_first(runner, recorder):
-    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    run(runner, step(["a"], [4], [0], new=[request("a", 4)]))
     recorder.calls.clear()
 
-    runner.execute_model(step(["a"], [2], [0], new=[request("a", 2)], finished=["a"]))
+    run(runner, step(["a"], [2], [0], new=[request("a", 2)], finished=["a"]))
 
     assert [call[0] for call in recorder.calls] == ["finished", "added", "begins", "ends"]
 
 
 def test_a_preempted_request_that_comes_back_as_new_keeps_its_state(runner, recorder):
-    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    run(runner, step(["a"], [4], [0], new=[request("a", 4)]))
     recorder.calls.clear()
 
-    runner.execute_model(step(["a"], [3], [0], new=[request("a", 4)]))
+    run(runner, step(["a"], [3], [0], new=[request("a", 4)]))
 
     assert recorder.calls == [("begins", ("a",), [0], [3], [0]), ("ends",)]
 
 
 def test_a_step_without_tokens_ends_nothing_twice(runner, recorder):
-    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    run(runner, step(["a"], [4], [0], new=[request("a", 4)]))
     recorder.calls.clear()
 
-    runner.execute_model(step())
+    run(runner, step())
 
     assert recorder.calls == []
 
 
 def test_dummy_runs_see_no_request(runner, recorder):
-    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    run(runner, step(["a"], [4], [0], new=[request("a", 4)]))
     recorder.calls.clear()
 
     runner._dummy_run(8)
@@ -219,7 +246,7 @@ def test_dummy_runs_see_no_request(runner, recorder):
 
 
 def test_the_self_test_may_prepare_its_own_step(runner, recorder):
-    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    run(runner, step(["a"], [4], [0], new=[request("a", 4)]))
     recorder.calls.clear()
 
     runner.adapter.run_dummy(8)
@@ -267,14 +294,14 @@ def follower(runner):
 
 
 def test_plain_requests_are_told_to_who_follows_them_and_their_steps_when_they_concern_it(runner, follower):
-    runner.execute_model(step(["x"], [4], [0], new=[request("x", 4, wire=None)]))
+    run(runner, step(["x"], [4], [0], new=[request("x", 4, wire=None)]))
     assert follower.calls == [("plain", "x", 4)]
 
     follower.is_concerned = True
-    runner.execute_model(step(["x"], [1], [4]))
+    run(runner, step(["x"], [1], [4]))
     follower.is_concerned = False
-    runner.execute_model(step(["x"], [1], [5]))
-    runner.execute_model(step(finished=["x"]))
+    run(runner, step(["x"], [1], [5]))
+    run(runner, step(finished=["x"]))
 
     assert follower.calls[1:] == [
         ("begins", ("x",), [0], [1], [4]),
@@ -286,19 +313,19 @@ def test_plain_requests_are_told_to_who_follows_them_and_their_steps_when_they_c
 
 def test_a_preempted_plain_request_is_added_once(runner, follower):
     for _ in range(2):
-        runner.execute_model(step(["x"], [4], [0], new=[request("x", 4, wire=None)]))
+        run(runner, step(["x"], [4], [0], new=[request("x", 4, wire=None)]))
 
     assert follower.calls == [("plain", "x", 4)]
 
 
 def test_a_request_stops_at_once_also_where_its_end_is_not_known_yet(runner, follower):
-    runner.execute_model(step(["a"], [4], [0], new=[request("a", 4)]))
+    run(runner, step(["a"], [4], [0], new=[request("a", 4)]))
     follower.calls.clear()
 
-    runner.execute_model(step(finished=["a"], finals={"a": None}))
+    run(runner, step(finished=["a"], finals={"a": None}))
     assert follower.calls == [("stopped", "a")]
 
-    runner.execute_model(step(finals={"a": (4, [1, 2, 3, 4, 5, 6], "stop")}))
+    run(runner, step(finals={"a": (4, [1, 2, 3, 4, 5, 6], "stop")}))
     assert follower.calls == [("stopped", "a"), ("finished", "a", (5, "stop"))]
 
 
@@ -306,7 +333,7 @@ def test_a_plain_request_may_come_as_embeddings(runner, follower):
     new = request("x", 0, wire=None)
     new.prompt_token_ids, new.prompt_embeds = None, np.zeros((7, 2))
 
-    runner.execute_model(step(["x"], [7], [0], new=[new]))
+    run(runner, step(["x"], [7], [0], new=[new]))
 
     assert follower.calls == [("plain", "x", 7)]
 

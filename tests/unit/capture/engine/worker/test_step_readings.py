@@ -240,7 +240,7 @@ def test_the_output_that_all_empty_steps_share_stays_as_it_is() -> None:
     assert told(EMPTY_MODEL_RUNNER_OUTPUT) is None
 
 
-def test_a_runner_that_samples_in_another_way_is_refused_where_steps_are_read() -> None:
+def test_a_runner_that_samples_in_another_way_is_refused() -> None:
     runner = SimpleNamespace(execute_model=None, _dummy_run=None, _prepare_inputs=None)
     runner.execute_model = runner._dummy_run = runner._prepare_inputs = lambda: None
 
