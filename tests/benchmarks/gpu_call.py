@@ -137,7 +137,7 @@ DISK = Step(
 """How fast the disk for captures takes 2 GB."""
 
 
-RING = tuple(f"tests/gpu/test_{name}_cuda.py" for name in ("staging", "staging_stress", "readouts"))
+RING = tuple(f"tests/gpu/test_{name}_cuda.py" for name in ("staging", "staging_stress", "readouts", "signals"))
 ON_TWO = ("--variants", "stock", "both", *FEW)
 TESTS = {
     "check": [
@@ -203,7 +203,7 @@ def steps_of(call: str, model: str) -> list[Step]:
         "controllers": [
             http("controllers", ["decode"], LIMIT_S, "--servers", *CONTROLLER_SERVERS, "--modes", *CONTROLLER_MODES)
         ],
-        "gate-steps": [steps("gate-steps", "decode", LIMIT_S, "--modes", *GATE_STEPS_MODES, server="controllers")],
+        "gate-steps": [steps("gate-steps", "decode-512", LIMIT_S, "--modes", *GATE_STEPS_MODES, server="controllers")],
         "saes": [http("saes", ["decode"], LIMIT_S, "--servers", *SAE_SERVERS, "--modes", *SAE_MODES)],
         "http-main": [DISK, http("http-main", ["chat", "decode"], LIMIT_S, *three)],
         "suite": [DISK, suite(model, LIMIT_S, *engines, *own)],

@@ -4,10 +4,10 @@
 known to some microseconds where tokens per second scatter by several per cent. The options are the suite's.
 
 Prints, for each mode and each kind of step, means in ms without the slowest and fastest hundredth: ``step``, the
-period from a step's start to the next one's; parts of it; ``ours``, the time in headgate's code on the step thread, and
-of that capture's and steering's (``steers``); ``decides``, what steering's half in the engine core takes; CPU time of
-the step thread and of all other threads of the process; ``gpu``, how long the GPU was busy with the step, and
-``gpu gap``, how long it waited for the host before it.
+period from a step's start to the next one's, and its percentiles; parts of it; ``ours``, the time in headgate's code
+on the step thread, and of that capture's and steering's (``steers``); ``decides``, what steering's half in the engine
+core takes; CPU time of the step thread and of all other threads of the process; ``gpu``, how long the GPU was busy
+with the step, and ``gpu gap``, how long it waited for the host before it. Writes all records to OUT/steps.npz.log.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ MOST_REQUESTS = 2
 """Arriving in a step, for it to count: more come at the start of a round only."""
 CUT = 1.0
 """Per cent of steps that are left out at either end."""
+PERCENTILES = (10, 50, 90, 95, 99)
+"""Of the periods."""
 
 
 def column(records: Array, name: str) -> Array:
@@ -107,7 +109,8 @@ def middle(values: Array) -> float:
 
 def table(folder: Path, in_flight: int) -> str:
     """Of all servers under `folder`."""
-    lines = [f"{'ms':28}{'steps':>7}{'step':>9}" + "".join(f"{name:>10}" for name in SHOWN)]
+    head = "".join(f"{name:>9}" for name in ("step", *(f"p{at}" for at in PERCENTILES)))
+    lines = [f"{'ms':28}{'steps':>7}{head}" + "".join(f"{name:>10}" for name in SHOWN)]
     for kind, is_kind in KINDS.items():
         for server in sorted(each for each in folder.iterdir() if each.is_dir()):
             for name, (records, periods) in sorted(read(server).items()):
@@ -116,7 +119,8 @@ def table(folder: Path, in_flight: int) -> str:
                     continue
                 shown = "".join(f"{middle(what(records[picks])):10.3f}" for what in SHOWN.values())
                 title = f"{kind} {server.name} {name}"
-                lines.append(f"{title:28}{len(picks):7}{middle(periods[picks]):9.3f}{shown}")
+                spread = "".join(f"{1e3 * each:9.3f}" for each in np.percentile(periods[picks], PERCENTILES))
+                lines.append(f"{title:28}{len(picks):7}{middle(periods[picks]):9.3f}{spread}{shown}")
     return "\n".join(lines)
 
 
@@ -127,7 +131,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = suite_http.main(arguments)
     in_flight = max(suite_http.SHAPES[name].in_flight for name in options.shapes)
     print(table(options.out / "steps", in_flight), flush=True)
+    keep(options.out / "steps", options.out / "steps.npz.log")
     return status
+
+
+def keep(folder: Path, target: Path) -> None:
+    """Write all records, float32, to one compressed file, under a name that `gpu_call` brings home."""
+    found = {}
+    for path in sorted(folder.glob("*/*.npy")):
+        name = f"{path.parent.name}/{path.stem}"
+        found[name] = np.load(path)
+        found[name][:, COLUMNS.index("started")] -= found[name][0, COLUMNS.index("started")]
+        found[f"{name}/modes"] = np.array(path.with_suffix(".txt").read_text().splitlines())
+    with target.open("wb") as file:
+        np.savez_compressed(file, **{k: v if v.dtype.kind == "U" else v.astype(np.float32) for k, v in found.items()})
 
 
 if __name__ == "__main__":

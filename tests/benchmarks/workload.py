@@ -57,11 +57,13 @@ SHAPES = {
     "chat": Shape(in_flight=16, requests=96, prompt=256, tokens=128),
     "prefill": Shape(in_flight=16, requests=16, prompt=4096, tokens=1),
     "decode": Shape(in_flight=64, requests=64, prompt=128, tokens=1024),
+    "decode-512": Shape(in_flight=64, requests=64, prompt=128, tokens=512),
     "crowd": Shape(in_flight=256, requests=512, prompt=256, tokens=128),
     "short": Shape(in_flight=16, requests=48, prompt=256, tokens=128),
     "tiny": Shape(in_flight=2, requests=4, prompt=24, tokens=4),
 }
-"""``chat`` is the landscape's, but for the lengths; ``short`` is that in short turns; ``tiny`` tries the benchmark."""
+"""``chat`` is the landscape's, but for the lengths; ``short`` is that in short turns, as ``decode-512`` is ``decode``;
+``tiny`` tries the benchmark."""
 
 
 @dataclass(frozen=True)

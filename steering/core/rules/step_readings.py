@@ -17,8 +17,9 @@ from headgate.steering.gates.layout import FOLLOWING
 from headgate.steering.gates.step_table import StepRows, StepTable
 from headgate.steering.gates.trace import GateSource, Note
 
-_AT_ONCE = 8
-"""Steps of generated rows that are counted together: one by one, each would find the processor's caches cold."""
+_AT_ONCE = 7
+"""Steps of generated rows that are counted together: one by one, each would find the processor's caches cold. Blocks
+have a power of two of tokens, and a step in which requests need new ones is long enough."""
 
 
 class StepReadings:

@@ -42,7 +42,14 @@ class ToldColumns:
     @cached_property
     def on_device(self) -> Tensor:
         """The same on the device: sent when they are needed first."""
-        return torch.from_numpy(self.columns).to(self._device)
+        return _sent(self.columns, self._device)
+
+
+def _sent(index: Int64Array, device: torch.device) -> Tensor:
+    """Return an index on a device. From memory that is not pinned, the copy would wait for all that was launched."""
+    if device.type != "cuda":
+        return torch.from_numpy(index)
+    return torch.from_numpy(index).pin_memory().to(device, non_blocking=True)
 
 
 LARGE_BYTES = 64 << 10
@@ -73,7 +80,7 @@ class SignalRows:
         self.batch_rows, self.columns, self.num_columns = batch_rows, columns, signals.shape[1]
         are_first = np.array_equal(batch_rows, np.arange(len(batch_rows)))
         self._signals = signals[: len(batch_rows)] if are_first else signals
-        self._index = None if are_first else torch.from_numpy(batch_rows).to(signals.device)
+        self._index = None if are_first else _sent(batch_rows, signals.device)
         is_large = len(batch_rows) * self.num_columns * signals.element_size() > LARGE_BYTES
         self.told: Int64Array | None = columns.columns if is_large else None
         self._copies = copies

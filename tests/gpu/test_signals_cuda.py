@@ -1,0 +1,49 @@
+"""Signals of gates on their way to the host from a GPU: those of their own step, and nothing that waits for it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+
+from headgate.steering.worker.gates.pinned_copies import PinnedCopies
+from headgate.steering.worker.gates.readings import SignalRows, ToldColumns
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+NUM_COLUMNS = 96
+SLEEP_CYCLES = 2_000_000
+
+
+@pytest.mark.parametrize("num_rows", [64, 4096], ids=["all columns", "told columns"])
+@pytest.mark.parametrize("first", [0, 3])
+def test_copies_are_of_their_own_step_and_nothing_waits(num_rows: int, first: int) -> None:
+    """The step thread is far ahead of the GPU, and buffers are used again."""
+    device = torch.device("cuda")
+    signals = torch.zeros(num_rows + first, NUM_COLUMNS, device=device)
+    expected = torch.arange(signals.numel(), device=device, dtype=torch.float32).view_as(signals)
+    columns, batch_rows = np.array([1, 2, 50], np.int64), np.arange(first, first + num_rows)
+    copies, under_way = PinnedCopies(), deque[tuple[int, SignalRows, object]]()
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(40):
+            torch.cuda._sleep(SLEEP_CYCLES)
+            torch.add(expected, step, out=signals)
+            rows = SignalRows(signals, batch_rows, ToldColumns(columns, device), copies)
+            under_way.append((step, rows, rows.copy()))
+            if len(under_way) > 3:
+                check(*under_way.popleft(), first)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    while under_way:
+        check(*under_way.popleft(), first)
+
+
+def check(step: int, rows: SignalRows, copy: object, first: int) -> None:
+    found = copy.take()  # type: ignore[attr-defined]
+    table = np.arange((first + len(rows.batch_rows)) * NUM_COLUMNS, dtype=np.float32).reshape(-1, NUM_COLUMNS)
+    told = table[first:] if rows.told is None else table[first:][:, rows.told]
+    np.testing.assert_array_equal(found, told + step)
