@@ -73,7 +73,10 @@ CONTROLLER_MODES = ("stock", "ops idle", "controllers idle", "controllers watch"
 GATE_STEPS_MODES = ("stock", "ops idle", "1 vector", "1 gate", *CONTROLLER_MODES[3:])
 SAE_SERVERS = ("stock", "features", "encode 16k", "encode 65k")
 SAE_MODES = ("stock", "features idle", "16 features", "encode 16k idle", "encode 16k", "encode 65k idle", "encode 65k")
-CROWD_MODES = ("stock", "both idle", "last_prompt", "1 layer", "4 layers", "all layers")
+CROWD_SERVERS = ("stock", "both", "wide")
+CROWD_MODES = ("stock", "both idle", "last_prompt", "1 layer", "4 layers", "all layers", "all layers, wide")
+CROWD_SETTING = ("--kv-gib", "16", "--capture-params", "memory_bytes=25769803776")
+"""Among others, memory for the rows of running requests; see docs/performance.md."""
 INLINE_MODES = ("stock", "both idle", "16 configs", "16 msgpack", "256 configs", "256 msgpack")
 
 
@@ -160,9 +163,9 @@ TESTS = {
     "memory": [pytest_step("memory", 450, "tests/gpu/test_memory_gpu.py", lines=24)],
     "http-crowd": [
         DISK,
-        http("http-crowd", ["crowd"], LIMIT_S, "--kv-gib", "16", "--servers", "stock", "both", "--modes", *CROWD_MODES),
+        http("http-crowd", ["crowd"], LIMIT_S, *CROWD_SETTING, "--servers", *CROWD_SERVERS, "--modes", *CROWD_MODES),
     ],
-    "crowd-steps": [steps("crowd-steps", "crowd", LIMIT_S, "--kv-gib", "16", "--modes", *CROWD_MODES)],
+    "crowd-steps": [steps("crowd-steps", "crowd", LIMIT_S, *CROWD_SETTING, "--modes", *CROWD_MODES, server="wide")],
     "parallel": [pytest_step("two-gpus", 400, "tests/gpu/test_parallel_gpu.py", lines=16)],
     "parallel-cost": [suite("tensor", 280, "--tp", "2", *ON_TWO), suite("pipeline", 280, "--pp", "2", *ON_TWO)],
 }

@@ -33,6 +33,7 @@ FEATURES: Mapping[str, frozenset[str]] = {
     "steering": frozenset({"steering"}),
     "capture": frozenset({"capture"}),
     "both": frozenset({"steering", "capture"}),
+    "wide": frozenset({"steering", "capture", "wide"}),
     "ops": frozenset({"steering", "ops", "gates"}),
     "no gates": frozenset({"steering", "ops", "no gates"}),
     "controllers": frozenset({"steering", "ops", "gates", "controllers"}),
@@ -40,7 +41,8 @@ FEATURES: Mapping[str, frozenset[str]] = {
     **{f"encode {name}": frozenset({"steering", f"encode {name}"}) for name in SIZES},
 }
 """What each server is configured for. ``stock`` loads no plugin at all, ``installed`` loads headgate unconfigured,
-``ops``, ``no gates`` and ``controllers`` have `operations.op_sites`, and the others an SAE of `saes`."""
+``ops``, ``no gates`` and ``controllers`` have `operations.op_sites`, ``wide`` has room for bursts of prompts
+(`wide_section`), and the others an SAE of `saes`."""
 
 SINKS = {"forget": "tests.benchmarks.sinks:ForgettingConsumer", "cut": "tests.benchmarks.sinks:CuttingConsumer"}
 """Consumers that do a part of what ``filesystem`` does."""
@@ -162,6 +164,15 @@ class Server:
         """Throw away what was captured; the next captures must go under another tag, since shards are still open."""
         for path in [*self.files.glob("run*"), *self.files.glob("far/run*")]:  # the tags of `workload`
             shutil.rmtree(path)
+
+
+WIDE_STAGING_BYTES = 8 << 30
+
+
+def wide_section(command: Sequence[str]) -> dict[str, int]:
+    """Capture's section of a server that takes bursts of prompts: two full steps on the device, several on the host."""
+    step_rows = int(command[list(command).index("--max-num-batched-tokens") + 1])
+    return {"ring_rows": 2 * step_rows, "staging_bytes": WIDE_STAGING_BYTES}
 
 
 def stop(servers: Sequence[Server], patience_s: float = 15) -> None:
@@ -290,6 +301,8 @@ def start(
     if "capture" in FEATURES[name]:
         flags += ["--capture-consumers", ",".join(filter(None, [f"filesystem:root={own_files}", params]))]
         flags += [f"{OTHERS[other]}root={own_files / other}" for other in others]
+    if "wide" in FEATURES[name]:
+        flags += ["--additional-config", json.dumps({"headgate": {"capture": wide_section(command)}})]
     log = folder / f"{name}.log"
     with log.open("wb") as target:
         process = subprocess.Popen(

@@ -182,6 +182,7 @@ MODES: Mapping[str, Mode] = {
     "1 layer far": Mode(_CAPTURE, layers="one", consumer="far"),
     "4 layers": Mode(_CAPTURE, layers="four"),
     "all layers": Mode(_CAPTURE, layers="all"),
+    "all layers, wide": Mode(_CAPTURE | {"wide"}, layers="all"),
     "all layers far": Mode(_CAPTURE, layers="all", consumer="far"),
     "all shards": Mode(_CAPTURE, layers="all", layout="shards"),
     "both idle": Mode(_STEERING | _CAPTURE),
