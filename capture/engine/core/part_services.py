@@ -182,6 +182,8 @@ class PartServices:
         """
         req_id = request.request_id
         self._going_on = None
+        if self._notes is not None:
+            self._notes.preempted()
         if req_id in self._salts:
             self._salts.renew(req_id)
             block_keys.rehash(request, self.keys(req_id))

@@ -61,6 +61,9 @@ class StepNotes:
         self._describing = part if isinstance(part, DescribingCore) else None
         self._stale: dict[str, int] = {}
         """Tokens in flight of restarted requests, which the scheduler drops."""
+        self._awaits_stale = True
+        """Whether a request may await output that the scheduler drops: one was preempted since none did. Sessions of
+        streaming input may as well, but are not read."""
         self._is_in_step = False
         self._running: tuple[list[str], list[Request]] = ([], [])
         """Requests of the last step that was looked at, if all of them ran and none was freed since."""
@@ -103,6 +106,10 @@ class StepNotes:
         found = None if self._describing is None else self._describing.description(req_id)
         return {} if found is None else {self._name: found}
 
+    def preempted(self) -> None:
+        """Follow the preemption of a request, of which steps in flight may bring what is dropped."""
+        self._awaits_stale = True
+
     def restarted(self) -> None:
         """Follow a restart of whatever runs: steps that were launched before count for no request."""
         in_flight = {req_id: request.num_in_flight_tokens for req_id, request in self._scheduler.requests.items()}
@@ -138,7 +145,7 @@ class StepNotes:
         """Return the requests of a step that the scheduler will take nothing of it for."""
         if not self._stale:
             running = self._running_of(list(num_scheduled))
-            if running is not None and restart.none_awaits_stale_output(running):
+            if running is not None and not self._is_any_stale(running):
                 return set()
         found: set[str] = set()
         for req_id, num_tokens in num_scheduled.items():
@@ -147,6 +154,13 @@ class StepNotes:
             if is_stale or request is None or request.is_finished() or restart.awaits_stale_output(request):
                 found.add(req_id)
         return found
+
+    def _is_any_stale(self, running: list[Request]) -> bool:
+        """Whether a request of a step awaits output that is dropped; they are looked at after preemptions alone."""
+        if not self._awaits_stale:
+            return False
+        self._awaits_stale = not restart.none_awaits_stale_output(list(self._scheduler.requests.values()))
+        return not restart.none_awaits_stale_output(running)
 
     def _running_of(self, req_ids: list[str]) -> list[Request] | None:
         """Return the requests of a step; None if one has ended. Steps mostly have those of the step before."""

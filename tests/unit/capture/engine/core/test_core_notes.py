@@ -163,6 +163,7 @@ def test_a_request_that_came_again_or_was_restarted_is_found_by_the_next_step(sc
     scheduler.free("a")
     scheduler.step("a", "b", readings={"a": 2, "b": 2})
     scheduler.add("a", num_stale_output_tokens=1, drop_stale_output=True)
+    scheduler.notes.preempted()
     scheduler.step("a", "b", readings={"a": 3, "b": 3})
     scheduler.requests["a"].num_stale_output_tokens = 0
 
@@ -170,6 +171,21 @@ def test_a_request_that_came_again_or_was_restarted_is_found_by_the_next_step(sc
 
     assert scheduler.part.discarded == [set(), {"a"}, {"a"}, set()]
     assert told == {"a": noted(4), "b": noted(4)}
+
+
+def test_requests_are_looked_at_again_after_a_preemption(scheduler: Scheduler) -> None:
+    for req_id in ("a", "b"):
+        scheduler.add(req_id)
+    for step in range(2):
+        scheduler.step("a", "b", readings={"a": step, "b": step})
+
+    vars(scheduler.requests["b"]).update(num_stale_output_tokens=1, drop_stale_output=True)
+    scheduler.notes.preempted()
+    for step in range(2):
+        assert scheduler.step("a", "b", readings={"a": step, "b": step}) == {"a": noted(step), "b": None}
+    scheduler.requests["b"].num_stale_output_tokens = 0
+
+    assert scheduler.step("a", "b", readings={"a": 5, "b": 5}) == {"a": noted(5), "b": noted(5)}
 
 
 def test_preempted_requests_whose_output_is_delivered_count(scheduler: Scheduler) -> None:
