@@ -142,7 +142,7 @@ DISK = Step(
 
 RING = tuple(f"tests/gpu/test_{name}_cuda.py" for name in ("staging", "staging_stress", "readouts", "signals"))
 ON_TWO = ("--variants", "stock", "both", *FEW)
-TESTS = {
+ALIKE = {
     "check": [
         pytest_step("staging", 120, *RING),
         pytest_step("kernels", 60, "tests/kernels"),
@@ -166,6 +166,12 @@ TESTS = {
         http("http-crowd", ["crowd"], LIMIT_S, *CROWD_SETTING, "--servers", *CROWD_SERVERS, "--modes", *CROWD_MODES),
     ],
     "crowd-steps": [steps("crowd-steps", "crowd", LIMIT_S, *CROWD_SETTING, "--modes", *CROWD_MODES, server="wide")],
+    "gates": [http("gates", ["decode"], LIMIT_S, "--servers", *GATE_SERVERS, "--modes", *GATE_MODES)],
+    "controllers": [
+        http("controllers", ["decode"], LIMIT_S, "--servers", *CONTROLLER_SERVERS, "--modes", *CONTROLLER_MODES)
+    ],
+    "gate-steps": [steps("gate-steps", "decode-512", LIMIT_S, "--modes", *GATE_STEPS_MODES, server="controllers")],
+    "saes": [http("saes", ["decode"], LIMIT_S, "--servers", *SAE_SERVERS, "--modes", *SAE_MODES)],
     "parallel": [pytest_step("two-gpus", 400, "tests/gpu/test_parallel_gpu.py", lines=16)],
     "parallel-cost": [suite("tensor", 280, "--tp", "2", *ON_TWO), suite("pipeline", 280, "--pp", "2", *ON_TWO)],
 }
@@ -184,7 +190,7 @@ def steps_of(call: str, model: str) -> list[Step]:
     three = ("--servers", "stock", "installed", "both", "--modes", *MAIN_MODES)
     own = (*FEW, *ROOM) if model in LARGE else modes or ("--modes", *SMALL_MODES)
     calls = {
-        **TESTS,
+        **ALIKE,
         "kernels": [kernels(*(("--variants", "stock", "both") if few else ()))],
         "http-inline": [
             http("http-inline", ["chat"], LIMIT_S, "--servers", "stock", "both", "--modes", *INLINE_MODES),
@@ -202,12 +208,6 @@ def steps_of(call: str, model: str) -> list[Step]:
             kernels("--variants", "stock", "ops"),
             http("ops", ["decode"], LIMIT_S, "--servers", "stock", "ops", "--modes", *OPS_MODES),
         ],
-        "gates": [http("gates", ["decode"], LIMIT_S, "--servers", *GATE_SERVERS, "--modes", *GATE_MODES)],
-        "controllers": [
-            http("controllers", ["decode"], LIMIT_S, "--servers", *CONTROLLER_SERVERS, "--modes", *CONTROLLER_MODES)
-        ],
-        "gate-steps": [steps("gate-steps", "decode-512", LIMIT_S, "--modes", *GATE_STEPS_MODES, server="controllers")],
-        "saes": [http("saes", ["decode"], LIMIT_S, "--servers", *SAE_SERVERS, "--modes", *SAE_MODES)],
         "http-main": [DISK, http("http-main", ["chat", "decode"], LIMIT_S, *three)],
         "suite": [DISK, suite(model, LIMIT_S, *engines, *own)],
         "tiny": [

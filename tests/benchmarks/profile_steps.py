@@ -5,7 +5,8 @@ known to some microseconds where tokens per second scatter by several per cent. 
 
 Prints, for each mode and each kind of step, means in ms without the slowest and fastest hundredth: ``step``, the
 period from a step's start to the next one's, and its percentiles; parts of it; ``ours``, the time in headgate's code
-on the step thread, and of that capture's and steering's (``steers``); ``decides``, what steering's half in the engine
+on the step thread up to the forward's launch, ``behind`` that behind the launch of the sampling, and of both capture's
+and steering's (``steers``); ``decides``, what steering's half in the engine
 core takes; CPU time of the step thread and of all other threads of the process; ``gpu``, how long the GPU was busy
 with the step, and ``gpu gap``, how long it waited for the host before it. Writes all records to OUT/steps.npz.log.
 """
@@ -48,6 +49,7 @@ SHOWN: dict[str, Callable[[Array], Array]] = {
     "sample": lambda each: total(each, "sample", "sample_v1"),
     "update": lambda each: column(each, "update"),
     "ours": lambda each: ours(each),
+    "behind": lambda each: behind(each),
     "begins": lambda each: column(each, "capture_begins"),
     "ends": lambda each: column(each, "capture_ends"),
     "adds": lambda each: column(each, "capture_adds"),
@@ -68,8 +70,14 @@ def execute(records: Array) -> Array:
     return total(records, "execute", "execute_v1") - within
 
 
+def behind(records: Array) -> Array:
+    """What headgate's seam takes behind the sampling; 0 without it."""
+    seam = column(records, "seam_sample")
+    return np.where(seam > 0, seam - total(records, "sample", "sample_v1"), 0.0)
+
+
 def ours(records: Array) -> Array:
-    """What headgate's seam takes around vLLM's methods; 0 without it."""
+    """What headgate's seam takes around vLLM's methods up to the forward; 0 without it."""
     around = column(records, "seam_execute") - total(records, "execute", "execute_v1")
     within = column(records, "seam_prepare") - total(records, "prepare", "prepare_v1")
     return np.where(column(records, "seam_execute") > 0, around + within, 0.0)

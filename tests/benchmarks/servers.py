@@ -287,17 +287,7 @@ def start(
     own_files = files / f"captures-{os.getpid()}-{name}"
     own_files.mkdir(parents=True)
     flags = ["--host", "127.0.0.1", "--port", str(port), "--shutdown-timeout", "10"]
-    if "steering" in FEATURES[name]:
-        flags += ["--enable-steering", "--max-steering-slots", str(slots_for(size, most))]
-    if "ops" in FEATURES[name]:
-        flags += ["--steering-op-sites", json.dumps(op_sites(size))]
-    if "no gates" in FEATURES[name]:
-        flags += ["--max-steering-gates", "0", "--max-steering-rules", "0"]
-    if "controllers" in FEATURES[name]:
-        flags += controller_flags(folder, size)
-    encoded = next((sae for sae in SIZES if f"encode {sae}" in FEATURES[name]), "")
-    if encoded or "features" in FEATURES[name]:
-        flags += sae_flags(encoded, folder, size)
+    flags += steering_flags(name, folder, size, most)
     if "capture" in FEATURES[name]:
         flags += ["--capture-consumers", ",".join(filter(None, [f"filesystem:root={own_files}", params]))]
         flags += [f"{OTHERS[other]}root={own_files / other}" for other in others]
@@ -312,6 +302,23 @@ def start(
             env=environment(name, folder, others),
         )
     return Server(name, f"http://127.0.0.1:{port}", process, log, own_files)
+
+
+def steering_flags(name: str, folder: Path, size: ModelSize, most: int) -> list[str]:
+    """Flags of a server that say how it steers; for the arguments see `start`."""
+    has, flags = FEATURES[name], list[str]()
+    if "steering" in has:
+        flags += ["--enable-steering", "--max-steering-slots", str(slots_for(size, most))]
+    if "ops" in has:
+        flags += ["--steering-op-sites", json.dumps(op_sites(size))]
+    if "no gates" in has:
+        flags += ["--max-steering-gates", "0", "--max-steering-rules", "0"]
+    if "controllers" in has:
+        flags += controller_flags(folder, size)
+    encoded = next((sae for sae in SIZES if f"encode {sae}" in has), "")
+    if encoded or "features" in has:
+        flags += sae_flags(encoded, folder, size)
+    return flags
 
 
 def await_ready(servers: Sequence[Server], timeout_s: float) -> list[Server]:

@@ -35,6 +35,7 @@ PARTS = {
     "prepare_v1": ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", ("_prepare_inputs",)),
     "sample_v1": ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", ("sample_tokens",)),
     "seam_execute": ("headgate.capture.engine.worker.runner", "RunnerAdapter", ("_execute_model",)),
+    "seam_sample": ("headgate.capture.engine.worker.runner", "RunnerAdapter", ("_sample_tokens",)),
     "seam_prepare": ("headgate.capture.engine.worker.runner", "RunnerAdapter", ("_lay_out",)),
     "capture_begins": ("headgate.capture.session", "CaptureSession", ("step_begins",)),
     "capture_ends": ("headgate.capture.session", "CaptureSession", ("step_ends",)),

@@ -145,7 +145,9 @@ class StepNotes:
         """Return the requests of a step that the scheduler will take nothing of it for."""
         if not self._stale:
             running = self._running_of(list(num_scheduled))
-            if running is not None and not self._is_any_stale(running):
+            if running is not None and self._awaits_stale:
+                self._awaits_stale = not restart.none_awaits_stale_output(list(self._scheduler.requests.values()))
+            if running is not None and (not self._awaits_stale or restart.none_awaits_stale_output(running)):
                 return set()
         found: set[str] = set()
         for req_id, num_tokens in num_scheduled.items():
@@ -154,13 +156,6 @@ class StepNotes:
             if is_stale or request is None or request.is_finished() or restart.awaits_stale_output(request):
                 found.add(req_id)
         return found
-
-    def _is_any_stale(self, running: list[Request]) -> bool:
-        """Whether a request of a step awaits output that is dropped; they are looked at after preemptions alone."""
-        if not self._awaits_stale:
-            return False
-        self._awaits_stale = not restart.none_awaits_stale_output(list(self._scheduler.requests.values()))
-        return not restart.none_awaits_stale_output(running)
 
     def _running_of(self, req_ids: list[str]) -> list[Request] | None:
         """Return the requests of a step; None if one has ended. Steps mostly have those of the step before."""
