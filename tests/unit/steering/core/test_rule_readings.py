@@ -148,6 +148,18 @@ def scoped(scope: str) -> dict[str, Any]:
     return {"then": "observe"} if scope == "observe" else {"scope": scope}
 
 
+def add_all(rules: Rules, steps: tuple[StepReadings, ...], scopes: list[str]) -> None:
+    """Add a request for each scope, whose id is its number; the third is not traced."""
+    gate = {key: value for key, value in document().items() if key != "applies_to"}
+    for at, scope in enumerate(scopes):
+        gates = read_gates([{"name": f"gate{at % 2}", **gate, **scoped(scope)}], STEERABLE)
+        rules.state.rules.add(str(at), None, 4)
+        resolved = rules.state.resolve(str(at), SteeringSpec(gates=gates), 4)
+        for each in steps:
+            each.add(str(at), gates, resolved, 4, is_traced=at != 2)
+            each.begin(str(at))
+
+
 @given(
     scopes=st.lists(
         st.sampled_from(["this_token", "next_token", "from before", "rest_of_request"]), min_size=1, max_size=4
@@ -168,14 +180,7 @@ def test_steps_of_single_rows_are_counted_and_traced_as_others_are(
     for at, scope in enumerate(ruled):
         rules.on(f"rule{at}", **scoped(scope))
     alone, beside = StepReadings(rules.state.rules), StepReadings(rules.state.rules)
-    gate = {key: value for key, value in document().items() if key != "applies_to"}
-    for at, scope in enumerate(scopes):
-        gates = read_gates([{"name": f"gate{at % 2}", **gate, **scoped(scope)}], STEERABLE)
-        rules.state.rules.add(str(at), None, 4)
-        resolved = rules.state.resolve(str(at), SteeringSpec(gates=gates), 4)
-        for each in (alone, beside):
-            each.add(str(at), gates, resolved, 4, is_traced=at != 2)
-            each.begin(str(at))
+    add_all(rules, (alone, beside), scopes)
     traces: list[dict[str, list[Any]]] = [defaultdict(list), defaultdict(list)]
     expected = set()
 
