@@ -39,12 +39,12 @@ class BatchView:
     num_computed: Int64Array
 
     def __post_init__(self) -> None:
-        shape = (len(self.req_ids),)
-        arrays = (self.starts, self.num_scheduled, self.num_computed)
-        for name, array in zip(("starts", "num_scheduled", "num_computed"), arrays, strict=True):
-            # A longer array, such as vLLM's query_start_loc with its closing entry, would broadcast over one request.
-            if array.shape != shape or array.dtype != _INT64:
-                raise AssertionError(f"{name}: {array.dtype} {array.shape}, expected int64 {shape}")
+        # A longer array, such as vLLM's query_start_loc with its closing entry, would broadcast over one request.
+        shape, starts, scheduled, computed = (len(self.req_ids),), self.starts, self.num_scheduled, self.num_computed
+        has_shapes = starts.shape == scheduled.shape == computed.shape == shape
+        if not (has_shapes and starts.dtype == scheduled.dtype == computed.dtype == _INT64):
+            found = ", ".join(f"{each.dtype} {each.shape}" for each in (starts, scheduled, computed))
+            raise AssertionError(f"starts, num_scheduled, num_computed: {found}, expected int64 {shape} each")
 
     @property
     def num_tokens(self) -> int:

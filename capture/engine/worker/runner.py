@@ -51,6 +51,32 @@ class BatchLayout(Protocol):
         ...
 
 
+_Int32Array = npt.NDArray[np.int32]
+
+
+class _Views:
+    """Makes the views of steps. Those of the same requests, with as many rows each, have the same tuple and arrays."""
+
+    def __init__(self) -> None:
+        self._last: BatchView | None = None
+        self._key: tuple[Sequence[str], bytes, bytes] | None = None
+
+    def make(
+        self, req_ids: Sequence[str], starts: _Int32Array, counts: _Int32Array, computed: _Int32Array
+    ) -> BatchView:
+        """Return the view of a step; the arrays may be longer than the requests are many, and may change later."""
+        num_reqs = len(req_ids)
+        starts, counts, computed = starts[:num_reqs], counts[:num_reqs], computed[:num_reqs]
+        key, known = (req_ids, starts.tobytes(), counts.tobytes()), self._last
+        if known is None or key != self._key:
+            known = BatchView(tuple(req_ids), *(each.astype(np.int64) for each in (starts, counts, computed)))
+            self._key = key
+        else:
+            known = BatchView(known.req_ids, known.starts, known.num_scheduled, computed.astype(np.int64))
+        self._last = known
+        return known
+
+
 class V1Layout:
     """``vllm.v1.worker.gpu_model_runner``: the persistent batch holds the layout."""
 
@@ -58,16 +84,12 @@ class V1Layout:
 
     def __init__(self, runner: ModelRunnerV1) -> None:
         self._runner = runner
+        self._views = _Views()
 
     def view(self, args: Sequence[object], result: object) -> BatchView:
-        batch, num_scheduled = self._runner.input_batch, cast("npt.NDArray[np.int32]", args[1])
-        num_reqs = batch.num_reqs
-        return BatchView(
-            req_ids=tuple(batch.req_ids[:num_reqs]),
-            starts=self._runner.query_start_loc.np[:num_reqs].astype(np.int64),
-            num_scheduled=np.asarray(num_scheduled[:num_reqs], dtype=np.int64),
-            num_computed=batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64),
-        )
+        batch, num_scheduled = self._runner.input_batch, cast("_Int32Array", args[1])
+        req_ids, starts = batch.req_ids[: batch.num_reqs], self._runner.query_start_loc.np
+        return self._views.make(req_ids, starts, num_scheduled, batch.num_computed_tokens_cpu)
 
     def token_ids(self, result: object) -> Tensor:
         return self._runner.input_ids.gpu
@@ -78,14 +100,14 @@ class V2Layout:
 
     method = "prepare_inputs"
 
+    def __init__(self) -> None:
+        self._views = _Views()
+
     def view(self, args: Sequence[object], result: object) -> BatchView:
         batch = cast("StepBatch", result)
-        num_reqs = batch.num_reqs
-        return BatchView(
-            req_ids=tuple(batch.req_ids[:num_reqs]),
-            starts=np.asarray(batch.query_start_loc_np[:num_reqs], dtype=np.int64),
-            num_scheduled=np.asarray(batch.num_scheduled_tokens[:num_reqs], dtype=np.int64),
-            num_computed=np.asarray(batch.num_computed_tokens_np[:num_reqs], dtype=np.int64),
+        req_ids = batch.req_ids[: batch.num_reqs]
+        return self._views.make(
+            req_ids, batch.query_start_loc_np, batch.num_scheduled_tokens, batch.num_computed_tokens_np
         )
 
     def token_ids(self, result: object) -> Tensor:

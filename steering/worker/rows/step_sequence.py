@@ -11,7 +11,9 @@ class StepSequence:
     """Compares each step with the one before. Step thread only."""
 
     def __init__(self) -> None:
-        self._last: tuple[tuple[str, ...], bytes, bytes] | None = None
+        self._last: BatchView | None = None
+        self._has_one_each = False
+        """Whether each request had one row there."""
         self._next: bytes = b""
         """Positions of the rows of a step that goes on."""
 
@@ -23,16 +25,23 @@ class StepSequence:
         Args:
             view: The step; None for dummy and idle ones, which interrupt.
         """
+        last, self._last = self._last, view
         if view is None:
-            self._last = None
             return False
-        last, computed = self._last, view.num_computed
-        found = self._last = view.req_ids, view.starts.tobytes(), view.num_scheduled.tobytes()
-        has_one_each = computed.nbytes and found[2] == _ONES[: computed.nbytes]
-        goes_on = bool(has_one_each and found == last and computed.tobytes() == self._next)
-        self._next = (computed + 1).tobytes() if has_one_each else b""
+        is_alike = last is not None and _are_alike(last, view)
+        if not is_alike:
+            self._has_one_each = len(view.req_ids) > 0 and bool((view.num_scheduled == 1).all())
+        if not self._has_one_each:
+            return False
+        goes_on = is_alike and view.num_computed.tobytes() == self._next
+        self._next = (view.num_computed + 1).tobytes()
         return goes_on
 
 
-_ONES = np.ones(1 << 16, np.int64).tobytes()
-"""More of them than there are requests in a step."""
+def _are_alike(one: BatchView, other: BatchView) -> bool:
+    """Whether two steps have the same requests in the same batch rows; mostly they have the very arrays."""
+    if one.req_ids is other.req_ids and one.starts is other.starts and one.num_scheduled is other.num_scheduled:
+        return True
+    if one.req_ids != other.req_ids:
+        return False
+    return np.array_equal(one.starts, other.starts) and np.array_equal(one.num_scheduled, other.num_scheduled)

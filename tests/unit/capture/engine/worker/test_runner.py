@@ -18,6 +18,7 @@ class Recorder:
 
     def __init__(self):
         self.calls = []
+        self.views = []
 
     @hookimpl
     def headgate_request_added(self, new):
@@ -30,6 +31,7 @@ class Recorder:
     @hookimpl
     def headgate_step_begins(self, view, token_ids):
         self.token_ids = token_ids
+        self.views.append(view)
         if view is None:
             self.calls.append(("begins", None))
         else:
@@ -141,6 +143,22 @@ def test_the_view_is_the_batch_as_the_runner_laid_it_out(runner, recorder):
         ("ends",),
     ]
     assert recorder.token_ids == "tokens on the device"
+
+
+def test_views_of_steps_with_the_same_requests_share_what_is_alike(runner, recorder):
+    new = [request("a", 5), request("b", 3)]
+    run(runner, step(["b", "a"], [3, 5], [0, 0], new=new))
+    for computed in ([3, 5], [4, 6]):
+        run(runner, step(["b", "a"], [1, 1], computed))
+    run(runner, step(["a", "b"], [1, 1], [7, 5]))
+    first, second, third, fourth = recorder.views
+
+    assert second.req_ids is third.req_ids
+    assert second.starts is third.starts
+    assert second.num_scheduled is third.num_scheduled
+    assert [view.num_computed.tolist() for view in (first, second, third, fourth)] == [[0, 0], [3, 5], [4, 6], [7, 5]]
+    assert first.starts.tolist() == [0, 3]
+    assert fourth.req_ids == ("a", "b")
 
 
 def test_a_step_is_followed_up_behind_its_sampling(runner, recorder):
