@@ -214,6 +214,7 @@ class SteeringWire(TypedDict, total=False):
         prefill_programs: As `prefill_parts`, for the modules' operations, in the order in which they act.
         decode_programs: The same for the decode phase.
         trace: True if the request's trace is wanted.
+        counted: True if nothing is wanted of its gates but how many rows they wrote: written by the engine core.
         owner: Name of the client's key, if its gates go on in a conversation; absent without a key.
     """
 
@@ -237,6 +238,7 @@ class SteeringWire(TypedDict, total=False):
     prefill_programs: list[list[Any]]
     decode_programs: list[list[Any]]
     trace: bool
+    counted: bool
     owner: str
 
 

@@ -262,7 +262,7 @@ class OperatorCalls:
             "requests_waiting": self._reservations.num_waiting,
             "modules": len(self._state.modules()),
             "rule_rows": self.rules.rule_rows(),
-            "gate_rows": dict(self._readings.counts.gates),
+            "gate_rows": self.rules.gate_rows(),
             "controllers": {} if self.controllers is None else self.controllers.figures(),
             "global_vectors": sum(len(vectors.sites) for vectors in (shared.prefill, shared.decode) if vectors),
         }

@@ -131,8 +131,10 @@ class SteeringCore:
             self.state.rules.forget(req_id)
             raise
         self._resolved[req_id] = resolved
-        self._readings.add(req_id, spec.gates, resolved, num_prompt, is_traced=bool(wire.get("trace")))
+        is_traced = bool(wire.get("trace"))
         taken = dict(shared)
+        if self._readings.add(req_id, spec.gates, resolved, num_prompt, is_traced=is_traced):
+            taken["counted"] = True
         names = ("prefill_parts", "decode_parts", "prefill_programs", "decode_programs")
         for name, found in zip(names, resolved.parts, strict=True):
             if found:
@@ -147,7 +149,7 @@ class SteeringCore:
             taken.update(to_wire(SteeringSpec(prefill_program=prefill, decode_program=decode)))
         if self._controllers is not None:
             static = Static.of(resolved, None if resolved.takes_own else spec.decode)
-            self._controllers.add(req_id, num_prompt, spec.rules, static, is_traced=bool(wire.get("trace")))
+            self._controllers.add(req_id, num_prompt, spec.rules, static, is_traced=is_traced)
         return taken
 
     def block_keys(self, req_id: str) -> SteeredBlocks | None:
@@ -170,6 +172,9 @@ class SteeringCore:
 
     def take_readings(self, readings: Mapping[str, Any], discarded: Collection[str]) -> dict[str, Note]:
         """Return a piece of each request's trace; see `ReadingCore`."""
+        self._readings.take_counts(readings.get("written", ()))
+        if "ids" not in readings:
+            return {}
         step = StepTable.of(readings)
         if self._controllers is not None:
             self._controllers.read(step, discarded)

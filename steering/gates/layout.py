@@ -21,6 +21,10 @@ FOLLOWING = 2
 """Of a gate's columns, the strength that acts on the next row at earlier sites."""
 
 
+COUNT = 2
+"""Of a gate's columns in the states, the number of rows that it wrote."""
+
+
 class ScoreColumn(NamedTuple):
     """A score's column.
 

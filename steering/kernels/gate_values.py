@@ -195,7 +195,7 @@ def _node(code, numbers, signals, column, index, length):
 
 @triton.jit
 def _gate(code, numbers, signals, column, states, resets, flags, index, length, C, ROWS: tl.constexpr):
-    carried, latched, third = _load_states(states, resets)
+    carried, latched, num_written = _load_states(states, resets)
     is_row, root, p0 = index < length, signals + tl.load(numbers + 4).to(tl.int32), tl.load(numbers)
     decides = flags & (_ENDS_PROMPT | _IS_GENERATED) != 0
     counts = tl.where(code & _FROM_PROMPT_END == 0, is_row, is_row & decides)
@@ -216,9 +216,13 @@ def _gate(code, numbers, signals, column, states, resets, flags, index, length, 
         strength = tl.where(is_known, latch, strength)
         following = tl.where(is_known, latch, tl.where(decides, p0, latch))
     acts = tl.where(code & _OBSERVES == 0, tl.where(acts == acts, acts, 0.0), 0.0)
+    is_written = (is_row & (acts != 0)).to(tl.float32)
+    if ROWS > 1:
+        is_written = tl.sum(is_written)
+    num_written = is_written + tl.where(num_written == num_written, num_written, 0.0)
     tl.debug_barrier()
     _store(signals + column, acts, strength, following, is_row)
-    _store(states + index * 0, following, latch, third, index == length - 1)
+    _store(states + index * 0, following, latch, num_written, index == length - 1)
     tl.debug_barrier()
 
 

@@ -82,7 +82,7 @@ class WorkerSteering:
         self.table = RowTable(sites=sites, num_rows=num_rows, pool=pool, op_sites=op_sites, max_entries=max_entries)
         self.gates: StepGates | None = None
         if limits.columns and op_sites:
-            self.gates = StepGates(facts.max_tokens, facts.max_num_seqs, limits.columns, facts.device)
+            self.gates = _gates_of(facts, limits.columns)
         self.tables = DeviceTables(
             num_sites=len(sites),
             num_slots=num_slots,
@@ -123,7 +123,8 @@ class WorkerSteering:
         self.table.add(req_id, num_prompt, acting, acting_later, own.rules)
         programs = tuple(program for program in (own.prefill_program, own.decode_program) if program is not None)
         if self.gates is not None:
-            self.gates.add(req_id, OwnGates(num_prompt, programs, own.rules, bool(wire.get("trace")), is_captured))
+            told = bool(wire.get("trace")), is_captured, bool(wire.get("counted"))
+            self.gates.add(req_id, OwnGates(num_prompt, programs, own.rules, *told))
 
     def remove(self, req_id: str) -> None:
         """Remove a request."""
@@ -210,6 +211,16 @@ class WorkerSteering:
         }
 
 
+def _gates_of(facts: WorkerFacts, num_columns: int) -> StepGates:
+    rank = facts.is_output_rank
+    return StepGates(facts.max_tokens, facts.max_num_seqs, num_columns, facts.device, is_output_rank=rank)
+
+
+def _ask_counts(worker: WorkerSteering) -> list[tuple[str, Any, bool]]:
+    """RPC: return how many rows gates wrote; see `StepGates.ask_counts`."""
+    return [] if worker.gates is None else worker.gates.ask_counts()
+
+
 Part = tuple[bytes, float]
 """Content key of a module's vectors or program, and its scale."""
 
@@ -253,6 +264,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "keep_module": WorkerSteering.keep_module,
     "release_module": WorkerSteering.release_module,
     "forget": WorkerSteering.forget,
+    "ask_counts": _ask_counts,
     "checksum": WorkerSteering.checksum,
     "is_in_one_stage": WorkerSteering.is_in_one_stage,
 }

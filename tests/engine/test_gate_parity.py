@@ -53,6 +53,13 @@ CONTINUED = {
 """Tokens from the cache for an answer that came back as a prompt, and for that prompt again: none with states."""
 RULED = ("early, next_token, 1, False", "this_token, {'ema': 0.3}", "a module on the very token")
 """Of the cases that are rules as well."""
+COUNTED = (
+    "this_token, {'ema': 0.3}",
+    "a module on the very token",
+    "early, next_token, 1, False",
+    "operations in part",
+)
+"""Of the cases whose gates are counted; one acts early, and is told row by row."""
 REPLAYED = ("early", "attenuate", "rest_of_request", "operations", "many")
 
 
@@ -112,6 +119,26 @@ def check_replay(requests: Sequence[Gated], samples: Sequence[Any], references: 
     for request, sample, expected in zip(replayed, samples, found, strict=True):
         logits = expected.reference.logits[len(request.prompt) - 1 :].float().log_softmax(-1)
         assert relative_error(logprobs_of(sample.logprobs), logits) <= MAX_ERROR, request.gates
+
+
+def test_rows_that_are_counted_without_being_told_are_those_of_traces(llm, cases):
+    """Whoever asks for no trace is counted on the device; alone, so that no row is computed twice."""
+    some = chosen(cases, COUNTED)
+    for at, case in enumerate(some):
+        llm.reset_prefix_cache()
+        (traced,) = generate(llm, [case], [PROMPTS[case.prompt]], NUM_OUTPUT)
+        gates = traced.outputs[0].steering_trace["gates"]
+        quiet = [{**gate, "name": f"quiet {at} {name}"} for gate, name in zip(case.gates, gates, strict=True)]
+        params = params_of(replace(case, gates=quiet), NUM_OUTPUT)
+        params.return_steering_trace = False
+        llm.reset_prefix_cache()
+        (answer,) = llm.generate([{"prompt_token_ids": PROMPTS[case.prompt]}], params, use_tqdm=False)
+
+        counted = llm.steering.dynamic().gates
+        assert list(answer.outputs[0].token_ids) == list(traced.outputs[0].token_ids)
+        for name, told_gate in gates.items():
+            assert counted[f"quiet {at} {name}"] == np.count_nonzero(told_gate["applied"]), (case.name, name)
+    assert sum(count > 0 for name, count in llm.steering.dynamic().gates.items() if "quiet" in name) >= len(some)
 
 
 def test_a_replay_of_what_was_applied_gives_the_same_logprobs(run, references):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.schema.errors import RequestError
@@ -156,6 +156,13 @@ class RuleCalls:
         self._tell("set_rules", self._to_workers(rules, programs), self._to_workers(rules))
         self._beside = tuple(programs)
 
+    def gate_rows(self) -> dict[str, int]:
+        """Return the rows that the gates of requests wrote, by name; workers are asked what they have counted."""
+        if self._readings.awaits_counts:
+            for counts in self._services.call_workers("ask_counts", {}):
+                self._readings.take_counts(cast("list[Any]", counts))
+        return dict(self._readings.counts.gates)
+
     def rule_rows(self) -> dict[str, int]:
         """Return the rows that each rule wrote, those of rules that are off now included."""
         known = dict.fromkeys((rule.name for rule in self._state.rules.all()), 0)
@@ -167,7 +174,7 @@ class RuleCalls:
         return {
             "probes": list(self._state.probes.all()),
             "rules": [{**rule.described(), "rows": rows[rule.name]} for rule in self._state.rules.all()],
-            "gates": dict(self._readings.counts.gates),
+            "gates": self.gate_rows(),
             "requests_with_gates": self._readings.num_gated,
             "controllers": list(self.controller_status()),
             "latches": self._readings.latches,

@@ -12,7 +12,7 @@ from headgate.capture.schema.batch import Int64Array
 from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.rules.registry import KeptRule
 from headgate.steering.gates.gate import Gate
-from headgate.steering.gates.layout import FOLLOWING, layout_of
+from headgate.steering.gates.layout import COUNT, FOLLOWING, layout_of
 from headgate.steering.gates.step_table import StepRows, StepTable
 from headgate.steering.gates.trace import GateSource
 from headgate.steering.vectors.dtypes import Float32Rows
@@ -34,16 +34,16 @@ class RowCounts:
         self.rules: Counter[str] = Counter()
         self.gates: Counter[str] = Counter()
 
-    def name_of(self, gate: Gate) -> str:
-        """Return the name under which a request's gate is counted, from now on at the latest."""
-        name = gate.name if gate.name in self.gates or len(self.gates) < MAX_NAMES else OTHERS
+    def name_of(self, gate: str) -> str:
+        """Return the name under which a request's gate is counted, from now on at the latest, by its own."""
+        name = gate if gate in self.gates or len(self.gates) < MAX_NAMES else OTHERS
         self.gates[name] += 0
         return name
 
-    def add_gates(self, source: GateSource, written: Iterable[int]) -> None:
-        """Count rows that a request's own gates wrote, given in their order."""
-        for gate, count in zip(source.layout.gates, written, strict=True):
-            self.gates[self.name_of(gate.gate)] += count
+    def add_gates(self, gates: Sequence[str], written: Iterable[int]) -> None:
+        """Count rows that a request's own gates wrote, given in the order of their names."""
+        for gate, count in zip(gates, written, strict=True):
+            self.gates[self.name_of(gate)] += count
 
     def add_rules(self, rules: Sequence[KeptRule], signals: Float32Rows) -> None:
         """Count rows on all of which the same rules act: float32 ``[rows, columns]``."""
@@ -85,6 +85,32 @@ class Written:
         self._last = last
 
 
+class CountedGates:
+    """The gates of a request whose rows a worker counts by itself. It holds nothing that gates bring.
+
+    Args:
+        names: Of the gates.
+        columns: Of each, that of the strength that acts.
+    """
+
+    def __init__(self, names: Sequence[str], columns: Sequence[int]) -> None:
+        self.names = tuple(names)
+        self._columns = np.array(columns, np.int64) + COUNT
+        self._told = np.zeros(len(columns), np.int64)
+
+    def more(self, states: Float32Rows, *, is_last: bool) -> list[int]:
+        """Return how many more rows each gate wrote.
+
+        Args:
+            states: Of the request, float32 ``[columns]``, as they are now.
+            is_last: Whether its counts begin anew behind this.
+        """
+        counts = np.nan_to_num(states[self._columns]).astype(np.int64)
+        more: list[int] = (counts - self._told).tolist()
+        self._told = np.zeros_like(counts) if is_last else counts
+        return more
+
+
 class OwnGates:
     """A request with gates of its own.
 
@@ -103,8 +129,14 @@ class OwnGates:
         }
         self.num_prompt = num_prompt
         self._columns = self.source.columns
+        self.counted = CountedGates([gate.name for gate in gates], self._columns)
         self.apart = None if self.source.is_written_late else Written(self.source, num_prompt)
         """Counts rows, if what acts is not what is written."""
+
+    @property
+    def is_countable(self) -> bool:
+        """Whether rows need not be told: workers can count what is written, and nobody else reads them."""
+        return bool(self._columns) and self.apart is None and not self.latches
 
     def written(self, rows: StepRows) -> list[int]:
         """Return how many of a step's rows each gate wrote."""
@@ -193,7 +225,7 @@ class DecodedRows:
             for gate in each.source.layout.gates:
                 counter, name = counts.rules, each.rule.name if each.rule is not None else ""
                 if each.rule is None:
-                    counter, name = counts.gates, counts.name_of(gate.gate)
+                    counter, name = counts.gates, counts.name_of(gate.gate.name)
                 if gate.column in each.source.decode.late:
                     late.append((each.at, gate.column, self._name(counter, name)))
                 elif gate.column in each.source.decode.early and each.apart is not None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
-from headgate.steering.core.rules.row_counts import ActingGates, DecodedRows, OwnGates, RowCounts, Written
+from headgate.steering.core.rules.row_counts import (
+    ActingGates,
+    CountedGates,
+    DecodedRows,
+    OwnGates,
+    RowCounts,
+    Written,
+)
 from headgate.steering.gates.step_table import StepRows, StepTable
+from headgate.steering.vectors.dtypes import Float32Rows
 
+MAX_ENDED = 4096
+"""Requests that ended whose counts may still come; those that never ran, or were told row by row, are among them."""
 _AT_ONCE = 7
 """Steps of generated rows that are counted together: one by one, each would find the processor's caches cold. Blocks
 have a power of two of tokens, and a step in which requests need new ones is long enough."""
@@ -29,6 +40,8 @@ class StepCounts:
         self._rules = rules
         self._own: dict[str, OwnGates] = {}
         """Of requests with gates of their own."""
+        self._ended: OrderedDict[str, CountedGates] = OrderedDict()
+        """Of the last ones that ended, since what workers have counted of them comes later."""
         self._apart: dict[str, dict[bytes, Written]] = {}
         """By request and rule, of rules whose strength may act on the row behind."""
         self._since: dict[str, int] = {}
@@ -45,6 +58,11 @@ class StepCounts:
         return self._counts
 
     @property
+    def awaits_counts(self) -> bool:
+        """Whether workers may have counted rows that they did not tell."""
+        return bool(self._own or self._ended)
+
+    @property
     def num_gated(self) -> int:
         """Requests with gates of their own."""
         return len(self._own)
@@ -58,6 +76,16 @@ class StepCounts:
         if own is not None:
             self._own[req_id] = own
         self._known = object()
+
+    def take_counts(self, counts: Iterable[tuple[str, Float32Rows, bool]]) -> None:
+        """Take what workers have counted by themselves: requests, their states, and whether counts begin anew."""
+        for req_id, states, is_last in counts:
+            own = self._own.get(req_id)
+            gates = self._ended.get(req_id) if own is None else own.counted
+            if gates is not None:
+                self._counts.add_gates(gates.names, gates.more(states, is_last=is_last))
+            if is_last:
+                self._ended.pop(req_id, None)
 
     def settle(self) -> None:
         """Count the steps that were not counted yet; to be called before something acts no more, or acts anew."""
@@ -76,7 +104,11 @@ class StepCounts:
 
     def forget(self, req_id: str) -> None:
         """Forget a request, if it is known; one that ran is to be settled before."""
-        self._own.pop(req_id, None)
+        own = self._own.pop(req_id, None)
+        if own is not None and own.is_countable:
+            self._ended[req_id] = own.counted
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
         self._known = object()
         self._apart.pop(req_id, None)
         self._since.pop(req_id, None)
@@ -102,7 +134,7 @@ class StepCounts:
             return
         for rows in step.rows(self._own):
             if (own := self._own.get(rows.req_id)) is not None and len(rows.signals):
-                self._counts.add_gates(own.source, own.written(rows))
+                self._counts.add_gates(own.counted.names, own.written(rows))
         if self._rules.all():
             self._count_rules(step)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from headgate.steering.core.resolved import Resolved
 from headgate.steering.core.rules.registry import RuleRegistry
@@ -15,6 +15,7 @@ from headgate.steering.gates.gate import Gate
 from headgate.steering.gates.layout import FOLLOWING
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import GateSource, Note
+from headgate.steering.vectors.dtypes import Float32Rows
 
 
 class StepReadings:
@@ -44,6 +45,11 @@ class StepReadings:
         return self._counting.counts
 
     @property
+    def awaits_counts(self) -> bool:
+        """Whether workers may have counted rows that they did not tell."""
+        return self._counting.awaits_counts
+
+    @property
     def latches(self) -> dict[str, int]:
         """Conversations with gates that are latched, and the memory that they take."""
         known = self._latches
@@ -56,8 +62,8 @@ class StepReadings:
         """Requests with gates of their own."""
         return self._counting.num_gated
 
-    def add(self, req_id: str, gates: Sequence[Gate], resolved: Resolved, num_prompt: int, *, is_traced: bool) -> None:
-        """Add a request.
+    def add(self, req_id: str, gates: Sequence[Gate], resolved: Resolved, num_prompt: int, *, is_traced: bool) -> bool:
+        """Add a request; returns whether nothing is wanted of its gates but how many rows they write.
 
         Args:
             req_id: The request.
@@ -72,6 +78,7 @@ class StepReadings:
             self._latching[req_id] = own
         if is_traced:
             self.traces.add(req_id, own.source, num_prompt)
+        return own.is_countable and not is_traced
 
     def describe(self, req_id: str, num_prompt: int) -> None:
         """Keep the whole trace of a request that captures, whether or not it asks for it. Input thread."""
@@ -99,6 +106,10 @@ class StepReadings:
         self.traces.forget(req_id)
         self._latching.pop(req_id, None)
         self._counting.forget(req_id)
+
+    def take_counts(self, counts: Iterable[tuple[str, Float32Rows, bool]]) -> None:
+        """Take what workers have counted; see `StepCounts.take_counts`."""
+        self._counting.take_counts(counts)
 
     def take(self, step: StepTable, discarded: Collection[str]) -> dict[str, Note]:
         """Return a piece of each request's trace, from what a step read; see `ReadingCore.take_readings`."""

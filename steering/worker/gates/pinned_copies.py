@@ -64,6 +64,11 @@ class PinnedCopy:
         self._view = view
         self._free = free
 
+    @property
+    def is_there(self) -> bool:
+        """Whether `take` waits for nothing."""
+        return bool(self._buffer.done.query())  # type: ignore[no-untyped-call]
+
     def take(self) -> Float32Rows:
         """Return the numbers, which are the caller's, and give the buffer back. To be called once; waits for them."""
         self._buffer.done.synchronize()

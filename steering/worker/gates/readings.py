@@ -7,6 +7,7 @@ them that somebody reads.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import cached_property
 from threading import Lock
 from typing import Any, cast
@@ -22,6 +23,7 @@ from headgate.steering.programs.gate_codes import TokenFlag
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.pinned_copies import PinnedCopies, PinnedCopy
 from headgate.steering.worker.gates.requests import GatedBatch, GatedRequest, GateRows
+from headgate.steering.worker.gates.written_counts import CountPiece
 
 
 class ToldColumns:
@@ -129,25 +131,72 @@ class StepSignals:
         return int(self.rows.firsts[at]), spread(values, self.told, self.num_columns)
 
 
+class SignalCopier:
+    """Copies the signals of those rows of steps that are told; what steps that go on have alike is kept.
+
+    Args:
+        signals: float32 ``[T, C]``, as the forward writes them.
+        copies: Makes the copies; None where the signals are on the host.
+    """
+
+    def __init__(self, signals: Tensor, copies: PinnedCopies | None) -> None:
+        self._all = signals
+        self._copies = copies
+        self._starts: Int64Array | None = None
+        """First batch rows of the last step; steps that go on have the very array."""
+        self._told: GateRows | None = None
+        self._copied: SignalRows | None = None
+        """Of that step."""
+
+    def copy(self, rows: GateRows, batch: GatedBatch) -> StepSignals:
+        """Copy the signals of a step's rows that are told; there are some."""
+        if self._told is None or self._copied is None or self._starts is not rows.starts:
+            told = rows.part(batch.told_at)
+            self._copied = self._rows_to_copy(told, batch)
+        else:
+            are_all = len(batch.told_at) == len(rows.req_ids)
+            told = self._told._replace(firsts=rows.firsts if are_all else rows.firsts[batch.told_at])
+        self._told, self._starts = told, rows.starts
+        return StepSignals(told, self._copied)
+
+    def _rows_to_copy(self, told: GateRows, batch: GatedBatch) -> SignalRows:
+        """Return the rows to copy; indices that the device has are not sent again."""
+        known, index = self._copied, told.batch_rows
+        if known is None or not np.array_equal(known.columns.columns, batch.told):
+            return SignalRows(self._all, index, ToldColumns(batch.told, self._all.device), self._copies)
+        if np.array_equal(known.batch_rows, index):
+            return known
+        return SignalRows(self._all, index, known.columns, self._copies)
+
+
 class SignalReadings:
     """Implements `StepReadings` of `headgate.capture.engine.contracts.worker_hooks`: what the engine core is told.
 
     Args:
-        signals: Of the step.
+        signals: Of the step; None if nothing of its rows is told.
+        written: Of requests whose rows are not told.
     """
 
-    def __init__(self, signals: StepSignals) -> None:
+    def __init__(self, signals: StepSignals | None, written: Sequence[CountPiece] = ()) -> None:
         self._signals = signals
+        self._written = written
 
     def collect(self) -> dict[str, Any]:
         """Return the requests, the position of the first row and the number of rows of each, and their signals.
+
+        All of it is left out if nothing is told of rows. ``written``, if there are any, are a request, its states,
+        float32 ``[columns]``, and whether they begin anew behind that.
 
         ``ids`` are a tuple; ``firsts`` and ``counts`` int64 ``[G]``; ``has_one_each`` says that all counts are 1.
         ``values``, float32, are the signals of all rows, in all ``columns`` if ``told`` is None, else in those whose
         indices it has, int64 ``[K]``.
         """
+        written = {"written": [piece.told() for piece in self._written]} if self._written else {}
+        if self._signals is None:
+            return written
         rows, values, told = self._signals.rows, self._signals.values(), self._signals.told
         return {
+            **written,
             "ids": rows.req_ids,
             "firsts": rows.firsts,
             "counts": rows.counts,
@@ -234,12 +283,12 @@ class GateHistory:
         for known in self._strengths.values():
             known.clear(first, end)
 
-    def keep(self, signals: StepSignals, batch: GatedBatch) -> None:
+    def keep(self, signals: StepSignals, requests: Sequence[GatedRequest]) -> None:
         """Keep what a step's rows hand on, of requests with gates that act early."""
         ends = (signals.rows.firsts + signals.rows.counts).tolist()
         kept = {
             req_id: request
-            for req_id, request, end in zip(signals.rows.req_ids, batch.requests, ends, strict=True)
+            for req_id, request, end in zip(signals.rows.req_ids, requests, ends, strict=True)
             if request.early and end >= request.num_prompt
         }
         for req_id, request in kept.items():

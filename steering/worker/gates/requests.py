@@ -6,7 +6,7 @@ Letters in shape comments: G requests with gates in a step, N their rows, T batc
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ class OwnGates:
         selection: Of rules.
         is_traced: Whether its trace is wanted, which tells of all its rows.
         is_captured: Whether it captures: what is captured is described by how its rows were steered.
+        is_counted: Whether the engine core needs no more of its rows than how many its gates wrote.
     """
 
     num_prompt: int
@@ -45,6 +46,7 @@ class OwnGates:
     selection: Selection = None
     is_traced: bool = False
     is_captured: bool = False
+    is_counted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,14 @@ class GatedRequest:
         early: First columns of gates that act at sites before they are evaluated.
         of_rules: Those of `early` that belong to rules: they may not have been there on earlier rows.
         told: Columns of its rows that somebody on the host reads.
+        is_counted: Whether the count in its states is all that the host reads of it, when it ends or is asked.
     """
 
     num_prompt: int
     early: tuple[int, ...]
     of_rules: frozenset[int] = frozenset()
     told: frozenset[int] = frozenset()
+    is_counted: bool = False
 
 
 def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | None:
@@ -80,7 +84,9 @@ def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | 
     programs = [*gated, *(program for rule in evaluated for program in rule.programs)]
     has_scores = own.is_traced or own.is_captured
     told = frozenset().union(*(_told(program, has_scores=has_scores) for program in programs))
-    return GatedRequest(own.num_prompt, tuple(sorted(early | of_rules)), of_rules, told)
+    all_early = tuple(sorted(early | of_rules))
+    is_counted = own.is_counted and not (own.is_captured or rules or all_early)
+    return GatedRequest(own.num_prompt, all_early, of_rules, told, is_counted)
 
 
 def _told(program: Program, *, has_scores: bool) -> frozenset[int]:
@@ -122,6 +128,14 @@ class GateRows(NamedTuple):
     counts: Int64Array
     has_one_each: bool
 
+    def part(self, at: Int64Array) -> GateRows:
+        """Return the rows of some of the requests, by their places; all are ascending."""
+        if len(at) == len(self.req_ids):
+            return self
+        req_ids = tuple(self.req_ids[each] for each in at.tolist())
+        counts = self.counts[at]
+        return GateRows(req_ids, self.starts[at], self.firsts[at], counts, has_one_each=bool((counts == 1).all()))
+
     @property
     def batch_rows(self) -> Int64Array:
         """The batch row of each of their rows, int64 ``[N]``."""
@@ -154,9 +168,13 @@ class GateSlots:
 
     Args:
         num_slots: `NO_SLOT` included.
+
+    Attributes:
+        on_loss: Called with a request before another one gets its slot.
     """
 
     def __init__(self, num_slots: int) -> None:
+        self.on_loss: Callable[[str], object] = lambda req_id: None
         self._free = list(range(num_slots - 1, NO_SLOT, -1))
         self._slots: OrderedDict[str, int] = OrderedDict()
         """The one that had no step for the longest time first."""
@@ -167,8 +185,9 @@ class GateSlots:
             self._slots.move_to_end(req_id)
             return slot, False
         if not self._free:
-            _, given_back = self._slots.popitem(last=False)
-            self._free.append(given_back)
+            loser = next(iter(self._slots))
+            self.on_loss(loser)
+            self._free.append(self._slots.pop(loser))
         self._slots[req_id] = self._free.pop()
         return self._slots[req_id], True
 
@@ -176,6 +195,10 @@ class GateSlots:
         """Free the slot of a request, if it has one."""
         if (slot := self._slots.pop(req_id, None)) is not None:
             self._free.append(slot)
+
+    def find(self, req_id: str) -> int | None:
+        """Return the slot of a request; None if it has none."""
+        return self._slots.get(req_id)
 
     @property
     def num_used(self) -> int:
@@ -228,9 +251,13 @@ class GatedBatch:
         self.requests = tuple(requests[req_id] for req_id in self.gated_ids)
         self._num_prompt = np.array([request.num_prompt for request in self.requests], np.int64)
         self.has_early = any(request.early for request in self.requests)
-        told = frozenset[int]().union(*(request.told for request in self.requests))
+        at = [place for place, request in enumerate(self.requests) if not request.is_counted]
+        self.told_at = np.array(at, np.int64)
+        """Places of the requests whose rows are told to the host."""
+        self.told_requests = tuple(self.requests[place] for place in at)
+        told = frozenset[int]().union(*(request.told for request in self.told_requests))
         self.told = np.array(sorted(told), np.int64)
-        """Columns that somebody on the host reads."""
+        """Columns of theirs that somebody there reads."""
 
     def rows(self, view: BatchView) -> GateRows:
         """Return the rows of a step of this batch."""
@@ -240,6 +267,11 @@ class GatedBatch:
     def firsts(self, view: BatchView) -> Int64Array:
         """Return the position of the first row of each request in a step of this batch, int64 ``[G]``."""
         return self._of_ours(view.num_computed)
+
+    def restarted(self, rows: GateRows) -> list[int]:
+        """Return the places of requests that begin anew in a step, with the slot that they had."""
+        found: list[int] = np.flatnonzero((rows.firsts == 0) & ~self._is_new).tolist()
+        return found
 
     def _of_ours(self, values: Int64Array) -> Int64Array:
         # Copies: they are read when the step's output is there, and the runner may write to its own before.

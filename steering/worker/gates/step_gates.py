@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from headgate.steering.gates.coefficient_changes import CoefficientChanges
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.driven import DrivenStrengths, Places
 from headgate.steering.worker.gates.pinned_copies import PinnedCopies
-from headgate.steering.worker.gates.readings import GateHistory, SignalReadings, SignalRows, StepSignals, ToldColumns
+from headgate.steering.worker.gates.readings import GateHistory, SignalCopier, SignalReadings, StepSignals
 from headgate.steering.worker.gates.reference import FLAGS, SLOT, GateTensors
 from headgate.steering.worker.gates.requests import (
     GatedBatch,
@@ -24,6 +25,7 @@ from headgate.steering.worker.gates.requests import (
     gated_request,
     slots_needed,
 )
+from headgate.steering.worker.gates.written_counts import WrittenCounts
 from headgate.steering.worker.rows.rule_programs import ActingRule, acting_of
 
 _NO_TOKENS: Int32Array = np.empty((0, 2), np.int32)
@@ -62,12 +64,15 @@ class StepGates:
         max_num_seqs: Upper limit of requests in one forward.
         num_columns: Of signals and states.
         device: Where the forward runs.
+        is_output_rank: Whether the engine core is told what this worker reads.
 
     Attributes:
         tensors: Read and written by the forward.
     """
 
-    def __init__(self, max_tokens: int, max_num_seqs: int, num_columns: int, device: torch.device) -> None:
+    def __init__(
+        self, max_tokens: int, max_num_seqs: int, num_columns: int, device: torch.device, *, is_output_rank: bool = True
+    ) -> None:
         num_slots, self._num_columns = slots_needed(max_num_seqs), num_columns
         self.tensors = GateTensors(
             signals=torch.zeros(max_tokens, num_columns, device=device),
@@ -81,7 +86,10 @@ class StepGates:
         self._new_columns: list[tuple[int, int]] = []
         self._slots = GateSlots(num_slots)
         self._history = GateHistory()
-        self._copies = PinnedCopies() if device.type == "cuda" else None
+        copies = PinnedCopies() if device.type == "cuda" else None
+        self._copier = SignalCopier(self.tensors.signals, copies)
+        told_of = self._requests if is_output_rank else {}
+        self._counts = WrittenCounts(self.tensors.states, copies, self._slots, told_of)
         self._driven = DrivenStrengths(num_slots, num_columns)
         self._tokens = np.zeros((max_tokens, 2), np.int32)
         """As the device has them after the writes."""
@@ -91,10 +99,6 @@ class StepGates:
         self._decoded: tuple[GatedBatch, GateRows] | None = None
         """The step before, if each request had one generated row."""
         self._rows: GateRows | None = None
-        self._copied: SignalRows | None = None
-        """Of the last step that was read."""
-        self._copied_starts: Int64Array | None = None
-        """First batch rows of that step: steps that go on have the very array."""
         self._signals: StepSignals | None = None
 
     @property
@@ -142,9 +146,15 @@ class StepGates:
 
     def _follow(self, req_id: str, own: OwnGates) -> None:
         request = gated_request(own, acting_of(self._rules, own.selection, self._driven.columns(req_id)))
+        known = self._requests.get(req_id)
         if request is None:
             self._leave(req_id)
-        elif self._requests.get(req_id) != request:
+            return
+        if known is not None and request.is_counted and not known.is_counted:
+            request = replace(request, is_counted=False)  # the device has counted rows that were told
+        if known != request:
+            if not request.is_counted:
+                self._counts.read_last(req_id)
             self._requests[req_id] = request
             self._history.follow(req_id, request)
             self._batch = None
@@ -157,6 +167,7 @@ class StepGates:
     def _leave(self, req_id: str) -> None:
         if req_id not in self._own:
             self._driven.forget(req_id)
+        self._counts.read_last(req_id)
         if self._requests.pop(req_id, None) is not None:
             self._slots.release(req_id)
             self._history.forget(req_id)
@@ -197,6 +208,8 @@ class StepGates:
 
     def _writes(self, rows: GateRows, batch: GatedBatch) -> GateWrites | None:
         columns, self._new_columns = tuple(self._new_columns), []
+        for place in batch.restarted(rows):
+            self._counts.read_last(rows.req_ids[place])
         cleared = batch.cleared(rows)
         index, flags = rows.batch_rows, batch.take_flags(rows)
         handed_on = self._history.strengths(rows, batch, flags) if batch.has_early else []
@@ -219,26 +232,20 @@ class StepGates:
     def step_ends(self) -> None:
         """Copy what the gates of the step did, behind its forward."""
         rows, batch = self._rows, self._batch
-        if rows is None or batch is None:
+        if rows is None or batch is None or not batch.told_requests:
             return
-        if self._copied is None or self._copied_starts is not rows.starts:
-            self._copied, self._copied_starts = self._rows_to_copy(rows, batch), rows.starts
-        self._signals = StepSignals(rows, self._copied)
+        self._signals = self._copier.copy(rows, batch)
         if batch.has_early:
-            self._history.keep(self._signals, batch)
-
-    def _rows_to_copy(self, rows: GateRows, batch: GatedBatch) -> SignalRows:
-        """Return the rows of a step whose signals are to be copied; indices that the device has are not sent again."""
-        signals, known, index = self.tensors.signals, self._copied, rows.batch_rows
-        if known is None or not np.array_equal(known.columns.columns, batch.told):
-            return SignalRows(signals, index, ToldColumns(batch.told, signals.device), self._copies)
-        if np.array_equal(known.batch_rows, index):
-            return known
-        return SignalRows(signals, index, known.columns, self._copies)
+            self._history.keep(self._signals, batch.told_requests)
 
     def readings(self) -> SignalReadings | None:
-        """Return what the engine core is told of the step that ended; None if nothing."""
-        return None if self._signals is None else SignalReadings(self._signals)
+        """Return what the engine core is told with the step that ended; None if nothing."""
+        counts = self._counts.take()
+        return SignalReadings(self._signals, counts) if counts or self._signals is not None else None
+
+    def ask_counts(self) -> list[tuple[str, Float32Rows, bool]]:
+        """Return what requests whose rows are not told have counted, as far as it is there."""
+        return self._counts.ask()
 
 
 def no_gates(device: torch.device) -> GateTensors:
