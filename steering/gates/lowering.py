@@ -21,11 +21,13 @@ from headgate.steering.gates.checks import check_reads, check_this_token, is_rea
 from headgate.steering.gates.gate import Always, Condition, Gate, Leaf, Negation, Then
 from headgate.steering.gates.layout import GateColumn, Layout, layout_of, num_columns
 from headgate.steering.gates.readings import Content, Score, read_score
-from headgate.steering.programs.codes import EVERYWHERE, Code, Flag, with_change
+from headgate.steering.programs.codes import CODE_MASK, EVERYWHERE, Code, Flag, change_index, with_change
 from headgate.steering.programs.gate_codes import (
+    EARLY,
     NODE_COLUMNS,
     Combine,
     GateFlag,
+    gate_column,
     gate_field,
 )
 from headgate.steering.programs.lowering import lower
@@ -83,8 +85,8 @@ def lower_gates(
         for entry in score.at(column):
             made.add(entry)
     attenuating: list[_Placed] = []
-    for gate_column in layout.gates:
-        placed = _Placed(gate_column, _reads(gate_column.gate, layout, scores))
+    for column_of in layout.gates:
+        placed = _Placed(column_of, _reads(column_of.gate, layout, scores))
         thens = then_programs(placed.gate.then, content, dtype)
         written = sort_sites({site for then in thens if then is not None for site in then.sites})
         if placed.gate.then.attenuate is not None:
@@ -100,11 +102,22 @@ def lower_gates(
         made.write(placed, thens)
     if attenuating:
         made.attenuate(attenuating, own, dtype)
-    prefill = Program.from_entries(made.phases[PREFILL].entries, dtype, made.phases[PREFILL].groups)
+    prefill = Program.from_entries(_marked(made.phases[PREFILL].entries), dtype, made.phases[PREFILL].groups)
     if made.are_alike:
         return GatedPrograms(prefill, prefill, bool(attenuating))
-    decode = Program.from_entries(made.phases[DECODE].entries, dtype, made.phases[DECODE].groups)
+    decode = Program.from_entries(_marked(made.phases[DECODE].entries), dtype, made.phases[DECODE].groups)
     return GatedPrograms(prefill, decode, bool(attenuating))
+
+
+def _marked(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the entries of a phase; gates that turn nothing on there, at sites where they are evaluated, say so."""
+    written = {gate_column(entry.group) for entry in entries if not entry.group & EARLY}
+    return [
+        entry._replace(code=entry.code | GateFlag.UNWRITTEN)
+        if entry.code & CODE_MASK == Code.GATE and change_index(entry.code) not in written
+        else entry
+        for entry in entries
+    ]
 
 
 @dataclass(frozen=True, slots=True)

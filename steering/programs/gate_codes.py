@@ -16,8 +16,8 @@ an entry (`headgate.steering.programs.codes.change_index`) is its first column, 
 * `NODE`: ``s[c]`` and ``s[c + 1]`` as of a leaf, from those at p4 and p5, by `Combine`.
 * `GATE`: ``s[c]`` is the strength that acts on this row, ``s[c + 1]`` the one that a trace shows, from the condition at
   p4, by `Scope`. ``m[c]`` is the strength that acts on the next row at earlier sites, and so is ``s[c + 2]``;
-  ``m[c + 1]`` is the one that it has latched; NaN stands for none. ``m[c + 2]`` counts the rows on which ``s[c]`` was
-  not 0. p0 is a strength that is latched from the first
+  ``m[c + 1]`` is the one that it has latched; NaN stands for none. ``m[c + 2]`` counts the rows that it wrote:
+  on which ``s[c]`` was not 0, unless it is `GateFlag.UNWRITTEN`. p0 is a strength that is latched from the first
   generated row on, or NaN.
 * `ATTENUATE`: ``f *= 1 + c * (p0 - 1)`` with the entry's own coefficient c; f is 1 at each site before the first.
 
@@ -74,6 +74,8 @@ class GateFlag(IntFlag):
     """Of `Code.GATE`: it is 0 before the last row of the prompt."""
     OBSERVES = 1 << 10
     """Of `Code.GATE`: ``s[c]`` is 0."""
+    UNWRITTEN = 1 << 11
+    """Of `Code.GATE`: no entry of the program has its ``s[c]``, so that no row counts."""
 
 
 class Mode(IntEnum):

@@ -29,7 +29,7 @@ from headgate.capture.engine.contracts.worker_hooks import WorkerFacts, direct_c
 from headgate.capture.engine.core.part_services import PartServices
 from headgate.capture.engine.core.step_notes import StepNotes
 from headgate.capture.engine.core.step_orders import attach_orders
-from headgate.capture.schema.batch import BatchView, NewRequest
+from headgate.capture.schema.batch import BatchView, Int64Array, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering import PhaseVectors, probes
@@ -125,6 +125,7 @@ class Engine:
         self.requests = {f"cmpl-{index:032d}-0": Request(f"cmpl-{index:032d}-0") for index in range(IN_FLIGHT)}
         self.outputs = [SimpleNamespace(request_id=req_id, kv_transfer_params=None) for req_id in self.requests]
         self.columns, self.rng = config.num_columns, rng
+        self.layouts: dict[int, tuple[tuple[str, ...], Int64Array, Int64Array]] = {}
         self._open_worker(config)
         self._open_core(config, mode)
         for req_id in self.requests:
@@ -187,9 +188,11 @@ class Engine:
         core_s = time.perf_counter() - start
 
         orders = getattr(output, ORDERS_ATTRIBUTE, None)
-        counts = np.full(IN_FLIGHT, count, np.int64)
+        if count not in self.layouts:  # steps of the same requests have the same arrays, as of a runner's adapter
+            counts = np.full(IN_FLIGHT, count, np.int64)
+            self.layouts[count] = tuple(self.requests), np.cumsum(counts) - counts, counts
         computed = np.array([each.num_computed_tokens for each in self.requests.values()], np.int64)
-        view = BatchView(tuple(self.requests), np.cumsum(counts) - counts, counts, computed)
+        view = BatchView(*self.layouts[count], computed)
         for request in self.requests.values():
             request.num_computed_tokens += count
         rows = IN_FLIGHT * count

@@ -150,7 +150,9 @@ def gate_programs(draw: st.DrawFn) -> list[Entry]:
     entries, conditions, at = draw_conditions(draw, number)
     gates = [(EARLY_COLUMN, True)]
     for _ in range(draw(st.integers(1, 3))):
-        flags = draw(st.sampled_from([0, GateFlag.FROM_PROMPT_END])) | draw(st.sampled_from([0, 0, GateFlag.OBSERVES]))
+        flags = draw(st.sampled_from([0, GateFlag.FROM_PROMPT_END])) | draw(
+            st.sampled_from([0, 0, GateFlag.OBSERVES, GateFlag.UNWRITTEN])
+        )
         latched = draw(st.sampled_from([math.nan, math.nan, 0.71]))
         entries.append(gate(at, draw(st.sampled_from(conditions)), draw(st.sampled_from(Scope)) | flags, latched))
         gates.append((at, False))

@@ -136,7 +136,8 @@ class OwnGates:
     @property
     def is_countable(self) -> bool:
         """Whether rows need not be told: workers can count what is written, and nobody else reads them."""
-        return bool(self._columns) and self.apart is None and not self.latches
+        decode = self.source.decode
+        return bool(self._columns) and not self.latches and decode.early.isdisjoint(self._columns)
 
     def written(self, rows: StepRows) -> list[int]:
         """Return how many of a step's rows each gate wrote."""

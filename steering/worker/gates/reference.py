@@ -269,7 +269,7 @@ def _gate(code: int, params: Sequence[float], s: Float32Rows, m: Float32Rows, fl
     m[c] = following
     s[c] = 0 if math.isnan(acts) or code & GateFlag.OBSERVES else acts
     s[c + 1], s[c + 2] = strength, following
-    m[c + 2] = (0 if math.isnan(m[c + 2]) else m[c + 2]) + (s[c] != 0)
+    m[c + 2] = (0 if math.isnan(m[c + 2]) else m[c + 2]) + (s[c] != 0 and not code & GateFlag.UNWRITTEN)
 
 
 _RUN: dict[int, Callable[..., None]] = {Code.LEAF: _leaf, Code.NODE: _node, Code.GATE: _gate}

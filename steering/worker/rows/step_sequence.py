@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from headgate.capture.schema.batch import BatchView
 
 
@@ -42,6 +40,6 @@ def _are_alike(one: BatchView, other: BatchView) -> bool:
     """Whether two steps have the same requests in the same batch rows; mostly they have the very arrays."""
     if one.req_ids is other.req_ids and one.starts is other.starts and one.num_scheduled is other.num_scheduled:
         return True
-    if one.req_ids != other.req_ids:
-        return False
-    return np.array_equal(one.starts, other.starts) and np.array_equal(one.num_scheduled, other.num_scheduled)
+    # Bytes are compared several times as fast as arrays of this size.
+    are_counts_alike = one.num_scheduled.tobytes() == other.num_scheduled.tobytes()
+    return one.req_ids == other.req_ids and are_counts_alike and one.starts.tobytes() == other.starts.tobytes()

@@ -9,16 +9,19 @@ import pytest
 
 from headgate.steering.core.rules import step_counts
 from headgate.steering.core.steering_core import SteeringCore
-from headgate.steering.gates.gate import Gate, InlineProbe
+from headgate.steering.gates.gate import Gate, InlineProbe, ModuleThen, Then
 from headgate.steering.gates.layout import COUNT, layout_of
 from headgate.steering.gates.trace import GateSource
-from headgate.steering.programs.gate_codes import Scope
+from headgate.steering.programs.codes import CODE, CODE_MASK, Code
+from headgate.steering.programs.gate_codes import GateFlag, Scope
+from headgate.steering.programs.program import Program
 from headgate.steering.spec import SteeringSpec, to_wire
 from tests.unit.steering.core.test_core_gates import (
     CONFIG,
     LATE,
     READ,
     STEERABLE,
+    VECTORS,
     WEIGHT,
     NoWorkers,
     adding,
@@ -124,6 +127,23 @@ def test_a_request_is_counted_by_its_own_names_also_after_another_had_its_id(cor
 def test_of_others_rows_are_told(core, gates, wire):
     assert GateSource.of(layout_of(gates), core.state.resolve("x", SteeringSpec(gates=gates), 5).own).columns
     assert not accept(core, "a", *gates, **wire)
+
+
+def test_rows_of_a_phase_in_which_a_gate_writes_nothing_do_not_count(core):
+    core.operator.register("calm", SteeringSpec(decode=VECTORS))
+    then = Then(module=ModuleThen("calm"))
+
+    prefill, decode = core.state.resolve("x", SteeringSpec(gates=(gate(then=then),)), 5).own
+
+    assert [marks(prefill), marks(decode)] == [[True], [False]]
+    assert accept(core, "a", gate(then=then))
+
+
+def marks(program: Program | None) -> list[bool]:
+    """Whether each gate of a program is marked as one that writes nothing there."""
+    assert program is not None
+    codes = program.codes[:, CODE]
+    return [bool(code & GateFlag.UNWRITTEN) for code in codes[codes & CODE_MASK == Code.GATE].tolist()]
 
 
 def test_workers_are_asked_only_where_they_may_have_counted(core, workers):

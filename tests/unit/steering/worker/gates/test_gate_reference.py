@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering.gates.gate import Always, Gate, Group, InlineProbe, Leaf, Negation, Then
-from headgate.steering.gates.layout import layout_of
+from headgate.steering.gates.layout import COUNT, layout_of
 from headgate.steering.gates.lowering import lower_gates
 from headgate.steering.programs.gate_codes import Combine, Mode, Pool, Scope, TokenFlag
 from headgate.steering.programs.operations import Method, Operation
@@ -55,6 +55,11 @@ def adding(*sites: Site) -> Then:
 
 def run(gates: Sequence[Gate], scores: Sequence[float], num_prompt: int, chunks: Sequence[int], own=NO_OWN):
     """What is added in the last column at each site, ``[3, rows]``; rows have the scores that the probe reads."""
+    return run_and_count(gates, scores, num_prompt, chunks, own)[0]
+
+
+def run_and_count(gates: Sequence[Gate], scores: Sequence[float], num_prompt: int, chunks: Sequence[int], own=NO_OWN):
+    """The same, and how many rows each gate wrote at sites where it is evaluated, as its states count them."""
     made = lower_gates(gates, NoNames(), "float32", own, {})
     columns = layout_of(gates).num_columns
     added, states, start = [], torch.full((2, columns), math.nan), 0
@@ -72,7 +77,8 @@ def run(gates: Sequence[Gate], scores: Sequence[float], num_prompt: int, chunks:
         is_decode = torch.from_numpy(positions >= num_prompt).int()
         added.append(torch.stack([_at(site, made, rows, is_decode, tensors) for site in SITES]))
         start += count
-    return torch.cat(added, dim=1)
+    counts = [states[1, gate.column + COUNT].nan_to_num(0.0).item() for gate in layout_of(gates).gates]
+    return torch.cat(added, dim=1), counts
 
 
 def _at(site: Site, made, rows, is_decode, tensors) -> torch.Tensor:
@@ -125,10 +131,11 @@ def test_a_prompt_gives_the_same_however_it_is_cut(when, mode, scope, data):
     gates = [Gate(name="g", when=when, then=adding(*sites), mode=mode, amount=2.0, scope=scope)]
     decode = [1] * (num_rows - num_prompt)
 
-    whole = run(gates, scores, num_prompt, [num_prompt, *decode])
-    cut = run(gates, scores, num_prompt, [*chunks, *decode])
+    whole, counts = run_and_count(gates, scores, num_prompt, [num_prompt, *decode])
+    cut, counts_of_cut = run_and_count(gates, scores, num_prompt, [*chunks, *decode])
 
     torch.testing.assert_close(cut, whole, rtol=0, atol=0)
+    assert counts == counts_of_cut == [whole[2].count_nonzero().item()]
     assert torch.equal(whole[1], whole[2])
 
 
