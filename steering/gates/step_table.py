@@ -11,6 +11,22 @@ from headgate.capture.schema.batch import Int64Array
 from headgate.steering.vectors.dtypes import Float32Rows
 
 
+class ToldCounts(NamedTuple):
+    """Counts of the rows that a request's gates wrote, as a worker has them.
+
+    Attributes:
+        req_id: The request.
+        states: float32 ``[columns]``: its states, in which the counts are.
+        is_last: Whether the counts begin anew behind this.
+        has_ended: Whether nothing of the request comes any more.
+    """
+
+    req_id: str
+    states: Float32Rows
+    is_last: bool
+    has_ended: bool
+
+
 def spread(values: Float32Rows, told: Int64Array | None, num_columns: int) -> Float32Rows:
     """Return the signals of rows, float32 ``[rows, num_columns]``, from those of some columns; the others are 0.
 

@@ -9,6 +9,7 @@ from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.sites import Site
 from headgate.steering.gates.coefficient_changes import CoefficientChanges
+from headgate.steering.gates.step_table import ToldCounts
 from headgate.steering.programs.program import Program
 from headgate.steering.spec import PhaseContent, SteeringSpec, from_wire, steered
 from headgate.steering.vectors.phase_vectors import PhaseVectors
@@ -216,7 +217,7 @@ def _gates_of(facts: WorkerFacts, num_columns: int) -> StepGates:
     return StepGates(facts.max_tokens, facts.max_num_seqs, num_columns, facts.device, is_output_rank=rank)
 
 
-def _ask_counts(worker: WorkerSteering) -> list[tuple[str, Any, bool]]:
+def _ask_counts(worker: WorkerSteering) -> list[ToldCounts]:
     """RPC: return how many rows gates wrote; see `StepGates.ask_counts`."""
     return [] if worker.gates is None else worker.gates.ask_counts()
 

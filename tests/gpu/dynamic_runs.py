@@ -81,7 +81,7 @@ def fields(kind: str, threshold: float) -> dict[str, Any]:
     return found
 
 
-def serve(llm: Any, make: Any, **more: Any) -> list[Any]:
+def serve(llm: Any, make: Any, *, captures: bool = True, **more: Any) -> list[Any]:
     """All prompts in one batch, with the fields that `make` gives for the index of each."""
     from headgate.capture import SamplingParams
 
@@ -93,7 +93,7 @@ def serve(llm: Any, make: Any, **more: Any) -> list[Any]:
             ignore_eos=True,
             detokenize=False,
             max_tokens=MAX_TOKENS,
-            capture={"memory": {"hooks": SEEN}},
+            capture={"memory": {"hooks": SEEN}} if captures else None,
             **more,
         )
         for name, value in make(index).items():
@@ -121,6 +121,20 @@ def prepare(llm: Any, rows: Any) -> float:
     return threshold
 
 
+def counted(llm: Any, threshold: float) -> dict[str, int]:
+    """Rows that one gate wrote of all prompts: as traces say (``loud``), and as the device has counted (``quiet``)."""
+    gated = fields("this_token", threshold)
+    (gate,) = gated["steering_gates"]
+    llm.reset_prefix_cache()
+    outputs = serve(llm, lambda _: gated, captures=False)
+    traces = [output.outputs[0].steering_trace["gates"]["gate"]["applied"] for output in outputs]
+    quiet = {"steering_gates": [{**gate, "name": "quiet"}], "steering_rules": []}
+    llm.reset_prefix_cache()
+    serve(llm, lambda _: quiet, captures=False)
+    loud = sum(int(np.count_nonzero(applied)) for applied in traces)
+    return {"loud": loud, "quiet": llm.steering.dynamic().gates["quiet"], "requests": len(outputs)}
+
+
 def told(output: Any, kind: str) -> Mapping[str, Any]:
     """What a request's test needs: its trace, and rows before and behind each site that is written."""
     (entry,) = base.collect([output])
@@ -137,6 +151,7 @@ def main() -> None:
     requests = [told(output, KINDS[index % len(KINDS)]) for index, output in enumerate(outputs)]
     status = llm.steering.dynamic()
     found = {"requests": requests, "threshold": threshold, "steps": status.controllers[0].steps}
+    found["counted"] = counted(llm, threshold)
     torch.save(found, out)
     print("RAN", mode, f"{len(requests)} requests, {status}"[:300], flush=True)
 

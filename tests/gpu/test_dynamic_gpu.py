@@ -126,6 +126,14 @@ def test_strengths_in_traces_are_those_that_were_added(runs):
         assert gate["applied"] == expected.tolist(), (mode, request["kind"])
 
 
+def test_rows_that_the_device_counts_are_those_of_traces(runs):
+    """With async scheduling a row more for each request: that of the step in flight at its end."""
+    for run in runs.values():
+        found = run["counted"]
+        assert found["loud"] <= found["quiet"] <= found["loud"] + found["requests"], found
+        assert found["loud"] > found["requests"]
+
+
 def test_a_decision_acts_on_the_next_row_or_the_one_behind(runs):
     """With async scheduling the next step has been launched already."""
     delays = Counter[tuple[str, int]]()

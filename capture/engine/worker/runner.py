@@ -165,6 +165,8 @@ class RunnerAdapter:
         self._watch("_dummy_run", self._dummy_run)
         self._watch(self._layout.method, self._lay_out)
         self._watch("sample_tokens", self._sample_tokens)
+        # Earlier stages of a pipeline do not sample: there this method receives what the last one has sampled.
+        self._samples = bool(getattr(runner, "is_last_pp_rank", True))
         # The V1 runner leaves attention out of dummy steps, and its output uninitialised, unless it is told not to.
         takes = inspect.signature(runner._dummy_run).parameters
         self._with_attention = {"force_attention": True} if "force_attention" in takes else {}
@@ -210,10 +212,9 @@ class RunnerAdapter:
         self._readings = None
         result = original(scheduler_output, *args, **kwargs)
         self._is_to_follow_up = self._is_laid_out
-        if result is None:
-            return None
-        self._follow_up()
-        return self._complete(result)
+        if result is not None or not self._samples:
+            self._follow_up()
+        return result if result is None else self._complete(result)
 
     def _sample_tokens(self, original: Function, *args: object, **kwargs: object) -> object:
         """Follow `execute_model`, which returns None and leaves the output of its step to this method.

@@ -16,8 +16,7 @@ from headgate.steering.core.rules.row_counts import (
     RowCounts,
     Written,
 )
-from headgate.steering.gates.step_table import StepRows, StepTable
-from headgate.steering.vectors.dtypes import Float32Rows
+from headgate.steering.gates.step_table import StepRows, StepTable, ToldCounts
 
 MAX_ENDED = 4096
 """Requests that ended whose counts may still come; those that never ran, or were told row by row, are among them."""
@@ -77,14 +76,14 @@ class StepCounts:
             self._own[req_id] = own
         self._known = object()
 
-    def take_counts(self, counts: Iterable[tuple[str, Float32Rows, bool]]) -> None:
-        """Take what workers have counted by themselves: requests, their states, and whether counts begin anew."""
-        for req_id, states, is_last in counts:
+    def take_counts(self, counts: Iterable[ToldCounts]) -> None:
+        """Take what workers have counted by themselves."""
+        for req_id, states, is_last, has_ended in counts:
             own = self._own.get(req_id)
             gates = self._ended.get(req_id) if own is None else own.counted
             if gates is not None:
                 self._counts.add_gates(gates.names, gates.more(states, is_last=is_last))
-            if is_last:
+            if has_ended:
                 self._ended.pop(req_id, None)
 
     def settle(self) -> None:

@@ -13,9 +13,8 @@ from headgate.steering.core.rules.step_traces import StepTraces
 from headgate.steering.gates.conversations import ConversationLatches
 from headgate.steering.gates.gate import Gate
 from headgate.steering.gates.layout import FOLLOWING
-from headgate.steering.gates.step_table import StepTable
+from headgate.steering.gates.step_table import StepTable, ToldCounts
 from headgate.steering.gates.trace import GateSource, Note
-from headgate.steering.vectors.dtypes import Float32Rows
 
 
 class StepReadings:
@@ -107,7 +106,7 @@ class StepReadings:
         self._latching.pop(req_id, None)
         self._counting.forget(req_id)
 
-    def take_counts(self, counts: Iterable[tuple[str, Float32Rows, bool]]) -> None:
+    def take_counts(self, counts: Iterable[ToldCounts]) -> None:
         """Take what workers have counted; see `StepCounts.take_counts`."""
         self._counting.take_counts(counts)
 

@@ -184,8 +184,7 @@ class SignalReadings:
     def collect(self) -> dict[str, Any]:
         """Return the requests, the position of the first row and the number of rows of each, and their signals.
 
-        All of it is left out if nothing is told of rows. ``written``, if there are any, are a request, its states,
-        float32 ``[columns]``, and whether they begin anew behind that.
+        All of it is left out if nothing is told of rows. ``written``, if there are any, are `ToldCounts`.
 
         ``ids`` are a tuple; ``firsts`` and ``counts`` int64 ``[G]``; ``has_one_each`` says that all counts are 1.
         ``values``, float32, are the signals of all rows, in all ``columns`` if ``told`` is None, else in those whose

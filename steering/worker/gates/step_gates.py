@@ -11,6 +11,7 @@ import torch
 
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
 from headgate.steering.gates.coefficient_changes import CoefficientChanges
+from headgate.steering.gates.step_table import ToldCounts
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.driven import DrivenStrengths, Places
 from headgate.steering.worker.gates.pinned_copies import PinnedCopies
@@ -167,7 +168,7 @@ class StepGates:
     def _leave(self, req_id: str) -> None:
         if req_id not in self._own:
             self._driven.forget(req_id)
-        self._counts.read_last(req_id)
+        self._counts.read_last(req_id, has_ended=True)
         if self._requests.pop(req_id, None) is not None:
             self._slots.release(req_id)
             self._history.forget(req_id)
@@ -243,7 +244,7 @@ class StepGates:
         counts = self._counts.take()
         return SignalReadings(self._signals, counts) if counts or self._signals is not None else None
 
-    def ask_counts(self) -> list[tuple[str, Float32Rows, bool]]:
+    def ask_counts(self) -> list[ToldCounts]:
         """Return what requests whose rows are not told have counted, as far as it is there."""
         return self._counts.ask()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from headgate.steering.gates.step_table import ToldCounts
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.pinned_copies import PinnedCopies, PinnedCopy
 from headgate.steering.worker.gates.requests import GatedRequest, GateSlots
@@ -18,27 +19,22 @@ from headgate.steering.worker.tables.uploads import inference_mode
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CountPiece:
-    """The states of a request, at a moment.
-
-    Attributes:
-        req_id: The request.
-        states: float32 ``[C]``, or on the way to the host.
-        is_last: Whether the counts begin anew behind this.
-    """
+    """The states of a request, at a moment: `ToldCounts` that may be on the way to the host."""
 
     req_id: str
     states: PinnedCopy | Float32Rows
     is_last: bool
+    has_ended: bool
 
     @property
     def is_there(self) -> bool:
         """Whether `told` waits for nothing."""
         return not isinstance(self.states, PinnedCopy) or self.states.is_there
 
-    def told(self) -> tuple[str, Float32Rows, bool]:
+    def told(self) -> ToldCounts:
         """Return it as it is told to the engine core. To be called once; waits for the copy. Any thread."""
         states = self.states.take() if isinstance(self.states, PinnedCopy) else self.states
-        return self.req_id, states, self.is_last
+        return ToldCounts(self.req_id, states, self.is_last, self.has_ended)
 
 
 class WrittenCounts:
@@ -61,16 +57,16 @@ class WrittenCounts:
         self._pieces: list[CountPiece] = []
         slots.on_loss = self.read_last
 
-    def read_last(self, req_id: str) -> None:
+    def read_last(self, req_id: str, *, has_ended: bool = False) -> None:
         """Read the counts of a request behind what was launched, before they begin anew."""
-        self._read(req_id, is_last=True)
+        self._read(req_id, is_last=True, has_ended=has_ended)
 
     def take(self) -> Sequence[CountPiece]:
         """Take everything that was read."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def ask(self) -> list[tuple[str, Float32Rows, bool]]:
+    def ask(self) -> list[ToldCounts]:
         """Return what was read and is there. Of requests that run, the rest comes with a later step.
 
         While none runs there may be no later step: then everything is waited for.
@@ -80,7 +76,7 @@ class WrittenCounts:
         self._pieces = [piece for piece in self._pieces if piece not in there]
         return [piece.told() for piece in there]
 
-    def _read(self, req_id: str, *, is_last: bool) -> bool:
+    def _read(self, req_id: str, *, is_last: bool, has_ended: bool = False) -> bool:
         """Read the counts of a request, if it has any."""
         request, slot = self._requests.get(req_id), self._slots.find(req_id)
         if request is None or not request.is_counted or slot is None:
@@ -88,5 +84,5 @@ class WrittenCounts:
         with inference_mode():
             states = self._states[slot]
             found = states.numpy().copy() if self._copies is None else self._copies.start(states)
-        self._pieces.append(CountPiece(req_id, found, is_last))
+        self._pieces.append(CountPiece(req_id, found, is_last, has_ended))
         return True

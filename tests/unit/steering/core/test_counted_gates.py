@@ -84,12 +84,12 @@ def test_what_workers_count_is_added_up_while_a_request_runs_and_when_it_has_end
     both = (gate(name="one"), gate(name="two"))
     assert accept(core, "a", *both)
 
-    assert core.take_readings({"written": [("a", states(both, 3, np.nan), False)]}, ()) == {}
+    assert core.take_readings({"written": [("a", states(both, 3, np.nan), False, False)]}, ()) == {}
     assert rows(core) == {"one": 3, "two": 0}
-    workers.told = [("a", states(both, 5, 1), False)]
+    workers.told = [("a", states(both, 5, 1), False, False)]
     assert rows(core) == {"one": 5, "two": 1}
     core.release("a")
-    core.take_readings({"written": [("a", states(both, 6, 1), True)]}, ())
+    core.take_readings({"written": [("a", states(both, 6, 1), True, True)]}, ())
 
     assert rows(core) == {"one": 6, "two": 1}
 
@@ -98,18 +98,28 @@ def test_counts_that_begin_anew_are_added_to_those_before(core):
     one = (gate(name="one"),)
     accept(core, "a", *one)
     for count, is_last in ((4, True), (2, False), (3, True), (1, False)):
-        core.take_readings({"written": [("a", states(one, count), is_last)]}, ())
+        core.take_readings({"written": [("a", states(one, count), is_last, False)]}, ())
 
     assert rows(core) == {"one": 8}
+
+
+def test_what_a_request_counted_before_it_began_anew_may_come_when_it_has_ended(core):
+    one = (gate(name="one"),)
+    accept(core, "a", *one)
+    core.release("a")
+    for count, has_ended in ((4, False), (3, True), (9, True)):  # nobody knows it any more at the last
+        core.take_readings({"written": [("a", states(one, count), True, has_ended)]}, ())
+
+    assert rows(core) == {"one": 7}
 
 
 def test_a_request_is_counted_by_its_own_names_also_after_another_had_its_id(core):
     one, other = (gate(name="one"),), (gate(name="other"),)
     accept(core, "a", *one)
     core.release("a")
-    core.take_readings({"written": [("a", states(one, 2), True)]}, ())
+    core.take_readings({"written": [("a", states(one, 2), True, True)]}, ())
     accept(core, "a", *other)
-    core.take_readings({"written": [("a", states(other, 3), True)]}, ())
+    core.take_readings({"written": [("a", states(other, 3), True, True)]}, ())
 
     assert rows(core) == {"one": 2, "other": 3}
 
@@ -161,6 +171,6 @@ def test_of_requests_that_ended_nothing_piles_up(core, monkeypatch):
         accept(core, req_id, *one)
         core.release(req_id)
 
-    core.take_readings({"written": [(req_id, states(one, 1), True) for req_id in "abc"]}, ())
+    core.take_readings({"written": [(req_id, states(one, 1), True, True) for req_id in "abc"]}, ())
 
     assert rows(core) == {"one": 2}

@@ -36,8 +36,11 @@ def run(gates: StepGates, *requests: tuple[str, int, int], written: int = 1) -> 
     gates.step_ends()
 
 
-def told(pieces) -> list[tuple[str, int, bool]]:
-    return [(req_id, int(np.nan_to_num(states[1 + COUNT])), is_last) for req_id, states, is_last in pieces]
+def told(pieces) -> list[tuple[str, int, str]]:
+    """Requests, what they have counted, and whether they go on, begin anew or have ended."""
+    kinds = {(False, False): "goes on", (True, False): "begins anew", (True, True): "ended"}
+    counts = [int(np.nan_to_num(piece.states[1 + COUNT])) for piece in pieces]
+    return [(one.req_id, count, kinds[one.is_last, one.has_ended]) for one, count in zip(pieces, counts, strict=True)]
 
 
 def test_nothing_is_read_of_steps_and_all_when_the_request_ends():
@@ -47,17 +50,17 @@ def test_nothing_is_read_of_steps_and_all_when_the_request_ends():
         assert gates.readings() is None
 
     gates.remove("a")
-    assert told(gates.ask_counts()) == [("a", 3, True)]
+    assert told(gates.ask_counts()) == [("a", 3, "ended")]
     assert gates.ask_counts() == []
 
 
 def test_whoever_asks_is_told_what_was_counted_so_far():
     gates = gates_with("a", "new")
     run(gates, ("a", 0, 2), written=2)
-    assert told(gates.ask_counts()) == [("a", 2, False)]
+    assert told(gates.ask_counts()) == [("a", 2, "goes on")]
 
     run(gates, ("a", 2, 1))
-    assert told(gates.ask_counts()) == [("a", 3, False)]
+    assert told(gates.ask_counts()) == [("a", 3, "goes on")]
 
 
 def test_what_ended_is_told_with_the_next_step_beside_rows_of_others():
@@ -74,7 +77,7 @@ def test_what_ended_is_told_with_the_next_step_beside_rows_of_others():
     assert readings is not None
     found = readings.collect()
 
-    assert told(found["written"]) == [("a", 1, True)]
+    assert told(found["written"]) == [("a", 1, "ended")]
     assert found["ids"] == ("b",)
 
 
@@ -86,7 +89,7 @@ def test_a_step_without_rows_to_tell_brings_counts_alone():
 
     readings = gates.readings()
     assert readings is not None
-    assert told(readings.collect().pop("written")) == [("a", 1, True)]
+    assert told(readings.collect().pop("written")) == [("a", 1, "ended")]
     assert gates.readings() is None
 
 
@@ -109,7 +112,7 @@ def test_a_request_that_begins_anew_is_read_before():
     run(gates, ("a", 0, 2), written=2)
     run(gates, ("a", 0, 2), written=2)
 
-    assert told(gates.ask_counts()) == [("a", 2, True), ("a", 2, False)]
+    assert told(gates.ask_counts()) == [("a", 2, "begins anew"), ("a", 2, "goes on")]
 
 
 def test_a_request_that_loses_its_slot_is_read_before():
@@ -117,7 +120,7 @@ def test_a_request_that_loses_its_slot_is_read_before():
     for at, name in enumerate("abc"):
         run(gates, (name, 0, 1), written=at + 1)
 
-    assert told(gates.ask_counts()) == [("a", 1, True), ("b", 2, False), ("c", 3, False)]
+    assert told(gates.ask_counts()) == [("a", 1, "begins anew"), ("b", 2, "goes on"), ("c", 3, "goes on")]
 
 
 def test_under_a_rule_rows_are_told_from_then_on():
@@ -125,7 +128,7 @@ def test_under_a_rule_rows_are_told_from_then_on():
     run(gates, ("a", 0, 1))
     rule = program(4, is_early=False)
     gates.set_rules([ActingRule("r", AppliesTo.ALL, (4, 7), (rule, rule))])
-    assert told(gates.ask_counts()) == [("a", 1, True)]
+    assert told(gates.ask_counts()) == [("a", 1, "begins anew")]
 
     gates.set_rules([])
     run(gates, ("a", 1, 1))
