@@ -10,6 +10,8 @@ import torch
 
 from headgate.steering.worker.gates.pinned_copies import PinnedCopies
 from headgate.steering.worker.gates.readings import SignalRows, ToldColumns
+from headgate.steering.worker.gates.requests import GatedRequest, GateSlots
+from headgate.steering.worker.gates.written_counts import WrittenCounts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -40,6 +42,32 @@ def test_copies_are_of_their_own_step_and_nothing_waits(num_rows: int, first: in
         torch.cuda.set_sync_debug_mode("default")
     while under_way:
         check(*under_way.popleft(), first)
+
+
+def test_counts_are_read_as_they_were_and_nothing_waits() -> None:
+    """Behind the step that was launched, and before what is written next."""
+    states = torch.zeros(5, NUM_COLUMNS, device="cuda")
+    slots, request = GateSlots(5), GatedRequest(2, (), is_counted=True)
+    requests = dict.fromkeys("ab", request)
+    places = {req_id: slots.take(req_id)[0] for req_id in requests}
+    counts = WrittenCounts(states, PinnedCopies(), slots, requests)
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(20 * SLEEP_CYCLES)
+        for value, req_id in enumerate(requests, 1):
+            states[places[req_id]].fill_(value)
+        assert counts.ask() == []
+        counts.read_last("a", has_ended=True)
+        states.fill_(torch.nan)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    del requests["b"]
+    told = [(each.req_id, each.states.tolist(), each.is_last) for piece in counts.take() for each in piece.told()]
+
+    assert told == [
+        (name, [value] * NUM_COLUMNS, last) for name, value, last in (("a", 1, 0), ("b", 2, 0), ("a", 1, 1))
+    ]
 
 
 def check(step: int, rows: SignalRows, copy: object, first: int) -> None:

@@ -1,4 +1,4 @@
-"""Copies of small tensors to the host through pinned memory that is used again.
+"""Small copies to the host and back through pinned memory, which is used again on the way to the host.
 
 Pinned memory and an event for each step would cost the step thread some ten calls into the driver, whose code other
 work has pushed out of the processor's caches by then.
@@ -11,12 +11,20 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from headgate.capture.schema.batch import Int64Array
 from headgate.steering.vectors.dtypes import Float32Rows
 
 _MAX_KEPT = 8
 """Buffers of each size that wait to be used again; steps overlap by two or three."""
 _MAX_KEPT_NUMBERS = 1 << 18
 """Numbers in the largest buffer that is kept: one for a prompt's rows comes seldom."""
+
+
+def sent(index: Int64Array, device: torch.device) -> Tensor:
+    """Return an index on a device. From memory that is not pinned, the copy would wait for all that was launched."""
+    if device.type != "cuda":
+        return torch.from_numpy(index)
+    return torch.from_numpy(index).pin_memory().to(device, non_blocking=True)
 
 
 class PinnedCopies:

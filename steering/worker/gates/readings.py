@@ -21,7 +21,7 @@ from headgate.steering.gates.layout import FOLLOWING
 from headgate.steering.gates.step_table import spread
 from headgate.steering.programs.gate_codes import TokenFlag
 from headgate.steering.vectors.dtypes import Float32Rows
-from headgate.steering.worker.gates.pinned_copies import PinnedCopies, PinnedCopy
+from headgate.steering.worker.gates.pinned_copies import PinnedCopies, PinnedCopy, sent
 from headgate.steering.worker.gates.requests import GatedBatch, GatedRequest, GateRows
 from headgate.steering.worker.gates.written_counts import CountPiece
 
@@ -44,14 +44,7 @@ class ToldColumns:
     @cached_property
     def on_device(self) -> Tensor:
         """The same on the device: sent when they are needed first."""
-        return _sent(self.columns, self._device)
-
-
-def _sent(index: Int64Array, device: torch.device) -> Tensor:
-    """Return an index on a device. From memory that is not pinned, the copy would wait for all that was launched."""
-    if device.type != "cuda":
-        return torch.from_numpy(index)
-    return torch.from_numpy(index).pin_memory().to(device, non_blocking=True)
+        return sent(self.columns, self._device)
 
 
 LARGE_BYTES = 64 << 10
@@ -82,7 +75,7 @@ class SignalRows:
         self.batch_rows, self.columns, self.num_columns = batch_rows, columns, signals.shape[1]
         are_first = np.array_equal(batch_rows, np.arange(len(batch_rows)))
         self._signals = signals[: len(batch_rows)] if are_first else signals
-        self._index = None if are_first else _sent(batch_rows, signals.device)
+        self._index = None if are_first else sent(batch_rows, signals.device)
         is_large = len(batch_rows) * self.num_columns * signals.element_size() > LARGE_BYTES
         self.told: Int64Array | None = columns.columns if is_large else None
         self._copies = copies
@@ -190,7 +183,7 @@ class SignalReadings:
         ``values``, float32, are the signals of all rows, in all ``columns`` if ``told`` is None, else in those whose
         indices it has, int64 ``[K]``.
         """
-        written = {"written": [piece.told() for piece in self._written]} if self._written else {}
+        written = {"written": [told for piece in self._written for told in piece.told()]} if self._written else {}
         if self._signals is None:
             return written
         rows, values, told = self._signals.rows, self._signals.values(), self._signals.told

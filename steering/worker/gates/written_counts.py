@@ -8,20 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from headgate.steering.gates.step_table import ToldCounts
 from headgate.steering.vectors.dtypes import Float32Rows
-from headgate.steering.worker.gates.pinned_copies import PinnedCopies, PinnedCopy
+from headgate.steering.worker.gates.pinned_copies import PinnedCopies, PinnedCopy, sent
 from headgate.steering.worker.gates.requests import GatedRequest, GateSlots
 from headgate.steering.worker.tables.uploads import inference_mode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CountPiece:
-    """The states of a request, at a moment: `ToldCounts` that may be on the way to the host."""
+    """`ToldCounts` of some requests, on the way to the host or there: states float32 ``[n, columns]``, one of each."""
 
-    req_id: str
+    req_ids: Sequence[str]
     states: PinnedCopy | Float32Rows
     is_last: bool
     has_ended: bool
@@ -31,10 +32,13 @@ class CountPiece:
         """Whether `told` waits for nothing."""
         return not isinstance(self.states, PinnedCopy) or self.states.is_there
 
-    def told(self) -> ToldCounts:
+    def told(self) -> list[ToldCounts]:
         """Return it as it is told to the engine core. To be called once; waits for the copy. Any thread."""
         states = self.states.take() if isinstance(self.states, PinnedCopy) else self.states
-        return ToldCounts(self.req_id, states, self.is_last, self.has_ended)
+        return [
+            ToldCounts(req_id, each, self.is_last, self.has_ended)
+            for req_id, each in zip(self.req_ids, states, strict=True)
+        ]
 
 
 class WrittenCounts:
@@ -59,7 +63,9 @@ class WrittenCounts:
 
     def read_last(self, req_id: str, *, has_ended: bool = False) -> None:
         """Read the counts of a request behind what was launched, before they begin anew."""
-        self._read(req_id, is_last=True, has_ended=has_ended)
+        if (slot := self._slot_of(req_id)) is not None:
+            with inference_mode():
+                self._read([req_id], self._states[slot : slot + 1], is_last=True, has_ended=has_ended)
 
     def take(self) -> Sequence[CountPiece]:
         """Take everything that was read."""
@@ -71,18 +77,20 @@ class WrittenCounts:
 
         While none runs there may be no later step: then everything is waited for.
         """
-        running = [req_id for req_id in self._requests if self._read(req_id, is_last=False)]
+        running = {req_id: slot for req_id in self._requests if (slot := self._slot_of(req_id)) is not None}
+        if running:
+            with inference_mode():
+                index = sent(np.array([*running.values()], np.int64), self._states.device)
+                self._read([*running], self._states[index], is_last=False, has_ended=False)
         there = [piece for piece in self._pieces if not running or piece.is_there]
         self._pieces = [piece for piece in self._pieces if piece not in there]
-        return [piece.told() for piece in there]
+        return [told for piece in there for told in piece.told()]
 
-    def _read(self, req_id: str, *, is_last: bool, has_ended: bool = False) -> bool:
-        """Read the counts of a request, if it has any."""
-        request, slot = self._requests.get(req_id), self._slots.find(req_id)
-        if request is None or not request.is_counted or slot is None:
-            return False
-        with inference_mode():
-            states = self._states[slot]
-            found = states.numpy().copy() if self._copies is None else self._copies.start(states)
-        self._pieces.append(CountPiece(req_id, found, is_last, has_ended))
-        return True
+    def _slot_of(self, req_id: str) -> int | None:
+        """Return the slot of a request that counts; None if it has none."""
+        request = self._requests.get(req_id)
+        return self._slots.find(req_id) if request is not None and request.is_counted else None
+
+    def _read(self, req_ids: Sequence[str], states: Tensor, *, is_last: bool, has_ended: bool) -> None:
+        found = states.numpy().copy() if self._copies is None else self._copies.start(states)
+        self._pieces.append(CountPiece(req_ids, found, is_last, has_ended))
