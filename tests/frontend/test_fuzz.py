@@ -174,9 +174,11 @@ def test_hostile_bodies(fuzzed: Fuzzed) -> None:
         is_answered()
         memory.append(fuzzed.memory_mib())
     print(f"{sum(statuses.values())} bodies: {dict(statuses)}; MiB {memory[0]:.0f} to {memory[-1]:.0f}")
-    assert statuses[200] > 10
-    assert statuses[400] > 100
-    assert statuses[0] > 10
+    # How many there are depends on the machine.
+    shares = {status: count / sum(statuses.values()) for status, count in statuses.items()}
+    assert shares[200] > 0.003
+    assert shares[400] > 0.5
+    assert shares[0] > 0.03
     assert memory[-1] - memory[len(memory) // 2] < GROWTH_MIB, [round(one) for one in memory]
 
 
