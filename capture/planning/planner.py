@@ -146,25 +146,18 @@ class _DecodeRun:
     def __init__(self, view: BatchView, slots: Int64Array, plan: StepPlan, num_left: int) -> None:
         self.slots = slots
         self._first = view
-        self._layout = (view.num_scheduled.tobytes(), view.starts.tobytes())
         self._computed = view.num_computed.tobytes()
         self._plan = plan
         self._num_left = num_left
         self._number = 0
 
     def continues(self, view: BatchView) -> bool:
-        """Whether `view` is the next step. Bytes are compared: several times as fast as arrays of this size."""
+        """Whether `view` is the next step."""
         return (
             self._number < self._num_left
-            and self._is_laid_out_alike(view)
+            and view.is_laid_out_as(self._first)
             and (view.num_computed - (self._number + 1)).tobytes() == self._computed
         )
-
-    def _is_laid_out_alike(self, view: BatchView) -> bool:
-        first = self._first
-        if view.req_ids is first.req_ids and view.starts is first.starts and view.num_scheduled is first.num_scheduled:
-            return True
-        return view.req_ids == first.req_ids and (view.num_scheduled.tobytes(), view.starts.tobytes()) == self._layout
 
     def next(self) -> StepPlan:
         """The next step: the same rows, one position later."""

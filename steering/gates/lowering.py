@@ -85,8 +85,8 @@ def lower_gates(
         for entry in score.at(column):
             made.add(entry)
     attenuating: list[_Placed] = []
-    for column_of in layout.gates:
-        placed = _Placed(column_of, _reads(column_of.gate, layout, scores))
+    for gated in layout.gates:
+        placed = _Placed(gated, _reads(gated.gate, layout, scores))
         thens = then_programs(placed.gate.then, content, dtype)
         written = sort_sites({site for then in thens if then is not None for site in then.sites})
         if placed.gate.then.attenuate is not None:

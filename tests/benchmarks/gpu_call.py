@@ -142,7 +142,7 @@ DISK = Step(
 
 RING = tuple(f"tests/gpu/test_{name}_cuda.py" for name in ("staging", "staging_stress", "readouts", "signals"))
 ON_TWO = ("--variants", "stock", "both", *FEW)
-ALIKE = {
+ANY_MODEL = {
     "check": [
         pytest_step("staging", 120, *RING),
         pytest_step("kernels", 60, "tests/kernels"),
@@ -190,7 +190,7 @@ def steps_of(call: str, model: str) -> list[Step]:
     three = ("--servers", "stock", "installed", "both", "--modes", *MAIN_MODES)
     own = (*FEW, *ROOM) if model in LARGE else modes or ("--modes", *SMALL_MODES)
     calls = {
-        **ALIKE,
+        **ANY_MODEL,
         "kernels": [kernels(*(("--variants", "stock", "both") if few else ()))],
         "http-inline": [
             http("http-inline", ["chat"], LIMIT_S, "--servers", "stock", "both", "--modes", *INLINE_MODES),

@@ -6,9 +6,9 @@ known to some microseconds where tokens per second scatter by several per cent. 
 Prints, for each mode and each kind of step, means in ms without the slowest and fastest hundredth: ``step``, the
 period from a step's start to the next one's, and its percentiles; parts of it; ``ours``, the time in headgate's code
 on the step thread up to the forward's launch, ``behind`` that behind the launch of the sampling, and of both capture's
-and steering's (``steers``); ``decides``, what steering's half in the engine
-core takes; CPU time of the step thread and of all other threads of the process; ``gpu``, how long the GPU was busy
-with the step, and ``gpu gap``, how long it waited for the host before it. Writes all records to OUT/steps.npz.log.
+and steering's (``steers``); ``decides``, what steering's half in the engine core takes; CPU time of the step thread
+and of all other threads of the process; ``gpu``, how long the GPU was busy with the step, and ``gpu gap``, how long it
+waited for the host before it. Writes all records to OUT/steps.npz.log.
 """
 
 from __future__ import annotations

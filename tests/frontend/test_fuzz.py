@@ -146,8 +146,8 @@ def test_what_once_failed(fuzzed: Fuzzed, body: Body) -> None:
     check(fuzzed, body)
 
 
-def batches(share: float, size: int) -> Iterator[Callable[[Any], Any]]:
-    """Decorators of `size` examples, each with a seed of its own, until `share` of the time is over."""
+def batches(share: float, size: int, *, least: int = 1) -> Iterator[Callable[[Any], Any]]:
+    """Decorators of `size` examples, each with its own seed: `least`, and more until `share` of the time is over."""
     until, number = time.monotonic() + SECONDS * share, SEED
     made = settings(
         max_examples=size,
@@ -155,7 +155,7 @@ def batches(share: float, size: int) -> Iterator[Callable[[Any], Any]]:
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink),
     )
-    while time.monotonic() < until:
+    while time.monotonic() < until or number < SEED + least:
         yield lambda function, number=number: seed(number)(made(function))
         number += 1
 
@@ -164,7 +164,7 @@ def batches(share: float, size: int) -> Iterator[Callable[[Any], Any]]:
 def test_hostile_bodies(fuzzed: Fuzzed) -> None:
     statuses: Counter[int] = Counter()
     memory = [fuzzed.memory_mib()]
-    for decorated in batches(0.7, 100):
+    for decorated in batches(0.7, 100, least=20):
 
         @decorated
         @given(body=bodies())
@@ -174,11 +174,9 @@ def test_hostile_bodies(fuzzed: Fuzzed) -> None:
         is_answered()
         memory.append(fuzzed.memory_mib())
     print(f"{sum(statuses.values())} bodies: {dict(statuses)}; MiB {memory[0]:.0f} to {memory[-1]:.0f}")
-    # How many there are depends on the machine.
-    shares = {status: count / sum(statuses.values()) for status, count in statuses.items()}
-    assert shares[200] > 0.003
-    assert shares[400] > 0.5
-    assert shares[0] > 0.03
+    assert statuses[200] > 10
+    assert statuses[400] > 100
+    assert statuses[0] > 10
     assert memory[-1] - memory[len(memory) // 2] < GROWTH_MIB, [round(one) for one in memory]
 
 

@@ -122,7 +122,11 @@ class InstalledWorker:
         self.device_bytes = device_bytes
         self.hooks = hooks
         self._runner = RunnerAdapter(
-            worker.model_runner, hooks, has_token_ids=facts.pp_rank == 0, is_output_rank=facts.is_output_rank
+            worker.model_runner,
+            hooks,
+            has_token_ids=facts.pp_rank == 0,
+            is_output_rank=facts.is_output_rank,
+            is_last_stage=facts.is_last_stage,
         )
         _after(worker, "compile_or_warm_up_model", self._self_test)
         _before(worker, "shutdown", self.close)

@@ -131,10 +131,18 @@ class RunnerAdapter:
         hooks: The worker parts.
         has_token_ids: Whether `runner` knows the tokens of its batch: only on the first pipeline stage.
         is_output_rank: Whether the scheduler gets the outputs of `runner`; only then the parts' readings are asked for.
+        is_last_stage: Whether `runner` samples. On earlier pipeline stages ``sample_tokens`` receives what was sampled,
+            and nothing is gained by following a step up behind it.
     """
 
     def __init__(
-        self, runner: ModelRunner, hooks: pluggy.PluginManager, *, has_token_ids: bool, is_output_rank: bool = True
+        self,
+        runner: ModelRunner,
+        hooks: pluggy.PluginManager,
+        *,
+        has_token_ids: bool,
+        is_output_rank: bool = True,
+        is_last_stage: bool = True,
     ) -> None:
         self._runner = runner
         self._has_token_ids = has_token_ids
@@ -148,6 +156,7 @@ class RunnerAdapter:
         readers = direct_questions(hooks.hook.headgate_step_readings) if is_output_rank else {}
         self._readers: dict[str, Callable[[], StepReadings | None]] = readers
         self._needs_plain_steps = tuple(direct_questions(hooks.hook.headgate_needs_plain_steps).values())
+        self._samples = is_last_stage
         self._readings: dict[str, StepReadings] | None = None
         """Of the step that was launched last, until its output is there."""
         self._is_to_follow_up = False
@@ -158,15 +167,11 @@ class RunnerAdapter:
         """Without further steps; how they ended is said later, since only the front end knows."""
         self._plain: set[str] = set()
         self._follows_plain = bool(self._hook.headgate_plain_request_added.get_hookimpls())
-        self._was_active = False
-        self._is_laid_out = False
-        self._in_self_test = False
+        self._was_active = self._is_laid_out = self._in_self_test = False
         self._watch("execute_model", self._execute_model)
         self._watch("_dummy_run", self._dummy_run)
         self._watch(self._layout.method, self._lay_out)
         self._watch("sample_tokens", self._sample_tokens)
-        # Earlier stages of a pipeline do not sample: there this method receives what the last one has sampled.
-        self._samples = bool(getattr(runner, "is_last_pp_rank", True))
         # The V1 runner leaves attention out of dummy steps, and its output uninitialised, unless it is told not to.
         takes = inspect.signature(runner._dummy_run).parameters
         self._with_attention = {"force_attention": True} if "force_attention" in takes else {}

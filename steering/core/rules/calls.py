@@ -16,6 +16,7 @@ from headgate.steering.core.rules.registry import KeptRule, RuleRegistry
 from headgate.steering.core.rules.step_readings import StepReadings
 from headgate.steering.core.saes.registry import SaeRegistry
 from headgate.steering.gates.rule import Rule, fields_of_rule, rule_key
+from headgate.steering.gates.step_table import ToldCounts
 from headgate.steering.vectors.phase_vectors import Steerable, check_name
 
 Tell = Callable[[str, Mapping[str, Any], Mapping[str, Any]], None]
@@ -160,7 +161,7 @@ class RuleCalls:
         """Return the rows that the gates of requests wrote, by name; workers are asked what they have counted."""
         if self._readings.awaits_counts:
             for counts in self._services.call_workers("ask_counts", {}):
-                self._readings.take_counts(cast("list[Any]", counts))
+                self._readings.take_counts(cast("list[ToldCounts]", counts))
         return dict(self._readings.counts.gates)
 
     def rule_rows(self) -> dict[str, int]:

@@ -113,13 +113,12 @@ class StepReadings:
     def take(self, step: StepTable, discarded: Collection[str]) -> dict[str, Note]:
         """Return a piece of each request's trace, from what a step read; see `ReadingCore.take_readings`."""
         self._counting.take(step)
-        if self._latching:
-            self._latch_own(step, discarded)
+        self._latch_own(step, discarded)
         return self.traces.take(step, discarded)
 
     def _latch_own(self, step: StepTable, discarded: Collection[str]) -> None:
         """Remember what has latched by the last row of each request, or before, for those of conversations."""
-        if self._latches is None:
+        if self._latches is None or not self._latching:
             return
         for rows in step.rows(self._latching):
             if rows.req_id not in discarded and len(rows.signals):

@@ -143,11 +143,11 @@ class SignalCopier:
 
     def copy(self, rows: GateRows, batch: GatedBatch) -> StepSignals:
         """Copy the signals of a step's rows that are told; there are some."""
-        are_all = len(batch.told_at) == len(rows.req_ids)
         if self._told is None or self._copied is None or self._starts is not rows.starts:
             told = rows.part(batch.told_at)
             self._copied = self._rows_to_copy(told, batch)
         else:
+            are_all = len(batch.told_at) == len(rows.req_ids)
             told = rows if are_all else self._told._replace(firsts=rows.firsts[batch.told_at])
         self._told, self._starts = told, rows.starts
         return StepSignals(told, self._copied)

@@ -89,6 +89,7 @@ class StepGates:
         self._history = GateHistory()
         copies = PinnedCopies() if device.type == "cuda" else None
         self._copier = SignalCopier(self.tensors.signals, copies)
+        # What other ranks read, nobody would ever take.
         told_of = self._requests if is_output_rank else {}
         self._counts = WrittenCounts(self.tensors.states, copies, self._slots, told_of)
         self._driven = DrivenStrengths(num_slots, num_columns)

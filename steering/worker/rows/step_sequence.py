@@ -26,7 +26,7 @@ class StepSequence:
         last, self._last = self._last, view
         if view is None:
             return False
-        is_alike = last is not None and _are_alike(last, view)
+        is_alike = last is not None and view.is_laid_out_as(last)
         if not is_alike:
             self._has_one_each = len(view.req_ids) > 0 and bool((view.num_scheduled == 1).all())
         if not self._has_one_each:
@@ -34,12 +34,3 @@ class StepSequence:
         goes_on = is_alike and view.num_computed.tobytes() == self._next
         self._next = (view.num_computed + 1).tobytes()
         return goes_on
-
-
-def _are_alike(one: BatchView, other: BatchView) -> bool:
-    """Whether two steps have the same requests in the same batch rows; mostly they have the very arrays."""
-    if one.req_ids is other.req_ids and one.starts is other.starts and one.num_scheduled is other.num_scheduled:
-        return True
-    # Bytes are compared several times as fast as arrays of this size.
-    are_counts_alike = one.num_scheduled.tobytes() == other.num_scheduled.tobytes()
-    return one.req_ids == other.req_ids and are_counts_alike and one.starts.tobytes() == other.starts.tobytes()
