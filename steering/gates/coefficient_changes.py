@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,58 +20,54 @@ class CoefficientChange(NamedTuple):
     value: float
 
 
-class CoefficientChanges(NamedTuple):
-    """Changes in the order in which they were decided; of one request and column the last one counts.
+class ColumnChanges(NamedTuple):
+    """Changes in one column, of requests that are all different.
 
     Attributes:
-        req_ids: Requests; the very tuple of an earlier step if they are the same, where no process lies between.
-        whose: int64 ``[n]``: the place there of the request of each.
-        columns: int64 ``[n]``.
+        req_ids: Requests, and others; the very tuple of an earlier step if they are the same, where no process lies
+            between.
+        whose: int64 ``[n]``, ascending: the place there of the request of each.
+        column: The column.
         firsts: int64 ``[n]``: the first position on which each acts.
         values: float32 ``[n]``.
     """
 
     req_ids: tuple[str, ...]
     whose: Int64Array
-    columns: Int64Array
+    column: int
     firsts: Int64Array
     values: Float32Rows
 
     @classmethod
-    def of(cls, changes: Iterable[CoefficientChange]) -> CoefficientChanges:
-        """Make it of changes one by one."""
-        listed = list(changes)
-        return cls(
-            tuple(each.req_id for each in listed),
-            np.arange(len(listed)),
-            np.array([each.column for each in listed], np.int64),
-            np.array([each.first for each in listed], np.int64),
-            np.array([each.value for each in listed], np.float32),
-        )
+    def of(cls, column: int, changes: Mapping[str, tuple[int, float]]) -> ColumnChanges:
+        """Make it of first position and value by request."""
+        firsts = np.array([first for first, _ in changes.values()], np.int64)
+        values = np.array([value for _, value in changes.values()], np.float32)
+        return cls(tuple(changes), np.arange(len(changes)), column, firsts, values)
 
-    @classmethod
-    def joined(cls, parts: Sequence[CoefficientChanges]) -> CoefficientChanges:
-        """Put some one behind the other."""
-        if len(parts) == 1:
-            return parts[0]
-        req_ids = tuple(req_id for part in parts for req_id in part.req_ids)
-        begins = accumulate((len(part.req_ids) for part in parts), initial=0)
-        whose = np.concatenate([part.whose + begin for part, begin in zip(parts, begins, strict=False)])
-        columns, firsts, values = (np.concatenate([part[at] for part in parts]) for at in (2, 3, 4))
-        return cls(req_ids, whose, columns, firsts, values)
-
-    def where(self, wanted: BoolArray) -> CoefficientChanges:
+    def where(self, wanted: BoolArray) -> ColumnChanges:
         """Return those for which `wanted`, ``[n]``, is true."""
-        req_ids, whose, columns, firsts, values = self
-        return CoefficientChanges(req_ids, whose[wanted], columns[wanted], firsts[wanted], values[wanted])
-
-    def by_column(self) -> Iterator[tuple[int, Any]]:
-        """Yield each column, in order, with the index of its changes in arrays."""
-        names = set(self.columns.tolist())
-        for name in sorted(names):
-            yield name, slice(None) if len(names) == 1 else self.columns == name
+        req_ids, whose, column, firsts, values = self
+        return ColumnChanges(req_ids, whose[wanted], column, firsts[wanted], values[wanted])
 
     def each(self) -> Iterator[CoefficientChange]:
         """Yield them one by one."""
-        req_ids = (self.req_ids[at] for at in self.whose.tolist())
-        return map(CoefficientChange, req_ids, self.columns.tolist(), self.firsts.tolist(), self.values.tolist())
+        for at, first, value in zip(self.whose.tolist(), self.firsts.tolist(), self.values.tolist(), strict=True):
+            yield CoefficientChange(self.req_ids[at], self.column, first, value)
+
+
+CoefficientChanges: TypeAlias = tuple[ColumnChanges, ...]
+"""Those of one column are in the order in which they were decided: of one request and column the last one counts."""
+
+
+def by_column(changes: Iterable[CoefficientChange]) -> CoefficientChanges:
+    """Put changes that were decided one by one together, as far as they are of one column and different requests."""
+    made: list[tuple[int, dict[str, tuple[int, float]]]] = []
+    last: dict[int, dict[str, tuple[int, float]]] = {}
+    for req_id, column, first, value in changes:
+        members = last.get(column)
+        if members is None or req_id in members:
+            members = last[column] = {}
+            made.append((column, members))
+        members[req_id] = first, value
+    return tuple(ColumnChanges.of(column, members) for column, members in made)

@@ -20,7 +20,12 @@ from headgate.capture.schema.errors import RequestError
 from headgate.steering.core.content import Limits, check_programs
 from headgate.steering.core.controllers.contents import FIELD, Static
 from headgate.steering.core.controllers.drives import Drive, Drives
-from headgate.steering.gates.coefficient_changes import CoefficientChange, CoefficientChanges
+from headgate.steering.gates.coefficient_changes import (
+    CoefficientChange,
+    CoefficientChanges,
+    ColumnChanges,
+    by_column,
+)
 from headgate.steering.programs.program import Program
 
 Source = tuple[str, ...]
@@ -122,37 +127,54 @@ class _Untold:
     """Changes that the workers do not know, in the order in which they were decided."""
 
     def __init__(self) -> None:
-        self._parts: list[CoefficientChanges] = []
+        self._pieces: list[ColumnChanges] = []
+        self._single: list[CoefficientChange] = []
+        """Decided behind the pieces, one by one."""
 
-    def add(self, changes: CoefficientChanges) -> None:
-        """Add some."""
-        self._parts.append(changes)
+    def add(self, piece: ColumnChanges) -> None:
+        """Add some of one column."""
+        if self._single:
+            self._close()
+        self._pieces.append(piece)
+
+    def add_one(self, change: CoefficientChange) -> None:
+        """Add one."""
+        self._single.append(change)
 
     def take(self, scheduled: Collection[str]) -> CoefficientChanges | None:
         """Take those of some requests; None if there are none."""
-        if not self._parts:
+        if self._single:
+            self._close()
+        if not self._pieces:
             return None
-        if all(all(map(scheduled.__contains__, part.req_ids)) for part in self._parts):
-            found, self._parts = self._parts, []
-        else:
-            found = self._split(scheduled.__contains__)
-        return CoefficientChanges.joined(found) if found else None
+        is_scheduled = scheduled.__contains__
+        for piece in self._pieces:
+            if not all(map(is_scheduled, piece.req_ids)):
+                return tuple(self._split(is_scheduled)) or None
+        found, self._pieces = self._pieces, []
+        return tuple(found)
 
     def drop(self, req_id: str) -> None:
         """Drop those of a request."""
-        if any(req_id in part.req_ids for part in self._parts):
+        self._single = [change for change in self._single if change.req_id != req_id]
+        if any(req_id in piece.req_ids for piece in self._pieces):
             self._split(lambda known: known == req_id)
 
-    def _split(self, is_taken: Callable[[str], bool]) -> list[CoefficientChanges]:
+    def _close(self) -> None:
+        """Make pieces of those that were decided one by one."""
+        self._pieces += by_column(self._single)
+        self._single = []
+
+    def _split(self, is_taken: Callable[[str], bool]) -> list[ColumnChanges]:
         """Take those of some requests out, and keep the others."""
-        found: list[CoefficientChanges] = []
-        kept: list[CoefficientChanges] = []
-        for part in self._parts:
-            takes = np.array([is_taken(req_id) for req_id in part.req_ids], np.bool_)[part.whose]
+        found: list[ColumnChanges] = []
+        kept: list[ColumnChanges] = []
+        for piece in self._pieces:
+            takes = np.array([is_taken(req_id) for req_id in piece.req_ids], np.bool_)[piece.whose]
             for into, wanted in ((found, takes), (kept, ~takes)):
                 if np.count_nonzero(wanted):
-                    into.append(part.where(wanted))
-        self._parts = kept
+                    into.append(piece.where(wanted))
+        self._pieces = kept
         return found
 
 
@@ -294,18 +316,20 @@ class Coefficients:
         if drive is None or not group.are_different:
             return np.zeros(len(values), np.bool_), np.zeros(len(values), np.int64)
         numbers, firsts, whose = group.numbers, self._services.positions(req_ids), group.places
-        if at is not None:
-            numbers, firsts, whose = numbers[at], firsts[at], at
-        done: BoolArray = (lanes.lanes[numbers] == lanes.of(drive, source)) & (firsts >= 0)
-        changed = done & (lanes.values[numbers] != values)
+        if at is not None and len(at) < len(req_ids):
+            # Workers keep what travels, and the array is the controller's, who may use it again.
+            numbers, firsts, whose = numbers[at], firsts[at], at.copy()
+        done: BoolArray = lanes.lanes[numbers] == lanes.of(drive, source)
+        done &= firsts >= 0
+        changed = lanes.values[numbers] != values
+        changed &= done
+        acting = firsts
         if np.count_nonzero(changed) < len(values):
             (index,) = changed.nonzero()
-            numbers, whose, values = numbers[index], whose[index], values[index]
+            numbers, whose, acting, values = numbers[index], whose[index], firsts[index], values[index]
         if len(values):
             lanes.values[numbers] = values
-            columns = np.full(len(values), drive.column, np.int64)
-            acting = firsts if len(values) == len(firsts) else firsts[index]
-            self._untold.add(CoefficientChanges(req_ids, whose, columns, acting, values.astype(np.float32)))
+            self._untold.add(ColumnChanges(req_ids, whose, drive.column, acting, values.astype(np.float32)))
         return done, firsts
 
     def take_changes(self, scheduled: Collection[str]) -> CoefficientChanges | None:
@@ -337,7 +361,7 @@ class Coefficients:
         if value == request.values.get(column, 0.0):
             return
         request.values[column] = value
-        self._untold.add(CoefficientChanges.of([CoefficientChange(req_id, column, first, value)]))
+        self._untold.add_one(CoefficientChange(req_id, column, first, value))
         if request.key is None:
             # From here on its KV follows from what was decided, which no other request knows.
             self._num_keys += 1

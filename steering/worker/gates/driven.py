@@ -9,13 +9,13 @@ Letters in shape comments: G requests with gates in a step, N their rows, K requ
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from headgate.capture.schema.batch import Int32Array, Int64Array
-from headgate.steering.gates.coefficient_changes import CoefficientChanges
+from headgate.steering.gates.coefficient_changes import CoefficientChanges, ColumnChanges
 from headgate.steering.programs.gate_codes import TokenFlag
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.requests import GatedBatch, GateRows
@@ -75,6 +75,11 @@ class _Piece(NamedTuple):
     values: Float32Rows
 
     @classmethod
+    def of(cls, serials: Int64Array, changes: ColumnChanges) -> _Piece:
+        """Make it of changes, and the serial number of each request that they name; int64 ``[m]``."""
+        return cls(serials[changes.whose], changes.firsts, changes.values)
+
+    @classmethod
     def joined(cls, pieces: list[_Piece], alive: Int64Array) -> _Piece:
         """Put some one behind the other, without requests that have ended."""
         serials, firsts, values = (np.concatenate([piece[at] for piece in pieces]) for at in (0, 1, 2))
@@ -82,17 +87,33 @@ class _Piece(NamedTuple):
         return cls(serials[stays], firsts[stays], values[stays])
 
 
+class _Told(NamedTuple):
+    """The requests that changes name; the next ones are likely to name the same.
+
+    Attributes:
+        req_ids: The very tuple.
+        numbers: int64 ``[n]``; `_NOBODY` for those that are not driven.
+        serials: int64 ``[n]``.
+        columns: Those in which all of them are driven.
+    """
+
+    req_ids: tuple[str, ...]
+    numbers: Int64Array
+    serials: Int64Array
+    columns: set[int]
+
+
 class _Members(NamedTuple):
     """The requests of a batch that are driven in a column; they stay from step to step.
 
     Attributes:
-        at: int64 ``[K]``: their places in the batch.
+        at: int64 ``[K]``: their places in the batch; None if it is all of them.
         numbers: int64 ``[K]``.
         slots: int64 ``[K]``.
         flat: int64 ``[K]``: where their coefficients lie in the states.
     """
 
-    at: Int64Array
+    at: Int64Array | None
     numbers: Int64Array
     slots: Int64Array
     flat: Int64Array
@@ -107,8 +128,11 @@ class _Column:
         self.values: Float32Rows = np.zeros(size, np.float32)
         self.written: Float32Rows = np.full(num_slots, np.nan, np.float32)
         """By slot, as the device has it; NaN if nothing is known."""
+        self.is_changed = False
+        """Whether a value was set since the last step."""
         self._large: list[_Piece] = []
-        self._small: list[_Piece] = []
+        self._small: list[tuple[Int64Array, ColumnChanges]] = []
+        """Those of the last steps, as `_Piece.of` takes them."""
 
     def is_driven(self, numbers: Any) -> Any:
         """Return whether the requests of some numbers, or of one, have had a coefficient here."""
@@ -120,26 +144,29 @@ class _Column:
         self.firsts = np.concatenate([self.firsts, np.full(more, _NEVER, np.int64)])
         self.values = np.concatenate([self.values, np.zeros(more, np.float32)])
 
-    def set(self, numbers: Int64Array, piece: _Piece, alive: Int64Array) -> None:
+    def set(self, numbers: Int64Array, serials: Int64Array, changes: ColumnChanges, alive: Int64Array) -> None:
         """Set values from positions on, for good.
 
         Args:
-            numbers: Of the requests.
-            piece: What is set.
+            numbers: Of the requests that change, int64 ``[n]``.
+            serials: Serial numbers of all that the changes name, int64 ``[m]``.
+            changes: What is set.
             alive: Serial numbers of all driven requests.
         """
-        self.firsts[numbers], self.values[numbers] = piece.firsts, piece.values
-        self._small.append(piece)
+        self.firsts[numbers], self.values[numbers] = changes.firsts, changes.values
+        self.is_changed = True
+        self._small.append((serials, changes))
         if len(self._small) < _FEW:
             return
-        self._large.append(_Piece.joined(self._small, alive))
+        self._large.append(_Piece.joined([_Piece.of(*each) for each in self._small], alive))
         self._small = []
         while len(self._large) > 1 and len(self._large[-2].firsts) <= 2 * len(self._large[-1].firsts):
             self._large[-2:] = [_Piece.joined(self._large[-2:], alive)]
 
     def at(self, serial: int, positions: Int64Array) -> Float32Rows:
         """Return the value of a request at each of some positions; 0 before the first."""
-        found = [(piece, piece.serials == serial) for piece in (*self._large, *self._small)]
+        pieces = (*self._large, *(_Piece.of(*each) for each in self._small))
+        found = [(piece, piece.serials == serial) for piece in pieces]
         firsts = np.concatenate([piece.firsts[mine] for piece, mine in found])
         values = np.concatenate([np.zeros(1, np.float32), *(piece.values[mine] for piece, mine in found)])
         # One that was decided later takes the place of all that were to act from its position on.
@@ -170,13 +197,17 @@ class DrivenStrengths:
         """By number; -1 for a free one."""
         self._free = list(range(_AT_FIRST - 1, _NOBODY, -1))
         self._next_serial = 0
-        self._is_settled = True
+        self.is_settled = True
         """Whether the device has the last value of each request of the last step."""
         self._named: tuple[tuple[str, ...], Int64Array] = ((), self._serials)
-        """The requests of the last changes, and the number of each."""
+        """The requests that were asked for last, and the number of each."""
+        self._told: _Told | None = None
+        """Of the last changes; None once numbers have changed."""
         self._batch: GatedBatch | None = None
         self._members: dict[int, _Members] = {}
         """Of the last batch, by column."""
+        self._joined: dict[tuple[int, ...], Int64Array] = {}
+        """Where the coefficients of its members lie, by columns."""
 
     def set(self, changes: CoefficientChanges) -> list[str]:
         """Take changes.
@@ -184,23 +215,32 @@ class DrivenStrengths:
         Returns:
             The requests that were not driven in that column before.
         """
-        numbers = self._numbers_of(changes.req_ids)[changes.whose]
-        if np.count_nonzero(numbers) < len(numbers):
-            numbers = np.array([self._number(changes.req_ids[at]) for at in changes.whose.tolist()], np.int64)
         fresh: dict[str, None] = {}
-        for name, mine in changes.by_column():
-            of_these = numbers[mine]
-            if (column := self._columns.get(name)) is None:
-                column = self._columns[name] = _Column(len(self._serials), self._num_slots)
-            is_known = column.is_driven(of_these)
-            if np.count_nonzero(is_known) < len(is_known):
-                fresh |= dict.fromkeys(changes.req_ids[each] for each in changes.whose[mine][~is_known].tolist())
-                self._members.clear()
-            column.set(
-                of_these, _Piece(self._serials[of_these], changes.firsts[mine], changes.values[mine]), self._serials
-            )
-        self._is_settled = False
+        for piece in changes:
+            column = self._columns.get(piece.column)
+            if column is None:
+                column = self._columns[piece.column] = _Column(len(self._serials), self._num_slots)
+            told = self._told_by(piece.req_ids)
+            if piece.column not in told.columns:
+                fresh |= dict.fromkeys(self._begin(piece, column, told))
+                told = self._told_by(piece.req_ids)
+            numbers = told.numbers if len(piece.whose) == len(piece.req_ids) else told.numbers[piece.whose]
+            column.set(numbers, told.serials, piece, self._serials)
+        self.is_settled = False
         return list(fresh)
+
+    def _begin(self, piece: ColumnChanges, column: _Column, told: _Told) -> list[str]:
+        """Give the requests of changes numbers; returns those that were not driven in the column before."""
+        is_driven = column.is_driven(told.numbers)
+        if np.count_nonzero(is_driven) == len(is_driven):
+            told.columns.add(piece.column)
+            return []
+        fresh = [piece.req_ids[at] for at in piece.whose[~is_driven[piece.whose]].tolist()]
+        for req_id in fresh:
+            self._number(req_id)
+        if fresh:
+            self._forget_members()
+        return fresh
 
     def columns(self, req_id: str) -> frozenset[int]:
         """Return the columns that a request has had a coefficient in."""
@@ -224,7 +264,7 @@ class DrivenStrengths:
 
     def changes(self, rows: GateRows, batch: GatedBatch) -> Places:
         """Return what to write before a step that goes on from the one before; it counts as written."""
-        return NO_PLACES if self._is_settled else self._settle(rows, batch)
+        return NO_PLACES if self.is_settled else self._settle(rows, batch)
 
     def states(self, rows: GateRows, batch: GatedBatch, cleared: Int32Array) -> Places:
         """Return what to write into the states before a step; it counts as written.
@@ -276,7 +316,19 @@ class DrivenStrengths:
 
     def _renumbered(self) -> None:
         self._named = ((), self._named[1])
+        self._told = None
+        self._forget_members()
+
+    def _forget_members(self) -> None:
         self._members.clear()
+        self._joined.clear()
+
+    def _told_by(self, req_ids: tuple[str, ...]) -> _Told:
+        told = self._told
+        if told is None or told.req_ids is not req_ids:
+            numbers = self._numbers_of(req_ids)
+            told = self._told = _Told(req_ids, numbers, self._serials[numbers], set())
+        return told
 
     def _numbers_of(self, req_ids: tuple[str, ...]) -> Int64Array:
         """Return the number of each of some requests, int64 ``[n]``."""
@@ -285,14 +337,13 @@ class DrivenStrengths:
         return self._named[1]
 
     def _members_of(self, name: int, batch: GatedBatch) -> _Members:
-        if self._batch is not batch:
-            self._batch = batch
-            self._members.clear()
         if (known := self._members.get(name)) is None:
             numbers = self._numbers_of(batch.gated_ids)
             (at,) = self._columns[name].is_driven(numbers).nonzero()
             slots = batch.slots[at].astype(np.int64)
-            known = self._members[name] = _Members(at, numbers[at], slots, slots * self._num_columns + name)
+            flat = slots * self._num_columns + name
+            known = _Members(None if len(at) == len(numbers) else at, numbers[at], slots, flat)
+            self._members[name] = known
         return known
 
     def _settle(self, rows: GateRows, batch: GatedBatch) -> Places:
@@ -300,15 +351,27 @@ class DrivenStrengths:
 
         Where one changes all of a column are written: so the places stay the same from step to step.
         """
-        found, self._is_settled = [], True
+        if self._batch is not batch:
+            self._batch = batch
+            self._forget_members()
+        found: list[tuple[int, Places]] = []
+        self.is_settled = True
         for name, column in self._columns.items():
             at, numbers, slots, flat = self._members_of(name, batch)
-            values, firsts = column.values[numbers], rows.firsts[at]
+            values, firsts = column.values[numbers], rows.firsts if at is None else rows.firsts[at]
             is_early = firsts < column.firsts[numbers]
             for index in is_early.nonzero()[0].tolist() if np.count_nonzero(is_early) else ():
-                self._is_settled = False
+                self.is_settled = False
                 values[index] = column.at(int(self._serials[numbers[index]]), firsts[index : index + 1])[0]
-            if np.count_nonzero(values != column.written[slots]):
-                column.written[slots] = values
-                found.append(Places(flat, values))
-        return Places.joined(*found)
+            if column.is_changed or np.count_nonzero(values != column.written[slots]):
+                column.is_changed, column.written[slots] = False, values
+                found.append((name, Places(flat, values)))
+        if len(found) > 1:
+            return _one_behind_the_other(found, self._joined)
+        return found[0][1] if found else NO_PLACES
+
+
+def _one_behind_the_other(found: Sequence[tuple[int, Places]], known: dict[tuple[int, ...], Int64Array]) -> Places:
+    """Put the places of some columns one behind the other; `known` has the arrays of before, by columns."""
+    joined = Places.joined(*(places for _, places in found))
+    return Places(known.setdefault(tuple(name for name, _ in found), joined.flat), joined.values)

@@ -237,7 +237,8 @@ class DeviceTables:
         """
         count, is_stale = step.num_changed, writes is not None and len(writes.rows) > 0
         begins_elsewhere = self._reconstructed.follow(view)
-        if not (count or begins_elsewhere) and writes is None and step.groups is None and gates is None:
+        if not (count or begins_elsewhere) and writes is None and step.groups is None:
+            self._update_gates(gates)
             return
         with inference_mode():
             made: list[Write] = []
@@ -256,6 +257,14 @@ class DeviceTables:
             if count or is_stale:
                 extent = self._extent
                 self._resolved[:, :extent] = self._map.index_select(1, self.rows[:extent])
+
+    def _update_gates(self, gates: GateWrites | None) -> None:
+        """Bring the gates' tensors up to date in a step that changes nothing else."""
+        if gates is None or self._gate_updates is None:
+            return
+        with inference_mode():
+            if not self._gate_updates.write_again(gates):
+                self._apply(self._gate_updates.writes(gates))
 
     def _table_writes(self, writes: TableWrites) -> list[Write]:
         made = []

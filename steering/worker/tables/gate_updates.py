@@ -12,6 +12,7 @@ from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.reference import GateTensors
 from headgate.steering.worker.gates.step_gates import GateWrites
 from headgate.steering.worker.tables.uploads import ENTRIES, Write
+from headgate.steering.worker.tables.value_upload import value_upload
 
 
 class GateUpdates:
@@ -26,6 +27,20 @@ class GateUpdates:
         self._signals, self._states = gates.signals.view(-1), gates.states.view(-1)
         self._places: tuple[Int64Array | None, Tensor] = (None, self._states)
         """Of the states that were written last, and the same on the device: mostly they are written again."""
+        self._upload = value_upload(self._states, min(ENTRIES, self._states.numel()))
+
+    def write_again(self, changed: GateWrites) -> bool:
+        """Write the states of a step, if it has nothing else to write and they lie where the last ones did.
+
+        Returns:
+            Whether that was so; if not, nothing was written.
+        """
+        if self._upload is None or changed.state_places is not self._places[0]:
+            return False
+        if len(changed.tokens) or len(changed.places) or len(changed.cleared) or changed.columns:
+            return False
+        self._upload.write(self._places[1], changed.states)
+        return True
 
     def writes(self, changed: GateWrites) -> list[Write]:
         """Return the writes of a step."""
