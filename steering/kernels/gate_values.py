@@ -24,6 +24,7 @@ _CHANGE_MASK = tl.constexpr(program_codes.CHANGE_MASK)
 _LEAF = tl.constexpr(int(Code.LEAF))
 _NODE = tl.constexpr(int(Code.NODE))
 _GATE = tl.constexpr(int(Code.GATE))
+_TELL = tl.constexpr(int(Code.TELL))
 
 _BELOW = tl.constexpr(int(GateFlag.BELOW))
 _FROM_PROMPT_END = tl.constexpr(int(GateFlag.FROM_PROMPT_END))
@@ -49,13 +50,18 @@ _ENDS_PROMPT = tl.constexpr(int(TokenFlag.ENDS_PROMPT))
 _IS_GENERATED = tl.constexpr(int(TokenFlag.IS_GENERATED))
 
 _LEAST_HYSTERESIS = tl.constexpr(gate_codes.LEAST_HYSTERESIS)
+_TOLD_COUNT_MASK = tl.constexpr(gate_codes.TOLD_COUNT_MASK)
+_TOLD_ROWS = tl.constexpr(gate_codes.TOLD_ROWS)
 
 
 @triton.jit
-def evaluate_gates(codes, params, num_entries, signals, states, flags, index, length, C, ROWS: tl.constexpr):
+def evaluate_gates(
+    codes, params, num_entries, signals, states, told, told_counts, flags, index, length, C, N, ROWS: tl.constexpr
+):
     """Run the entries of gates on rows whose scores are there; the first row alone may be one that resets.
 
-    Barriers stand between what a thread writes and what another reads of it, both ways.
+    Barriers stand between what a thread writes and what another reads of it, both ways. `told` and `told_counts` point
+    to the first of the N told numbers of the rows' slot; `told` is None if `ROWS` is not 1.
     """
     resets = flags & _RESETS
     if ROWS > 1:
@@ -71,6 +77,8 @@ def evaluate_gates(codes, params, num_entries, signals, states, flags, index, le
             _node(code, numbers, signals, column, index, length)
         elif op == _GATE:
             _gate(code, numbers, signals, column, states + column, resets, flags, index, length, C, ROWS)
+        elif op == _TELL:
+            _tell(numbers, signals, column, told, told_counts, index, length, N, ROWS)
 
 
 @triton.jit
@@ -237,3 +245,17 @@ def _latched(strength, fires, before, p0, is_generated, index, is_row, ROWS: tl.
         found = tl.sum(tl.where(index == first, latch, 0.0))
         latch = tl.where(index < first, float("nan"), found)
     return tl.where(before == before, before, latch)
+
+
+@triton.jit
+def _tell(numbers, signals, column, told, told_counts, index, length, N, ROWS: tl.constexpr):
+    k = tl.load(numbers + 5).to(tl.int32)
+    n = (tl.load(told_counts + k) + 1 + index).to(tl.int32) & _TOLD_COUNT_MASK
+    if ROWS == 1:
+        score = tl.load(signals + tl.load(numbers + 4).to(tl.int32))
+        bits = score.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        tl.store(told + (n & _TOLD_ROWS - 1) * N + k, n.to(tl.int64) << 32 | bits)
+    tl.debug_barrier()
+    tl.store(signals + column, n.to(tl.float32), mask=index < length)
+    tl.store(told_counts + k + index * 0, n, mask=index == length - 1)
+    tl.debug_barrier()

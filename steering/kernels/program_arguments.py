@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS
+from headgate.steering.programs.gate_codes import TOLD_ROWS
 
-Gates = tuple[Tensor, Tensor, Tensor]
-"""Signals, states and tokens: `headgate.steering.worker.gates.reference.GateTensors`."""
+Gates = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Signals, states, tokens, and what is told with its counts: `headgate.steering.worker.gates.reference.GateTensors`."""
+
+_GATE_DTYPES = [torch.float32, torch.float32, torch.int32, torch.int64, torch.int32]
 
 
 def check_lengths(num_tokens: int, **tensors: Tensor | None) -> None:
@@ -68,19 +71,18 @@ def check_tables(codes_REC: Tensor, params_REP: Tensor, *tokens: Tensor) -> None
 
 
 def check_gates(num_tokens: int, gates: Gates) -> None:
-    """Refuse gates of another number of tokens or columns, of other dtypes, or that are not contiguous."""
-    signals_TC, states_QC, tokens_T2 = gates
-    num_columns = signals_TC.shape[-1]
-    dtypes = (signals_TC.dtype, states_QC.dtype, tokens_T2.dtype)
-    if (
-        signals_TC.shape != (num_tokens, num_columns)
-        or states_QC.shape[1:] != (num_columns,)
-        or tokens_T2.shape != (num_tokens, 2)
-        or dtypes != (torch.float32, torch.float32, torch.int32)
-    ):
+    """Refuse gates whose shapes do not fit together, of other dtypes, or that are not contiguous."""
+    signals_TC, states_QC, _tokens_T2, _told_QRN, told_counts_QN = gates
+    num_columns, num_slots, num_told = signals_TC.shape[-1], len(states_QC), told_counts_QN.shape[-1]
+    shapes = [
+        *((num_tokens, num_columns), (num_slots, num_columns), (num_tokens, 2)),
+        *((num_slots, TOLD_ROWS, num_told), (num_slots, num_told)),
+    ]
+    if [tuple(tensor.shape) for tensor in gates] != shapes or [tensor.dtype for tensor in gates] != _GATE_DTYPES:
         raise ValueError(
-            f"program_deltas: expected float32 signals [{num_tokens}, C], float32 states [Q, C] and int32 tokens "
-            f"[{num_tokens}, 2] of gates, got {[(tuple(tensor.shape), str(tensor.dtype)) for tensor in gates]}"
+            f"program_deltas: expected float32 signals [{num_tokens}, C], float32 states [Q, C], int32 tokens "
+            f"[{num_tokens}, 2], int64 told numbers [Q, {TOLD_ROWS}, N] and int32 counts [Q, N] of gates, got "
+            f"{[(tuple(tensor.shape), str(tensor.dtype)) for tensor in gates]}"
         )
     if not all(tensor.is_contiguous() for tensor in gates):
         raise ValueError("program_deltas: the tensors of gates must be contiguous")

@@ -24,7 +24,7 @@ from headgate.steering.kernels.program_arguments import Gates, strides_of
 from headgate.steering.kernels.program_entries import numbers_of_features, rows_of_entries, stream_row
 from headgate.steering.programs import codes as program_codes
 from headgate.steering.programs.codes import NUM_CODES, NUM_PARAMS, Code
-from headgate.steering.programs.gate_codes import TokenFlag
+from headgate.steering.programs.gate_codes import TOLD_ROWS, TokenFlag
 
 _CODE_MASK = tl.constexpr(program_codes.CODE_MASK)
 _NUM_CODES = tl.constexpr(NUM_CODES)
@@ -36,6 +36,7 @@ _CHANGE_MASK = tl.constexpr(program_codes.CHANGE_MASK)
 _SCORE = tl.constexpr(int(Code.SCORE))
 _RESETS = tl.constexpr(int(TokenFlag.RESETS))
 _IS_SCANNED = tl.constexpr(int(TokenFlag.IS_SCANNED))
+_TOLD_ROWS = tl.constexpr(TOLD_ROWS)
 
 _ROWS = 2048
 """Rows of a request that are evaluated at once."""
@@ -52,7 +53,7 @@ def scan_gates(
     grid: tuple[int],
     options: dict[str, int],
 ) -> None:
-    """Evaluate the gates of rows that are scanned: signals and states.
+    """Evaluate the gates of rows that are scanned: signals, states, and the counts of rows that would have been told.
 
     Args:
         rows: Value, addend and pool.
@@ -62,11 +63,11 @@ def scan_gates(
         options: What that launch is compiled for.
     """
     (num_tokens, hidden_size), num_entries, num_columns = rows[0].shape, tables[2].shape[1], gates[0].shape[1]
-    signals_TC, states_QC, tokens_T2 = gates
+    signals_TC, states_QC, tokens_T2, _told_QRN, told_counts_QN = gates
     sizes = (num_tokens, num_entries, num_columns)
     _scores_kernel[grid](*rows, *tables, signals_TC, tokens_T2, *strides_of(*rows), *sizes, hidden_size, **options)
     _scan_kernel[(triton.cdiv(num_tokens, _TOKENS),)](
-        *(*tables, signals_TC, states_QC, tokens_T2, *sizes),
+        *(*tables, signals_TC, states_QC, tokens_T2, told_counts_QN, *sizes, told_counts_QN.shape[1]),
         TOKENS=_TOKENS,
         ROWS=_ROWS,
         BLOCK_E=options["BLOCK_E"],
@@ -76,22 +77,9 @@ def scan_gates(
 
 @triton.jit
 def gates_of_row(
-    h,
-    codes,
-    params,
-    count,
-    token,
-    signals_ptr,
-    states_ptr,
-    tokens_ptr,
-    C,
-    pool_ptr,
-    pool_stride,
-    columns,
-    D,
-    TILE: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    h, codes, params, count, token, signals_ptr, states_ptr, tokens_ptr, told_ptr, told_counts_ptr, C, N,
+    pool_ptr, pool_stride, columns, D, TILE: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """Evaluate the gates of a row, unless it is scanned.
 
     Returns:
@@ -99,14 +87,16 @@ def gates_of_row(
         entries are of gates.
     """
     flags = tl.load(tokens_ptr + 2 * token + 1)
-    signals, states = signals_ptr + token * C, states_ptr + tl.load(tokens_ptr + 2 * token).to(tl.int64) * C
+    slot = tl.load(tokens_ptr + 2 * token).to(tl.int64)
+    signals, states = signals_ptr + token * C, states_ptr + slot * C
     num_gates, num_scored = _num_gates(codes, count, BLOCK_E)
     f = tl.full((), 1.0, tl.float32)
     if num_gates > 0:
         if flags & _IS_SCANNED == 0:
             _store_scores(h, codes, params, num_scored, signals, pool_ptr, pool_stride, columns, D, TILE)
             tl.debug_barrier()
-            evaluate_gates(codes, params, num_gates, signals, states, flags, token * 0, 1, C, 1)
+            told, told_counts = told_ptr + slot * _TOLD_ROWS * N, told_counts_ptr + slot * N
+            evaluate_gates(codes, params, num_gates, signals, states, told, told_counts, flags, token * 0, 1, C, N, 1)
         entries = tl.arange(0, BLOCK_E)
         f = attenuation(codes, params, entries, entries < num_gates, signals, states, flags)
     return (signals, states, flags, f), num_gates
@@ -191,22 +181,11 @@ def _num_scanned(count_ptr, tokens_ptr, T, TOKENS: tl.constexpr):
     return tl.sum((flags & _IS_SCANNED != 0).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "N"])
 def _scan_kernel(
-    row_ptr,
-    count_ptr,
-    codes_ptr,
-    params_ptr,
-    signals_ptr,
-    states_ptr,
-    tokens_ptr,
-    T,
-    E,
-    C,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    row_ptr, count_ptr, codes_ptr, params_ptr, signals_ptr, states_ptr, tokens_ptr, told_counts_ptr, T, E, C, N,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """Evaluate gates on the rows of requests whose first row is among `TOKENS`."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     slots, previous = _scanned_slots(tokens_ptr, tokens, T), _scanned_slots(tokens_ptr, tokens - 1, T)
@@ -216,21 +195,9 @@ def _scan_kernel(
         slot, at = tl.load(tokens_ptr + 2 * first), first
         while _scanned_slots(tokens_ptr, at, T) == slot:
             at += _scan_rows(
-                row_ptr,
-                count_ptr,
-                codes_ptr,
-                params_ptr,
-                signals_ptr,
-                states_ptr,
-                tokens_ptr,
-                at,
-                slot,
-                T,
-                E,
-                C,
-                ROWS,
-                BLOCK_E,
-            )
+                row_ptr, count_ptr, codes_ptr, params_ptr, signals_ptr, states_ptr, tokens_ptr, told_counts_ptr,
+                at, slot, T, E, C, N, ROWS, BLOCK_E,
+            )  # fmt: skip
         first = tl.min(tl.where(firsts > first, firsts, T))
 
 
@@ -244,21 +211,9 @@ def _scanned_slots(tokens_ptr, tokens, T):
 
 @triton.jit
 def _scan_rows(
-    row_ptr,
-    count_ptr,
-    codes_ptr,
-    params_ptr,
-    signals_ptr,
-    states_ptr,
-    tokens_ptr,
-    first,
-    slot,
-    T,
-    E,
-    C,
-    ROWS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    row_ptr, count_ptr, codes_ptr, params_ptr, signals_ptr, states_ptr, tokens_ptr, told_counts_ptr,
+    first, slot, T, E, C, N, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """Evaluate gates on a request's rows from `first` on that run one program, and return how many: at most `ROWS`."""
     index = tl.arange(0, ROWS)
     tokens = first + index
@@ -274,5 +229,6 @@ def _scan_rows(
         params = params_ptr + table_row.to(tl.int64) * E * _NUM_PARAMS
         num_gates, _num_scored = _num_gates(codes, count, BLOCK_E)
         signals, states = signals_ptr + tokens.to(tl.int64) * C, states_ptr + slot.to(tl.int64) * C
-        evaluate_gates(codes, params, num_gates, signals, states, flags, index, length, C, ROWS)
+        told_counts = told_counts_ptr + slot.to(tl.int64) * N
+        evaluate_gates(codes, params, num_gates, signals, states, None, told_counts, flags, index, length, C, N, ROWS)
     return length

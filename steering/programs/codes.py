@@ -91,6 +91,7 @@ class Code(IntEnum):
     NODE = 13
     GATE = 14
     ATTENUATE = 15
+    TELL = 16
 
 
 CODE_MASK = 0xFF
@@ -102,7 +103,7 @@ def is_of_feature(code: int) -> bool:
 
 
 def is_of_gate(code: int) -> bool:
-    """Whether an entry evaluates a gate, or multiplies others by one."""
+    """Whether an entry evaluates a gate, multiplies others by one, or tells a score."""
     return code & CODE_MASK >= Code.SCORE
 
 

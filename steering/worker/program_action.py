@@ -35,7 +35,7 @@ from headgate.steering.worker.site_action import (
 
 ROWS, ACTIVE, CODES, PARAMS = "program_rows", "program_active", "program_codes", "program_params"
 GROUPS, KEPT = "program_groups", "program_kept"
-STATE = ("program_changes", "gate_signals", "gate_states", "gate_tokens")
+STATE = ("program_changes", "gate_signals", "gate_states", "gate_tokens", "gate_told", "gate_told_counts")
 """Tensors in which entries hand numbers on."""
 _POOL, _SLOTS, _ACTIVE, _KEPT = (tensor_prefix(name) for name in (POOL, SLOTS, ACTIVE, KEPT))
 SAE = tuple(f"sae_{name}" for name in ("tokens", "num_tokens", "encoder", "decoder", "numbers", "bias", "sums"))
@@ -233,7 +233,7 @@ def steered_rows(
     return _vectors_or(value, pool, slots, active, run)
 
 
-@torch.library.custom_op("headgate::steered_rows_and_state", mutates_args=("changes", "signals", "states", "sums"))
+@torch.library.custom_op("headgate::steered_rows_and_state", mutates_args=program_ops.MUTATED)
 def steered_rows_and_state(
     value: Tensor,
     addend: Tensor | None,
@@ -248,6 +248,8 @@ def steered_rows_and_state(
     signals: Tensor,
     states: Tensor,
     gate_tokens: Tensor,
+    told: Tensor,
+    told_counts: Tensor,
     tokens: Tensor | None,
     num_tokens: Tensor | None,
     encoder: Tensor | None,
@@ -261,7 +263,7 @@ def steered_rows_and_state(
 
     `changes` and what follows are those of `headgate.steering.worker.program_ops.program_deltas_and_state`.
     """
-    tables = (rows, active, codes, params, groups, changes, signals, states, gate_tokens)
+    tables = (rows, active, codes, params, groups, changes, signals, states, gate_tokens, told, told_counts)
     sae = (tokens, num_tokens, encoder, decoder, numbers, bias, sums, input_norm)
     run = program_ops.program_deltas_and_state
     return _vectors_or(value, pool, slots, active, partial(run, value, addend, pool, *tables, *sae))

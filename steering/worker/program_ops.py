@@ -55,12 +55,15 @@ def program_deltas(
     return _run(value, addend, (pool, rows, counts, codes, params, groups, None), (None,), 0, None)
 
 
+MUTATED = ("changes", "signals", "states", "told", "told_counts", "sums")
+"""Arguments that the operations with state write to."""
+
 NO_SAE = (None,) * 7 + (0,)
 """Last arguments of the operations with state at a site whose SAE is not encoded."""
 
 
 # No argument has a default: torch strips arguments that equal theirs, and up to 2.11 then misses those that change.
-@torch.library.custom_op("headgate::program_deltas_and_state", mutates_args=("changes", "signals", "states", "sums"))
+@torch.library.custom_op("headgate::program_deltas_and_state", mutates_args=MUTATED)
 def program_deltas_and_state(
     value: Tensor,
     addend: Tensor | None,
@@ -74,6 +77,8 @@ def program_deltas_and_state(
     signals: Tensor,
     states: Tensor,
     gate_tokens: Tensor,
+    told: Tensor,
+    told_counts: Tensor,
     tokens: Tensor | None,
     num_tokens: Tensor | None,
     encoder: Tensor | None,
@@ -88,11 +93,11 @@ def program_deltas_and_state(
     The rows that the SAE lists, which have a program each, become its reconstructions, and are summed up. `tokens` and
     what follows are `headgate.steering.worker.reconstruction.EncodedSae.tensors` and an `InputNorm`, all or none.
     `changes`, float32 ``[at least num_tokens, K]``, carries what features change that are read at one site and written
-    at later ones; K is 0 where there are none. `signals`, `states` and `gate_tokens` are
-    `headgate.steering.worker.gates.reference.GateTensors`, without columns where there are no gates.
+    at later ones; K is 0 where there are none. `signals`, `states`, `gate_tokens`, `told` and `told_counts`
+    are `headgate.steering.worker.gates.reference.GateTensors`, without columns where there are no gates.
     """
     sae = (tokens, num_tokens, encoder, decoder, numbers, bias, sums)
-    gates = GateTensors(signals, states, gate_tokens)
+    gates = GateTensors(signals, states, gate_tokens, told, told_counts)
     return _run(value, addend, (pool, rows, counts, codes, params, groups, changes), sae, input_norm, gates)
 
 
@@ -112,7 +117,7 @@ def _run(
     of_tokens = [None if table is None else table[used] for table in (rows, counts, groups, changes)]
     gates = None
     if of_gates is not None and of_gates.signals.shape[1]:
-        gates = GateTensors(of_gates.signals[used], of_gates.states, of_gates.tokens[used])
+        gates = of_gates._replace(signals=of_gates.signals[used], tokens=of_gates.tokens[used])
     tables = cast("Tables", (pool, *of_tokens[:2], codes, params, *of_tokens[2:], gates))
     sae = cast("SaeTensors", of_sae)
     if value.device.type != "cuda":

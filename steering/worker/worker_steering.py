@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from headgate.capture.engine.contracts.worker_hooks import WorkerFacts
 from headgate.capture.schema.batch import BatchView
 from headgate.capture.schema.sites import Site
+from headgate.steering.controllers.hosting.told_words import ToldPlace
 from headgate.steering.gates.coefficient_changes import CoefficientChanges
 from headgate.steering.gates.step_table import ToldCounts
 from headgate.steering.programs.program import Program
@@ -39,11 +40,13 @@ class EntryLimits(NamedTuple):
         entries: Entries of a program at a site, at most.
         changes: Features of a program that are read at one site and written at others, at most.
         columns: Numbers that gates keep for each row; 0 where there can be no gates.
+        told: Scores of each row that the forward may tell by itself.
     """
 
     entries: int = 0
     changes: int = 0
     columns: int = 0
+    told: int = 0
 
 
 NO_ENTRIES = EntryLimits()
@@ -83,7 +86,7 @@ class WorkerSteering:
         self.table = RowTable(sites=sites, num_rows=num_rows, pool=pool, op_sites=op_sites, max_entries=max_entries)
         self.gates: StepGates | None = None
         if limits.columns and op_sites:
-            self.gates = _gates_of(facts, limits.columns)
+            self.gates = _gates_of(facts, limits)
         self.tables = DeviceTables(
             num_sites=len(sites),
             num_slots=num_slots,
@@ -212,14 +215,25 @@ class WorkerSteering:
         }
 
 
-def _gates_of(facts: WorkerFacts, num_columns: int) -> StepGates:
-    rank = facts.is_output_rank
-    return StepGates(facts.max_tokens, facts.max_num_seqs, num_columns, facts.device, is_output_rank=rank)
+def _gates_of(facts: WorkerFacts, limits: EntryLimits) -> StepGates:
+    sizes = facts.max_tokens, facts.max_num_seqs, limits.columns
+    return StepGates(*sizes, facts.device, is_output_rank=facts.is_output_rank, num_told=limits.told)
 
 
 def _ask_counts(worker: WorkerSteering) -> list[ToldCounts]:
     """RPC: return how many rows gates wrote; see `StepGates.ask_counts`."""
     return [] if worker.gates is None else worker.gates.ask_counts()
+
+
+def _told_place(worker: WorkerSteering) -> ToldPlace | None:
+    """RPC: return where the scores are that the forward tells; None if they are not read there."""
+    return None if worker.gates is None else worker.gates.telling.place
+
+
+def _tell(worker: WorkerSteering, *, quietly: bool) -> None:
+    """RPC: see `Telling.allow` and `Telling.break_off`."""
+    if worker.gates is not None:
+        (worker.gates.telling.allow if quietly else worker.gates.telling.break_off)()
 
 
 Part = tuple[bytes, float]
@@ -266,6 +280,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "release_module": WorkerSteering.release_module,
     "forget": WorkerSteering.forget,
     "ask_counts": _ask_counts,
+    "told_place": _told_place,
+    "tell": _tell,
     "checksum": WorkerSteering.checksum,
     "is_in_one_stage": WorkerSteering.is_in_one_stage,
 }

@@ -37,7 +37,8 @@ from headgate.steering.programs.codes import (
     InputNorm,
     with_change,
 )
-from headgate.steering.programs.gate_codes import TokenFlag, gate_field
+from headgate.steering.programs.gate_codes import TOLD_ROWS, TokenFlag, gate_field
+from headgate.steering.worker.gates.reference import GateTensors
 
 CACHE_BYTES = 128 * 2**20
 COPIED_BYTES = 2**30
@@ -146,8 +147,8 @@ def launches(case: Case, width: int, dtype: torch.dtype, has_addend: bool) -> li
     return [launch(index) for index in range(count)]
 
 
-def with_gates(case: Case, codes: Tensor, params: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Write the entries of gates into programs, in front of all others; return signals, states and tokens."""
+def with_gates(case: Case, codes: Tensor, params: Tensor) -> GateTensors:
+    """Write the entries of gates into programs, in front of all others; return their tensors."""
     if case.entries:
         codes[1:, :, GROUP] = gate_field(0, GATE_COLUMN, is_early=False)
         for at, (code, numbers) in enumerate(zip(GATE_ENTRIES, GATE_NUMBERS, strict=True)):
@@ -159,7 +160,8 @@ def with_gates(case: Case, codes: Tensor, params: Tensor) -> tuple[Tensor, Tenso
     tokens[:, 0] = 0 if case.is_scanned else torch.arange(case.tokens, device="cuda")
     tokens[:, 1] = TokenFlag.IS_SCANNED if case.is_scanned else TokenFlag.IS_GENERATED
     signals = torch.zeros(case.tokens, GATE_COLUMNS, device="cuda")
-    return signals, torch.zeros_like(signals), tokens
+    told = torch.zeros(case.tokens, TOLD_ROWS, 0, dtype=torch.int64, device="cuda")
+    return GateTensors(signals, torch.zeros_like(signals), tokens, told, told[:, 0].int())
 
 
 def microseconds(calls: Sequence[Launch]) -> float:

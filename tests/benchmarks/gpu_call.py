@@ -140,7 +140,10 @@ DISK = Step(
 """How fast the disk for captures takes 2 GB."""
 
 
-RING = tuple(f"tests/gpu/test_{name}_cuda.py" for name in ("staging", "staging_stress", "readouts", "signals"))
+RING = tuple(
+    f"tests/gpu/test_{name}_cuda.py"
+    for name in ("staging", "staging_stress", "readouts", "signals", "value_upload", "told_words")
+)
 ON_TWO = ("--variants", "stock", "both", *FEW)
 ANY_MODEL = {
     "check": [

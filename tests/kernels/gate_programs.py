@@ -10,8 +10,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headgate.steering.programs.codes import NUM_PARAMS, Code, Flag, with_change
+from headgate.steering.programs.codes import CODE_MASK, NUM_PARAMS, P4, P5, Code, Flag, change_index, with_change
 from headgate.steering.programs.gate_codes import (
+    TOLD_ROWS,
     Combine,
     GateFlag,
     Mode,
@@ -37,6 +38,8 @@ from tests.kernels.test_run_programs import (
 NUM_COLUMNS = 80
 EARLY_COLUMN = NUM_COLUMNS - 3
 """Of a gate that is evaluated at a later site."""
+NUM_TOLD = 2
+"""Numbers that programs tell."""
 
 
 @dataclass
@@ -58,6 +61,7 @@ class Steps:
     Attributes:
         programs: Of the requests; number 0 is none.
         rows: The stream of each request, ``[length, D]``.
+        told: int64 ``[Q, TOLD_ROWS, NUM_TOLD]``, and with `told_counts`, int32 ``[Q, NUM_TOLD]``, all 0 at first.
     """
 
     programs: Sequence[Sequence[Entry]]
@@ -75,6 +79,8 @@ class Steps:
         states = torch.randn(slots, NUM_COLUMNS, generator=generator)
         states[0, EARLY_COLUMN] = math.nan
         self.states = states.to(DEVICE)
+        self.told = torch.zeros(slots, TOLD_ROWS, NUM_TOLD, dtype=torch.int64, device=DEVICE)
+        self.told_counts = torch.zeros(slots, NUM_TOLD, dtype=torch.int32, device=DEVICE)
         self.signals = [torch.randn(request.length, NUM_COLUMNS, generator=generator) for request in self.requests]
 
     def step(self, numbers: Sequence[int], *, scans: bool = True) -> tuple[Tensor, Tensor]:
@@ -84,14 +90,18 @@ class Steps:
         example.value = torch.stack([self.rows[r][p] for r, p in at]).to(DEVICE)
         tokens = [[self.requests[r].slot, self._flags(r, p, numbers[r])] for r, p in at]
         signals = torch.stack([self.signals[r][p] for r, p in at]).to(DEVICE)
-        made = GateTensors(signals, self.states, torch.tensor(tokens, dtype=torch.int32, device=DEVICE))
-        known = GateTensors(made.signals.clone(), made.states.clone(), made.tokens)
+        flags = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
+        made = GateTensors(signals, self.states, flags, self.told, self.told_counts)
+        known = GateTensors(*(tensor.clone() for tensor in made))
+        ran = [self.programs[self.requests[r].program - 1] if self.requests[r].program else [] for r, _ in at]
+        told = self.told.clone()
         arguments = example.tables.arguments()
         delta = run_programs.program_deltas(example.value, None, *arguments, gates=made, scans=scans)
         expected = program_deltas_reference(example.value, None, *example.tables.arguments(), gates=known)
         active = example.tables.counts > 0
         torch.testing.assert_close(made.signals, known.signals, rtol=2e-4, atol=2e-4, equal_nan=True)
         torch.testing.assert_close(made.states, known.states, rtol=2e-4, atol=2e-4, equal_nan=True)
+        check_told(ran, told, made, known)
         size = expected.abs().amax(-1, keepdim=True) + example.value.double().abs().amax(-1, keepdim=True)
         assert ((delta.double() - expected).abs() <= 3e-4 * size)[active].all()
         self.done = [done + number for done, number in zip(self.done, numbers, strict=True)]
@@ -106,6 +116,30 @@ class Steps:
         return int(flags | TokenFlag.IS_SCANNED) if number > 1 else int(flags)
 
 
+def check_told(ran: Sequence[Sequence[Entry]], before: Tensor, made: GateTensors, known: GateTensors) -> None:
+    """Compare what a step told with the definition: counts exactly, scores with the signals of the same computation.
+
+    Args:
+        ran: The program of each batch row.
+        before: The words before the step.
+        made: The tensors behind the kernels.
+        known: Behind the definition.
+    """
+    assert torch.equal(made.told_counts, known.told_counts)
+    for gates in (made, known):
+        words = before.clone()
+        for row, program in enumerate(ran):
+            slot, flags = gates.tokens[row].tolist()
+            for entry in program:
+                if entry.code & CODE_MASK == Code.TELL:
+                    count = int(gates.signals[row, change_index(entry.code)])
+                    assert count == known.signals[row, change_index(entry.code)]
+                    if not flags & TokenFlag.IS_SCANNED:
+                        bits = int(gates.signals[row, int(entry.params[P4])].view(torch.int32)) % (1 << 32)
+                        words[slot, count % TOLD_ROWS, int(entry.params[P5])] = count << 32 | bits
+        assert torch.equal(gates.told, words)
+
+
 def score(column: int, code: int = ScoreKind.LINEAR, read: int = 1, params: Sequence[float] = (1.1, 0.0, 0.1)) -> Entry:
     """An entry that reads a row."""
     return Entry(with_change(Code.SCORE | code, column), read, 0, params)
@@ -114,6 +148,11 @@ def score(column: int, code: int = ScoreKind.LINEAR, read: int = 1, params: Sequ
 def leaf(column: int, reads: int, code: int = Mode.BINARY, numbers: Sequence[float] = (0.05, 0.0, 1.0, 0.3)) -> Entry:
     """A leaf; `numbers` are threshold, hysteresis, amount and weight."""
     return Entry(with_change(Code.LEAF | code, column), 0, 0, (0.0, 0.0, *numbers, reads))
+
+
+def tell(column: int, reads: int, k: int) -> Entry:
+    """An entry that tells a score as the k-th number."""
+    return Entry(with_change(Code.TELL, column), 0, 0, (0.0, 0.0, 0, 0, 0, 0, reads, k))
 
 
 def node(column: int, combine: Combine, one: int, other: int = 0) -> Entry:
@@ -169,7 +208,11 @@ def gate_programs(draw: st.DrawFn) -> list[Entry]:
 
 
 def draw_conditions(draw: st.DrawFn, number: Number) -> tuple[list[Entry], list[int], int]:
-    """Draw scores, leaves and nodes; returns them, the columns of conditions, and the first free column."""
+    """Draw scores, of which some are told, leaves and nodes.
+
+    Returns:
+        The entries, the columns of conditions, and the first free column.
+    """
     entries: list[Entry] = []
     scores, conditions, at = [], [], 0
     for _ in range(draw(st.integers(1, 3))):
@@ -177,6 +220,9 @@ def draw_conditions(draw: st.DrawFn, number: Number) -> tuple[list[Entry], list[
         entries.append(score(at, kind, draw(st.integers(1, 8)), [number(-1, 2) for _ in range(NUM_PARAMS)]))
         entries[-1].write = draw(st.sampled_from([0, 3]))
         scores.append(at)
+        at += 1
+    for k in draw(st.lists(st.sampled_from(range(NUM_TOLD)), unique=True)):
+        entries.append(tell(at, draw(st.sampled_from(scores)), k))
         at += 1
     for _ in range(draw(st.integers(1, 3))):
         code = draw(st.sampled_from(Mode)) | draw(st.sampled_from(Pool)) | draw(st.sampled_from([0, GateFlag.BELOW]))

@@ -149,7 +149,7 @@ class StepCounts:
 
     def _count_rules(self, step: StepTable) -> None:
         """Count the rows of a step; steps that were launched before a change are passed over."""
-        ids, firsts, counts, signals, _ = step
+        ids, firsts, counts, signals = step[:4]
         ends = np.cumsum(counts).tolist()
         groups: dict[int, tuple[tuple[KeptRule, ...], list[int]]] = {}
         for at, (req_id, first) in enumerate(zip(ids, firsts.tolist(), strict=True)):

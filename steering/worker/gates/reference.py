@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from headgate.capture.schema.batch import Int32Array
+from headgate.capture.schema.batch import Int32Array, Int64Array
 from headgate.steering.programs.codes import (
     ACTIVATION_MASK,
     CODE,
@@ -47,6 +48,8 @@ from headgate.steering.programs.gate_codes import (
     POOL_MASK,
     SCOPE_MASK,
     SCORE_KIND_MASK,
+    TOLD_COUNT_MASK,
+    TOLD_ROWS,
     UNIT_MASK,
     Combine,
     GateFlag,
@@ -72,11 +75,16 @@ class GateTensors(NamedTuple):
         states: float32 ``[Q, C]``: of each request. A request's rows are computed in their order.
         tokens: int32 ``[T, 2]``: slot of each batch row's request, and `TokenFlag`. Rows whose program has no gates may
             have any slot below Q.
+        told: int64 ``[Q, TOLD_ROWS, K]``: words of `Code.TELL`, which the forward writes and the host reads, at any
+            time. It is memory of the host: on a GPU, pinned memory that the GPU maps. K is 0 where nothing is told.
+        told_counts: int32 ``[Q, K]``: the counts of `Code.TELL`.
     """
 
     signals: Tensor
     states: Tensor
     tokens: Tensor
+    told: Tensor
+    told_counts: Tensor
 
 
 Entries = Sequence[Sequence[int]]
@@ -91,7 +99,7 @@ def gate_entries(codes: Entries) -> int:
 def evaluate(
     x_TD: Tensor, pool_SD: Tensor, tokens_of: Sequence[tuple[Tensor, Entries, Params]], gates: GateTensors
 ) -> None:
-    """Evaluate the gates of one site: write signals and states.
+    """Evaluate the gates of one site: write signals and states, and what is told.
 
     Args:
         x_TD: The rows as they came, in the dtype to compute in.
@@ -102,6 +110,7 @@ def evaluate(
     """
     signals, states = gates.signals.cpu().numpy(), gates.states.cpu().numpy()
     tokens = gates.tokens.cpu().numpy()
+    told, told_counts = gates.told.cpu().numpy(), gates.told_counts.cpu().numpy()
     rows: list[tuple[int, Entries, Params]] = []
     for index_N, codes, params in tokens_of:
         number = gate_entries(codes)
@@ -110,10 +119,13 @@ def evaluate(
             signals[listed, column] = scores.float().cpu().numpy()
         rows += [(token, codes[:number], params) for token in listed]
     for token, codes, params in sorted(rows, key=lambda row: row[0]):
-        _evaluate_row(codes, params, signals[token], states, tokens[token])
+        slot, flags = tokens[token].tolist()
+        kept = _Kept(states[slot], told[slot], told_counts[slot])
+        _evaluate_row(codes, params, signals[token], kept, flags)
     if gates.signals.device.type != "cpu":
-        gates.signals.copy_(torch.from_numpy(signals))
-        gates.states.copy_(torch.from_numpy(states))
+        written = (gates.signals, signals), (gates.states, states), (gates.told, told), (gates.told_counts, told_counts)
+        for tensor, values in written:
+            tensor.copy_(torch.from_numpy(values))
 
 
 def _scores_of(x_ND: Tensor, pool_SD: Tensor, codes: Entries, params: Params) -> Iterator[tuple[int, Tensor]]:
@@ -168,16 +180,34 @@ def _activations(x_ND: Tensor, z_N: Tensor, code: int, params: Sequence[float]) 
     return torch.where(q_N > params[P1], q_N, 0) if kind == Activation.JUMP_RELU else q_N.clamp(min=0)
 
 
-def _evaluate_row(codes: Entries, params: Params, s: Float32Rows, states: Float32Rows, token: Int32Array) -> None:
+class _Kept(NamedTuple):
+    """The numbers that a slot of requests keeps: states, ``[C]``, and the words and counts of `Code.TELL`."""
+
+    states: Float32Rows
+    told: Int64Array
+    told_counts: Int32Array
+
+
+def _evaluate_row(codes: Entries, params: Params, s: Float32Rows, kept: _Kept, flags: int) -> None:
     """Run the entries of gates on one row: `s` are its signals, ``[C]``."""
-    m, flags = states[token[SLOT]], int(token[FLAGS])
     columns = _columns_at_site(codes)
     if flags & TokenFlag.RESETS:
-        m[columns] = math.nan
+        kept.states[columns] = math.nan
     for fields, numbers in zip(codes, params, strict=False):
         run = _RUN.get(fields[CODE] & CODE_MASK)
         if run is not None:
-            run(fields[CODE], numbers, s, m, flags)
+            run(fields[CODE], numbers, s, kept.states, flags)
+        elif fields[CODE] & CODE_MASK == Code.TELL:
+            _tell(fields[CODE], numbers, s, kept, flags)
+
+
+def _tell(code: int, params: Sequence[float], s: Float32Rows, kept: _Kept, flags: int) -> None:
+    score, k = int(params[P4]), int(params[P5])
+    kept.told_counts[k] = n = int(kept.told_counts[k]) + 1 & TOLD_COUNT_MASK
+    s[change_index(code)] = n
+    if not flags & TokenFlag.IS_SCANNED:
+        word = n << 32 | int(s.view(np.uint32)[score])
+        kept.told[n % TOLD_ROWS, k] = word  # in one store: the host may read at any time
 
 
 def _columns_at_site(codes: Entries) -> list[int]:

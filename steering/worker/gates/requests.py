@@ -14,7 +14,7 @@ import numpy as np
 
 from headgate.capture.schema.batch import BatchView, BoolArray, Int32Array, Int64Array
 from headgate.steering.gates.rule import Selection
-from headgate.steering.programs.codes import CODE, CODE_MASK, GROUP, Code, change_index
+from headgate.steering.programs.codes import CODE, CODE_MASK, GROUP, P4, Code, change_index
 from headgate.steering.programs.gate_codes import EARLY, GATE_COLUMNS, TokenFlag, gate_column
 from headgate.steering.programs.program import Program
 from headgate.steering.worker.rows.rule_programs import ActingRule
@@ -59,6 +59,7 @@ class GatedRequest:
         of_rules: Those of `early` that belong to rules: they may not have been there on earlier rows.
         told: Columns of its rows that somebody on the host reads.
         is_counted: Whether the count in its states is all that the host reads of it, when it ends or is asked.
+        is_quiet: Whether all of `told` are scores that the forward tells by itself, too.
     """
 
     num_prompt: int
@@ -66,6 +67,7 @@ class GatedRequest:
     of_rules: frozenset[int] = frozenset()
     told: frozenset[int] = frozenset()
     is_counted: bool = False
+    is_quiet: bool = False
 
 
 def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | None:
@@ -86,14 +88,22 @@ def gated_request(own: OwnGates, rules: Sequence[ActingRule]) -> GatedRequest | 
     told = frozenset().union(*(_told(program, has_scores=has_scores) for program in programs))
     all_early = tuple(sorted(early | of_rules))
     is_counted = own.is_counted and not (own.is_captured or rules or all_early)
-    return GatedRequest(own.num_prompt, all_early, of_rules, told, is_counted)
+    is_quiet = not (has_scores or all_early) and told == frozenset().union(*map(_tells, programs))
+    return GatedRequest(own.num_prompt, all_early, of_rules, told, is_counted, is_quiet)
+
+
+def _tells(program: Program) -> frozenset[int]:
+    """Return the columns of scores that the forward tells by itself, and of the counts with which it does."""
+    tells = (program.codes[:, CODE] & CODE_MASK) == Code.TELL
+    columns = {change_index(code) for code in program.codes[tells, CODE].tolist()}
+    return frozenset(columns.union(program.params[tells, P4].astype(int).tolist()))
 
 
 def _told(program: Program, *, has_scores: bool) -> frozenset[int]:
     """Return the columns of a program that are read on the host.
 
-    Those are the strengths of gates, to count and to hand on; and scores, if they are told, or for the controller whose
-    program has nothing but them.
+    Those are the strengths of gates, to count and to hand on; scores, if they are told, or for the controller whose
+    program has nothing but them; and the numbers of the rows whose scores entries `Code.TELL` tell.
     """
     has_scores = has_scores or not program.has_gates
     columns: set[int] = set()
@@ -101,7 +111,7 @@ def _told(program: Program, *, has_scores: bool) -> frozenset[int]:
         kind = code & CODE_MASK
         if kind == Code.GATE:
             columns.update(range(change_index(code), change_index(code) + GATE_COLUMNS))
-        elif kind == Code.SCORE and has_scores:
+        elif kind == Code.TELL or (kind == Code.SCORE and has_scores):
             columns.add(change_index(code))
     return frozenset(columns)
 
@@ -255,9 +265,17 @@ class GatedBatch:
         self.told_at = np.array(at, np.int64)
         """Places of the requests whose rows are told to the host."""
         self.told_requests = tuple(self.requests[place] for place in at)
+        self.is_quiet = bool(at) and all(request.is_quiet for request in self.told_requests)
+        """Whether the forward tells by itself all that is told of them."""
         told = frozenset[int]().union(*(request.told for request in self.told_requests))
         self.told = np.array(sorted(told), np.int64)
         """Columns of theirs that somebody there reads."""
+
+    @property
+    def told_slots(self) -> Int32Array:
+        """The slots of the requests whose rows are told, int32."""
+        slots: Int32Array = self.slots[self.told_at]
+        return slots
 
     def rows(self, view: BatchView) -> GateRows:
         """Return the rows of a step of this batch."""

@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from headgate.capture.schema.batch import BatchView, Int32Array, Int64Array
 from headgate.steering.gates.coefficient_changes import CoefficientChanges
 from headgate.steering.gates.step_table import ToldCounts
+from headgate.steering.programs.gate_codes import TOLD_ROWS
 from headgate.steering.vectors.dtypes import Float32Rows
 from headgate.steering.worker.gates.driven import DrivenStrengths, Places
 from headgate.steering.worker.gates.pinned_copies import PinnedCopies
@@ -26,6 +28,7 @@ from headgate.steering.worker.gates.requests import (
     gated_request,
     slots_needed,
 )
+from headgate.steering.worker.gates.telling import Telling
 from headgate.steering.worker.gates.written_counts import WrittenCounts
 from headgate.steering.worker.rows.rule_programs import ActingRule, acting_of
 
@@ -66,20 +69,26 @@ class StepGates:
         num_columns: Of signals and states.
         device: Where the forward runs.
         is_output_rank: Whether the engine core is told what this worker reads.
+        num_told: Scores of each row that the forward may tell by itself.
 
     Attributes:
         tensors: Read and written by the forward.
+        telling: Which steps the forward tells by itself.
     """
 
     def __init__(
-        self, max_tokens: int, max_num_seqs: int, num_columns: int, device: torch.device, *, is_output_rank: bool = True
+        self,
+        max_tokens: int,
+        max_num_seqs: int,
+        num_columns: int,
+        device: torch.device,
+        *,
+        is_output_rank: bool = True,
+        num_told: int = 0,
     ) -> None:
         num_slots, self._num_columns = slots_needed(max_num_seqs), num_columns
-        self.tensors = GateTensors(
-            signals=torch.zeros(max_tokens, num_columns, device=device),
-            states=torch.full((num_slots, num_columns), torch.nan, device=device),
-            tokens=torch.zeros(max_tokens, 2, dtype=torch.int32, device=device),
-        )
+        self.telling = Telling(num_slots, num_told, device, is_output_rank=is_output_rank)
+        self.tensors = _tensors(max_tokens, num_columns, self.telling.words)
         self._requests: dict[str, GatedRequest] = {}
         self._own: dict[str, OwnGates] = {}
         """Of all requests."""
@@ -106,7 +115,7 @@ class StepGates:
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors if tensor is not self.tensors.told)
 
     @property
     def num_requests(self) -> int:
@@ -187,6 +196,7 @@ class StepGates:
         if view is not None and goes_on and decoded is not None and decoded[0] is self._batch and not self._new_columns:
             return self._goes_on(view, *decoded)
         self._decoded = None
+        self.telling.follow(goes_on=False)
         if view is None or not self._requests:
             return None
         if self._batch is None or self._batch.req_ids != view.req_ids:
@@ -202,6 +212,9 @@ class StepGates:
 
     def _goes_on(self, view: BatchView, batch: GatedBatch, before: GateRows) -> GateWrites | None:
         """Follow a step of one generated row of each request, behind such a one: only coefficients can change."""
+        self.telling.follow(goes_on=True)
+        if self.telling.is_quiet and self._driven.is_settled:
+            return None  # nobody here looks at the rows
         self._rows = rows = before._replace(firsts=batch.firsts(view))
         changed = self._driven.changes(rows, batch)
         if not len(changed):
@@ -234,7 +247,7 @@ class StepGates:
     def step_ends(self) -> None:
         """Copy what the gates of the step did, behind its forward."""
         rows, batch = self._rows, self._batch
-        if rows is None or batch is None or not batch.told_requests:
+        if rows is None or batch is None or not batch.told_requests or self.telling.is_quiet:
             return
         self._signals = self._copier.copy(rows, batch)
         if batch.has_early:
@@ -243,11 +256,27 @@ class StepGates:
     def readings(self) -> SignalReadings | None:
         """Return what the engine core is told with the step that ended; None if nothing."""
         counts = self._counts.take()
-        return SignalReadings(self._signals, counts) if counts or self._signals is not None else None
+        if self.telling.is_quiet:
+            return SignalReadings(None, counts, is_quiet=True)
+        if self._signals is None or self._batch is None:
+            return SignalReadings(None, counts) if counts else None
+        slots = self.telling.announce(self._batch, is_decoding=self._decoded is not None)
+        return SignalReadings(self._signals, counts, slots=slots)
 
     def ask_counts(self) -> list[ToldCounts]:
         """Return what requests whose rows are not told have counted, as far as it is there."""
         return self._counts.ask()
+
+
+def _tensors(max_tokens: int, num_columns: int, told: Tensor) -> GateTensors:
+    num_slots, _, num_told = told.shape
+    return GateTensors(
+        signals=torch.zeros(max_tokens, num_columns, device=told.device),
+        states=torch.full((num_slots, num_columns), torch.nan, device=told.device),
+        tokens=torch.zeros(max_tokens, 2, dtype=torch.int32, device=told.device),
+        told=told,
+        told_counts=torch.zeros(num_slots, num_told, dtype=torch.int32, device=told.device),
+    )
 
 
 def no_gates(device: torch.device) -> GateTensors:
@@ -256,4 +285,6 @@ def no_gates(device: torch.device) -> GateTensors:
         torch.zeros(1, 0, device=device),
         torch.zeros(1, 0, device=device),
         torch.zeros(1, 2, dtype=torch.int32, device=device),
+        torch.zeros(1, TOLD_ROWS, 0, dtype=torch.int64, device=device),
+        torch.zeros(1, 0, dtype=torch.int32, device=device),
     )

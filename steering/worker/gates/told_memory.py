@@ -1,0 +1,65 @@
+"""The memory in which forwards tell scores to the process of the controllers, as the worker has it.
+
+On a GPU it is pinned memory of the host, which kernels write to by themselves: no step launches a copy for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import secrets
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headgate.steering.controllers.hosting.told_words import HEADER_BYTES, ToldPlace
+from headgate.steering.programs.gate_codes import TOLD_ROWS
+from headgate.steering.worker.gates.host_memory import seen_by_gpu
+
+logger = logging.getLogger("headgate")
+
+
+class ToldMemory:
+    """Anonymous memory that another process may map; it is gone when both are.
+
+    Args:
+        num_slots: Q: slots of requests.
+        num_told: K: told numbers of each.
+        device: Where the forward runs.
+
+    Attributes:
+        place: Where other processes of this host find it.
+        words: int64 ``[Q, TOLD_ROWS, K]`` on the device: `GateTensors.told`. None if the forward cannot write there,
+            with a line in the log.
+    """
+
+    def __init__(self, num_slots: int, num_told: int, device: torch.device) -> None:
+        fd = os.memfd_create("headgate-told")
+        self.place = ToldPlace(f"/proc/{os.getpid()}/fd/{fd}", secrets.randbits(62), num_slots, num_told)
+        os.ftruncate(fd, self.place.num_bytes)
+        mapped = mmap.mmap(fd, self.place.num_bytes)
+        np.frombuffer(mapped, np.int64, 1)[0] = self.place.number
+        shape = num_slots, TOLD_ROWS, num_told
+        words = np.frombuffer(mapped, np.int64, offset=HEADER_BYTES).reshape(shape)
+        self.words = torch.from_numpy(words) if device.type != "cuda" else _on_device(words, device)
+        weakref.finalize(self, os.close, fd)
+
+
+def _on_device(words: np.ndarray[Any, Any], device: torch.device) -> Tensor | None:
+    """Return memory of the host as a tensor of the device; None if that cannot be had."""
+    address, size = words.ctypes.data, words.nbytes
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(cudart.cudaHostRegister(address, size, 0))
+    if error != 0:
+        logger.warning("steering: CUDA cannot pin %d bytes of shared memory (error %d)", size, error)
+        return None
+    found = seen_by_gpu(words, device)
+    if found is None:
+        cudart.cudaHostUnregister(address)
+    else:
+        weakref.finalize(found, cudart.cudaHostUnregister, address)
+    return found
