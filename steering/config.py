@@ -125,8 +125,10 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self_test: Drive every site with a dummy step at start-up and refuse to serve if one does not respond.
         fire_counter: Count on the device how often each site ran (debugging; one more kernel a site).
         controllers: Plug-ins that read scores and change steering while requests run. With any, each op site takes
-            ``(2 * max_num_seqs + 3) * (2 * max_ops_per_site + max_sae_features + 32) * 48`` bytes of device memory
-            more, each batch row 256 bytes and each of `max_num_seqs` requests twice that.
+            ``(2 * max_num_seqs + 3) * (2 * max_ops_per_site + max_sae_features + 64) * 48`` bytes of device memory
+            more, each batch row 384 bytes and each of `max_num_seqs` requests twice that.
+        controller_process: Controllers run in a process of their own, beside the engine core; in that of the engine
+            core if False. If None, in their own wherever the engine core has a process of its own.
         from_consumers: Capture consumers may steer running requests, too: ``context.steering.submit(action)``. Takes as
             much memory as controllers do.
     """
@@ -153,6 +155,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     self_test: bool = True
     fire_counter: bool = False
     controllers: list[ControllerSpec] = msgspec.field(default_factory=list)
+    controller_process: bool | None = None
     from_consumers: bool = False
 
     def steerable(self, *, num_layers: int, hidden_size: int, dtype: str) -> Steerable:
@@ -226,7 +229,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         of_units = self.num_probe_units * (bool(self.max_gates) + bool(self.max_rules) + has_controllers(self))
         of_gates = ENTRIES_PER_GATE * (self.max_gates + self.max_rules)
         of_gates += self.entries_driven * bool(self.max_rules)
-        of_controllers = (self.entries_driven + MAX_READ) * has_controllers(self)
+        of_controllers = (self.entries_driven + 2 * MAX_READ) * has_controllers(self)
         of_both = 2 * (2 * self.max_ops_per_site + self.num_features + bool(self.sae_encode)) + 1
         return of_both + of_gates + of_controllers + of_units
 
@@ -238,7 +241,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def num_columns(self) -> int:
         """Numbers that gates keep for each row: those of requests first, then those of rules, then of controllers."""
-        return first_controller_column(self) + (MAX_READ + MAX_DRIVEN) * has_controllers(self)
+        return first_controller_column(self) + (2 * MAX_READ + MAX_DRIVEN) * has_controllers(self)
 
     def encoded_saes(self, hidden_size: int) -> dict[Site, SparseCoder]:
         """Open the SAEs of `sae_encode`, by site.
@@ -321,7 +324,7 @@ def _probe(config: SteeringConfig, name: str) -> Probe:
 
 
 def first_controller_column(config: SteeringConfig) -> int:
-    """Return the first of `SteeringConfig.num_columns` that is the controllers'."""
+    """Return the first of `SteeringConfig.num_columns` that is the controllers': of scores, counts, contents."""
     return COLUMNS_PER_GATE * (config.max_gates + config.max_rules)
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -166,6 +167,11 @@ class Probe:
         _check_shapes(self)
         _check_kind(self)
         put(self, "sha256", _digest(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what it was made of: its metadata cannot be written, nor pickled as they are."""
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        return partial(Probe, **{**given, "metadata": dict(self.metadata)}), ()
 
     @property
     def hidden_size(self) -> int:

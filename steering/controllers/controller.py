@@ -107,6 +107,8 @@ class Controller:
     Attributes:
         needs_prompts: Whether every row of a prompt is to be read: then prompts of requests on which it acts are not
             read from the prefix cache.
+        needs_tokens: Whether the tokens of rows are looked at. One that says False is told the tokens of prompts, and
+            of answers at their end; that spares the engine a little in each step.
         never_waits: Whether its methods return at once, since they compute with a few arrays alone: they wait for no
             lock, file, socket or other process. Then the engine calls them itself, which spares two changes of thread
             in each step, 0.1 ms. From its first step over the budget on it has a thread of its own; but one that never
@@ -114,6 +116,7 @@ class Controller:
     """
 
     needs_prompts: bool = False
+    needs_tokens: bool = True
     never_waits: bool = False
 
     def probes(self) -> Mapping[str, Probe]:

@@ -55,6 +55,7 @@ class OneModuleController(Controller):
     """
 
     never_waits = True
+    needs_tokens = False
 
     def __init__(self, probe: str, module: str, **initial: float) -> None:
         self._probe = load(probe)

@@ -33,18 +33,23 @@ from headgate.capture.schema.batch import BatchView, Int64Array, NewRequest
 from headgate.capture.schema.consumer import ModelInfo
 from headgate.capture.schema.sites import HookPoint, Site
 from headgate.steering import PhaseVectors, probes
-from headgate.steering.config import parse_config
+from headgate.steering.config import MAX_READ, parse_config
 from headgate.steering.core.controllers.opening import open_controllers
 from headgate.steering.core.steering_core import SteeringCore
 from headgate.steering.gates.gate import Gate, InlineProbe, Leaf, ModuleThen, Then
 from headgate.steering.gates.rule import AppliesTo, Rule
-from headgate.steering.programs.gate_codes import Scope
+from headgate.steering.programs.gate_codes import TOLD_ROWS, Scope
 from headgate.steering.spec import SteeringSpec, to_wire
+from headgate.steering.worker.gates.reference import SLOT, GateTensors
 from headgate.steering.worker.steering_part import SteeringPart
 
 IN_FLIGHT, PROMPT, STEPS, HIDDEN, LAYERS = 64, 16, 600, 64, 8
 WARM_UP = 50
 """Steps at first that do not count."""
+UPDATE_S = 1e-3
+"""That the scheduler takes for the tokens of a step, meanwhile controllers in a process of their own decide."""
+EVICTED_BYTES = 24 << 20
+"""Touched before each part of a cold step: more than a core's own caches hold."""
 MODEL = ModelInfo(name="m", num_layers=LAYERS, hidden_size=HIDDEN, dtype="float32", sites=())
 
 
@@ -56,12 +61,14 @@ class Mode(NamedTuple):
         scope: Of a gate of its own with a probe of its own; None if it has none.
         is_traced: Whether it wants its trace.
         has_rule: Whether a rule of the operator acts on all requests.
+        is_apart: Whether controllers have a process of their own, as in a server.
     """
 
     selects: tuple[str, ...] = ()
     scope: Scope | None = None
     is_traced: bool = False
     has_rule: bool = False
+    is_apart: bool = True
 
 
 MODES = {
@@ -69,6 +76,8 @@ MODES = {
     "threshold": Mode(("watch",)),
     "pid": Mode(("hold",)),
     "both": Mode(("watch", "hold")),
+    "threshold, not apart": Mode(("watch",), is_apart=False),
+    "pid, not apart": Mode(("hold",), is_apart=False),
     "pid, traced": Mode(("hold",), is_traced=True),
     "gate": Mode(scope=Scope.THIS),
     "latch": Mode(scope=Scope.REST),
@@ -105,7 +114,8 @@ class Request:
 class Engine:
     """Both halves of steering, joined by a scheduler that only counts."""
 
-    def __init__(self, folder: Path, mode: Mode) -> None:
+    def __init__(self, folder: Path, mode: Mode, *, is_cold: bool = False) -> None:
+        self._evicted = np.zeros(EVICTED_BYTES // 8) if is_cold else np.zeros(0)
         rng = np.random.default_rng(3)
         site = Site(1, HookPoint.POST_MLP)
         probes.save(folder / "p.safetensors", probes.Probe(site=site, weight=rng.normal(size=(1, HIDDEN))))
@@ -113,6 +123,7 @@ class Engine:
         config = parse_config(
             {
                 "op_sites": {"post_mlp": "all"},
+                "controller_process": mode.is_apart,
                 "controllers": [
                     {"name": name, "instance_name": instance, "applies_to": "opt_in", "params": {**keys, **params}}
                     for name, instance, params in (
@@ -179,10 +190,23 @@ class Engine:
         services.open(self.core, self.notes)
         self.scheduler.requests = self.requests
 
+    def _start(self) -> float:
+        """Return the time at which a part begins; between two of them vLLM's own work fills the caches."""
+        self._evicted += 1.0
+        return time.perf_counter()
+
+    def _forward(self, gates: GateTensors, num_rows: int, *, is_told: bool) -> None:
+        """Do as the forward does: scores of gates and of controllers, and words of the latter."""
+        scores = torch.from_numpy(self.rng.normal(size=(num_rows, 2)).astype(np.float32))
+        for first in (0, 2, 128):
+            gates.signals[:num_rows, first : first + 2] = scores
+        if is_told:
+            tell(gates, num_rows)
+
     def step(self, count: int, clocks: dict[str, list[float]]) -> None:
         """Run a step of `count` rows of each request."""
         output = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(self.requests, count))
-        start = time.perf_counter()
+        start = self._start()
         deciding: Any = self.notes.deciding
         attach_orders("steering", deciding, output)  # type: ignore[arg-type]
         core_s = time.perf_counter() - start
@@ -197,27 +221,25 @@ class Engine:
             request.num_computed_tokens += count
         rows = IN_FLIGHT * count
         state: Any = self.part._allocated()
-        scores = torch.from_numpy(self.rng.normal(size=(rows, 2)).astype(np.float32))
-        start = time.perf_counter()
+        start = self._start()
         if orders is not None:
             self.ordered("steering", orders["steering"])
         self.begins(view, None)
         worker_s = time.perf_counter() - start
-        for first in (0, 2, 128):  # of gates, and of controllers
-            state.gates.tensors.signals[:rows, first : first + 2] = scores
-        start = time.perf_counter()
+        self._forward(state.gates.tensors, rows, is_told=count == 1)
+        start = self._start()
         self.ends()
         readings = self.part.headgate_step_readings()
         worker_s += time.perf_counter() - start
 
-        start = time.perf_counter()
+        start = self._start()
         found = None if readings is None else {"steering": readings.collect()}
         output_s = time.perf_counter() - start
 
         made = SimpleNamespace(**({} if found is None else {READINGS_ATTRIBUTE: found}))
-        start = time.perf_counter()
+        start = self._start()
         self.notes.update(self._update, output, made)  # type: ignore[arg-type]
-        core_s += time.perf_counter() - start
+        core_s += time.perf_counter() - start - self.own_s
         for name, seconds in (("core", core_s), ("worker", worker_s), ("output", output_s)):
             clocks[name].append(1e6 * seconds)
 
@@ -227,7 +249,22 @@ class Engine:
         # Notes leave with these; without them they would pile up.
         for each in self.outputs:
             each.kv_transfer_params = None
+        began = time.perf_counter()
+        time.sleep(UPDATE_S)
+        self.own_s = time.perf_counter() - began
         return {0: SimpleNamespace(outputs=self.outputs)}
+
+
+def tell(gates: GateTensors, num_rows: int) -> None:
+    """Write the first two scores of controllers as `Code.TELL` does."""
+    signals, told, counts = (each.numpy() for each in (gates.signals, gates.told, gates.told_counts))
+    slots = gates.tokens[:num_rows, SLOT].numpy()
+    for number in range(2):
+        counts[slots, number] += 1
+        now = counts[slots, number]
+        signals[:num_rows, 128 + MAX_READ + number] = now
+        bits = signals[:num_rows, 128 + number].copy().view(np.uint32).astype(np.int64)
+        told[slots, now % TOLD_ROWS, number] = now.astype(np.int64) << 32 | bits
 
 
 def own_gate(scope: Scope, rng: np.random.Generator) -> Gate:
@@ -237,11 +274,11 @@ def own_gate(scope: Scope, rng: np.random.Generator) -> Gate:
     return Gate(name="own", when=Leaf(reading=probe, threshold=0.0), then=Then(module=ModuleThen("calm")), scope=scope)
 
 
-def measure(mode: Mode, profile: cProfile.Profile | None = None) -> dict[str, float]:
-    """Return medians of a mode's parts, in microseconds."""
+def measure(mode: Mode, profile: cProfile.Profile | None = None, *, is_cold: bool = False) -> dict[str, float]:
+    """Return medians of a mode's parts, in microseconds; with cold caches if that is asked for."""
     clocks: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():  # as vLLM runs its steps
-        engine = Engine(Path(folder), mode)
+        engine = Engine(Path(folder), mode, is_cold=is_cold)
         engine.step(PROMPT, clocks)
         for number in range(STEPS):
             if profile is not None and number == WARM_UP:
@@ -255,18 +292,21 @@ def measure(mode: Mode, profile: cProfile.Profile | None = None) -> dict[str, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description="What controllers cost the host in a step.")
     parser.add_argument("--profile", choices=MODES, help="show where the time of a mode goes")
+    parser.add_argument(
+        "--cold", action="store_true", help="empty the caches before each part, as vLLM's own work does"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.profile:
         profile = cProfile.Profile()
-        measure(MODES[args.profile], profile)
+        measure(MODES[args.profile], profile, is_cold=args.cold)
         pstats.Stats(profile).sort_stats("tottime").print_stats(40)
         return
-    idle = measure(Mode())
-    print(f"{'':12}{'core':>8}{'worker':>8}{'output':>8}{'sum':>8}   us a step, {IN_FLIGHT} requests")
+    idle = measure(Mode(), is_cold=args.cold)
+    print(f"{'':22}{'core':>8}{'worker':>8}{'output':>8}{'sum':>8}   us a step, {IN_FLIGHT} requests")
     for name, mode in MODES.items():
-        found = idle if mode == Mode() else {k: v - idle[k] for k, v in measure(mode).items()}
-        print(f"{name:12}" + "".join(f"{v:8.0f}" for v in (*found.values(), sum(found.values()))))
+        found = idle if mode == Mode() else {k: v - idle[k] for k, v in measure(mode, is_cold=args.cold).items()}
+        print(f"{name:22}" + "".join(f"{v:8.0f}" for v in (*found.values(), sum(found.values()))))
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ class Core:
         )
         self.core.decide()
         orders = self.core.orders(names)
-        return [] if orders is None else list(orders["drives"].each())
+        return [] if orders is None else [change for piece in orders["drives"] for change in piece.each()]
 
     @property
     def figures(self) -> dict[str, int]:

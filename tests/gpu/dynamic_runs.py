@@ -135,6 +135,23 @@ def counted(llm: Any, threshold: float) -> dict[str, int]:
     return {"loud": loud, "quiet": llm.steering.dynamic().gates["quiet"], "requests": len(outputs)}
 
 
+def driven(llm: Any) -> dict[str, Any]:
+    """All prompts with the controller: read in the outputs of steps (``loud``), and where the forward tells its scores.
+
+    Of both the tokens and the actions that were applied; and how many steps the controller missed.
+    """
+    found: dict[str, Any] = {}
+    for name, is_traced in (("loud", True), ("quiet", False)):
+        before = llm.steering.dynamic().controllers[0].actions["applied"]
+        llm.reset_prefix_cache()
+        asked = {"return_steering_trace": is_traced, "steering_rules": ["pid"]}
+        outputs = serve(llm, lambda _, asked=asked: asked, captures=False)
+        status = llm.steering.dynamic().controllers[0]
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        found[name] = {"tokens": tokens, "applied": status.actions["applied"] - before, "skipped": status.skipped}
+    return found
+
+
 def told(output: Any, kind: str) -> Mapping[str, Any]:
     """What a request's test needs: its trace, and rows before and behind each site that is written."""
     (entry,) = base.collect([output])
@@ -152,6 +169,7 @@ def main() -> None:
     status = llm.steering.dynamic()
     found = {"requests": requests, "threshold": threshold, "steps": status.controllers[0].steps}
     found["counted"] = counted(llm, threshold)
+    found["driven"] = driven(llm)
     torch.save(found, out)
     print("RAN", mode, f"{len(requests)} requests, {status}"[:300], flush=True)
 

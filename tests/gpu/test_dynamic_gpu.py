@@ -127,11 +127,27 @@ def test_strengths_in_traces_are_those_that_were_added(runs):
 
 
 def test_rows_that_the_device_counts_are_those_of_traces(runs):
-    """With async scheduling a row more for each request: that of the step in flight at its end."""
+    """With async scheduling a row more for each request: that of the step in flight at its end.
+
+    Two runs differ by a row or two in bfloat16, whose scores lie at the threshold.
+    """
     for run in runs.values():
         found = run["counted"]
-        assert found["loud"] <= found["quiet"] <= found["loud"] + found["requests"], found
+        near = 0.002 * found["loud"]
+        assert found["loud"] - near <= found["quiet"] <= found["loud"] + found["requests"] + near, found
         assert found["loud"] > found["requests"]
+
+
+def test_a_controller_that_the_forward_tells_does_as_one_that_is_sent_the_scores(runs):
+    for mode, run in runs.items():
+        loud, quiet = run["driven"]["loud"], run["driven"]["quiet"]
+        equal = sum(one == other for one, other in zip(loud["tokens"], quiet["tokens"], strict=True))
+        print(mode, equal, "of", len(loud["tokens"]), "answers alike, actions", loud["applied"], quiet["applied"])
+        assert quiet["skipped"] == 0
+        # With async scheduling a row more or less for each request: that of the step in flight at its end.
+        assert abs(quiet["applied"] - loud["applied"]) <= len(loud["tokens"])
+        assert loud["applied"] > 10 * len(loud["tokens"])
+        assert equal >= 0.9 * len(loud["tokens"]), (mode, equal)
 
 
 def test_a_decision_acts_on_the_next_row_or_the_one_behind(runs):

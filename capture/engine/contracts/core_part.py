@@ -26,12 +26,14 @@ class CoreFacts:
         engine: Its index among the engine cores of a server with data parallelism.
         num_stages: Pipeline stages that the model lies on.
         num_engines: Engine cores of the server with data parallelism.
+        has_own_process: Whether it has a process of its own, beside that of its front end.
     """
 
     model: ModelInfo
     engine: int = 0
     num_stages: int = 1
     num_engines: int = 1
+    has_own_process: bool = False
 
 
 class BlockKeys(Protocol):

@@ -75,6 +75,7 @@ class EngineCoreAdapter:
             engine=parallel.data_parallel_index,
             num_stages=parallel.pipeline_parallel_size,
             num_engines=parallel.data_parallel_size,
+            has_own_process=_has_own_process(core),
         )
         target = action_target(config)
         actions = None if target.address is None else ActionInbox(target.address)
@@ -208,6 +209,12 @@ class EngineCoreAdapter:
     def _check_part(self, part: str) -> None:
         if part != self._name:
             raise RequestError("part", f"no part {part!r} is open in this engine; open: {self._name}")
+
+
+def _has_own_process(core: EngineCore) -> bool:
+    from vllm.v1.engine.core import EngineCoreProc as OwnProcess
+
+    return isinstance(core, OwnProcess)
 
 
 def adapter_of(owner: EngineCore | Scheduler) -> EngineCoreAdapter | None:

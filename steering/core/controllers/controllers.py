@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 from headgate.capture.engine.contracts.core_part import Actions, CoreServices, Decided
-from headgate.steering.controllers.controller import RequestView
+from headgate.steering.controllers.hosting.host import ControllerHost
 from headgate.steering.core.controllers.actuation import Actuation
 from headgate.steering.core.controllers.contents import Static
 from headgate.steering.core.controllers.decisions import Decisions
 from headgate.steering.core.controllers.outcomes import APPLIED, DROPPED, SWITCHED_OFF, Outcomes
-from headgate.steering.core.controllers.readers import ReadStep, StepReader, ToldRows
 from headgate.steering.core.controllers.running import RunningController
 from headgate.steering.gates.rule import Selection
 from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import GateSource
 
 
-class _Followed(ToldRows):
-    """A request, as controllers are told of it."""
+class _Followed(NamedTuple):
+    """A request that was accepted.
 
-    __slots__ = ("acting", "begun", "static")
+    Attributes:
+        num_prompt: Tokens of its prompt.
+        acting: Controllers that read its rows.
+        static: Its steering without them.
+    """
 
-    def __init__(self, num_prompt: int, acting: list[RunningController], static: Static) -> None:
-        super().__init__(num_prompt)
-        self.acting = acting
-        """Controllers that read its rows."""
-        self.static = static
-        self.begun: dict[str, RunningController] = {}
-        """Controllers that were told that it began, by name."""
-
-
-_Part = tuple[list[int], tuple[str, ...]] | None
-"""Indices of a controller's rows in a step, and the request of each; None for all."""
+    num_prompt: int
+    acting: list[RunningController]
+    static: Static
 
 
 class Controllers:
@@ -41,6 +36,7 @@ class Controllers:
 
     Args:
         running: The controllers.
+        host: Where they live.
         actuation: Applies actions to requests.
         services: Gives the tokens of requests.
         submitted: Actions of capture consumers; None if they are not taken.
@@ -52,26 +48,23 @@ class Controllers:
     def __init__(
         self,
         running: Sequence[RunningController],
+        host: ControllerHost,
         actuation: Actuation,
         services: CoreServices,
         submitted: Actions | None = None,
     ) -> None:
         self._submitted = submitted
         self._running = tuple(running)
+        self._host = host
         self._actuation = actuation
         self._outcomes = Outcomes()
         self.traced = self._outcomes.traced
         self._decisions = Decisions(actuation, self._outcomes, services)
         self._requests: dict[str, _Followed] = {}
-        self._read: dict[str, _Followed] = {}
+        self._read: set[str] = set()
         """Those among them whose rows a controller reads."""
-        self._reader = StepReader(services)
-        self._told_to: tuple[tuple[str, ...], list[_Part]] = ((), [])
-        """The requests of the rows of the last step, and each controller's part of them."""
         self._present: Collection[str] = ()
         """Requests of the last step that was read."""
-        self._off: set[str] = set()
-        """Controllers that were found switched off."""
 
     def acting(self, req_id: str) -> list[RunningController]:
         """Return the controllers that act on a request that was added. Any thread."""
@@ -91,9 +84,10 @@ class Controllers:
     ) -> None:
         """Add a request that was accepted. Input thread."""
         acting = [each for each in self._running if each.reader.acts(selection)]
-        followed = self._requests[req_id] = _Followed(num_prompt, acting, static)
+        self._requests[req_id] = _Followed(num_prompt, acting, static)
         if acting:
-            self._read[req_id] = followed
+            self._read.add(req_id)
+            self._host.add(req_id, num_prompt, [each.name for each in acting])
         if is_traced:
             self.traced.add(req_id)
 
@@ -105,58 +99,31 @@ class Controllers:
 
     def forget(self, req_id: str) -> None:
         """Forget a request that ended, or never ran, if it is known. Any thread."""
-        found = self._requests.pop(req_id, None)
-        if self._read.pop(req_id, None) is not None:
-            self._reader.forget()
+        self._requests.pop(req_id, None)
         self._actuation.forget(req_id)
         self._decisions.endings.pop(req_id, None)
         self._outcomes.forget(req_id)
-        if found is not None and found.begun:
-            view = _view(req_id, found)
-            for each in found.begun.values():
-                each.thread.tell(_call(each.thread.controller.request_ends, view))
+        if req_id in self._read:
+            self._read.discard(req_id)
+            self._host.end(req_id)
 
     def read(self, table: StepTable, discarded: Collection[str]) -> None:
         """Hand a step to the controllers; `decide` takes what they answer."""
         self._present = table.ids
-        step = self._reader.read(table, discarded, self._read) if self._read else None
-        if step is None:
-            return
-        if step.requests is not self._told_to[0]:
-            self._told_to = step.requests, [self._begin_step(each, step) for each in self._running]
-        for each, part in zip(self._running, self._told_to[1], strict=True):
-            if part is None:
-                each.thread.step(step.of(each.reader))
-            elif part[0]:
-                each.thread.step(step.part(*part).of(each.reader))
+        if self._read or table.slots is not None:  # quiet steps may go on from it
+            self._host.read(table, discarded)
 
-    def _begin_step(self, controller: RunningController, step: ReadStep) -> _Part:
-        """Tell a controller of requests that are new to it; returns its part of a step of such requests."""
-        members = set()
-        for req_id in dict.fromkeys(step.requests):
-            followed = self._requests[req_id]
-            if not any(each is controller for each in followed.acting):
-                continue
-            members.add(req_id)
-            if controller.name not in followed.begun:
-                followed.begun[controller.name] = controller
-                begins = controller.thread.controller.request_begins
-                controller.thread.tell(_call(begins, _view(req_id, followed)))
-        if all(req_id in members for req_id in step.requests):
-            return None
-        at = [index for index, req_id in enumerate(step.requests) if req_id in members]
-        return at, tuple(step.requests[index] for index in at)
+    def read_quiet(self) -> None:
+        """Hand over a step that was told by the forward itself."""
+        self._host.read_quiet()
 
     def decide(self) -> Decided | None:
         """Apply the actions that controllers answered; see `headgate.capture.engine.contracts.core_part`."""
-        for each in self._running:
-            for action in each.thread.take():
-                self._decisions.apply(each.name, action, self._requests)
-            if not each.thread.is_on and each.name not in self._off:
-                self._off.add(each.name)
-                known = list(self._requests.items())  # to which another thread adds
-                firsts = {req_id: None for req_id, one in known if each.name in one.begun}
-                self._outcomes.note(firsts, each.name, None, SWITCHED_OFF, each.thread.figures.error)
+        answers = self._host.take()
+        for name, action in answers.actions:
+            self._decisions.apply(name, action, self._requests)
+        for off in answers.switched_off:
+            self._outcomes.note(dict.fromkeys(off.requests), off.controller, None, SWITCHED_OFF, off.error)
         if self._submitted is not None:
             for submitted in self._submitted.take():
                 self._decisions.apply_submitted(submitted, self._requests)
@@ -175,7 +142,11 @@ class Controllers:
 
     def status(self) -> list[dict[str, Any]]:
         """Return plain values about each controller."""
-        return [{**each.status(), "actions": _counts(self._outcomes, each)} for each in self._running]
+        figures = self._host.figures()
+        return [
+            {**each.status(figures[each.name]), "actions": self._outcomes.counts(each.name, figures[each.name].dropped)}
+            for each in self._running
+        ]
 
     def queue(self) -> dict[str, int] | None:
         """Return how many actions of capture consumers wait, and were dropped; None if none are taken."""
@@ -187,21 +158,9 @@ class Controllers:
     def figures(self) -> dict[str, dict[str, Any]]:
         """Return the actions by outcome, and the seconds, of each controller, for the metrics page."""
         found = {
-            each.name: {"actions": _counts(self._outcomes, each), "seconds": each.thread.figures.seconds}
-            for each in self._running
+            name: {"actions": self._outcomes.counts(name, figures.dropped), "seconds": figures.seconds}
+            for name, figures in self._host.figures().items()
         }
         for name in sorted(self._decisions.consumers):
             found[name] = {"actions": self._outcomes.counts(name, 0), "seconds": 0.0}
         return found
-
-
-def _counts(outcomes: Outcomes, controller: RunningController) -> dict[str, int]:
-    return outcomes.counts(controller.name, controller.thread.figures.dropped)
-
-
-def _view(req_id: str, followed: _Followed) -> RequestView:
-    return RequestView(request=req_id, num_prompt_tokens=followed.num_prompt, token_ids=tuple(followed.tokens))
-
-
-def _call(method: Callable[[RequestView], object], view: RequestView) -> Callable[[], object]:
-    return lambda: method(view)

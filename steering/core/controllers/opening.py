@@ -16,7 +16,9 @@ from headgate.steering.core.controllers.coefficients import Coefficients
 from headgate.steering.core.controllers.contents import Contents
 from headgate.steering.core.controllers.controllers import Controllers
 from headgate.steering.core.controllers.drives import Drives, demand_of_both
-from headgate.steering.core.controllers.running import start_controllers
+from headgate.steering.core.controllers.hosting import open_host
+from headgate.steering.core.controllers.readers import ScoreColumns
+from headgate.steering.core.controllers.running import running_controllers
 from headgate.steering.core.gates import GateContent
 from headgate.steering.core.rules.calls import RuleCalls
 from headgate.steering.core.state import SteeringState
@@ -52,8 +54,10 @@ def open_controllers(
     modules = {module.name: module for module in state.modules()}
     content = GateContent(steerable, state.probes, state.saes, modules)
     first = first_controller_column(config)
+    columns = ScoreColumns(first, first + MAX_READ, MAX_READ)
     try:
-        running = list(start_controllers(config.controllers, content, modules, range(first, first + MAX_READ)))
+        host = open_host(config, facts, services, columns)
+        running = list(running_controllers(config.controllers, host.loaded, content, modules, columns))
         check_programs([each.reader.program for each in running], state.limits, "controllers", "of all controllers")
         for each in running:
             _check_name(each.name, state)
@@ -67,13 +71,14 @@ def open_controllers(
 
     tell(())
     state.rules.reserve(each.name for each in running)
-    columns = range(first + MAX_READ, first + MAX_READ + MAX_DRIVEN)
-    drives = Drives(columns, reservations, tell)
+    host.start({each.name: each.reader.told for each in running})
+    first += 2 * MAX_READ
+    drives = Drives(range(first, first + MAX_DRIVEN), reservations, tell)
     for each in running:
         logger.info("steering: controller %s, for %s", each.name, each.spec.applies_to)
     coefficients = Coefficients(drives, services, state.limits)
     submitted = services.actions if config.from_consumers else None
-    return Controllers(running, Actuation(Contents(state), coefficients), services, submitted)
+    return Controllers(running, host, Actuation(Contents(state), coefficients), services, submitted)
 
 
 def _checked(steerable: Steerable | None, facts: CoreFacts) -> Steerable:

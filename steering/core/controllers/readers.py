@@ -1,28 +1,21 @@
-"""Scores that controllers read: a program for each controller, and the rows of a step as each gets them."""
+"""Scores that controllers read: a program for each controller."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, repeat
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from headgate.capture.engine.contracts.core_part import CoreServices
 from headgate.capture.probes.probe import Probe
-from headgate.capture.schema.batch import BoolArray, Int64Array
 from headgate.capture.schema.errors import ConfigError, RequestError
-from headgate.steering.controllers.controller import StepReadings
+from headgate.capture.schema.sites import Site
 from headgate.steering.core.gates import GateContent
 from headgate.steering.gates.gate import InlineProbe
 from headgate.steering.gates.layout import Layout, ScoreColumn
 from headgate.steering.gates.readings import Score, check_site, probe_entries
 from headgate.steering.gates.rule import AppliesTo, Selection
-from headgate.steering.gates.step_table import StepTable
 from headgate.steering.gates.trace import GateSource, Writes
-from headgate.steering.programs.program import Program
-from headgate.steering.vectors.dtypes import Float32Rows
+from headgate.steering.programs.codes import Code, with_change
+from headgate.steering.programs.program import Entry, Program
 
 _NOTHING = Writes(frozenset(), frozenset())
 
@@ -34,13 +27,15 @@ class Reader(NamedTuple):
         name: The controller's.
         applies_to: Whose rows are read.
         scores: Their columns, by the controller's names.
-        program: Computes them, in both phases.
+        told: Which of the told numbers each is (`Code.TELL`), by the same names.
+        program: Computes and tells them, in both phases.
         source: Their columns for traces, where they are called ``CONTROLLER.PROBE``.
     """
 
     name: str
     applies_to: AppliesTo
     scores: Mapping[str, int]
+    told: Mapping[str, int]
     program: Program
     source: GateSource
 
@@ -60,8 +55,27 @@ class Reader(NamedTuple):
         }
 
 
+class ScoreColumns(NamedTuple):
+    """Columns for the scores of all controllers.
+
+    Attributes:
+        first: Of the scores; that of the number k is ``first + k``.
+        first_count: Of the counts with which they are told, likewise.
+        size: Of either.
+    """
+
+    first: int
+    first_count: int
+    size: int
+
+
 def make_reader(
-    name: str, applies_to: AppliesTo, probes: Mapping[str, Probe], content: GateContent, columns: Sequence[int]
+    name: str,
+    applies_to: AppliesTo,
+    probes: Mapping[str, Probe],
+    content: GateContent,
+    columns: ScoreColumns,
+    first: int,
 ) -> Reader:
     """Make the reader of a controller.
 
@@ -70,15 +84,19 @@ def make_reader(
         applies_to: Whose rows are read.
         probes: Checked (`headgate.steering.controllers.loading.read_probes`).
         content: Of the engine core.
-        columns: Free ones, which follow one another.
+        columns: Of all controllers.
+        first: The number of its first score; those before are taken.
 
     Raises:
         ConfigError: If there are too few columns, or a probe does not fit the model or reads at no op site.
     """
-    if len(probes) > len(columns):
-        raise ConfigError(f"controller {name!r}: {len(probes)} probes, but columns for {len(columns)} more are left")
-    entries, scores = [], []
-    for column, (probe_name, probe) in zip(columns, probes.items(), strict=False):
+    if len(probes) > columns.size - first:
+        raise ConfigError(
+            f"controller {name!r}: {len(probes)} probes, but columns for {columns.size - first} more are left"
+        )
+    entries, scores, tells = [], [], []
+    for number, (probe_name, probe) in enumerate(probes.items(), first):
+        column = columns.first + number
         where = f"controller {name!r}: probe {probe_name!r}"
         if probe.hidden_size != content.hidden_size:
             raise ConfigError(f"{where}: has the width {probe.hidden_size}, the model {content.hidden_size}")
@@ -88,142 +106,16 @@ def make_reader(
             raise ConfigError(str(error)) from error
         score = Score(probe_entries(probe, content.dtype), None)
         entries += score.at(column)
+        tells.append(_tell(probe.site, columns.first_count + number, column, number))
         # No name that a request's own probe may share.
         reading = InlineProbe(site=probe.site, weight=probe.weight[0], bias=0.0, is_cosine=False, where=where)
         scores.append(ScoreColumn(f"{name}.{probe_name}", reading, column))
-    program = Program.from_entries(entries, content.dtype)
+    program = Program.from_entries([*entries, *tells], content.dtype)
     source = GateSource(Layout(tuple(scores), (), len(scores)), _NOTHING, _NOTHING, program.key)
     named = dict(zip(probes, (score.column for score in scores), strict=True))
-    return Reader(name, applies_to, named, program, source)
+    return Reader(name, applies_to, named, dict(zip(probes, range(first, columns.size), strict=False)), program, source)
 
 
-class ReadStep(NamedTuple):
-    """The rows of one step that were not told before, one request after the other.
-
-    Attributes:
-        requests: Id of the request of each row, ``[n]``; the very tuple of the step before if it has the same.
-        positions: int64 ``[n]``.
-        is_prompt: bool ``[n]``.
-        tokens: Of the request of each row, ``[n]``.
-        signals: float32 ``[n, columns]``.
-    """
-
-    requests: tuple[str, ...]
-    positions: Int64Array
-    is_prompt: BoolArray
-    tokens: Sequence[Sequence[int]]
-    signals: Float32Rows
-
-    def of(self, reader: Reader) -> StepReadings:
-        """Return the rows for a controller."""
-        return StepReadings(
-            requests=self.requests,
-            positions=self.positions,
-            is_prompt=self.is_prompt,
-            scores={name: self.signals[:, column].copy() for name, column in reader.scores.items()},
-            tokens=self.tokens,
-        )
-
-    def part(self, at: Sequence[int], requests: tuple[str, ...]) -> ReadStep:
-        """Return some of the rows, by their indices, whose requests are given."""
-        index = np.array(at, np.int64)
-        tokens = [self.tokens[each] for each in at]
-        return ReadStep(requests, self.positions[index], self.is_prompt[index], tokens, self.signals[index])
-
-
-class ToldRows:
-    """Rows of a request that were told: one that is computed again is not told again.
-
-    Args:
-        num_prompt: Tokens of its prompt.
-    """
-
-    __slots__ = ("end", "num_prompt", "tokens")
-
-    def __init__(self, num_prompt: int) -> None:
-        self.num_prompt = num_prompt
-        self.end = 0
-        self.tokens: Sequence[int] = ()
-        """All tokens of the request, which grow with it."""
-
-
-@dataclass(slots=True)
-class _Decoding:
-    """A step of one generated row of each of some requests; steps of the same ones are likely to follow.
-
-    Attributes:
-        step: As it was told.
-        told: The requests.
-        has_ended: Whether one of them has ended since.
-    """
-
-    step: ReadStep
-    told: list[ToldRows]
-    has_ended: bool = False
-
-
-class StepReader:
-    """Finds the rows of steps that are new. Engine thread only.
-
-    Args:
-        services: Gives the tokens of requests.
-    """
-
-    def __init__(self, services: CoreServices) -> None:
-        self._services = services
-        self._decoding: _Decoding | None = None
-
-    def forget(self) -> None:
-        """Follow the end of a request. Any thread."""
-        if (known := self._decoding) is not None:
-            known.has_ended = True
-
-    def read(self, step: StepTable, discarded: Collection[str], requests: Mapping[str, ToldRows]) -> ReadStep | None:
-        """Return the rows of a step that are new; None if there are none.
-
-        Args:
-            step: As workers read it.
-            discarded: Requests of the step for which it does not count.
-            requests: Those that are followed.
-        """
-        known = self._decoding
-        if known is not None:
-            requests_before, last, is_prompt, tokens, _ = known.step
-            is_next = not (discarded or known.has_ended) and step.has_one_row_each and step.ids == requests_before
-            if is_next and not np.count_nonzero(step.firsts <= last):
-                known.step = ReadStep(requests_before, step.firsts, is_prompt, tokens, step.signals)
-                return known.step
-            for told, position in zip(known.told, last.tolist(), strict=True):
-                told.end = position + 1
-        self._decoding = None
-        return self._read_rows(step, discarded, requests)
-
-    def _read_rows(
-        self, step: StepTable, discarded: Collection[str], requests: Mapping[str, ToldRows]
-    ) -> ReadStep | None:
-        found: list[tuple[str, ToldRows, range]] = []
-        is_told = np.zeros(len(step.signals), np.bool_)
-        start = 0
-        for req_id, first, count in zip(step.ids, step.firsts.tolist(), step.counts.tolist(), strict=True):
-            begin, start = start, start + count
-            told = requests.get(req_id)
-            if told is None or req_id in discarded:
-                continue
-            if not told.tokens and (progress := self._services.progress(req_id)) is not None:
-                told.tokens = progress.token_ids
-            new = max(first, told.end)
-            told.end = max(told.end, first + count)
-            if new < first + count:
-                found.append((req_id, told, range(new, first + count)))
-                is_told[begin + new - first : start] = True
-        if not found:
-            return None
-        positions = np.fromiter(chain.from_iterable(rows for *_, rows in found), np.int64)
-        lengths = np.repeat([told.num_prompt for _, told, _ in found], [len(rows) for *_, rows in found])
-        names = tuple(chain.from_iterable(repeat(req_id, len(rows)) for req_id, _, rows in found))
-        tokens = list(chain.from_iterable(repeat(told.tokens, len(rows)) for _, told, rows in found))
-        is_prompt = positions < lengths
-        read = ReadStep(names, positions, is_prompt, tokens, step.signals[is_told])
-        if len(found) == len(step.ids) and step.has_one_row_each and not is_prompt.any():
-            self._decoding = _Decoding(read, [told for _, told, _ in found])
-        return read
+def _tell(site: Site, column: int, score: int, number: int) -> Entry:
+    params = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, float(score), float(number))
+    return Entry(site, with_change(Code.TELL, column), None, None, params)

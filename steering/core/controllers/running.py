@@ -1,14 +1,15 @@
-"""Controllers of an engine core that were started, each with its reader and its thread."""
+"""Controllers of an engine core that were started, each with its reader."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headgate.capture.schema.errors import ConfigError
-from headgate.steering.controllers.controller_thread import ControllerThread
-from headgate.steering.controllers.loading import ControllerSpec, load_controller, read_probes
-from headgate.steering.core.controllers.readers import Reader, make_reader
+from headgate.steering.controllers.controller_thread import ControllerFigures
+from headgate.steering.controllers.hosting.host import LoadedController
+from headgate.steering.controllers.loading import ControllerSpec
+from headgate.steering.core.controllers.readers import Reader, ScoreColumns, make_reader
 from headgate.steering.core.gates import GateContent
 from headgate.steering.gates.rule import AppliesTo
 
@@ -19,13 +20,11 @@ class RunningController(NamedTuple):
     Attributes:
         spec: As configured.
         reader: Of its probes.
-        thread: Calls it.
         needs_prompts: Whether every row of a prompt is to be read for it.
     """
 
     spec: ControllerSpec
     reader: Reader
-    thread: ControllerThread
     needs_prompts: bool
 
     @property
@@ -33,9 +32,8 @@ class RunningController(NamedTuple):
         """Its name in traces and metrics."""
         return self.reader.name
 
-    def status(self) -> dict[str, Any]:
+    def status(self, figures: ControllerFigures) -> dict[str, Any]:
         """Return plain values about it."""
-        figures = self.thread.figures
         return {
             "name": self.name,
             "entry_point": self.spec.name,
@@ -50,32 +48,35 @@ class RunningController(NamedTuple):
         }
 
 
-def start_controllers(
-    specs: Sequence[ControllerSpec], content: GateContent, modules: Collection[str], columns: Sequence[int]
+def running_controllers(
+    specs: Sequence[ControllerSpec],
+    loaded: Mapping[str, LoadedController],
+    content: GateContent,
+    modules: Collection[str],
+    columns: ScoreColumns,
 ) -> Iterator[RunningController]:
-    """Start configured controllers, each with a thread.
+    """Make the readers of controllers that were loaded.
 
     Args:
         specs: Of the configuration.
+        loaded: The controllers, by their names.
         content: Of the engine core.
         modules: Names of the registered modules.
-        columns: For scores, which follow one another.
+        columns: For scores.
 
     Raises:
-        ConfigError: If one cannot be made, reads what cannot be read, or needs a module that is not there.
+        ConfigError: If one reads what cannot be read, or needs a module that is not there.
     """
-    free = list(columns)
+    first = 0
     for spec in specs:
-        controller = load_controller(spec)
-        probes = read_probes(spec.instance, controller)
-        reader = make_reader(spec.instance, AppliesTo(spec.applies_to), probes, content, free)
-        del free[: len(probes)]
-        for name in controller.modules():
+        made = loaded[spec.instance]
+        reader = make_reader(spec.instance, AppliesTo(spec.applies_to), made.probes, content, columns, first)
+        first += len(made.probes)
+        for name in made.modules:
             if name not in modules:
                 known = ", ".join(sorted(modules)) or "none"
                 raise ConfigError(
                     f"controller {spec.instance!r}: needs module {name!r}; registered at start (--steering-modules): "
                     f"{known}"
                 )
-        thread = ControllerThread(spec.instance, controller, spec.budget_ms / 1000)
-        yield RunningController(spec, reader, thread, bool(controller.needs_prompts))
+        yield RunningController(spec, reader, made.needs_prompts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +293,13 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path, mo
 
     assert load(path).hidden_size == 3
     assert [found.name for found in tmp_path.iterdir()] == ["p.safetensors"]
+
+
+def test_a_probe_that_was_pickled_is_the_same():
+    made = Probe(
+        site=SITE, kind=ProbeKind.MLP, weight=np.ones((1, 3)), hidden=layer(activation="silu"), metadata={"by": "me"}
+    )
+
+    found = pickle.loads(pickle.dumps(made))
+
+    assert (found.sha256, dict(found.metadata), found.site) == (made.sha256, {"by": "me"}, made.site)
