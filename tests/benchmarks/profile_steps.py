@@ -1,7 +1,8 @@
 """What a step takes, and which part of it: ``python -m tests.benchmarks.profile_steps MODEL OUT --servers stock both``.
 
 `suite_http` with clocks inside the engine cores (`step_clocks`): a round has hundreds of steps, so parts of a step are
-known to some microseconds where tokens per second scatter by several per cent. The options are the suite's.
+known to some microseconds where tokens per second scatter by several per cent. The options are the suite's. ``behind``
+has 0.05 ms of the clocks' own.
 
 Prints, for each mode and each kind of step, means in ms without the slowest and fastest hundredth: ``step``, the
 period from a step's start to the next one's, and its percentiles; parts of it; ``ours``, the time in headgate's code
@@ -48,6 +49,7 @@ SHOWN: dict[str, Callable[[Array], Array]] = {
     "execute": lambda each: execute(each),
     "sample": lambda each: total(each, "sample", "sample_v1"),
     "update": lambda each: column(each, "update"),
+    "wait": lambda each: column(each, "wait"),
     "ours": lambda each: ours(each),
     "behind": lambda each: behind(each),
     "begins": lambda each: column(each, "capture_begins"),

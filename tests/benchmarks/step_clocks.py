@@ -34,6 +34,7 @@ PARTS = {
     "execute_v1": ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", ("execute_model",)),
     "prepare_v1": ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", ("_prepare_inputs",)),
     "sample_v1": ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", ("sample_tokens",)),
+    "wait": ("vllm.v1.worker.gpu.async_utils", "AsyncOutput", ("get_output",)),
     "seam_execute": ("headgate.capture.engine.worker.runner", "RunnerAdapter", ("_execute_model",)),
     "seam_sample": ("headgate.capture.engine.worker.runner", "RunnerAdapter", ("_sample_tokens",)),
     "seam_prepare": ("headgate.capture.engine.worker.runner", "RunnerAdapter", ("_lay_out",)),
