@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,3 @@ class Worker:
             request = self.requests[req_id]
             if request.done == len(request.tokens):
                 request.tokens.append(int(self.rng.integers(0, 1000)))
-
-    def rows(self) -> Iterator[str]:
-        yield from self.requests

@@ -32,15 +32,16 @@ _SPIN_S, _POLL_S = 300e-6, 20e-6
 
 
 class ControllerProcess:
-    """Starts the process. Engine thread only, but for `send`, which callers guard.
+    """Starts the process. Engine thread only, but for `send`, which is for any thread.
 
     Args:
         specs: The controllers.
 
     Attributes:
         board: Words that both share.
-        loaded: What the process said first.
+        loaded: The first word of the process.
         num_steps: Steps that it was told of.
+        num_answers: Answers that were received.
         lost: Why the process is gone; None while it is there.
 
     Raises:
@@ -49,13 +50,12 @@ class ControllerProcess:
 
     def __init__(self, specs: Sequence[ControllerSpec]) -> None:
         self.board = Board()
-        self.num_steps = 0
+        self.num_steps = self.num_answers = 0
         self.lost: str | None = None
         self._words = self.board.words
         self._budget_s = sum(spec.budget_ms for spec in specs) / 1000
         self._late_since: float | None = None
-        self._num_taken = 0
-        """Answers that were received."""
+        self._sending = threading.Lock()
         self._connection, self._child = _spawn(specs, self.board)
         weakref.finalize(self, _end, self._connection, self._child)
         self.loaded = self._await_loaded()
@@ -68,17 +68,14 @@ class ControllerProcess:
     @property
     def has_answers(self) -> bool:
         """Whether `receive` returns at once."""
-        return self._num_taken < self._words[ANSWERS]
-
-    @property
-    def num_answers(self) -> int:
-        """Answers that were received."""
-        return self._num_taken
+        return self.num_answers < self._words[ANSWERS]
 
     def send(self, message: object) -> None:
-        """Send a message."""
-        self._connection.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-        self._words[SENT] += 1
+        """Send a message, and count it: two threads that did so at once could count one for both."""
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with self._sending:
+            self._connection.send(data)
+            self._words[SENT] += 1
 
     def count_step(self) -> None:
         """Tell of a step, whose message was sent if it has one."""
@@ -88,7 +85,7 @@ class ControllerProcess:
     def receive(self) -> Any:
         """Wait for the next answer and return it; None if the process is gone."""
         data = self._connection.receive()
-        self._num_taken += 1
+        self.num_answers += 1
         if data is None:
             try:
                 self._child.wait(ENDED_S)

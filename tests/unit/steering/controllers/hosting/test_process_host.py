@@ -261,4 +261,3 @@ def test_memory_of_others_is_not_read() -> None:
     assert not pair.apart.attach(place._replace(path="/proc/1/fd/none"))
     assert not pair.apart.attach(place._replace(num_told=7))
     assert pair.apart.attach(place)
-    assert isinstance(Stop("r", "x"), Stop)
