@@ -1,8 +1,12 @@
-"""One end of the socket between a worker and its capture process: whole messages, in order, without waiting to send."""
+"""One end of the socket to a process that is started here: whole messages, in order, without waiting to send."""
 
 from __future__ import annotations
 
+import os
+import pickle
 import socket
+import subprocess
+import sys
 import threading
 from collections import deque
 from contextlib import suppress
@@ -91,3 +95,25 @@ class Connection:
                     self._is_broken, self._is_pumping = True, False
                     self._unsent.clear()
                 return
+
+
+def start_module(module: str, settings: object, *fds: int) -> tuple[Connection, subprocess.Popen[bytes]]:
+    """Start ``python -m module``, with the numbers of its end of a socket and of open files as arguments.
+
+    Args:
+        module: Its name; it is found as here.
+        settings: Its first message, pickled.
+        fds: Files that it gets.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    numbers = (theirs.fileno(), *fds)
+    command = [sys.executable, "-m", module, *map(str, numbers)]
+    # Threads that worked together would wait for the next work in a loop, which takes a processor each for 5 ms.
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with theirs:
+        child = subprocess.Popen(  # noqa: S603  (this very Python, with numbers)
+            command, pass_fds=numbers, env=environment, stdin=subprocess.DEVNULL
+        )
+    connection = Connection(ours)
+    connection.send(pickle.dumps(settings))
+    return connection, child

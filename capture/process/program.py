@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from typing import Protocol
 import torch
 
 from headgate.capture.local_delivery import Place, open_local_delivery
-from headgate.capture.process.connection import Connection
+from headgate.capture.process.connection import Connection, start_module
 from headgate.capture.process.serving import CaptureServer
 from headgate.capture.process.stats_board import StatsBoard
 from headgate.capture.schema.sites import Site
@@ -69,18 +68,8 @@ class Child(Protocol):
 
 def spawn(settings: Settings, memory: SharedMemory, board: StatsBoard) -> tuple[Connection, Child]:
     """Start a capture process that reads `memory` and shows counters on `board`. It says `Ready` when it serves."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    fds = (theirs.fileno(), memory.memory_fd, memory.freed_fd, board.fd)
-    command = [sys.executable, "-m", "headgate.capture.process", *map(str, fds)]
-    # Threads that copied rows together would wait for the next ones in a loop, which takes a processor each for 5 ms.
-    environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with theirs:
-        child = subprocess.Popen(  # noqa: S603  (this very Python, with numbers)
-            command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL
-        )
-    connection = Connection(ours)
-    connection.send(pickle.dumps(settings))
-    return connection, child
+    fds = memory.memory_fd, memory.freed_fd, board.fd
+    return start_module("headgate.capture.process", settings, *fds)
 
 
 def main(arguments: Sequence[str]) -> None:

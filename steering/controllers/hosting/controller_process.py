@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from headgate.capture.process.connection import Connection
+from headgate.capture.process.connection import Connection, start_module
 from headgate.capture.schema.errors import ConfigError
 from headgate.steering.controllers.controller_thread import HANGS_S
 from headgate.steering.controllers.hosting.messages import ANSWERS, DONE, SENT, STEPS, Board, Loaded, Settings
@@ -56,7 +54,9 @@ class ControllerProcess:
         self._budget_s = sum(spec.budget_ms for spec in specs) / 1000
         self._late_since: float | None = None
         self._sending = threading.Lock()
-        self._connection, self._child = _spawn(specs, self.board)
+        settings = Settings(specs=tuple(specs), path=tuple(sys.path), log_level=logger.getEffectiveLevel())
+        module = "headgate.steering.controllers.hosting"
+        self._connection, self._child = start_module(module, settings, self.board.fd)
         weakref.finalize(self, _end, self._connection, self._child)
         self.loaded = self._await_loaded()
 
@@ -146,21 +146,6 @@ class ControllerProcess:
         _end(self._connection, self._child)
         error = message.error if isinstance(message, Loaded) else None
         raise ConfigError(error or "the process of the controllers did not start; its log says why")
-
-
-def _spawn(specs: Sequence[ControllerSpec], board: Board) -> tuple[Connection, subprocess.Popen[bytes]]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    fds = theirs.fileno(), board.fd
-    command = [sys.executable, "-m", "headgate.steering.controllers.hosting", *map(str, fds)]
-    environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with theirs:
-        child = subprocess.Popen(  # noqa: S603  (this very Python, with numbers)
-            command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL
-        )
-    connection = Connection(ours)
-    settings = Settings(specs=tuple(specs), path=tuple(sys.path), log_level=logger.getEffectiveLevel())
-    connection.send(pickle.dumps(settings))
-    return connection, child
 
 
 def _end(connection: Connection, child: subprocess.Popen[bytes]) -> None:
